@@ -1,0 +1,73 @@
+"""The draft backbone's decoder layers: Qwen3 blocks whose attention is left to the caller.
+
+The attention kernel and the K/V memory belong to whoever runs the model (paged pool when serving, packed blocks when
+training), so a layer only projects, normalises and rotates, and hands q, k, v of the block rows to an :data:`Attend`
+callback.
+"""
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import DraftConfig
+from .rotary import rotate
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""``attend(layer, q [T, heads, hd], k [T, kv_heads, hd], v [T, kv_heads, hd]) -> [T, heads, hd]``.
+
+q and k come normalised and rotated. The callback attends, without a causal mask, over the request's context K/V and the
+block rows, with scale ``hd ** -0.5``."""
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm block; parameter names are those of Qwen3."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """``hidden [T, d]``, ``cos, sin [T, 1, hd / 2]`` -> ``[T, d]``."""
+        hidden = hidden + self.self_attn(layer, self.input_layernorm(hidden), cos, sin, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Attention(nn.Module):
+    """Projections around the attention: q and k get a per-head RMSNorm, then RoPE; v gets neither."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        d, head_dim = config.hidden_size, config.head_dim
+        self.head_dim = head_dim
+        self.q_proj = nn.Linear(d, config.num_attention_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(d, config.num_key_value_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(d, config.num_key_value_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, d, bias=False)
+        self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, layer: int, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """``hidden [T, d]`` (normalised) -> ``[T, d]``."""
+        heads = (-1, self.head_dim)
+        q = rotate(self.q_norm(self.q_proj(hidden).unflatten(-1, heads)), cos, sin)
+        k = rotate(self.k_norm(self.k_proj(hidden).unflatten(-1, heads)), cos, sin)
+        v = self.v_proj(hidden).unflatten(-1, heads)
+        return self.o_proj(attend(layer, q, k, v).flatten(-2))
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """``[T, d] -> [T, d]``."""
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))

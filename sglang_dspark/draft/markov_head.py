@@ -1,0 +1,113 @@
+"""Markov head: a low-rank bias on the draft logits that depends on the token just drafted (DSpark paper, Eqs. 4-6).
+
+With ``e = W1[x_{k-1}]`` and h the post-norm backbone hidden of slot k, the bias added to the base logits is ``W2 u``:
+
+* vanilla: ``u = e``
+* gated: ``u = sigmoid(G [h ; e] + b) * e`` (DeepSpec only; the paper has no such variant)
+* rnn: ``(g, c, o) = split(J [s ; e ; h] + b)``, ``u = tanh(o)`` and ``s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c)``; all
+  three branches read the *old* state s, which is zero at the start of every block.
+"""
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from .config import DraftConfig
+
+
+class MarkovHead(nn.Module):
+    """Base of the head types; subclasses say how the latent ``u`` is formed."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.rank = config.markov_rank
+        self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+
+    def initial_state(self, bs: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """State before the first slot of a block: ``[bs, r]`` zeros for rnn, None for the stateless heads."""
+        return None
+
+    @abstractmethod
+    def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """``w1_embedding [..., r]``, ``hidden [..., d]`` -> ``(u [..., r], new state)``; the bias is ``markov_w2(u)``."""
+
+    def step(self, prev_tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """One slot of the sequential walk.
+
+        Args:
+            prev_tokens: ``[bs]`` int64, the anchor for slot 0, else the token drafted in the slot before.
+            hidden: ``[bs, d]`` post-norm backbone hidden of this slot.
+            state: what :meth:`initial_state` or the previous step returned.
+
+        Returns:
+            ``(bias [bs, V], w1_embedding [bs, r], new_state)`` in the model's dtype; the embedding feeds the confidence head.
+        """
+        w1_embedding = self.markov_w1(prev_tokens)
+        latent, new_state = self.latent(w1_embedding, hidden, state)
+        return self.markov_w2(latent), w1_embedding, new_state
+
+    def block_bias(self, prev_tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Teacher-forced biases of whole blocks: ``prev_tokens [B, g]``, ``hidden [B, g, d]`` -> ``[B, g, V]``."""
+        latent, _ = self.latent(self.markov_w1(prev_tokens), hidden, None)
+        return self.markov_w2(latent)
+
+
+class VanillaMarkovHead(MarkovHead):
+    """Eq. 4: the bias depends on the previous token alone."""
+
+    def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`MarkovHead.latent`."""
+        return w1_embedding, None
+
+
+class GatedMarkovHead(MarkovHead):
+    """The embedding is gated per channel by the hidden state and itself."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config)
+        self.gate_proj = nn.Linear(config.hidden_size + config.markov_rank, config.markov_rank)
+
+    def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`MarkovHead.latent`."""
+        gate = torch.sigmoid(self.gate_proj(torch.cat((hidden, w1_embedding), dim=-1)))
+        return gate * w1_embedding, None
+
+
+class RnnMarkovHead(MarkovHead):
+    """Eqs. 5-6: a gated recurrence over the block, so the bias depends on all tokens drafted so far."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__(config)
+        self.joint_proj = nn.Linear(2 * config.markov_rank + config.hidden_size, 3 * config.markov_rank)
+
+    def initial_state(self, bs: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """``[bs, r]`` zeros."""
+        return torch.zeros(bs, self.rank, device=device, dtype=dtype)
+
+    def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`MarkovHead.latent`."""
+        if state is None:
+            raise ValueError("the rnn Markov head needs a state: start each block from initial_state()")
+        gate, candidate, output = self.joint_proj(torch.cat((state, w1_embedding, hidden), dim=-1)).chunk(3, dim=-1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+
+    def block_bias(self, prev_tokens: Tensor, hidden: Tensor) -> Tensor:
+        """See :meth:`MarkovHead.block_bias`; unrolls the recurrence over the block."""
+        w1_embedding = self.markov_w1(prev_tokens)
+        state = self.initial_state(prev_tokens.shape[0], hidden.device, hidden.dtype)
+        latents = []
+        for slot in range(prev_tokens.shape[1]):
+            latent, state = self.latent(w1_embedding[:, slot], hidden[:, slot], state)
+            latents.append(latent)
+        return self.markov_w2(torch.stack(latents, dim=1))
+
+
+def build_markov_head(config: DraftConfig) -> MarkovHead | None:
+    """The head that ``config.markov_head_type`` names, or None when ``markov_rank`` is 0."""
+    if config.markov_head_type is None:
+        return None
+    heads = {"vanilla": VanillaMarkovHead, "gated": GatedMarkovHead, "rnn": RnnMarkovHead}
+    return heads[config.markov_head_type](config)

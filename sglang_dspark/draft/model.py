@@ -1,0 +1,186 @@
+"""The whole draft model: context projection, block backbone, and the two heads.
+
+Letters in shapes: d hidden size, m tapped target layers, L draft layers, V vocabulary, r Markov rank, n context rows,
+T block rows of all requests, hd head dim.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from .backbone import Attend, DecoderLayer
+from .confidence_head import ConfidenceHead
+from .config import DraftConfig
+from .markov_head import MarkovHead, build_markov_head
+from .rotary import RotaryEmbedding, rotate
+
+
+class DraftModel(nn.Module):
+    """DSpark drafter for Qwen3-style targets. Parameter names are exactly those of a DeepSpec checkpoint.
+
+    The attention of :meth:`forward_block` and all K/V memory are the caller's. Embedding and LM head are the model's own
+    (``own_embedding``, ``own_lm_head``) or the target's, see :meth:`bind_target`.
+    """
+
+    def __init__(self, config: DraftConfig, *, own_embedding: bool = True, own_lm_head: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        d = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, d) if own_embedding else None
+        self.lm_head = nn.Linear(d, config.vocab_size, bias=False) if own_lm_head else None
+        self.fc = nn.Linear(config.num_taps * d, d, bias=False)
+        self.hidden_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
+        self.markov_head = build_markov_head(config)
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
+        self._target_embedding: Tensor | None = None
+        self._target_lm_head: Tensor | None = None
+        self._context_stack: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def markov(self) -> MarkovHead | None:
+        """The Markov head; None when the checkpoint has rank 0."""
+        return self.markov_head
+
+    @property
+    def confidence(self) -> ConfidenceHead | None:
+        """The confidence head; None when the checkpoint has none."""
+        return self.confidence_head
+
+    def project_context(self, features: Tensor) -> Tensor:
+        """Target features ``[n, m * d]`` (raw taps, ascending layers on the last axis) -> ``H_ctx [n, d]`` (Eq. 2)."""
+        return self.hidden_norm(self.fc(features))
+
+    def context_kv(self, h_ctx: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V that the context rows contribute to every layer (Eq. 3).
+
+        ``input_layernorm`` does not touch context rows; K gets the layer's k_norm and RoPE, V neither. All layers are
+        projected in one GEMM.
+
+        Args:
+            h_ctx: ``[n, d]`` from :meth:`project_context`.
+            positions: ``[n]`` absolute positions of the rows.
+
+        Returns:
+            ``(k, v)``, each ``[L, n, kv_heads, hd]``.
+        """
+        config = self.config
+        weight, k_norm = self._context_stack or self._stack_context_weights()
+        shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
+        k, v = F.linear(h_ctx, weight).unflatten(-1, shape).permute(2, 1, 0, 3, 4).unbind(0)
+        k = F.rms_norm(k, (config.head_dim,), eps=config.rms_norm_eps) * k_norm[:, None, None]
+        return rotate(k, *self.rotary(positions)), v
+
+    def forward_block(self, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run the backbone over block rows.
+
+        Args:
+            embeds: ``[T, d]`` embeddings of ``[anchor, MASK x (gamma - 1)]`` of each request, one after the other.
+            positions: ``[T]`` absolute positions, anchor position first.
+            attend: see :data:`~sglang_dspark.draft.backbone.Attend`.
+
+        Returns:
+            ``[T, d]`` after the final norm; slot j predicts the token at its position + 1.
+        """
+        cos, sin = self.rotary(positions)
+        hidden = embeds
+        for index, layer in enumerate(self.layers):
+            hidden = layer(index, hidden, cos, sin, attend)
+        return self.norm(hidden)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids of any shape -> embeddings ``[..., d]`` in the model's dtype."""
+        return F.embedding(ids, self.embed_weight).to(self.fc.weight.dtype)
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """``hidden [T, d]`` (post-norm) -> logits ``[T, V]`` before the Markov bias, in the LM head's dtype."""
+        weight = self.lm_head_weight
+        return F.linear(hidden.to(weight.dtype), weight)
+
+    @property
+    def embed_weight(self) -> Tensor:
+        """``[V, d]``, the model's own embedding or the target's."""
+        return _present(self.embed_tokens.weight if self.embed_tokens else self._target_embedding, "embed_tokens.weight")
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """``[V, d]``, the model's own LM head or the target's."""
+        return _present(self.lm_head.weight if self.lm_head else self._target_lm_head, "lm_head.weight")
+
+    def bind_target(self, embed_weight: Tensor, lm_head_weight: Tensor) -> tuple[str, ...]:
+        """Read the target's embedding and LM head wherever the model has no different ones of its own.
+
+        An own copy that equals the target's tensor (after a cast to its dtype) is dropped and the target's storage shared.
+
+        Args:
+            embed_weight: ``[V, d]``, without padding rows; on the model's device.
+            lm_head_weight: ``[V, d]``, likewise.
+
+        Returns:
+            The names, out of ``embed_tokens.weight`` and ``lm_head.weight``, that are now read from the target.
+
+        Raises:
+            CheckpointError: a tensor does not have shape ``[vocab_size, hidden_size]``.
+        """
+        expected = (self.config.vocab_size, self.config.hidden_size)
+        for name, weight in (("embedding", embed_weight), ("LM head", lm_head_weight)):
+            if tuple(weight.shape) != expected:
+                raise CheckpointError(
+                    f"the target's {name} has shape {list(weight.shape)}, but the draft checkpoint ({self.config.origin}) "
+                    f"needs [vocab_size, hidden_size] = {list(expected)}; use the draft that was trained for this target"
+                )
+        shared = []
+        if self.embed_tokens is None or _same(self.embed_tokens.weight, embed_weight):
+            self.embed_tokens, self._target_embedding = None, embed_weight.detach()
+            shared.append("embed_tokens.weight")
+        if self.lm_head is None or _same(self.lm_head.weight, lm_head_weight):
+            self.lm_head, self._target_lm_head = None, lm_head_weight.detach()
+            shared.append("lm_head.weight")
+        return tuple(shared)
+
+    def freeze(self) -> "DraftModel":
+        """Make the model a constant: evaluation mode, no gradients, and the K/V weights of all layers in one tensor.
+
+        The stack of :meth:`context_kv` replaces the storage of the layers' k_proj and v_proj, so it costs no memory.
+        """
+        self.requires_grad_(False).eval()
+        weight, k_norm = self._stack_context_weights()
+        rows = iter(weight.view(2 * len(self.layers), -1, self.config.hidden_size))
+        for layer in self.layers:
+            layer.self_attn.k_proj.weight.data = next(rows)
+            layer.self_attn.v_proj.weight.data = next(rows)
+        self._context_stack = weight, k_norm
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> "DraftModel":
+        """As in torch; a frozen model that is to be trained again loses its constant K/V stack."""
+        self._context_stack = None
+        super().requires_grad_(requires_grad)
+        return self
+
+    def _stack_context_weights(self) -> tuple[Tensor, Tensor]:
+        """``([L * 2 * kv_heads * hd, d]`` in the order layer, k before v; ``[L, hd])``."""
+        attentions = [layer.self_attn for layer in self.layers]
+        weight = torch.cat([w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)])
+        return weight, torch.stack([a.k_norm.weight for a in attentions])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DraftModel":
+        # A cast or a move gives every parameter its own storage again, so a stack made before would be stale.
+        self._context_stack = None
+        super()._apply(fn, recurse)
+        return self
+
+
+def _same(own: Tensor, target: Tensor) -> bool:
+    return torch.equal(own.detach().to(device=target.device, dtype=target.dtype), target)
+
+
+def _present(weight: Tensor | None, name: str) -> Tensor:
+    if weight is None:
+        raise CheckpointError(f"the draft checkpoint has no {name}: bind the target's with bind_target() first")
+    return weight
