@@ -3,7 +3,8 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ EMBEDDING_TAP = -1
 class DraftConfig:
     """Everything about a draft checkpoint that its tensors alone do not say.
 
-    Build it with :meth:`from_pretrained` or :meth:`from_dict`; every instance is checked. Lengths and sizes are counts of
-    elements or tokens.
+    :meth:`from_pretrained` and :meth:`from_dict` check every key; the rules between keys hold for any instance. Sizes and
+    lengths are counts of elements or tokens.
 
     ``block_size`` (gamma) counts the drafts of one round and equally the input slots of the block: the anchor slot predicts
     too. ``target_layer_ids`` are 0-based target decoder layers whose *output* is tapped; -1 is the embedding output.
@@ -48,7 +49,7 @@ class DraftConfig:
     num_anchors: int | None = None  # training only; carried so that a rewritten config.json still loads in DeepSpec
     attention_bias: bool = False
     hidden_act: str = "silu"
-    origin: str = "DraftConfig"  # where the values came from, for error messages
+    origin: str = field(default="DraftConfig", compare=False, repr=False)  # where the values came from, for messages
 
     def __post_init__(self) -> None:
         _check(self)
@@ -121,6 +122,23 @@ class DraftConfig:
             num_anchors=read.integer("num_anchors", minimum=1) if "num_anchors" in d else None,
             origin=origin,
         )
+
+    def check_target(self, *, hidden_size: int, vocab_size: int, num_hidden_layers: int) -> None:
+        """Check that a target of these dimensions is one the draft can have been trained for.
+
+        Raises:
+            CheckpointError: naming the first dimension that differs.
+        """
+        for key, target_key, value in (
+            ("hidden_size", "hidden_size", hidden_size),
+            ("vocab_size", "vocab_size", vocab_size),
+            ("num_target_layers", "num_hidden_layers", num_hidden_layers),
+        ):
+            if getattr(self, key) != value:
+                raise CheckpointError(
+                    f"{self.origin}: {key}={getattr(self, key)}, but the target has {target_key}={value}; use the draft "
+                    "that was trained for this target"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """The ``config.json`` content that DeepSpec and :meth:`from_dict` read; conditional keys only where they apply."""
@@ -277,6 +295,10 @@ def _check(config: DraftConfig) -> None:
             f"{config.origin}: {key}={getattr(config, key)!r} {rule}; take the config.json that belongs to the checkpoint"
         )
 
+    if config.attention_bias:
+        raise fail("attention_bias", "is not supported")
+    if config.hidden_act != "silu":
+        raise fail("hidden_act", "is not supported; only 'silu' is")
     if config.num_attention_heads % config.num_key_value_heads:
         raise fail("num_key_value_heads", f"does not divide num_attention_heads={config.num_attention_heads}")
     if config.head_dim % 2:
@@ -284,7 +306,7 @@ def _check(config: DraftConfig) -> None:
     if config.mask_token_id >= config.vocab_size:
         raise fail("mask_token_id", f"is outside the vocabulary of vocab_size={config.vocab_size}")
     taps = config.target_layer_ids
-    if any(later <= earlier for earlier, later in zip(taps, taps[1:], strict=False)):
+    if any(later <= earlier for earlier, later in pairwise(taps)):
         raise fail("target_layer_ids", "is not strictly increasing")
     if not taps or taps[0] < EMBEDDING_TAP or taps[-1] > config.num_target_layers - 2:
         raise fail(

@@ -105,9 +105,11 @@ class RnnMarkovHead(MarkovHead):
         return self.markov_w2(torch.stack(latents, dim=1))
 
 
+_HEADS: dict[str, type[MarkovHead]] = {"vanilla": VanillaMarkovHead, "gated": GatedMarkovHead, "rnn": RnnMarkovHead}
+
+
 def build_markov_head(config: DraftConfig) -> MarkovHead | None:
     """The head that ``config.markov_head_type`` names, or None when ``markov_rank`` is 0."""
     if config.markov_head_type is None:
         return None
-    heads = {"vanilla": VanillaMarkovHead, "gated": GatedMarkovHead, "rnn": RnnMarkovHead}
-    return heads[config.markov_head_type](config)
+    return _HEADS[config.markov_head_type](config)

@@ -105,12 +105,14 @@ class DraftModel(nn.Module):
     @property
     def embed_weight(self) -> Tensor:
         """``[V, d]``, the model's own embedding or the target's."""
-        return _present(self.embed_tokens.weight if self.embed_tokens else self._target_embedding, "embed_tokens.weight")
+        own = self.embed_tokens
+        return _present(self._target_embedding if own is None else own.weight, "embed_tokens.weight")
 
     @property
     def lm_head_weight(self) -> Tensor:
         """``[V, d]``, the model's own LM head or the target's."""
-        return _present(self.lm_head.weight if self.lm_head else self._target_lm_head, "lm_head.weight")
+        own = self.lm_head
+        return _present(self._target_lm_head if own is None else own.weight, "lm_head.weight")
 
     def bind_target(self, embed_weight: Tensor, lm_head_weight: Tensor) -> tuple[str, ...]:
         """Read the target's embedding and LM head wherever the model has no different ones of its own.
@@ -146,14 +148,16 @@ class DraftModel(nn.Module):
     def freeze(self) -> "DraftModel":
         """Make the model a constant: evaluation mode, no gradients, and the K/V weights of all layers in one tensor.
 
-        The stack of :meth:`context_kv` replaces the storage of the layers' k_proj and v_proj, so it costs no memory.
+        The stack that :meth:`context_kv` reads becomes the storage of the layers' own parameters: it costs no memory and
+        follows an in-place load.
         """
         self.requires_grad_(False).eval()
         weight, k_norm = self._stack_context_weights()
-        rows = iter(weight.view(2 * len(self.layers), -1, self.config.hidden_size))
-        for layer in self.layers:
-            layer.self_attn.k_proj.weight.data = next(rows)
-            layer.self_attn.v_proj.weight.data = next(rows)
+        per_layer = weight.view(len(self.layers), 2, -1, self.config.hidden_size)
+        for layer, (k_weight, v_weight), k_norm_weight in zip(self.layers, per_layer, k_norm, strict=True):
+            layer.self_attn.k_proj.weight.data = k_weight
+            layer.self_attn.v_proj.weight.data = v_weight
+            layer.self_attn.k_norm.weight.data = k_norm_weight
         self._context_stack = weight, k_norm
         return self
 
