@@ -1,0 +1,87 @@
+"""Drawing one token per row from explicit probabilities."""
+
+import torch
+
+from .noise import Purpose, RoundKeys, exponential
+from .sampling_params import SamplingRows
+from .target_law import target_probs
+
+
+def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The first token whose cumulative weight exceeds `uniforms` times the total.
+
+    Args:
+        weights: [n, V] float32 >= 0 with a positive sum; need not be normalised.
+        uniforms: [n] float64 in [0, 1).
+
+    Returns:
+        [n] int64; a token of weight 0 is never returned.
+    """
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    # u * total may round up to the total, which no cumulative weight exceeds.
+    threshold = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, threshold[:, None], right=True).squeeze(-1)
+
+
+def seeded_argmax(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The draw of a seeded request: argmax(log p + g(seed, position)) with Gumbel noise g.
+
+    It depends on nothing but the seed, the position and p, so it repeats whatever was drafted.
+
+    Args:
+        probs: [n, V] float32.
+        seeds: [n] int64.
+        positions: [n] int64, absolute position of the token to be drawn.
+
+    Returns:
+        [n] int64; a token of probability 0 is never returned.
+    """
+    noise = exponential(seeds, positions, probs.shape[-1])
+    return torch.div(probs, noise, out=noise).argmax(-1)
+
+
+def draw_by_rule(
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    uniforms: torch.Tensor | None,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One token per request, each by its own rule: argmax, inverse CDF or seeded argmax.
+
+    Args:
+        logits: [bs, V], any float dtype, not modified.
+        rows: parameters of the bs requests.
+        uniforms: [bs] float64, read for sampled requests only; None when there are none.
+        positions: [bs] int64, absolute position of the token to be drawn.
+
+    Returns:
+        Tokens [bs] int64, and the distributions [num_sampled, V] float32 that the sampled requests were drawn from, in
+        the order of `rows.sampled_index`; None without sampled requests.
+    """
+    tokens = logits.argmax(-1) if rows.any_greedy else positions.new_empty(len(rows))
+    sampled_probs = None
+    if rows.any_sampled:
+        index = rows.sampled_index
+        sampled_probs = target_probs(rows.select(logits, index), rows.sampled_law)
+        tokens[index] = inverse_cdf(sampled_probs, rows.select(uniforms, index))
+    if rows.any_seeded:
+        index = rows.seeded_index
+        probs = target_probs(rows.select(logits, index), rows.seeded_law)
+        tokens[index] = seeded_argmax(probs, rows.seeds[index], positions[index])
+    return tokens, sampled_probs
+
+
+def draw(logits: torch.Tensor, rows: SamplingRows, keys: RoundKeys) -> torch.Tensor:
+    """One token per request: the first after the prompt, or a decode step without drafts.
+
+    Args:
+        logits: [bs, V], any float dtype, not modified.
+        rows: parameters of the bs requests.
+        keys: noise keys of this step; `positions` is that of the token to be drawn.
+
+    Returns:
+        [bs] int64.
+    """
+    uniforms = keys.uniform(0, Purpose.BONUS) if rows.any_sampled else None
+    return draw_by_rule(logits, rows, uniforms, keys.positions)[0]

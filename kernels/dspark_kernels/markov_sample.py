@@ -1,0 +1,99 @@
+"""Sampling a draft block left to right: base logits plus the sequential head's bias, token by token.
+
+logits_k = U_k + B_k(x_{k-1}) and x_k is drawn from the locally normalised p_d = law(logits_k), so the exact p_d that
+verification divides by is the very tensor the token was drawn from (DSpark, section 3.1 and Eqs. 4-7).
+
+The draft law applies the request's own temperature and filters. Any law would be lossless as long as it is the stored
+one; tokens that the target's filters forbid would only be rejected.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .draw import draw_by_rule
+from .noise import Purpose, RoundKeys
+from .sampling_params import SamplingRows
+
+
+class MarkovHead(Protocol):
+    """A sequential head: the bias of slot k given the token before it."""
+
+    def initial_state(self, bs: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor | None: ...
+
+    def step(
+        self,
+        prev_tokens: torch.Tensor,  # [bs] int64
+        hidden: torch.Tensor,  # [bs, d]
+        state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # bias [bs, V], W1 embedding [bs, r], next state
+        ...
+
+
+class ConfidenceHead(Protocol):
+    """Maps post-norm hidden [bs, d] and the previous token's W1 embedding [bs, r] (or None) to logits [bs]."""
+
+    def __call__(self, hidden: torch.Tensor, w1_embedding: torch.Tensor | None) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """A drafted block.
+
+    Attributes:
+        tokens: [bs, gamma] int64.
+        probs: [bs, gamma, V] float32, the distributions that the sampled requests' tokens were drawn from, zero for
+            greedy and seeded requests; None when no request is sampled.
+        confidence_logits: [bs, gamma] float32, uncalibrated; None without a confidence head.
+    """
+
+    tokens: torch.Tensor
+    probs: torch.Tensor | None
+    confidence_logits: torch.Tensor | None
+
+
+def markov_sample_ref(
+    base_logits: torch.Tensor,  # [bs, gamma, V]
+    hidden: torch.Tensor,  # [bs, gamma, d]
+    anchors: torch.Tensor,  # [bs] int64
+    markov: MarkovHead | None,
+    confidence: ConfidenceHead | None,
+    rows: SamplingRows,
+    keys: RoundKeys,
+) -> DraftBlock:
+    """Walk the block once, drawing each token from the logits its predecessor corrects.
+
+    Args:
+        base_logits: the draft backbone's logits, any float dtype, not modified.
+        hidden: post-norm hidden states, the heads' input.
+        anchors: the last committed token of each request, predecessor of slot 0.
+        markov: the sequential head, or None for independent slots.
+        confidence: the confidence head, or None.
+        rows: sampling parameters of the bs requests.
+        keys: noise keys of this round; slot k is drawn at position `keys.positions + k`.
+
+    Returns:
+        The block. Corrected logits are float32; no host sync.
+    """
+    bs, gamma, vocab_size = base_logits.shape
+    tokens = anchors.new_empty((bs, gamma))
+    probs = base_logits.new_zeros((bs, gamma, vocab_size), dtype=torch.float32) if rows.any_sampled else None
+    uniforms = keys.block_uniform(gamma, Purpose.DRAFT) if rows.any_sampled else None
+    state = markov.initial_state(bs, hidden.device, hidden.dtype) if markov is not None else None
+    confidences = []
+    previous = anchors
+    for k in range(gamma):
+        logits, w1_embedding = base_logits[:, k], None
+        if markov is not None:
+            bias, w1_embedding, state = markov.step(previous, hidden[:, k], state)
+            logits = logits.float() + bias.float()
+        if confidence is not None:
+            confidences.append(confidence(hidden[:, k], w1_embedding))
+        previous, sampled_probs = draw_by_rule(
+            logits, rows, None if uniforms is None else uniforms[:, k], keys.positions + k
+        )
+        tokens[:, k] = previous
+        if probs is not None:
+            probs[rows.sampled_index, k] = sampled_probs
+    return DraftBlock(tokens, probs, torch.stack(confidences, dim=1) if confidences else None)

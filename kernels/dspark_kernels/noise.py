@@ -1,0 +1,160 @@
+"""Counter-based random numbers: a value depends on its key alone, never on batch order, batch size or device.
+
+The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Two families of
+values are drawn from it, kept apart by the purpose bits of the first counter word:
+
+================  ==================  ====================================================================
+family            Philox key          counter words
+================  ==================  ====================================================================
+`uniform`         engine seed         slot | purpose << 16 | step[32:40] << 24, step[0:32], request key (lo, hi)
+`exponential`     request's own seed  SEEDED << 16, position, token id // 2, 0
+================  ==================  ====================================================================
+
+A request appears at most once per engine step, so (step, request key) names one decode round of one request and no
+counter is ever used twice. That is what keeps sampling exact under a lagged verify budget: a draft that was not verified
+must be drawn again from fresh noise, because last round's confidences have already revealed the old one.
+
+Words are 32-bit values held in int64 tensors: torch has no full set of uint32 operators on every device.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+_MASK32 = 0xFFFFFFFF
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+Word = torch.Tensor | int
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Purpose(IntEnum):
+    """What a random number decides; part of its key."""
+
+    DRAFT = 0  # which token the drafter proposes in a slot
+    ACCEPT = 1  # whether the target keeps it
+    RESIDUAL = 2  # the correction after a rejection
+    BONUS = 3  # the token after a fully accepted block, or a plain decode step
+    SEEDED = 4  # exponential noise of requests that bring their own seed
+
+
+def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> Words:
+    """Apply the ten Philox rounds.
+
+    Args:
+        counter: four 32-bit words, int64 tensors or ints that broadcast against each other; at least one word of the
+            counter or the key must be a tensor.
+        key: two 32-bit words, likewise.
+
+    Returns:
+        Four int64 tensors of the broadcast shape with values in [0, 2**32).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _wide_product(_MULTIPLIERS[0], c0)
+        high1, low1 = _wide_product(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
+    return c0, c1, c2, c3
+
+
+def uniform(
+    seed: int,
+    step: Word,
+    request_keys: torch.Tensor,
+    slots: Word,
+    purpose: Word,
+) -> torch.Tensor:
+    """Uniform float64 values in [0, 1), 53 random bits each.
+
+    Args:
+        seed: engine seed; its low 64 bits are used.
+        step: engine step below 2**40, an int or a 0-dim int64 tensor.
+        request_keys: int64, any shape; distinct for the requests of one step. All 64 bits count.
+        slots: position within the block, below 2**16; broadcasts against `request_keys`.
+        purpose: a `Purpose`, or an int64 tensor of them that broadcasts.
+
+    Returns:
+        float64 tensor of the broadcast shape. No host sync.
+    """
+    counter = (
+        slots | (purpose << 16) | (((step >> 32) & 0xFF) << 24),
+        step & _MASK32,
+        request_keys & _MASK32,
+        (request_keys >> 32) & _MASK32,
+    )
+    high, low, _, _ = philox4x32(counter, _split64(seed))
+    return _join_bits(high, low, 53).to(torch.float64) * 2.0**-53
+
+
+def exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Unit-rate exponential noise E for requests with their own seed.
+
+    `argmax(p / E)` is distributed as p and equals `argmax(log p + g)` with the Gumbel noise `g = -log E`: the same draw
+    with half the logarithms.
+
+    Args:
+        seeds: [n] int64, the requests' seeds.
+        positions: [n] int64, absolute position of the token to be drawn, below 2**32.
+        vocab_size: V.
+
+    Returns:
+        [n, V] float64, strictly positive. The value for (seed, position, token id) does not depend on V.
+    """
+    pairs = torch.arange((vocab_size + 1) // 2, device=seeds.device)
+    seed_low, seed_high = _split64(seeds[:, None])
+    counter = (Purpose.SEEDED << 16, positions[:, None] & _MASK32, pairs, 0)
+    words = philox4x32(counter, (seed_low, seed_high))
+    bits = torch.stack((_join_bits(*words[:2], 52), _join_bits(*words[2:], 52)), dim=-1).flatten(1)[:, :vocab_size]
+    # Odd multiples of 2**-53 are exact in float64 and exclude both 0 and 1, so E is finite and positive.
+    return bits.to(torch.float64).mul_(2.0**-52).add_(2.0**-53).log_().neg_()
+
+
+@dataclass(frozen=True)
+class RoundKeys:
+    """Everything that keys the random numbers of one decode round of a batch.
+
+    Attributes:
+        seed: engine seed, 64 bits.
+        step: engine step, int or 0-dim int64 tensor; never repeated during the engine's life.
+        request_keys: [bs] int64, distinct within the step.
+        positions: [bs] int64, absolute position of the first token this round draws (the anchor's position + 1).
+    """
+
+    seed: int
+    step: int | torch.Tensor
+    request_keys: torch.Tensor
+    positions: torch.Tensor
+
+    def uniform(self, slots: Word, purpose: Word) -> torch.Tensor:
+        """Uniforms for one slot per request (`slots` int or [bs]): [bs] float64; see `uniform`."""
+        return uniform(self.seed, self.step, self.request_keys, slots, purpose)
+
+    def block_uniform(self, num_slots: int, purpose: Purpose) -> torch.Tensor:
+        """Uniforms for slots 0..num_slots-1 of every request: [bs, num_slots] float64."""
+        slots = torch.arange(num_slots, device=self.request_keys.device)
+        return uniform(self.seed, self.step, self.request_keys[:, None], slots, purpose)
+
+    def take(self, index: torch.Tensor) -> "RoundKeys":
+        """Keys of the requests `index` [m] int64."""
+        return RoundKeys(self.seed, self.step, self.request_keys[index], self.positions[index])
+
+
+def _wide_product(multiplier: int, word: Word) -> tuple[Word, Word]:
+    """High and low 32 bits of multiplier * word, by 16-bit halves of the multiplier so that int64 never overflows."""
+    low_part = word * (multiplier & 0xFFFF)
+    carry = word * (multiplier >> 16) + (low_part >> 16)
+    return carry >> 16, ((carry & 0xFFFF) << 16) | (low_part & 0xFFFF)
+
+
+def _split64(value: Word) -> tuple[Word, Word]:
+    return value & _MASK32, (value >> 32) & _MASK32
+
+
+def _join_bits(high: torch.Tensor, low: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """The top bits of two words as one integer of `num_bits` (52 or 53) bits."""
+    return ((high >> (58 - num_bits)) << 26) | (low >> 6)
