@@ -1,9 +1,9 @@
 """Replay of golden vectors: does this package compute what the checkpoint's own implementation computed?
 
-A golden directory holds ``golden.json`` (greedy decodes: prompts, outputs, and every round's draft and accept count) and
-optionally ``golden.safetensors`` (hidden states and logits of some rounds, ``c{case}.r{round}.{name}``). Each case is run
-twice in float32: *taught*, where every round starts from the recorded history, and *decoded*, where the package decodes
-alone, so that a wrong round shows once in the former and an error that only accumulates shows in the latter.
+A golden directory holds ``golden.json`` (greedy decodes: prompts, outputs, and every round's draft and accept count)
+and optionally ``golden.safetensors`` (hidden states and logits of some rounds, ``c{case}.r{round}.{name}``). Each case
+is run twice in float32: *taught*, where every round starts from the recorded history, and *decoded*, where the package
+decodes alone. A wrong round shows on its own in the former; an error that builds up shows in the latter.
 """
 
 import json
@@ -37,7 +37,7 @@ _TENSORS: Mapping[str, Callable[[DraftBlock], Tensor | None]] = {
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One value that differs. ``path`` is ``taught.<what>`` or ``decoded.<what>``; ``round`` is None for whole outputs."""
+    """One difference. ``path`` is ``taught.<what>`` or ``decoded.<what>``; ``round`` is None for whole outputs."""
 
     path: str
     case: int
@@ -195,13 +195,13 @@ def load_golden(golden_dir: str | Path, config: DraftConfig) -> Golden:
         temperature, gamma = content["temperature"], content["gamma"]
         max_new_tokens, stop_token_ids = content["max_new_tokens"], content["stop_token_ids"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file}: no readable golden data ({error!r}); give a directory with golden.json") from error
+        raise CheckpointError(f"{file}: not golden data ({error!r}); give a directory with golden.json") from error
     if temperature != 0:
-        raise CheckpointError(f"{file}: temperature={temperature!r}; only greedy golden data (temperature 0) can be replayed")
+        raise CheckpointError(f"{file}: temperature={temperature!r}; only greedy data (temperature 0) can be replayed")
     if gamma != config.block_size:
         raise CheckpointError(
-            f"{file}: gamma={gamma!r}, but {config.origin} has block_size={config.block_size}; give the golden data of this "
-            "draft"
+            f"{file}: gamma={gamma!r}, but {config.origin} has block_size={config.block_size}; give the golden data of "
+            "this draft"
         )
     for index, case in enumerate(cases):
         _check_starts(file, index, case)
@@ -230,13 +230,13 @@ def _read_tensors(file: Path, cases: Sequence[GoldenCase]) -> Iterator[tuple[int
         raise CheckpointError(f"{file}: cannot be read ({error}); copy the golden data again") from error
     for key, tensor in tensors.items():
         match = re.fullmatch(r"c(\d+)\.r(\d+)\.(\w+)", key)
-        if match and match[3] in _TENSORS and int(match[1]) < len(cases) and int(match[2]) < len(cases[int(match[1])].rounds):
-            yield int(match[1]), int(match[2]), match[3], tensor
-        else:
+        case, number, name = (int(match[1]), int(match[2]), match[3]) if match else (-1, -1, "")
+        if name not in _TENSORS or case >= len(cases) or number >= len(cases[case].rounds):
             raise CheckpointError(
-                f"{file}: tensor {key!r} belongs to no round of golden.json; expected c<case>.r<round>.<name> with a name of "
-                + ", ".join(_TENSORS)
+                f"{file}: tensor {key!r} belongs to no round of golden.json; expected c<case>.r<round>.<name>, "
+                f"name one of {', '.join(_TENSORS)}"
             )
+        yield case, number, name, tensor
 
 
 def _load_target(target_dir: str | Path, model: DraftModel) -> Target:
@@ -256,7 +256,7 @@ def _load_target(target_dir: str | Path, model: DraftModel) -> Target:
 
     def target(ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         output = network(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
-        # hidden_states[0] is the embedding output and hidden_states[i + 1] the output of layer i, so tap -1 needs no case.
+        # hidden_states[0] is the embedding output, hidden_states[i + 1] that of layer i: tap -1 is no special case.
         taps = [output.hidden_states[layer + 1][0] for layer in model.config.target_layer_ids]
         return output.logits[0], torch.cat(taps, dim=-1)
 

@@ -33,6 +33,6 @@ class ConfidenceHead(nn.Module):
         features = hidden.float()
         if self.with_markov:
             if w1_embedding is None:
-                raise ValueError("this confidence head reads Markov embeddings: pass the w1_embedding of MarkovHead.step")
+                raise ValueError("this confidence head reads Markov embeddings: pass MarkovHead.step's w1_embedding")
             features = torch.cat((features, w1_embedding.float()), dim=-1)
         return F.linear(features, self.proj.weight.float(), self.proj.bias.float()).squeeze(-1)

@@ -14,17 +14,19 @@ SUPPORTED_ARCHITECTURE = "Qwen3DSparkModel"
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 EMBEDDING_TAP = -1
 """The entry of ``target_layer_ids`` that stands for the target's embedding output."""
+REMEDY = "take the config.json that belongs to the checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     """Everything about a draft checkpoint that its tensors alone do not say.
 
-    :meth:`from_pretrained` and :meth:`from_dict` check every key; the rules between keys hold for any instance. Sizes and
-    lengths are counts of elements or tokens.
+    :meth:`from_pretrained` and :meth:`from_dict` check every key; the rules between keys hold for any instance. Sizes
+    and lengths are counts of elements or tokens.
 
-    ``block_size`` (gamma) counts the drafts of one round and equally the input slots of the block: the anchor slot predicts
-    too. ``target_layer_ids`` are 0-based target decoder layers whose *output* is tapped; -1 is the embedding output.
+    ``block_size`` (gamma) counts the drafts of one round and equally the input slots of the block: the anchor slot
+    predicts too. ``target_layer_ids`` are 0-based target decoder layers whose *output* is tapped; -1 is the embedding
+    output.
     ``markov_rank == 0`` means no Markov head, in which case ``markov_head_type`` is None.
     """
 
@@ -69,7 +71,8 @@ class DraftConfig:
         """Read ``config.json`` of the checkpoint directory ``path``.
 
         Raises:
-            CheckpointError: the file is absent or not JSON, or a key is missing, malformed, contradictory or unsupported.
+            CheckpointError: the file is absent or not JSON, or a key is missing, malformed, contradictory or
+                unsupported.
         """
         file = Path(path) / "config.json"
         try:
@@ -136,12 +139,12 @@ class DraftConfig:
         ):
             if getattr(self, key) != value:
                 raise CheckpointError(
-                    f"{self.origin}: {key}={getattr(self, key)}, but the target has {target_key}={value}; use the draft "
-                    "that was trained for this target"
+                    f"{self.origin}: {key}={getattr(self, key)}, but the target has {target_key}={value}; use the "
+                    "draft that was trained for this target"
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``config.json`` content that DeepSpec and :meth:`from_dict` read; conditional keys only where they apply."""
+        """The ``config.json`` content that DeepSpec and :meth:`from_dict` read; conditional keys where they apply."""
         content: dict[str, Any] = {
             "architectures": [SUPPORTED_ARCHITECTURE],
             "model_type": "qwen3",
@@ -186,29 +189,26 @@ class _Reader:
     def error(self, key: str, expected: str) -> CheckpointError:
         if key not in self.content:
             return CheckpointError(
-                f"{self.origin}: key {key!r} is missing; expected {expected}. DeepSpec writes this key: take the "
-                "config.json that belongs to the checkpoint"
+                f"{self.origin}: key {key!r} is missing; expected {expected}. DeepSpec writes this key: {REMEDY}"
             )
-        return CheckpointError(
-            f"{self.origin}: {key}={self.content[key]!r}; expected {expected}. Take the config.json that belongs to the "
-            "checkpoint"
-        )
+        return CheckpointError(f"{self.origin}: {key}={self.content[key]!r}; expected {expected}: {REMEDY}")
 
     def integer(self, key: str, *, minimum: int) -> int:
         value = self.content.get(key)
-        if not _is_integer(value) or value < minimum:
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             raise self.error(key, f"an integer of at least {minimum}")
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
         value = self.content.get(key)
-        if not isinstance(value, list) or not value or not all(map(_is_integer, value)):
+        integers = isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+        if not value or not integers:
             raise self.error(key, "a non-empty list of integers")
         return tuple(value)
 
     def positive(self, key: str) -> float:
         value = self.content.get(key)
-        if not _is_positive_number(value):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise self.error(key, "a positive number")
         return float(value)
 
@@ -220,7 +220,7 @@ class _Reader:
 
     def choice(self, key: str, options: tuple[str, ...]) -> str:
         value = self.content.get(key)
-        if value not in options:
+        if not isinstance(value, str) or value not in options:
             raise self.error(key, "one of " + ", ".join(options))
         return value
 
@@ -228,23 +228,15 @@ class _Reader:
         """Check a key that may be absent but, if present, has only one value this package implements."""
         if self.content.get(key, supported) != supported:
             raise CheckpointError(
-                f"{self.origin}: {key}={self.content[key]!r} is not supported; only {json.dumps(supported)} is. Use a draft "
-                "checkpoint trained with DeepSpec's Qwen3 DSpark recipe"
+                f"{self.origin}: {key}={self.content[key]!r} is not supported; only {json.dumps(supported)} is. Use a "
+                "draft checkpoint trained with DeepSpec's Qwen3 DSpark recipe"
             )
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_positive_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def _check_architecture(d: Mapping[str, Any], origin: str) -> None:
     supported = (
-        f"supported: DeepSpec DSpark checkpoints with architectures=[{SUPPORTED_ARCHITECTURE!r}] (drafts for Qwen3-style "
-        "targets, with or without Markov and confidence heads)"
+        f"supported: DeepSpec DSpark checkpoints with architectures=[{SUPPORTED_ARCHITECTURE!r}] (drafts for "
+        "Qwen3-style targets, with or without Markov and confidence heads)"
     )
     if "speculators_model_type" in d:
         raise CheckpointError(
@@ -261,7 +253,7 @@ def _check_layer_types(read: _Reader, num_hidden_layers: int) -> None:
     expected = ["full_attention"] * num_hidden_layers
     if read.content.get("layer_types", expected) != expected:
         raise read.error(
-            "layer_types", f"num_hidden_layers={num_hidden_layers} entries, all 'full_attention' (the only kind drafts use)"
+            "layer_types", f"num_hidden_layers={num_hidden_layers} entries, all 'full_attention' (drafts use no other)"
         )
 
 
@@ -277,8 +269,8 @@ def _rope_theta(read: _Reader) -> float:
         rope_type = value.get("rope_type", value.get("type", "default"))
         if rope_type != "default" or value.get("partial_rotary_factor", 1.0) != 1.0:
             raise CheckpointError(
-                f"{read.origin}: {key}={dict(value)!r} is not supported; only the default rotary embedding over the whole "
-                "head is. Use a draft trained for a target without RoPE scaling"
+                f"{read.origin}: {key}={dict(value)!r} is not supported; only the default rotary embedding over the "
+                "whole head is. Use a draft trained for a target without RoPE scaling"
             )
         if "rope_theta" in value:
             if read.content.get("rope_theta", value["rope_theta"]) != value["rope_theta"]:
@@ -291,9 +283,7 @@ def _check(config: DraftConfig) -> None:
     """Rules between keys; single-key rules are in :class:`_Reader`."""
 
     def fail(key: str, rule: str) -> CheckpointError:
-        return CheckpointError(
-            f"{config.origin}: {key}={getattr(config, key)!r} {rule}; take the config.json that belongs to the checkpoint"
-        )
+        return CheckpointError(f"{config.origin}: {key}={getattr(config, key)!r} {rule}: {REMEDY}")
 
     if config.attention_bias:
         raise fail("attention_bias", "is not supported")
@@ -311,8 +301,8 @@ def _check(config: DraftConfig) -> None:
     if not taps or taps[0] < EMBEDDING_TAP or taps[-1] > config.num_target_layers - 2:
         raise fail(
             "target_layer_ids",
-            f"must lie in [-1, {config.num_target_layers - 2}] for num_target_layers={config.num_target_layers}: the last "
-            "layer cannot be tapped",
+            f"must lie in [-1, {config.num_target_layers - 2}] for num_target_layers={config.num_target_layers} (the "
+            "last layer cannot be tapped)",
         )
     if config.markov_rank and config.markov_head_type not in MARKOV_HEAD_TYPES:
         raise fail("markov_head_type", f"must be one of {', '.join(MARKOV_HEAD_TYPES)} because markov_rank is not 0")

@@ -4,8 +4,8 @@ With ``e = W1[x_{k-1}]`` and h the post-norm backbone hidden of slot k, the bias
 
 * vanilla: ``u = e``
 * gated: ``u = sigmoid(G [h ; e] + b) * e`` (DeepSpec only; the paper has no such variant)
-* rnn: ``(g, c, o) = split(J [s ; e ; h] + b)``, ``u = tanh(o)`` and ``s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c)``; all
-  three branches read the *old* state s, which is zero at the start of every block.
+* rnn: ``(g, c, o) = split(J [s ; e ; h] + b)``, ``u = tanh(o)`` and ``s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c)``;
+  all three branches read the *old* state s, which is zero at the start of every block.
 """
 
 from abc import abstractmethod
@@ -31,7 +31,7 @@ class MarkovHead(nn.Module):
 
     @abstractmethod
     def latent(self, w1_embedding: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """``w1_embedding [..., r]``, ``hidden [..., d]`` -> ``(u [..., r], new state)``; the bias is ``markov_w2(u)``."""
+        """``w1_embedding [..., r]``, ``hidden [..., d]`` -> ``(u [..., r], new state)``; bias = ``markov_w2(u)``."""
 
     def step(self, prev_tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """One slot of the sequential walk.
@@ -42,7 +42,8 @@ class MarkovHead(nn.Module):
             state: what :meth:`initial_state` or the previous step returned.
 
         Returns:
-            ``(bias [bs, V], w1_embedding [bs, r], new_state)`` in the model's dtype; the embedding feeds the confidence head.
+            ``(bias [bs, V], w1_embedding [bs, r], new_state)`` in the model's dtype; the embedding feeds the confidence
+            head.
         """
         w1_embedding = self.markov_w1(prev_tokens)
         latent, new_state = self.latent(w1_embedding, hidden, state)

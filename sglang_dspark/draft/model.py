@@ -5,13 +5,14 @@ T block rows of all requests, hd head dim.
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from .backbone import Attend, DecoderLayer
+from .backbone import Attend, Attention, DecoderLayer
 from .confidence_head import ConfidenceHead
 from .config import DraftConfig
 from .markov_head import MarkovHead, build_markov_head
@@ -21,8 +22,8 @@ from .rotary import RotaryEmbedding, rotate
 class DraftModel(nn.Module):
     """DSpark drafter for Qwen3-style targets. Parameter names are exactly those of a DeepSpec checkpoint.
 
-    The attention of :meth:`forward_block` and all K/V memory are the caller's. Embedding and LM head are the model's own
-    (``own_embedding``, ``own_lm_head``) or the target's, see :meth:`bind_target`.
+    The attention of :meth:`forward_block` and all K/V memory are the caller's. Embedding and LM head are the model's
+    own (``own_embedding``, ``own_lm_head``) or the target's, see :meth:`bind_target`.
     """
 
     def __init__(self, config: DraftConfig, *, own_embedding: bool = True, own_lm_head: bool = True) -> None:
@@ -117,7 +118,8 @@ class DraftModel(nn.Module):
     def bind_target(self, embed_weight: Tensor, lm_head_weight: Tensor) -> tuple[str, ...]:
         """Read the target's embedding and LM head wherever the model has no different ones of its own.
 
-        An own copy that equals the target's tensor (after a cast to its dtype) is dropped and the target's storage shared.
+        An own copy that equals the target's tensor (after a cast to its dtype) is dropped; the target's storage is
+        shared.
 
         Args:
             embed_weight: ``[V, d]``, without padding rows; on the model's device.
@@ -133,8 +135,8 @@ class DraftModel(nn.Module):
         for name, weight in (("embedding", embed_weight), ("LM head", lm_head_weight)):
             if tuple(weight.shape) != expected:
                 raise CheckpointError(
-                    f"the target's {name} has shape {list(weight.shape)}, but the draft checkpoint ({self.config.origin}) "
-                    f"needs [vocab_size, hidden_size] = {list(expected)}; use the draft that was trained for this target"
+                    f"the target's {name} has shape {list(weight.shape)}, but the draft ({self.config.origin}) needs "
+                    f"[vocab_size, hidden_size] = {list(expected)}; use the draft that was trained for this target"
                 )
         shared = []
         if self.embed_tokens is None or _same(self.embed_tokens.weight, embed_weight):
@@ -148,16 +150,16 @@ class DraftModel(nn.Module):
     def freeze(self) -> "DraftModel":
         """Make the model a constant: evaluation mode, no gradients, and the K/V weights of all layers in one tensor.
 
-        The stack that :meth:`context_kv` reads becomes the storage of the layers' own parameters: it costs no memory and
-        follows an in-place load.
+        The stack that :meth:`context_kv` reads becomes the storage of the layers' own parameters: it costs no memory
+        and follows an in-place load.
         """
         self.requires_grad_(False).eval()
         weight, k_norm = self._stack_context_weights()
         per_layer = weight.view(len(self.layers), 2, -1, self.config.hidden_size)
-        for layer, (k_weight, v_weight), k_norm_weight in zip(self.layers, per_layer, k_norm, strict=True):
-            layer.self_attn.k_proj.weight.data = k_weight
-            layer.self_attn.v_proj.weight.data = v_weight
-            layer.self_attn.k_norm.weight.data = k_norm_weight
+        for attention, (k_weight, v_weight), k_norm_weight in zip(self._attentions(), per_layer, k_norm, strict=True):
+            attention.k_proj.weight.data = k_weight
+            attention.v_proj.weight.data = v_weight
+            attention.k_norm.weight.data = k_norm_weight
         self._context_stack = weight, k_norm
         return self
 
@@ -167,9 +169,12 @@ class DraftModel(nn.Module):
         super().requires_grad_(requires_grad)
         return self
 
+    def _attentions(self) -> list[Attention]:
+        return [cast(DecoderLayer, layer).self_attn for layer in self.layers]
+
     def _stack_context_weights(self) -> tuple[Tensor, Tensor]:
         """``([L * 2 * kv_heads * hd, d]`` in the order layer, k before v; ``[L, hd])``."""
-        attentions = [layer.self_attn for layer in self.layers]
+        attentions = self._attentions()
         weight = torch.cat([w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)])
         return weight, torch.stack([a.k_norm.weight for a in attentions])
 

@@ -1,7 +1,7 @@
 """Speculative decoding of one request, spelled out: slow, dense, no paging and no batching.
 
-The yardstick for the worker, the kernels and the golden replay: context K/V, block draft and acceptance stand alone, and
-:func:`decode_greedy` puts them together.
+The yardstick for the worker, the kernels and the golden replay: context K/V, block draft and acceptance stand alone,
+and :func:`decode_greedy` puts them together.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor
 from .model import DraftModel
 
 Target = Callable[[Sequence[int]], tuple[Tensor, Tensor]]
-"""``target(ids) -> (logits [n, V], features [n, m * d])`` of all n tokens, taps in the draft's ``target_layer_ids`` order."""
+"""``target(ids) -> (logits [n, V], features [n, m * d])`` of all n tokens; taps ordered as ``target_layer_ids``."""
 
 
 class ContextKV:
@@ -46,7 +46,7 @@ class DraftBlock:
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Grouped-query attention without a mask: ``q [T, heads, hd]``, ``k, v [S, kv_heads, hd]`` -> ``[T, heads, hd]``."""
+    """Grouped-query attention, no mask: ``q [T, heads, hd]``, ``k, v [S, kv_heads, hd]`` -> ``[T, heads, hd]``."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("thd,shd->hts", q, k) * q.shape[-1] ** -0.5
@@ -64,8 +64,8 @@ def draft_block(
 ) -> DraftBlock:
     """Draft gamma tokens after ``anchor``, which stands at position ``context.length``.
 
-    The anchor's own target features are not in the context: the target has not seen it yet. ``choose`` draws a token from
-    corrected logits ``[V]``.
+    The anchor's own target features are not in the context: the target has not seen it yet. ``choose`` draws a token
+    from corrected logits ``[V]``.
     """
     gamma, device = model.config.block_size, context.k.device
     ids = torch.tensor([anchor] + [model.config.mask_token_id] * (gamma - 1), device=device)

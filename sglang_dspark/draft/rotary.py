@@ -9,8 +9,8 @@ from torch import Tensor, nn
 class RotaryEmbedding(nn.Module):
     """Cosines and sines for absolute positions.
 
-    The frequencies are ``theta ** (-2i / head_dim)``. They are a non-persistent buffer that stays float32 when the module
-    is cast: in bfloat16 the angles of large positions would be off by whole turns.
+    The frequencies are ``theta ** (-2i / head_dim)``. They are a non-persistent buffer that stays float32 when the
+    module is cast: in bfloat16 the angles of large positions would be off by whole turns.
     """
 
     inv_freq: Tensor
@@ -22,7 +22,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", self._frequencies(None), persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """``positions [n]`` (integer) -> ``(cos, sin)``, each ``[n, 1, head_dim / 2]`` float32, ready to apply over heads."""
+        """``positions [n]`` (integer) -> ``(cos, sin)``, each ``[n, 1, head_dim / 2]`` float32; the 1 is for heads."""
         angles = positions.to(torch.float32)[:, None] * self.inv_freq
         return angles.cos()[:, None], angles.sin()[:, None]
 
@@ -38,6 +38,6 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to ``x [n, heads, head_dim]`` with ``cos, sin [n, 1, head_dim / 2]``; float32 inside, x's dtype out."""
+    """RoPE on ``x [..., n, heads, head_dim]`` with ``cos, sin [n, 1, head_dim / 2]``; float32 inside, x's dtype out."""
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)

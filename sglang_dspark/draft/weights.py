@@ -24,11 +24,13 @@ INDEX_FILE = "model.safetensors.index.json"
 def load_draft_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> DraftModel:
     """Read a draft checkpoint directory; the model comes back frozen, its confidence head in float32.
 
+    To train it further, call ``requires_grad_()`` and ``train()`` on it.
+
     ``embed_tokens.weight`` and ``lm_head.weight`` may be absent: the model then needs ``bind_target`` before use.
 
     Raises:
-        CheckpointError: config.json is unfit, a file is missing or damaged, or tensors are missing, unexpected, misshapen
-            or not floating point; all offending tensors are named in the one message.
+        CheckpointError: config.json is unfit, a file is missing or damaged, or tensors are missing, unexpected,
+            misshapen or not floating point; all offending tensors are named in the one message.
     """
     path = Path(path)
     config = DraftConfig.from_pretrained(path)
@@ -49,8 +51,8 @@ def load_draft_model(path: str | Path, *, dtype: torch.dtype, device: torch.devi
 def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bool) -> None:
     """Write ``config.json`` and ``model.safetensors`` into directory ``path`` (made if needed).
 
-    With ``include_embeddings`` the embedding and LM head in use, own or the target's, are written too, as DeepSpec expects;
-    without, the checkpoint is small and needs the target's.
+    With ``include_embeddings`` the embedding and LM head in use, own or the target's, are written too, as DeepSpec
+    expects; without, the checkpoint is small and needs the target's.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -73,8 +75,8 @@ def _open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
         declared, files = {}, [SINGLE_FILE]
     else:
         raise CheckpointError(
-            f"{path}: has neither {SINGLE_FILE} nor {INDEX_FILE}; give a complete checkpoint directory, and convert other "
-            "weight formats to safetensors"
+            f"{path}: has neither {SINGLE_FILE} nor {INDEX_FILE}; give a complete checkpoint directory, and convert "
+            "other weight formats to safetensors"
         )
     tensors: dict[str, Any] = {}
     for file in files:
@@ -86,8 +88,8 @@ def _open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
     absent = sorted(declared.keys() - tensors.keys())
     if absent:
         raise CheckpointError(
-            f"{path / INDEX_FILE}: lists tensors that its shards do not hold: {', '.join(absent)}; download the checkpoint "
-            "again"
+            f"{path / INDEX_FILE}: lists tensors that its shards do not hold: {', '.join(absent)}; download the "
+            "checkpoint again"
         )
     return tensors
 
