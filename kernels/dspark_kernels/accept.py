@@ -3,8 +3,8 @@
 Draft i of a request is judged by p_t of its verify row i. Each request follows its own rule:
 
 * greedy: keep while the draft is the target's argmax; the argmax at the first miss follows;
-* sampled (Leviathan et al. 2023; DSpark, section 2): keep while u < min(1, p_t(x) / p_d(x)); after a rejection draw from
-  (p_t - p_d)+ renormalised, after a fully kept block from p_t;
+* sampled (Leviathan et al. 2023; DSpark, section 2): keep while u < min(1, p_t(x) / p_d(x)); after a rejection draw
+  from (p_t - p_d)+ renormalised, after a fully kept block from p_t;
 * seeded: y = argmax(log p_t + g(seed, position)); keep while the draft is y; y at the first miss follows.
 
 The output of the sampled rule is distributed as p_t for every proposal p_d the drafts were really drawn from. Reporting
@@ -18,7 +18,7 @@ import torch
 from .draw import inverse_cdf, seeded_argmax
 from .noise import Purpose, RoundKeys
 from .sampling_params import SamplingRows
-from .target_law import target_probs
+from .target_law import reads_are_free, target_probs
 
 # Where p_t and p_d agree up to float32 rounding, the residual is rounding noise. Below this mass the row's p_t is drawn
 # instead; the choice is made with at most that probability.
@@ -53,11 +53,10 @@ def accept_ref(
     """Judge the drafts of every request.
 
     Args:
-        draft_tokens: the proposals; entries from `verify_lens` on are not read (any filler).
+        draft_tokens: the proposals, gamma >= 1; from slot `verify_lens` on any filler will do.
         verify_lens: drafts under verification, 0..gamma; 0 is a plain decode step.
-        target_logits: one row per verified token and one for the bonus, any float dtype, not modified: row indptr[r] + i
-            predicts draft i of request r, row indptr[r] + verify_lens[r] the bonus token. Rows past indptr[bs] are
-            padding.
+        target_logits: any float dtype, not modified. Row indptr[r] + i predicts draft i of request r, and row
+            indptr[r] + verify_lens[r] the bonus token. Rows past indptr[bs] are padding.
         indptr: first row of each request.
         draft_probs: the distributions the drafts were drawn from; None when every draft is a copied token. Read for
             sampled requests only.
@@ -67,8 +66,16 @@ def accept_ref(
 
     Returns:
         The outcome; on CUDA without a host sync.
+
+    Raises:
+        ValueError: draft and target disagree on the vocabulary or the block.
     """
-    gamma = draft_tokens.shape[1]
+    bs, gamma = draft_tokens.shape
+    if draft_probs is not None and draft_probs.shape != (bs, gamma, target_logits.shape[1]):
+        raise ValueError(
+            f"draft_probs has shape {tuple(draft_probs.shape)} where [bs, gamma, V] of the drafts and the target is "
+            f"{(bs, gamma, target_logits.shape[1])}; use a draft model with the target's vocabulary"
+        )
     slots = torch.arange(gamma + 1, device=draft_tokens.device)
     # Rows of target_logits by request and slot; slots past a request's bonus row point astray and are never used.
     grid = (indptr[:-1, None] + slots).clamp_max_(target_logits.shape[0] - 1)  # [bs, gamma + 1]
@@ -129,7 +136,7 @@ def _seeded_choices(
     for slot in range(grid.shape[1]):
         probs = target_probs(target_logits[grid[:, slot]], rows.seeded_law)
         choices[:, slot] = seeded_argmax(probs, seeds, positions + slot)
-        if slot < draft_tokens.shape[1] and probs.device.type == "cpu":  # elsewhere reading the answer back would stall
+        if slot < draft_tokens.shape[1] and reads_are_free(probs):
             undecided &= (draft_tokens[:, slot] == choices[:, slot]) & (slot < verify_lens)
             if not undecided.any():
                 break

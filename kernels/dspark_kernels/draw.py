@@ -52,7 +52,7 @@ def draw_by_rule(
     Args:
         logits: [bs, V], any float dtype, not modified.
         rows: parameters of the bs requests.
-        uniforms: [bs] float64, read for sampled requests only; None when there are none.
+        uniforms: [bs] float64, read for sampled requests only; None exactly when there are none.
         positions: [bs] int64, absolute position of the token to be drawn.
 
     Returns:
@@ -61,7 +61,7 @@ def draw_by_rule(
     """
     tokens = logits.argmax(-1) if rows.any_greedy else positions.new_empty(len(rows))
     sampled_probs = None
-    if rows.any_sampled:
+    if uniforms is not None:
         index = rows.sampled_index
         sampled_probs = target_probs(rows.select(logits, index), rows.sampled_law)
         tokens[index] = inverse_cdf(sampled_probs, rows.select(uniforms, index))

@@ -76,24 +76,33 @@ def markov_sample_ref(
     Returns:
         The block. Corrected logits are float32; no host sync.
     """
-    bs, gamma, vocab_size = base_logits.shape
-    tokens = anchors.new_empty((bs, gamma))
-    probs = base_logits.new_zeros((bs, gamma, vocab_size), dtype=torch.float32) if rows.any_sampled else None
+    bs, gamma, _ = base_logits.shape
     uniforms = keys.block_uniform(gamma, Purpose.DRAFT) if rows.any_sampled else None
     state = markov.initial_state(bs, hidden.device, hidden.dtype) if markov is not None else None
-    confidences = []
-    previous = anchors
+    tokens, confidences, drawn_from = [anchors], [], []
     for k in range(gamma):
         logits, w1_embedding = base_logits[:, k], None
         if markov is not None:
-            bias, w1_embedding, state = markov.step(previous, hidden[:, k], state)
-            logits = logits.float() + bias.float()
+            bias, w1_embedding, state = markov.step(tokens[-1], hidden[:, k], state)
+            logits = logits.float() + bias  # float32 whatever the bias's dtype
         if confidence is not None:
             confidences.append(confidence(hidden[:, k], w1_embedding))
-        previous, sampled_probs = draw_by_rule(
-            logits, rows, None if uniforms is None else uniforms[:, k], keys.positions + k
-        )
-        tokens[:, k] = previous
-        if probs is not None:
-            probs[rows.sampled_index, k] = sampled_probs
-    return DraftBlock(tokens, probs, torch.stack(confidences, dim=1) if confidences else None)
+        slot_uniforms = None if uniforms is None else uniforms[:, k]
+        slot_tokens, sampled_probs = draw_by_rule(logits, rows, slot_uniforms, keys.positions + k)
+        tokens.append(slot_tokens)
+        if sampled_probs is not None:
+            drawn_from.append(sampled_probs)
+    return DraftBlock(
+        tokens=torch.stack(tokens[1:], dim=1),
+        probs=_by_request(torch.stack(drawn_from, dim=1), rows) if drawn_from else None,
+        confidence_logits=torch.stack(confidences, dim=1) if confidences else None,
+    )
+
+
+def _by_request(sampled_probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Spread the sampled requests' [num_sampled, gamma, V] over the batch, [bs, gamma, V]."""
+    if sampled_probs.shape[0] == len(rows):
+        return sampled_probs
+    probs = sampled_probs.new_zeros((len(rows), *sampled_probs.shape[1:]))
+    probs[rows.sampled_index] = sampled_probs
+    return probs

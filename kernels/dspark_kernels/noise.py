@@ -3,12 +3,12 @@
 The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Two families of
 values are drawn from it, kept apart by the purpose bits of the first counter word:
 
-================  ==================  ====================================================================
+================  ==================  ===================================================================
 family            Philox key          counter words
-================  ==================  ====================================================================
-`uniform`         engine seed         slot | purpose << 16 | step[32:40] << 24, step[0:32], request key (lo, hi)
+================  ==================  ===================================================================
+`uniform`         engine seed         slot | purpose << 16 | step[32:40] << 24, step[:32], request key (2)
 `exponential`     request's own seed  SEEDED << 16, position, token id // 2, 0
-================  ==================  ====================================================================
+================  ==================  ===================================================================
 
 A request appears at most once per engine step, so (step, request key) names one decode round of one request and no
 counter is ever used twice. That is what keeps sampling exact under a lagged verify budget: a draft that was not verified
@@ -19,6 +19,7 @@ Words are 32-bit values held in int64 tensors: torch has no full set of uint32 o
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import cast
 
 import torch
 
@@ -59,7 +60,7 @@ def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -
         high1, low1 = _wide_product(_MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
-    return c0, c1, c2, c3
+    return cast(Words, (c0, c1, c2, c3))
 
 
 def uniform(

@@ -24,7 +24,7 @@ class LawParams:
         top_ks: [n] int64, >= 1; `NO_TOP_K` keeps everything.
         top_ps: [n] float32 in (0, 1]; 1 keeps everything.
         min_ps: [n] float32 in [0, 1]; 0 keeps everything.
-        max_kept: host bound on the tokens that top-k and top-p leave in a row that has either of them; 0 when no row has.
+        max_kept: host bound on the tokens that top-k and top-p leave in any row that has one of them; 0 when none has.
         any_min_p: whether any row has a min-p filter.
     """
 
@@ -104,7 +104,7 @@ class SamplingRows:
             max_kept=max((r.top_k for r in requests if r.top_k < NO_TOP_K or r.top_p < 1), default=0),
             any_min_p=any(r.min_p > 0 for r in requests),
         )
-        greedy, sampled, seeded = ints[2].split([len(group) for group in groups])
+        greedy, sampled, seeded = torch.split(ints[2], [len(group) for group in groups])
         return cls(law, ints[1], greedy, sampled, seeded)
 
     def __len__(self) -> int:
@@ -164,7 +164,9 @@ class _Request:
         self.seed = 0 if seed is None else ((seed + 2**63) % 2**64) - 2**63
 
 
-def _to_device(rows: list[list], dtype: torch.dtype, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+def _to_device(
+    rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | str
+) -> tuple[torch.Tensor, ...]:
     """Rows of three host values as three [n] device tensors, in one copy that does not wait."""
     host = torch.tensor(rows, dtype=dtype).view(-1, 3).t().contiguous()
     if torch.device(device).type == "cuda":
