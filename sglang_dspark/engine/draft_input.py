@@ -1,0 +1,88 @@
+"""Per-request draft state that SGLang carries from one decode step to the next, and its K/V reservation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.common import alloc_token_slots
+from sglang.srt.server_args import get_global_server_args
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+
+@dataclass
+class DSparkDraftInput(SpecInput):
+    """What a request brings into its next step.
+
+    Attributes:
+        bonus_tokens: [bs] int64, last committed token: the anchor of the next block. Relayed by SGLang's future map.
+        new_seq_lens: [bs] int64, tokens whose K/V is committed; the anchor is not among them.
+        future_indices: [bs], set by the scheduler under overlap.
+        topk_p, topk_index, hidden_states: the relay reads these of every algorithm; DSPARK has none.
+    """
+
+    bonus_tokens: torch.Tensor
+    new_seq_lens: torch.Tensor
+    future_indices: torch.Tensor | None = None
+    topk_p: torch.Tensor | None = None
+    topk_index: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(spec_input_type=SpecInputType.DFLASH_DRAFT)
+
+    @classmethod
+    def idle(cls, device: Any) -> DSparkDraftInput:
+        """State of a batch without requests."""
+        empty = torch.empty((0,), dtype=torch.int64, device=device)
+        return cls(bonus_tokens=empty, new_seq_lens=empty)
+
+    def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
+        return 1, 1
+
+    def prepare_for_decode(self, batch: Any) -> None:
+        """Reserve K/V slots for the step ahead and enter them in ``req_to_token``.
+
+        Two verify windows past the committed length: under overlap that length lags behind the device by up to one
+        window, and the step needs one of its own. Slots of rejected drafts are used again by the next step.
+        """
+        reqs = batch.reqs
+        if not reqs:
+            return
+        width = get_global_server_args().speculative_num_draft_tokens
+        committed = np.array([req.kv_committed_len for req in reqs], dtype=np.int64)
+        allocated = np.array([req.kv_allocated_len for req in reqs], dtype=np.int64)
+        reserved = np.maximum(allocated, committed + 2 * width)
+        counts = reserved - allocated
+        total = int(counts.sum())
+        if total > 0:
+            slots = alloc_token_slots(batch.tree_cache, total)
+            rows = np.repeat([req.req_pool_idx for req in reqs], counts)
+            starts = np.repeat(np.cumsum(counts) - counts, counts)
+            columns = np.repeat(allocated, counts) + np.arange(total) - starts
+            table = batch.req_to_token_pool.req_to_token
+            where = torch.from_numpy(np.stack([rows, columns])).to(table.device, non_blocking=True)
+            table[where[0], where[1]] = slots.to(table.dtype)
+            for req, length in zip(reqs, reserved.tolist(), strict=True):
+                req.kv_allocated_len = length
+        # Committed lengths of the host; under overlap the future map replaces them by the published ones.
+        batch.seq_lens_cpu = torch.from_numpy(committed)
+        batch.seq_lens_sum = int(committed.sum())
+
+    def filter_batch(self, new_indices: torch.Tensor, has_been_filtered: bool = True) -> None:
+        """Keep the requests at ``new_indices``."""
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+        else:
+            self.bonus_tokens = self.bonus_tokens[new_indices]
+            self.new_seq_lens = self.new_seq_lens[new_indices]
+
+    def merge_batch(self, other: DSparkDraftInput) -> None:
+        """Append the requests of ``other``."""
+        if self.future_indices is not None:
+            self.future_indices = torch.cat([self.future_indices, other.future_indices])
+        else:
+            self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
+            self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])

@@ -1,0 +1,129 @@
+"""Every patch that DSPARK applies to SGLang: where, why, and the check that it took effect.
+
+SGLang applies hooks through its ``HookRegistry``, which logs a failed patch and goes on; :func:`_install` raises instead.
+All of them are installed only when DSPARK was selected, each in the one process that needs it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_dspark.engine.support import SUPPORTED_SGLANG
+from sglang_dspark.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One patch of one SGLang function."""
+
+    name: str
+    target: str
+    kind: HookType
+    function: Callable[..., Any]
+    reason: str
+
+
+def install_in_front_end() -> None:
+    """Hooks of the process that tokenizes requests and serves HTTP."""
+    from sglang_dspark.engine import http, requests
+
+    _install(
+        [
+            Hook(
+                "refuse-unserved-requests",
+                "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+                HookType.AFTER,
+                requests.check_request,
+                "features that DSPARK does not serve yet answer HTTP 400 instead of being dropped",
+            ),
+            Hook(
+                "mount-routes",
+                "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+                HookType.BEFORE,
+                http.mount,
+                "SGLang has no plugin interface for routes and middleware",
+            ),
+        ]
+    )
+
+
+def install_in_scheduler(device: str) -> None:
+    """Hooks of the scheduler process; called before any memory pool exists."""
+    hooks = [
+        Hook(
+            "row-headroom",
+            "sglang.srt.mem_cache.common.get_req_to_token_extra_context_len",
+            HookType.AROUND,
+            _row_headroom,
+            "a step reserves two verify windows past the committed length, rows of req_to_token have room for one: near "
+            "the context limit the second one would land in the next request's row",
+        ),
+        Hook(
+            "observe-results",
+            "sglang.srt.managers.scheduler_components.batch_result_processor."
+            "SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+            HookType.AROUND,
+            _observe_results,
+            "counters and traces need drafts and verify lengths where the accepted tokens are on the host anyway",
+        ),
+        Hook(
+            "report-state",
+            "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+            HookType.AFTER,
+            _report_state,
+            "GET /dspark/stats asks the scheduler through SGLang's internal-state channel",
+        ),
+    ]
+    if device == "cpu":
+        hooks.append(
+            Hook(
+                "no-kv-copy-kernel",
+                "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
+                HookType.REPLACE,
+                _no_kv_copy_kernel,
+                "with a speculative algorithm the pool warms up a Triton copy kernel, which has no CPU form; DSPARK never "
+                "moves K/V between slots",
+            )
+        )
+    _install(hooks)
+
+
+def _install(hooks: Iterable[Hook]) -> None:
+    wanted = [hook for hook in hooks if hook.target not in HookRegistry._patched]
+    for hook in wanted:
+        HookRegistry.register(hook.target, hook.function, hook.kind)
+    HookRegistry.apply_hooks()
+    for hook in wanted:
+        if hook.target not in HookRegistry._patched:
+            raise EngineError(
+                f"hook {hook.name} did not take effect on {hook.target} ({hook.reason}); this is not an unmodified "
+                f"sglang {SUPPORTED_SGLANG}: pip install --force-reinstall sglang=={SUPPORTED_SGLANG}"
+            )
+        logger.debug("hook %s on %s: %s", hook.name, hook.target, hook.reason)
+
+
+def _row_headroom(original: Callable[[Any], int], server_args: Any) -> int:
+    # SGLang's own headroom holds one window. Under overlap the committed length that a reservation starts from lags by
+    # one more step, hence the second window.
+    return original(server_args) + server_args.speculative_num_draft_tokens
+
+
+def _no_kv_copy_kernel(pool: Any) -> None:
+    pool._kv_copy_config = None
+
+
+def _observe_results(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
+    predicted = original(processor, result, batch)
+    processor.model_worker.observe(result, batch)
+    return predicted
+
+
+def _report_state(result: Any, scheduler: Any, recv_req: Any) -> None:
+    result.internal_state["dspark"] = scheduler.draft_worker.report()

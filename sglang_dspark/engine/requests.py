@@ -1,0 +1,60 @@
+"""What a request may ask for, and the parameters that travel with it to the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+PARAMETERS_KEY = "dspark"
+"""Key of our per-request options inside SGLang's ``custom_params``."""
+
+_NEUTRAL = {
+    "frequency_penalty": (None, 0, 0.0),
+    "presence_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "min_new_tokens": (None, 0),
+    "logit_bias": (None, {}),
+    "json_schema": (None, ""),
+    "regex": (None, ""),
+    "ebnf": (None, ""),
+    "structural_tag": (None, ""),
+}
+
+
+def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> None:
+    """Refuse a generation request that DSPARK would answer differently from the target alone.
+
+    Runs after SGLang's own validation, for every route and the offline engine.
+
+    Raises:
+        ValueError: names the field and its value; SGLang answers HTTP 400.
+    """
+    if isinstance(request, GenerateReqInput):
+        for refusal in _refusals(request):
+            raise ValueError(f"DSPARK does not serve {refusal} yet; drop the field or use a server without DSPARK")
+
+
+def _refusals(request: GenerateReqInput) -> Iterator[str]:
+    for name in ("return_logprob", "return_hidden_states", "custom_logit_processor", "lora_path", "input_embeds"):
+        value = getattr(request, name, None)
+        if value:
+            yield f"{name}={_shown(value)}"
+    parameters = request.sampling_params
+    if isinstance(parameters, Mapping):
+        for name, neutral in _NEUTRAL.items():
+            value = parameters.get(name)
+            if value not in neutral:
+                yield f"{name}={_shown(value)}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def wants_trace(req: Any) -> bool:
+    """Whether this scheduler-side request asked for its rounds."""
+    parameters = req.sampling_params.custom_params
+    return bool(parameters and parameters.get(PARAMETERS_KEY, {}).get("trace"))

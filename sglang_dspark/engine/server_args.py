@@ -1,0 +1,183 @@
+"""Our flags on SGLang's parser, and the start-up checks and defaults of ``ServerArgs`` under DSPARK."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_dspark.config import DSparkConfig, add_flags, flag_texts
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.engine import hooks
+from sglang_dspark.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}
+TARGET_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
+
+# ServerArgs.__post_init__ resolves and checks everything before from_cli_args returns, so the texts of our flags have to
+# be at hand before the object exists.
+_flag_texts: ContextVar[dict[str, str | None]] = ContextVar("dspark_flag_texts")
+
+
+def install_flags() -> None:
+    """Hook our flags into ``ServerArgs``; SGLang applies the hooks after the plugin's entry point returns."""
+    target = "sglang.srt.server_args.ServerArgs"
+    HookRegistry.register(f"{target}.add_cli_args", _add_cli_args, HookType.AFTER)
+    HookRegistry.register(f"{target}.from_cli_args", _from_cli_args, HookType.AROUND)
+
+
+def _add_cli_args(result: Any, parser: Any) -> None:
+    add_flags(parser)
+
+
+def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
+    if (namespace.speculative_algorithm or "").upper() == "DSPARK":
+        # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
+        check_draft_path(namespace.speculative_draft_model_path)
+    token = _flag_texts.set(flag_texts(namespace))
+    try:
+        return original(cls, namespace)
+    finally:
+        _flag_texts.reset(token)
+
+
+def check_draft_path(path: str | None) -> None:
+    """Refuse a draft path that is missing, or absent where a folder was meant.
+
+    Raises:
+        ConfigError: no path, or an absolute or relative folder without ``config.json``.
+    """
+    flag = "--speculative-draft-model-path"
+    if not path:
+        raise ConfigError(f"DSPARK needs a drafter: pass {flag} with a DeepSpec-format checkpoint of your target")
+    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
+    if looks_local and not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"{flag}={path!r} holds no config.json; pass the folder of a DeepSpec-format checkpoint")
+
+
+def validate(server_args: Any) -> None:
+    """Refuse what DSPARK cannot serve yet. Called by ``ServerArgs.__post_init__`` in the main process.
+
+    Raises:
+        ConfigError: names the flag, its value and the remedy.
+    """
+    check_draft_path(server_args.speculative_draft_model_path)
+    for refusal in _refusals(server_args):
+        raise ConfigError(refusal)
+
+
+def _refusals(args: Any) -> Iterator[str]:
+    view = resolved_view(args)
+    forbidden = [
+        ("--pp-size", args.pp_size, args.pp_size != 1, "pass --pp-size 1"),
+        ("--tp-size", args.tp_size, args.tp_size != 1, "pass --tp-size 1; tensor parallelism is not served yet"),
+        ("--dp-size", args.dp_size, args.dp_size != 1, "pass --dp-size 1 and scale out with replicas behind a router"),
+        ("--enable-dp-attention", True, view.enable_dp_attention, "drop the flag"),
+        ("--enable-lora", True, bool(args.enable_lora or args.lora_paths), "drop --enable-lora and --lora-paths"),
+        ("--disaggregation-mode", args.disaggregation_mode, args.disaggregation_mode != "null", "drop the flag"),
+        ("--tokenizer-worker-num", args.tokenizer_worker_num, args.tokenizer_worker_num > 1, "pass 1"),
+        ("--page-size", args.page_size, (args.page_size or 1) != 1, "pass --page-size 1"),
+        ("--enable-mixed-chunk", True, args.enable_mixed_chunk, "drop the flag"),
+        ("--kv-cache-dtype", args.kv_cache_dtype, args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"), "pass auto"),
+        ("--enable-hierarchical-cache", True, args.enable_hierarchical_cache, "drop the flag"),
+        ("--enable-lmcache", True, args.enable_lmcache, "drop the flag"),
+        ("--enable-two-batch-overlap", True, args.enable_two_batch_overlap, "drop the flag"),
+        ("--enable-pdmux", True, args.enable_pdmux, "drop the flag"),
+        ("--quantization", args.quantization, args.quantization is not None, "serve an unquantised target"),
+        ("--enable-memory-saver", True, args.enable_memory_saver, "drop the flag"),
+        (
+            "--enable-deterministic-inference",
+            True,
+            args.enable_deterministic_inference,
+            "drop the flag; requests with a seed are reproducible under DSPARK without it",
+        ),
+        (
+            "--speculative-draft-window-size",
+            args.speculative_draft_window_size,
+            args.speculative_draft_window_size is not None,
+            "drop the flag",
+        ),
+    ]
+    for flag, value, refused, remedy in forbidden:
+        if refused:
+            yield f"DSPARK cannot run with {flag}={value}; {remedy}"
+    expected = ATTENTION_BACKEND.get(args.device)
+    if expected is None:
+        yield f"DSPARK cannot run with --device={args.device}; pass cpu or cuda"
+    for backend in attention_backends_of(view):
+        if backend != expected:
+            yield (
+                f"DSPARK cannot run with --attention-backend={backend} on {args.device}; "
+                f"pass --attention-backend {expected}"
+            )
+
+
+def complete(server_args: Any) -> None:
+    """Resolve our options against the checkpoint, fill the fields that SGLang sizes buffers from, install the front-end.
+
+    Raises:
+        ConfigError, CheckpointError: options, checkpoint or target do not fit together.
+    """
+    config = DSparkConfig.resolve(_flag_texts.get({}))
+    draft = DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
+    check_target(draft, server_args.get_model_config().hf_text_config)
+    gamma = config.gamma(draft.block_size)
+    given = server_args.speculative_num_draft_tokens
+    if given is not None and given != gamma + 1:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens={given} contradicts the block size {gamma}; pass {gamma + 1} or drop the flag"
+        )
+    server_args.dspark_config = config
+    # SGLang's tokens per request and step: the anchor and the drafts that are verified.
+    server_args.speculative_num_draft_tokens = config.static_verify_len(gamma) + 1
+    server_args.speculative_num_steps = 1
+    server_args.speculative_eagle_topk = 1
+    # Verification draws from the law of the pytorch sampling backend; the first token after a prefill must follow the
+    # same law (FlashInfer's joint top-k/top-p differs from it).
+    server_args.sampling_backend = "pytorch"
+    hooks.install_in_front_end()
+    logger.info(
+        "DSPARK: block size %d, policy %s, verify length %d, drafter %s",
+        gamma,
+        config.schedule,
+        config.static_verify_len(gamma),
+        server_args.speculative_draft_model_path,
+    )
+
+
+def check_target(draft: DraftConfig, target: Any) -> None:
+    """Refuse a drafter that was made for another target.
+
+    Args:
+        draft: configuration of the drafter.
+        target: Hugging Face text configuration of the target.
+
+    Raises:
+        ConfigError: unsupported target family, or a dimension that differs between the two.
+    """
+    architectures = list(getattr(target, "architectures", None) or [])
+    if not set(architectures) & set(TARGET_ARCHITECTURES):
+        raise ConfigError(
+            f"--model-path: target architecture {architectures} is not served with DSPARK; "
+            f"served are {', '.join(TARGET_ARCHITECTURES)}"
+        )
+    pairs = {
+        "hidden_size": (draft.hidden_size, target.hidden_size),
+        "vocab_size": (draft.vocab_size, target.vocab_size),
+        "num_target_layers": (draft.num_target_layers, target.num_hidden_layers),
+    }
+    for key, (of_draft, of_target) in pairs.items():
+        if of_draft != of_target:
+            raise ConfigError(
+                f"--speculative-draft-model-path: the drafter's {key} is {of_draft}, the target's is {of_target}; "
+                "pass a drafter that was trained for this target"
+            )
+
+

@@ -1,0 +1,75 @@
+"""The target model as the drafter sees it: tapped hidden states, embedding and LM head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.worker.draft_cache import bytes_per_token
+
+EMBEDDING_TAP = -1
+
+
+class Target:
+    """Handle to the loaded target of one rank."""
+
+    def __init__(self, model_runner: Any, draft: DraftConfig) -> None:
+        self._model_runner = model_runner
+        self._layer_taps = [tap for tap in draft.target_layer_ids if tap != EMBEDDING_TAP]
+        self._has_embedding_tap = EMBEDDING_TAP in draft.target_layer_ids
+        self._hidden_size = draft.hidden_size
+        self._vocab_size = draft.vocab_size
+        self._request_capture()
+        self._account_for_draft_cache(draft)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the target's weights; the drafter runs in the same."""
+        return self._model_runner.dtype
+
+    @property
+    def model(self) -> Any:
+        """SGLang's model."""
+        return self._model_runner.model
+
+    def share_with(self, drafter: DraftModel) -> tuple[str, ...]:
+        """Let the drafter read the target's embedding and LM head; returns the names of the shared tensors."""
+        embedding, head = self.model.get_input_embeddings(), self.model.lm_head
+        for name, layer in (("embed_tokens", embedding), ("lm_head", head)):
+            if getattr(layer, "use_intel_amx_backend", False):
+                raise ConfigError(f"--device=cpu: the target's {name} is packed for AMX, which DSPARK cannot read yet")
+        # SGLang pads the vocabulary to a multiple of 64 rows.
+        return drafter.bind_target(embedding.weight[: self._vocab_size], head.weight[: self._vocab_size])
+
+    def features(self, input_ids: torch.Tensor, captured: torch.Tensor) -> torch.Tensor:
+        """Drafter features of target rows.
+
+        Args:
+            input_ids: [n] tokens that went through the target.
+            captured: [n, taps * d] ``logits_output.hidden_states`` of that forward.
+
+        Returns:
+            [n, m * d], taps ascending.
+        """
+        captured = captured[:, : len(self._layer_taps) * self._hidden_size]
+        if not self._has_embedding_tap:
+            return captured
+        return torch.cat([self.model.get_input_embeddings()(input_ids), captured], dim=-1)
+
+    def _request_capture(self) -> None:
+        # The embedding output is looked up by features(): Llama's capture does not know it, and a model that is asked for
+        # no layer at all returns a differently shaped result, so a lone tap -1 captures layer 0 and drops it.
+        runner = self._model_runner
+        runner.dflash_use_aux_hidden_state = True
+        runner.dflash_target_layer_ids = self._layer_taps or [0]
+
+    def _account_for_draft_cache(self, draft: DraftConfig) -> None:
+        # SGLang sizes its pool for `dflash_draft_num_layers` layers beside the target's, each as large as a target layer.
+        runner = self._model_runner
+        config = runner.model_config
+        target_layer = 2 * config.get_num_kv_heads(1) * config.head_dim * runner.kv_cache_dtype.itemsize
+        runner.dflash_draft_num_layers = -(-bytes_per_token(draft, runner.dtype) // target_layer)

@@ -1,0 +1,152 @@
+"""The face that SGLang's scheduler sees: construction, memory, and the dispatch of batches to prefill and decode."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from dspark_kernels import RoundKeys, SamplingRows, draw
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, record_traces
+from sglang_dspark.engine.cpu_attention import CpuVerifyBackend
+from sglang_dspark.engine.draft_input import DSparkDraftInput
+from sglang_dspark.engine.target import Target
+from sglang_dspark.worker.state import Rounds
+
+Publish = Callable[[torch.Tensor], None]
+
+
+class SpecWorkerBase(BaseSpecWorker):
+    """SGLang's Spec V2 worker interface, reduced to :meth:`inject_context` and :meth:`decode` for the subclass."""
+
+    def __init__(self, *, server_args: Any, target_worker: Any, tp_rank: int, **_ranks: Any) -> None:
+        self._target_worker = target_worker
+        self.server_args = server_args
+        self.tp_rank = tp_rank
+        self.device = torch.device(target_worker.device)
+        self.options: DSparkConfig = server_args.dspark_config
+        self.draft_config = DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
+        self.target = Target(target_worker.model_runner, self.draft_config)
+        self.sampling = SamplingReader(self.device)
+        self.step = 0
+
+    @abstractmethod
+    def inject_context(self, input_ids: torch.Tensor, captured: torch.Tensor, positions: Any, slots: Any) -> None:
+        """Write the draft K/V of target rows: [n] ids, [n, taps * d] captured states, [n] positions, [n] slots."""
+
+    @abstractmethod
+    def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
+        """One speculative step; calls ``publish(new_seq_lens)`` as soon as the lengths are known on the device."""
+
+    @abstractmethod
+    def allocate_draft_cache(self, num_slots: int) -> Any:
+        """Make the draft K/V pool of ``num_slots`` rows and return it."""
+
+    @abstractmethod
+    def on_rounds(self, rounds: Rounds, accept_lens: list[int]) -> None:
+        """Take note of a finished step on the host; ``accept_lens`` counts accepted drafts without the bonus."""
+
+    @abstractmethod
+    def report(self) -> dict[str, Any]:
+        """JSON for ``GET /dspark/stats``."""
+
+    @property
+    def target_worker(self) -> Any:
+        """SGLang's worker of the target."""
+        return self._target_worker
+
+    @property
+    def draft_worker(self) -> Any:
+        """What SGLang looks for to find the draft K/V pool."""
+        return SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=self._draft_cache))
+
+    @property
+    def req_to_token(self) -> torch.Tensor:
+        """[rows, columns] int32, K/V slot of every position of every request."""
+        return self._target_worker.model_runner.req_to_token_pool.req_to_token
+
+    def __getattr__(self, name: str) -> Any:
+        # The scheduler treats its model worker like the target's: anything not ours is the target's.
+        if name == "_target_worker":
+            raise AttributeError(name)
+        return getattr(self._target_worker, name)
+
+    def alloc_memory_pool(self, **pools: Any) -> None:
+        """Called when the target's pool exists."""
+        allocator = pools["token_to_kv_pool_allocator"]
+        self._draft_cache = self.allocate_draft_cache(allocator.size + allocator.page_size)
+
+    def init_attention_backends(self) -> None:
+        """Called after the target's backends exist and before any graph is captured."""
+        if self.device.type == "cpu":
+            runner = self._target_worker.model_runner
+            runner.attn_backend = CpuVerifyBackend(runner)
+
+    def clear_cache_pool(self) -> None:
+        """Nothing to clear: a draft K/V row is valid exactly as long as the target's row with the same slot."""
+
+    def observe(self, result: Any, batch: Any) -> None:
+        """Called with a decode result whose tensors have reached the host."""
+        if isinstance(result, DSparkBatchResult) and result.rounds is not None:
+            committed = result.accept_lens.tolist()
+            self.on_rounds(result.rounds, [length - 1 for length in committed])
+            record_traces(batch.reqs, result.rounds, committed)
+
+    def forward_batch_generation(self, batch: Any, on_publish: Publish | None = None) -> Any:
+        """Run one batch of the scheduler: a prefill, a decode step, or nothing."""
+        publish = on_publish or (lambda new_seq_lens: None)
+        self.step += 1
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self._prefill(batch, publish)
+        if batch.forward_mode.is_idle():
+            return self._idle(publish)
+        return self.decode(batch, publish)
+
+    @torch.no_grad()
+    def _prefill(self, batch: Any, publish: Publish) -> Any:
+        batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        forward_batch = ForwardBatch.init_new(batch, self._target_worker.model_runner)
+        rows = self.sampling.read(batch.reqs)
+        result = self._target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward_batch, is_verify=rows.any_seeded
+        )
+        if rows.any_seeded:
+            result.next_token_ids = draw(result.logits_output.next_token_logits, rows, self.round_keys(batch, rows))
+        result.new_seq_lens = batch.seq_lens
+        publish(batch.seq_lens)
+        # Before the scheduler may hand the prompt to the radix cache: a later prefix hit reuses these draft rows.
+        self.inject_context(
+            forward_batch.input_ids, result.logits_output.hidden_states, forward_batch.positions, batch.out_cache_loc
+        )
+        result.logits_output.hidden_states = None
+        result.next_draft_input = DSparkDraftInput(
+            bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens.to(torch.int64)
+        )
+        return result
+
+    def round_keys(self, batch: Any, rows: SamplingRows) -> RoundKeys:
+        """Noise keys of the token after ``batch.seq_lens`` in this step."""
+        return RoundKeys(
+            seed=self.server_args.random_seed,
+            step=self.step,
+            request_keys=batch.req_pool_indices.to(torch.int64),
+            positions=batch.seq_lens.to(torch.int64),
+        )
+
+    def _idle(self, publish: Publish) -> DSparkBatchResult:
+        draft_input = DSparkDraftInput.idle(self.device)
+        publish(draft_input.new_seq_lens)
+        return DSparkBatchResult(
+            next_token_ids=draft_input.bonus_tokens,
+            accept_lens=draft_input.bonus_tokens.to(torch.int32),
+            next_draft_input=draft_input,
+            speculative_num_draft_tokens=self.server_args.speculative_num_draft_tokens,
+            new_seq_lens=draft_input.new_seq_lens,
+        )

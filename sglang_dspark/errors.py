@@ -1,0 +1,27 @@
+"""Exceptions raised by sglang-dspark.
+
+::
+
+    DSparkError
+    ├── ConfigError      a flag, environment variable or combination of server arguments that cannot work
+    ├── CheckpointError  a draft checkpoint that is missing, incomplete, misshapen or unfit for the target
+    └── EngineError      this SGLang is not one the plugin can drive, or a hook did not take effect
+
+Every message names the flag, key or tensor, the value that was found, and what to do instead.
+"""
+
+
+class DSparkError(Exception):
+    """Base class of all errors raised by this package."""
+
+
+class ConfigError(DSparkError, ValueError):
+    """A flag, environment variable or combination of server arguments that cannot work."""
+
+
+class CheckpointError(DSparkError, ValueError):
+    """A draft checkpoint that is missing, incomplete, misshapen or unfit for the target."""
+
+
+class EngineError(DSparkError, RuntimeError):
+    """This SGLang is not one the plugin can drive, or a hook did not take effect."""

@@ -1,0 +1,33 @@
+"""Entry point ``sglang.srt.plugins``: SGLang calls :func:`register` in its main, scheduler and command-line processes."""
+
+from __future__ import annotations
+
+import sys
+
+
+def register() -> None:
+    """Register DSPARK with the running SGLang, or say why not.
+
+    SGLang logs and then swallows exceptions of plugins; the user would only see "Unknown speculative algorithm name".
+    So where DSPARK was asked for on the command line, a failure ends the process with its message instead.
+    """
+    from sglang_dspark.errors import DSparkError
+
+    try:
+        from sglang_dspark.engine.registration import register_algorithm
+
+        register_algorithm()
+    except Exception as error:
+        if not _dspark_selected(sys.argv):
+            raise
+        prefix = "" if isinstance(error, DSparkError) else f"{type(error).__name__}: "
+        raise SystemExit(f"sglang-dspark cannot start: {prefix}{error}") from error
+
+
+def _dspark_selected(argv: list[str]) -> bool:
+    flag = "--speculative-algorithm"
+    for position, argument in enumerate(argv):
+        name, _, value = argument.partition("=")
+        if name == flag and (value or "".join(argv[position + 1 : position + 2])).upper() == "DSPARK":
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""One decode step: prepare, draft, plan, verify, accept, publish, commit."""
