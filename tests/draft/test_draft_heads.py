@@ -1,0 +1,94 @@
+"""Markov and confidence heads on their own: teacher forcing equals stepping, batching, the rnn's old-state rule, dtypes."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from sglang_dspark.draft.confidence_head import ConfidenceHead
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.markov_head import build_markov_head
+
+
+@pytest.fixture
+def config(make_config):
+    return DraftConfig.from_dict(make_config(), origin="test")
+
+
+def build(config, head):
+    return build_markov_head(dataclasses.replace(config, markov_head_type=head))
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_teacher_forcing_equals_walking_the_block(config, head):
+    markov = build(config, head)
+    prev_tokens, hidden = torch.randint(19, (3, 6)), torch.randn(3, 6, 24)
+    state = markov.initial_state(3, torch.device("cpu"), torch.float32)
+    biases = []
+    for slot in range(6):
+        bias, w1_embedding, state = markov.step(prev_tokens[:, slot], hidden[:, slot], state)
+        assert bias.shape == (3, 19)
+        assert torch.equal(w1_embedding, markov.markov_w1.weight[prev_tokens[:, slot]])
+        biases.append(bias)
+    torch.testing.assert_close(markov.block_bias(prev_tokens, hidden), torch.stack(biases, dim=1))
+
+
+def test_only_the_rnn_remembers(config):
+    hidden = torch.randn(1, 4, 24)
+    tokens, other = torch.tensor([[5, 1, 2, 3]]), torch.tensor([[6, 1, 2, 3]])
+    for head, remembers in (("vanilla", False), ("gated", False), ("rnn", True)):
+        markov = build(config, head)
+        later = (markov.block_bias(tokens, hidden) - markov.block_bias(other, hidden))[:, 1:].abs().max()
+        assert (later > 1e-6) == remembers
+
+
+def test_the_rnn_output_reads_the_old_state(config):
+    """A bias computed from the new state would depend on the candidate branch."""
+    markov = build(config, "rnn")
+    hidden, state = torch.randn(2, 24), torch.randn(2, 7)
+    bias, _, new_state = markov.step(torch.tensor([1, 2]), hidden, state)
+    with torch.no_grad():
+        markov.joint_proj.bias[7:14] += 3.0  # candidate rows
+    changed, _, changed_state = markov.step(torch.tensor([1, 2]), hidden, state)
+    assert torch.equal(bias, changed)
+    assert (new_state - changed_state).abs().max() > 0.1
+
+
+def test_the_rnn_state_is_required(config):
+    with pytest.raises(ValueError, match="initial_state"):
+        build(config, "rnn").step(torch.tensor([1]), torch.randn(1, 24), None)
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_block_bias_trains_every_parameter(config, head):
+    markov = build(config, head)
+    markov.block_bias(torch.randint(19, (2, 5)), torch.randn(2, 5, 24)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in markov.parameters())
+
+
+def test_confidence_is_float32_arithmetic_on_half_precision_inputs(config):
+    head = ConfidenceHead(config).bfloat16()
+    hidden, embedding = torch.randn(4, 24).bfloat16(), torch.randn(4, 7).bfloat16()
+    logits = head(hidden, embedding)
+    features = torch.cat((hidden, embedding), dim=-1).double()
+    expected = features @ head.proj.weight[0].double() + head.proj.bias.double()
+    assert logits.dtype == torch.float32 and logits.shape == (4,)
+    torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=0)
+
+
+def test_confidence_input_is_hidden_then_embedding(config):
+    head = ConfidenceHead(config)
+    with torch.no_grad():
+        head.proj.weight.zero_()[0, 24] = 1.0
+        head.proj.bias.fill_(0.25)
+    embedding = torch.randn(2, 5, 7)
+    torch.testing.assert_close(head(torch.randn(2, 5, 24), embedding), embedding[..., 0] + 0.25)
+    with pytest.raises(ValueError, match="w1_embedding"):
+        head(torch.randn(2, 24), None)
+
+
+def test_confidence_without_markov_ignores_the_embedding(config):
+    head = ConfidenceHead(dataclasses.replace(config, confidence_head_with_markov=False))
+    hidden = torch.randn(3, 24)
+    assert head.proj.weight.shape == (1, 24)
+    assert torch.equal(head(hidden, None), head(hidden, torch.randn(3, 7)))

@@ -1,0 +1,233 @@
+"""The model against a literal float64 implementation, written row by row from the formulas, on random checkpoints."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sglang_dspark.draft.reference import ContextKV, draft_block
+from sglang_dspark.draft.weights import load_draft_model
+
+TOLERANCE = 2e-4  # float32 against float64 on logits of size ~10; a wrong formula is off by more than 0.1
+
+
+class LiteralDraft:
+    """DSpark drafting with python loops over rows, layers and heads; float64."""
+
+    def __init__(self, path):
+        self.config = json.loads((path / "config.json").read_text())
+        self.w = {name: tensor.double() for name, tensor in load_file(path / "model.safetensors").items()}
+
+    def rms_norm(self, x, name):
+        return x / torch.sqrt((x * x).mean() + self.config["rms_norm_eps"]) * self.w[name]
+
+    def rope(self, x, position):
+        half = x.shape[0] // 2
+        out = x.clone()
+        for i in range(half):
+            angle = position * self.config["rope_parameters"]["rope_theta"] ** (-2 * i / x.shape[0])
+            out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+            out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+        return out
+
+    def heads(self, x, name, norm, position):
+        """Project a row, split it into heads, and normalise and rotate each one when ``norm`` is given."""
+        rows = (self.w[name] @ x).split(self.config["head_dim"])
+        return rows if norm is None else [self.rope(self.rms_norm(row, norm), position) for row in rows]
+
+    def block_hidden(self, features, anchor):
+        c, w = self.config, self.w
+        t, gamma = len(features), c["block_size"]
+        context = [self.rms_norm(w["fc.weight"] @ row, "hidden_norm.weight") for row in features]
+        rows = [w["embed_tokens.weight"][token] for token in [anchor] + [c["mask_token_id"]] * (gamma - 1)]
+        for i in range(c["num_hidden_layers"]):
+            p = f"layers.{i}."
+            normed = [self.rms_norm(row, p + "input_layernorm.weight") for row in rows]
+            attn = p + "self_attn."
+            keys, values = [], []
+            for position, row in enumerate(context + normed):
+                keys.append(self.heads(row, attn + "k_proj.weight", attn + "k_norm.weight", position))
+                values.append(self.heads(row, attn + "v_proj.weight", None, position))
+            for j, row in enumerate(normed):
+                queries = self.heads(row, attn + "q_proj.weight", attn + "q_norm.weight", t + j)
+                mixed = []
+                for head, query in enumerate(queries):
+                    kv_head = head // (c["num_attention_heads"] // c["num_key_value_heads"])
+                    scores = torch.stack([query @ key[kv_head] for key in keys]) / math.sqrt(c["head_dim"])
+                    weights = scores.softmax(0)
+                    mixed.append(sum(weight * value[kv_head] for weight, value in zip(weights, values, strict=True)))
+                rows[j] = rows[j] + w[attn + "o_proj.weight"] @ torch.cat(mixed)
+                x = self.rms_norm(rows[j], p + "post_attention_layernorm.weight")
+                gate = w[p + "mlp.gate_proj.weight"] @ x
+                up = w[p + "mlp.up_proj.weight"] @ x
+                rows[j] = rows[j] + w[p + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+        return [self.rms_norm(row, "norm.weight") for row in rows]
+
+    def markov(self, token, hidden, state):
+        """Bias [V] and the new rnn state."""
+        e, w2 = self.w["markov_head.markov_w1.weight"][token], self.w["markov_head.markov_w2.weight"]
+        kind = self.config["markov_head_type"]
+        if kind == "gated":
+            gate = self.w["markov_head.gate_proj.weight"] @ torch.cat([hidden, e]) + self.w["markov_head.gate_proj.bias"]
+            return w2 @ (torch.sigmoid(gate) * e), None
+        if kind == "rnn":
+            z = torch.cat([state, e, hidden])
+            joint = self.w["markov_head.joint_proj.weight"] @ z + self.w["markov_head.joint_proj.bias"]
+            gate, candidate, output = joint.split(len(e))
+            gate = torch.sigmoid(gate)
+            return w2 @ torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+        return w2 @ e, None
+
+    def draft(self, features, anchor):
+        c = self.config
+        hidden = self.block_hidden(features, anchor)
+        token, state = anchor, torch.zeros(c["markov_rank"], dtype=torch.float64)
+        tokens, base_logits, logits, confidences = [], [], [], []
+        for h in hidden:
+            u = self.w["lm_head.weight"] @ h
+            bias = torch.zeros_like(u)
+            if c["markov_rank"]:
+                bias, state = self.markov(token, h, state)
+            if c["enable_confidence_head"]:
+                reads_markov = c["confidence_head_with_markov"]
+                x = torch.cat([h, self.w["markov_head.markov_w1.weight"][token]]) if reads_markov else h
+                confidences.append(self.w["confidence_head.proj.weight"][0] @ x + self.w["confidence_head.proj.bias"][0])
+            token = int((u + bias).argmax())
+            tokens.append(token)
+            base_logits.append(u)
+            logits.append(u + bias)
+        return tokens, hidden, base_logits, logits, confidences
+
+
+NO_MARKOV = {"markov_rank": 0, "markov_head_type": ..., "confidence_head_with_markov": False}
+CASES = {
+    "vanilla, block 5": {},
+    "gated, block 4": {"markov_head_type": "gated", "block_size": 4},
+    "rnn, block 6": {"markov_head_type": "rnn", "block_size": 6},
+    "rnn, block 1": {"markov_head_type": "rnn", "block_size": 1},
+    "rank 0, confidence": NO_MARKOV | {"block_size": 7},
+    "rank 0, no confidence": NO_MARKOV | {"enable_confidence_head": False},
+    "gated, confidence without markov": {"markov_head_type": "gated", "confidence_head_with_markov": False},
+    "single layer, single tap": {"num_hidden_layers": 1, "layer_types": ..., "target_layer_ids": [-1]},
+    "no grouping, wide heads": {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16},
+    "coarse eps": {"rms_norm_eps": 0.3},
+}
+
+
+@pytest.mark.parametrize("overrides", CASES.values(), ids=CASES.keys())
+@torch.no_grad()
+def test_drafting_matches_the_literal_loop(make_checkpoint, overrides):
+    path = make_checkpoint(seed=11, **overrides)
+    literal, model = LiteralDraft(path), load_draft_model(path, dtype=torch.float32, device="cpu")
+    features = torch.randn(9, model.config.num_taps * model.config.hidden_size)
+    context = ContextKV(model)
+    for rows in features.split([4, 1, 3, 1]):  # as prefill and three verify rounds would deliver them
+        context.append(rows)
+    for anchor in (0, 7, 18):
+        block = draft_block(model, context, anchor)
+        tokens, hidden, base_logits, logits, confidences = literal.draft(features.double(), anchor)
+        assert block.tokens == tokens
+        pairs = [(block.hidden, hidden), (block.base_logits, base_logits), (block.logits, logits)]
+        if confidences:
+            pairs.append((block.confidence_logits, confidences))
+        else:
+            assert block.confidence_logits is None
+        for got, expected in pairs:
+            torch.testing.assert_close(got.double(), torch.stack(expected), atol=TOLERANCE, rtol=0)
+
+
+@torch.no_grad()
+def test_the_block_sees_itself_in_both_directions_and_no_other_block(make_checkpoint):
+    model = load_draft_model(make_checkpoint(), dtype=torch.float32, device="cpu")
+    context = ContextKV(model)
+    context.append(torch.randn(4, 72))
+    seen = []
+
+    def attend(layer, q, k, v):
+        seen.append((layer, tuple(q.shape), tuple(k.shape), tuple(v.shape)))
+        scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(3, 1)) * 8**-0.5
+        return torch.einsum("hts,shd->thd", scores.softmax(-1), v.repeat_interleave(3, 1))
+
+    embeds, positions = torch.randn(5, 24), torch.arange(4, 9)
+    before = model.forward_block(embeds, positions, attend)
+    embeds[-1] += 1.0
+    after = model.forward_block(embeds, positions, attend)
+    assert (before[0] - after[0]).abs().max() > 1e-3
+    assert seen[:2] == [(0, (5, 6, 8), (5, 2, 8), (5, 2, 8)), (1, (5, 6, 8), (5, 2, 8), (5, 2, 8))]
+
+
+@torch.no_grad()
+def test_context_kv_equals_each_layers_own_projection(make_checkpoint):
+    path = make_checkpoint(num_hidden_layers=3, layer_types=...)
+    literal, model = LiteralDraft(path), load_draft_model(path, dtype=torch.float32, device="cpu")
+    h_ctx, positions = torch.randn(4, 24), torch.tensor([0, 1, 17, 200])
+    k, v = model.context_kv(h_ctx, positions)
+    assert k.shape == v.shape == (3, 4, 2, 8)
+    for layer, row in itertools.product(range(3), range(4)):
+        name = f"layers.{layer}.self_attn."
+        x = h_ctx[row].double()
+        position = positions[row].item()
+        expected_k = literal.heads(x, name + "k_proj.weight", name + "k_norm.weight", position)
+        expected_v = literal.heads(x, name + "v_proj.weight", None, position)
+        torch.testing.assert_close(k[layer, row].double(), torch.stack(expected_k), atol=1e-4, rtol=0)
+        torch.testing.assert_close(v[layer, row].double(), torch.stack(expected_v), atol=1e-4, rtol=0)
+
+
+def context_kv(model):
+    generator = torch.Generator().manual_seed(5)
+    h_ctx = torch.randn(6, 24, generator=generator).to(model.fc.weight.dtype)
+    return torch.stack(model.context_kv(h_ctx, torch.arange(6)))
+
+
+def test_the_frozen_stack_is_the_layers_own_storage(make_checkpoint):
+    path = make_checkpoint()
+    model, other = (load_draft_model(p, dtype=torch.float32, device="cpu") for p in (path, make_checkpoint(seed=1)))
+    own = model.layers[0].self_attn.k_proj.weight, model.layers[1].self_attn.v_proj.weight
+    assert own[0].untyped_storage().data_ptr() == own[1].untyped_storage().data_ptr()
+    model.load_state_dict(other.state_dict())
+    torch.testing.assert_close(context_kv(model), context_kv(other), atol=0, rtol=0)
+
+
+def test_a_cast_model_does_not_keep_the_old_stack(make_checkpoint):
+    model = load_draft_model(make_checkpoint(), dtype=torch.float32, device="cpu")
+    exact = context_kv(model)
+    half = context_kv(model.to(torch.bfloat16))
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), exact, atol=0.1, rtol=0.02)
+
+
+def test_a_model_in_training_learns_through_the_context(make_checkpoint):
+    model = load_draft_model(make_checkpoint(), dtype=torch.float32, device="cpu")
+    frozen = context_kv(model)
+    model.requires_grad_().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    context_kv(model).square().mean().backward()
+    for layer in model.layers:
+        for module in (layer.self_attn.k_proj, layer.self_attn.v_proj, layer.self_attn.k_norm):
+            assert module.weight.grad.abs().max() > 0
+    optimizer.step()
+    learned = context_kv(model)
+    assert (learned - frozen).abs().max() > 1e-4
+    torch.testing.assert_close(context_kv(model.freeze()), learned, atol=1e-6, rtol=0)
+
+
+def test_rms_norm_statistics_are_float32_in_bfloat16(make_checkpoint):
+    model = load_draft_model(make_checkpoint(hidden_size=512), dtype=torch.bfloat16, device="cpu")
+    x = torch.full((1, 512), 300.0, dtype=torch.bfloat16)
+    x[0, ::2] = 1.0
+    expected = x.double() / x.double().square().mean().sqrt() * model.norm.weight.double()
+    torch.testing.assert_close(model.norm(x).double(), expected, atol=1e-5, rtol=2**-7)
+
+
+def test_rotary_angles_stay_exact_in_a_half_precision_model_at_long_positions(make_checkpoint):
+    model = load_draft_model(make_checkpoint(head_dim=64), dtype=torch.bfloat16, device="cpu")
+    positions = torch.tensor([0, 1, 40_000])
+    cos, sin = model.rotary(positions)
+    angles = positions.double()[:, None] * 500.0 ** (-torch.arange(0, 64, 2).double() / 64)
+    assert cos.shape == sin.shape == (3, 1, 32) and cos.dtype == sin.dtype == torch.float32
+    # One float32 rounding of an angle of 40000 radians is about 2e-3.
+    torch.testing.assert_close(cos[:, 0].double(), angles.cos(), atol=5e-3, rtol=0)
+    torch.testing.assert_close(sin[:, 0].double(), angles.sin(), atol=5e-3, rtol=0)

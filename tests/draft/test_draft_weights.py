@@ -1,0 +1,188 @@
+"""Loading and saving checkpoints: strictness, sharding, sharing with the target, round trips."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_dspark.draft.weights import load_draft_model, save_draft_model
+from sglang_dspark.errors import CheckpointError
+
+EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+def load(path, dtype=torch.float32):
+    return load_draft_model(path, dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_every_tensor_of_the_file_is_loaded_under_its_name(make_checkpoint, head):
+    path = make_checkpoint(markov_head_type=head)
+    model, stored = load(path), load_file(path / "model.safetensors")
+    assert model.state_dict().keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+
+
+def test_absent_heads_are_none(make_checkpoint):
+    model = load(make_checkpoint(markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False))
+    assert model.markov is None and model.confidence is None
+
+
+def test_all_unfit_tensors_are_named_in_one_error(make_checkpoint):
+    path = make_checkpoint(
+        drop=("fc.weight", "layers.1.mlp.up_proj.weight"),
+        add={
+            "layers.2.input_layernorm.weight": torch.ones(24),
+            "norm.weight": torch.ones(25),
+            "hidden_norm.weight": torch.ones(24, dtype=torch.int32),
+        },
+    )
+    with pytest.raises(CheckpointError) as error:
+        load(path)
+    message = str(error.value)
+    for problem in (
+        "missing fc.weight [24, 72]",
+        "missing layers.1.mlp.up_proj.weight [40, 24]",
+        "unexpected layers.2.input_layernorm.weight",
+        "misshapen norm.weight [25], expected [24]",
+        "not floating point hidden_norm.weight I32",
+    ):
+        assert problem in message
+    assert str(path) in message
+
+
+def test_heads_that_config_and_file_disagree_on_are_named(make_checkpoint):
+    path = make_checkpoint()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"markov_head_type": "gated"}))
+    with pytest.raises(CheckpointError, match=r"missing markov_head.gate_proj.bias \[7\]; missing markov_head.gate_proj.w"):
+        load(path)
+
+
+def shard(path, parts=2):
+    """Turn a single-file checkpoint into a sharded one."""
+    tensors = load_file(path / "model.safetensors")
+    names = sorted(tensors)
+    (path / "model.safetensors").unlink()
+    weight_map = {}
+    for part in range(parts):
+        file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
+        save_file({name: tensors[name] for name in names[part::parts]}, path / file)
+        weight_map |= dict.fromkeys(names[part::parts], file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return weight_map
+
+
+def test_a_sharded_checkpoint_loads_like_a_single_file(make_checkpoint):
+    single, sharded = make_checkpoint(), make_checkpoint()
+    shard(sharded, parts=3)
+    expected, got = load(single).state_dict(), load(sharded).state_dict()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in got)
+
+
+def test_damaged_shards_are_named(make_checkpoint):
+    path = make_checkpoint()
+    weight_map = shard(path)
+    (path / weight_map["fc.weight"]).rename(path / "elsewhere")
+    with pytest.raises(CheckpointError, match=weight_map["fc.weight"]):
+        load(path)
+    (path / "elsewhere").rename(path / weight_map["fc.weight"])
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map | {"ghost.weight": weight_map["fc.weight"]}}))
+    with pytest.raises(CheckpointError, match=r"index.json: lists tensors that its shards do not hold: ghost.weight"):
+        load(path)
+    for content in ("{}", "[", '{"weight_map": ["fc.weight"]}', '{"weight_map": {"fc.weight": 1}}'):
+        index.write_text(content)
+        with pytest.raises(CheckpointError, match=r"index.json: .*weight_map"):
+            load(path)
+
+
+def test_absent_and_truncated_files_are_named(make_checkpoint):
+    path = make_checkpoint()
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match="model.safetensors: cannot be read"):
+        load(path)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="has neither model.safetensors nor"):
+        load(path)
+
+
+def test_without_own_embeddings_the_target_must_be_bound(make_checkpoint):
+    model = load(make_checkpoint(drop=(EMBED, LM_HEAD)))
+    with pytest.raises(CheckpointError, match="no embed_tokens.weight: bind the target's"):
+        model.embed(torch.tensor([1]))
+    with pytest.raises(CheckpointError, match="no lm_head.weight: bind the target's"):
+        model.base_logits(torch.ones(1, 24))
+    embed, lm_head = torch.randn(19, 24), torch.randn(19, 24)
+    assert model.bind_target(embed, lm_head) == (EMBED, LM_HEAD)
+    assert torch.equal(model.embed(torch.tensor([4, 4, 0])), embed[[4, 4, 0]])
+    hidden = torch.randn(3, 24)
+    torch.testing.assert_close(model.base_logits(hidden), hidden @ lm_head.T)
+
+
+def test_equal_own_copies_are_dropped_and_different_ones_kept(make_checkpoint):
+    path = make_checkpoint()
+    stored = load_file(path / "model.safetensors")
+    model = load(path)
+    target_embed, other_head = stored[EMBED].clone(), stored[LM_HEAD] + 1e-6
+    assert model.bind_target(target_embed, other_head) == (EMBED,)
+    assert model.embed_tokens is None and model.embed_weight.data_ptr() == target_embed.data_ptr()
+    assert torch.equal(model.lm_head_weight, stored[LM_HEAD])
+    assert [name for name, _ in model.named_parameters() if name in (EMBED, LM_HEAD)] == [LM_HEAD]
+
+
+def test_own_copies_are_compared_in_the_targets_dtype(make_checkpoint):
+    path = make_checkpoint()
+    stored = load_file(path / "model.safetensors")
+    model = load(path)
+    embed, lm_head = stored[EMBED].bfloat16(), stored[LM_HEAD].bfloat16()
+    assert model.bind_target(embed, lm_head) == (EMBED, LM_HEAD)
+    assert model.embed(torch.tensor([1])).dtype == torch.float32
+    assert model.base_logits(torch.ones(1, 24)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_target_of_another_vocabulary_is_refused(make_checkpoint, which):
+    weights = [torch.zeros(19, 24), torch.zeros(19, 24)]
+    weights[which] = torch.zeros(20, 24)
+    with pytest.raises(CheckpointError, match=r"shape \[20, 24\].*needs \[vocab_size, hidden_size\] = \[19, 24\]"):
+        load(make_checkpoint()).bind_target(*weights)
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_a_saved_model_loads_back_identical(make_checkpoint, tmp_path, head):
+    model = load(make_checkpoint(markov_head_type=head, num_hidden_layers=1, layer_types=...))
+    save_draft_model(model, tmp_path / "out" / "saved", include_embeddings=True)
+    again = load(tmp_path / "out" / "saved")
+    assert again.config == model.config
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_embeddings_are_saved_on_request_even_when_they_are_the_targets(make_checkpoint, tmp_path):
+    model = load(make_checkpoint(drop=(EMBED, LM_HEAD)))
+    tied = torch.randn(19, 24)
+    model.bind_target(tied, tied)
+    save_draft_model(model, tmp_path / "full", include_embeddings=True)
+    save_draft_model(model, tmp_path / "small", include_embeddings=False)
+    full, small = (load_file(tmp_path / name / "model.safetensors") for name in ("full", "small"))
+    assert torch.equal(full[EMBED], tied) and torch.equal(full[LM_HEAD], tied)
+    assert full.keys() - small.keys() == {EMBED, LM_HEAD}
+    assert load(tmp_path / "small").embed_tokens is None
+    assert json.loads((tmp_path / "full" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_half_precision_spares_the_confidence_head_and_the_rotary_table(make_checkpoint):
+    path = make_checkpoint()
+    model = load(path, torch.bfloat16)
+    stored = load_file(path / "model.safetensors")
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    float32 = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert float32 == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+    assert torch.equal(model.confidence.proj.weight, stored["confidence_head.proj.weight"])
+    assert model.rotary.inv_freq.dtype == torch.float32
+    assert not any("inv_freq" in name for name in model.state_dict())
