@@ -86,7 +86,10 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
         if config["markov_head_type"] == "gated":
             shapes |= {"markov_head.gate_proj.weight": (rank, d + rank), "markov_head.gate_proj.bias": (rank,)}
         if config["markov_head_type"] == "rnn":
-            shapes |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + d), "markov_head.joint_proj.bias": (3 * rank,)}
+            shapes |= {
+                "markov_head.joint_proj.weight": (3 * rank, 2 * rank + d),
+                "markov_head.joint_proj.bias": (3 * rank,),
+            }
     if config["enable_confidence_head"]:
         width = d + (rank if config["confidence_head_with_markov"] else 0)
         shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
@@ -102,7 +105,9 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
 def make_checkpoint(tmp_path) -> Checkpoint:
     """``make_checkpoint(seed=0, drop=(), add={}, **config overrides) -> Path`` of a fresh checkpoint directory."""
 
-    def make(*, seed: int = 0, drop: tuple[str, ...] = (), add: dict[str, torch.Tensor] | None = None, **overrides) -> Path:
+    def make(
+        *, seed: int = 0, drop: tuple[str, ...] = (), add: dict[str, torch.Tensor] | None = None, **overrides
+    ) -> Path:
         config = config_json(**overrides)
         path = tmp_path / f"draft{len(list(tmp_path.iterdir()))}"
         path.mkdir()

@@ -122,13 +122,15 @@ def test_a_malformed_key_is_named_with_its_value(make_config, key, value):
 
 
 def test_rank_zero_contradicts_a_confidence_head_with_markov_features(make_config):
-    with pytest.raises(CheckpointError, match="confidence_head_with_markov=True needs a Markov head, but markov_rank=0"):
+    with pytest.raises(
+        CheckpointError, match="confidence_head_with_markov=True needs a Markov head, but markov_rank=0"
+    ):
         read(make_config(markov_rank=0, markov_head_type=...))
 
 
 def test_layer_types_must_be_full_attention_once_per_layer(make_config):
     for layer_types in (["full_attention"], ["full_attention", "sliding_attention"]):
-        with pytest.raises(CheckpointError, match="layer_types=.*num_hidden_layers=2"):
+        with pytest.raises(CheckpointError, match=r"layer_types=.*num_hidden_layers=2"):
             read(make_config(layer_types=layer_types))
 
 
@@ -154,7 +156,7 @@ def test_other_architectures_are_told_what_is_supported(make_config, architectur
 
 
 def test_speculators_checkpoints_are_recognised(make_config):
-    with pytest.raises(CheckpointError, match="speculators_model_type='dspark'.*supported: DeepSpec"):
+    with pytest.raises(CheckpointError, match=r"speculators_model_type='dspark'.*supported: DeepSpec"):
         read(make_config(architectures=["DSparkSpeculator"], speculators_model_type="dspark"))
 
 
@@ -173,7 +175,11 @@ def test_a_target_of_other_dimensions_is_refused(make_config):
     config = read(make_config())
     fitting = {"hidden_size": 24, "vocab_size": 19, "num_hidden_layers": 4}
     config.check_target(**fitting)
-    for key, name in (("hidden_size", "hidden_size"), ("vocab_size", "vocab_size"), ("num_hidden_layers", "num_target")):
+    for key, name in (
+        ("hidden_size", "hidden_size"),
+        ("vocab_size", "vocab_size"),
+        ("num_hidden_layers", "num_target"),
+    ):
         with pytest.raises(CheckpointError, match=rf"{name}.*the target has {key}=99"):
             config.check_target(**fitting | {key: 99})
 

@@ -1,4 +1,4 @@
-"""Markov and confidence heads on their own: teacher forcing equals stepping, batching, the rnn's old-state rule, dtypes."""
+"""Markov and confidence heads alone: teacher forcing equals stepping, the rnn's old-state rule, inputs and dtypes."""
 
 import dataclasses
 

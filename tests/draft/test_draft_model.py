@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sglang_dspark.draft.reference import ContextKV, draft_block
 from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.golden import replay
 
 TOLERANCE = 2e-4  # float32 against float64 on logits of size ~10; a wrong formula is off by more than 0.1
 
@@ -71,7 +73,9 @@ class LiteralDraft:
         e, w2 = self.w["markov_head.markov_w1.weight"][token], self.w["markov_head.markov_w2.weight"]
         kind = self.config["markov_head_type"]
         if kind == "gated":
-            gate = self.w["markov_head.gate_proj.weight"] @ torch.cat([hidden, e]) + self.w["markov_head.gate_proj.bias"]
+            gate = (
+                self.w["markov_head.gate_proj.weight"] @ torch.cat([hidden, e]) + self.w["markov_head.gate_proj.bias"]
+            )
             return w2 @ (torch.sigmoid(gate) * e), None
         if kind == "rnn":
             z = torch.cat([state, e, hidden])
@@ -94,7 +98,9 @@ class LiteralDraft:
             if c["enable_confidence_head"]:
                 reads_markov = c["confidence_head_with_markov"]
                 x = torch.cat([h, self.w["markov_head.markov_w1.weight"][token]]) if reads_markov else h
-                confidences.append(self.w["confidence_head.proj.weight"][0] @ x + self.w["confidence_head.proj.bias"][0])
+                confidences.append(
+                    self.w["confidence_head.proj.weight"][0] @ x + self.w["confidence_head.proj.bias"][0]
+                )
             token = int((u + bias).argmax())
             tokens.append(token)
             base_logits.append(u)
@@ -231,3 +237,63 @@ def test_rotary_angles_stay_exact_in_a_half_precision_model_at_long_positions(ma
     # One float32 rounding of an angle of 40000 radians is about 2e-3.
     torch.testing.assert_close(cos[:, 0].double(), angles.cos(), atol=5e-3, rtol=0)
     torch.testing.assert_close(sin[:, 0].double(), angles.sin(), atol=5e-3, rtol=0)
+
+
+def tapped(target, layer_ids, ids):
+    """Run the target; features come from forward hooks, as DeepSpec's cache builder takes them."""
+    outputs = {}
+
+    def keep(layer):
+        return lambda module, args, output: outputs.update({layer: output[0] if isinstance(output, tuple) else output})
+
+    hooks = [target.model.embed_tokens.register_forward_hook(keep(-1))]
+    hooks += [layer.register_forward_hook(keep(i)) for i, layer in enumerate(target.model.layers)]
+    logits = target(torch.tensor([ids])).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return logits, torch.cat([outputs[layer].reshape(len(ids), -1) for layer in layer_ids], dim=-1).double()
+
+
+def record(target, draft, prompt, max_new_tokens):
+    """One golden case, decoded greedily with the literal draft."""
+    taps = draft.config["target_layer_ids"]
+    logits, features = tapped(target, taps, prompt)
+    ids, rounds = [*prompt, int(logits[-1].argmax())], []
+    while len(ids) - 1 < len(prompt) + max_new_tokens:
+        start = len(ids) - 1
+        tokens = draft.draft(features[:start], ids[start])[0]
+        logits, features = tapped(target, taps, ids + tokens)
+        choices = logits.argmax(-1)[start:].tolist()
+        accepted = 0
+        while accepted < len(tokens) and tokens[accepted] == choices[accepted]:
+            accepted += 1
+        rounds.append({"start": start, "anchor": ids[start], "draft": tokens, "accepted": accepted})
+        ids += choices[: accepted + 1]
+    output = ids[len(prompt) : len(prompt) + max_new_tokens]
+    return {"prompt_ids": prompt, "output_ids": output, "rounds": rounds}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"markov_head_type": "gated", "block_size": 4, "target_layer_ids": [-1, 1, 2]},
+        {"markov_head_type": "rnn", "block_size": 6, "target_layer_ids": [-1]},
+        NO_MARKOV | {"target_layer_ids": [0, 2], "num_hidden_layers": 1, "layer_types": ...},
+    ],
+    ids=["gated, block 4", "rnn, block 6, embedding tap", "rank 0, one layer"],
+)
+@torch.no_grad()
+def test_replay_reproduces_decoding_with_the_literal_loop(make_checkpoint, tmp_path, overrides):
+    path = make_checkpoint(seed=3, vocab_size=5, **overrides)  # few words: an untrained draft is right at times
+    dimensions = {"hidden_size": 24, "intermediate_size": 32, "vocab_size": 5, "head_dim": 8}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 1}
+    target = Qwen3ForCausalLM(Qwen3Config(**dimensions, **heads, initializer_range=0.3)).eval()
+    target.save_pretrained(tmp_path / "target")
+    literal = LiteralDraft(path)
+    cases = [record(target, literal, prompt, max_new_tokens=18) for prompt in ([4], [1, 2, 3, 4, 0, 1])]
+    golden = {"max_new_tokens": 18, "temperature": 0.0, "stop_token_ids": [], "gamma": literal.config["block_size"]}
+    (path / "golden.json").write_text(json.dumps(golden | {"cases": cases}))
+    report = replay(tmp_path / "target", path)
+    assert report.mismatches == []
+    assert report.checked["decoded.draft"] == sum(len(case["rounds"]) for case in cases)
+    assert any(r["accepted"] for case in cases for r in case["rounds"])

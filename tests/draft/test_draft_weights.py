@@ -57,7 +57,9 @@ def test_heads_that_config_and_file_disagree_on_are_named(make_checkpoint):
     path = make_checkpoint()
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"markov_head_type": "gated"}))
-    with pytest.raises(CheckpointError, match=r"missing markov_head.gate_proj.bias \[7\]; missing markov_head.gate_proj.w"):
+    with pytest.raises(
+        CheckpointError, match=r"missing markov_head.gate_proj.bias \[7\]; missing markov_head.gate_proj.w"
+    ):
         load(path)
 
 
@@ -104,18 +106,18 @@ def test_absent_and_truncated_files_are_named(make_checkpoint):
     path = make_checkpoint()
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match="model.safetensors: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors: cannot be read"):
         load(path)
     file.unlink()
-    with pytest.raises(CheckpointError, match="has neither model.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"has neither model.safetensors nor"):
         load(path)
 
 
 def test_without_own_embeddings_the_target_must_be_bound(make_checkpoint):
     model = load(make_checkpoint(drop=(EMBED, LM_HEAD)))
-    with pytest.raises(CheckpointError, match="no embed_tokens.weight: bind the target's"):
+    with pytest.raises(CheckpointError, match=r"no embed_tokens.weight: bind the target's"):
         model.embed(torch.tensor([1]))
-    with pytest.raises(CheckpointError, match="no lm_head.weight: bind the target's"):
+    with pytest.raises(CheckpointError, match=r"no lm_head.weight: bind the target's"):
         model.base_logits(torch.ones(1, 24))
     embed, lm_head = torch.randn(19, 24), torch.randn(19, 24)
     assert model.bind_target(embed, lm_head) == (EMBED, LM_HEAD)
