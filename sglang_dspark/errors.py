@@ -5,7 +5,8 @@
     DSparkError
     ├── ConfigError      a flag, environment variable or combination of server arguments that cannot work
     ├── CheckpointError  a draft checkpoint that is missing, incomplete, misshapen or unfit for the target
-    └── EngineError      this SGLang is not one the plugin can drive, or a hook did not take effect
+    ├── EngineError      this SGLang is not one the plugin can drive, or a hook did not take effect
+    └── LaunchError      a server that was started as a child process died or never answered
 
 Every message names the flag, key or tensor, the value that was found, and what to do instead.
 """
@@ -25,3 +26,7 @@ class CheckpointError(DSparkError, ValueError):
 
 class EngineError(DSparkError, RuntimeError):
     """This SGLang is not one the plugin can drive, or a hook did not take effect."""
+
+
+class LaunchError(DSparkError, RuntimeError):
+    """A server that was started as a child process died or never answered."""
