@@ -10,9 +10,9 @@ family            Philox key          counter words
 `exponential`     request's own seed  SEEDED << 16, position, token id // 2, 0
 ================  ==================  ===================================================================
 
-A request appears at most once per engine step, so (step, request key) names one decode round of one request and no
-counter is ever used twice. That is what keeps sampling exact under a lagged verify budget: a draft that was not verified
-must be drawn again from fresh noise, because last round's confidences have already revealed the old one.
+A request appears at most once per engine step, so (step, request key) names one decode round of one request, and no
+counter is ever used twice. That is what keeps sampling exact under a lagged verify budget: a draft that was not
+verified must be drawn again from fresh noise, because last round's confidences have already revealed the old one.
 
 Words are 32-bit values held in int64 tensors: torch has no full set of uint32 operators on every device.
 """

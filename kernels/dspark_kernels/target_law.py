@@ -36,7 +36,10 @@ def target_probs(logits: torch.Tensor, law: LawParams) -> torch.Tensor:
         _cut_(probs, law)
     if floor is not None:
         probs.masked_fill_(probs < floor, 0.0)
-    return probs.div_(probs.sum(-1, keepdim=True))
+    # float64, and an exact 1 for unfiltered rows: a row's bits must not depend on how a batch's sums are blocked.
+    mass = probs.sum(-1, keepdim=True, dtype=torch.float64).float()
+    filtered = _is_cut(law) | (law.min_ps > 0)
+    return probs.div_(mass.masked_fill_(~filtered[:, None], 1.0))
 
 
 def reads_are_free(tensor: torch.Tensor) -> bool:

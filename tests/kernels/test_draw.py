@@ -1,0 +1,80 @@
+"""Draws from explicit probabilities, and the batch of mixed rules."""
+
+import pytest
+import torch
+from dspark_kernels import Purpose, RoundKeys, SamplingRows, draw, exponential, inverse_cdf, seeded_argmax, target_probs
+from scipy import stats
+
+ALPHA = 1e-4
+
+
+def fits(tokens, law):
+    counts = torch.bincount(tokens, minlength=len(law)).tolist()
+    possible = [i for i, p in enumerate(law) if p > 0]
+    expected = [law[i] * len(tokens) for i in possible]
+    observed = [counts[i] for i in possible]
+    return sum(observed) == len(tokens) and stats.chisquare(observed, expected).pvalue > ALPHA
+
+
+def test_inverse_cdf_inverts_the_cumulative_sum():
+    weights = torch.tensor([[0.0, 0.25, 0.0, 0.5, 0.25, 0.0]])
+    cases = {0.0: 1, 0.2499: 1, 0.25: 3, 0.5: 3, 0.7499: 3, 0.75: 4, 1 - 2**-53: 4}
+    uniforms = torch.tensor(list(cases), dtype=torch.float64)
+    assert inverse_cdf(weights.expand(len(cases), -1), uniforms).tolist() == list(cases.values())
+    assert inverse_cdf(weights.expand(len(cases), -1) * 3e-6, uniforms).tolist() == list(cases.values())
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 111, 50_000])
+def test_inverse_cdf_never_returns_an_impossible_token(vocab_size):
+    generator = torch.Generator().manual_seed(vocab_size)
+    weights = torch.rand(50, vocab_size, generator=generator) * (torch.rand(50, vocab_size, generator=generator) < 0.3)
+    weights[:, vocab_size // 2] += 1e-30
+    for u in (0.0, 1e-300, 0.5, 1 - 2**-53):
+        tokens = inverse_cdf(weights, torch.full((50,), u, dtype=torch.float64))
+        assert (weights.gather(1, tokens[:, None]) > 0).all()
+
+
+def test_inverse_cdf_law():
+    weights = torch.tensor([0.5, 3.0, 0.0, 1.5, 1.0])
+    keys = RoundKeys(1, 1, torch.arange(200_000), torch.zeros(200_000, dtype=torch.int64))
+    tokens = inverse_cdf(weights.expand(200_000, -1), keys.uniform(0, Purpose.BONUS))
+    assert fits(tokens, [0.5 / 6, 0.5, 0.0, 0.25, 1 / 6])
+
+
+def test_seeded_argmax_is_the_gumbel_argmax():
+    probs = torch.randn(20, 101, generator=torch.Generator().manual_seed(3)).mul(2).softmax(-1)
+    probs[:, 10:30] = 0.0
+    seeds, positions = torch.arange(20) * 12345, torch.arange(20) % 4
+    gumbel = -exponential(seeds, positions, 101).log()
+    assert torch.equal(seeded_argmax(probs, seeds, positions), (probs.double().log() + gumbel).argmax(-1))
+
+
+def test_seeded_argmax_law():
+    probs = torch.tensor([0.1, 0.4, 0.0, 0.3, 0.2])
+    tokens = seeded_argmax(probs.expand(100_000, -1), torch.arange(100_000), torch.full((100_000,), 9))
+    assert fits(tokens, [0.1, 0.4, 0.0, 0.3, 0.2])
+
+
+def test_each_request_of_a_mixed_batch_is_drawn_by_its_own_rule():
+    temperatures, top_ks = [0, 1.0, 0.6, 1.0, 0, 1.3], [-1, -1, 5, -1, -1, 3]
+    seeds = [None, None, 8, None, 4, 9]
+    rows = SamplingRows.from_lists(temperatures, top_ks, [1, 0.9, 1, 1, 1, 1], [0, 0, 0, 0.1, 0, 0], seeds)
+    logits = torch.randn(6, 111, generator=torch.Generator().manual_seed(4)) * 2
+    keys = RoundKeys(7, 8, torch.tensor([50, 60, 70, 80, 90, 100]), torch.arange(6) + 20)
+    tokens = draw(logits, rows, keys)
+    uniforms = keys.uniform(0, Purpose.BONUS)
+    for r in range(6):
+        probs = target_probs(logits[r : r + 1], rows.law.expand(torch.tensor([r])))
+        if temperatures[r] == 0:
+            expected = logits[r].argmax()
+        elif seeds[r] is None:
+            expected = inverse_cdf(probs, uniforms[r : r + 1])
+        else:
+            expected = seeded_argmax(probs, torch.tensor([seeds[r]]), torch.tensor([20 + r]))
+        assert tokens[r] == expected
+
+
+def test_greedy_takes_the_first_maximum():
+    rows = SamplingRows.from_lists([0.0], [-1], [1], [0], [None])
+    keys = RoundKeys(0, 0, torch.tensor([0]), torch.tensor([0]))
+    assert draw(torch.tensor([[1.0, 5.0, 5.0, 5.0]]), rows, keys).tolist() == [1]

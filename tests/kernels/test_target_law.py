@@ -1,0 +1,127 @@
+"""p_t against SGLang's own pytorch sampler, and what SGLang leaves open: ties, width of the cut, batch mates."""
+
+import ast
+import importlib.util
+import itertools
+from pathlib import Path
+from typing import Optional
+
+import pytest
+import torch
+from dspark_kernels import SamplingRows, target_law, target_probs
+
+TEMPERATURES = (0.5, 1.0, 1.7)
+TOP_KS = (-1, 5)
+TOP_PS = (1.0, 0.8)
+MIN_PS = (0.0, 0.1)
+MATRIX = list(itertools.product(TEMPERATURES, TOP_KS, TOP_PS, MIN_PS))
+
+# Float32 rounding of a renormalised row: two sums and a division away from the same softmax.
+FLOAT32_TOL = {"rtol": 3e-6, "atol": 1e-9}
+MAX_TV = 5e-7
+
+
+def law(temperature, top_k, top_p, min_p, num_rows):
+    columns = ([value] * num_rows for value in (temperature, top_k, top_p, min_p, None))
+    return SamplingRows.from_lists(*columns).law
+
+
+@pytest.fixture(scope="module")
+def sglang_sample():
+    """SGLang's sampling function, taken out of the installed file: importing its module costs ten seconds and more."""
+    name = "top_k_top_p_min_p_sampling_from_probs_torch"
+    path = Path(importlib.util.find_spec("sglang").origin).parent / "srt/layers/sampler.py"
+    module = ast.parse(path.read_text())
+    module.body = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    namespace = {"torch": torch, "Optional": Optional}
+    exec(compile(module, path, "exec"), namespace)
+    return namespace[name]
+
+
+def sglang_law(monkeypatch, sglang_sample, logits, params):
+    """The weights SGLang hands to torch.multinomial, by token id and normalised."""
+    seen = {}
+
+    def whole_permutation(weights, num_samples):
+        seen["weights"] = weights
+        return torch.arange(weights.shape[-1]).expand_as(weights)
+
+    monkeypatch.setattr(torch, "multinomial", whole_permutation)
+    probs = torch.softmax(logits / params.temperatures[:, None], dim=-1)
+    order = sglang_sample(probs, params.top_ks.int(), params.top_ps, params.min_ps, params.any_min_p, None, None)
+    weights = torch.zeros_like(probs).scatter_(1, order.view(probs.shape).long(), seen["weights"])
+    return weights / weights.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("vocab_size", [7, 1111])
+def test_law_is_sglangs(monkeypatch, sglang_sample, vocab_size):
+    generator = torch.Generator().manual_seed(vocab_size)
+    num_rows = 40
+    for combination in MATRIX:
+        logits = torch.randn(num_rows, vocab_size, generator=generator) * 3
+        logits[3, 2:5] = -torch.inf  # a grammar mask
+        params = law(*combination, num_rows)
+        expected = sglang_law(monkeypatch, sglang_sample, logits, params)
+        actual = target_probs(logits, params)
+        assert ((actual - expected).abs().sum(-1) / 2).max() < MAX_TV, combination
+        if combination[2] < 1.0:  # with top-p off, SGLang still drops the tail once its float32 sum rounds past 1
+            assert torch.equal(actual > 0, expected > 0), combination
+
+
+def test_mixed_rows_each_keep_their_own_law():
+    logits = torch.randn(len(MATRIX), 333, generator=torch.Generator().manual_seed(1)) * 3
+    mixed = SamplingRows.from_lists(*(list(column) for column in zip(*MATRIX, strict=True)), [None] * len(MATRIX))
+    together = target_probs(logits, mixed.law)
+    for row, combination in enumerate(MATRIX):
+        assert torch.equal(together[row], target_probs(logits[row : row + 1], law(*combination, 1))[0])
+
+
+def test_greedy_neighbours_do_not_switch_filters_on(monkeypatch):
+    rows = SamplingRows.from_lists([0.0, 1.0], [4, -1], [0.5, 1.0], [0.3, 0.0], [None, None])
+    monkeypatch.setattr(torch.Tensor, "topk", None)
+    monkeypatch.setattr(torch.Tensor, "sort", None)
+    logits = torch.randn(2, 50)
+    torch.testing.assert_close(target_probs(logits, rows.law), logits.softmax(-1))
+
+
+@pytest.mark.parametrize("combination", [(1.0, 3, 1.0, 0.0), (1.0, -1, 0.55, 0.0), (1.0, 3, 0.99, 0.05)])
+def test_ties_at_the_cut_go_to_the_lowest_ids(combination):
+    logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 2.0, 1.0, 1.0, -1.0]])
+    probs = target_probs(logits, law(*combination, 1))
+    assert probs[0].nonzero().flatten().tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.9999])
+@pytest.mark.parametrize("top_k", [-1, 600])
+def test_every_route_to_the_cut_agrees(monkeypatch, top_p, top_k):
+    """Coarse logits tie by the hundred; head search, full sort and the accelerator's route keep the same tokens."""
+    logits = (torch.randn(9, 20_011, generator=torch.Generator().manual_seed(5)) * 8).round() / 4
+    params = law(1.0, top_k, top_p, 0.0, 9)
+    probs = target_probs(logits, params)
+    monkeypatch.setattr(target_law, "_HEAD_SIZES", (3,))
+    assert torch.equal(target_probs(logits, params), probs)
+    monkeypatch.setattr(target_law, "reads_are_free", lambda _: False)
+    assert torch.equal(target_probs(logits, params), probs)
+
+
+def test_the_survivors_do_not_depend_on_batch_mates():
+    logits = (torch.randn(2, 5003, generator=torch.Generator().manual_seed(6)) * 8).round() / 4
+    alone = target_probs(logits[:1], law(0.8, 20, 0.95, 0.0, 1))
+    mates = SamplingRows.from_lists([0.8, 1.0], [20, -1], [0.95, 0.999], [0, 0.01], [None, None])
+    torch.testing.assert_close(target_probs(logits, mates.law)[:1], alone, **FLOAT32_TOL)
+    assert torch.equal(target_probs(logits, mates.law)[:1] > 0, alone > 0)
+
+
+def test_top_k_beyond_the_vocabulary_keeps_everything():
+    logits = torch.randn(3, 20)
+    torch.testing.assert_close(target_probs(logits, law(1.0, 50, 1.0, 0.0, 3)), logits.softmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_left_alone_and_probabilities_are_float32(dtype):
+    logits = torch.randn(4, 50).to(dtype)
+    before = logits.clone()
+    probs = target_probs(logits, law(0.7, 5, 0.9, 0.1, 4))
+    assert torch.equal(logits, before)
+    assert probs.dtype == torch.float32
+    torch.testing.assert_close(probs.sum(-1), torch.ones(4))
