@@ -1,0 +1,80 @@
+"""Anchors: the positions of a text at which a block is drafted during training (facts of the DeepSpec recipe).
+
+An anchor t is a token of an answer; its block predicts the tokens t+1 .. t+gamma and reads the target's states of the
+positions before t only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sglang_dspark.train.corpus import CorpusRow, padded_features
+
+
+@dataclass(frozen=True)
+class AnchorBatch:
+    """Rows of text with A anchors each; rows are padded on the right, unused anchors have no supervised slot."""
+
+    features: Tensor  # [bs, S, m * d]
+    anchors: Tensor  # [bs, A] int64, position of each anchor
+    anchor_ids: Tensor  # [bs, A] int64, token at the anchor
+    labels: Tensor  # [bs, A, gamma] int64, the text after the anchor; arbitrary where not supervised
+    supervised: Tensor  # [bs, A, gamma] bool, a prefix of each block
+    target_hidden: Tensor  # [bs, A, gamma, d] target's last hidden state at the position before each label
+
+    @property
+    def prev_ids(self) -> Tensor:
+        """Teacher-forced previous tokens ``[bs, A, gamma]``: the anchor, then the labels up to the last but one."""
+        return torch.cat([self.anchor_ids[..., None], self.labels[..., :-1]], dim=-1)
+
+    def to(self, device: torch.device) -> AnchorBatch:
+        """The batch on `device`."""
+        return AnchorBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+
+def candidate_anchors(row_len: int, prompt_len: int) -> range:
+    """Positions t with t and t+1 both in the answer; so the last prompt token is never an anchor."""
+    return range(prompt_len, row_len - 1)
+
+
+def sample_anchors(row: CorpusRow, num_anchors: int, generator: torch.Generator) -> Tensor:
+    """At most `num_anchors` candidate anchors of `row`, uniform without replacement, ascending: ``[<= num_anchors]``."""
+    candidates = candidate_anchors(len(row.input_ids), row.prompt_len)
+    chosen = torch.randperm(len(candidates), generator=generator)[:num_anchors]
+    return chosen.sort().values + candidates.start
+
+
+def collate(rows: Sequence[CorpusRow], anchors: Sequence[Tensor], block_size: int) -> AnchorBatch:
+    """Pad `rows` and their anchors into one batch.
+
+    The supervised slots of a block are those whose label lies inside the row: a row ends with its answer, so they are a
+    prefix of the block.
+    """
+    bs, width = len(rows), max(len(row.input_ids) for row in rows)
+    num_anchors = max(1, max(map(len, anchors)))
+    padded_ids = torch.zeros(bs, width, dtype=torch.long)
+    last_hidden = rows[0].last_hidden.new_zeros(bs, width, rows[0].last_hidden.shape[-1])
+    padded_anchors = torch.zeros(bs, num_anchors, dtype=torch.long)
+    used = torch.zeros(bs, num_anchors, dtype=torch.bool)
+    lens = torch.tensor([len(row.input_ids) for row in rows])
+    for i, (row, chosen) in enumerate(zip(rows, anchors, strict=True)):
+        padded_ids[i, : lens[i]] = row.input_ids
+        last_hidden[i, : len(row.last_hidden)] = row.last_hidden
+        padded_anchors[i, : len(chosen)] = chosen
+        used[i, : len(chosen)] = True
+    label_positions = padded_anchors[..., None] + torch.arange(1, block_size + 1)  # [bs, A, gamma]
+    supervised = (label_positions < lens[:, None, None]) & used[..., None]
+    label_positions = label_positions.clamp(max=width - 1)
+    index = torch.arange(bs)[:, None]
+    return AnchorBatch(
+        features=padded_features(rows),
+        anchors=padded_anchors,
+        anchor_ids=padded_ids[index, padded_anchors],
+        labels=padded_ids[index[..., None], label_positions],
+        supervised=supervised,
+        target_hidden=last_hidden[index[..., None], label_positions - 1],
+    )

@@ -1,0 +1,160 @@
+"""The frozen target model as the trainer sees it: tapped layer outputs, last hidden states and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sglang_dspark.errors import ConfigError
+
+# Name under which `_grouped_attention` is registered with transformers.
+_ATTENTION = "dspark_grouped_sdpa"
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """What the drafter learns from, one row per token that went through the target."""
+
+    features: Tensor  # [bs, S, m * d] outputs of the tapped layers, concatenated in ascending layer order
+    last_hidden: Tensor  # [bs, S, d] after the target's final norm, ready for its lm_head
+
+
+class Target:
+    """A causal language model from transformers with taps on some of its decoder layers.
+
+    Attributes:
+        model: the `AutoModelForCausalLM`, in eval mode, frozen.
+        tokenizer: its tokenizer.
+        tap_ids: 0-based ids of the decoder layers whose output is tapped; -1 taps the embedding output.
+        stop_ids: token ids that end an answer.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, tap_ids: Sequence[int]) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.backbone: nn.Module = model.base_model
+        self.tap_ids = tuple(tap_ids)
+        self.hidden_size: int = model.config.hidden_size
+        self.vocab_size: int = model.config.vocab_size
+        _check_tap_ids(self.tap_ids, model.config.num_hidden_layers)
+        eos = model.generation_config.eos_token_id
+        self.stop_ids = frozenset(eos if isinstance(eos, list) else [eos]) - {None}
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, tap_ids: Sequence[int], *, dtype: torch.dtype, device: str = "cpu"
+    ) -> Target:
+        """Load model and tokenizer from a local checkpoint directory."""
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+        from transformers.masking_utils import sdpa_mask
+
+        AttentionInterface.register(_ATTENTION, _grouped_attention)
+        AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=_ATTENTION)
+        return cls(model.to(device), AutoTokenizer.from_pretrained(path), tap_ids)
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm_head_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_head_weight.dtype
+
+    @property
+    def lm_head_weight(self) -> Tensor:
+        """``[V, d]``"""
+        return self.model.get_output_embeddings().weight
+
+    @property
+    def embed_weight(self) -> Tensor:
+        """``[V, d]``"""
+        return self.model.get_input_embeddings().weight
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids: Tensor,  # [bs, S] int64
+        attention_mask: Tensor | None = None,  # [bs, cached + S], 0 = padding
+        position_ids: Tensor | None = None,  # [bs, S]
+        cache: Any = None,
+    ) -> TargetStates:
+        """Run the headless target over `ids` (after what `cache` holds) and return its states."""
+        taps: dict[int, Tensor] = {}
+        with ExitStack() as hooks:
+            for tap_id in self.tap_ids:
+                module = self.model.get_input_embeddings() if tap_id == -1 else self.backbone.layers[tap_id]
+                hooks.callback(module.register_forward_hook(_store_output(taps, tap_id)).remove)
+            output = self.backbone(
+                input_ids=ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
+        features = torch.cat([taps[tap_id] for tap_id in self.tap_ids], dim=-1)
+        return TargetStates(features, output.last_hidden_state)
+
+    @torch.no_grad()
+    def logits(self, last_hidden: Tensor) -> Tensor:
+        """Float32 logits ``[..., V]`` of last hidden states ``[..., d]``."""
+        return nn.functional.linear(last_hidden, self.lm_head_weight).float()
+
+    def chat_prompt(self, user: str) -> list[int]:
+        """Token ids of the chat template with one user turn, open at the assistant's answer."""
+        return self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": user}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+
+
+def _check_tap_ids(tap_ids: tuple[int, ...], num_layers: int) -> None:
+    ascending = all(a < b for a, b in zip(tap_ids, tap_ids[1:], strict=False))
+    if not tap_ids or not ascending or tap_ids[0] < -1 or tap_ids[-1] > num_layers - 2:
+        raise ConfigError(
+            f"target_layer_ids={list(tap_ids)} must be strictly increasing in [-1, {num_layers - 2}] for a target of "
+            f"{num_layers} layers: the last layer's output exists only after the final norm"
+        )
+
+
+def _store_output(taps: dict[int, Tensor], tap_id: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        taps[tap_id] = output[0] if isinstance(output, tuple) else output
+
+    return hook
+
+
+def _grouped_attention(
+    module: nn.Module,
+    query: Tensor,  # [bs, heads, q_len, head_dim]
+    key: Tensor,  # [bs, kv_heads, kv_len, head_dim]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention that reads each key/value head once for all its query heads.
+
+    transformers' own function copies keys and values per query head whenever a mask is given. In batched decoding, where
+    q_len is 1, that copy costs more than the attention itself; here the query heads of a group become query rows.
+    """
+    bs, heads, q_len, head_dim = query.shape
+    kv_heads = key.shape[1]
+    if q_len == 1:
+        grouped = query.reshape(bs, kv_heads, heads // kv_heads, head_dim)
+        mixed = nn.functional.scaled_dot_product_attention(grouped, key, value, attention_mask, scale=scaling)
+        return mixed.reshape(bs, 1, heads, head_dim), None
+    mixed = nn.functional.scaled_dot_product_attention(
+        query,
+        key.repeat_interleave(heads // kv_heads, dim=1),
+        value.repeat_interleave(heads // kv_heads, dim=1),
+        attention_mask,
+        is_causal=attention_mask is None,
+        scale=scaling,
+    )
+    return mixed.transpose(1, 2).contiguous(), None

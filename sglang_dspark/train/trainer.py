@@ -1,0 +1,242 @@
+"""The training loop: AdamW on float32 parameters, linear warm-up and cosine decay, resumable to the bit.
+
+Everything random in step s depends on (seed, s) alone, so a run that was interrupted continues with exactly the batches an
+uninterrupted one would have seen.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.weights import save_draft_model
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.train.anchors import AnchorBatch, collate, sample_anchors
+from sglang_dspark.train.config import TrainConfig
+from sglang_dspark.train.corpus import Corpus
+from sglang_dspark.train.initialise import initialise
+from sglang_dspark.train.loss import LossOutput, draft_loss
+from sglang_dspark.train.loss_vocabulary import LossVocabulary, VocabularySlice
+from sglang_dspark.train.target import Target
+
+STATE_FILE = "training_state.pt"
+DRAFT_DIR = "draft"
+LOG_FILE = "log.jsonl"
+
+# Rows whose features set the scale of queries and keys at the start.
+_INIT_ROWS = 16
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Means since the last report, on training batches unless `held_out`."""
+
+    step: int
+    loss: float
+    ce: float
+    l1: float
+    confidence: float
+    acceptance: tuple[float, ...]  # [gamma] expected acceptance at each slot, given that all before it were accepted
+    tau: float  # expected committed tokens per round
+    seconds: float  # since the run (or its last resumption) started
+    held_out: bool = False
+
+
+class Trainer:
+    """Trains one drafter for one target on one corpus, and keeps it in `out_dir`.
+
+    `out_dir` holds ``draft/`` (a checkpoint of the latest held-out measurement, bfloat16, without embeddings),
+    ``training_state.pt`` and ``log.jsonl``.
+
+    Raises:
+        ConfigError: `out_dir` holds the state of a run with other settings.
+    """
+
+    def __init__(
+        self, config: TrainConfig, target: Target, corpus: Corpus, held_out: Corpus, out_dir: str | Path
+    ) -> None:
+        if target.tap_ids != tuple(config.target_layer_ids):
+            raise ConfigError(
+                f"target_layer_ids={list(config.target_layer_ids)}, but the target is tapped at {list(target.tap_ids)}"
+            )
+        self.config = config
+        self.corpus = corpus
+        self.held_out = held_out
+        self.out_dir = Path(out_dir)
+        self.device = torch.device(config.device)
+        self.step = 0
+        self._target_lm_head = target.lm_head_weight.to(self.device, config.compute_torch_dtype)
+        self.model = DraftModel(config.draft_config(target.model.config), own_embedding=False, own_lm_head=False)
+        self.model.bind_target(target.embed_weight, target.lm_head_weight)
+        self.vocabulary = LossVocabulary(_answer_counts(corpus, target.vocab_size), config.loss_vocab, config.loss_vocab_sampled)
+        features = torch.cat([row.features for row in corpus.rows[:_INIT_ROWS]])
+        initialise(self.model, target, features)
+        self.model.to(self.device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+        )
+        self._resume()
+
+    def run(self, on_report: Callable[[StepReport], None] | None = None, until: int | None = None) -> DraftModel:
+        """Train to `config.steps` (or stop after step `until`) and return the model."""
+        started = time.perf_counter()
+        pending: list[LossOutput] = []
+        batches: list[Tensor] = []
+        last = self.config.steps if until is None else min(until, self.config.steps)
+        while self.step < last:
+            batch = self._batch(self.step)
+            pending.append(self._train_step(batch))
+            batches.append(batch.supervised)
+            self.step += 1
+            if self.step % self.config.log_every == 0:
+                self._report(pending, batches, started, False, on_report)
+                pending, batches = [], []
+            if self.step % self.config.checkpoint_every == 0 or self.step == self.config.steps:
+                self._report(*self._evaluate(), started, True, on_report)
+                self._save()
+        return self.model
+
+    def export(self, directory: str | Path) -> None:
+        """Write the drafter as a bfloat16 checkpoint without embeddings."""
+        exported = DraftModel(self.model.config, own_embedding=False, own_lm_head=False)
+        exported.load_state_dict(self.model.state_dict())
+        save_draft_model(exported.to(torch.bfloat16), directory, include_embeddings=False)
+
+    def _train_step(self, batch: AnchorBatch) -> LossOutput:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * _schedule(self.step, self.config.steps, self.config.warmup_share)
+        generator = _generator(self.config.seed, "vocabulary", self.step)
+        with self._autocast():
+            output = draft_loss(
+                self.model,
+                batch,
+                self.vocabulary.draw(generator, self.device),
+                self._target_lm_head,
+                self.config.loss,
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        output.loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
+        self.optimizer.step()
+        return output
+
+    def _batch(self, step: int) -> AnchorBatch:
+        """Batch `step`: rows in an order that is shuffled anew each epoch, fresh anchors each time."""
+        size, num_rows = self.config.batch_rows, len(self.corpus)
+        rows = []
+        for position in range(step * size, (step + 1) * size):
+            epoch, offset = divmod(position, num_rows)
+            order = torch.randperm(num_rows, generator=_generator(self.config.seed, "epoch", epoch))
+            rows.append(self.corpus.rows[order[offset]])
+        generator = _generator(self.config.seed, "anchors", step)
+        anchors = [sample_anchors(row, self.config.anchors_per_row, generator) for row in rows]
+        return self._to_device(collate(rows, anchors, self.config.block_size))
+
+    @torch.no_grad()
+    def _evaluate(self) -> tuple[list[LossOutput], list[Tensor]]:
+        """Losses over the held-out rows on the whole vocabulary, the same anchors every time."""
+        outputs, supervised = [], []
+        for start in range(0, len(self.held_out), self.config.batch_rows):
+            rows = self.held_out.rows[start : start + self.config.batch_rows]
+            generator = _generator(self.config.seed, "held-out", start)
+            anchors = [sample_anchors(row, self.config.anchors_per_row, generator) for row in rows]
+            batch = self._to_device(collate(rows, anchors, self.config.block_size))
+            with self._autocast():
+                whole = VocabularySlice(None, None, None)
+                outputs.append(draft_loss(self.model, batch, whole, self._target_lm_head, self.config.loss))
+            supervised.append(batch.supervised)
+        return outputs, supervised
+
+    def _to_device(self, batch: AnchorBatch) -> AnchorBatch:
+        features = batch.features.to(self.config.compute_torch_dtype)
+        return AnchorBatch(**(vars(batch) | {"features": features})).to(self.device)
+
+    def _autocast(self) -> torch.autocast | nullcontext:
+        dtype = self.config.compute_torch_dtype
+        return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
+
+    def _report(
+        self,
+        outputs: list[LossOutput],
+        supervised: list[Tensor],
+        started: float,
+        held_out: bool,
+        on_report: Callable[[StepReport], None] | None,
+    ) -> None:
+        accepted = sum(output.acceptance.sum(dim=(0, 1)) for output in outputs)
+        acceptance = accepted / sum(mask.sum(dim=(0, 1)) for mask in supervised)
+        report = StepReport(
+            step=self.step,
+            **{
+                name: float(torch.stack([getattr(output, name).detach() for output in outputs]).mean())
+                for name in ("loss", "ce", "l1", "confidence")
+            },
+            acceptance=tuple(acceptance.tolist()),
+            tau=1 + float(acceptance.cumprod(0).sum()),
+            seconds=time.perf_counter() - started,
+            held_out=held_out,
+        )
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        with (self.out_dir / LOG_FILE).open("a", encoding="utf-8") as log:
+            log.write(json.dumps(vars(report)) + "\n")
+        if on_report is not None:
+            on_report(report)
+
+    def _save(self) -> None:
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        self.export(self.out_dir / DRAFT_DIR)
+        state = {
+            "config": self.config.to_dict(),
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        partial = self.out_dir / f"{STATE_FILE}.partial"
+        torch.save(state, partial)
+        partial.rename(self.out_dir / STATE_FILE)
+
+    def _resume(self) -> None:
+        path = self.out_dir / STATE_FILE
+        if not path.exists():
+            return
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        ours = self.config.to_dict()
+        changed = sorted(key for key in ours if state["config"].get(key) != ours[key])
+        if changed:
+            raise ConfigError(
+                f"{path} is of a run with other values of {', '.join(changed)}; give the same settings to continue it, or "
+                "another output directory to start afresh"
+            )
+        self.step = state["step"]
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _schedule(step: int, steps: int, warmup_share: float) -> float:
+    """Factor on the learning rate: linear from 0 over the warm-up, then a cosine to 0 at the end."""
+    warmup = max(1, round(steps * warmup_share))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _generator(seed: int, purpose: str, index: int) -> torch.Generator:
+    """An independent stream for each (seed, purpose, index)."""
+    key = int.from_bytes(f"{purpose}/{index}".encode(), "big") % (2**61 - 1)
+    return torch.Generator().manual_seed((seed * 1_000_003 + key) % 2**63)
+
+
+def _answer_counts(corpus: Corpus, vocab_size: int) -> Tensor:
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for row in corpus.rows:
+        counts += torch.bincount(row.input_ids[row.prompt_len :], minlength=vocab_size)
+    return counts

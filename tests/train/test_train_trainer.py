@@ -1,0 +1,73 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.train.config import TrainConfig
+from sglang_dspark.train.corpus import Corpus
+from sglang_dspark.train.evaluate import replay
+from sglang_dspark.train.trainer import DRAFT_DIR, Trainer
+
+
+def test_a_drafter_learns_a_small_corpus_by_heart(target, rows, config, tmp_path):
+    corpus = Corpus(rows[:3])
+    overfit = replace(config, steps=250, learning_rate=1e-2, batch_rows=3, anchors_per_row=20, checkpoint_every=250)
+    trainer = Trainer(overfit, target, corpus, corpus, tmp_path)
+    untrained = replay(trainer.model, target, corpus.rows, temperature=0, max_new_tokens=18)
+    trainer.run()
+    learned = replay(trainer.model, target, corpus.rows, temperature=0, max_new_tokens=18)
+    assert untrained.accept_length < 2.5
+    assert min(learned.survival) > 0.9
+    stored = load_draft_model(tmp_path / DRAFT_DIR, dtype=torch.float32, device="cpu")
+    stored.bind_target(target.embed_weight, target.lm_head_weight)
+    assert replay(stored, target, corpus.rows, temperature=0, max_new_tokens=18).accept_length > 4
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(target, corpus, config, tmp_path):
+    config = replace(config, loss_vocab=40, loss_vocab_sampled=8, batch_rows=4)
+    whole = Trainer(config, target, corpus, corpus, tmp_path / "whole").run()
+    Trainer(config, target, corpus, corpus, tmp_path / "parts").run(until=5)
+    resumed = Trainer(config, target, corpus, corpus, tmp_path / "parts")
+    assert resumed.step == 3
+    parts = resumed.run()
+    for (name, expected), found in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def test_continuing_with_other_settings_is_refused(target, corpus, config, tmp_path):
+    Trainer(config, target, corpus, corpus, tmp_path).run(until=3)
+    with pytest.raises(ConfigError, match="other values of learning_rate"):
+        Trainer(replace(config, learning_rate=1e-4), target, corpus, corpus, tmp_path)
+
+
+def test_taps_must_agree_with_the_target(target, corpus, config, tmp_path):
+    with pytest.raises(ConfigError, match=r"target_layer_ids=\[0, 1\]"):
+        Trainer(replace(config, target_layer_ids=(0, 1)), target, corpus, corpus, tmp_path)
+
+
+@pytest.mark.parametrize("head", ["gated", "rnn"])
+def test_other_heads_and_bfloat16_train(head, target, corpus, config, tmp_path):
+    config = replace(config, markov_head_type=head, compute_dtype="bfloat16", steps=12)
+    reports = []
+    Trainer(config, target, corpus, corpus, tmp_path).run(reports.append)
+    held_out = [report.loss for report in reports if report.held_out]
+    assert held_out[-1] < held_out[0]
+
+
+def test_a_drafter_without_heads_trains(target, corpus, config, tmp_path):
+    config = replace(config, markov_rank=0, confidence_head=False)
+    reports = []
+    Trainer(config, target, corpus, corpus, tmp_path).run(reports.append)
+    held_out = [report.loss for report in reports if report.held_out]
+    assert held_out[-1] < held_out[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("steps", 0), ("markov_rank", -1), ("markov_head_type", "lstm"), ("compute_dtype", "float16"), ("warmup_share", 1.0)],
+)
+def test_settings_out_of_range_are_named(key, value):
+    with pytest.raises(ConfigError, match=f"{key}="):
+        TrainConfig(target_layer_ids=(0,), mask_token_id=2, **{key: value})
