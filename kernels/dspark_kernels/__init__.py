@@ -4,11 +4,11 @@ Every function here runs on any device; the CPU path serves with them.
 """
 
 from .accept import Accepted, accept_ref
-from .draw import draw, inverse_cdf, seeded_argmax
 from .markov_sample import ConfidenceHead, DraftBlock, MarkovHead, markov_sample_ref
 from .noise import Purpose, RoundKeys, exponential, philox4x32, uniform
 from .sampling_params import LawParams, SamplingRows
 from .target_law import target_probs
+from .token_draw import draw, inverse_cdf, seeded_argmax
 
 __all__ = [
     "Accepted",

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .draw import inverse_cdf, seeded_argmax
 from .noise import Purpose, RoundKeys
 from .sampling_params import SamplingRows
 from .target_law import reads_are_free, target_probs
+from .token_draw import inverse_cdf, seeded_argmax
 
 # Where p_t and p_d agree up to float32 rounding, the residual is rounding noise. Below this mass the row's p_t is drawn
 # instead; the choice is made with at most that probability.
@@ -53,7 +53,7 @@ def accept_ref(
     """Judge the drafts of every request.
 
     Args:
-        draft_tokens: the proposals, gamma >= 1; from slot `verify_lens` on any filler will do.
+        draft_tokens: the proposals; from slot `verify_lens` on any filler will do. gamma = 0 is a plain decode step.
         verify_lens: drafts under verification, 0..gamma; 0 is a plain decode step.
         target_logits: any float dtype, not modified. Row indptr[r] + i predicts draft i of request r, and row
             indptr[r] + verify_lens[r] the bonus token. Rows past indptr[bs] are padding.
@@ -79,7 +79,7 @@ def accept_ref(
     slots = torch.arange(gamma + 1, device=draft_tokens.device)
     # Rows of target_logits by request and slot; slots past a request's bonus row point astray and are never used.
     grid = (indptr[:-1, None] + slots).clamp_max_(target_logits.shape[0] - 1)  # [bs, gamma + 1]
-    lens, bonus = torch.empty_like(draft_tokens[:, 0]), torch.empty_like(draft_tokens[:, 0])
+    lens, bonus = draft_tokens.new_empty(bs), draft_tokens.new_empty(bs)
     if rows.any_greedy:
         index = rows.greedy_index
         choices = target_logits.argmax(-1)[grid[index]]
@@ -183,13 +183,27 @@ def _keep_by_ratio(
 
     rejected = lens < verify_lens
     here = torch.arange(lens.shape[0], device=lens.device)
-    slot = lens.clamp_max(gamma - 1)
-    target = probs[grid[here, lens]]
-    residual = target.scatter(1, tokens[here, slot, None], 0.0)
-    if draft_probs is not None:
-        drawn = (target - draft_probs[here, slot]).clamp_min_(0.0)
-        residual = drawn if copied is None else torch.where(copied[here, slot, None], residual, drawn)
-    use_residual = rejected & (residual.sum(-1) > _MIN_RESIDUAL_MASS)
-    weights = torch.where(use_residual[:, None], residual, target)
+    weights = probs[grid[here, lens]]
+    if gamma > 0:
+        slot = lens.clamp_max(gamma - 1)
+        removed = None if draft_probs is None else draft_probs[here, slot]
+        residual = _residual(weights, removed, tokens[here, slot], None if copied is None else copied[here, slot])
+        use_residual = rejected & (residual.sum(-1) > _MIN_RESIDUAL_MASS)
+        weights = torch.where(use_residual[:, None], residual, weights)
     purpose = torch.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
     return lens, inverse_cdf(weights, keys.uniform(lens, purpose))
+
+
+def _residual(
+    target: torch.Tensor,  # [m, V] p_t
+    draft: torch.Tensor | None,  # [m, V] p_d
+    tokens: torch.Tensor,  # [m] the rejected drafts
+    copied: torch.Tensor | None,  # [m]
+) -> torch.Tensor:
+    """(p_t - p_d)+ [m, V], not normalised; for a copied token p_d is one-hot."""
+    if draft is None:
+        return target.scatter(1, tokens[:, None], 0.0)
+    residual = (target - draft).clamp_min_(0.0)
+    if copied is None:
+        return residual
+    return torch.where(copied[:, None], target.scatter(1, tokens[:, None], 0.0), residual)

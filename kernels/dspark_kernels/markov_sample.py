@@ -12,9 +12,9 @@ from typing import Protocol
 
 import torch
 
-from .draw import draw_by_rule
 from .noise import Purpose, RoundKeys
 from .sampling_params import SamplingRows
+from .token_draw import draw_by_rule
 
 
 class MarkovHead(Protocol):

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from dspark_kernels import Purpose, RoundKeys, SamplingRows, draw, exponential, inverse_cdf, seeded_argmax, target_probs
+from dspark_kernels import (
+    Purpose,
+    RoundKeys,
+    SamplingRows,
+    draw,
+    exponential,
+    inverse_cdf,
+    seeded_argmax,
+    target_probs,
+)
 from scipy import stats
 
 ALPHA = 1e-4

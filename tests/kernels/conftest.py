@@ -1,0 +1,11 @@
+"""One thread, no gradients: how the references run in a server."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        yield

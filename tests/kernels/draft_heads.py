@@ -1,0 +1,46 @@
+"""The real heads of a draft model, with random weights."""
+
+import torch
+
+from sglang_dspark.draft.confidence_head import ConfidenceHead
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.markov_head import MarkovHead, build_markov_head
+
+
+def draft_heads(
+    head_type: str | None,
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    block_size: int,
+    rank: int = 5,
+    confidence_with_markov: bool = True,
+    std: float = 0.8,
+    seed: int = 0,
+) -> tuple[MarkovHead | None, ConfidenceHead]:
+    config = DraftConfig(
+        hidden_size=hidden_size,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=4,
+        vocab_size=vocab_size,
+        rms_norm_eps=1e-6,
+        rope_theta=10_000.0,
+        max_position_embeddings=64,
+        block_size=block_size,
+        mask_token_id=0,
+        target_layer_ids=(0,),
+        num_target_layers=2,
+        markov_rank=rank if head_type else 0,
+        markov_head_type=head_type,
+        enable_confidence_head=True,
+        confidence_head_with_markov=confidence_with_markov,
+    )
+    heads = build_markov_head(config), ConfidenceHead(config)
+    generator = torch.Generator().manual_seed(seed)
+    for head in heads:
+        for parameter in head.parameters() if head is not None else ():
+            parameter.data.normal_(std=std, generator=generator)
+    return heads
