@@ -9,6 +9,7 @@ imports neither SGLang nor torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -33,6 +34,8 @@ CPU_FLAGS = (
     *("--device", "cpu", "--disable-cuda-graph"),
     # SGLang sizes the K/V pool from free memory; on a shared machine with a small model a fixed pool starts faster.
     *("--max-total-tokens", "16384", "--max-running-requests", "16", "--mem-fraction-static", "0.3"),
+    # An idle scheduler otherwise polls its sockets with a whole core.
+    "--sleep-on-idle",
 )
 """Flags for a small model on a CPU; add ``--dtype``."""
 
@@ -106,7 +109,7 @@ class LaunchedServer:
             LaunchError: it died or took too long; the message ends with the tail of its log.
         """
         with self.log_path.open("wb") as log:
-            # A session of its own, so that Ctrl-C reaches only us and the whole group can be stopped by its leader's id.
+            # A session of its own: Ctrl-C reaches only us, and the whole group can be stopped by its leader's id.
             self._process = subprocess.Popen(
                 self._command,
                 env=self._env,
@@ -132,12 +135,10 @@ class LaunchedServer:
         process = self._process
         if process is None:
             return
-        try:
-            # Killed at once: SGLang drains for 5 s on SIGTERM and sits out SIGINT for more than 10 s. The group may
-            # outlive its leader, as long as one scheduler or detokenizer is left in it.
+        # Killed at once: SGLang drains for 5 s on SIGTERM and sits out SIGINT for more than 10 s. The group may outlive
+        # its leader, as long as one scheduler or detokenizer is left in it.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
 
     def get_json(self, path: str, *, timeout_s: float = 60.0) -> Any:

@@ -1,0 +1,48 @@
+# Commands for users and developers. Each makes its own environment first; PYTHON names the interpreter to make it with.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo doctor test test-gpu check format evidence lock clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+env: $(VENV)/.installed ## create .venv with everything that demo, tests and benchmarks need
+
+# The stamp is newer than what the environment is made from, so this runs once, and again when they change.
+$(VENV)/.installed: pyproject.toml constraints.txt .ci/make_env.py
+	$(PYTHON) .ci/make_env.py
+	@touch $@
+
+demo: env ## SmolLM2-135M with and without DSPARK on this machine
+	$(RUN) -m sglang_dspark demo
+
+doctor: env ## is this installation able to serve?
+	$(RUN) -m sglang_dspark doctor
+
+test: env ## all tests that need no GPU
+	$(RUN) -m pytest
+
+test-gpu: env ## tests that need an NVIDIA GPU
+	$(RUN) -m pytest -m gpu
+
+check: env ## lint, formatting and types
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+
+format: env ## sort imports and format
+	$(RUN) -m ruff check --select I --fix
+	$(RUN) -m ruff format
+
+evidence: env ## the long proofs and sweeps behind the README's numbers
+	$(RUN) -m pytest -m evidence
+
+lock: env ## write constraints.txt from the environment as it is
+	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m uv pip freeze --exclude-editable; } > constraints.new
+	@mv constraints.new constraints.txt
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
