@@ -13,13 +13,13 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dspark.config import DSparkConfig, add_flags, flag_texts
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.pairing import check_target
 from sglang_dspark.engine import hooks
 from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}
-TARGET_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 
 # ServerArgs.__post_init__ resolves and checks everything before from_cli_args returns, so the texts of our flags have to
 # be at hand before the object exists.
@@ -150,34 +150,3 @@ def complete(server_args: Any) -> None:
         config.static_verify_len(gamma),
         server_args.speculative_draft_model_path,
     )
-
-
-def check_target(draft: DraftConfig, target: Any) -> None:
-    """Refuse a drafter that was made for another target.
-
-    Args:
-        draft: configuration of the drafter.
-        target: Hugging Face text configuration of the target.
-
-    Raises:
-        ConfigError: unsupported target family, or a dimension that differs between the two.
-    """
-    architectures = list(getattr(target, "architectures", None) or [])
-    if not set(architectures) & set(TARGET_ARCHITECTURES):
-        raise ConfigError(
-            f"--model-path: target architecture {architectures} is not served with DSPARK; "
-            f"served are {', '.join(TARGET_ARCHITECTURES)}"
-        )
-    pairs = {
-        "hidden_size": (draft.hidden_size, target.hidden_size),
-        "vocab_size": (draft.vocab_size, target.vocab_size),
-        "num_target_layers": (draft.num_target_layers, target.num_hidden_layers),
-    }
-    for key, (of_draft, of_target) in pairs.items():
-        if of_draft != of_target:
-            raise ConfigError(
-                f"--speculative-draft-model-path: the drafter's {key} is {of_draft}, the target's is {of_target}; "
-                "pass a drafter that was trained for this target"
-            )
-
-
