@@ -1,5 +1,5 @@
 # Commands for users and developers. Each makes its own environment first; PYTHON names the interpreter to make it with.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3,$(shell $(python) -c 'print("$(python)")' 2>/dev/null)))
 VENV := .venv
 RUN := $(VENV)/bin/python
 
@@ -13,7 +13,7 @@ env: $(VENV)/.installed ## create .venv with everything that demo, tests and ben
 
 # The stamp is newer than what the environment is made from, so this runs once, and again when they change.
 $(VENV)/.installed: pyproject.toml constraints.txt .ci/make_env.py
-	$(PYTHON) .ci/make_env.py
+	$(or $(PYTHON),$(error Python 3.11 is needed: make env PYTHON=/path/to/python3.11)) .ci/make_env.py
 	@touch $@
 
 demo: env ## SmolLM2-135M with and without DSPARK on this machine

@@ -17,7 +17,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 PROJECT = ["--editable", f"{ROOT}[demo,test,bench,dev]"]
 CONSTRAINTS = ROOT / "constraints.txt"
-MINIMUM = (3, 11)
+SERVED_PYTHONS = ((3, 11), (3, 12))  # on 3.13 a dependency of sglang 0.5.15 has no wheel and wants a Rust compiler
 
 # pip's option -> uv's variable. The environment wins over the files in both, so variables that are set stay.
 UV_VARIABLES = {
@@ -34,9 +34,9 @@ UV_VARIABLES = {
 
 def main() -> None:
     """Create or complete the environment; ends with a non-zero exit status when that is impossible."""
-    if sys.version_info < MINIMUM:
-        wanted, found = ".".join(map(str, MINIMUM)), sys.version.split()[0]
-        sys.exit(f"Python {wanted} or newer is needed, this is {found}; run: make env PYTHON=/path/to/python{wanted}")
+    if sys.version_info[:2] not in SERVED_PYTHONS:
+        served = " or ".join(f"{major}.{minor}" for major, minor in SERVED_PYTHONS)
+        sys.exit(f"needs Python {served}, this is {sys.version.split()[0]}; run: make env PYTHON=/path/to/python3.11")
     create_environment()
     uv_pin = next(line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if line.startswith("uv=="))
     if run("-m", "pip", "install", "--quiet", uv_pin) and install_with_uv():
