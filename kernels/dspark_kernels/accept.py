@@ -53,7 +53,7 @@ def accept_ref(
     """Judge the drafts of every request.
 
     Args:
-        draft_tokens: the proposals; from slot `verify_lens` on any filler will do. gamma = 0 is a plain decode step.
+        draft_tokens: the proposals; from slot ``verify_lens`` on any filler will do. gamma = 0 is a plain decode step.
         verify_lens: drafts under verification, 0..gamma; 0 is a plain decode step.
         target_logits: any float dtype, not modified. Row indptr[r] + i predicts draft i of request r, and row
             indptr[r] + verify_lens[r] the bonus token. Rows past indptr[bs] are padding.
@@ -61,8 +61,8 @@ def accept_ref(
         draft_probs: the distributions the drafts were drawn from; None when every draft is a copied token. Read for
             sampled requests only.
         rows: sampling parameters of the bs requests.
-        keys: noise keys of this round, the same as in drafting; draft i stands at position `keys.positions + i`.
-        copied: drafts whose proposal is one-hot at the token itself, whatever `draft_probs` holds there.
+        keys: noise keys of this round, the same as in drafting; draft i stands at position ``keys.positions + i``.
+        copied: drafts whose proposal is one-hot at the token itself, whatever ``draft_probs`` holds there.
 
     Returns:
         The outcome; on CUDA without a host sync.

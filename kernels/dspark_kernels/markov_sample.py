@@ -71,7 +71,7 @@ def markov_sample_ref(
         markov: the sequential head, or None for independent slots.
         confidence: the confidence head, or None.
         rows: sampling parameters of the bs requests.
-        keys: noise keys of this round; slot k is drawn at position `keys.positions + k`.
+        keys: noise keys of this round; slot k is drawn at position ``keys.positions + k``.
 
     Returns:
         The block. Corrected logits are float32; no host sync.

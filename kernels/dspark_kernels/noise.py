@@ -6,8 +6,8 @@ values are drawn from it, kept apart by the purpose bits of the first counter wo
 ================  ==================  ===================================================================
 family            Philox key          counter words
 ================  ==================  ===================================================================
-`uniform`         engine seed         slot | purpose << 16 | step[32:40] << 24, step[:32], request key (2)
-`exponential`     request's own seed  SEEDED << 16, position, token id // 2, 0
+``uniform``       engine seed         slot | purpose << 16 | step[32:40] << 24, step[:32], request key (2)
+``exponential``   request's own seed  SEEDED << 16, position, token id // 2, 0
 ================  ==================  ===================================================================
 
 A request appears at most once per engine step, so (step, request key) names one decode round of one request, and no
@@ -76,8 +76,8 @@ def uniform(
         seed: engine seed; its low 64 bits are used.
         step: engine step below 2**40, an int or a 0-dim int64 tensor.
         request_keys: int64, any shape; distinct for the requests of one step. All 64 bits count.
-        slots: position within the block, below 2**16; broadcasts against `request_keys`.
-        purpose: a `Purpose`, or an int64 tensor of them that broadcasts.
+        slots: position within the block, below 2**16; broadcasts against ``request_keys``.
+        purpose: a ``Purpose``, or an int64 tensor of them that broadcasts.
 
     Returns:
         float64 tensor of the broadcast shape. No host sync.
@@ -95,8 +95,8 @@ def uniform(
 def exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Unit-rate exponential noise E for requests with their own seed.
 
-    `argmax(p / E)` is distributed as p and equals `argmax(log p + g)` with the Gumbel noise `g = -log E`: the same draw
-    with half the logarithms.
+    ``argmax(p / E)`` is distributed as p and equals ``argmax(log p + g)`` with the Gumbel noise ``g = -log E``: the same
+    draw with half the logarithms.
 
     Args:
         seeds: [n] int64, the requests' seeds.
@@ -132,7 +132,7 @@ class RoundKeys:
     positions: torch.Tensor
 
     def uniform(self, slots: Word, purpose: Word) -> torch.Tensor:
-        """Uniforms for one slot per request (`slots` int or [bs]): [bs] float64; see `uniform`."""
+        """Uniforms for one slot per request (``slots`` int or [bs]): [bs] float64; see ``uniform``."""
         return uniform(self.seed, self.step, self.request_keys, slots, purpose)
 
     def block_uniform(self, num_slots: int, purpose: Purpose) -> torch.Tensor:
@@ -141,7 +141,7 @@ class RoundKeys:
         return uniform(self.seed, self.step, self.request_keys[:, None], slots, purpose)
 
     def take(self, index: torch.Tensor) -> "RoundKeys":
-        """Keys of the requests `index` [m] int64."""
+        """Keys of the requests ``index`` [m] int64."""
         return RoundKeys(self.seed, self.step, self.request_keys[index], self.positions[index])
 
 
@@ -157,5 +157,5 @@ def _split64(value: Word) -> tuple[Word, Word]:
 
 
 def _join_bits(high: torch.Tensor, low: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """The top bits of two words as one integer of `num_bits` (52 or 53) bits."""
+    """The top bits of two words as one integer of ``num_bits`` (52 or 53) bits."""
     return ((high >> (58 - num_bits)) << 26) | (low >> 6)

@@ -21,7 +21,7 @@ class LawParams:
 
     Attributes:
         temperatures: [n] float32, > 0.
-        top_ks: [n] int64, >= 1; `NO_TOP_K` keeps everything.
+        top_ks: [n] int64, >= 1; ``NO_TOP_K`` keeps everything.
         top_ps: [n] float32 in (0, 1]; 1 keeps everything.
         min_ps: [n] float32 in [0, 1]; 0 keeps everything.
         max_kept: host bound on the tokens that top-k and top-p leave in any row that has one of them; 0 when none has.
@@ -36,7 +36,7 @@ class LawParams:
     any_min_p: bool
 
     def expand(self, row_index: torch.Tensor) -> "LawParams":
-        """Parameters of the rows `row_index` [m] int64, repeats allowed. The host bounds stay as they are."""
+        """Parameters of the rows ``row_index`` [m] int64, repeats allowed. The host bounds stay as they are."""
         return LawParams(
             self.temperatures[row_index],
             self.top_ks[row_index],
@@ -49,7 +49,7 @@ class LawParams:
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """Sampling parameters of a batch of `bs` requests.
+    """Sampling parameters of a batch of ``bs`` requests.
 
     Every request follows exactly one rule; the three index tensors partition the batch, and their lengths are host
     knowledge. A greedy request carries neutral law parameters (temperature 1, no filter).
@@ -80,8 +80,8 @@ class SamplingRows:
     ) -> "SamplingRows":
         """Build the rows from host values, in SGLang's conventions, with two asynchronous copies to the device.
 
-        A request is greedy when its temperature is below `GREEDY_TEMPERATURE` or its top-k is 1, seeded when it is not
-        greedy and `seeds` has a value for it, and sampled otherwise. A top-k of -1 means none.
+        A request is greedy when its temperature is below ``GREEDY_TEMPERATURE`` or its top-k is 1; otherwise seeded when
+        ``seeds`` has a value for it; otherwise sampled. A top-k of -1 means none.
 
         Raises:
             ValueError: a value outside its range, or lists of different lengths.
@@ -128,7 +128,7 @@ class SamplingRows:
         return self.seeded_index.shape[0] > 0
 
     def select(self, per_request: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Rows `index` (one of the three index tensors) of a [bs, ...] tensor; no copy when that is the whole batch."""
+        """Rows ``index`` (one of the index tensors) of a [bs, ...] tensor; no copy when that is the whole batch."""
         return per_request if index.shape[0] == len(self) else per_request.index_select(0, index)
 
     @cached_property

@@ -48,7 +48,7 @@ def reads_are_free(tensor: torch.Tensor) -> bool:
 
 
 def _cut_(probs: torch.Tensor, law: LawParams) -> None:
-    """Zero the tokens of `probs` [n, V] that top-k and top-p remove, in place."""
+    """Zero the tokens of ``probs`` [n, V] that top-k and top-p remove, in place."""
     head = _largest_probs(probs, law)
     num_kept = _kept_in_head(head, law).sum(-1, keepdim=True)
     lowest = head.gather(-1, num_kept - 1)
@@ -69,7 +69,7 @@ def _is_cut(law: LawParams) -> torch.Tensor:
 
 
 def _kept_in_head(head: torch.Tensor, law: LawParams) -> torch.Tensor:
-    """[n, width] bool: which of the descending probabilities `head` survive top-k and top-p."""
+    """[n, width] bool: which of the descending probabilities ``head`` survive top-k and top-p."""
     mass_before = head.cumsum(-1) - head
     rank = torch.arange(head.shape[-1], device=head.device)
     # Rounding lets a cumulative sum pass 1, which must not turn "no top-p" into a filter.

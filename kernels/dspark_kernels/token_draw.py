@@ -8,7 +8,7 @@ from .target_law import target_probs
 
 
 def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative weight exceeds `uniforms` times the total.
+    """The first token whose cumulative weight exceeds ``uniforms`` times the total.
 
     Args:
         weights: [n, V] float32 >= 0 with a positive sum; need not be normalised.
@@ -37,8 +37,7 @@ def seeded_argmax(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Ten
     Returns:
         [n] int64; a token of probability 0 is never returned.
     """
-    noise = exponential(seeds, positions, probs.shape[-1])
-    return torch.div(probs, noise, out=noise).argmax(-1)
+    return (probs / exponential(seeds, positions, probs.shape[-1])).argmax(-1)
 
 
 def draw_by_rule(
@@ -57,7 +56,7 @@ def draw_by_rule(
 
     Returns:
         Tokens [bs] int64, and the distributions [num_sampled, V] float32 that the sampled requests were drawn from, in
-        the order of `rows.sampled_index`; None without sampled requests.
+        the order of ``rows.sampled_index``; None without sampled requests.
     """
     tokens = logits.argmax(-1) if rows.any_greedy else positions.new_empty(len(rows))
     sampled_probs = None
@@ -78,7 +77,7 @@ def draw(logits: torch.Tensor, rows: SamplingRows, keys: RoundKeys) -> torch.Ten
     Args:
         logits: [bs, V], any float dtype, not modified.
         rows: parameters of the bs requests.
-        keys: noise keys of this step; `positions` is that of the token to be drawn.
+        keys: noise keys of this step; ``positions`` is that of the token to be drawn.
 
     Returns:
         [bs] int64.

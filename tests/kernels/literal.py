@@ -63,7 +63,7 @@ def literal_inverse_cdf(weights: list[float], u: float) -> int:
 
 
 def literal_choice(logits: torch.Tensor, request: Request, offset: int) -> int:
-    """The one token that a greedy or seeded request may take at `request.position + offset`."""
+    """The one token that a greedy or seeded request may take at ``request.position + offset``."""
     if request.greedy:
         values = logits.tolist()
         return values.index(max(values))
