@@ -39,6 +39,12 @@ CPU_FLAGS = (
 )
 """Flags for a small model on a CPU; add ``--dtype``."""
 
+
+def dspark_flags(draft_path: str | Path) -> tuple[str, ...]:
+    """The two flags that make a server decode with DSPARK."""
+    return ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft_path))
+
+
 STARTUP_TIMEOUT_S = 600.0
 POLL_S = 0.25
 TAIL_LINES = 25
@@ -202,9 +208,13 @@ def _flag_value(flags: tuple[str, ...], name: str) -> str | None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        # SGLang derives its gRPC port by adding 10000 and refuses to start when that is past 65535.
+        if port + 10_000 <= 65_535:
+            return port
 
 
 def _new_log_path() -> Path:

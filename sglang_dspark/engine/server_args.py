@@ -41,11 +41,18 @@ def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> A
     if (namespace.speculative_algorithm or "").upper() == "DSPARK":
         # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
         check_draft_path(namespace.speculative_draft_model_path)
+        _choose_attention_backend(namespace)
     token = _flag_texts.set(flag_texts(namespace))
     try:
         return original(cls, namespace)
     finally:
         _flag_texts.reset(token)
+
+
+def _choose_attention_backend(namespace: Any) -> None:
+    """Where the user left the choice open, take the backend that DSPARK runs on instead of SGLang's default."""
+    if not (namespace.attention_backend or namespace.prefill_attention_backend or namespace.decode_attention_backend):
+        namespace.attention_backend = ATTENTION_BACKEND.get(namespace.device or "cuda")
 
 
 def check_draft_path(path: str | None) -> None:

@@ -45,10 +45,12 @@ def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: Verify
     if plan.lens_cpu is not None:
         verify_input.rows = _ragged_rows(batch.req_to_token_pool.req_to_token, decode, plan.lens_cpu)
     batch.out_cache_loc = plan.slots
+    # Backends that plan on the host need a bound of context plus window.
     if batch.seq_lens_cpu is not None:
-        # Backends plan with host lengths; the window's rows count as context.
         batch.seq_lens_cpu = batch.seq_lens_cpu + plan.width
-        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+    else:
+        batch.seq_lens_cpu = batch.spec_info.reserved_lens_cpu
+    batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
     forward_batch, _ = verify_input.prepare_for_verify(batch, target_worker)
     result = target_worker.forward_batch_generation(
         batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True

@@ -1,8 +1,9 @@
-"""Attention of the block rows: over the request's context in the draft pool and, without a mask, over its own block."""
+"""Attention callbacks of the draft backbone over the paged draft cache."""
 
 from __future__ import annotations
 
 import torch
+from dspark_kernels.block_attention import block_attention
 from dspark_kernels.ragged_attention import few_query_attention, slot_index
 
 from sglang_dspark.draft.backbone import Attend
@@ -10,15 +11,28 @@ from sglang_dspark.worker.draft_cache import DraftCache
 from sglang_dspark.worker.state import DecodeBatch
 
 
-def reference_attend(cache: DraftCache, req_to_token: torch.Tensor, decode: DecodeBatch, gamma: int) -> Attend:
-    """The callback of :meth:`DraftModel.forward_block` in plain torch; reads lengths on the host, so it is for the CPU.
+def block_attend(cache: DraftCache, req_to_token: torch.Tensor, step: DecodeBatch, gamma: int) -> Attend:
+    """The callback of :meth:`DraftModel.forward_block` for this step.
 
     Args:
         req_to_token: [rows, columns] K/V slot of every position of every request.
+        gamma: rows per request.
     """
+    if step.anchors.device.type == "cpu":
+        return _cpu_attend(cache, req_to_token, step, gamma)
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        pools = cache.k[layer], cache.v[layer]
+        return block_attention(q, k, v, *pools, req_to_token, step.req_pool_indices, step.prefix_lens)
+
+    return attend
+
+
+def _cpu_attend(cache: DraftCache, req_to_token: torch.Tensor, step: DecodeBatch, gamma: int) -> Attend:
+    # As block_attention_ref, with the slots of a request looked up once for all layers.
     contexts = [
         slot_index(req_to_token[request, :prefix].to(torch.int64))
-        for request, prefix in zip(decode.req_pool_indices.tolist(), decode.prefix_lens.tolist(), strict=True)
+        for request, prefix in zip(step.req_pool_indices.tolist(), step.prefix_lens.tolist(), strict=True)
     ]
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

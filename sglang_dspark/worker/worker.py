@@ -15,7 +15,7 @@ from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.stats.counters import Counters
-from sglang_dspark.worker.draft_attention import reference_attend
+from sglang_dspark.worker.draft_attention import block_attend
 from sglang_dspark.worker.draft_cache import PADDING_SLOT, DraftCache
 from sglang_dspark.worker.state import DecodeBatch, Rounds, VerifyPlan
 from sglang_dspark.worker.verify_plan import uniform_plan
@@ -83,7 +83,7 @@ class DSparkWorker(SpecWorkerBase):
         ids = torch.full((bs, gamma), self.draft_config.mask_token_id, device=self.device)
         ids[:, 0] = step.anchors
         positions = step.window_positions[:, :gamma].reshape(-1)
-        attend = reference_attend(self.cache, self.req_to_token, step, gamma)
+        attend = block_attend(self.cache, self.req_to_token, step, gamma)
         hidden = drafter.forward_block(drafter.embed(ids.view(-1)), positions, attend).view(bs, gamma, -1)
         # The backbone needs the whole block (its slots see each other), the heads only what will be verified.
         hidden = hidden[:, : self.verify_len]

@@ -1,0 +1,95 @@
+"""Attention of draft blocks and of few query rows: the paged forms against dense attention in float64."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from dspark_kernels.block_attention import block_attention_ref
+from dspark_kernels.ragged_attention import few_query_attention, slot_index
+
+FP32_TOL = dict(atol=2e-6, rtol=2e-6)  # sums of at most 131 products of unit-variance numbers
+
+
+def dense_attention(q, k, v, mask):
+    """[m, heads, hd] over [n, kv_heads, hd] in float64; mask [m, n] True where visible."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    scores = torch.einsum("mhd,nhd->hmn", q, k) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.einsum("hmn,nhd->mhd", scores.softmax(-1), v)
+
+
+def block_case(prefix_lens, gamma, heads, kv_heads, head_dim, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    bs, slots = len(prefix_lens), 1 + sum(prefix_lens)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    q, k, v = (rand(bs * gamma, h, head_dim) for h in (heads, kv_heads, kv_heads))
+    pools = rand(slots, kv_heads, head_dim), rand(slots, kv_heads, head_dim)
+    req_to_token = torch.randint(1, slots, (bs + 3, max(prefix_lens) + 5), generator=generator, dtype=torch.int32)
+    rows = torch.randperm(bs + 3, generator=generator)[:bs]
+    return q, k, v, *pools, req_to_token, rows, torch.tensor(prefix_lens)
+
+
+SHAPES = [
+    pytest.param(((5, 0, 131, 64), 7, 6, 2, 32), id="bs4-g7-gqa3"),
+    pytest.param(((1,), 1, 3, 3, 16), id="bs1-g1-mha"),
+    pytest.param(((17, 3), 4, 9, 3, 64), id="bs2-g4-smollm2"),
+    pytest.param(((9, 70), 5, 4, 1, 24), id="bs2-g5-mqa-odd-head"),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_reference_equals_dense_attention(shape):
+    q, k, v, k_pool, v_pool, table, rows, prefix_lens = case = block_case(*shape)
+    out = block_attention_ref(*case)
+    gamma = shape[1]
+    for index, (row, prefix) in enumerate(zip(rows.tolist(), prefix_lens.tolist(), strict=True)):
+        block, slots = slice(index * gamma, (index + 1) * gamma), table[row, :prefix].long()
+        keys, values = torch.cat([k_pool[slots], k[block]]), torch.cat([v_pool[slots], v[block]])
+        expected = dense_attention(q[block], keys, values, torch.ones(gamma, prefix + gamma, dtype=torch.bool))
+        torch.testing.assert_close(out[block].double(), expected, **FP32_TOL)
+
+
+def test_kernel_equals_reference_under_the_interpreter():
+    """Triton decides at import time whether it interprets, hence a process of its own."""
+    script = f"""
+import sys, torch
+sys.path.insert(0, {str(__file__.rsplit("/", 1)[0])!r})
+from test_block_attention import SHAPES, block_case
+from dspark_kernels.block_attention import block_attention, block_attention_ref
+for shape in SHAPES:
+    case = block_case(*shape.values[0])
+    torch.testing.assert_close(block_attention(*case), block_attention_ref(*case), atol=2e-6, rtol=2e-6)
+    print("equal", shape.id)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**__import__("os").environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("equal") == len(SHAPES)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 40), (8, 8), (3, 50)])
+def test_few_query_attention_is_causal_from_the_right(num_queries, num_keys):
+    generator = torch.Generator().manual_seed(num_keys)
+    q = torch.randn(num_queries, 6, 32, generator=generator)
+    k, v = (torch.randn(num_keys, 2, 32, generator=generator) for _ in range(2))
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+    out = few_query_attention(q, k, v, scale=32**-0.5, causal=True)
+    torch.testing.assert_close(out.double(), dense_attention(q, k, v, mask), **FP32_TOL)
+
+
+def test_slot_index_reads_consecutive_slots_without_a_copy():
+    pool = torch.arange(20.0)[:, None]
+    assert slot_index(torch.arange(4, 9)) == slice(4, 9)
+    for slots in ([4, 5, 7], [5, 4, 3], [4, 6, 5, 7]):
+        index = torch.tensor(slots)
+        assert torch.equal(pool[slot_index(index)], pool[index])
+        assert isinstance(slot_index(index), torch.Tensor)

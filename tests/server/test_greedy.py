@@ -1,0 +1,147 @@
+"""Greedy text through a real server: the golden traces, and identity with the target alone in every corner."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from conftest import DRAFT, DSPARK, generate, greedy, output_ids
+
+GOLDEN_TRACE = json.loads((DRAFT / "golden.json").read_text())
+VOCAB = range(3, 60)  # ids that the golden target's training text used
+
+# Each names the corner it drives the server into. The plain server gets the same flags, less the drafter.
+CORNERS = {
+    "overlap": [],
+    "no-overlap": ["--disable-overlap-schedule"],
+    "chunked-prefill-short-verify": ["--chunked-prefill-size", "64", "--speculative-dspark-verify-len", "3"],
+    "verify-nothing": ["--speculative-dspark-verify-len", "0", "--disable-overlap-schedule"],
+}
+
+
+def prompts(num: int, seed: int) -> list[list[int]]:
+    """Random prompts of very different lengths; every third starts with the same 40 tokens."""
+    rng = random.Random(seed)
+    shared = rng.choices(VOCAB, k=40)
+    lengths = (1, 3, 17, 40, 90, 130)
+    return [(shared if i % 3 == 0 else []) + rng.choices(VOCAB, k=rng.choice(lengths)) for i in range(num)]
+
+
+def mixed_bodies(num: int, seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    return [greedy(prompt, rng.choice((1, 2, 5, 8, 30, 64))) for prompt in prompts(num, seed)]
+
+
+def split(flags: list[str]) -> tuple[list[str], list[str]]:
+    """Flags for (DSPARK, the target alone)."""
+    ours = [i for i, flag in enumerate(flags) if flag.startswith("--speculative-dspark")]
+    return flags, [flag for i, flag in enumerate(flags) if i not in ours and i - 1 not in ours]
+
+
+def test_golden_traces(dspark):
+    """Drafts, verified and accepted counts, and text of every golden case."""
+    for case in GOLDEN_TRACE["cases"]:
+        [answer] = generate(dspark, [greedy(case["prompt_ids"], 64, speculation={"trace": True})], 1)
+        assert answer["output_ids"] == case["output_ids"]
+        trace = answer["meta_info"]["dspark_trace"]
+        assert len(trace) == len(case["output_ids"])
+        rounds = [entry for entry in trace if entry is not None]
+        assert [(r["start"], r["anchor"], r["draft"]) for r in rounds] == [
+            (r["start"], r["anchor"], r["draft"]) for r in case["rounds"]
+        ]
+        # The last round runs past the 64 tokens.
+        assert [r["accepted"] for r in rounds[:-1]] == [r["accepted"] for r in case["rounds"][:-1]]
+        assert {r["verified"] for r in rounds} == {7}
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_text_equals_the_target_alone(launch, corner):
+    ours, plain = split(CORNERS[corner])
+    bodies = mixed_bodies(60, seed=1)
+    expected = output_ids(launch(*plain), bodies)
+    for concurrency in (1, 16):
+        assert output_ids(launch(*DSPARK, *ours), bodies, concurrency) == expected
+
+
+def test_prefix_hit_keeps_the_accept_length(dspark):
+    """Draft K/V of a cached prefix is there as well: the second run is served from the cache and accepts as much."""
+    prompt = GOLDEN_TRACE["cases"][1]["prompt_ids"] * 3
+    dspark.post_json("/flush_cache", {})
+    first, second = (generate(dspark, [greedy(prompt, 48)], 1)[0]["meta_info"] for _ in range(2))
+    assert first["cached_tokens"] == 0
+    assert second["cached_tokens"] >= len(prompt) - 1
+    assert second["spec_accept_length"] == first["spec_accept_length"] > 2
+
+
+def test_retraction_and_context_limit(launch):
+    """A pool that cannot hold the running requests, and requests that grow into the context limit.
+
+    With a block of 7 a step reserves 16 slots past the committed length, rows of req_to_token have room for 12 by default:
+    without more headroom the neighbour's first slots would be overwritten.
+    """
+    flags = ["--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01"]
+    dspark, plain = launch(*DSPARK, *flags), launch(*flags)
+    rng = random.Random(3)
+    # Stop tokens off: every request runs to its limit.
+    bodies = [
+        {"input_ids": rng.choices(VOCAB, k=k), "sampling_params": {"temperature": 0, "max_new_tokens": n, "ignore_eos": True}}
+        for k, n in [(90, 37), (100, 27), (120, 7), (126, 1), (60, 67), (30, 97), (10, 117), (125, 2)] * 3
+    ]
+    assert output_ids(dspark, bodies, 16) == output_ids(plain, bodies, 16)
+    assert "KV cache pool is full. Retract requests." in dspark.log_path.read_text()
+    assert_pool_is_whole(dspark)
+
+
+def test_abort_in_mid_stream(dspark, plain):
+    """Clients that go away leave no slots behind and do not disturb their neighbours."""
+    import http.client
+
+    bodies = mixed_bodies(12, seed=5)
+    host = dspark.url.removeprefix("http://")
+    for i in range(6):
+        connection = http.client.HTTPConnection(host, timeout=60)
+        body = greedy(prompts(6, seed=i)[i], 800, stream=True)
+        body["sampling_params"]["ignore_eos"] = True
+        connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+        connection.getresponse().read(64)
+        if i == 0:
+            started = output_ids(dspark, bodies, 4)
+        connection.close()
+    assert started == output_ids(plain, bodies, 4)
+    assert_pool_is_whole(dspark)
+
+
+def test_parallel_samples(dspark, plain):
+    body = greedy(prompts(1, seed=9)[0], 20)
+    body["sampling_params"]["n"] = 3
+    answers = dspark.post_json("/generate", body)
+    assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in plain.post_json("/generate", body)]
+
+
+def test_stop_inside_an_accepted_block(dspark, plain):
+    """A stop token in the middle of a block ends the text there, and nothing after it is returned."""
+    case = GOLDEN_TRACE["cases"][0]
+    bodies = []
+    for stop in sorted(set(case["output_ids"])):
+        body = greedy(case["prompt_ids"], 64)
+        body["sampling_params"]["stop_token_ids"] = [stop]
+        bodies.append(body)
+    answers, expected = generate(dspark, bodies, 4), generate(plain, bodies, 4)
+    assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in expected]
+    assert [a["meta_info"]["finish_reason"] for a in answers] == [a["meta_info"]["finish_reason"] for a in expected]
+
+
+def assert_pool_is_whole(server) -> None:
+    """After the requests and a flush every K/V slot is free again. SGLang checks for leaks itself when it is idle."""
+    import time
+
+    deadline = time.monotonic() + 60
+    while server.get_json("/v1/loads")["loads"][0]["num_running_reqs"] > 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    server.post_json("/flush_cache", {})
+    time.sleep(1.0)
+    assert server.post_json("/generate", greedy([5, 6, 7], 4))["output_ids"]
+    assert "memory leak" not in server.log_path.read_text()
