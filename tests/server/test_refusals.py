@@ -1,0 +1,143 @@
+"""Bad input: HTTP 400 that names the field, or an end at start-up that names the flag, and never a dropped option."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+
+import pytest
+from conftest import DRAFT, TARGET, greedy
+
+from sglang_dspark.launch import CPU_ENV
+
+
+def refused(server, path, body):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        server.post_json(path, body)
+    assert caught.value.code == 400
+    return caught.value.read().decode()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -0.5),
+        ("repetition_penalty", 1.1),
+        ("min_new_tokens", 4),
+        ("logit_bias", {"5": 2.0}),
+        ("regex", "[a-z]+"),
+        ("json_schema", "{}"),
+        ("ebnf", "root ::= 'a'"),
+    ],
+)
+def test_sampling_parameters_that_are_not_served(dspark, field, value):
+    body = greedy([5, 6, 7], 4)
+    body["sampling_params"][field] = value
+    message = refused(dspark, "/generate", body)
+    assert field in message
+    assert "drop the field" in message
+
+
+def test_request_fields_that_are_not_served(dspark):
+    assert "return_logprob" in refused(dspark, "/generate", greedy([5, 6, 7], 4, return_logprob=True))
+    chat = {"model": "m", "prompt": "a", "logprobs": 1}
+    assert "return_logprob" in refused(dspark, "/v1/completions", chat)
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (3, "speculation must be an object"),
+        ({"tracee": True}, "speculation.tracee"),
+        ({"trace": "yes"}, "speculation.trace"),
+        ({"preset": "summarization"}, "speculation.preset"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+def test_bad_speculation_field(dspark, path, value, named):
+    assert named in refused(dspark, path, {"text": "a", "prompt": "a", "model": "m", "messages": [], "speculation": value})
+
+
+def test_neutral_values_and_null_are_served(dspark):
+    body = greedy([5, 6, 7], 4, speculation=None, return_logprob=False)
+    expected = dspark.post_json("/generate", body)["output_ids"]
+    body["sampling_params"] |= {"frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+    assert dspark.post_json("/generate", body)["output_ids"] == expected
+
+
+def test_the_server_survives_refusals(dspark):
+    assert dspark.post_json("/generate", greedy([5, 6, 7], 4))["output_ids"]
+
+
+# One process tries all of them: importing SGLang takes longer than everything else.
+STARTUP = [
+    (["--speculative-draft-model-path", ""], "--speculative-draft-model-path"),
+    (["--speculative-draft-model-path", "./no-such-folder"], "no-such-folder"),
+    (["--pp-size", "2"], "--pp-size=2"),
+    (["--tp-size", "2"], "--tp-size=2"),
+    (["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"], "--enable-lora"),
+    (["--disaggregation-mode", "prefill"], "--disaggregation-mode=prefill"),
+    (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num=2"),
+    (["--page-size", "16"], "--page-size=16"),
+    (["--enable-mixed-chunk"], "--enable-mixed-chunk"),
+    (["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype=fp8_e4m3"),
+    (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
+    (["--attention-backend", "triton"], "--attention-backend=triton"),
+    (["--speculative-num-draft-tokens", "4"], "--speculative-num-draft-tokens=4"),
+    (["--speculative-dspark-block-size", "9"], "--speculative-dspark-block-size=9"),
+    (["--speculative-dspark-verify-len", "8"], "--speculative-dspark-verify-len=8"),
+    (["--speculative-dspark-verify-len", "two"], "--speculative-dspark-verify-len='two'"),
+    (["--speculative-dspark-schedule", "auto"], "--speculative-dspark-schedule='auto'"),
+]
+
+STARTUP_SCRIPT = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+base, cases = json.loads(sys.argv[1])
+for flags in cases:
+    try:
+        prepare_server_args(base + flags)
+        print(json.dumps("accepted"))
+    except BaseException as error:
+        print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+def test_startup_refusals_name_flag_and_value():
+    base = ["--model-path", str(TARGET), "--device", "cpu", "--disable-cuda-graph"]
+    base += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT)]
+    cases = [flags for flags, _ in STARTUP]
+    done = subprocess.run(
+        [sys.executable, "-c", STARTUP_SCRIPT, json.dumps([base, [[], *cases]])],
+        env={**os.environ, **CPU_ENV},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    accepted, *messages = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
+    assert accepted == "accepted"
+    for (flags, named), message in zip(STARTUP, messages, strict=True):
+        assert message.startswith(("ConfigError", "CheckpointError")), (flags, message)
+        assert named in message
+
+
+def test_a_failing_plugin_is_seen():
+    """SGLang swallows exceptions of plugins; the user must still learn what is wrong."""
+    script = """
+import sys
+sys.argv = ["launch_server", "--speculative-algorithm", "DSPARK"]
+from sglang_dspark.engine import support
+support.installed_sglang = lambda: "0.5.14"
+from sglang.srt.plugins import load_plugins
+load_plugins()
+"""
+    done = subprocess.run([sys.executable, "-c", script], env={**os.environ, **CPU_ENV}, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "sglang 0.5.14 is installed" in done.stderr
+    assert "pip install sglang==0.5.15.post1" in done.stderr

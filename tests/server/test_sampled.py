@@ -1,0 +1,111 @@
+"""Sampled and seeded requests through a real server: the law of the text, and its reproducibility."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DRAFT, DSPARK, TARGET, generate, greedy, in_background, output_ids
+from safetensors.torch import load_file, save_file
+from target_law import TargetLaw, p_value
+
+ALPHA = 1e-4
+CASES = json.loads((DRAFT / "golden.json").read_text())["cases"]
+PROMPT = CASES[2]["prompt_ids"]
+NUM_SAMPLES, DEPTH = 4096, 4  # the first token comes from prefill, the others from a block
+# The golden pair is confident and agrees with itself: hot enough that drafts and target differ at every position.
+HOT = 2.5
+
+KINDS: dict[str, dict[str, float]] = {
+    "temperature": {"temperature": HOT},
+    "top-k": {"temperature": HOT, "top_k": 6},
+    "top-p": {"temperature": HOT, "top_p": 0.8},
+    "min-p": {"temperature": HOT, "min_p": 0.2},
+    "all": {"temperature": HOT, "top_k": 12, "top_p": 0.9, "min_p": 0.05},
+}
+
+
+def sample(server: Any, parameters: dict[str, float], num: int = NUM_SAMPLES) -> list[tuple[int, ...]]:
+    """``num`` independent continuations of PROMPT."""
+    group = 64
+    body = {"input_ids": PROMPT, "sampling_params": {**parameters, "max_new_tokens": DEPTH, "n": group, "ignore_eos": True}}
+    answers = generate(server, [body] * (num // group), 4)
+    return [tuple(choice["output_ids"]) for answer in answers for choice in answer]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_law_of_the_text(dspark, kind):
+    law = TargetLaw(TARGET, PROMPT, **KINDS[kind]).likely(DEPTH, min_prob=10 / NUM_SAMPLES)
+    assert len(law) > 20
+    before = dspark.get_json("/dspark/stats")
+    assert p_value(sample(dspark, KINDS[kind]), law) > ALPHA
+    after = dspark.get_json("/dspark/stats")
+    rejected = 1 - (after["accepted_tokens"] - before["accepted_tokens"]) / (
+        after["verified_tokens"] - before["verified_tokens"]
+    )
+    assert rejected > 0.1  # the pair disagrees enough for a wrong rule to show
+
+
+def test_law_test_has_power():
+    """The same test rejects samples of a law that is a little off."""
+    law = TargetLaw(TARGET, PROMPT, temperature=HOT).likely(DEPTH, min_prob=10 / NUM_SAMPLES)
+    cold = TargetLaw(TARGET, PROMPT, temperature=0.96 * HOT).likely(DEPTH, min_prob=1e-5)
+    rng = random.Random(0)
+    drawn = rng.choices([*cold, (-1,)], weights=[*cold.values(), 1 - sum(cold.values())], k=NUM_SAMPLES)
+    assert p_value(drawn, law) < ALPHA
+
+
+def test_greedy_and_sampled_requests_share_batches(dspark, plain):
+    """Greedy text is not disturbed by sampled neighbours, nor their law by it."""
+    bodies = [greedy(case["prompt_ids"], 64) for case in CASES] * 6
+    texts: list[list[int]] = []
+    thread = in_background(lambda: texts.extend(output_ids(dspark, bodies, 4)))
+    drawn = sample(dspark, KINDS["temperature"], 2048)
+    thread.join()
+    assert texts == output_ids(plain, bodies, 4)
+    law = TargetLaw(TARGET, PROMPT, **KINDS["temperature"]).likely(DEPTH, min_prob=10 / 2048)
+    assert p_value(drawn, law) > ALPHA
+
+
+def seeded_bodies() -> list[dict[str, Any]]:
+    rng = random.Random(7)
+    kinds = list(KINDS.values())
+    return [
+        {
+            "input_ids": rng.choice(CASES)["prompt_ids"],
+            "sampling_params": {**kinds[i % len(kinds)], "temperature": 1.5, "max_new_tokens": 40, "sampling_seed": 1000 + i},
+        }
+        for i in range(32)
+    ]
+
+
+def test_seeded_text_does_not_depend_on_load_policy_or_drafter(dspark, launch, tmp_path_factory):
+    bodies = seeded_bodies()
+    expected = output_ids(dspark, bodies, 1)
+    assert len({tuple(ids) for ids in expected}) > 20
+    assert output_ids(dspark, bodies, 16) == expected
+    short = launch(*DSPARK, "--chunked-prefill-size", "64", "--speculative-dspark-verify-len", "3")
+    assert output_ids(short, bodies, 16) == expected
+    damaged = launch(*DSPARK[:3], str(damaged_drafter(tmp_path_factory.mktemp("drafter"))))
+    assert output_ids(damaged, bodies, 16) == expected
+    lengths = [server.get_json("/dspark/stats")["survival"][0] for server in (dspark, damaged)]
+    assert lengths[1] < lengths[0] / 2  # the damage was real
+
+
+def test_seed_of_the_openai_api(dspark):
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": 30, "temperature": 1.5, "seed": 5}
+    texts = [dspark.post_json("/v1/completions", body | {"seed": seed})["choices"][0]["text"] for seed in (5, 5, 6)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def damaged_drafter(folder: Path) -> Path:
+    """The golden drafter with its context projection turned inside out."""
+    shutil.copytree(DRAFT, folder, dirs_exist_ok=True)
+    weights = load_file(folder / "model.safetensors")
+    weights["fc.weight"] = -weights["fc.weight"].flip(0).contiguous()
+    save_file(weights, folder / "model.safetensors")
+    return folder
