@@ -1,0 +1,166 @@
+"""Ratios of each configuration of a sweep to its baseline, paired by concurrency and round.
+
+    python benchmarks/paired_ratio.py RESULTS/sweep.csv
+    python benchmarks/paired_ratio.py RESULTS/sweep.csv --metric per_user_tok_s --baseline static:7@float32
+
+A machine that other people use drifts by tens of percent within minutes, so means of two configurations say little.
+The two rounds of a pair ran right after one another, on equal prompts: their ratio keeps the effect and drops the
+drift. Shown are the geometric mean of the ratios, its bootstrap interval, their range, and in how many rounds the ratio
+was above 1. With fewer than about six rounds the interval is too narrow; then look at the range.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+import numpy as np
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+from scipy.stats import bootstrap
+from serving.configurations import choose_baselines
+
+from sglang_dspark.errors import ConfigError, DSparkError
+
+CONFIDENCE = 0.95
+NUM_RESAMPLES = 9999
+SEED = 0
+
+
+def read_sweep(path: Path) -> pd.DataFrame:
+    """Rows of a ``sweep.csv``.
+
+    Raises:
+        ConfigError: the file has no rows.
+    """
+    frame = pd.read_csv(path)
+    if frame.empty:
+        raise ConfigError(f"{path} has no rows; run benchmarks/sweep_concurrency.py to the end of a round first")
+    return frame
+
+
+def frame_baselines(frame: pd.DataFrame, baseline: str | None = None) -> dict[str, str]:
+    """Label of the configuration that each one is compared with, by label.
+
+    Args:
+        frame: rows of a sweep.
+        baseline: one label for all; default: the plain configuration of the same dtype.
+
+    Raises:
+        ConfigError: ``baseline`` is not among the configurations.
+    """
+    labels = list(frame["config"].unique())
+    if baseline is None:
+        served = frame[["config", "policy", "dtype"]].drop_duplicates()
+        return choose_baselines(list(served.itertuples(index=False, name=None)))
+    if baseline not in labels:
+        raise ConfigError(f"--baseline {baseline!r} is not in the sweep; use one of {', '.join(labels)}")
+    return dict.fromkeys(labels, baseline)
+
+
+def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -> pd.DataFrame:
+    """One row per configuration other than a baseline, concurrency and round.
+
+    Rounds in which one of the two has no value are left out (a sweep that was cut short).
+
+    Returns:
+        Columns ``config, baseline, concurrency, round, ratio``.
+
+    Raises:
+        ConfigError: the sweep has no such figure.
+    """
+    if metric not in frame.select_dtypes("number").columns:
+        numbers = ", ".join(frame.select_dtypes("number").columns)
+        raise ConfigError(f"--metric {metric!r} is not a figure of the sweep; use one of {numbers}")
+    cells = frame[["config", "concurrency", "round", metric]].assign(baseline=frame["config"].map(baselines))
+    references = cells.rename(columns={"config": "of", metric: "reference"}).drop(columns="baseline")
+    pairs = cells[cells["config"] != cells["baseline"]].merge(
+        references, left_on=["baseline", "concurrency", "round"], right_on=["of", "concurrency", "round"]
+    )
+    pairs["ratio"] = pairs[metric] / pairs["reference"]
+    return pairs.dropna(subset=["ratio"])[["config", "baseline", "concurrency", "round", "ratio"]]
+
+
+def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Geometric mean and spread of the ratios of every configuration and concurrency.
+
+    Returns:
+        Columns ``config, baseline, concurrency, rounds, ratio, low, high, smallest, largest, above``. ``low`` and
+        ``high`` bound the bootstrap interval of the mean and are NaN for a single round; ``above`` counts ratios above
+        1.
+    """
+    records = []
+    for (config, baseline, concurrency), group in pairs.groupby(["config", "baseline", "concurrency"], sort=False):
+        ratios = group["ratio"].to_numpy()
+        low, high = _interval(np.log(ratios))
+        records.append(
+            {
+                "config": config,
+                "baseline": baseline,
+                "concurrency": concurrency,
+                "rounds": len(ratios),
+                "ratio": float(np.exp(np.log(ratios).mean())),
+                "low": low,
+                "high": high,
+                "smallest": ratios.min(),
+                "largest": ratios.max(),
+                "above": int((ratios > 1).sum()),
+            }
+        )
+    return pd.DataFrame(records)
+
+
+def ratio_table(summary: pd.DataFrame, metric: str) -> Table:
+    """``summary`` for the terminal."""
+    table = Table(title=f"{metric}: ratio to the baseline, paired by round")
+    for name, justify in (
+        *(("config", "left"), ("baseline", "left"), ("concurrency", "right"), ("rounds", "right"), ("ratio", "right")),
+        *((f"{CONFIDENCE:.0%} interval", "right"), ("range", "right"), ("above 1", "right")),
+    ):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for row in summary.itertuples():
+        interval = "-" if np.isnan(row.low) else f"{row.low:.3f} .. {row.high:.3f}"
+        table.add_row(
+            *(row.config, row.baseline, str(row.concurrency), str(row.rounds), f"{row.ratio:.3f}", interval),
+            *(f"{row.smallest:.3f} .. {row.largest:.3f}", f"{row.above}/{row.rounds}"),
+        )
+    return table
+
+
+def _interval(logs: np.ndarray) -> tuple[float, float]:
+    if len(logs) < 2:
+        return float("nan"), float("nan")
+    # Percentile, not BCa: the latter is undefined for equal values, and the mean of logs needs no bias correction.
+    result = bootstrap(
+        (logs,),
+        np.mean,
+        confidence_level=CONFIDENCE,
+        n_resamples=NUM_RESAMPLES,
+        method="percentile",
+        rng=np.random.default_rng(SEED),
+    )
+    return float(np.exp(result.confidence_interval.low)), float(np.exp(result.confidence_interval.high))
+
+
+@click.command(help="Ratios of each configuration of a sweep to its baseline, paired by concurrency and round.")
+@click.argument("sweep", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--metric", default="output_tok_s", show_default=True, help="A numeric column of the sweep.")
+@click.option("--baseline", help="Label to compare with. Default: the plain configuration of the same dtype.")
+def main(sweep: Path, metric: str, baseline: str | None) -> None:
+    """Command line; see the module."""
+    try:
+        frame = read_sweep(sweep)
+        pairs = paired_ratios(frame, metric, frame_baselines(frame, baseline))
+        if pairs.empty:
+            raise ConfigError(f"{sweep} holds no pair: every configuration is a baseline; add one or pass --baseline")
+    except DSparkError as error:
+        raise click.ClickException(str(error)) from error
+    Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False).print(
+        ratio_table(summarise(pairs), metric)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Parts of the serving benchmarks: what is served, how it is asked, what is measured, and where it was measured."""

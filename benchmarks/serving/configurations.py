@@ -1,0 +1,134 @@
+"""The servers of a sweep, as named on the command line."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_dspark.config import SCHEDULES, flag_name
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.launch import dspark_flags
+
+PLAIN = "plain"
+POLICIES = (PLAIN, *SCHEDULES)
+DTYPES = ("float32", "bfloat16", "float16")
+GRAMMAR = "[NAME=]POLICY[:ARGUMENT][@DTYPE] [SERVER FLAGS]"
+
+_HEAD = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<policy>[a-z-]+)(?::(?P<argument>[^@\s]+))?(?:@(?P<dtype>\w+))?")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One server of a sweep.
+
+    Attributes:
+        label: what tables and figures call it; unique within a sweep.
+        policy: ``plain`` (no speculation) or a DSPARK schedule.
+        argument: the verify length of ``static``, the confidence threshold of ``threshold``; else empty.
+        dtype: ``--dtype`` of the server.
+        extra_flags: further arguments of the server.
+    """
+
+    label: str
+    policy: str
+    argument: str
+    dtype: str
+    extra_flags: tuple[str, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the server runs without speculation."""
+        return self.policy == PLAIN
+
+    @property
+    def verify_len(self) -> int | None:
+        """Drafts verified per request and step when the configuration fixes that number."""
+        return int(self.argument) if self.policy == "static" and self.argument else None
+
+    def server_flags(self, draft: str | None) -> tuple[str, ...]:
+        """Arguments of ``sglang.launch_server`` for this configuration.
+
+        Args:
+            draft: folder of the draft checkpoint.
+
+        Raises:
+            ConfigError: the configuration speculates and there is no drafter.
+        """
+        flags = ["--dtype", self.dtype]
+        if not self.is_plain:
+            if draft is None:
+                raise ConfigError(f"--config {self.label} speculates; pass --draft with a checkpoint for the target")
+            flags += [*dspark_flags(draft), flag_name("schedule"), self.policy]
+        if self.argument:
+            knob = "verify_len" if self.policy == "static" else "confidence_threshold"
+            flags += [flag_name(knob), self.argument]
+        return (*flags, *self.extra_flags)
+
+
+def parse_configuration(text: str, default_dtype: str) -> Configuration:
+    """Read one ``--config``, e.g. ``static:3@float32 --speculative-dspark-block-size 5``.
+
+    Args:
+        text: :data:`GRAMMAR`.
+        default_dtype: used when the text names none.
+
+    Raises:
+        ConfigError: the text does not follow the grammar, or a part of it is not known.
+    """
+    words = shlex.split(text)
+    match = _HEAD.fullmatch(words[0]) if words else None
+    if match is None:
+        raise ConfigError(f"--config {text!r} is not of the form {GRAMMAR}, e.g. plain or static:3@float32")
+    policy, argument = match["policy"], match["argument"] or ""
+    dtype = match["dtype"] or default_dtype
+    if policy not in POLICIES:
+        raise ConfigError(f"--config {text!r}: unknown policy {policy!r}; use one of {', '.join(POLICIES)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"--config {text!r}: unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+    _check_argument(text, policy, argument)
+    extra_flags = tuple(words[1:])
+    body = f"{policy}:{argument}" if argument else policy
+    label = match["name"] or " ".join((f"{body}@{dtype}", *extra_flags))
+    return Configuration(label, policy, argument, dtype, extra_flags)
+
+
+def parse_configurations(texts: Sequence[str], default_dtype: str) -> list[Configuration]:
+    """Read every ``--config`` of a command line.
+
+    Raises:
+        ConfigError: one of them is malformed, or two share a label.
+    """
+    configurations = [parse_configuration(text, default_dtype) for text in texts]
+    labels = [configuration.label for configuration in configurations]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(f"--config {label} is given twice; name one of them, e.g. `again={texts[0]}`")
+    return configurations
+
+
+def choose_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
+    """Label of the configuration that each one is compared with, by label.
+
+    That is the first plain one of the same dtype, else the first of the same dtype: a ratio across dtypes would mix two
+    effects, and texts of two dtypes differ anyway. A baseline maps to itself.
+
+    Args:
+        served: label, policy and dtype of every configuration.
+    """
+    by_dtype: dict[str, str] = {}
+    for label, _, dtype in sorted(served, key=lambda entry: entry[1] != PLAIN):
+        by_dtype.setdefault(dtype, label)
+    return {label: by_dtype[dtype] for label, _, dtype in served}
+
+
+def _check_argument(text: str, policy: str, argument: str) -> None:
+    if policy == "static":
+        if argument and not argument.isdecimal():
+            raise ConfigError(f"--config {text!r}: the verify length {argument!r} is not a number of drafts, 0 or more")
+    elif policy == "threshold":
+        if not re.fullmatch(r"0?\.\d+|[01](\.0*)?", argument):
+            raise ConfigError(f"--config {text!r}: pass a threshold from 0 to 1, e.g. threshold:0.5")
+    elif argument:
+        raise ConfigError(f"--config {text!r}: policy {policy} takes no argument; drop {argument!r}")

@@ -1,0 +1,83 @@
+"""All servers of a sweep: started once, and only the one under test runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from types import TracebackType
+from typing import Self
+
+from serving.client import ReplyError, flush_cache
+from sglang_dspark.errors import LaunchError
+from sglang_dspark.launch import LaunchedServer
+
+
+class Fleet:
+    """Context manager over the servers of a sweep, by label.
+
+    An idle SGLang scheduler polls without pause, unless told ``--sleep-on-idle``, and takes up to a core from the
+    server that is being measured. So every server but that one is suspended (SIGSTOP to its process group) and uses no
+    CPU time at all. It resumes where it was; SGLang's watchdog only counts while a batch is running, and there is none
+    between rounds.
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, LaunchedServer],
+        on_start: Callable[[str], None] = lambda label: None,
+    ) -> None:
+        """Describe the fleet; the servers start, one after the other, when the ``with`` block is entered.
+
+        Args:
+            servers: servers that were not started yet, by label.
+            on_start: called with the label before each start.
+        """
+        self._servers = servers
+        self._on_start = on_start
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Start all servers.
+
+        Raises:
+            LaunchError: one of them did not start; those before it are stopped.
+        """
+        with ExitStack() as stack:
+            for label, server in self._servers.items():
+                self._on_start(label)
+                stack.enter_context(server)
+                # A suspended process cannot act on the signal that ends it.
+                stack.callback(_signal_group, server, signal.SIGCONT)
+                _signal_group(server, signal.SIGSTOP)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @contextmanager
+    def awake(self, label: str) -> Iterator[LaunchedServer]:
+        """Let one server run, with an empty radix cache, for the duration of the ``with`` block.
+
+        Raises:
+            LaunchError: the server failed or has died; the message ends with the tail of its log.
+        """
+        server = self._servers[label]
+        _signal_group(server, signal.SIGCONT)
+        try:
+            # The answer also proves that the server has come back to its loop before the clock starts.
+            flush_cache(server.url)
+            yield server
+        except ReplyError as error:
+            raise LaunchError(f"{label}: {error}\nEnd of {server.log_path}:\n{server.log_tail()}") from error
+        finally:
+            _signal_group(server, signal.SIGSTOP)
+
+
+def _signal_group(server: LaunchedServer, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, number)

@@ -1,0 +1,298 @@
+r"""Plain serving and DSPARK policies side by side, at several concurrencies, on one set of prompts.
+
+    python benchmarks/sweep_concurrency.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS \
+        --config plain --config static:7 --config static:3 --concurrency 1,2,4,8 --rounds 6
+
+A configuration is ``[NAME=]POLICY[:ARGUMENT][@DTYPE] [SERVER FLAGS]``, e.g. ``static:3@float32`` or
+``"small=static:5 --speculative-dspark-block-size 5"``. The same one under two names (``--config plain --config
+again=plain``) shows how much of a difference is noise.
+
+Every server is started once. All configurations run one after another on the same prompts before the next concurrency
+and then the next round, so that drift of the machine meets all of them alike; idle servers are suspended. RESULTS gets
+``sweep.csv`` (one row per configuration, concurrency and round), ``requests.jsonl`` (every answer with its times),
+``agreement.json`` (texts against the baseline's) and ``provenance.json``. Read them with paired_ratio.py and
+plot_sweep.py.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from paired_ratio import frame_baselines, paired_ratios, ratio_table, read_sweep, summarise
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from serving import provenance
+from serving.agreement import Agreement, compare
+from serving.client import Reply, Sampling, ask_all
+from serving.configurations import GRAMMAR, Configuration, choose_baselines, parse_configurations
+from serving.cpu_time import CpuTime
+from serving.fleet import Fleet
+from serving.prompts import Prompt, load_prompts, round_prompts
+from serving.request_log import RequestLog
+from serving.row import STAT_KEYS, Origin, RowWriter, SweepRow, make_row
+from serving.schedule import Cell, interleave
+
+from sglang_dspark.errors import ConfigError, DSparkError
+from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
+
+CPU_MAX_REQUESTS = 16
+"""Requests that ``CPU_FLAGS`` admit; a sweep with more users raises the limit."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to measure.
+
+    Attributes:
+        target, draft: checkpoint folders.
+        device: ``cpu`` or ``cuda``.
+        concurrencies: numbers of users.
+        num_rounds: recorded rounds per configuration and concurrency.
+        num_prompts: prompts per round.
+        server_flags: further arguments of every server.
+    """
+
+    target: str
+    draft: str | None
+    device: str
+    configurations: list[Configuration]
+    concurrencies: list[int]
+    num_rounds: int
+    num_prompts: int
+    prompts_path: Path
+    sampling: Sampling
+    server_flags: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if max(self.concurrencies) > self.num_prompts:
+            raise ConfigError(
+                f"--num-prompts={self.num_prompts} cannot keep {max(self.concurrencies)} users busy; "
+                f"pass at least {max(self.concurrencies)}, better a multiple of it"
+            )
+
+    def server(self, configuration: Configuration) -> LaunchedServer:
+        """The server of ``configuration``, not started yet."""
+        flags = (*configuration.server_flags(self.draft), *self.server_flags)
+        if self.device == "cpu":
+            limit = str(max(CPU_MAX_REQUESTS, *self.concurrencies))
+            return LaunchedServer(self.target, *CPU_FLAGS, "--max-running-requests", limit, *flags, env=CPU_ENV)
+        return LaunchedServer(self.target, *flags)
+
+    def origin(self) -> Origin:
+        """Columns that say where the rows come from."""
+        return Origin(
+            prompt_set=self.prompts_path.name,
+            model=Path(self.target).resolve().name,
+            draft=Path(self.draft).resolve().name if self.draft else "",
+            commit=provenance.commit(),
+            versions=" ".join(f"{name}={number}" for name, number in provenance.versions().items()),
+            cpu=provenance.cpu(),
+            gpu=provenance.gpu(),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """``provenance.json`` of a sweep that starts now."""
+        return {
+            "command": provenance.command(),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "finished": None,
+            "commit": provenance.commit(),
+            "versions": provenance.versions(),
+            "hardware": provenance.hardware(),
+            "prompts": {"file": self.prompts_path.name, "sha256": provenance.file_digest(self.prompts_path)},
+            "sampling": asdict(self.sampling),
+            "configurations": {
+                c.label: [provenance.portable(flag) for flag in (*c.server_flags(self.draft), *self.server_flags)]
+                for c in self.configurations
+            },
+        }
+
+
+def run_sweep(sweep: Sweep, output: Path, console: Console) -> list[Agreement]:
+    """Measure everything and write the files of the module's docstring to ``output``.
+
+    Returns:
+        How far the texts of the configurations agree; empty unless decoding was greedy.
+
+    Raises:
+        ConfigError: options or prompts cannot work.
+        LaunchError: a server did not start, failed a request or died.
+    """
+    prompts = load_prompts(sweep.prompts_path)
+    servers = {c.label: sweep.server(c) for c in sweep.configurations}
+    output.mkdir(parents=True, exist_ok=True)
+    record = sweep.describe()
+    provenance.write_json(output / "provenance.json", record)
+    with (
+        RowWriter(output / "sweep.csv") as rows,
+        RequestLog(output / "requests.jsonl") as log,
+        _progress(console) as progress,
+    ):
+        progress.add_task("starting servers", total=None)
+        with Fleet(servers, lambda label: progress.console.print(f"starting {label}", highlight=False)) as fleet:
+            _measure_all(sweep, prompts, fleet, rows, log, progress)
+    greedy = sweep.sampling.temperature == 0
+    served = [(c.label, c.policy, c.dtype) for c in sweep.configurations]
+    agreements = compare(log.answers, choose_baselines(served)) if greedy else []
+    provenance.write_json(
+        output / "agreement.json", {"agreements": [{**asdict(a), "share": a.share} for a in agreements]}
+    )
+    record["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
+    provenance.write_json(output / "provenance.json", record)
+    return agreements
+
+
+def _measure_all(
+    sweep: Sweep, prompts: Sequence[Prompt], fleet: Fleet, rows: RowWriter, log: RequestLog, progress: Progress
+) -> None:
+    origin = sweep.origin()
+    cells = interleave(sweep.configurations, sweep.concurrencies, sweep.num_rounds)
+    # An answer takes about as long at every concurrency, so a round is as long as its prompts per user.
+    task = progress.task_ids[0]
+    progress.reset(task, total=sum(_num_prompts(sweep, cell) / cell.concurrency for cell in cells))
+    for cell in cells:
+        kind = "warm-up" if cell.is_warm_up else f"round {cell.round}"
+        progress.update(task, description=f"{kind}, {cell.concurrency} users, {cell.configuration.label}")
+        chosen = round_prompts(prompts, cell.round, _num_prompts(sweep, cell))
+        on_reply = partial(progress.advance, task, 1 / cell.concurrency)
+        row, replies = _measure(cell, chosen, fleet, sweep.sampling, origin, on_reply)
+        if not cell.is_warm_up:
+            rows.write(row)
+            log.write(cell, replies)
+            progress.console.print(_line(row), highlight=False)
+
+
+def _measure(
+    cell: Cell,
+    prompts: Sequence[Prompt],
+    fleet: Fleet,
+    sampling: Sampling,
+    origin: Origin,
+    on_reply: Callable[[], None],
+) -> tuple[SweepRow, list[Reply]]:
+    with fleet.awake(cell.configuration.label) as server:
+        stats_before = _read_stats(server, cell.configuration)
+        cpu_before = CpuTime.read(server.pid)
+        replies = ask_all(server.url, prompts, cell.concurrency, sampling, on_reply)
+        cpu_time = CpuTime.read(server.pid) - cpu_before
+        stats_after = _read_stats(server, cell.configuration)
+    stats = {name: stats_after[name] - stats_before[name] for name in stats_after} if stats_before else None
+    return make_row(cell, replies, cpu_time, stats, origin), replies
+
+
+def _read_stats(server: LaunchedServer, configuration: Configuration) -> dict[str, int]:
+    """Counters of the server by column; empty for a server without DSPARK."""
+    if configuration.is_plain:
+        return {}
+    report = server.get_json("/dspark/stats")
+    return {column: report[key] for column, key in STAT_KEYS.items()}
+
+
+def _num_prompts(sweep: Sweep, cell: Cell) -> int:
+    """A warm-up round only has to see every batch size once."""
+    return cell.concurrency if cell.is_warm_up else sweep.num_prompts
+
+
+def _line(row: SweepRow) -> str:
+    accept = f", accept length {row.accept_length:.2f}" if row.accept_length else ""
+    user = f", {row.per_user_tok_s:.1f} per user" if row.per_user_tok_s else ""
+    return (
+        f"round {row.round}, {row.concurrency:>3} users, {row.config}: {row.output_tok_s:.1f} tok/s{user}{accept}"
+        f"{f' (others used {row.other_cpu_share:.0%} of the CPU)' if row.other_cpu_share > 0.1 else ''}"
+    )
+
+
+def _progress(console: Console) -> Progress:
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def _agreement_table(agreements: Sequence[Agreement]) -> Table:
+    table = Table(title="texts identical to the baseline's (a baseline: to its own at the lowest concurrency)")
+    for name in ("config", "users", "baseline", "users", "identical", "first split"):
+        table.add_column(name)
+    for a in agreements:
+        split = a.splits[0] if a.splits else None
+        place = f"prompt {split.prompt_index}, character {split.at}: " if split else ""
+        texts = f"{split.expected!r} | {split.found!r}" if split else ""
+        identical = f"{a.identical}/{a.compared}"
+        table.add_row(a.config, str(a.concurrency), a.baseline, str(a.baseline_concurrency), identical, place + texts)
+    return table
+
+
+def _integers(context: click.Context, parameter: click.Parameter, text: str) -> list[int]:
+    numbers = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if min(numbers) < 1 or len(set(numbers)) < len(numbers):
+        raise click.BadParameter(f"{text!r} is not a list of different positive numbers such as 1,2,4,8")
+    return numbers
+
+
+@click.command(help="Plain serving and DSPARK policies side by side, at several concurrencies, on one set of prompts.")
+@click.option("--target", required=True, help="Target checkpoint.")
+@click.option("--draft", help="Draft checkpoint; needed unless every configuration is plain.")
+@click.option("--config", "configs", multiple=True, required=True, metavar="CONFIG", help=f"{GRAMMAR}. Repeatable.")
+@click.option("--dtype", default="bfloat16", show_default=True, help="Of configurations that name none.")
+@click.option("--concurrency", default="1,2,4,8", show_default=True, callback=_integers, help="Numbers of users.")
+@click.option("--rounds", default=4, show_default=True, type=click.IntRange(1), help="Recorded rounds.")
+@click.option("--prompts", required=True, type=click.Path(path_type=Path), help='JSONL of {"turns": [text, ...]}.')
+@click.option("--num-prompts", default=16, show_default=True, type=click.IntRange(1), help="Prompts per round.")
+@click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="Longest answer.")
+@click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
+@click.option("--ignore-eos", is_flag=True, help="Answers of --max-tokens tokens: no tail of a few long ones.")
+@click.option("--raw-prompts", is_flag=True, help="Send the text as it is, without the chat template.")
+@click.option("--request-timeout", default=600.0, show_default=True, type=click.FloatRange(1), help="Seconds.")
+@click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@click.option("--server-flags", default="", help="Further arguments of every server, as one text.")
+@click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
+def main(**options: Any) -> None:
+    """Command line; see the module."""
+    # Texts and labels may look like markup.
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
+    # Python ends on SIGTERM without unwinding, which would leave suspended servers behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    output = options["output"]
+    try:
+        agreements = run_sweep(_sweep(options), output, console)
+        frame = read_sweep(output / "sweep.csv")
+        pairs = paired_ratios(frame, "output_tok_s", frame_baselines(frame))
+    except DSparkError as error:
+        raise click.ClickException(str(error)) from error
+    if agreements:
+        console.print(_agreement_table(agreements))
+    if not pairs.empty:
+        console.print(ratio_table(summarise(pairs), "output_tok_s"))
+    console.print(f"Figures: python benchmarks/plot_sweep.py {output / 'sweep.csv'}", highlight=False)
+
+
+def _sweep(options: dict[str, Any]) -> Sweep:
+    return Sweep(
+        target=options["target"],
+        draft=options["draft"],
+        device=options["device"],
+        configurations=parse_configurations(options["configs"], options["dtype"]),
+        concurrencies=options["concurrency"],
+        num_rounds=options["rounds"],
+        num_prompts=options["num_prompts"],
+        prompts_path=options["prompts"],
+        sampling=Sampling(
+            max_tokens=options["max_tokens"],
+            temperature=options["temperature"],
+            ignore_eos=options["ignore_eos"],
+            raw=options["raw_prompts"],
+            timeout_s=options["request_timeout"],
+        ),
+        server_flags=tuple(options["server_flags"].split()),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Paired ratios of a sweep."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from click.testing import CliRunner
+from paired_ratio import frame_baselines, main, paired_ratios, read_sweep, summarise
+
+from sglang_dspark.errors import ConfigError
+
+DRIFT = [10.0, 40.0, 5.0, 80.0, 20.0, 60.0]
+
+
+def sweep(ratios, *, concurrency=4):
+    """Plain and static rounds on a machine whose speed drifts; static is ``ratios`` times as fast."""
+    rows = []
+    for index, (speed, ratio) in enumerate(zip(DRIFT, ratios, strict=False)):
+        for config, policy, factor in (("p", "plain", 1.0), ("s", "static", ratio)):
+            row = {"config": config, "policy": policy, "dtype": "float32", "concurrency": concurrency, "round": index}
+            rows.append(row | {"output_tok_s": speed * factor, "versions": "x=1"})
+    return pd.DataFrame(rows)
+
+
+def ratios_of(frame, **options):
+    return paired_ratios(frame, "output_tok_s", frame_baselines(frame, **options))
+
+
+def test_pairing_removes_the_drift():
+    (row,) = summarise(ratios_of(sweep([1.1] * 6))).itertuples()
+    assert (row.config, row.baseline, row.concurrency, row.rounds, row.above) == ("s", "p", 4, 6, 6)
+    assert (row.ratio, row.low, row.high) == pytest.approx((1.1, 1.1, 1.1))
+
+
+def test_interval_holds_the_geometric_mean_and_lies_within_the_range():
+    ratios = [1.0, 1.2, 0.9, 1.5, 1.1, 1.3]
+    (row,) = summarise(ratios_of(sweep(ratios))).itertuples()
+    assert row.ratio == pytest.approx(np.exp(np.log(ratios).mean()))
+    assert 0.9 < row.low < row.ratio < row.high < 1.5
+    assert (row.smallest, row.largest, row.above) == (pytest.approx(0.9), pytest.approx(1.5), 4)
+
+
+def test_interval_covers_the_true_ratio_about_as_often_as_it_says():
+    random, covered = np.random.default_rng(0), 0
+    for _ in range(40):
+        logs = random.normal(0.2, 0.1, 20)
+        pairs = pd.DataFrame({"config": "s", "baseline": "p", "concurrency": 1, "ratio": np.exp(logs)})
+        (row,) = summarise(pairs).itertuples()
+        covered += row.low <= np.exp(0.2) <= row.high
+    assert 33 <= covered <= 40
+
+
+def test_single_round_has_no_interval():
+    (row,) = summarise(ratios_of(sweep([2.0]))).itertuples()
+    assert row.ratio == pytest.approx(2.0) and np.isnan(row.low) and np.isnan(row.high)
+
+
+def test_concurrencies_are_summarised_apart():
+    frame = pd.concat([sweep([2.0, 2.0], concurrency=1), sweep([0.5, 0.5], concurrency=8)])
+    summary = summarise(ratios_of(frame)).set_index("concurrency")
+    assert summary["ratio"].to_dict() == pytest.approx({1: 2.0, 8: 0.5})
+
+
+def test_round_without_partner_is_left_out():
+    assert ratios_of(sweep([2.0, 3.0, 4.0]).iloc[:-1])["ratio"].tolist() == pytest.approx([2.0, 3.0])
+
+
+def test_baseline_can_be_chosen():
+    pairs = ratios_of(sweep([2.0]), baseline="s")
+    assert pairs[["config", "ratio"]].values.tolist() == [["p", 0.5]]
+    with pytest.raises(ConfigError, match="p, s"):
+        frame_baselines(sweep([2.0]), "absent")
+
+
+def test_metric_must_be_a_number_of_the_sweep():
+    with pytest.raises(ConfigError, match="output_tok_s"):
+        paired_ratios(sweep([2.0]), "versions", {"p": "p", "s": "p"})
+
+
+def test_command_prints_the_table(tmp_path):
+    path = tmp_path / "sweep.csv"
+    sweep([1.25] * 3).to_csv(path, index=False)
+    result = CliRunner().invoke(main, [str(path)])
+    assert result.exit_code == 0 and "1.250" in result.output and "3/3" in result.output
+
+
+def test_sweep_without_rows_or_pairs_is_refused(tmp_path):
+    empty, plain = tmp_path / "empty.csv", tmp_path / "plain.csv"
+    sweep([1.0]).iloc[:0].to_csv(empty, index=False)
+    with pytest.raises(ConfigError, match="no rows"):
+        read_sweep(empty)
+    sweep([1.0]).iloc[:1].to_csv(plain, index=False)
+    result = CliRunner().invoke(main, [str(plain)])
+    assert result.exit_code == 1 and "no pair" in result.output

@@ -1,0 +1,96 @@
+"""Only the server under test runs, and none is left behind."""
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from serving import fleet as fleet_module
+from serving.client import ReplyError
+from serving.cpu_time import CpuTime
+from serving.fleet import Fleet
+
+from sglang_dspark.errors import LaunchError
+
+PROGRAM = "import time\nwhile True: time.sleep(0.05)"
+
+
+class FakeServer:
+    """A process group in place of a server; SIGTERM, which a suspended process cannot handle, ends it."""
+
+    url, log_path = "http://nowhere", "server.log"
+
+    def __enter__(self):
+        self._process = subprocess.Popen([sys.executable, "-c", PROGRAM], start_new_session=True)
+        self.pid = self._process.pid
+        return self
+
+    def __exit__(self, *error):
+        self._process.terminate()
+        try:
+            self._process.wait(5)
+            self.ended_by_itself = True
+        except subprocess.TimeoutExpired:
+            self.ended_by_itself = False
+            self._process.kill()
+            self._process.wait()
+
+    def log_tail(self):
+        return "last words"
+
+    @property
+    def is_suspended(self):
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            if psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
+                return True
+            time.sleep(0.01)
+        return False
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    monkeypatch.setattr(fleet_module, "flush_cache", lambda url: None)
+    return {"a": FakeServer(), "b": FakeServer()}
+
+
+def test_all_but_the_chosen_server_are_suspended(servers):
+    started = []
+    with Fleet(servers, started.append) as fleet:
+        assert servers["a"].is_suspended and servers["b"].is_suspended
+        with fleet.awake("b") as server:
+            assert server is servers["b"]
+            assert servers["a"].is_suspended and not servers["b"].is_suspended
+        assert servers["b"].is_suspended
+    assert started == ["a", "b"]
+    assert servers["a"].ended_by_itself and servers["b"].ended_by_itself
+
+
+def test_failed_request_shows_the_log_and_servers_are_stopped(servers):
+    with pytest.raises(LaunchError, match=r"(?s)b: refused.*last words"), Fleet(servers) as fleet, fleet.awake("b"):
+        raise ReplyError("refused")
+    assert servers["a"].ended_by_itself and servers["b"].ended_by_itself
+
+
+def test_failed_start_stops_the_servers_before_it(servers):
+    class Broken(FakeServer):
+        def __enter__(self):
+            raise LaunchError("no memory")
+
+    with pytest.raises(LaunchError, match="no memory"), Fleet({"a": servers["a"], "broken": Broken()}):
+        pytest.fail("the fleet must not start")
+    assert servers["a"].ended_by_itself
+
+
+def test_cpu_time_counts_the_server_and_not_this_process():
+    program = "x = 0\nwhile True: x += 1"
+    with subprocess.Popen([sys.executable, "-c", program]) as busy:
+        try:
+            before = CpuTime.read(busy.pid)
+            deadline = time.monotonic() + 20
+            while (used := CpuTime.read(busy.pid) - before).server_s < 0.2 and time.monotonic() < deadline:
+                time.sleep(0.02)
+        finally:
+            busy.kill()
+    assert used.server_s >= 0.2
