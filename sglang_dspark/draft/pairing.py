@@ -10,14 +10,15 @@ TARGET_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 
 
 def check_target(draft: DraftConfig, target: Any) -> None:
-    """Refuse a drafter that was made for another target.
+    """Refuse a target that is not served, or a drafter that was made for another target.
 
     Args:
         draft: configuration of the drafter.
         target: Hugging Face text configuration of the target.
 
     Raises:
-        ConfigError: unsupported target family, or a dimension that differs between the two.
+        ConfigError: the target's family is not served.
+        CheckpointError: a dimension differs between the two.
     """
     architectures = list(getattr(target, "architectures", None) or [])
     if not set(architectures) & set(TARGET_ARCHITECTURES):
@@ -25,14 +26,6 @@ def check_target(draft: DraftConfig, target: Any) -> None:
             f"--model-path: target architecture {architectures} is not served with DSPARK; "
             f"served are {', '.join(TARGET_ARCHITECTURES)}"
         )
-    pairs = {
-        "hidden_size": (draft.hidden_size, target.hidden_size),
-        "vocab_size": (draft.vocab_size, target.vocab_size),
-        "num_target_layers": (draft.num_target_layers, target.num_hidden_layers),
-    }
-    for key, (of_draft, of_target) in pairs.items():
-        if of_draft != of_target:
-            raise ConfigError(
-                f"--speculative-draft-model-path: the drafter's {key} is {of_draft}, the target's is {of_target}; "
-                "pass a drafter that was trained for this target"
-            )
+    draft.check_target(
+        hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_hidden_layers=target.num_hidden_layers
+    )
