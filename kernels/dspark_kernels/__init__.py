@@ -5,7 +5,7 @@ Every function here runs on any device; the CPU path serves with them.
 
 from .accept import Accepted, accept_ref
 from .markov_sample import ConfidenceHead, DraftBlock, MarkovHead, markov_sample_ref
-from .noise import Purpose, RoundKeys, exponential, philox4x32, uniform
+from .noise import Purpose, RoundKeys, exponential, exponential_at, philox4x32, uniform
 from .sampling_params import LawParams, SamplingRows
 from .target_law import target_probs
 from .token_draw import draw, inverse_cdf, seeded_argmax
@@ -22,6 +22,7 @@ __all__ = [
     "accept_ref",
     "draw",
     "exponential",
+    "exponential_at",
     "inverse_cdf",
     "markov_sample_ref",
     "philox4x32",

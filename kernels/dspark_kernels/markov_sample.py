@@ -43,8 +43,8 @@ class DraftBlock:
 
     Attributes:
         tokens: [bs, gamma] int64.
-        probs: [bs, gamma, V] float32, the distributions that the sampled requests' tokens were drawn from, zero for
-            greedy and seeded requests; None when no request is sampled.
+        probs: [bs, gamma, V] float32, what the tokens of sampled requests were drawn from, arbitrary for the others;
+            None when no request is sampled.
         confidence_logits: [bs, gamma] float32, uncalibrated; None without a confidence head.
     """
 
@@ -103,6 +103,6 @@ def _by_request(sampled_probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor
     """Spread the sampled requests' [num_sampled, gamma, V] over the batch, [bs, gamma, V]."""
     if sampled_probs.shape[0] == len(rows):
         return sampled_probs
-    probs = sampled_probs.new_zeros((len(rows), *sampled_probs.shape[1:]))
+    probs = sampled_probs.new_empty((len(rows), *sampled_probs.shape[1:]))
     probs[rows.sampled_index] = sampled_probs
     return probs

@@ -95,8 +95,8 @@ def uniform(
 def exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Unit-rate exponential noise E for requests with their own seed.
 
-    ``argmax(p / E)`` is distributed as p and equals ``argmax(log p + g)`` with the Gumbel noise ``g = -log E``: the same
-    draw with half the logarithms.
+    ``argmax(p / E)`` is distributed as p and equals ``argmax(log p + g)`` with the Gumbel noise ``g = -log E``, at half
+    the logarithms.
 
     Args:
         seeds: [n] int64, the requests' seeds.
@@ -107,12 +107,14 @@ def exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -
         [n, V] float64, strictly positive. The value for (seed, position, token id) does not depend on V.
     """
     pairs = torch.arange((vocab_size + 1) // 2, device=seeds.device)
-    seed_low, seed_high = _split64(seeds[:, None])
-    counter = (Purpose.SEEDED << 16, positions[:, None] & _MASK32, pairs, 0)
-    words = philox4x32(counter, (seed_low, seed_high))
-    bits = torch.stack((_join_bits(*words[:2], 52), _join_bits(*words[2:], 52)), dim=-1).flatten(1)[:, :vocab_size]
-    # Odd multiples of 2**-53 are exact in float64 and exclude both 0 and 1, so E is finite and positive.
-    return bits.to(torch.float64).mul_(2.0**-52).add_(2.0**-53).log_().neg_()
+    even, odd = _token_bits(seeds[:, None], positions[:, None], pairs)
+    return _to_exponential(torch.stack((even, odd), dim=-1).flatten(1)[:, :vocab_size])
+
+
+def exponential_at(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """The noise of ``exponential`` for single tokens: three int64 tensors that broadcast, float64 of their shape."""
+    even, odd = _token_bits(seeds, positions, token_ids >> 1)
+    return _to_exponential(torch.where(token_ids & 1 == 0, even, odd))
 
 
 @dataclass(frozen=True)
@@ -159,3 +161,14 @@ def _split64(value: Word) -> tuple[Word, Word]:
 def _join_bits(high: torch.Tensor, low: torch.Tensor, num_bits: int) -> torch.Tensor:
     """The top bits of two words as one integer of ``num_bits`` (52 or 53) bits."""
     return ((high >> (58 - num_bits)) << 26) | (low >> 6)
+
+
+def _token_bits(seeds: torch.Tensor, positions: torch.Tensor, pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """52 random bits each for the tokens 2 * pair and 2 * pair + 1."""
+    words = philox4x32((Purpose.SEEDED << 16, positions & _MASK32, pairs, 0), _split64(seeds))
+    return _join_bits(*words[:2], 52), _join_bits(*words[2:], 52)
+
+
+def _to_exponential(bits: torch.Tensor) -> torch.Tensor:
+    # Odd multiples of 2**-53 are exact in float64 and exclude both 0 and 1, so E is finite and positive.
+    return bits.to(torch.float64).mul_(2.0**-52).add_(2.0**-53).log_().neg_()

@@ -80,8 +80,8 @@ class SamplingRows:
     ) -> "SamplingRows":
         """Build the rows from host values, in SGLang's conventions, with two asynchronous copies to the device.
 
-        A request is greedy when its temperature is below ``GREEDY_TEMPERATURE`` or its top-k is 1; otherwise seeded when
-        ``seeds`` has a value for it; otherwise sampled. A top-k of -1 means none.
+        A request is greedy when its temperature is below ``GREEDY_TEMPERATURE`` or its top-k is 1, otherwise seeded
+        when ``seeds`` has a value for it, otherwise sampled. A top-k of -1 means none.
 
         Raises:
             ValueError: a value outside its range, or lists of different lengths.

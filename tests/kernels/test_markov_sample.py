@@ -84,7 +84,6 @@ def test_probs_are_the_law_of_the_corrected_logits(head_type):
     block = case.sample()
     for r, request in enumerate(case.requests):
         if request.greedy or request.seed is not None:
-            assert not block.probs[r].any()
             continue
         _, corrected, _ = case.literal(r)
         for k in range(5):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from dspark_kernels import Purpose, RoundKeys, exponential, philox4x32, uniform
+from dspark_kernels import Purpose, RoundKeys, exponential, exponential_at, philox4x32, uniform
 from scipy import stats
 
 ALPHA = 1e-4
@@ -94,6 +94,13 @@ def test_exponential_does_not_depend_on_vocabulary_or_batch():
     for vocab_size in (1, 2, 111, 1000):
         assert torch.equal(exponential(seeds, positions, vocab_size), wide[:, :vocab_size])
     assert torch.equal(exponential(seeds[1:2], positions[1:2], 1001), wide[1:2])
+
+
+def test_exponential_at_is_the_same_noise():
+    seeds, positions = torch.tensor([1, -7, 2**62]), torch.tensor([0, 31, 70_000])
+    wide = exponential(seeds, positions, 1001)
+    tokens = torch.tensor([[0, 1, 1000], [7, 7, 2], [999, 4, 5]])
+    assert torch.equal(exponential_at(seeds[:, None], positions[:, None], tokens), wide.gather(1, tokens))
 
 
 def test_exponential_law_and_independence_across_positions():

@@ -91,11 +91,18 @@ def test_ties_at_the_cut_go_to_the_lowest_ids(combination):
     assert probs[0].nonzero().flatten().tolist() == [1, 2, 4]
 
 
+def test_the_token_that_starts_at_exactly_p_stays():
+    """Four tokens of exactly 1/4: the third is preceded by a mass of 0.5, which is not above 0.5."""
+    probs = target_probs(torch.zeros(1, 4), law(1.0, -1, 0.5, 0.0, 1))
+    torch.testing.assert_close(probs, torch.tensor([[1.0, 1.0, 1.0, 0.0]]) / 3)
+
+
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.9999])
 @pytest.mark.parametrize("top_k", [-1, 600])
 def test_every_route_to_the_cut_agrees(monkeypatch, top_p, top_k):
     """Coarse logits tie by the hundred; head search, full sort and the accelerator's route keep the same tokens."""
     logits = (torch.randn(9, 20_011, generator=torch.Generator().manual_seed(5)) * 8).round() / 4
+    logits[:3] *= 6  # the cut of these rows lies early, of the others late
     params = law(1.0, top_k, top_p, 0.0, 9)
     probs = target_probs(logits, params)
     monkeypatch.setattr(target_law, "_HEAD_SIZES", (3,))
@@ -110,6 +117,17 @@ def test_the_survivors_do_not_depend_on_batch_mates():
     mates = SamplingRows.from_lists([0.8, 1.0], [20, -1], [0.95, 0.999], [0, 0.01], [None, None])
     torch.testing.assert_close(target_probs(logits, mates.law)[:1], alone, **FLOAT32_TOL)
     assert torch.equal(target_probs(logits, mates.law)[:1] > 0, alone > 0)
+
+
+def test_min_p_1_keeps_the_most_likely_tokens():
+    probs = target_probs(torch.tensor([[1.0, 2.0, 0.0, 2.0]]), law(1.0, -1, 1.0, 1.0, 1))
+    assert probs.tolist() == [[0.0, 0.5, 0.0, 0.5]]
+
+
+def test_rounding_never_turns_top_p_1_into_a_filter():
+    """The float32 running sum of these rows passes 1 before their last tokens."""
+    logits = torch.randn(40, 1111, generator=torch.Generator().manual_seed(1111)) * 6
+    assert ((target_probs(logits, law(1.0, 1000, 1.0, 0.0, 40)) > 0).sum(-1) == 1000).all()
 
 
 def test_top_k_beyond_the_vocabulary_keeps_everything():

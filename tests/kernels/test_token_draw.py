@@ -11,6 +11,7 @@ from dspark_kernels import (
     inverse_cdf,
     seeded_argmax,
     target_probs,
+    token_draw,
 )
 from scipy import stats
 
@@ -43,6 +44,11 @@ def test_inverse_cdf_never_returns_an_impossible_token(vocab_size):
         assert (weights.gather(1, tokens[:, None]) > 0).all()
 
 
+def test_broken_logits_give_an_id_of_the_vocabulary():
+    weights = torch.full((2, 9), torch.nan)
+    assert (inverse_cdf(weights, torch.tensor([0.0, 0.9], dtype=torch.float64)) < 9).all()
+
+
 def test_inverse_cdf_law():
     weights = torch.tensor([0.5, 3.0, 0.0, 1.5, 1.0])
     keys = RoundKeys(1, 1, torch.arange(200_000), torch.zeros(200_000, dtype=torch.int64))
@@ -56,6 +62,17 @@ def test_seeded_argmax_is_the_gumbel_argmax():
     seeds, positions = torch.arange(20) * 12345, torch.arange(20) % 4
     gumbel = -exponential(seeds, positions, 101).log()
     assert torch.equal(seeded_argmax(probs, seeds, positions), (probs.double().log() + gumbel).argmax(-1))
+
+
+@pytest.mark.parametrize("density", [0.01, 0.5])
+def test_blocks_sparse_rows_and_the_accelerators_route_agree(monkeypatch, density):
+    generator = torch.Generator().manual_seed(8)
+    probs = torch.rand(9, 1001, generator=generator) * (torch.rand(9, 1001, generator=generator) < density)
+    seeds, positions = torch.arange(9), torch.arange(9) * 3
+    monkeypatch.setattr(token_draw, "_NOISE_BLOCK", 2500)
+    tokens = seeded_argmax(probs, seeds, positions)
+    monkeypatch.setattr(token_draw, "reads_are_free", lambda _: False)
+    assert torch.equal(tokens, seeded_argmax(probs, seeds, positions))
 
 
 def test_seeded_argmax_law():

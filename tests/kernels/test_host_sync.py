@@ -1,0 +1,61 @@
+"""On an accelerator nothing is read back: meta tensors have no values, so any attempt to read one raises."""
+
+import pytest
+import torch
+from dspark_kernels import RoundKeys, SamplingRows, accept_ref, draw, markov_sample_ref
+
+BS, GAMMA, VOCAB = 6, 4, 9000
+GREEDY, PLAIN, SEEDED = (0.0, -1, 1.0, 0.0, None), (1.0, -1, 1.0, 0.0, None), (0.8, -1, 0.9, 0.1, 5)
+NUCLEUS, TOP_K = (1.0, -1, 0.9, 0.0, None), (1.0, 20, 0.9, 0.0, None)
+BATCHES = {
+    "greedy": [GREEDY] * BS,
+    "plain": [PLAIN] * BS,
+    "nucleus": [NUCLEUS] * BS,
+    "seeded": [SEEDED] * BS,
+    "mixed": [GREEDY, PLAIN, SEEDED, NUCLEUS, TOP_K, GREEDY],
+    "few-sampled": [GREEDY, GREEDY, GREEDY, GREEDY, TOP_K, GREEDY],
+}
+
+
+def floats(*shape):
+    return torch.empty(shape, device="meta")
+
+
+def ints(*shape):
+    return torch.empty(shape, device="meta", dtype=torch.int64)
+
+
+@pytest.fixture(params=BATCHES.values(), ids=BATCHES)
+def batch(request):
+    rows = SamplingRows.from_lists(*(list(column) for column in zip(*request.param, strict=True)), device="meta")
+    return rows, RoundKeys(1, ints(), ints(BS), ints(BS))
+
+
+def test_drawing_reads_nothing_back(batch):
+    assert draw(floats(BS, VOCAB), *batch).shape == (BS,)
+
+
+def test_drafting_reads_nothing_back(batch):
+    block = markov_sample_ref(floats(BS, GAMMA, VOCAB), floats(BS, GAMMA, 2), ints(BS), None, None, *batch)
+    assert block.tokens.shape == (BS, GAMMA)
+
+
+@pytest.mark.parametrize("gamma", [GAMMA, 0])
+def test_accepting_reads_nothing_back(batch, gamma):
+    accepted = accept_ref(
+        ints(BS, gamma),
+        ints(BS),
+        floats(17, VOCAB),
+        ints(BS + 1),
+        floats(BS, gamma, VOCAB),
+        *batch,
+        floats(BS, gamma) > 0,
+    )
+    assert accepted.out_tokens.shape == (BS, gamma + 1)
+
+
+def test_reading_back_would_raise():
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        bool(floats(1)[0] > 0)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        floats(3).nonzero()
