@@ -103,8 +103,8 @@ class Demo:
         table.add_row("all", *_cells(with_dspark, plain))
         self._console.print(table)
         self._console.print(
-            "Speeds in tokens per second, from sending a request to the end of its stream. Greedy, one request at a time, "
-            "each prompt asked once; the servers ran one after the other with the same settings."
+            "Speeds in tokens per second, from sending a request to the end of its stream. Greedy, one request at a "
+            "time, each prompt asked once; the servers ran one after the other with the same settings."
         )
 
     def _print_differences(self, with_dspark: Sequence[Answer], plain: Sequence[Answer]) -> None:
