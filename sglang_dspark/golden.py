@@ -19,11 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .draft.config import DraftConfig
-from .draft.model import DraftModel
-from .draft.reference import ContextKV, DraftBlock, Target, accept_greedy, decode_greedy, draft_block
-from .draft.weights import load_draft_model
-from .errors import CheckpointError
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.reference import ContextKV, DraftBlock, Target, accept_greedy, decode_greedy, draft_block
+from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.errors import CheckpointError
 
 TENSOR_ATOL = 1e-4  # absolute; both sides are float32, only the order of summation differs
 

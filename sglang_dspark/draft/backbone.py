@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import DraftConfig
-from .rotary import rotate
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.rotary import rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, q [T, heads, hd], k [T, kv_heads, hd], v [T, kv_heads, hd]) -> [T, heads, hd]``.

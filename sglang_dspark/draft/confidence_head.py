@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import DraftConfig
+from sglang_dspark.draft.config import DraftConfig
 
 
 class ConfidenceHead(nn.Module):

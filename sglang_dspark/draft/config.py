@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from sglang_dspark.errors import CheckpointError
 
 SUPPORTED_ARCHITECTURE = "Qwen3DSparkModel"
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")

@@ -13,7 +13,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from .config import DraftConfig
+from sglang_dspark.draft.config import DraftConfig
 
 
 class MarkovHead(nn.Module):

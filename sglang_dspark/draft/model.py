@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
-from .backbone import Attend, Attention, DecoderLayer
-from .confidence_head import ConfidenceHead
-from .config import DraftConfig
-from .markov_head import MarkovHead, build_markov_head
-from .rotary import RotaryEmbedding, rotate
+from sglang_dspark.draft.backbone import Attend, DecoderLayer
+from sglang_dspark.draft.confidence_head import ConfidenceHead
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.markov_head import MarkovHead, build_markov_head
+from sglang_dspark.draft.rotary import RotaryEmbedding, rotate
+from sglang_dspark.errors import CheckpointError
 
 
 class DraftModel(nn.Module):
@@ -52,6 +52,11 @@ class DraftModel(nn.Module):
     def confidence(self) -> ConfidenceHead | None:
         """The confidence head; None when the checkpoint has none."""
         return self.confidence_head
+
+    @property
+    def decoder_layers(self) -> list[DecoderLayer]:
+        """``layers`` with its element type."""
+        return [cast(DecoderLayer, layer) for layer in self.layers]
 
     def project_context(self, features: Tensor) -> Tensor:
         """Target features ``[n, m * d]`` (raw taps, ascending layers on the last axis) -> ``H_ctx [n, d]`` (Eq. 2)."""
@@ -156,10 +161,10 @@ class DraftModel(nn.Module):
         self.requires_grad_(False).eval()
         weight, k_norm = self._stack_context_weights()
         per_layer = weight.view(len(self.layers), 2, -1, self.config.hidden_size)
-        for attention, (k_weight, v_weight), k_norm_weight in zip(self._attentions(), per_layer, k_norm, strict=True):
-            attention.k_proj.weight.data = k_weight
-            attention.v_proj.weight.data = v_weight
-            attention.k_norm.weight.data = k_norm_weight
+        for layer, (k_weight, v_weight), k_norm_weight in zip(self.decoder_layers, per_layer, k_norm, strict=True):
+            layer.self_attn.k_proj.weight.data = k_weight
+            layer.self_attn.v_proj.weight.data = v_weight
+            layer.self_attn.k_norm.weight.data = k_norm_weight
         self._context_stack = weight, k_norm
         return self
 
@@ -169,12 +174,9 @@ class DraftModel(nn.Module):
         super().requires_grad_(requires_grad)
         return self
 
-    def _attentions(self) -> list[Attention]:
-        return [cast(DecoderLayer, layer).self_attn for layer in self.layers]
-
     def _stack_context_weights(self) -> tuple[Tensor, Tensor]:
         """``([L * 2 * kv_heads * hd, d]`` in the order layer, k before v; ``[L, hd])``."""
-        attentions = self._attentions()
+        attentions = [layer.self_attn for layer in self.decoder_layers]
         weight = torch.cat([w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)])
         return weight, torch.stack([a.k_norm.weight for a in attentions])
 

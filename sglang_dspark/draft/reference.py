@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .model import DraftModel
+from sglang_dspark.draft.model import DraftModel
 
 Target = Callable[[Sequence[int]], tuple[Tensor, Tensor]]
 """``target(ids) -> (logits [n, V], features [n, m * d])`` of all n tokens; taps ordered as ``target_layer_ids``."""

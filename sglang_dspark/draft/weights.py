@@ -11,9 +11,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..errors import CheckpointError
-from .config import DraftConfig
-from .model import DraftModel
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.errors import CheckpointError
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"

@@ -92,3 +92,6 @@ def test_confidence_without_markov_ignores_the_embedding(config):
     hidden = torch.randn(3, 24)
     assert head.proj.weight.shape == (1, 24)
     assert torch.equal(head(hidden, None), head(hidden, torch.randn(3, 7)))
+    half = head(hidden.bfloat16(), None)
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, head(hidden.bfloat16().float(), None), atol=0, rtol=0)
