@@ -12,6 +12,10 @@ from dspark_kernels import SamplingRows, target_probs
 from transformers import AutoModelForCausalLM
 
 Tokens = tuple[int, ...]
+Cell = tuple[int | None, ...]
+
+MIN_EXPECTED = 8  # for the chi-square approximation
+IMPOSSIBLE = 1e-7  # mass that float32 rounding may leave to tokens which a filter rules out
 
 
 class TargetLaw:
@@ -22,16 +26,24 @@ class TargetLaw:
         self._prompt = list(prompt)
         self._parameters = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0} | parameters
 
-    def likely(self, depth: int, min_prob: float) -> dict[Tokens, float]:
-        """All continuations of ``depth`` tokens with at least ``min_prob``, and their probabilities."""
-        cells: dict[Tokens, float] = {(): 1.0}
+    def cells(self, depth: int, min_prob: float) -> dict[Cell, float]:
+        """A partition of the continuations of ``depth`` tokens into likely ones, with the probability of each cell.
+
+        A prefix is followed token by token while its probability is at least ``min_prob``; ``(*prefix, None)`` is the cell
+        of all other continuations of a prefix.
+        """
+        cells: dict[Cell, float] = {}
+        frontier: dict[Tokens, float] = {(): 1.0}
         for _ in range(depth):
-            longer = {}
-            for prefix, row in zip(cells, self._next_probs(list(cells)), strict=True):
-                for token in (row * cells[prefix] >= min_prob).nonzero().flatten().tolist():
-                    longer[(*prefix, token)] = cells[prefix] * float(row[token])
-            cells = longer
-        return cells
+            longer: dict[Tokens, float] = {}
+            for prefix, row in zip(frontier, self._next_probs(list(frontier)), strict=True):
+                row = row * frontier[prefix]
+                likely = (row >= min_prob).nonzero().flatten().tolist()
+                longer |= {(*prefix, token): float(row[token]) for token in likely}
+                row[likely] = 0
+                cells[(*prefix, None)] = float(row.sum())
+            frontier = longer
+        return cells | frontier
 
     @torch.inference_mode()
     def _next_probs(self, prefixes: list[Tokens]) -> torch.Tensor:
@@ -41,17 +53,25 @@ class TargetLaw:
         return target_probs(logits, rows.law).double()
 
 
-def p_value(sample: Sequence[Tokens], law: dict[Tokens, float]) -> float:
-    """Chi-square test of a sample against the law; whatever the law does not list is one more cell."""
+def p_value(sample: Sequence[Tokens], cells: dict[Cell, float]) -> float:
+    """Chi-square test of a sample against a partition; cells too rare for the test count as one."""
     num = len(sample)
-    counts = Counter(sample)
-    observed = [counts[cell] for cell in law]
-    expected = [num * prob for prob in law.values()]
+    counts = Counter(_cell(tokens, cells) for tokens in sample)
+    impossible = [cell for cell in counts if cells[cell] < IMPOSSIBLE]
+    if impossible:
+        return 0.0
+    common = [cell for cell, prob in cells.items() if num * prob >= MIN_EXPECTED]
+    observed = [counts[cell] for cell in common]
+    expected = [num * cells[cell] for cell in common]
     rest = num - sum(expected)
-    if rest >= 1:
+    if rest >= MIN_EXPECTED:
         observed.append(num - sum(observed))
         expected.append(rest)
-    elif num > sum(observed):
-        return 0.0  # tokens that the law rules out
-    total = sum(expected)
-    return float(scipy.stats.chisquare(observed, [e * num / total for e in expected]).pvalue)
+    scale = sum(observed) / sum(expected)
+    return float(scipy.stats.chisquare(observed, [e * scale for e in expected]).pvalue)
+
+
+def _cell(tokens: Tokens, cells: dict[Cell, float]) -> Cell:
+    if tokens in cells:
+        return tokens
+    return next(cell for n in range(len(tokens), -1, -1) if (cell := (*tokens[:n], None)) in cells)
