@@ -115,11 +115,10 @@ def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
 def ratio_table(summary: pd.DataFrame, metric: str) -> Table:
     """``summary`` for the terminal."""
     table = Table(title=f"{metric}: ratio to the baseline, paired by round")
-    for name, justify in (
-        *(("config", "left"), ("baseline", "left"), ("concurrency", "right"), ("rounds", "right"), ("ratio", "right")),
-        *((f"{CONFIDENCE:.0%} interval", "right"), ("range", "right"), ("above 1", "right")),
-    ):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("config", "baseline"):
+        table.add_column(name)
+    for name in ("concurrency", "rounds", "ratio", f"{CONFIDENCE:.0%} interval", "range", "above 1"):
+        table.add_column(name, justify="right")
     for row in summary.itertuples():
         interval = "-" if np.isnan(row.low) else f"{row.low:.3f} .. {row.high:.3f}"
         table.add_row(

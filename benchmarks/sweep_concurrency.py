@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -99,13 +99,13 @@ class Sweep:
             gpu=provenance.gpu(),
         )
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, origin: Origin) -> dict[str, Any]:
         """``provenance.json`` of a sweep that starts now."""
         return {
             "command": provenance.command(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "finished": None,
-            "commit": provenance.commit(),
+            "commit": origin.commit,
             "versions": provenance.versions(),
             "hardware": provenance.hardware(),
             "prompts": {"file": self.prompts_path.name, "sha256": provenance.file_digest(self.prompts_path)},
@@ -130,7 +130,9 @@ def run_sweep(sweep: Sweep, output: Path, console: Console) -> list[Agreement]:
     prompts = load_prompts(sweep.prompts_path)
     servers = {c.label: sweep.server(c) for c in sweep.configurations}
     output.mkdir(parents=True, exist_ok=True)
-    record = sweep.describe()
+    # Before the servers start: the tree may change while they run.
+    origin = sweep.origin()
+    record = sweep.describe(origin)
     provenance.write_json(output / "provenance.json", record)
     with (
         RowWriter(output / "sweep.csv") as rows,
@@ -139,7 +141,10 @@ def run_sweep(sweep: Sweep, output: Path, console: Console) -> list[Agreement]:
     ):
         progress.add_task("starting servers", total=None)
         with Fleet(servers, lambda label: progress.console.print(f"starting {label}", highlight=False)) as fleet:
-            _measure_all(sweep, prompts, fleet, rows, log, progress)
+            for cell, row, replies in _measure_all(sweep, prompts, fleet, origin, progress):
+                rows.write(row)
+                log.write(cell, replies)
+                progress.console.print(_line(row), highlight=False)
     greedy = sweep.sampling.temperature == 0
     served = [(c.label, c.policy, c.dtype) for c in sweep.configurations]
     agreements = compare(log.answers, choose_baselines(served)) if greedy else []
@@ -152,9 +157,9 @@ def run_sweep(sweep: Sweep, output: Path, console: Console) -> list[Agreement]:
 
 
 def _measure_all(
-    sweep: Sweep, prompts: Sequence[Prompt], fleet: Fleet, rows: RowWriter, log: RequestLog, progress: Progress
-) -> None:
-    origin = sweep.origin()
+    sweep: Sweep, prompts: Sequence[Prompt], fleet: Fleet, origin: Origin, progress: Progress
+) -> Iterator[tuple[Cell, SweepRow, list[Reply]]]:
+    """Measure cell by cell; the warm-up round is left out of the results."""
     cells = interleave(sweep.configurations, sweep.concurrencies, sweep.num_rounds)
     # An answer takes about as long at every concurrency, so a round is as long as its prompts per user.
     task = progress.task_ids[0]
@@ -166,9 +171,7 @@ def _measure_all(
         on_reply = partial(progress.advance, task, 1 / cell.concurrency)
         row, replies = _measure(cell, chosen, fleet, sweep.sampling, origin, on_reply)
         if not cell.is_warm_up:
-            rows.write(row)
-            log.write(cell, replies)
-            progress.console.print(_line(row), highlight=False)
+            yield cell, row, replies
 
 
 def _measure(
@@ -204,9 +207,9 @@ def _num_prompts(sweep: Sweep, cell: Cell) -> int:
 
 def _line(row: SweepRow) -> str:
     accept = f", accept length {row.accept_length:.2f}" if row.accept_length else ""
-    user = f", {row.per_user_tok_s:.1f} per user" if row.per_user_tok_s else ""
     return (
-        f"round {row.round}, {row.concurrency:>3} users, {row.config}: {row.output_tok_s:.1f} tok/s{user}{accept}"
+        f"round {row.round}, {row.concurrency:>3} users, {row.config}: {row.output_tok_s:.1f} tok/s, "
+        f"{row.per_user_tok_s:.1f} per user{accept}"
         f"{f' (others used {row.other_cpu_share:.0%} of the CPU)' if row.other_cpu_share > 0.1 else ''}"
     )
 

@@ -61,7 +61,9 @@ class SweepRow:
         concurrency: users, each with one request at a time.
         round: counted from 0; rounds of equal number had equal prompts.
         output_tok_s: generated tokens of all users per second of the round.
-        per_user_tok_s: mean over the requests of 1 / TPOT, thus without the time to the first token.
+        per_user_tok_s: mean over the requests of tokens per second from sending to the last token. The time to the
+            first token is part of it: a starved HTTP process delivers the first chunks late and all at once, and then a
+            speed counted from the first chunk is a fiction (``1000 / tpot_ms`` is that speed).
         config: label of the configuration.
         verify_len: drafts verified per request and step, where fixed.
         dtype: of the target and the drafter.
@@ -85,7 +87,7 @@ class SweepRow:
     concurrency: int
     round: int
     output_tok_s: float
-    per_user_tok_s: float | None
+    per_user_tok_s: float
     config: str
     verify_len: int | None
     dtype: str
@@ -138,15 +140,13 @@ def make_row(
     tpots_s = [reply.tpot_s for reply in replies if reply.tpot_s is not None]
     gaps_ms = [1e3 * gap for reply in replies for gap in reply.gaps_s]
     p50, p95, p99 = np.percentile(gaps_ms, [50, 95, 99]).tolist() if gaps_ms else [None] * 3
-    counts = dict.fromkeys(STAT_KEYS) if stats is None else stats
-    rounds = counts["decode_rounds"]
     configuration = cell.configuration
     return SweepRow(
         policy=configuration.policy,
         concurrency=cell.concurrency,
         round=cell.round,
         output_tok_s=num_tokens / wall_s,
-        per_user_tok_s=fmean(1 / tpot for tpot in tpots_s) if tpots_s else None,
+        per_user_tok_s=fmean(reply.num_tokens / (reply.done_s - reply.sent_s) for reply in replies),
         config=configuration.label,
         verify_len=configuration.verify_len,
         dtype=configuration.dtype,
@@ -159,8 +159,8 @@ def make_row(
         itl_p99_ms=p99,
         server_cpu_ms_per_tok=1e3 * cpu_time.server_s / num_tokens,
         other_cpu_share=cpu_time.others_s / wall_s / (os.cpu_count() or 1),
-        accept_length=counts["committed"] / rounds if rounds else None,
-        **counts,
+        accept_length=stats["committed"] / stats["decode_rounds"] if stats and stats["decode_rounds"] else None,
+        **(stats or dict.fromkeys(STAT_KEYS)),
         num_requests=len(replies),
         num_tokens=num_tokens,
         num_prompt_tokens=sum(reply.num_prompt_tokens for reply in replies),

@@ -29,7 +29,7 @@ def test_row_of_a_round():
     assert row.output_tok_s == pytest.approx(13 / 4)
     assert row.ttft_ms == pytest.approx(750)
     assert row.tpot_ms == pytest.approx(1e3 * (2 / 8 + 3 / 3) / 2)
-    assert row.per_user_tok_s == pytest.approx((4 + 1) / 2)
+    assert row.per_user_tok_s == pytest.approx((9 / 2.5 + 4 / 4) / 2)
     assert row.itl_p50_ms == pytest.approx(500)
     assert row.itl_p99_ms == pytest.approx(500 + 0.98 * 1500)
     assert row.server_cpu_ms_per_tok == pytest.approx(200)
@@ -41,7 +41,7 @@ def test_row_without_speculation_leaves_its_figures_empty():
     single = replace(REPLIES[0], num_tokens=1, chunks_s=(12.5,))
     row = make_row(CELL, [single], CpuTime(1, 0), None, ORIGIN)
     assert row.accept_length is None and all(getattr(row, column) is None for column in STAT_KEYS)
-    assert row.tpot_ms is None and row.per_user_tok_s is None and row.itl_p50_ms is None
+    assert row.tpot_ms is None and row.itl_p50_ms is None
 
 
 def test_schema_starts_with_the_columns_that_others_rely_on():
