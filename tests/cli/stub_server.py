@@ -1,0 +1,65 @@
+"""Stands in for ``sglang.launch_server``: answers what demo and LaunchedServer ask, without a model.
+
+Run with ``--port``; the model path says how to behave: ``.../die`` prints and exits, ``.../hang`` never gets healthy,
+``.../orphan`` dies and leaves a child behind, everything else serves.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+ARGUMENTS = sys.argv[1:]
+SPECULATIVE = "DSPARK" in ARGUMENTS
+TOKENS = ["one", " two", " three", " four"]
+stats = {"committed_tokens": 0, "rounds": 0}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        known = {"/health": {}, "/dspark/stats": stats, "/argv": ARGUMENTS, "/environment": dict(os.environ)}
+        self._answer(json.dumps(known[self.path]).encode(), "application/json")
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        stats["committed_tokens"] += 3
+        stats["rounds"] += 2
+        tokens = [*TOKENS[:-1], " 4"] if "differ" in str(request) and not SPECULATIVE else TOKENS
+        chat = self.path == "/v1/chat/completions"
+        choices = [[{"index": 0, **({"delta": {"content": t}} if chat else {"text": t})}] for t in tokens]
+        events = [{"choices": choice} for choice in choices]
+        events.append({"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": 1, "total_tokens": 5}})
+        lines = [f"data: {json.dumps({'id': 'x', 'object': 'c', 'created': 0, 'model': 'm', **e})}\n\n" for e in events]
+        self._answer("".join([*lines, "data: [DONE]\n\n"]).encode(), "text/event-stream")
+
+    def _answer(self, body, content_type):
+        self.send_response(200)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def main():
+    behaviour = Path(ARGUMENTS[ARGUMENTS.index("--model-path") + 1]).name
+    if behaviour == "die":
+        sys.exit("no such model")
+    if behaviour in ("hang", "orphan"):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        sys.stdout.write(f"child {child.pid}\n")
+        sys.stdout.flush()
+        if behaviour == "orphan":
+            sys.exit(3)
+        time.sleep(600)
+    port = int(ARGUMENTS[ARGUMENTS.index("--port") + 1])
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Rules of the layout that no single module can see."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "sglang_dspark"
+KERNELS = ROOT / "kernels" / "dspark_kernels"
+MAX_LINES = 400
+KERNEL_IMPORTS = {"torch", "triton", "dspark_kernels"}
+
+
+def python_files(*folders: Path) -> list[Path]:
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def imported_roots(source: str) -> Iterator[str]:
+    """Top-level packages that a module imports anywhere, function bodies and importlib calls included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
+            yield from (
+                str(argument.value).partition(".")[0] for argument in node.args if isinstance(argument, ast.Constant)
+            )
+
+
+def in_package(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import sglang",
+        "import sglang.srt.server_args as args",
+        "def f():\n    from sglang.srt import plugins",
+        "if TYPE_CHECKING:\n    import sglang",
+        "importlib.import_module('sglang.srt')",
+    ],
+)
+def test_the_import_walk_sees_every_form(source: str):
+    assert "sglang" in imported_roots(source)
+
+
+def test_only_engine_imports_sglang():
+    outside = [path for path in python_files(PACKAGE, KERNELS) if PACKAGE / "engine" not in path.parents]
+    assert len(outside) > 20
+    offenders = [in_package(path) for path in outside if "sglang" in imported_roots(path.read_text())]
+    assert offenders == []
+
+
+def test_kernels_import_only_torch_and_triton():
+    allowed = KERNEL_IMPORTS | sys.stdlib_module_names
+    offenders = {
+        in_package(path): extra
+        for path in python_files(KERNELS)
+        if (extra := set(imported_roots(path.read_text())) - allowed)
+    }
+    assert offenders == {}
+
+
+def test_modules_stay_small():
+    sizes = {in_package(path): len(path.read_text().splitlines()) for path in python_files(PACKAGE, KERNELS)}
+    assert {name: lines for name, lines in sizes.items() if lines > MAX_LINES} == {}
+
+
+def test_there_is_no_grab_bag_module():
+    names = {path.stem for path in python_files(PACKAGE, KERNELS)}
+    assert names & {"utils", "util", "helpers", "common", "misc"} == set()
+
+
+def test_no_module_may_hide_the_hub_package_named_kernels():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize(
+    "module", ["sglang_dspark", "sglang_dspark.plugin", "sglang_dspark.cli", "sglang_dspark.launch"]
+)
+def test_import_stays_light(module: str):
+    """SGLang imports the plugin in every process, and `--help` should not take seconds."""
+    probe = f"import sys, {module}; print(sorted({{'torch', 'sglang', 'triton', 'transformers'}} & set(sys.modules)))"
+    output = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True).stdout
+    assert output.strip() == "[]"

@@ -1,0 +1,58 @@
+"""The README says what the code does: options, keys, commands and links."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from sglang_dspark.cli import COMMANDS
+from sglang_dspark.config import ENV_PREFIX, DSparkConfig, flag_name
+from sglang_dspark.speculation import Speculation
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def flag_rows() -> list[str]:
+    """The rows that the options table has to have."""
+    rows = []
+    for knob in fields(DSparkConfig):
+        default = "from the drafter" if knob.default is None else f"`{knob.default}`"
+        text = knob.metadata["help"]
+        rows.append(f"| `{flag_name(knob.name)}` | `{ENV_PREFIX}{knob.name.upper()}` | {default} | {text} |")
+    return rows
+
+
+def table_keys(first_heading: str) -> list[str]:
+    """First cells, without backticks, of the table whose header starts with this cell."""
+    table = README.split(f"| {first_heading} |", 1)[1].split("\n\n", 1)[0]
+    return re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+
+
+def test_options_table_equals_the_configuration():
+    expected = flag_rows()
+    found = [line for line in README.splitlines() if line.startswith("| `--speculative-dspark-")]
+    assert found == expected, "write these rows into README.md:\n" + "\n".join(expected)
+
+
+def test_speculation_table_equals_the_request_field():
+    assert table_keys("key") == [knob.name for knob in fields(Speculation)]
+
+
+def test_every_folder_of_the_package_is_on_the_map():
+    table = README.split("| folder |", 1)[1].split("\n\n", 1)[0]
+    folders = {path.parent.name for path in (ROOT / "sglang_dspark").glob("*/__init__.py")}
+    assert {folder for folder in folders if f"{folder}/`" not in table} == set()
+
+
+@pytest.mark.parametrize("command", re.findall(r"^(?:make|python -m sglang_dspark) ([a-z]+)", README, re.MULTILINE))
+def test_commands_exist(command):
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert command in targets or command in COMMANDS
+
+
+def test_local_links_lead_somewhere():
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []
