@@ -1,7 +1,7 @@
 """SGLang plugin for DSPARK speculative decoding.
 
-This module stays free of imports: SGLang loads plugins in every one of its processes, and most of them need neither torch
-nor the worker.
+This module stays free of imports: SGLang loads plugins in every one of its processes, and most of them need neither
+torch nor the worker.
 """
 
 __version__ = "0.1.0"

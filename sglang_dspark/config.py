@@ -134,7 +134,7 @@ def _dest(field_name: str) -> str:
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    """Add one flag per knob. Texts are parsed by :meth:`DSparkConfig.resolve`, so errors name flag or variable alike."""
+    """Add one flag per knob. Texts are parsed by :meth:`DSparkConfig.resolve`, so errors name the flag or variable."""
     group = parser.add_argument_group("DSPARK (sglang-dspark plugin)")
     for knob in fields(DSparkConfig):
         shown = "from the draft checkpoint" if knob.default is None else knob.default

@@ -1,4 +1,4 @@
-"""Entry point ``sglang.srt.plugins``: SGLang calls :func:`register` in its main, scheduler and command-line processes."""
+"""Entry point ``sglang.srt.plugins``: SGLang calls :func:`register` in main, scheduler and command-line processes."""
 
 from __future__ import annotations
 

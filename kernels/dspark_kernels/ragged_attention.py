@@ -13,7 +13,7 @@ SlotIndex = torch.Tensor | slice
 
 
 def slot_index(slots: torch.Tensor) -> SlotIndex:
-    """Index for the pool rows ``slots`` [n] int64: a slice where they are consecutive, so that reading copies nothing."""
+    """Index for pool rows ``slots`` [n] int64: a slice where they are consecutive, so that reading copies nothing."""
     if slots.shape[0] > 0 and bool((slots[1:] - slots[:-1] == 1).all()):
         first = int(slots[0])
         return slice(first, first + slots.shape[0])

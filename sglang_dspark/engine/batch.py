@@ -83,8 +83,8 @@ class DSparkBatchResult(GenerationBatchResult):
 def record_traces(reqs: Sequence[Any], rounds: Rounds, accept_lens: Sequence[int]) -> None:
     """Append this step to the trace of every request that asked for one.
 
-    ``customized_info`` lists are parallel to a request's output tokens (SGLang slices them so when it streams): the round
-    stands at the first token that it committed, null at the others.
+    ``customized_info`` lists are parallel to a request's output tokens (SGLang slices them so when it streams): the
+    round stands at the first token that it committed, null at the others.
 
     Args:
         accept_lens: tokens committed per request, bonus included.

@@ -20,8 +20,8 @@ class DSparkDraftInput(SpecInput):
         bonus_tokens: [bs] int64, last committed token: the anchor of the next block. Relayed by SGLang's future map.
         new_seq_lens: [bs] int64, tokens whose K/V is committed; the anchor is not among them.
         future_indices: [bs], set by the scheduler under overlap.
-        reserved_lens_cpu: [bs] int64 on the host, upper bound of every length in the step ahead; for attention backends that
-            plan with host lengths while the real ones are known to the device only.
+        reserved_lens_cpu: [bs] int64 on the host, upper bound of every length in the step ahead; for attention backends
+            that plan with host lengths while the real ones are known to the device only.
         topk_p, topk_index, hidden_states: the relay reads these of every algorithm; DSPARK has none.
     """
 
@@ -86,6 +86,7 @@ class DSparkDraftInput(SpecInput):
     def merge_batch(self, other: DSparkDraftInput) -> None:
         """Append the requests of ``other``."""
         if self.future_indices is not None:
+            assert other.future_indices is not None, "batches of one server are either all ahead of the device or none"
             self.future_indices = torch.cat([self.future_indices, other.future_indices])
         else:
             self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])

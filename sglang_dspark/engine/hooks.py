@@ -1,7 +1,7 @@
 """Every patch that DSPARK applies to SGLang: where, why, and the check that it took effect.
 
-SGLang applies hooks through its ``HookRegistry``, which logs a failed patch and goes on; :func:`_install` raises instead.
-All of them are installed only when DSPARK was selected, each in the one process that needs it.
+SGLang applies hooks through its ``HookRegistry``, which logs a failed patch and goes on; :func:`_install` raises
+instead. All of them are installed only when DSPARK was selected, each in the one process that needs it.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def install_in_scheduler(device: str) -> None:
             "sglang.srt.mem_cache.common.get_req_to_token_extra_context_len",
             HookType.AROUND,
             _row_headroom,
-            "a step reserves two verify windows past the committed length, rows of req_to_token have room for one: near "
-            "the context limit the second one would land in the next request's row",
+            "a step reserves two verify windows past the committed length, rows of req_to_token have room for one: "
+            "near the context limit the second one would land in the next request's row",
         ),
         Hook(
             "observe-results",
@@ -88,8 +88,8 @@ def install_in_scheduler(device: str) -> None:
                 "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
                 HookType.REPLACE,
                 _no_kv_copy_kernel,
-                "with a speculative algorithm the pool warms up a Triton copy kernel, which has no CPU form; DSPARK never "
-                "moves K/V between slots",
+                "with a speculative algorithm the pool warms up a Triton copy kernel, which has no CPU form; DSPARK "
+                "never moves K/V between slots",
             )
         )
     _install(hooks)

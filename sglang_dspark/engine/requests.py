@@ -10,7 +10,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 PARAMETERS_KEY = "dspark"
 """Key of our per-request options inside SGLang's ``custom_params``."""
 
-_NEUTRAL = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0, 0.0),
     "presence_penalty": (None, 0, 0.0),
     "repetition_penalty": (None, 1, 1.0),

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}
 
-# ServerArgs.__post_init__ resolves and checks everything before from_cli_args returns, so the texts of our flags have to
-# be at hand before the object exists.
+# ServerArgs.__post_init__ resolves and checks everything before from_cli_args returns, so the texts of our flags have
+# to be at hand before the object exists.
 _flag_texts: ContextVar[dict[str, str | None]] = ContextVar("dspark_flag_texts")
 
 
@@ -127,7 +127,7 @@ def _refusals(args: Any) -> Iterator[str]:
 
 
 def complete(server_args: Any) -> None:
-    """Resolve our options against the checkpoint, fill the fields that SGLang sizes buffers from, install the front-end.
+    """Resolve our options against the checkpoint, fill the fields that size SGLang's buffers, install the front-end.
 
     Raises:
         ConfigError, CheckpointError: options, checkpoint or target do not fit together.
@@ -139,7 +139,8 @@ def complete(server_args: Any) -> None:
     given = server_args.speculative_num_draft_tokens
     if given is not None and given != gamma + 1:
         raise ConfigError(
-            f"--speculative-num-draft-tokens={given} contradicts the block size {gamma}; pass {gamma + 1} or drop the flag"
+            f"--speculative-num-draft-tokens={given} contradicts the block size {gamma}; "
+            f"pass {gamma + 1} or drop the flag"
         )
     server_args.dspark_config = config
     # SGLang's tokens per request and step: the anchor and the drafts that are verified.

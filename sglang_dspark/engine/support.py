@@ -24,7 +24,7 @@ def installed_sglang() -> str:
 
 def has_built_in_dspark(sglang_version: str) -> bool:
     """Whether this SGLang registers a DSPARK of its own, which the plugin leaves alone."""
-    numbers = sglang_version.split("+")[0].split(".")[:3]
+    numbers = sglang_version.split("+", maxsplit=1)[0].split(".")[:3]
     return tuple(int(n) for n in numbers if n.isdigit()) >= FIRST_WITH_BUILT_IN_DSPARK
 
 

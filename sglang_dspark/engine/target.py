@@ -61,14 +61,14 @@ class Target:
         return torch.cat([self.model.get_input_embeddings()(input_ids), captured], dim=-1)
 
     def _request_capture(self) -> None:
-        # The embedding output is looked up by features(): Llama's capture does not know it, and a model that is asked for
-        # no layer at all returns a differently shaped result, so a lone tap -1 captures layer 0 and drops it.
+        # The embedding output is looked up by features(): Llama's capture does not know it, and a model that is asked
+        # for no layer at all returns a differently shaped result, so a lone tap -1 captures layer 0 and drops it.
         runner = self._model_runner
         runner.dflash_use_aux_hidden_state = True
         runner.dflash_target_layer_ids = self._layer_taps or [0]
 
     def _account_for_draft_cache(self, draft: DraftConfig) -> None:
-        # SGLang sizes its pool for `dflash_draft_num_layers` layers beside the target's, each as large as a target layer.
+        # SGLang sizes its pool for `dflash_draft_num_layers` layers beside the target's, each as large as one of them.
         runner = self._model_runner
         config = runner.model_config
         target_layer = 2 * config.get_num_kv_heads(1) * config.head_dim * runner.kv_cache_dtype.itemsize

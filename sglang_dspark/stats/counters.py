@@ -1,4 +1,4 @@
-"""Token counters of speculative decoding. Pure host code, fed from results that SGLang has copied to the host anyway."""
+"""Token counters of speculative decoding. Pure host code, fed from results that SGLang copies to the host anyway."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 LOW_ACCEPT_LENGTH = 1.15
-"""Mean tokens per round below which a drafter is as good as noise. A drafter that was wired with a wrong convention (taps
-off by one, anchor misplaced) reaches about 1.1; a weak but sound one is above 1.3."""
+"""Mean tokens per round below which a drafter is as good as noise. A drafter that was wired with a wrong convention
+(taps off by one, anchor misplaced) reaches about 1.1; a weak but sound one is above 1.3."""
 LOW_ACCEPT_ROUNDS = 2000
 
 
@@ -64,7 +64,7 @@ class Counters:
         return self.verified_at[:1] > [LOW_ACCEPT_ROUNDS] and length is not None and length < LOW_ACCEPT_LENGTH
 
     def report(self) -> dict[str, Any]:
-        """JSON form. ``survival`` is the share of verified drafts accepted through that position, None where none was."""
+        """JSON form. ``survival``: share of verified drafts accepted through that position, None where none was."""
         return {
             "steps": self.steps,
             "rounds": self.rounds,

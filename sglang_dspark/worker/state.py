@@ -1,7 +1,7 @@
 """What the stages of a decode step hand to each other.
 
-Letters: bs requests; gamma drafts per block; N tokens in the verify forward, flattened request by request; V vocabulary.
-Tensors live on the worker's device unless their name ends in ``_cpu``.
+Letters: bs requests; gamma drafts per block; N tokens in the verify forward, flattened request by request; V
+vocabulary. Tensors live on the worker's device unless their name ends in ``_cpu``.
 """
 
 from __future__ import annotations

@@ -126,9 +126,9 @@ class DSparkWorker(SpecWorkerBase):
         if self.counters.looks_miswired and not self._warned:
             self._warned = True
             logger.warning(
-                "DSPARK: the accept length stays at %.2f. The drafter hardly predicts this target: was it trained for it, "
-                "and with DeepSpec's conventions (0-based target_layer_ids whose output is tapped, anchor in slot 0)? "
-                "Output stays exact but decoding is slower than without speculation.",
+                "DSPARK: the accept length stays at %.2f. The drafter hardly predicts this target: was it trained for "
+                "it, and with DeepSpec's conventions (0-based target_layer_ids whose output is tapped, anchor in "
+                "slot 0)? Output stays exact but decoding is slower than without speculation.",
                 self.counters.accept_length,
             )
 

@@ -23,7 +23,7 @@ Launch = Callable[..., LaunchedServer]
 
 @pytest.fixture(scope="session")
 def launch() -> Iterator[Launch]:
-    """``launch(*flags)`` gives a float32 server of the golden target, shared by all tests that ask for the same flags."""
+    """``launch(*flags)`` gives a float32 server of the golden target, shared by all tests that ask for these flags."""
     with ExitStack() as stack:
         servers: dict[tuple[str, ...], LaunchedServer] = {}
 

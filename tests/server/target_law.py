@@ -29,15 +29,15 @@ class TargetLaw:
     def cells(self, depth: int, min_prob: float) -> dict[Cell, float]:
         """A partition of the continuations of ``depth`` tokens into likely ones, with the probability of each cell.
 
-        A prefix is followed token by token while its probability is at least ``min_prob``; ``(*prefix, None)`` is the cell
-        of all other continuations of a prefix.
+        A prefix is followed token by token while its probability is at least ``min_prob``; ``(*prefix, None)`` is the
+        cell of all other continuations of a prefix.
         """
         cells: dict[Cell, float] = {}
         frontier: dict[Tokens, float] = {(): 1.0}
         for _ in range(depth):
             longer: dict[Tokens, float] = {}
-            for prefix, row in zip(frontier, self._next_probs(list(frontier)), strict=True):
-                row = row * frontier[prefix]
+            for prefix, next_probs in zip(frontier, self._next_probs(list(frontier)), strict=True):
+                row = next_probs * frontier[prefix]
                 likely = (row >= min_prob).nonzero().flatten().tolist()
                 longer |= {(*prefix, token): float(row[token]) for token in likely}
                 row[likely] = 0

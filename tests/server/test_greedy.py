@@ -78,15 +78,18 @@ def test_prefix_hit_keeps_the_accept_length(dspark):
 def test_retraction_and_context_limit(launch):
     """A pool that cannot hold the running requests, and requests that grow into the context limit.
 
-    With a block of 7 a step reserves 16 slots past the committed length, rows of req_to_token have room for 12 by default:
-    without more headroom the neighbour's first slots would be overwritten.
+    With a block of 7 a step reserves 16 slots past the committed length, rows of req_to_token have room for 12 by
+    default: without more headroom the neighbour's first slots would be overwritten.
     """
     flags = ["--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01"]
     dspark, plain = launch(*DSPARK, *flags), launch(*flags)
     rng = random.Random(3)
     # Stop tokens off: every request runs to its limit.
     bodies = [
-        {"input_ids": rng.choices(VOCAB, k=k), "sampling_params": {"temperature": 0, "max_new_tokens": n, "ignore_eos": True}}
+        {
+            "input_ids": rng.choices(VOCAB, k=k),
+            "sampling_params": {"temperature": 0, "max_new_tokens": n, "ignore_eos": True},
+        }
         for k, n in [(90, 37), (100, 27), (120, 7), (126, 1), (60, 67), (30, 97), (10, 117), (125, 2)] * 3
     ]
     assert output_ids(dspark, bodies, 16) == output_ids(plain, bodies, 16)

@@ -32,7 +32,10 @@ KINDS: dict[str, dict[str, float]] = {
 def sample(server: Any, parameters: dict[str, float], num: int = NUM_SAMPLES) -> list[tuple[int, ...]]:
     """``num`` independent continuations of PROMPT."""
     group = 64
-    body = {"input_ids": PROMPT, "sampling_params": {**parameters, "max_new_tokens": DEPTH, "n": group, "ignore_eos": True}}
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {**parameters, "max_new_tokens": DEPTH, "n": group, "ignore_eos": True},
+    }
     answers = generate(server, [body] * (num // group), 4)
     return [tuple(choice["output_ids"]) for answer in answers for choice in answer]
 
@@ -75,7 +78,12 @@ def seeded_bodies() -> list[dict[str, Any]]:
     return [
         {
             "input_ids": rng.choice(CASES)["prompt_ids"],
-            "sampling_params": {**kinds[i % len(kinds)], "temperature": 1.5, "max_new_tokens": 40, "sampling_seed": 1000 + i},
+            "sampling_params": {
+                **kinds[i % len(kinds)],
+                "temperature": 1.5,
+                "max_new_tokens": 40,
+                "sampling_seed": 1000 + i,
+            },
         }
         for i in range(32)
     ]
