@@ -42,7 +42,7 @@ def candidate_anchors(row_len: int, prompt_len: int) -> range:
 
 
 def sample_anchors(row: CorpusRow, num_anchors: int, generator: torch.Generator) -> Tensor:
-    """At most `num_anchors` candidate anchors of `row`, uniform without replacement, ascending: ``[<= num_anchors]``."""
+    """At most `num_anchors` candidate anchors of `row`, uniform without replacement, ascending: ``[n]``."""
     candidates = candidate_anchors(len(row.input_ids), row.prompt_len)
     chosen = torch.randperm(len(candidates), generator=generator)[:num_anchors]
     return chosen.sort().values + candidates.start
@@ -55,7 +55,7 @@ def collate(rows: Sequence[CorpusRow], anchors: Sequence[Tensor], block_size: in
     prefix of the block.
     """
     bs, width = len(rows), max(len(row.input_ids) for row in rows)
-    num_anchors = max(1, max(map(len, anchors)))
+    num_anchors = max(1, *map(len, anchors))
     padded_ids = torch.zeros(bs, width, dtype=torch.long)
     last_hidden = rows[0].last_hidden.new_zeros(bs, width, rows[0].last_hidden.shape[-1])
     padded_anchors = torch.zeros(bs, num_anchors, dtype=torch.long)

@@ -44,7 +44,8 @@ class AnchoredAttention:
         ctx_scores = (grouped.flatten(2, 3) @ k_ctx.transpose(-1, -2)).unflatten(2, (num_anchors, -1))
         ctx_scores = ctx_scores.masked_fill(self._hidden_ctx, float("-inf"))
         scores = torch.cat([ctx_scores, grouped @ k.transpose(-1, -2)], dim=-1)
-        ctx_probs, block_probs = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype).split((ctx_len, k.shape[3]), dim=-1)
+        probs = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
+        ctx_probs, block_probs = probs.split((ctx_len, k.shape[3]), dim=-1)
         mixed = (ctx_probs.flatten(2, 3) @ v_ctx).unflatten(2, (num_anchors, -1)) + block_probs @ v
         return mixed.unflatten(3, (-1, heads // kv_heads)).permute(0, 2, 3, 1, 4, 5).reshape(q.shape)
 
@@ -84,10 +85,12 @@ def block_latents(model: DraftModel, prev_ids: Tensor, hidden: Tensor) -> tuple[
     Returns:
         ``(latents, w1_embeddings)``, both ``[B, gamma, r]``.
     """
-    w1_embeddings = model.markov.markov_w1(prev_ids)
-    state = model.markov.initial_state(len(prev_ids), hidden.device, hidden.dtype)
+    markov = model.markov
+    assert markov is not None, "only models with a Markov head have latents"
+    w1_embeddings = markov.markov_w1(prev_ids)
+    state = markov.initial_state(len(prev_ids), hidden.device, hidden.dtype)
     latents = []
     for slot in range(prev_ids.shape[1]):
-        latent, state = model.markov.latent(w1_embeddings[:, slot], hidden[:, slot], state)
+        latent, state = markov.latent(w1_embeddings[:, slot], hidden[:, slot], state)
         latents.append(latent)
     return torch.stack(latents, dim=1), w1_embeddings

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +24,8 @@ from torch import Tensor
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.train.decoding import Continuation, decode
 from sglang_dspark.train.target import Target
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,9 @@ class Corpus:
         paths = sorted(Path(directory).glob("shard-*.safetensors"))
         paths = paths[first : None if limit is None else first + limit]
         if not paths:
-            raise ConfigError(f"corpus={str(directory)!r} holds no shard from number {first} on; generate a corpus first")
+            raise ConfigError(
+                f"corpus={str(directory)!r} holds no shard from number {first} on; generate a corpus first"
+            )
         return cls([row for path in paths for row in _read_shard(path)])
 
     def __len__(self) -> int:
@@ -77,7 +82,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[str]:
     Raises:
         ConfigError: a line has neither key.
     """
-    prompts = []
+    prompts: list[str] = []
     with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if limit is not None and len(prompts) >= limit:
@@ -158,7 +163,7 @@ def _user_turn_head(target: Target) -> str:
     return text[: text.index(marker)]
 
 
-def _chunks(items: Sequence, size: int) -> Iterator[Sequence]:
+def _chunks(items: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
 

@@ -120,7 +120,9 @@ class _PreallocatedLayer(CacheLayerMixin):
         self.values = value_states.new_empty(bs, heads, self._capacity, head_dim)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, self._length = self._length, self._length + key_states.shape[-2]

@@ -1,10 +1,10 @@
 """Accept length of a drafter on texts that the target has already written, without running the target again.
 
-At temperature 0 the committed tokens are the target's own greedy text, so decoding is replayed along that text: draft at
-the anchor, count the drafts that agree, move on. At temperature 1 the accepted prefix is drawn given a text y that was
-sampled from the target: speculative sampling accepts y_k with probability ``min(1, p_d(y_k) / p_t(y_k))`` when the text
-went through y_k, and the text itself supplies the correction or bonus token. Both replays have exactly the law of the
-real decoding loop.
+At temperature 0 the committed tokens are the target's own greedy text, so decoding is replayed along that text: draft
+at the anchor, count the drafts that agree, move on. At temperature 1 the accepted prefix is drawn given a text y that
+was sampled from the target: speculative sampling accepts y_k with probability ``min(1, p_d(y_k) / p_t(y_k))`` when the
+text went through y_k, and the text itself supplies the correction or bonus token. Both replays have exactly the law of
+the real decoding loop.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ def write_texts(
     batch_size: int,
     seed: int,
 ) -> list[CorpusRow]:
-    """Let the target answer `prompts`, one block and a bonus beyond `max_new_tokens` so that the last round can be judged."""
+    """Let the target answer `prompts`, a block and a bonus past `max_new_tokens`, to judge the last round in full."""
     generator = torch.Generator().manual_seed(seed)
     texts = []
     for start in range(0, len(prompts), batch_size):
         ids = [target.chat_prompt(prompt) for prompt in prompts[start : start + batch_size]]
         rows = decode(target, ids, [temperature] * len(ids), max_new_tokens + block_size + 1, generator)
         texts += [
-            CorpusRow(torch.tensor(r.prompt_ids + r.output_ids), len(r.prompt_ids), r.features, r.last_hidden) for r in rows
+            CorpusRow(torch.tensor(r.prompt_ids + r.output_ids), len(r.prompt_ids), r.features, r.last_hidden)
+            for r in rows
         ]
     return texts
 
@@ -110,7 +111,7 @@ def replay(
             agrees = torch.rand(labels.shape, generator=generator) < p_draft / p_target
         accepted = (agrees & inside).long().cumprod(-1).sum(-1)
         histogram += torch.bincount(accepted, minlength=gamma + 1)
-        # The token after the accepted ones is the correction or bonus; an accepted stop token ends the text without one.
+        # After the accepted tokens comes the correction or bonus; an accepted stop token ends the text without one.
         ends = torch.tensor([len(texts[row].input_ids) - 1 for row in rows])
         moved = torch.minimum(anchors[rows] + accepted + 1, ends)
         num_committed += int((moved - anchors[rows]).sum())
@@ -120,9 +121,7 @@ def replay(
     return AcceptanceReport(len(texts), num_rounds, num_committed, tuple((at_least / max(num_rounds, 1)).tolist()))
 
 
-def _after(
-    texts: Sequence[CorpusRow], rows: Tensor, anchors: Tensor, gamma: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _after(texts: Sequence[CorpusRow], rows: Tensor, anchors: Tensor, gamma: int) -> tuple[Tensor, Tensor, Tensor]:
     """``(labels [n, gamma], inside [n, gamma], target_hidden [n, gamma, d])`` of the slots after each row's anchor."""
     labels, inside, hidden = [], [], []
     for row in rows.tolist():

@@ -61,7 +61,7 @@ def draft_loss(
     target_lm_head: Tensor,  # [V, d]
     weights: LossWeights,
 ) -> LossOutput:
-    """Loss of the draft model on `batch`, teacher-forced. Differentiable in all parameters of the model but its LM head."""
+    """Loss of the draft model on `batch`, teacher-forced. Differentiable in all its parameters but the LM head's."""
     hidden = block_hidden(model, *context_kv(model, batch.features), batch.anchors, batch.anchor_ids)
     supervised = batch.supervised.flatten()
     slot_weights = weights.by_position(model.config.block_size, hidden.device).expand(batch.supervised.shape)
@@ -107,8 +107,8 @@ def draft_loss(
 class _DistributionLoss(torch.autograd.Function):
     """``ce * L_ce + l1 * L_tv`` with its gradient, computed chunk by chunk so that no ``[slots, v]`` tensor is kept.
 
-    Returns ``(L_ce [n], L_tv [n], weighted sum)``; only the weighted sum is differentiable. The gradient of the logits is
-    ``p - onehot(y)`` for the first term and ``p * (s - sum(p * s))``, s = sign(p - q), for the second.
+    Returns ``(L_ce [n], L_tv [n], weighted sum)``; only the weighted sum is differentiable. The gradient of the logits
+    is ``p - onehot(y)`` for the first term and ``p * (s - sum(p * s))``, s = sign(p - q), for the second.
     """
 
     @staticmethod
@@ -138,14 +138,14 @@ class _DistributionLoss(torch.autograd.Function):
                 part = slice(start, start + _CHUNK_ROWS)
                 h = hidden[part].to(compute_dtype)
                 logits = F.linear(h, head)
-                if w2 is not None:
+                if w2 is not None and latents is not None:
                     u = latents[part].to(compute_dtype)
                     logits = logits + F.linear(u, w2)
                 target_logits = F.linear(target_hidden[part].to(compute_dtype), target_head)
                 ce[part], l1[part], grad = _logit_gradient(logits, target_logits, log_weight, labels[part], weights)
                 grad = (grad * slot_weights[part, None]).to(compute_dtype)
                 hidden_grad[part] = (grad @ head).to(hidden.dtype)
-                if w2 is not None:
+                if w2 is not None and latents is not None and latents_grad is not None and w2_grad is not None:
                     latents_grad[part] = (grad @ w2).to(latents.dtype)
                     w2_grad += grad.T @ u
         ctx.save_for_backward(hidden_grad, latents_grad, w2_grad)

@@ -1,10 +1,10 @@
 """The part of the vocabulary that one training step computes its distributions over.
 
-With a small model the product with the LM head and the passes over ``[slots, V]`` logits cost more than the drafter. The
-tokens that the target uses in its own text are few, so a step may use those, plus a random sample of all others that
-stands for the whole rest: each sampled token's logit is raised by ``log(num_others / num_sampled)``, which makes the
-softmax normaliser an unbiased estimate of the full one. Without the sample nothing would hold down the logits of the
-tokens left out, and the drafter would propose them.
+With a small model the product with the LM head and the passes over ``[slots, V]`` logits cost more than the drafter.
+The tokens that the target uses in its own text are few, so a step may use those, plus a random sample of all others
+that stands for the whole rest: each sampled token's logit is raised by ``log(num_others / num_sampled)``, which makes
+the softmax normaliser an unbiased estimate of the full one. Without the sample nothing would hold down the logits of
+the tokens left out, and the drafter would propose them.
 """
 
 from __future__ import annotations

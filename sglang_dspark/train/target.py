@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,10 @@ class Target:
         stop_ids: token ids that end an answer.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, tap_ids: Sequence[int]) -> None:
+    def __init__(self, model: Any, tokenizer: Any, tap_ids: Sequence[int]) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self.backbone: nn.Module = model.base_model
+        self.backbone = model.base_model
         self.tap_ids = tuple(tap_ids)
         self.hidden_size: int = model.config.hidden_size
         self.vocab_size: int = model.config.vocab_size
@@ -69,13 +70,15 @@ class Target:
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """``[V, d]``"""
-        return self.model.get_output_embeddings().weight
+        """Weight of the LM head, ``[V, d]``."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
 
     @property
     def embed_weight(self) -> Tensor:
-        """``[V, d]``"""
-        return self.model.get_input_embeddings().weight
+        """Weight of the embedding, ``[V, d]``."""
+        weight: Tensor = self.model.get_input_embeddings().weight
+        return weight
 
     @torch.no_grad()
     def forward(
@@ -114,7 +117,7 @@ class Target:
 
 
 def _check_tap_ids(tap_ids: tuple[int, ...], num_layers: int) -> None:
-    ascending = all(a < b for a, b in zip(tap_ids, tap_ids[1:], strict=False))
+    ascending = all(a < b for a, b in pairwise(tap_ids))
     if not tap_ids or not ascending or tap_ids[0] < -1 or tap_ids[-1] > num_layers - 2:
         raise ConfigError(
             f"target_layer_ids={list(tap_ids)} must be strictly increasing in [-1, {num_layers - 2}] for a target of "
@@ -140,8 +143,8 @@ def _grouped_attention(
 ) -> tuple[Tensor, None]:
     """Attention that reads each key/value head once for all its query heads.
 
-    transformers' own function copies keys and values per query head whenever a mask is given. In batched decoding, where
-    q_len is 1, that copy costs more than the attention itself; here the query heads of a group become query rows.
+    transformers' own function copies keys and values per query head whenever a mask is given. In batched decoding,
+    where q_len is 1, that copy costs more than the attention itself; here the query heads of a group become query rows.
     """
     bs, heads, q_len, head_dim = query.shape
     kv_heads = key.shape[1]

@@ -37,7 +37,9 @@ def test_generation_continues_after_the_shards_that_exist(chatty, tmp_path, monk
     (tmp_path / "resumed" / "shard-00001.safetensors").unlink()
     decoded = []
     decode = corpus_module.decode
-    monkeypatch.setattr(corpus_module, "decode", lambda target, ids, *rest: decoded.append(ids) or decode(target, ids, *rest))
+    monkeypatch.setattr(
+        corpus_module, "decode", lambda target, ids, *rest: decoded.append(ids) or decode(target, ids, *rest)
+    )
     generate_all(chatty, tmp_path / "resumed")
     assert len(decoded) == 1
     whole, resumed = Corpus.load(tmp_path / "whole"), Corpus.load(tmp_path / "resumed")

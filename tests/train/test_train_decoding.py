@@ -3,7 +3,6 @@ import torch
 from sglang_dspark.train.decoding import decode
 from sglang_dspark.train.target import Target
 
-
 PROMPTS = [[5, 9, 11], [7, 3, 8, 20, 33, 41], [60, 4], [12, 13, 14, 15, 16]]
 
 

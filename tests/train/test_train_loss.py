@@ -32,12 +32,19 @@ def literal_loss(model: DraftModel, rows, anchors, lm_head: torch.Tensor) -> tor
             hidden = model.forward_block(
                 model.embed(ids),
                 torch.arange(t, t + gamma),
-                lambda i, q, k, v: attend_dense(q, torch.cat([k_ctx[i], k]), torch.cat([v_ctx[i], v])),
+                lambda i, q, k, v, k_ctx=k_ctx, v_ctx=v_ctx: attend_dense(
+                    q, torch.cat([k_ctx[i], k]), torch.cat([v_ctx[i], v])
+                ),
             )
             state = model.markov.initial_state(1, hidden.device, hidden.dtype)
             for j in range(gamma):
-                bias, w1, state = model.markov.step(row.input_ids[t + j : t + j + 1] if t + j < len(row.input_ids)
-                                                    else torch.zeros(1, dtype=torch.long), hidden[j : j + 1], state)
+                bias, w1, state = model.markov.step(
+                    row.input_ids[t + j : t + j + 1]
+                    if t + j < len(row.input_ids)
+                    else torch.zeros(1, dtype=torch.long),
+                    hidden[j : j + 1],
+                    state,
+                )
                 if t + j + 1 >= len(row.input_ids):
                     continue
                 p_draft = torch.softmax(hidden[j] @ lm_head.T + bias[0], dim=-1)
@@ -104,7 +111,9 @@ def test_labels_outside_the_slice_carry_no_cross_entropy(target, rows, config, m
     ids = torch.tensor([token for token in range(64) if token not in labels])
     index = torch.full((64,), -1)
     index[ids] = torch.arange(len(ids))
-    output = draft_loss(model, batch, VocabularySlice(ids, torch.zeros(len(ids)), index), target.lm_head_weight, WEIGHTS)
+    output = draft_loss(
+        model, batch, VocabularySlice(ids, torch.zeros(len(ids)), index), target.lm_head_weight, WEIGHTS
+    )
     assert float(output.ce) == 0.0
     assert torch.isfinite(output.loss)
     output.loss.backward()

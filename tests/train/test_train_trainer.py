@@ -66,7 +66,13 @@ def test_a_drafter_without_heads_trains(target, corpus, config, tmp_path):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("steps", 0), ("markov_rank", -1), ("markov_head_type", "lstm"), ("compute_dtype", "float16"), ("warmup_share", 1.0)],
+    [
+        ("steps", 0),
+        ("markov_rank", -1),
+        ("markov_head_type", "lstm"),
+        ("compute_dtype", "float16"),
+        ("warmup_share", 1.0),
+    ],
 )
 def test_settings_out_of_range_are_named(key, value):
     with pytest.raises(ConfigError, match=f"{key}="):

@@ -1,0 +1,1 @@
+"""Programs that make a particular drafter from nothing."""
