@@ -51,5 +51,5 @@ def _bundled_pair(console: Any, cache_dir: Path) -> tuple[Path, Path]:
 
     from sglang_dspark.demo.smollm2 import build
 
-    with console.status("building SmolLM2-135M-Instruct") as status:
-        return build(cache_dir / "smollm2-135m-instruct", progress=status.update), _BUNDLED_DRAFTER
+    with console.status("building SmolLM2-135M-Instruct"):
+        return build(cache_dir / "smollm2-135m-instruct", progress=console.print), _BUNDLED_DRAFTER

@@ -80,6 +80,7 @@ class Demo:
                 questioner = Questioner(server, chat=has_chat_template(self._target), speculative=bool(flags))
                 status.update("sending a warm-up request")
                 questioner.warm_up()
+            self._console.print(f"[dim]ready after {server.startup_s:.0f} s[/]")
             return [self._ask(questioner, prompt) for prompt in self._prompts]
 
     def _ask(self, questioner: Questioner, prompt: str) -> Answer:
