@@ -60,8 +60,8 @@ class Counters:
     @property
     def looks_miswired(self) -> bool:
         """Whether enough drafts were verified to say that the drafter does not predict this target."""
-        length = self.accept_length
-        return self.verified_at[:1] > [LOW_ACCEPT_ROUNDS] and length is not None and length < LOW_ACCEPT_LENGTH
+        rounds = self.verified_at[0]
+        return rounds >= LOW_ACCEPT_ROUNDS and (self.accepted + rounds) / rounds < LOW_ACCEPT_LENGTH
 
     def report(self) -> dict[str, Any]:
         """JSON form. ``survival``: share of verified drafts accepted through that position, None where none was."""

@@ -1,0 +1,78 @@
+"""The ``speculation`` field on its way from the request body to the scheduler."""
+
+import asyncio
+import json
+
+import pytest
+
+from sglang_dspark.engine.http import SpeculationMiddleware
+from sglang_dspark.speculation import Speculation
+
+
+def send(body, path="/generate", chunk=7):
+    """What the application behind the middleware receives, or the status and message of a refusal."""
+    seen, sent = {}, []
+
+    async def application(scope, receive, send):
+        message = await receive()
+        seen["body"] = message["body"]
+        seen["length"] = dict(scope["headers"]).get(b"content-length")
+
+    chunks = [body[i : i + chunk] for i in range(0, len(body), chunk)] or [b""]
+    messages = [{"type": "http.request", "body": c, "more_body": i + 1 < len(chunks)} for i, c in enumerate(chunks)]
+
+    async def receive():
+        return messages.pop(0)
+
+    async def respond(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"content-length", str(len(body)).encode())]}
+    asyncio.run(SpeculationMiddleware(application)(scope, receive, respond))
+    if sent:
+        return sent[0]["status"], json.loads(sent[1]["body"])["message"]
+    assert int(seen["length"]) == len(seen["body"])
+    return seen["body"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"text": "a"}', b'{"text": "speculation"}', b"not json, speculation"])
+def test_bodies_without_the_field_pass_untouched(body):
+    assert send(body) == body
+
+
+def test_other_routes_pass_untouched():
+    body = b'{"speculation": 1}'
+    assert send(body, path="/v1/embeddings", chunk=len(body)) == body
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_openai_routes_carry_it_at_the_top(path):
+    body = json.dumps({"model": "m", "speculation": {"trace": True}, "custom_params": {"mine": 1}}).encode()
+    assert json.loads(send(body, path)) == {"model": "m", "custom_params": {"mine": 1, "dspark": {"trace": True}}}
+
+
+def test_generate_carries_it_in_every_set_of_sampling_parameters():
+    single = json.dumps({"text": "a", "speculation": {"trace": True}}).encode()
+    assert json.loads(send(single))["sampling_params"] == {"custom_params": {"dspark": {"trace": True}}}
+    several = json.dumps({"text": ["a", "b"], "sampling_params": [{}, {"n": 2}], "speculation": {"trace": True}}).encode()
+    carried = {"custom_params": {"dspark": {"trace": True}}}
+    assert json.loads(send(several))["sampling_params"] == [carried, {"n": 2, **carried}]
+
+
+@pytest.mark.parametrize("value", [None, {}, {"trace": False}])
+def test_values_that_ask_for_nothing_leave_no_trace(value):
+    assert json.loads(send(json.dumps({"text": "a", "speculation": value}).encode())) == {"text": "a"}
+
+
+@pytest.mark.parametrize("value", [1, [], "x", {"trace": 1}, {"trace": None}, {"tracing": True}])
+def test_bad_values_are_refused_by_name(value):
+    status, message = send(json.dumps({"text": "a", "speculation": value}).encode())
+    assert status == 400
+    assert message.startswith("speculation")
+    with pytest.raises(ValueError, match="speculation"):
+        Speculation.parse(value)
+
+
+def test_malformed_carriers_are_refused():
+    status, message = send(b'{"speculation": {"trace": true}, "sampling_params": 3}')
+    assert (status, "sampling_params" in message) == (400, True)

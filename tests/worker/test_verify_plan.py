@@ -1,0 +1,64 @@
+"""Flattening of the tokens to be verified."""
+
+import pytest
+import torch
+from dspark_kernels import RoundKeys, SamplingRows
+
+from sglang_dspark.worker.state import DecodeBatch
+from sglang_dspark.worker.verify_plan import ragged_plan, uniform_plan
+
+GAMMA = 3
+PREFIXES = [10, 0, 200]
+DRAFTS = torch.tensor([[11, 12, 13], [21, 22, 23], [31, 32, 33]])
+
+
+@pytest.fixture
+def step():
+    prefix_lens = torch.tensor(PREFIXES)
+    requests = torch.tensor([4, 1, 2])
+    positions = prefix_lens[:, None] + torch.arange(GAMMA + 1)
+    return DecodeBatch(
+        anchors=torch.tensor([10, 20, 30]),
+        prefix_lens=prefix_lens,
+        req_pool_indices=requests,
+        window_slots=1000 * requests[:, None] + torch.arange(GAMMA + 1),
+        window_positions=positions,
+        rows=SamplingRows.from_lists([0.0] * 3, [-1] * 3, [1.0] * 3, [0.0] * 3, [None] * 3),
+        keys=RoundKeys(seed=1, step=1, request_keys=requests, positions=prefix_lens + 1),
+    )
+
+
+def rows_of(plan, request):
+    start, end = plan.indptr[request], plan.indptr[request + 1]
+    return [t[start:end].tolist() for t in (plan.input_ids, plan.positions, plan.slots, plan.columns)]
+
+
+def test_uniform(step):
+    plan = uniform_plan(step, DRAFTS, 2)
+    assert plan.width == 3
+    assert plan.lens_cpu == plan.verify_lens.tolist() == [2, 2, 2]
+    assert rows_of(plan, 2) == [[30, 31, 32], [200, 201, 202], [2000, 2001, 2002], [0, 1, 2]]
+    assert plan.requests.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("lens", [[0, 3, 1], [3, 0, 0], [1, 2, 3], [0, 0, 0]])
+def test_ragged(step, lens):
+    plan = ragged_plan(step, DRAFTS, lens)
+    assert plan.width == max(lens) + 1
+    assert plan.indptr.tolist() == [0, 1 + lens[0], 2 + lens[0] + lens[1], 3 + sum(lens)]
+    for request, verify_len in enumerate(lens):
+        ids, positions, slots, columns = rows_of(plan, request)
+        assert ids == [10 * (request + 1), *DRAFTS[request, :verify_len].tolist()]
+        assert positions == [PREFIXES[request] + j for j in range(verify_len + 1)]
+        assert slots == step.window_slots[request, : verify_len + 1].tolist()
+        assert columns == list(range(verify_len + 1))
+
+
+def test_uniform_is_the_ragged_plan_of_equal_lengths(step):
+    uniform, ragged = uniform_plan(step, DRAFTS, 3), ragged_plan(step, DRAFTS, [3, 3, 3])
+    for name in ("verify_lens", "indptr", "requests", "columns", "input_ids", "positions", "slots"):
+        assert torch.equal(getattr(uniform, name), getattr(ragged, name)), name
+
+
+def test_verifying_nothing_needs_no_drafts(step):
+    assert uniform_plan(step, None, 0).input_ids.tolist() == [10, 20, 30]
