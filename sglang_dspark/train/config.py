@@ -43,6 +43,7 @@ class TrainConfig:
     # Optimizer.
     steps: int = 1000
     learning_rate: float = 6e-4
+    markov_lr_scale: float = 1.0  # on the learning rate of the Markov embeddings, whose rows are seldom updated
     warmup_share: float = 0.04
     weight_decay: float = 0.0
     grad_clip: float = 1.0
@@ -55,13 +56,23 @@ class TrainConfig:
     checkpoint_every: int = 200  # steps; held-out acceptance is measured then too
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_layers", "batch_rows", "anchors_per_row", "steps", "log_every", "checkpoint_every"):
+        for name in (
+            "block_size",
+            "num_layers",
+            "batch_rows",
+            "anchors_per_row",
+            "steps",
+            "log_every",
+            "checkpoint_every",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
         if self.markov_rank < 0:
             raise ConfigError(f"markov_rank={self.markov_rank} must be 0 (no Markov head) or more")
         if self.markov_head_type not in MARKOV_HEAD_TYPES:
-            raise ConfigError(f"markov_head_type={self.markov_head_type!r} is not one of {', '.join(MARKOV_HEAD_TYPES)}")
+            raise ConfigError(
+                f"markov_head_type={self.markov_head_type!r} is not one of {', '.join(MARKOV_HEAD_TYPES)}"
+            )
         if self.compute_dtype not in _DTYPES:
             raise ConfigError(f"compute_dtype={self.compute_dtype!r} is not one of {', '.join(_DTYPES)}")
         if not 0 <= self.warmup_share < 1:

@@ -1,7 +1,7 @@
 """The training loop: AdamW on float32 parameters, linear warm-up and cosine decay, resumable to the bit.
 
-Everything random in step s depends on (seed, s) alone, so a run that was interrupted continues with exactly the batches an
-uninterrupted one would have seen.
+Everything random in step s depends on (seed, s) alone, so a run that was interrupted continues with exactly the batches
+an uninterrupted one would have seen.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +32,9 @@ from sglang_dspark.train.target import Target
 STATE_FILE = "training_state.pt"
 DRAFT_DIR = "draft"
 LOG_FILE = "log.jsonl"
-
-# Rows whose features set the scale of queries and keys at the start.
-_INIT_ROWS = 16
+# Settings that a resumed run may change; with another number of steps the learning rate follows the new schedule from
+# there, so a run can be cut short with a proper decay, or prolonged.
+_MAY_CHANGE = ("steps", "log_every", "checkpoint_every")
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,13 @@ class Trainer:
         self._target_lm_head = target.lm_head_weight.to(self.device, config.compute_torch_dtype)
         self.model = DraftModel(config.draft_config(target.model.config), own_embedding=False, own_lm_head=False)
         self.model.bind_target(target.embed_weight, target.lm_head_weight)
-        self.vocabulary = LossVocabulary(_answer_counts(corpus, target.vocab_size), config.loss_vocab, config.loss_vocab_sampled)
-        features = torch.cat([row.features for row in corpus.rows[:_INIT_ROWS]])
-        initialise(self.model, target, features)
+        self.vocabulary = LossVocabulary(
+            _answer_counts(corpus, target.vocab_size), config.loss_vocab, config.loss_vocab_sampled
+        )
+        initialise(self.model, target, _generator(config.seed, "initialise", 0))
         self.model.to(self.device)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+            _parameter_groups(self.model, config), weight_decay=config.weight_decay, fused=True
         )
         self._resume()
 
@@ -113,7 +115,7 @@ class Trainer:
 
     def _train_step(self, batch: AnchorBatch) -> LossOutput:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * _schedule(self.step, self.config.steps, self.config.warmup_share)
+            group["lr"] = group["peak_lr"] * _schedule(self.step, self.config.steps, self.config.warmup_share)
         generator = _generator(self.config.seed, "vocabulary", self.step)
         with self._autocast():
             output = draft_loss(
@@ -210,15 +212,24 @@ class Trainer:
             return
         state = torch.load(path, map_location=self.device, weights_only=True)
         ours = self.config.to_dict()
-        changed = sorted(key for key in ours if state["config"].get(key) != ours[key])
+        changed = sorted(key for key in ours if key not in _MAY_CHANGE and state["config"].get(key) != ours[key])
         if changed:
             raise ConfigError(
-                f"{path} is of a run with other values of {', '.join(changed)}; give the same settings to continue it, or "
-                "another output directory to start afresh"
+                f"{path} is of a run with other values of {', '.join(changed)}; give the same settings to continue "
+                "it, or another output directory to start afresh"
             )
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _parameter_groups(model: DraftModel, config: TrainConfig) -> list[dict[str, Any]]:
+    per_token = [] if model.markov is None else [model.markov.markov_w1.weight, model.markov.markov_w2.weight]
+    others = [p for p in model.parameters() if not any(p is q for q in per_token)]
+    groups: list[dict[str, Any]] = [{"params": others, "peak_lr": config.learning_rate}]
+    if per_token:
+        groups.append({"params": per_token, "peak_lr": config.learning_rate * config.markov_lr_scale})
+    return groups
 
 
 def _schedule(step: int, steps: int, warmup_share: float) -> float:

@@ -89,14 +89,28 @@ _FILTERS = (
 _STRING_TASKS = (
     ("count_vowels", "text: str", "int", "Count the vowels in the text.", 'count_vowels("banana")', "3"),
     ("reverse_words", "text: str", "str", "Reverse the order of the words.", 'reverse_words("a b c")', "'c b a'"),
-    ("is_palindrome", "text: str", "bool", "Check if the text reads the same backwards.", 'is_palindrome("level")', "True"),
+    (
+        "is_palindrome",
+        "text: str",
+        "bool",
+        "Check if the text reads the same backwards.",
+        'is_palindrome("level")',
+        "True",
+    ),
     ("remove_spaces", "text: str", "str", "Remove all spaces from the text.", 'remove_spaces("a b")', "'ab'"),
     ("word_lengths", "text: str", "List[int]", "Return the length of every word.", 'word_lengths("to be")', "[2, 2]"),
     ("most_common_letter", "text: str", "str", "Return the most common letter.", 'most_common_letter("hello")', "'l'"),
     ("capitalize_words", "text: str", "str", "Capitalize every word.", 'capitalize_words("hi you")', "'Hi You'"),
     ("count_words", "text: str", "int", "Count the words in the text.", 'count_words("one two")', "2"),
     ("longest_word", "words: List[str]", "str", "Return the longest word.", 'longest_word(["a", "bbb"])', "'bbb'"),
-    ("join_with_comma", "words: List[str]", "str", "Join the words with a comma.", 'join_with_comma(["a", "b"])', "'a,b'"),
+    (
+        "join_with_comma",
+        "words: List[str]",
+        "str",
+        "Join the words with a comma.",
+        'join_with_comma(["a", "b"])',
+        "'a,b'",
+    ),
     ("factorial", "n: int", "int", "Return the factorial of n.", "factorial(4)", "24"),
     ("fibonacci", "n: int", "int", "Return the n-th Fibonacci number.", "fibonacci(6)", "8"),
     ("is_prime", "n: int", "bool", "Return True if n is a prime number.", "is_prime(7)", "True"),
@@ -104,19 +118,47 @@ _STRING_TASKS = (
     ("digits_sum", "n: int", "int", "Return the sum of the digits of n.", "digits_sum(123)", "6"),
     ("flatten", "lists: List[List[int]]", "List[int]", "Flatten a list of lists.", "flatten([[1], [2]])", "[1, 2]"),
     ("merge", "a: List[int], b: List[int]", "List[int]", "Merge two sorted lists.", "merge([1, 3], [2])", "[1, 2, 3]"),
-    ("rotate", "xs: List[int], k: int", "List[int]", "Rotate the list by k steps.", "rotate([1, 2, 3], 1)", "[3, 1, 2]"),
+    (
+        "rotate",
+        "xs: List[int], k: int",
+        "List[int]",
+        "Rotate the list by k steps.",
+        "rotate([1, 2, 3], 1)",
+        "[3, 1, 2]",
+    ),
     ("invert", "d: Dict[str, int]", "Dict[int, str]", "Swap keys and values.", "invert({'a': 1})", "{1: 'a'}"),
     ("to_binary", "n: int", "str", "Return n in binary.", "to_binary(5)", "'101'"),
     ("celsius", "f: float", "float", "Convert Fahrenheit to Celsius.", "celsius(32.0)", "0.0"),
     ("second_largest", "xs: List[int]", "int", "Return the second largest number.", "second_largest([1, 2, 3])", "2"),
     ("transpose", "m: List[List[int]]", "List[List[int]]", "Transpose a matrix.", "transpose([[1, 2]])", "[[1], [2]]"),
     ("is_leap_year", "year: int", "bool", "Return True if it is a leap year.", "is_leap_year(2000)", "True"),
-    ("starts_with", "words: List[str], p: str", "List[str]", "Keep words starting with p.", 'starts_with(["ab"], "a")', "['ab']"),
+    (
+        "starts_with",
+        "words: List[str], p: str",
+        "List[str]",
+        "Keep words starting with p.",
+        'starts_with(["ab"], "a")',
+        "['ab']",
+    ),
     ("balanced", "text: str", "bool", "Check if the brackets are balanced.", 'balanced("(())")', "True"),
     ("common", "a: List[int], b: List[int]", "List[int]", "Return common elements.", "common([1, 2], [2])", "[2]"),
-    ("closest_pair", "xs: List[float]", "Tuple[float, float]", "Return the closest two.", "closest_pair([1.0, 5.0, 5.5])", "(5.0, 5.5)"),
+    (
+        "closest_pair",
+        "xs: List[float]",
+        "Tuple[float, float]",
+        "Return the closest two.",
+        "closest_pair([1.0, 5.0, 5.5])",
+        "(5.0, 5.5)",
+    ),
     ("encode", "text: str, k: int", "str", "Shift every letter by k.", 'encode("ab", 1)', "'bc'"),
-    ("count_substring", "text: str, s: str", "int", "Count overlapping matches of s.", 'count_substring("aaa", "aa")', "2"),
+    (
+        "count_substring",
+        "text: str, s: str",
+        "int",
+        "Count overlapping matches of s.",
+        'count_substring("aaa", "aa")',
+        "2",
+    ),
 )
 _CODE_ASKS = (
     "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{stub}\n```",
@@ -285,7 +327,9 @@ def _code(rng: random.Random) -> str:
         (verb, phrase, returns), (kind, numbers) = rng.choice(_AGGREGATES), rng.choice(_FILTERS)
         argument = rng.choice(("numbers", "xs", "values", "arr", "lst"))
         arguments = f"{argument}: List[int]" + (", k: int" if numbers.endswith("k") else "")
-        stub = f'def {verb}_{kind}({arguments}) -> {returns}:\n    """ Return {phrase} {numbers} in {argument}.\n    """'
+        stub = (
+            f'def {verb}_{kind}({arguments}) -> {returns}:\n    """ Return {phrase} {numbers} in {argument}.\n    """'
+        )
     return rng.choice(_CODE_ASKS).format(stub=stub)
 
 
