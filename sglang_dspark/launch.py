@@ -10,6 +10,7 @@ imports neither SGLang nor torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -48,6 +49,9 @@ def dspark_flags(draft_path: str | Path) -> tuple[str, ...]:
 STARTUP_TIMEOUT_S = 600.0
 POLL_S = 0.25
 TAIL_LINES = 25
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 Progress = Callable[[float, str], None]
 """Called while waiting with the seconds since the start and the last line of the server's log."""
@@ -123,6 +127,7 @@ class LaunchedServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  one system call, no lock taken between fork and exec
             )
         try:
             self._wait_until_healthy()
@@ -201,6 +206,12 @@ class LaunchedServer:
 
     def _failure(self, what: str) -> LaunchError:
         return LaunchError(f"the server {what}. {' '.join(self._command)}\nEnd of {self.log_path}:\n{self.log_tail()}")
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill the server when this process dies, however that happens; SGLang's children follow it."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _flag_value(flags: tuple[str, ...], name: str) -> str | None:

@@ -54,7 +54,8 @@ def test_openai_routes_carry_it_at_the_top(path):
 def test_generate_carries_it_in_every_set_of_sampling_parameters():
     single = json.dumps({"text": "a", "speculation": {"trace": True}}).encode()
     assert json.loads(send(single))["sampling_params"] == {"custom_params": {"dspark": {"trace": True}}}
-    several = json.dumps({"text": ["a", "b"], "sampling_params": [{}, {"n": 2}], "speculation": {"trace": True}}).encode()
+    parameters = [{}, {"n": 2}]
+    several = json.dumps({"text": ["a", "b"], "sampling_params": parameters, "speculation": {"trace": True}}).encode()
     carried = {"custom_params": {"dspark": {"trace": True}}}
     assert json.loads(send(several))["sampling_params"] == [carried, {"n": 2, **carried}]
 

@@ -1,0 +1,199 @@
+"""Is the greedy text with DSPARK the text of the target alone? Long form, on a real model, through real servers.
+
+    python benchmarks/identity.py --target T --draft D --prompts FILE [--prompts FILE ...] --output results.json
+
+Both servers run in float32. Every text that differs is listed with the place of the split and the gap between the
+target's two best logits there: rows of different shape differ in the last bits of a float, so only a near-tie (gap
+below 1e-4) may split. Any other split makes the exit status 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+from serving import provenance
+from serving.prompts import load_prompts
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
+
+NEAR_TIE = 1e-4
+RETRACTED = "Retract requests"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A way to run the DSPARK server that has to leave the text alone."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    passes: int = 1  # all but the last are warm-up: the last is compared
+    log_must_show: str = ""
+
+
+SCENARIOS = (
+    Scenario("overlap"),
+    Scenario("no overlap", ("--disable-overlap-schedule",)),
+    Scenario("radix-cache hits", passes=2),
+    Scenario("chunked prefill of 64", ("--chunked-prefill-size", "64")),
+    Scenario(
+        "retraction", ("--max-total-tokens", "1600", "--schedule-conservativeness", "0.01"), log_must_show=RETRACTED
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where a text leaves the target's own."""
+
+    prompt: int
+    position: int
+    expected: int
+    got: int
+    gap: float
+
+    @property
+    def near_tie(self) -> bool:
+        return self.gap < NEAR_TIE
+
+
+class Judge:
+    """The target in process, to measure the gap at a split."""
+
+    def __init__(self, target: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+
+    @torch.inference_mode()
+    def split(self, index: int, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> Split:
+        """The first difference of two texts; one that merely ends earlier has an infinite gap."""
+        pairs = zip(expected, got, strict=False)
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if position is None:
+            return Split(index, min(len(expected), len(got)), -1, -1, float("inf"))
+        logits = self._model(torch.tensor([[*prompt, *expected[:position]]])).logits[0, -1]
+        best = logits.topk(2)
+        reached = {expected[position], got[position]} == set(best.indices.tolist())
+        gap = float(best.values[0] - best.values[1]) if reached else float("inf")
+        return Split(index, position, expected[position], got[position], gap)
+
+
+def generate(
+    server: LaunchedServer, prompts: Sequence[list[int]], max_tokens: int, concurrency: int
+) -> list[dict[str, Any]]:
+    """Greedy answers in order."""
+    parameters = {"temperature": 0, "max_new_tokens": max_tokens}
+
+    def one(ids: list[int]) -> dict[str, Any]:
+        return dict(server.post_json("/generate", {"input_ids": ids, "sampling_params": parameters}))
+
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(one, prompts))
+
+
+def run_scenario(
+    scenario: Scenario,
+    target: Path,
+    draft: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    judge: Judge,
+    **load: int,
+) -> dict[str, Any]:
+    """Run one scenario and compare; the result goes into the report as it is."""
+    flags = [*CPU_FLAGS, "--dtype", "float32", "--speculative-algorithm", "DSPARK"]
+    flags += ["--speculative-draft-model-path", str(draft), *scenario.flags]
+    with LaunchedServer(target, *flags, env=CPU_ENV) as server:
+        for _ in range(scenario.passes):
+            answers = generate(server, prompts, **load)
+        stats = server.get_json("/dspark/stats")
+        log = server.log_path.read_text(errors="replace")
+    shown = log.count(scenario.log_must_show) if scenario.log_must_show else None
+    texts = [answer["output_ids"] for answer in answers]
+    splits = [judge.split(i, prompts[i], expected[i], text) for i, text in enumerate(texts) if text != expected[i]]
+    return {
+        "scenario": scenario.name,
+        "flags": list(scenario.flags),
+        "texts": len(texts),
+        "tokens": sum(map(len, texts)),
+        "identical": len(texts) - len(splits),
+        "splits": [{**vars(split), "near_tie": split.near_tie} for split in splits],
+        "cached_tokens": sum(answer["meta_info"]["cached_tokens"] for answer in answers),
+        "retractions_in_log": shown,
+        "accept_length": stats["accept_length"],
+        "passed": all(split.near_tie for split in splits) and shown != 0,
+    }
+
+
+def encode(target: Path, files: Sequence[Path], num: int) -> list[list[int]]:
+    """The first ``num / len(files)`` prompts of every file as chat prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    texts = [p.text for file in files for p in load_prompts(file)[: -(-num // len(files))]][:num]
+    messages = [[{"role": "user", "content": text}] for text in texts]
+    return [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
+
+
+@click.command(help=__doc__)
+@click.option("--target", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--draft", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--prompts", "files", type=click.Path(path_type=Path, exists=True), multiple=True, required=True)
+@click.option("--num-prompts", default=100, show_default=True)
+@click.option("--max-tokens", default=128, show_default=True)
+@click.option("--concurrency", default=8, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), required=True)
+def main(
+    target: Path,
+    draft: Path,
+    files: tuple[Path, ...],
+    num_prompts: int,
+    max_tokens: int,
+    concurrency: int,
+    output: Path,
+) -> None:
+    """Run every scenario, write the report and print its table."""
+    console = Console()
+    prompts = encode(target, files, num_prompts)
+    load = {"max_tokens": max_tokens, "concurrency": concurrency}
+    with LaunchedServer(target, *CPU_FLAGS, "--dtype", "float32", env=CPU_ENV) as server:
+        expected = [answer["output_ids"] for answer in generate(server, prompts, **load)]
+    console.print(f"target alone: {len(expected)} texts, {sum(map(len, expected))} tokens")
+    judge = Judge(target)
+    results = []
+    for scenario in SCENARIOS:
+        results.append(run_scenario(scenario, target, draft, prompts, expected, judge, **load))
+        console.print({k: v for k, v in results[-1].items() if k != "splits"})
+    report = {
+        "command": provenance.command(),
+        "commit": provenance.commit(),
+        "versions": provenance.versions(),
+        "hardware": provenance.hardware(),
+        "prompts": [file.name for file in files],
+        **load,
+        "scenarios": results,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=1) + "\n")
+    console.print(_table(results))
+    sys.exit(0 if all(result["passed"] for result in results) else 1)
+
+
+def _table(results: Sequence[dict[str, Any]]) -> Table:
+    table = Table("scenario", "texts", "identical", "near-ties", "other splits", "accept length")
+    for result in results:
+        ties = sum(split["near_tie"] for split in result["splits"])
+        cells = (result["texts"], result["identical"], ties, len(result["splits"]) - ties)
+        table.add_row(result["scenario"], *map(str, cells), f"{result['accept_length']:.2f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()
