@@ -91,12 +91,12 @@ def accept_ref(
         lens[index], bonus[index] = _keep_matches(*group, choices)
     if rows.any_sampled:
         index = rows.sampled_index
-        probs, grid = _sampled_target_probs(target_logits, indptr, grid, rows)
+        probs, prob_grid = _sampled_target_probs(target_logits, indptr, grid, rows)
         lens[index], bonus[index] = _keep_by_ratio(
             draft_tokens[index],
             verify_lens[index],
             probs,
-            grid,
+            prob_grid,
             None if draft_probs is None else rows.select(draft_probs, index),
             None if copied is None else copied[index],
             keys.take(index),
