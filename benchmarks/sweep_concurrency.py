@@ -47,6 +47,9 @@ from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 CPU_MAX_REQUESTS = 16
 """Requests that ``CPU_FLAGS`` admit; a sweep with more users raises the limit."""
 
+SHOWN = ("output_tok_s", "server_cpu_ms_per_tok")
+"""Metrics whose ratios are printed at the end of a sweep."""
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -266,13 +269,14 @@ def main(**options: Any) -> None:
     try:
         agreements = run_sweep(_sweep(options), output, console)
         frame = read_sweep(output / "sweep.csv")
-        pairs = paired_ratios(frame, "output_tok_s", frame_baselines(frame))
+        summaries = {metric: summarise(paired_ratios(frame, metric, frame_baselines(frame))) for metric in SHOWN}
     except DSparkError as error:
         raise click.ClickException(str(error)) from error
     if agreements:
         console.print(_agreement_table(agreements))
-    if not pairs.empty:
-        console.print(ratio_table(summarise(pairs), "output_tok_s"))
+    for metric, summary in summaries.items():
+        if not summary.empty:
+            console.print(ratio_table(summary, metric))
     console.print(f"Figures: python benchmarks/plot_sweep.py {output / 'sweep.csv'}", highlight=False)
 
 

@@ -68,7 +68,7 @@ def compare(answers: Sequence[Answer], baselines: Mapping[str, str]) -> list[Agr
         by_cell.setdefault((answer.config, answer.concurrency), {})[answer.round, answer.slot] = answer
     lowest = min(concurrency for _, concurrency in by_cell)
     agreements = []
-    for (config, concurrency), cell in by_cell.items():
+    for (config, concurrency), cell in sorted(by_cell.items(), key=lambda entry: (baselines[entry[0][0]], entry[0])):
         other = (config, lowest) if baselines[config] == config else (baselines[config], concurrency)
         if other != (config, concurrency) and other in by_cell:
             agreements.append(_compare_cells(config, concurrency, cell, *other, by_cell[other]))

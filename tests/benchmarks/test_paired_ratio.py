@@ -49,8 +49,9 @@ def test_interval_covers_the_true_ratio_about_as_often_as_it_says():
     assert 33 <= covered <= 40
 
 
-def test_single_round_has_no_interval():
-    (row,) = summarise(ratios_of(sweep([2.0]))).itertuples()
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_too_few_rounds_have_no_interval(rounds):
+    (row,) = summarise(ratios_of(sweep([2.0] * rounds))).itertuples()
     assert row.ratio == pytest.approx(2.0) and np.isnan(row.low) and np.isnan(row.high)
 
 
