@@ -172,6 +172,16 @@ class LaunchedServer:
         with _open(request, timeout=timeout_s) as response:
             return json.load(response)
 
+    def flush_cache(self) -> None:
+        """Empty the radix cache, so that the next request is prefilled in full.
+
+        Raises:
+            urllib.error.HTTPError: the server still has requests.
+        """
+        request = urllib.request.Request(self.url + "/flush_cache", method="POST")
+        with _open(request, timeout=60.0):
+            pass  # the answer is a sentence, its status says all
+
     def log_tail(self, num_lines: int = TAIL_LINES) -> str:
         """The last lines that the server printed."""
         return "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
