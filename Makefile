@@ -3,6 +3,11 @@ PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3,$(shell $(p
 VENV := .venv
 RUN := $(VENV)/bin/python
 
+# What `make evidence` measures: the bundled pair, unless TARGET and DRAFT name another one.
+SMOLLM2 := $(HOME)/.cache/sglang-dspark/smollm2-135m-instruct
+PAIR = --target $(or $(TARGET),$(SMOLLM2)) --draft $(or $(DRAFT),sglang_dspark/drafters/smollm2-135m-instruct)
+RESULTS ?= benchmarks/results
+
 .DEFAULT_GOAL := help
 .PHONY: help env demo doctor test test-gpu check format evidence lock clean
 
@@ -38,7 +43,14 @@ format: env ## sort imports and format
 	$(RUN) -m ruff format
 
 evidence: env ## the long proofs and sweeps behind the README's numbers
-	$(RUN) -m pytest -m evidence
+	$(if $(PROMPTS),,$(error name a JSONL file of {"turns": [text, ...]}: make evidence PROMPTS=prompts.jsonl))
+	$(RUN) -m pytest -m evidence || test $$? -eq 5 # 5: no test bears the mark
+	$(if $(TARGET),,$(RUN) -c 'from sglang_dspark.demo.smollm2 import build; build("$(SMOLLM2)", progress=print)')
+	$(RUN) benchmarks/identity.py $(PAIR) --prompts $(PROMPTS) --output $(RESULTS)/identity.json
+	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) --prompts $(PROMPTS) --output $(RESULTS)/sweep \
+		--config plain --config again=plain --config static:7 --config static:3
+	$(RUN) benchmarks/paired_ratio.py $(RESULTS)/sweep/sweep.csv
+	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/sweep/sweep.csv
 
 lock: env ## write constraints.txt from the environment as it is
 	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m uv pip freeze --exclude-editable; } > constraints.new
