@@ -132,7 +132,7 @@ def replay(target_dir: str | Path, draft_dir: str | Path, golden_dir: str | Path
     """
     model = load_draft_model(draft_dir, dtype=torch.float32, device="cpu")
     golden = load_golden(draft_dir if golden_dir is None else golden_dir, model.config)
-    target = _load_target(target_dir, model)
+    target = load_target(target_dir, model)
     report = GoldenReport()
     with torch.no_grad():
         for index, case in enumerate(golden.cases):
@@ -239,7 +239,7 @@ def _read_tensors(file: Path, cases: Sequence[GoldenCase]) -> Iterator[tuple[int
         yield case, number, name, tensor
 
 
-def _load_target(target_dir: str | Path, model: DraftModel) -> Target:
+def load_target(target_dir: str | Path, model: DraftModel) -> Target:
     """Load the target, check it against the draft, and lend it embedding and LM head."""
     from transformers import AutoModelForCausalLM
 

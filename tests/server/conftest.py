@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +16,40 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
 DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
 FLOAT32 = ("--dtype", "float32")
+MAX_SERVERS = 3  # a server is three processes of about 1 GB each
 
 Launch = Callable[..., LaunchedServer]
 
 
 @pytest.fixture(scope="session")
 def launch() -> Iterator[Launch]:
-    """``launch(*flags)`` gives a float32 server of the golden target, shared by all tests that ask for these flags."""
-    with ExitStack() as stack:
-        servers: dict[tuple[str, ...], LaunchedServer] = {}
+    """``launch(*flags)`` gives a float32 server of the golden target; a server stays up while it is among the last used."""
+    servers: dict[tuple[str, ...], LaunchedServer] = {}
 
-        def get(*flags: str) -> LaunchedServer:
-            if flags not in servers:
-                servers[flags] = stack.enter_context(LaunchedServer(TARGET, *CPU_FLAGS, *FLOAT32, *flags, env=CPU_ENV))
-            return servers[flags]
+    def get(*flags: str) -> LaunchedServer:
+        server = servers.pop(flags, None)
+        if server is None:
+            if len(servers) == MAX_SERVERS:
+                servers.pop(next(iter(servers))).stop()
+            server = LaunchedServer(TARGET, *CPU_FLAGS, *FLOAT32, *flags, env=CPU_ENV)
+            server.__enter__()
+        servers[flags] = server
+        return server
 
+    try:
         yield get
+    finally:
+        for server in servers.values():
+            server.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def plain(launch: Launch) -> LaunchedServer:
     """The target alone."""
     return launch()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def dspark(launch: Launch) -> LaunchedServer:
     """DSPARK with its defaults, overlap scheduling on."""
     return launch(*DSPARK)

@@ -1,0 +1,65 @@
+"""Checkpoints of every kind through a real server: the drafts are those of the slow reference decoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DRAFT, DSPARK, TARGET, generate, greedy
+
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.reference import decode_greedy
+from sglang_dspark.draft.weights import load_draft_model, save_draft_model
+from sglang_dspark.golden import load_target
+
+VARIANTS = {
+    "rnn-block4-embedding-tap-bare-confidence": {
+        "markov_head_type": "rnn",
+        "block_size": 4,
+        "target_layer_ids": [-1, 1, 3],
+        "confidence_head_with_markov": False,
+        "num_hidden_layers": 1,
+    },
+    "gated-block6-one-tap-rank5": {
+        "markov_head_type": "gated",
+        "block_size": 6,
+        "target_layer_ids": [2],
+        "markov_rank": 5,
+        "num_hidden_layers": 3,
+    },
+}
+PROMPT = json.loads((DRAFT / "golden.json").read_text())["cases"][1]["prompt_ids"]
+
+
+def random_drafter(folder: Path, **changes) -> Path:
+    """A drafter for the golden target with random weights, without embedding and LM head of its own."""
+    config = json.loads((DRAFT / "config.json").read_text()) | changes
+    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    torch.manual_seed(3)
+    model = DraftModel(DraftConfig.from_dict(config, origin="test"), own_embedding=False, own_lm_head=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Spread out, so that no two logits are close; the Markov bias weighs as much as the base logits.
+            parameter.normal_(std=1.0 if "markov" in name else 0.5 if parameter.ndim == 1 else 0.15)
+    save_draft_model(model, folder, include_embeddings=False)
+    return folder
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_drafts_equal_the_reference(launch, tmp_path, name):
+    folder = random_drafter(tmp_path, **VARIANTS[name])
+    model = load_draft_model(folder, dtype=torch.float32, device="cpu")
+    expected = decode_greedy(model, load_target(TARGET, model), PROMPT, max_new_tokens=12, stop_token_ids=[1])
+    server = launch(*DSPARK[:3], str(folder))
+    [answer] = generate(server, [greedy(PROMPT, 12, speculation={"trace": True})], 1)
+    assert answer["output_ids"] == expected.output_ids
+    rounds = [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
+    assert len(rounds) >= 8
+    # The reference goes on until its context is full, the server until it has its tokens.
+    pairs = list(zip(rounds, expected.rounds, strict=False))
+    assert [r["draft"] for r, _ in pairs] == [r.block.tokens for _, r in pairs]
+    assert [r["accepted"] for r, _ in pairs[:-1]] == [r.accepted for _, r in pairs[:-1]]
+    assert len({tuple(r["draft"]) for r in rounds}) > 1
