@@ -133,6 +133,7 @@ def generate(
     max_new_tokens: int,
     batch_size: int,
     seed: int,
+    max_shards: int | None = None,
     on_shard: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write the target's answers to `prompts` as shards in `directory`; continues after the shards already there.
@@ -141,12 +142,13 @@ def generate(
         temperatures: one per prompt, 0 = greedy.
         max_prompt_len: longer prompts (in tokens, chat template included) are left out.
         batch_size: rows decoded together, and rows per shard.
+        max_shards: stop after this many; None writes all.
         on_shard: called with (shards written, shards in total) after each shard.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     encoded = [(target.chat_prompt(prompt), heat) for prompt, heat in zip(prompts, temperatures, strict=True)]
-    batches = list(_chunks([row for row in encoded if len(row[0]) <= max_prompt_len], batch_size))
+    batches = list(_chunks([row for row in encoded if len(row[0]) <= max_prompt_len], batch_size))[:max_shards]
     for number, batch in enumerate(batches):
         path = directory / f"shard-{number:05d}.safetensors"
         if not path.exists():

@@ -32,6 +32,8 @@ from sglang_dspark.train.target import Target
 STATE_FILE = "training_state.pt"
 DRAFT_DIR = "draft"
 LOG_FILE = "log.jsonl"
+# Rows whose features set the scale of the context projection at the start.
+_INIT_ROWS = 16
 # Settings that a resumed run may change; with another number of steps the learning rate follows the new schedule from
 # there, so a run can be cut short with a proper decay, or prolonged.
 _MAY_CHANGE = ("steps", "log_every", "checkpoint_every")
@@ -81,7 +83,8 @@ class Trainer:
         self.vocabulary = LossVocabulary(
             _answer_counts(corpus, target.vocab_size), config.loss_vocab, config.loss_vocab_sampled
         )
-        initialise(self.model, target, _generator(config.seed, "initialise", 0))
+        features = torch.cat([row.features for row in corpus.rows[:_INIT_ROWS]])
+        initialise(self.model, target, features, _generator(config.seed, "initialise", 0))
         self.model.to(self.device)
         self.optimizer = torch.optim.AdamW(
             _parameter_groups(self.model, config), weight_decay=config.weight_decay, fused=True

@@ -68,3 +68,8 @@ def test_a_prompt_line_without_a_known_key_is_named(tmp_path):
     path.write_text(json.dumps({"question": "?"}) + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"prompts.jsonl:1 .*question"):
         read_prompts(path)
+
+
+def test_generation_stops_after_the_shards_asked_for(chatty, tmp_path):
+    generate_all(chatty, tmp_path, max_shards=1)
+    assert len(list(tmp_path.glob("shard-*.safetensors"))) == 1
