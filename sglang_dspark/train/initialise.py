@@ -16,10 +16,14 @@ all layers below have filled.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sglang_dspark.draft.backbone import DecoderLayer
+from sglang_dspark.draft.markov_head import MarkovHead
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.train.target import Target
 
@@ -61,12 +65,12 @@ def initialise(model: DraftModel, target: Target, features: Tensor, generator: t
     model.fc.weight.normal_(std=model.fc.in_features**-0.5, generator=generator).div_(scale)
     _make_positional(model, model.project_context(features.float()))
     if model.markov is not None:
-        _initialise_markov(model)
+        _initialise_markov(model.markov, model.embed_weight.float())
 
 
 def _make_positional(model: DraftModel, context: Tensor) -> None:
     """Turn the first layer's attention into one that depends on relative positions only; `context` is ``[n, d]``."""
-    config, attention = model.config, model.layers[0].self_attn
+    config, attention = model.config, cast(DecoderLayer, model.layers[0]).self_attn
     half, head_dim = config.head_dim // 2, config.head_dim
     frequencies = model.rotary.inv_freq[:_POSITIONAL_FREQUENCIES]
     mask = model.embed_weight[config.mask_token_id].float()
@@ -91,12 +95,11 @@ def _make_positional(model: DraftModel, context: Tensor) -> None:
     attention.k_norm.weight.fill_(_POSITIONAL_GAIN)
 
 
-def _initialise_markov(model: DraftModel) -> None:
-    embeddings = model.embed_weight.float()
+def _initialise_markov(markov: MarkovHead, embeddings: Tensor) -> None:
     centred = embeddings - embeddings.mean(dim=0)
     _, vectors = torch.linalg.eigh(centred.T @ centred)  # ascending eigenvalues
-    rank = min(model.config.markov_rank, model.config.hidden_size)
+    rank = min(markov.rank, embeddings.shape[1])
     components = centred @ vectors[:, -rank:]
-    w1 = model.markov.markov_w1.weight
+    w1 = markov.markov_w1.weight
     w1[:, :rank] = components * (_W1_RMS / components.square().mean(dim=0).sqrt())
-    nn.init.zeros_(model.markov.markov_w2.weight)
+    nn.init.zeros_(markov.markov_w2.weight)

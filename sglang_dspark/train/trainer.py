@@ -165,7 +165,7 @@ class Trainer:
         features = batch.features.to(self.config.compute_torch_dtype)
         return AnchorBatch(**(vars(batch) | {"features": features})).to(self.device)
 
-    def _autocast(self) -> torch.autocast | nullcontext:
+    def _autocast(self) -> torch.autocast | nullcontext[None]:
         dtype = self.config.compute_torch_dtype
         return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
 
@@ -177,8 +177,8 @@ class Trainer:
         held_out: bool,
         on_report: Callable[[StepReport], None] | None,
     ) -> None:
-        accepted = sum(output.acceptance.sum(dim=(0, 1)) for output in outputs)
-        acceptance = accepted / sum(mask.sum(dim=(0, 1)) for mask in supervised)
+        accepted = torch.stack([output.acceptance.sum(dim=(0, 1)) for output in outputs]).sum(0)
+        acceptance = accepted / torch.stack([mask.sum(dim=(0, 1)) for mask in supervised]).sum(0)
         report = StepReport(
             step=self.step,
             **{
