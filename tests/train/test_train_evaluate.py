@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ NEW_TOKENS = 14
 @pytest.fixture
 def half_trained(target, corpus, config, tmp_path):
     """A drafter that is right often, but far from always."""
+    config = replace(config, steps=60, checkpoint_every=60)
     return Trainer(config, target, corpus, corpus, tmp_path).run()
 
 
