@@ -10,7 +10,6 @@ imports neither SGLang nor torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -50,8 +49,6 @@ STARTUP_TIMEOUT_S = 600.0
 POLL_S = 0.25
 TAIL_LINES = 25
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 Progress = Callable[[float, str], None]
 """Called while waiting with the seconds since the start and the last line of the server's log."""
@@ -99,6 +96,7 @@ class LaunchedServer:
         self._startup_timeout_s = startup_timeout_s
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         self.url = f"http://127.0.0.1:{self._port}"
         self.log_path = Path(log_path) if log_path is not None else _new_log_path()
         self.startup_s = 0.0
@@ -127,8 +125,8 @@ class LaunchedServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,  # noqa: PLW1509  one system call, no lock taken between fork and exec
             )
+            self._reaper = _start_reaper(self._process.pid)
         try:
             self._wait_until_healthy()
         except BaseException:
@@ -143,14 +141,17 @@ class LaunchedServer:
 
     def stop(self) -> None:
         """End the server and every process of its group. Does nothing when that has happened already."""
-        process = self._process
-        if process is None:
+        process, reaper = self._process, self._reaper
+        if process is None or reaper is None:
             return
         # Killed at once: SGLang drains for 5 s on SIGTERM and sits out SIGINT for more than 10 s. The group may outlive
         # its leader, as long as one scheduler or detokenizer is left in it.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        reaper.kill()
+        reaper.communicate()
+        self._reaper = None  # the group's number may belong to others from now on
 
     def get_json(self, path: str, *, timeout_s: float = 60.0) -> Any:
         """Decoded JSON answer to ``GET path``.
@@ -218,10 +219,20 @@ class LaunchedServer:
         return LaunchError(f"the server {what}. {' '.join(self._command)}\nEnd of {self.log_path}:\n{self.log_tail()}")
 
 
-def _die_with_parent() -> None:
-    """Ask the kernel to kill the server when this process dies, however that happens; SGLang's children follow it."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _start_reaper(group: int) -> subprocess.Popen[bytes]:
+    """A process that kills the group when this process ends, however that happens.
+
+    It waits for the end of its input, whose other end only this process holds. A parent-death signal would not do: it
+    reaches the server, but not the scheduler and detokenizer that it is just starting.
+    """
+    code = "import os, signal, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", code, str(group)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _flag_value(flags: tuple[str, ...], name: str) -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +29,6 @@ def demo(
     """
     if (target is None) != (draft is None):
         raise click.UsageError("--target and --draft belong together: give both or neither")
-    # By default SIGTERM ends Python without leaving `with` blocks, and would leave a server behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
     from rich.console import Console
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import openai
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
@@ -21,6 +22,7 @@ from sglang_dspark.demo.compare import (
     has_chat_template,
     tokens_per_second,
 )
+from sglang_dspark.errors import DSparkError
 from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
 GPU_FLAGS = ("--mem-fraction-static", "0.5")
@@ -56,6 +58,7 @@ class Demo:
 
         Raises:
             LaunchError: a server did not start.
+            DSparkError: a server refused a prompt or died.
         """
         self._console.print(f"target   {self._target}\ndrafter  {self._draft}", soft_wrap=True)
         with_dspark = self._serve("dspark", dspark_flags(self._draft))
@@ -85,7 +88,10 @@ class Demo:
 
     def _ask(self, questioner: Questioner, prompt: str) -> Answer:
         self._console.print(f"\n[cyan]> {escape(prompt)}[/]")
-        answer = questioner.ask(prompt, self._max_tokens, lambda text: self._console.out(text, end=""))
+        try:
+            answer = questioner.ask(prompt, self._max_tokens, lambda text: self._console.out(text, end=""))
+        except openai.OpenAIError as error:
+            raise DSparkError(f"the server did not answer: {error}") from error
         rate = f"{answer.num_tokens} tokens in {answer.seconds:.1f} s, {tokens_per_second([answer]):.1f} tok/s"
         length = accept_length([answer])
         if length is not None:

@@ -25,6 +25,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "refuse" in str(request):
+            self.send_error(400, "no such luck")
+            return
         stats["committed_tokens"] += 3
         stats["rounds"] += 2
         tokens = [*TOKENS[:-1], " 4"] if "differ" in str(request) and not SPECULATIVE else TOKENS

@@ -45,6 +45,13 @@ def test_a_server_that_does_not_start_ends_the_demo(run, stub_sglang, draft, tmp
     assert "no such model" in result.output
 
 
+def test_a_request_that_is_refused_ends_the_demo(demo):
+    result = demo("--prompt", "refuse this")
+    assert result.exit_code == 1
+    assert "Error: the server did not answer:" in result.output
+    assert "no such luck" in result.output
+
+
 def test_an_installation_without_the_bundled_drafter(run, monkeypatch, tmp_path):
     monkeypatch.setattr(command, "_BUNDLED_DRAFTER", tmp_path)
     result = run("demo", "--cache-dir", tmp_path)

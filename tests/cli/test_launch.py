@@ -1,6 +1,9 @@
 """`LaunchedServer`: starts, waits, reports failures with the log, and leaves no process behind."""
 
 import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -91,6 +94,21 @@ def test_children_that_outlive_the_server_are_stopped(tmp_path):
     log = tmp_path / "log"
     with pytest.raises(LaunchError, match="exit status 3"), LaunchedServer("orphan", log_path=log):
         pass
+    assert wait_until_dead(child_in(log))
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path, how):
+    log = tmp_path / "log"
+    script = (
+        f"from sglang_dspark.launch import LaunchedServer\nLaunchedServer('hang', log_path={str(log)!r}).__enter__()"
+    )
+    launching = subprocess.Popen([sys.executable, "-c", script])
+    deadline = time.monotonic() + 20
+    while not (log.exists() and "child" in log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    launching.send_signal(how)
+    launching.wait()
     assert wait_until_dead(child_in(log))
 
 
