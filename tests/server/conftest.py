@@ -23,7 +23,7 @@ Launch = Callable[..., LaunchedServer]
 
 @pytest.fixture(scope="session")
 def launch() -> Iterator[Launch]:
-    """``launch(*flags)`` gives a float32 server of the golden target; a server stays up while it is among the last used."""
+    """``launch(*flags)`` gives a float32 server of the golden target; those used last stay up."""
     servers: dict[tuple[str, ...], LaunchedServer] = {}
 
     def get(*flags: str) -> LaunchedServer:
