@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import DRAFT, DSPARK, TARGET, generate, greedy
+from golden_server import DRAFT, DSPARK, TARGET, generate, greedy
 
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel

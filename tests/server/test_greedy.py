@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from conftest import DRAFT, DSPARK, generate, greedy, output_ids
+from golden_server import DRAFT, DSPARK, generate, greedy, output_ids
 
 GOLDEN_TRACE = json.loads((DRAFT / "golden.json").read_text())
 VOCAB = range(3, 60)  # ids that the golden target's training text used

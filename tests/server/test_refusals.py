@@ -9,7 +9,7 @@ import sys
 import urllib.error
 
 import pytest
-from conftest import DRAFT, TARGET, greedy
+from golden_server import DRAFT, TARGET, greedy
 
 from sglang_dspark.launch import CPU_ENV
 

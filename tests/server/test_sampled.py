@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DRAFT, DSPARK, TARGET, generate, greedy, in_background, output_ids
+from golden_server import DRAFT, DSPARK, TARGET, generate, greedy, in_background, output_ids
 from safetensors.torch import load_file, save_file
 from target_law import TargetLaw, p_value
 

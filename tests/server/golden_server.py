@@ -1,0 +1,42 @@
+"""The golden pair behind a real server: paths, flags, and requests to it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from sglang_dspark.launch import LaunchedServer
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
+DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
+
+Launch = Callable[..., LaunchedServer]
+"""``launch(*flags)`` of the fixture: a float32 server of the golden target with these flags."""
+
+
+def generate(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int) -> list[dict[str, Any]]:
+    """Answers of ``POST /generate`` in order, ``concurrency`` requests at a time."""
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda body: server.post_json("/generate", body), bodies))
+
+
+def output_ids(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int = 8) -> list[list[int]]:
+    """Token ids of :func:`generate`."""
+    return [answer["output_ids"] for answer in generate(server, bodies, concurrency)]
+
+
+def greedy(input_ids: list[int], max_new_tokens: int, **fields: Any) -> dict[str, Any]:
+    """Body of a greedy request; the golden target stops at token 1."""
+    parameters = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop_token_ids": [1]}
+    return {"input_ids": input_ids, "sampling_params": parameters, **fields}
+
+
+def in_background(function: Callable[[], Any]) -> threading.Thread:
+    """Start ``function`` in a thread."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
