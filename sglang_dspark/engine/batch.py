@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from dspark_kernels import RoundKeys, SamplingRows
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.engine.requests import wants_trace
-from sglang_dspark.worker.state import DecodeBatch, Rounds
+from sglang_dspark.worker.state import DecodeBatch, Rounds, VerifyPlan
 
 
 class SamplingReader:
@@ -19,13 +19,14 @@ class SamplingReader:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rids: list[str] | None = None
+        # The objects, not their ids: a client may use a request id again with other parameters.
+        self._reqs: list[Any] = []
         self._rows: SamplingRows | None = None
 
     def read(self, reqs: Sequence[Any]) -> SamplingRows:
         """Rows of ``reqs``, in order."""
-        rids = [req.rid for req in reqs]
-        if self._rows is None or rids != self._rids:
+        same = len(reqs) == len(self._reqs) and all(a is b for a, b in zip(reqs, self._reqs, strict=True))
+        if self._rows is None or not same:
             parameters = [req.sampling_params for req in reqs]
             self._rows = SamplingRows.from_lists(
                 temperatures=[p.temperature for p in parameters],
@@ -35,7 +36,7 @@ class SamplingReader:
                 seeds=[p.sampling_seed for p in parameters],
                 device=self._device,
             )
-            self._rids = rids
+            self._reqs = list(reqs)
         return self._rows
 
 
@@ -68,28 +69,50 @@ class DSparkBatchResult(GenerationBatchResult):
     rounds: Rounds | None = None
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
-        """Start the copies; called on SGLang's copy stream, waited for before the result is processed."""
-        super().copy_to_cpu(*args, **kwargs)
+        """Start the copies on SGLang's copy stream; the base class, last, records the event that readers wait for."""
         if self.rounds is not None:
-            drafted = self.rounds.draft_tokens
-            self.rounds = Rounds(
-                draft_tokens=None if drafted is None else drafted.to("cpu", non_blocking=True),
-                verify_lens=self.rounds.verify_lens.to("cpu", non_blocking=True),
-                prefix_lens=self.rounds.prefix_lens.to("cpu", non_blocking=True),
-                anchors=self.rounds.anchors.to("cpu", non_blocking=True),
+            traced = self.rounds.traced
+            self.rounds = replace(
+                self.rounds,
+                verify_lens=_copy_to_host(self.rounds.verify_lens),
+                traced=None if traced is None else _copy_to_host(traced),
             )
+        super().copy_to_cpu(*args, **kwargs)
 
 
-def record_traces(reqs: Sequence[Any], rounds: Rounds, accept_lens: Sequence[int]) -> None:
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy without waiting; the source stays allocated until the current stream has read it."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return host
+
+
+def make_rounds(reqs: Sequence[Any], step: DecodeBatch, draft_tokens: torch.Tensor | None, plan: VerifyPlan) -> Rounds:
+    """The record of a step; its drafts only where a request asked for a trace."""
+    traced = None
+    if any(wants_trace(req) for req in reqs):
+        columns = [step.prefix_lens[:, None], step.anchors[:, None], *([] if draft_tokens is None else [draft_tokens])]
+        traced = torch.cat(columns, dim=1)
+    return Rounds(0 if draft_tokens is None else draft_tokens.shape[1], plan.verify_lens, traced)
+
+
+def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[int]) -> None:
     """Append this step to the trace of every request that asked for one.
 
     ``customized_info`` lists are parallel to a request's output tokens (SGLang slices them so when it streams): the
     round stands at the first token that it committed, null at the others.
 
     Args:
-        accept_lens: tokens committed per request, bonus included.
+        committed_lens: tokens committed per request, bonus included.
     """
-    for index, req in enumerate(reqs):
+    if rounds.traced is None:
+        return
+    for req, verified, (start, anchor, *draft), committed in zip(
+        reqs, rounds.verify_lens.tolist(), rounds.traced.tolist(), committed_lens, strict=True
+    ):
         if not wants_trace(req) or req.finished() or req.is_retracted:
             continue
         if req.customized_info is None:
@@ -97,12 +120,6 @@ def record_traces(reqs: Sequence[Any], rounds: Rounds, accept_lens: Sequence[int
         trace = req.customized_info.setdefault("dspark_trace", [])
         trace.extend([None] * (len(req.output_ids) - len(trace)))
         trace.append(
-            {
-                "start": int(rounds.prefix_lens[index]),
-                "anchor": int(rounds.anchors[index]),
-                "draft": [] if rounds.draft_tokens is None else rounds.draft_tokens[index].tolist(),
-                "verified": int(rounds.verify_lens[index]),
-                "accepted": accept_lens[index] - 1,
-            }
+            {"start": start, "anchor": anchor, "draft": draft, "verified": verified, "accepted": committed - 1}
         )
-        trace.extend([None] * (accept_lens[index] - 1))
+        trace.extend([None] * (committed - 1))

@@ -45,9 +45,14 @@ class VerifyPlan:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What a step did, for counters and traces. On the host when SGLang processes the result."""
+    """What a step did, for counters and traces. On the host by the time SGLang processes the result.
 
-    draft_tokens: torch.Tensor | None  # [bs, gamma] int64; None when nothing was drafted
-    verify_lens: torch.Tensor  # [bs] int64
-    prefix_lens: torch.Tensor  # [bs] int64
-    anchors: torch.Tensor  # [bs] int64
+    Attributes:
+        num_drafted: drafts proposed per request.
+        verify_lens: [bs] int64, drafts verified per request.
+        traced: [bs, 2 + num_drafted] int64: context length, anchor and drafts; None when no request wants a trace.
+    """
+
+    num_drafted: int
+    verify_lens: torch.Tensor
+    traced: torch.Tensor | None

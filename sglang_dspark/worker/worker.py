@@ -10,7 +10,7 @@ import torch
 from dspark_kernels import Accepted, DraftBlock, accept_ref, markov_sample_ref
 
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.engine.batch import DSparkBatchResult, read_decode_batch
+from sglang_dspark.engine.batch import DSparkBatchResult, make_rounds, read_decode_batch
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
@@ -52,7 +52,8 @@ class DSparkWorker(SpecWorkerBase):
         rows = self.sampling.read(batch.reqs)
         step = read_decode_batch(batch, rows, seed=self.server_args.random_seed, step=self.step, gamma=self.gamma)
         block = self.draft(step)
-        plan = uniform_plan(step, None if block is None else block.tokens, self.verify_len)
+        draft_tokens = None if block is None else block.tokens
+        plan = uniform_plan(step, draft_tokens, self.verify_len)
         output, used_graph = run_verify(self.target_worker, batch, step, plan)
         accepted = self.accept(step, block, plan, output.next_token_logits)
         new_seq_lens = step.prefix_lens + accepted.accepted_lens + 1
@@ -67,12 +68,7 @@ class DSparkWorker(SpecWorkerBase):
             next_draft_input=DSparkDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=new_seq_lens),
             speculative_num_draft_tokens=accepted.out_tokens.shape[1],
             new_seq_lens=new_seq_lens,
-            rounds=Rounds(
-                draft_tokens=None if block is None else block.tokens,
-                verify_lens=plan.verify_lens,
-                prefix_lens=step.prefix_lens,
-                anchors=step.anchors,
-            ),
+            rounds=make_rounds(batch.reqs, step, draft_tokens, plan),
         )
 
     def draft(self, step: DecodeBatch) -> DraftBlock | None:
@@ -117,8 +113,7 @@ class DSparkWorker(SpecWorkerBase):
         self.cache.write(slots, k, v)
 
     def on_rounds(self, rounds: Rounds, accept_lens: list[int]) -> None:
-        num_drafted = 0 if rounds.draft_tokens is None else rounds.draft_tokens.shape[1]
-        self.counters.record(num_drafted, rounds.verify_lens.tolist(), accept_lens)
+        self.counters.record(rounds.num_drafted, rounds.verify_lens.tolist(), accept_lens)
         now = time.monotonic()
         if now - self._logged_at >= _LOG_INTERVAL_S:
             self._logged_at = now
