@@ -40,25 +40,35 @@ class SamplingReader:
         return self._rows
 
 
-def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int, gamma: int) -> DecodeBatch:
-    """The tensors of a decode step out of a ``ScheduleBatch``.
+def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> RoundKeys:
+    """Keys of the random numbers of one step.
 
-    No key of the step's random numbers is used twice: ``step`` never repeats, and a request occupies its
-    ``req_pool_indices`` row alone.
+    None is used twice: ``step`` never repeats, and a request occupies its ``req_pool_indices`` row alone.
+
+    Args:
+        positions: [bs] int64, position of the first token that the step draws.
     """
+    return RoundKeys(seed=seed, step=step, request_keys=batch.req_pool_indices.to(torch.int64), positions=positions)
+
+
+def read_decode_batch(
+    batch: Any, rows: SamplingRows, *, seed: int, step: int, gamma: int, verify_len: int
+) -> DecodeBatch:
+    """The tensors of a decode step out of a ``ScheduleBatch``."""
     prefix_lens = batch.seq_lens.to(torch.int64)
     req_pool_indices = batch.req_pool_indices.to(torch.int64)
-    offsets = torch.arange(gamma + 1, device=prefix_lens.device)
-    positions = prefix_lens[:, None] + offsets
-    slots = batch.req_to_token_pool.req_to_token[req_pool_indices[:, None], positions]
+    positions = prefix_lens[:, None] + torch.arange(gamma + 1, device=prefix_lens.device)
+    # Slots are reserved for the verify window only, which may be much shorter than the block.
+    window = positions[:, : verify_len + 1]
+    slots = batch.req_to_token_pool.req_to_token[req_pool_indices[:, None], window]
     return DecodeBatch(
         anchors=batch.spec_info.bonus_tokens,
         prefix_lens=prefix_lens,
         req_pool_indices=req_pool_indices,
         window_slots=slots.to(torch.int64),
-        window_positions=positions,
+        block_positions=positions,
         rows=rows,
-        keys=RoundKeys(seed=seed, step=step, request_keys=req_pool_indices, positions=prefix_lens + 1),
+        keys=round_keys(batch, prefix_lens + 1, seed=seed, step=step),
     )
 
 
@@ -90,6 +100,11 @@ def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host
 
 
+def is_running(req: Any) -> bool:
+    """Whether a step's tokens still reach the request."""
+    return not (req.finished() or req.is_retracted)
+
+
 def make_rounds(reqs: Sequence[Any], step: DecodeBatch, draft_tokens: torch.Tensor | None, plan: VerifyPlan) -> Rounds:
     """The record of a step; its drafts only where a request asked for a trace."""
     traced = None
@@ -113,7 +128,7 @@ def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[
     for req, verified, (start, anchor, *draft), committed in zip(
         reqs, rounds.verify_lens.tolist(), rounds.traced.tolist(), committed_lens, strict=True
     ):
-        if not wants_trace(req) or req.finished() or req.is_retracted:
+        if not wants_trace(req) or not is_running(req):
             continue
         if req.customized_info is None:
             req.customized_info = {}

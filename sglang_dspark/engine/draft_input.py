@@ -66,7 +66,10 @@ class DSparkDraftInput(SpecInput):
             starts = np.repeat(np.cumsum(counts) - counts, counts)
             columns = np.repeat(allocated, counts) + np.arange(total) - starts
             table = batch.req_to_token_pool.req_to_token
-            where = torch.from_numpy(np.stack([rows, columns])).to(table.device, non_blocking=True)
+            where = torch.from_numpy(np.stack([rows, columns]))
+            if table.is_cuda:
+                # A copy from pageable memory would wait for the stream, and with it for the previous forward.
+                where = where.pin_memory().to(table.device, non_blocking=True)
             table[where[0], where[1]] = slots.to(table.dtype)
             for req, length in zip(reqs, reserved.tolist(), strict=True):
                 req.kv_allocated_len = length

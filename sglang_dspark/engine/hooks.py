@@ -18,6 +18,8 @@ from sglang_dspark.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
+_installed: set[str] = set()
+
 
 @dataclass(frozen=True)
 class Hook:
@@ -63,7 +65,7 @@ def install_in_scheduler(device: str) -> None:
             HookType.AROUND,
             _row_headroom,
             "a step reserves two verify windows past the committed length, rows of req_to_token have room for one: "
-            "near the context limit the second one would land in the next request's row",
+            "near the context limit the second one would lie past the end of the row",
         ),
         Hook(
             "observe-results",
@@ -96,11 +98,18 @@ def install_in_scheduler(device: str) -> None:
 
 
 def _install(hooks: Iterable[Hook]) -> None:
-    wanted = [hook for hook in hooks if hook.target not in HookRegistry._patched]
+    wanted = [hook for hook in hooks if hook.target not in _installed]
     for hook in wanted:
+        if hook.target in HookRegistry._patched:
+            # SGLang patches a target once: ours would be dropped without a word.
+            raise EngineError(
+                f"hook {hook.name} finds {hook.target} patched by another plugin; keep that plugin out with "
+                "SGLANG_PLUGINS=dspark"
+            )
         HookRegistry.register(hook.target, hook.function, hook.kind)
     HookRegistry.apply_hooks()
     for hook in wanted:
+        _installed.add(hook.target)
         if hook.target not in HookRegistry._patched:
             raise EngineError(
                 f"hook {hook.name} did not take effect on {hook.target} ({hook.reason}); this is not an unmodified "

@@ -12,6 +12,14 @@ from sglang_dspark.engine.requests import PARAMETERS_KEY
 from sglang_dspark.speculation import Speculation
 
 FIELD = "speculation"
+UNSERVED_ROUTES = (
+    # They would change the target and leave the drafter, and the draft K/V of cached prefixes, behind.
+    "/update_weights_from_disk",
+    "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
+    "/update_weights_from_ipc",
+    "/release_memory_occupation",
+)
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 
@@ -44,14 +52,19 @@ class SpeculationMiddleware:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in ROUTES:
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path in UNSERVED_ROUTES:
+            message = f"DSPARK does not serve {path} yet; restart the server with the new weights"
+            await _bad_request(message, param=None)(scope, receive, send)
+            return
+        if path not in ROUTES or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
         body = await _read_body(receive)
         if body is None:
             return
         try:
-            body = _rewrite(body, scope["path"])
+            body = _rewrite(body, path)
         except ValueError as error:
             await _bad_request(str(error))(scope, receive, send)
             return
@@ -98,7 +111,7 @@ def _rewrite(body: bytes, path: str) -> bytes:
     if options:
         carriers = [document]
         if path == "/generate":
-            parameters = document.setdefault("sampling_params", {})
+            parameters = document["sampling_params"] = document.get("sampling_params") or {}
             carriers = parameters if isinstance(parameters, list) else [parameters]
         for carrier in carriers:
             if not isinstance(carrier, dict) or not isinstance(carrier.get("custom_params") or {}, dict):
@@ -107,6 +120,6 @@ def _rewrite(body: bytes, path: str) -> bytes:
     return json.dumps(document).encode()
 
 
-def _bad_request(message: str) -> JSONResponse:
-    error = {"object": "error", "message": message, "type": "BadRequestError", "param": FIELD, "code": 400}
+def _bad_request(message: str, param: str | None = FIELD) -> JSONResponse:
+    error = {"object": "error", "message": message, "type": "BadRequestError", "param": param, "code": 400}
     return JSONResponse({**error, "error": error}, status_code=400)

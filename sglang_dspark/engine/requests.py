@@ -16,10 +16,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (None, 1, 1.0),
     "min_new_tokens": (None, 0),
     "logit_bias": (None, {}),
-    "json_schema": (None, ""),
-    "regex": (None, ""),
-    "ebnf": (None, ""),
-    "structural_tag": (None, ""),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "structural_tag": (None,),
 }
 
 
@@ -33,7 +33,10 @@ def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> N
     """
     if isinstance(request, GenerateReqInput):
         for refusal in _refusals(request):
-            raise ValueError(f"DSPARK does not serve {refusal} yet; drop the field or use a server without DSPARK")
+            raise ValueError(
+                f"DSPARK does not serve {refusal} yet; drop the field or use a server without DSPARK (if the model's "
+                "generation_config sets it: start with --sampling-defaults openai)"
+            )
 
 
 def _refusals(request: GenerateReqInput) -> Iterator[str]:
@@ -41,12 +44,16 @@ def _refusals(request: GenerateReqInput) -> Iterator[str]:
         value = getattr(request, name, None)
         if value:
             yield f"{name}={_shown(value)}"
-    parameters = request.sampling_params
-    if isinstance(parameters, Mapping):
-        for name, neutral in _NEUTRAL.items():
-            value = parameters.get(name)
-            if value not in neutral:
-                yield f"{name}={_shown(value)}"
+    if isinstance(request.sampling_params, Mapping):
+        yield from unserved_parameters(request.sampling_params)
+
+
+def unserved_parameters(parameters: Mapping[str, Any]) -> Iterator[str]:
+    """``name=value`` of every sampling parameter whose effect DSPARK would lose."""
+    for name, neutral in _NEUTRAL.items():
+        value = parameters.get(name)
+        if value not in neutral:
+            yield f"{name}={_shown(value)}"
 
 
 def _shown(value: Any) -> str:
@@ -57,4 +64,6 @@ def _shown(value: Any) -> str:
 def wants_trace(req: Any) -> bool:
     """Whether this scheduler-side request asked for its rounds."""
     parameters = req.sampling_params.custom_params
-    return bool(parameters and parameters.get(PARAMETERS_KEY, {}).get("trace"))
+    # A client can write custom_params itself, with anything in our place.
+    options = parameters.get(PARAMETERS_KEY) if isinstance(parameters, dict) else None
+    return isinstance(options, dict) and options.get("trace") is True

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dspark.config import DSparkConfig, add_flags, flag_texts
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.pairing import check_target
-from sglang_dspark.engine import hooks
+from sglang_dspark.engine import hooks, requests
 from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,11 @@ def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> A
         # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
         check_draft_path(namespace.speculative_draft_model_path)
         _choose_attention_backend(namespace)
+        if namespace.sampling_backend not in (None, "pytorch"):
+            raise ConfigError(
+                f"DSPARK cannot run with --sampling-backend={namespace.sampling_backend}; "
+                "verification follows the law of the pytorch backend: drop the flag"
+            )
     token = _flag_texts.set(flag_texts(namespace))
     try:
         return original(cls, namespace)
@@ -52,7 +59,8 @@ def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> A
 def _choose_attention_backend(namespace: Any) -> None:
     """Where the user left the choice open, take the backend that DSPARK runs on instead of SGLang's default."""
     if not (namespace.attention_backend or namespace.prefill_attention_backend or namespace.decode_attention_backend):
-        namespace.attention_backend = ATTENTION_BACKEND.get(namespace.device or "cuda")
+        device = namespace.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        namespace.attention_backend = ATTENTION_BACKEND.get(device)
 
 
 def check_draft_path(path: str | None) -> None:
@@ -98,6 +106,7 @@ def _refusals(args: Any) -> Iterator[str]:
         ("--enable-two-batch-overlap", True, args.enable_two_batch_overlap, "drop the flag"),
         ("--enable-pdmux", True, args.enable_pdmux, "drop the flag"),
         ("--quantization", args.quantization, args.quantization is not None, "serve an unquantised target"),
+        ("--enable-strict-thinking", True, args.enable_strict_thinking, "drop the flag"),
         ("--enable-memory-saver", True, args.enable_memory_saver, "drop the flag"),
         (
             "--enable-deterministic-inference",
@@ -115,6 +124,11 @@ def _refusals(args: Any) -> Iterator[str]:
     for flag, value, refused, remedy in forbidden:
         if refused:
             yield f"DSPARK cannot run with {flag}={value}; {remedy}"
+    if isinstance(args.preferred_sampling_params, str | Mapping):
+        preferred = args.preferred_sampling_params
+        preferred = json.loads(preferred) if isinstance(preferred, str) else preferred
+        for parameter in requests.unserved_parameters(preferred):
+            yield f"DSPARK does not serve {parameter} in --preferred-sampling-params yet; take it out"
     expected = ATTENTION_BACKEND.get(args.device)
     if expected is None:
         yield f"DSPARK cannot run with --device={args.device}; pass cpu or cuda"
@@ -134,7 +148,10 @@ def complete(server_args: Any) -> None:
     """
     config = DSparkConfig.resolve(_flag_texts.get({}))
     draft = DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
-    check_target(draft, server_args.get_model_config().hf_text_config)
+    target = server_args.get_model_config()
+    if target.quantization is not None or getattr(target.hf_config, "quantization_config", None) is not None:
+        raise ConfigError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
+    check_target(draft, target.hf_text_config)
     gamma = config.gamma(draft.block_size)
     given = server_args.speculative_num_draft_tokens
     if given is not None and given != gamma + 1:
@@ -150,6 +167,9 @@ def complete(server_args: Any) -> None:
     # Verification draws from the law of the pytorch sampling backend; the first token after a prefill must follow the
     # same law (FlashInfer's joint top-k/top-p differs from it).
     server_args.sampling_backend = "pytorch"
+    # SGLang holds prefills of DFLASH servers back until several slots are free; a plain server does not.
+    if server_args.min_free_slots_delay is None:
+        server_args.min_free_slots_delay = 1
     hooks.install_in_front_end()
     logger.info(
         "DSPARK: block size %d, policy %s, verify length %d, drafter %s",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from packaging.version import Version
+
 from sglang_dspark.errors import EngineError
 
 SUPPORTED_SGLANG = "0.5.15.post1"
-FIRST_WITH_BUILT_IN_DSPARK = (0, 5, 16)
+FIRST_WITH_BUILT_IN_DSPARK = Version("0.5.16.dev0")
 
 
 def installed_sglang() -> str:
@@ -24,8 +26,7 @@ def installed_sglang() -> str:
 
 def has_built_in_dspark(sglang_version: str) -> bool:
     """Whether this SGLang registers a DSPARK of its own, which the plugin leaves alone."""
-    numbers = sglang_version.split("+", maxsplit=1)[0].split(".")[:3]
-    return tuple(int(n) for n in numbers if n.isdigit()) >= FIRST_WITH_BUILT_IN_DSPARK
+    return Version(sglang_version) >= FIRST_WITH_BUILT_IN_DSPARK
 
 
 def check_sglang_version(sglang_version: str) -> None:

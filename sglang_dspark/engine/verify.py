@@ -45,7 +45,7 @@ def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: Verify
     if plan.lens_cpu is not None:
         verify_input.rows = _ragged_rows(batch.req_to_token_pool.req_to_token, decode, plan.lens_cpu)
     batch.out_cache_loc = plan.slots
-    # Backends that plan on the host need a bound of context plus window.
+    # Backends that plan on the host need a bound of context plus window. SGLang restores the batch's fields afterwards.
     if batch.seq_lens_cpu is not None:
         batch.seq_lens_cpu = batch.seq_lens_cpu + plan.width
     else:

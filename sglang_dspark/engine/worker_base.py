@@ -8,17 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from dspark_kernels import RoundKeys, SamplingRows, draw
+from dspark_kernels import draw
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, record_traces
+from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, is_running, record_traces, round_keys
 from sglang_dspark.engine.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.target import Target
-from sglang_dspark.worker.state import Rounds
 
 Publish = Callable[[torch.Tensor], None]
 
@@ -50,8 +49,13 @@ class SpecWorkerBase(BaseSpecWorker):
         """Make the draft K/V pool of ``num_slots`` rows and return it."""
 
     @abstractmethod
-    def on_rounds(self, rounds: Rounds, accept_lens: list[int]) -> None:
-        """Take note of a finished step on the host; ``accept_lens`` counts accepted drafts without the bonus."""
+    def on_rounds(self, num_drafted: int, verify_lens: list[int], accept_lens: list[int]) -> None:
+        """Take note of a step on the host.
+
+        Args:
+            num_drafted: drafts proposed per request.
+            verify_lens, accept_lens: drafts verified and accepted, of every request that the step was meant for.
+        """
 
     @abstractmethod
     def report(self) -> dict[str, Any]:
@@ -96,7 +100,11 @@ class SpecWorkerBase(BaseSpecWorker):
         """Called with a decode result whose tensors have reached the host."""
         if isinstance(result, DSparkBatchResult) and result.rounds is not None:
             committed = result.accept_lens.tolist()
-            self.on_rounds(result.rounds, [length - 1 for length in committed])
+            lens = zip(batch.reqs, result.rounds.verify_lens.tolist(), committed, strict=True)
+            # Under overlap a request that has just ended takes part in one more step, whose tokens nobody gets.
+            kept = [(verified, gained - 1) for req, verified, gained in lens if is_running(req)]
+            if kept:
+                self.on_rounds(result.rounds.num_drafted, *map(list, zip(*kept, strict=True)))
             record_traces(batch.reqs, result.rounds, committed)
 
     def forward_batch_generation(self, batch: Any, on_publish: Publish | None = None) -> Any:
@@ -118,7 +126,9 @@ class SpecWorkerBase(BaseSpecWorker):
             batch=None, forward_batch=forward_batch, is_verify=rows.any_seeded
         )
         if rows.any_seeded:
-            result.next_token_ids = draw(result.logits_output.next_token_logits, rows, self.round_keys(batch, rows))
+            positions = batch.seq_lens.to(torch.int64)
+            keys = round_keys(batch, positions, seed=self.server_args.random_seed, step=self.step)
+            result.next_token_ids = draw(result.logits_output.next_token_logits, rows, keys)
         result.new_seq_lens = batch.seq_lens
         publish(batch.seq_lens)
         # Before the scheduler may hand the prompt to the radix cache: a later prefix hit reuses these draft rows.
@@ -130,15 +140,6 @@ class SpecWorkerBase(BaseSpecWorker):
             bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens.to(torch.int64)
         )
         return result
-
-    def round_keys(self, batch: Any, rows: SamplingRows) -> RoundKeys:
-        """Noise keys of the token after ``batch.seq_lens`` in this step."""
-        return RoundKeys(
-            seed=self.server_args.random_seed,
-            step=self.step,
-            request_keys=batch.req_pool_indices.to(torch.int64),
-            positions=batch.seq_lens.to(torch.int64),
-        )
 
     def _idle(self, publish: Publish) -> DSparkBatchResult:
         draft_input = DSparkDraftInput.idle(self.device)

@@ -19,8 +19,8 @@ class DecodeBatch:
     anchors: torch.Tensor  # [bs] int64, last committed token, at position prefix_lens
     prefix_lens: torch.Tensor  # [bs] int64, tokens whose K/V is committed
     req_pool_indices: torch.Tensor  # [bs] int64, rows of req_to_token
-    window_slots: torch.Tensor  # [bs, gamma + 1] int64, K/V slots of positions prefix_lens + 0..gamma
-    window_positions: torch.Tensor  # [bs, gamma + 1] int64
+    block_positions: torch.Tensor  # [bs, gamma + 1] int64, prefix_lens + 0..gamma
+    window_slots: torch.Tensor  # [bs, verify_len + 1] int64, K/V slots of the first of these positions
     rows: SamplingRows
     keys: RoundKeys
 

@@ -61,6 +61,6 @@ def _flatten(decode: DecodeBatch, draft_tokens: torch.Tensor | None, **layout: A
     return VerifyPlan(
         **layout,
         input_ids=window[requests, columns],
-        positions=decode.window_positions[requests, columns],
+        positions=decode.block_positions[requests, columns],
         slots=decode.window_slots[requests, columns],
     )

@@ -17,7 +17,7 @@ from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.worker.draft_attention import block_attend
 from sglang_dspark.worker.draft_cache import PADDING_SLOT, DraftCache
-from sglang_dspark.worker.state import DecodeBatch, Rounds, VerifyPlan
+from sglang_dspark.worker.state import DecodeBatch, VerifyPlan
 from sglang_dspark.worker.verify_plan import uniform_plan
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,14 @@ class DSparkWorker(SpecWorkerBase):
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Draft, plan, verify, accept, publish, commit."""
         rows = self.sampling.read(batch.reqs)
-        step = read_decode_batch(batch, rows, seed=self.server_args.random_seed, step=self.step, gamma=self.gamma)
+        step = read_decode_batch(
+            batch,
+            rows,
+            seed=self.server_args.random_seed,
+            step=self.step,
+            gamma=self.gamma,
+            verify_len=self.verify_len,
+        )
         block = self.draft(step)
         draft_tokens = None if block is None else block.tokens
         plan = uniform_plan(step, draft_tokens, self.verify_len)
@@ -78,15 +85,14 @@ class DSparkWorker(SpecWorkerBase):
         bs, gamma, drafter = len(step), self.gamma, self.drafter
         ids = torch.full((bs, gamma), self.draft_config.mask_token_id, device=self.device)
         ids[:, 0] = step.anchors
-        positions = step.window_positions[:, :gamma].reshape(-1)
+        positions = step.block_positions[:, :gamma].reshape(-1)
         attend = block_attend(self.cache, self.req_to_token, step, gamma)
         hidden = drafter.forward_block(drafter.embed(ids.view(-1)), positions, attend).view(bs, gamma, -1)
         # The backbone needs the whole block (its slots see each other), the heads only what will be verified.
         hidden = hidden[:, : self.verify_len]
         base_logits = drafter.base_logits(hidden)
-        return markov_sample_ref(
-            base_logits, hidden, step.anchors, drafter.markov, drafter.confidence, step.rows, step.keys
-        )
+        # The policy `static` asks for no confidences.
+        return markov_sample_ref(base_logits, hidden, step.anchors, drafter.markov, None, step.rows, step.keys)
 
     def accept(self, step: DecodeBatch, block: DraftBlock | None, plan: VerifyPlan, logits: torch.Tensor) -> Accepted:
         """Keep the drafts that the target agrees with and draw the token after them."""
@@ -112,8 +118,8 @@ class DSparkWorker(SpecWorkerBase):
         k, v = self.drafter.context_kv(self.drafter.project_context(features), positions)
         self.cache.write(slots, k, v)
 
-    def on_rounds(self, rounds: Rounds, accept_lens: list[int]) -> None:
-        self.counters.record(rounds.num_drafted, rounds.verify_lens.tolist(), accept_lens)
+    def on_rounds(self, num_drafted: int, verify_lens: list[int], accept_lens: list[int]) -> None:
+        self.counters.record(num_drafted, verify_lens, accept_lens)
         now = time.monotonic()
         if now - self._logged_at >= _LOG_INTERVAL_S:
             self._logged_at = now

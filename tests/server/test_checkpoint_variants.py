@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_server import DRAFT, DSPARK, TARGET, generate, greedy
+from golden_server import DRAFT, DSPARK, TARGET, generate, greedy, output_ids
 
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel
@@ -31,6 +31,7 @@ VARIANTS = {
         "num_hidden_layers": 3,
     },
 }
+LONG_BLOCK = {"block_size": 24, "markov_head_type": "vanilla"}
 PROMPT = json.loads((DRAFT / "golden.json").read_text())["cases"][1]["prompt_ids"]
 
 
@@ -63,3 +64,15 @@ def test_drafts_equal_the_reference(launch, tmp_path, name):
     assert [r["draft"] for r, _ in pairs] == [r.block.tokens for _, r in pairs]
     assert [r["accepted"] for r, _ in pairs[:-1]] == [r.accepted for _, r in pairs[:-1]]
     assert len({tuple(r["draft"]) for r in rounds}) > 1
+
+
+def test_block_much_longer_than_the_verify_length_at_the_context_limit(launch, tmp_path):
+    """The block reaches far past the row of K/V slots; only the verify window may be looked up there."""
+    folder = random_drafter(tmp_path, **LONG_BLOCK)
+    limit = ["--context-length", "96"]
+    server = launch(*DSPARK[:3], str(folder), "--speculative-dspark-verify-len", "1", *limit)
+    bodies = [
+        {"input_ids": PROMPT[:8], "sampling_params": {"temperature": 0, "max_new_tokens": 87 - i, "ignore_eos": True}}
+        for i in range(4)
+    ]
+    assert output_ids(server, bodies, 4) == output_ids(launch(*limit), bodies, 4)

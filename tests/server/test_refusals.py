@@ -71,6 +71,20 @@ def test_neutral_values_and_null_are_served(dspark):
     assert dspark.post_json("/generate", body)["output_ids"] == expected
 
 
+@pytest.mark.parametrize("value", [1, None, [1], "x", {"trace": {}}, {"trace": 1}])
+def test_hostile_custom_params_harm_nobody(dspark, value):
+    """``custom_params`` is a public field; the plugin's own entry in it can hold anything."""
+    body = greedy([5, 6, 7], 4)
+    body["sampling_params"]["custom_params"] = {"dspark": value}
+    answer = dspark.post_json("/generate", body)
+    assert len(answer["output_ids"]) == 4
+    assert "dspark_trace" not in answer["meta_info"]
+
+
+def test_routes_that_would_change_the_target(dspark):
+    assert "/update_weights_from_disk" in refused(dspark, "/update_weights_from_disk", {"model_path": "x"})
+
+
 def test_the_server_survives_refusals(dspark):
     assert dspark.post_json("/generate", greedy([5, 6, 7], 4))["output_ids"]
 
@@ -84,7 +98,13 @@ STARTUP = [
     (["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"], "--enable-lora"),
     (["--disaggregation-mode", "prefill"], "--disaggregation-mode=prefill"),
     (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num=2"),
+    (["--dp-size", "2"], "--dp-size=2"),
+    (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "--tp-size=2"),
     (["--page-size", "16"], "--page-size=16"),
+    (["--quantization", "fp8"], "--quantization=fp8"),
+    (["--sampling-backend", "flashinfer"], "--sampling-backend=flashinfer"),
+    (["--enable-strict-thinking"], "--enable-strict-thinking"),
+    (["--preferred-sampling-params", '{"repetition_penalty": 1.2}'], "repetition_penalty=1.2"),
     (["--enable-mixed-chunk"], "--enable-mixed-chunk"),
     (["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype=fp8_e4m3"),
     (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),

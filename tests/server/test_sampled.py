@@ -108,6 +108,16 @@ def test_seed_of_the_openai_api(dspark):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_request_id_can_be_used_again_with_other_parameters(dspark, plain):
+    """Sampling parameters belong to the request, not to the id that the client chose for it."""
+    hot = {"input_ids": PROMPT, "rid": "again", "sampling_params": {"temperature": 3.0, "max_new_tokens": 24}}
+    cold = greedy(PROMPT, 24, rid="again")
+    expected = output_ids(plain, [greedy(PROMPT, 24)])
+    for _ in range(3):
+        assert output_ids(dspark, [hot]) != expected
+        assert output_ids(dspark, [cold]) == expected
+
+
 def damaged_drafter(folder: Path) -> Path:
     """The golden drafter with its context projection turned inside out."""
     shutil.copytree(DRAFT, folder, dirs_exist_ok=True)

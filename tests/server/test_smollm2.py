@@ -71,7 +71,9 @@ def splits_at_a_near_tie(target: Path, expected: dict[str, Any], got: dict[str, 
 
     text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
     pairs = list(zip(expected["output_ids"], got["output_ids"], strict=False))
-    position = next(i for i, (a, b) in enumerate(pairs) if a != b)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if position is None:
+        return False  # one text merely ends earlier
     prefix = AutoTokenizer.from_pretrained(target)(text).input_ids + expected["output_ids"][:position]
     best = (
         AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)(torch.tensor([prefix])).logits[0, -1].topk(2)

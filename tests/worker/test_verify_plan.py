@@ -22,7 +22,7 @@ def step():
         prefix_lens=prefix_lens,
         req_pool_indices=requests,
         window_slots=1000 * requests[:, None] + torch.arange(GAMMA + 1),
-        window_positions=positions,
+        block_positions=positions,
         rows=SamplingRows.from_lists([0.0] * 3, [-1] * 3, [1.0] * 3, [0.0] * 3, [None] * 3),
         keys=RoundKeys(seed=1, step=1, request_keys=requests, positions=prefix_lens + 1),
     )
