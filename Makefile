@@ -9,7 +9,7 @@ PAIR = --target $(or $(TARGET),$(SMOLLM2)) --draft $(or $(DRAFT),sglang_dspark/d
 RESULTS ?= benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor test test-gpu check format evidence lock clean
+.PHONY: help env demo doctor test check format evidence lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,9 +30,6 @@ doctor: env ## is this installation able to serve?
 test: env ## all tests that need no GPU
 	$(RUN) -m pytest
 
-test-gpu: env ## tests that need an NVIDIA GPU
-	$(RUN) -m pytest -m gpu
-
 check: env ## lint, formatting and types
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
@@ -43,12 +40,11 @@ format: env ## sort imports and format
 	$(RUN) -m ruff format
 
 evidence: env ## the long proofs and sweeps behind the README's numbers
-	$(if $(PROMPTS),,$(error name a JSONL file of {"turns": [text, ...]}: make evidence PROMPTS=prompts.jsonl))
-	$(RUN) -m pytest -m evidence || test $$? -eq 5 # 5: no test bears the mark
+	$(if $(PROMPTS),,$(error name JSONL files of {"turns": [text, ...]}: make evidence PROMPTS="a.jsonl b.jsonl"))
 	$(if $(TARGET),,$(RUN) -c 'from sglang_dspark.demo.smollm2 import build; build("$(SMOLLM2)", progress=print)')
-	$(RUN) benchmarks/identity.py $(PAIR) --prompts $(PROMPTS) --output $(RESULTS)/identity.json
-	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) --prompts $(PROMPTS) --output $(RESULTS)/sweep \
-		--config plain --config again=plain --config static:7 --config static:3
+	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/identity.json
+	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) --prompts $(firstword $(PROMPTS)) --output $(RESULTS)/sweep \
+		--config plain --config again=plain --config static:5 --config static:2 --concurrency 1,2,4,8 --rounds 5
 	$(RUN) benchmarks/paired_ratio.py $(RESULTS)/sweep/sweep.csv
 	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/sweep/sweep.csv
 
