@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from textwrap import shorten
 
 import openai
 import torch
@@ -101,11 +102,11 @@ class Demo:
 
     def _print_table(self, with_dspark: Sequence[Answer], plain: Sequence[Answer]) -> None:
         table = Table(box=SIMPLE)
-        table.add_column("prompt", max_width=36, no_wrap=True)
+        table.add_column("prompt")
         for heading in ("tokens", "accept length", "DSPARK", "plain", "ratio", "same text"):
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", no_wrap=True)
         for prompt, ours, theirs in zip(self._prompts, with_dspark, plain, strict=True):
-            table.add_row(escape(prompt), *_cells([ours], [theirs]))
+            table.add_row(escape(shorten(prompt, 15, placeholder="...")), *_cells([ours], [theirs]))
         table.add_section()
         table.add_row("all", *_cells(with_dspark, plain))
         self._console.print(table)
