@@ -159,9 +159,10 @@ def complete(server_args: Any) -> None:
             f"--speculative-num-draft-tokens={given} contradicts the block size {gamma}; "
             f"pass {gamma + 1} or drop the flag"
         )
+    verify_len = config.static_verify_len(gamma)
     server_args.dspark_config = config
     # SGLang's tokens per request and step: the anchor and the drafts that are verified.
-    server_args.speculative_num_draft_tokens = config.static_verify_len(gamma) + 1
+    server_args.speculative_num_draft_tokens = verify_len + 1
     server_args.speculative_num_steps = 1
     server_args.speculative_eagle_topk = 1
     # Verification draws from the law of the pytorch sampling backend; the first token after a prefill must follow the
@@ -175,6 +176,6 @@ def complete(server_args: Any) -> None:
         "DSPARK: block size %d, policy %s, verify length %d, drafter %s",
         gamma,
         config.schedule,
-        config.static_verify_len(gamma),
+        verify_len,
         server_args.speculative_draft_model_path,
     )

@@ -69,7 +69,7 @@ class SpecWorkerBase(BaseSpecWorker):
     @property
     def draft_worker(self) -> Any:
         """What SGLang looks for to find the draft K/V pool."""
-        return SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=self._draft_cache))
+        return SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=self.cache))
 
     @property
     def req_to_token(self) -> torch.Tensor:
@@ -85,7 +85,7 @@ class SpecWorkerBase(BaseSpecWorker):
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Called when the target's pool exists."""
         allocator = pools["token_to_kv_pool_allocator"]
-        self._draft_cache = self.allocate_draft_cache(allocator.size + allocator.page_size)
+        self.cache = self.allocate_draft_cache(allocator.size + allocator.page_size)
 
     def init_attention_backends(self) -> None:
         """Called after the target's backends exist and before any graph is captured."""

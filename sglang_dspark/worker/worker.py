@@ -42,9 +42,9 @@ class DSparkWorker(SpecWorkerBase):
             logger.info("DSPARK drafter %s loaded; read from the target: %s", path, ", ".join(shared) or "nothing")
 
     def allocate_draft_cache(self, num_slots: int) -> DraftCache:
-        self.cache = DraftCache(self.draft_config, num_slots, self.target.dtype, self.device)
-        logger.info("DSPARK draft K/V: %d slots, %.1f MiB", num_slots, self.cache.num_bytes / 2**20)
-        return self.cache
+        cache = DraftCache(self.draft_config, num_slots, self.target.dtype, self.device)
+        logger.info("DSPARK draft K/V: %d slots, %.1f MiB", num_slots, cache.num_bytes / 2**20)
+        return cache
 
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
@@ -86,7 +86,7 @@ class DSparkWorker(SpecWorkerBase):
         ids = torch.full((bs, gamma), self.draft_config.mask_token_id, device=self.device)
         ids[:, 0] = step.anchors
         positions = step.block_positions[:, :gamma].reshape(-1)
-        attend = block_attend(self.cache, self.req_to_token, step, gamma)
+        attend = block_attend(self.cache, self.req_to_token, step)
         hidden = drafter.forward_block(drafter.embed(ids.view(-1)), positions, attend).view(bs, gamma, -1)
         # The backbone needs the whole block (its slots see each other), the heads only what will be verified.
         hidden = hidden[:, : self.verify_len]
