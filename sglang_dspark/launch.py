@@ -176,10 +176,12 @@ class LaunchedServer:
     def flush_cache(self) -> None:
         """Empty the radix cache, so that the next request is prefilled in full.
 
+        Waits for the server to be idle: under overlap one more step runs after the last answer.
+
         Raises:
-            urllib.error.HTTPError: the server still has requests.
+            urllib.error.HTTPError: the server still has requests after 30 s.
         """
-        request = urllib.request.Request(self.url + "/flush_cache", method="POST")
+        request = urllib.request.Request(self.url + "/flush_cache?timeout=30", method="POST")
         with _open(request, timeout=60.0):
             pass  # the answer is a sentence, its status says all
 
