@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from sglang_dspark.errors import ConfigError
@@ -18,7 +18,8 @@ FLAG_PREFIX = "--speculative-dspark-"
 ENV_PREFIX = "SGLANG_DSPARK_"
 
 SCHEDULES = ("auto", "early-stop", "static", "threshold", "off")
-SERVED_SCHEDULES = ("static",)
+# Verifies lengths without rhyme or reason, for tests of exactness: accepted, but not offered.
+RANDOM_SCHEDULE = "random"
 
 
 def _non_negative_int(text: str) -> int:
@@ -36,11 +37,22 @@ def _positive_int(text: str) -> int:
 
 
 def _schedule(text: str) -> str:
-    if text not in SCHEDULES:
+    if text not in (*SCHEDULES, RANDOM_SCHEDULE):
         raise ValueError(f"must be one of {', '.join(SCHEDULES)}")
-    if text not in SERVED_SCHEDULES:
-        raise ValueError(f"is not served by this release; use {' or '.join(SERVED_SCHEDULES)}")
     return text
+
+
+def _probability(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ValueError("must lie in [0, 1]")
+    return value
+
+
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise ValueError("must be on or off")
+    return text == "on"
 
 
 def _knob(parse: Callable[[str], Any], help_text: str, *, default: Any = None) -> Any:
@@ -53,8 +65,10 @@ class DSparkConfig:
 
     schedule: str = _knob(
         _schedule,
-        "Verify policy. `static` verifies the same number of drafts for every request in every step.",
-        default="static",
+        "Verify policy. `auto` follows measured step times and the drafter's confidence, and does not speculate where "
+        "that would be slower; `early-stop` is Algorithm 1 of the DSpark paper; `static` verifies the same number of "
+        "drafts in every step; `threshold` verifies up to the first draft of low confidence; `off` drafts nothing.",
+        default="auto",
     )
     block_size: int | None = _knob(
         _positive_int, "Drafts per request and step (gamma); at most the block size of the draft checkpoint."
@@ -62,6 +76,33 @@ class DSparkConfig:
     verify_len: int | None = _knob(
         _non_negative_int, "Policy `static`: drafts verified per request and step, 0 to the block size."
     )
+    confidence_threshold: float | None = _knob(
+        _probability, "Policy `threshold`: verify the drafts before the first one whose raw confidence is below this."
+    )
+    confidence_sts_path: str | None = _knob(
+        str, "Calibration temperatures of the confidence head, written by `python -m sglang_dspark calibrate`."
+    )
+    online_calibration: bool = _knob(
+        _switch, "`on` or `off`: keep the confidence head calibrated by what verification observes.", default=True
+    )
+    sps_table_path: str | None = _knob(
+        str,
+        "Table of measured step times: loaded when the file exists, else measured at start-up and written there. "
+        "Without the flag it is kept below ~/.cache/sglang-dspark.",
+    )
+
+    def __post_init__(self) -> None:
+        for name, schedule in (("verify_len", "static"), ("confidence_threshold", "threshold")):
+            value = getattr(self, name)
+            if value is not None and self.schedule != schedule:
+                raise ConfigError(
+                    f"{flag_name(name)}={value} belongs to the policy {schedule}, but the policy is {self.schedule}; "
+                    f"pass {flag_name('schedule')} {schedule} or drop the flag"
+                )
+        if self.schedule == "threshold" and self.confidence_threshold is None:
+            raise ConfigError(
+                f"{flag_name('schedule')}=threshold needs a threshold; pass {flag_name('confidence_threshold')}, e.g. 0.5"
+            )
 
     @classmethod
     def resolve(cls, cli: Mapping[str, str | None], env: Mapping[str, str] | None = None) -> DSparkConfig:
@@ -93,6 +134,31 @@ class DSparkConfig:
                     raise ConfigError(f"{origin}={text!r}: {error}") from error
         return cls(**values)
 
+    def with_policy(self, fields: Mapping[str, Any]) -> DSparkConfig:
+        """These options with another policy.
+
+        Args:
+            fields: decoded JSON: ``policy``, and ``verify_len`` or ``confidence_threshold`` where it takes one.
+
+        Raises:
+            ConfigError: names the field, its value and the remedy.
+        """
+        known = {"policy": "schedule", "verify_len": "verify_len", "confidence_threshold": "confidence_threshold"}
+        for name in fields:
+            if name not in known:
+                raise ConfigError(f"{name} is not a field of a policy; known are {', '.join(known)}")
+        if "policy" not in fields:
+            raise ConfigError(f"policy is missing; give one of {', '.join(SCHEDULES)}")
+        values: dict[str, Any] = dict.fromkeys(known.values())
+        for name, value in fields.items():
+            try:
+                if isinstance(value, bool) or not isinstance(value, str if name == "policy" else int | float):
+                    raise ValueError("has the wrong type")
+                values[known[name]] = _PARSERS[known[name]](str(value))
+            except ValueError as error:
+                raise ConfigError(f"{name}={value!r}: {error}") from error
+        return replace(self, **values)
+
     def gamma(self, checkpoint_block_size: int) -> int:
         """Drafts per request and step for a checkpoint trained with ``checkpoint_block_size``.
 
@@ -107,6 +173,19 @@ class DSparkConfig:
                 f"draft checkpoint was trained with; pass {checkpoint_block_size} or less"
             )
         return self.block_size
+
+    def max_verify(self, gamma: int) -> int:
+        """Most drafts that a step verifies per request.
+
+        Raises:
+            ConfigError: ``verify_len`` exceeds ``gamma``.
+        """
+        match self.schedule:
+            case "static":
+                return self.static_verify_len(gamma)
+            case "off":
+                return 0
+        return gamma
 
     def static_verify_len(self, gamma: int) -> int:
         """Drafts verified per request and step under the policy ``static``.
@@ -124,6 +203,9 @@ class DSparkConfig:
         return self.verify_len
 
 
+_PARSERS: Mapping[str, Callable[[str], Any]] = {knob.name: knob.metadata["parse"] for knob in fields(DSparkConfig)}
+
+
 def flag_name(field_name: str) -> str:
     """``verify_len`` -> ``--speculative-dspark-verify-len``."""
     return FLAG_PREFIX + field_name.replace("_", "-")
@@ -133,11 +215,21 @@ def _dest(field_name: str) -> str:
     return "speculative_dspark_" + field_name
 
 
+_DEFAULTS_IN_WORDS = {
+    "block_size": "the draft checkpoint's",
+    "verify_len": "the block size",
+    "confidence_threshold": "none",
+    "confidence_sts_path": "none",
+    "online_calibration": "on",
+    "sps_table_path": "a file in the cache",
+}
+
+
 def add_flags(parser: ArgumentParser) -> None:
     """Add one flag per knob. Texts are parsed by :meth:`DSparkConfig.resolve`, so errors name the flag or variable."""
     group = parser.add_argument_group("DSPARK (sglang-dspark plugin)")
     for knob in fields(DSparkConfig):
-        shown = "from the draft checkpoint" if knob.default is None else knob.default
+        shown = _DEFAULTS_IN_WORDS.get(knob.name, knob.default)
         group.add_argument(
             flag_name(knob.name),
             dest=_dest(knob.name),

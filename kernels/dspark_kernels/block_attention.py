@@ -7,13 +7,11 @@ for it and no value of the host; it can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 
-from .ragged_attention import SlotIndex, few_query_attention, slot_index
+from .ragged_attention import ContextGroup, attend_groups, group_contexts
 
 _MIN_DOT = 16  # smallest tile side of tl.dot
 _BLOCK_N = 64
@@ -29,37 +27,33 @@ def block_attention_ref(
     req_pool_indices: torch.Tensor,  # [bs] int64
     prefix_lens: torch.Tensor,  # [bs] int64
 ) -> torch.Tensor:
-    """The same as :func:`block_attention` in plain torch, request by request. Syncs with the host."""
-    contexts = context_slots(req_to_token, req_pool_indices, prefix_lens)
-    return attend_contexts(q, k, v, k_pool, v_pool, contexts)
+    """The same as :func:`block_attention` in plain torch. Syncs with the host."""
+    bs = prefix_lens.shape[0]
+    groups = block_groups(
+        req_to_token, req_pool_indices, prefix_lens, q.shape[0] // bs, q.shape[1] // k.shape[1], q.dtype
+    )
+    return attend_groups(q, k_pool, v_pool, groups, q.shape[-1] ** -0.5, extra_kv=(k, v))
 
 
-def context_slots(
+def block_groups(
     req_to_token: torch.Tensor,  # [rows, columns] int
     req_pool_indices: torch.Tensor,  # [bs] int64
     prefix_lens: torch.Tensor,  # [bs] int64
-) -> list[SlotIndex]:
-    """Index of every request's context in the pools; one lookup serves all layers of a step. Syncs with the host."""
-    requests = zip(req_pool_indices.tolist(), prefix_lens.tolist(), strict=True)
-    return [slot_index(req_to_token[row, :prefix].to(torch.int64)) for row, prefix in requests]
-
-
-def attend_contexts(
-    q: torch.Tensor,  # [bs * gamma, heads, hd]
-    k: torch.Tensor,  # [bs * gamma, kv_heads, hd]
-    v: torch.Tensor,  # [bs * gamma, kv_heads, hd]
-    k_pool: torch.Tensor,  # [slots, kv_heads, hd]
-    v_pool: torch.Tensor,  # [slots, kv_heads, hd]
-    contexts: Sequence[SlotIndex],  # bs of them
-) -> torch.Tensor:
-    """:func:`block_attention_ref` with the contexts already looked up."""
-    out = torch.empty_like(q)
-    gamma = q.shape[0] // len(contexts)
-    for index, context in enumerate(contexts):
-        block = slice(index * gamma, (index + 1) * gamma)
-        keys, values = torch.cat([k_pool[context], k[block]]), torch.cat([v_pool[context], v[block]])
-        out[block] = few_query_attention(q[block], keys, values, scale=q.shape[-1] ** -0.5, causal=False)
-    return out
+    gamma: int,
+    heads_per_kv: int,
+    dtype: torch.dtype,
+) -> list[ContextGroup]:
+    """What :func:`block_attention_ref` looks up, the same for all layers of a step. Syncs with the host."""
+    return group_contexts(
+        req_to_token,
+        req_pool_indices.tolist(),
+        prefix_lens.tolist(),
+        [gamma] * prefix_lens.shape[0],
+        causal=False,
+        heads_per_kv=heads_per_kv,
+        dtype=dtype,
+        extra_keys=gamma,
+    )
 
 
 @triton.jit

@@ -52,6 +52,20 @@ class DraftBlock:
     probs: torch.Tensor | None
     confidence_logits: torch.Tensor | None
 
+    def spread(self, request: int, bs: int) -> "DraftBlock":
+        """A batch of ``bs`` requests in which ``request`` has this block, of one request, and the others fillers."""
+
+        def place(part: torch.Tensor | None) -> torch.Tensor | None:
+            if part is None:
+                return None
+            whole = part.new_zeros((bs, *part.shape[1:]))
+            whole[request] = part[0]
+            return whole
+
+        tokens = place(self.tokens)
+        assert tokens is not None
+        return DraftBlock(tokens, place(self.probs), place(self.confidence_logits))
+
 
 def markov_sample_ref(
     base_logits: torch.Tensor,  # [bs, gamma, V]

@@ -1,51 +1,169 @@
-"""Attention of a few query rows per request over a long paged context: what drafting and verification need on a CPU.
+"""Attention of a few query rows per request over paged contexts: what drafting and verification need on a CPU.
 
 SGLang's CPU backend pads the queries of an extend to the full context, which makes eight verify rows cost as much as a
-whole prefill: quadratic instead of linear in the context length.
+whole prefill, and it calls the attention once per request, which costs more than the attention itself. Here requests of
+similar length share a call, and everything that is the same for all layers is laid out once per step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
-SlotIndex = torch.Tensor | slice
+# Requests share a call while the shortest context has at least this share of the longest: the rest is padding.
+_MIN_FILL = 0.7
 
 
-def slot_index(slots: torch.Tensor) -> SlotIndex:
-    """Index for pool rows ``slots`` [n] int64: a slice where they are consecutive, so that reading copies nothing."""
-    if slots.shape[0] > 0 and bool((slots[1:] - slots[:-1] == 1).all()):
-        first = int(slots[0])
-        return slice(first, first + slots.shape[0])
-    return slots
+@dataclass(frozen=True)
+class ContextGroup:
+    """Requests that are attended in one call, their queries and keys padded to the longest.
+
+    Attributes:
+        num_requests, num_queries, num_keys: R, m and n after padding; n counts keys from the pool.
+        slots: [R * n] int64 pool rows of the keys.
+        queries: [R * m] int64 query rows, padding repeats a row; None where the group is the whole batch unpadded.
+        kept: [R * m] int64 places whose outputs are no padding; None with ``queries``.
+        mask: [R, 1, heads per K/V head * m, n + extra] added to the scores; None where every query sees every key.
+    """
+
+    num_requests: int
+    num_queries: int
+    num_keys: int
+    slots: torch.Tensor
+    queries: torch.Tensor | None
+    kept: torch.Tensor | None
+    mask: torch.Tensor | None
 
 
-def few_query_attention(
-    q: torch.Tensor,  # [m, heads, hd]
-    k: torch.Tensor,  # [n, kv_heads, hd]
-    v: torch.Tensor,  # [n, kv_heads, hd]
+def group_contexts(
+    req_to_token: torch.Tensor,  # [rows, columns] int
+    rows: Sequence[int],
+    key_lens: Sequence[int],
+    query_lens: Sequence[int],
     *,
-    scale: float,
     causal: bool,
-) -> torch.Tensor:
-    """Attention of ``m`` query rows of one request over its ``n >= m`` keys.
+    heads_per_kv: int,
+    dtype: torch.dtype,
+    extra_keys: int = 0,
+) -> list[ContextGroup]:
+    """Lay out the attention of a step, for all layers.
 
     Args:
-        causal: the queries are the last ``m`` of the ``n`` positions and see no later key; otherwise all see all keys.
+        req_to_token: pool row of every position of every request.
+        rows: row of each request in that table.
+        key_lens: keys of each request in the pool: its first positions; 0 is allowed.
+        query_lens: query rows of each request, back to back in the batch.
+        causal: queries are the last positions among the keys and see no later key; otherwise all see all.
+        heads_per_kv: query heads that share a K/V head.
+        dtype: of queries and pools.
+        extra_keys: keys per request beside the pool, which all its queries see.
+    """
+    starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
+    by_length = sorted(range(len(rows)), key=lambda request: -key_lens[request])
+    groups = []
+    while by_length:
+        longest = key_lens[by_length[0]]
+        size = sum(key_lens[request] >= _MIN_FILL * longest for request in by_length)
+        # In batch order, so that a group of the whole batch needs no gathering.
+        members = sorted(by_length[:size])
+        by_length = by_length[size:]
+        keys = torch.tensor([key_lens[request] for request in members])
+        queries = torch.tensor([query_lens[request] for request in members])
+        n, m = int(keys.max()), int(queries.max())
+        places = torch.arange(m)
+        padded = len(members) < len(rows) or bool((queries < m).any())
+        first = torch.tensor([starts[request] for request in members])
+        groups.append(
+            ContextGroup(
+                num_requests=len(members),
+                num_queries=m,
+                num_keys=n,
+                slots=_slots(req_to_token, torch.tensor([rows[request] for request in members]), keys, n),
+                queries=(first[:, None] + torch.minimum(places, queries[:, None] - 1)).view(-1) if padded else None,
+                kept=(places < queries[:, None]).view(-1).nonzero().squeeze(1) if padded else None,
+                mask=_mask(keys, queries, n, m, causal, heads_per_kv, extra_keys, dtype),
+            )
+        )
+    return groups
+
+
+def _slots(req_to_token: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, n: int) -> torch.Tensor:
+    """[R * n] pool rows; slot 0 past a request's keys."""
+    slots = req_to_token[rows, :n].to(torch.int64)
+    if bool((keys < n).any()):
+        slots = slots.masked_fill(torch.arange(n) >= keys[:, None], 0)
+    return slots.view(-1)
+
+
+def _mask(
+    keys: torch.Tensor,  # [R]
+    queries: torch.Tensor,  # [R]
+    n: int,
+    m: int,
+    causal: bool,
+    heads_per_kv: int,
+    extra_keys: int,
+    dtype: torch.dtype,
+) -> torch.Tensor | None:
+    if bool((keys == n).all()) and (m == 1 or not causal):
+        return None
+    # Query i of a request with k keys and q queries stands at position k - q + i. Padded queries see all its keys.
+    last = keys[:, None] - 1
+    if causal:
+        last = torch.minimum(last, (keys - queries)[:, None] + torch.arange(m))
+    hidden = torch.arange(n) > last[..., None]  # [R, m or 1, n]
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    mask = F.pad(mask, (0, extra_keys)).expand(-1, m, -1)
+    return mask.repeat(1, heads_per_kv, 1)[:, None]
+
+
+def attend_groups(
+    q: torch.Tensor,  # [N, heads, hd]
+    k_pool: torch.Tensor,  # [slots, kv_heads, hd]
+    v_pool: torch.Tensor,  # [slots, kv_heads, hd]
+    groups: Sequence[ContextGroup],
+    scale: float,
+    extra_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Attention of one layer.
+
+    Args:
+        extra_kv: keys and values beside the pool, [N, kv_heads, hd] row by row with the queries.
 
     Returns:
-        [m, heads, hd] in q's dtype.
+        [N, heads, hd] in q's dtype.
     """
-    num_queries, num_heads, head_dim = q.shape
-    num_keys, num_kv_heads, _ = k.shape
-    group = num_heads // num_kv_heads
-    mask = None
-    if causal and num_queries > 1:
-        last_visible = torch.arange(num_keys - num_queries, num_keys, device=q.device)
-        mask = (torch.arange(num_keys, device=q.device) <= last_visible[:, None]).repeat(group, 1)
+    out = torch.empty_like(q)
+    for group in groups:
+        picked = q if group.queries is None else q.index_select(0, group.queries)
+        k, v = (
+            # A copy of whole pool rows; indexing [slots, kv_heads, hd] directly takes ten times as long.
+            pool.view(pool.shape[0], -1)
+            .index_select(0, group.slots)
+            .view(group.num_requests, group.num_keys, *pool.shape[1:])
+            for pool in (k_pool, v_pool)
+        )
+        if extra_kv is not None:
+            extra_k, extra_v = (x if group.queries is None else x.index_select(0, group.queries) for x in extra_kv)
+            shape = (group.num_requests, group.num_queries, *k.shape[2:])
+            k, v = torch.cat([k, extra_k.view(shape)], dim=1), torch.cat([v, extra_v.view(shape)], dim=1)
+        attended = _attend(picked, k, v, group, scale)
+        if group.queries is None or group.kept is None:
+            return attended
+        out.index_copy_(0, group.queries[group.kept], attended.index_select(0, group.kept))
+    return out
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: ContextGroup, scale: float) -> torch.Tensor:
+    """[R * m, heads, hd] of one group: k and v are [R, keys, kv_heads, hd]."""
+    _, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2]
     # The heads that share a K/V head become extra query rows: K and V are then read once and never expanded.
-    rows = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(1, num_kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(
-        rows, k.transpose(0, 1)[None], v.transpose(0, 1)[None], attn_mask=mask, scale=scale
-    )
-    return out.view(num_kv_heads, group, num_queries, head_dim).permute(2, 0, 1, 3).reshape(num_queries, num_heads, -1)
+    grouped = q.view(group.num_requests, group.num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+    rows = grouped.reshape(group.num_requests, num_kv_heads, -1, head_dim)
+    out = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=group.mask, scale=scale)
+    out = out.view(group.num_requests, num_kv_heads, -1, group.num_queries, head_dim)
+    return out.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)

@@ -10,6 +10,7 @@ from sglang_dspark import __version__
 from sglang_dspark.errors import DSparkError
 
 COMMANDS = {
+    "calibrate": "sglang_dspark.cli.calibrate:calibrate",
     "demo": "sglang_dspark.cli.demo:demo",
     "doctor": "sglang_dspark.cli.doctor:doctor",
 }

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from dspark_kernels import RoundKeys, SamplingRows
+from dspark_kernels import DraftBlock, RoundKeys, SamplingRows
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.engine.requests import wants_trace
-from sglang_dspark.worker.state import DecodeBatch, Rounds, VerifyPlan
+from sglang_dspark.worker.state import DecodeBatch, Rounds
 
 
 class SamplingReader:
@@ -27,17 +27,21 @@ class SamplingReader:
         """Rows of ``reqs``, in order."""
         same = len(reqs) == len(self._reqs) and all(a is b for a, b in zip(reqs, self._reqs, strict=True))
         if self._rows is None or not same:
-            parameters = [req.sampling_params for req in reqs]
-            self._rows = SamplingRows.from_lists(
-                temperatures=[p.temperature for p in parameters],
-                top_ks=[p.top_k for p in parameters],
-                top_ps=[p.top_p for p in parameters],
-                min_ps=[p.min_p for p in parameters],
-                seeds=[p.sampling_seed for p in parameters],
-                device=self._device,
-            )
+            self._rows = self.rows_of(*reqs)
             self._reqs = list(reqs)
         return self._rows
+
+    def rows_of(self, *reqs: Any) -> SamplingRows:
+        """Rows of these requests, made anew."""
+        parameters = [req.sampling_params for req in reqs]
+        return SamplingRows.from_lists(
+            temperatures=[p.temperature for p in parameters],
+            top_ks=[p.top_k for p in parameters],
+            top_ps=[p.top_p for p in parameters],
+            min_ps=[p.min_p for p in parameters],
+            seeds=[p.sampling_seed for p in parameters],
+            device=self._device,
+        )
 
 
 def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> RoundKeys:
@@ -51,16 +55,16 @@ def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> 
     return RoundKeys(seed=seed, step=step, request_keys=batch.req_pool_indices.to(torch.int64), positions=positions)
 
 
-def read_decode_batch(
-    batch: Any, rows: SamplingRows, *, seed: int, step: int, gamma: int, verify_len: int
-) -> DecodeBatch:
-    """The tensors of a decode step out of a ``ScheduleBatch``."""
+def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int, gamma: int, window: int) -> DecodeBatch:
+    """The tensors of a decode step out of a ``ScheduleBatch``.
+
+    Args:
+        window: K/V slots reserved per request and step: the anchor's and those of the drafts that may be verified.
+    """
     prefix_lens = batch.seq_lens.to(torch.int64)
     req_pool_indices = batch.req_pool_indices.to(torch.int64)
     positions = prefix_lens[:, None] + torch.arange(gamma + 1, device=prefix_lens.device)
-    # Slots are reserved for the verify window only, which may be much shorter than the block.
-    window = positions[:, : verify_len + 1]
-    slots = batch.req_to_token_pool.req_to_token[req_pool_indices[:, None], window]
+    slots = batch.req_to_token_pool.req_to_token[req_pool_indices[:, None], positions[:, :window]]
     return DecodeBatch(
         anchors=batch.spec_info.bonus_tokens,
         prefix_lens=prefix_lens,
@@ -81,12 +85,12 @@ class DSparkBatchResult(GenerationBatchResult):
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
         """Start the copies on SGLang's copy stream; the base class, last, records the event that readers wait for."""
         if self.rounds is not None:
-            traced = self.rounds.traced
-            self.rounds = replace(
-                self.rounds,
-                verify_lens=_copy_to_host(self.rounds.verify_lens),
-                traced=None if traced is None else _copy_to_host(traced),
-            )
+            copies: dict[str, Any] = {
+                name: _copy_to_host(value)
+                for name, value in vars(self.rounds).items()
+                if isinstance(value, torch.Tensor)
+            }
+            self.rounds = replace(self.rounds, **copies)
         super().copy_to_cpu(*args, **kwargs)
 
 
@@ -105,13 +109,15 @@ def is_running(req: Any) -> bool:
     return not (req.finished() or req.is_retracted)
 
 
-def make_rounds(reqs: Sequence[Any], step: DecodeBatch, draft_tokens: torch.Tensor | None, plan: VerifyPlan) -> Rounds:
-    """The record of a step; its drafts only where a request asked for a trace."""
-    traced = None
-    if any(wants_trace(req) for req in reqs):
-        columns = [step.prefix_lens[:, None], step.anchors[:, None], *([] if draft_tokens is None else [draft_tokens])]
-        traced = torch.cat(columns, dim=1)
-    return Rounds(0 if draft_tokens is None else draft_tokens.shape[1], plan.verify_lens, traced)
+def any_traced(reqs: Sequence[Any]) -> bool:
+    """Whether a request asked for its rounds."""
+    return any(wants_trace(req) for req in reqs)
+
+
+def copy_drafts(step: DecodeBatch, block: DraftBlock | None) -> torch.Tensor:
+    """[bs, 2 + depth] int64 for a trace: context length, anchor and drafts."""
+    columns = [step.prefix_lens[:, None], step.anchors[:, None], *([] if block is None else [block.tokens])]
+    return torch.cat(columns, dim=1)
 
 
 def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[int]) -> None:
@@ -125,8 +131,11 @@ def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[
     """
     if rounds.traced is None:
         return
-    for req, verified, (start, anchor, *draft), committed in zip(
-        reqs, rounds.verify_lens.tolist(), rounds.traced.tolist(), committed_lens, strict=True
+    logits = rounds.confidence_logits
+    confidences = [None] * len(reqs) if logits is None else logits.tolist()
+    lens = rounds.verify_lens.tolist()
+    for req, (start, anchor, *draft), depth, confidence, verified, committed in zip(
+        reqs, rounds.traced.tolist(), rounds.drafted, confidences, lens, committed_lens, strict=True
     ):
         if not wants_trace(req) or not is_running(req):
             continue
@@ -135,6 +144,13 @@ def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[
         trace = req.customized_info.setdefault("dspark_trace", [])
         trace.extend([None] * (len(req.output_ids) - len(trace)))
         trace.append(
-            {"start": start, "anchor": anchor, "draft": draft, "verified": verified, "accepted": committed - 1}
+            {
+                "start": start,
+                "anchor": anchor,
+                "draft": draft[:depth],
+                "confidence": None if confidence is None else confidence[:depth],
+                "verified": verified,
+                "accepted": committed - 1,
+            }
         )
         trace.extend([None] * (committed - 1))

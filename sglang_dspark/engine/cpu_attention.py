@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from dspark_kernels.ragged_attention import few_query_attention
+from dspark_kernels.ragged_attention import attend_groups
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
@@ -19,7 +19,7 @@ class CpuVerifyBackend(TorchNativeAttnBackend):
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> torch.Tensor:
-        """Attention of one target layer; verification rows as laid out by ``forward_batch.spec_info.rows``."""
+        """Attention of one target layer; verification rows as laid out by ``forward_batch.spec_info.groups``."""
         if not forward_batch.forward_mode.is_target_verify():
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         if save_kv_cache:
@@ -28,9 +28,4 @@ class CpuVerifyBackend(TorchNativeAttnBackend):
         k_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         v_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = torch.empty_like(queries)
-        for row in forward_batch.spec_info.rows:
-            out[row.start : row.end] = few_query_attention(
-                queries[row.start : row.end], k_pool[row.keys], v_pool[row.keys], scale=layer.scaling, causal=True
-            )
-        return out.view_as(q)
+        return attend_groups(queries, k_pool, v_pool, forward_batch.spec_info.groups, layer.scaling).view_as(q)

@@ -13,8 +13,9 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_dspark.engine.http import POLICY_KEY
 from sglang_dspark.engine.support import SUPPORTED_SGLANG
-from sglang_dspark.errors import EngineError
+from sglang_dspark.errors import ConfigError, EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,13 @@ def install_in_scheduler(device: str) -> None:
             _report_state,
             "GET /dspark/stats asks the scheduler through SGLang's internal-state channel",
         ),
+        Hook(
+            "switch-policy",
+            "sglang.srt.managers.scheduler.Scheduler.set_internal_state",
+            HookType.AROUND,
+            _switch_policy,
+            "POST /dspark/policy reaches the scheduler through the same channel",
+        ),
     ]
     if device == "cpu":
         hooks.append(
@@ -136,3 +144,16 @@ def _observe_results(original: Callable[..., Any], processor: Any, result: Any, 
 
 def _report_state(result: Any, scheduler: Any, recv_req: Any) -> None:
     result.internal_state["dspark"] = scheduler.draft_worker.report()
+
+
+def _switch_policy(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    fields = recv_req.server_args.get(POLICY_KEY)
+    if fields is None:
+        return original(scheduler, recv_req)
+    try:
+        answer, updated = scheduler.draft_worker.switch_policy(fields), True
+    except ConfigError as error:
+        answer, updated = str(error), False
+    return SetInternalStateReqOutput(updated=updated, server_args={POLICY_KEY: answer})

@@ -12,6 +12,7 @@ from sglang_dspark.engine.requests import PARAMETERS_KEY
 from sglang_dspark.speculation import Speculation
 
 FIELD = "speculation"
+POLICY_KEY = "dspark_policy"
 UNSERVED_ROUTES = (
     # They would change the target and leave the drafter, and the draft K/V of cached prefixes, behind.
     "/update_weights_from_disk",
@@ -24,13 +25,15 @@ ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 
 def mount(server_args: Any, *args: Any, **kwargs: Any) -> None:
-    """Add ``GET /dspark/stats`` and the middleware for the ``speculation`` field to SGLang's application.
+    """Add our routes and the middleware for the ``speculation`` field to SGLang's application.
 
     Hooked before the application starts, thus inside SGLang's own API-key middleware.
     """
     from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import AuthLevel, auth_level
 
     app.add_api_route("/dspark/stats", _stats, methods=["GET"])
+    app.add_api_route("/dspark/policy", auth_level(AuthLevel.ADMIN_OPTIONAL)(_switch_policy), methods=["POST"])
     app.add_middleware(SpeculationMiddleware)
 
 
@@ -39,6 +42,27 @@ async def _stats(request: Request) -> JSONResponse:
 
     states = await get_global_state().tokenizer_manager.get_internal_state()
     return JSONResponse(states[0]["dspark"])
+
+
+async def _switch_policy(request: Request) -> JSONResponse:
+    """``{"policy": "static", "verify_len": 3}``: another verify policy from the next step on."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+
+    try:
+        fields = json.loads(await request.body())
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        return _bad_request('the body must be a JSON object like {"policy": "auto"}', param="policy")
+    manager = get_global_state().tokenizer_manager
+    manager.auto_create_handle_loop()
+    # SGLang's own channel for changing a running scheduler; hooks.py takes our key out at the other end.
+    answers = await manager.set_internal_state_communicator(SetInternalStateReq(server_args={POLICY_KEY: fields}))
+    for answer in answers:
+        if not answer.updated:
+            return _bad_request(answer.server_args[POLICY_KEY], param="policy")
+    return JSONResponse(answers[0].server_args[POLICY_KEY])
 
 
 class SpeculationMiddleware:

@@ -13,6 +13,7 @@ import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, add_flags, flag_texts
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.pairing import check_target
@@ -159,10 +160,22 @@ def complete(server_args: Any) -> None:
             f"--speculative-num-draft-tokens={given} contradicts the block size {gamma}; "
             f"pass {gamma + 1} or drop the flag"
         )
-    verify_len = config.static_verify_len(gamma)
+    if config.schedule == "threshold" and not draft.enable_confidence_head:
+        raise ConfigError(
+            f"--speculative-dspark-schedule=threshold needs a confidence head, and {draft.origin} has none; "
+            "use auto or static"
+        )
+    if config.confidence_sts_path is not None:
+        # Only to refuse a bad file before the target is loaded; the worker reads it again.
+        StsCalibration.load(
+            Path(config.confidence_sts_path),
+            gamma,
+            target=server_args.model_path,
+            draft=server_args.speculative_draft_model_path,
+        )
     server_args.dspark_config = config
-    # SGLang's tokens per request and step: the anchor and the drafts that are verified.
-    server_args.speculative_num_draft_tokens = verify_len + 1
+    # SGLang's tokens per request and step: the anchor and the drafts that may be verified.
+    server_args.speculative_num_draft_tokens = config.max_verify(gamma) + 1
     server_args.speculative_num_steps = 1
     server_args.speculative_eagle_topk = 1
     # Verification draws from the law of the pytorch sampling backend; the first token after a prefill must follow the
@@ -173,9 +186,9 @@ def complete(server_args: Any) -> None:
         server_args.min_free_slots_delay = 1
     hooks.install_in_front_end()
     logger.info(
-        "DSPARK: block size %d, policy %s, verify length %d, drafter %s",
+        "DSPARK: block size %d, policy %s, at most %d drafts verified per request, drafter %s",
         gamma,
         config.schedule,
-        verify_len,
+        config.max_verify(gamma),
         server_args.speculative_draft_model_path,
     )

@@ -5,28 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from dspark_kernels.ragged_attention import SlotIndex, slot_index
+from dspark_kernels.ragged_attention import ContextGroup, group_contexts
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from sglang_dspark.worker.state import DecodeBatch, VerifyPlan
 
 
-@dataclass(frozen=True)
-class VerifyRow:
-    """One request's rows in a ragged verification on the CPU."""
-
-    start: int
-    end: int
-    keys: SlotIndex  # pool rows of its whole context including the rows being verified
-
-
 @dataclass
 class DSparkVerifyInput(DFlashVerifyInput):
     """SGLang's verify input; on the CPU with the layout that :class:`CpuVerifyBackend` reads."""
 
-    rows: list[VerifyRow] = field(default_factory=list)
+    groups: list[ContextGroup] = field(default_factory=list)
 
 
 def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: VerifyPlan) -> tuple[Any, bool]:
@@ -43,7 +33,7 @@ def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: Verify
         capture_hidden_mode=CaptureHiddenMode.FULL,
     )
     if plan.lens_cpu is not None:
-        verify_input.rows = _ragged_rows(batch.req_to_token_pool.req_to_token, decode, plan.lens_cpu)
+        verify_input.groups = _context_groups(target_worker.model_runner, decode, plan.lens_cpu)
     batch.out_cache_loc = plan.slots
     # Backends that plan on the host need a bound of context plus window. SGLang restores the batch's fields afterwards.
     if batch.seq_lens_cpu is not None:
@@ -58,12 +48,15 @@ def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: Verify
     return result.logits_output, result.can_run_cuda_graph
 
 
-def _ragged_rows(req_to_token: torch.Tensor, decode: DecodeBatch, lens: list[int]) -> list[VerifyRow]:
-    rows, start = [], 0
-    prefixes = decode.prefix_lens.tolist()
-    for request, prefix, verify_len in zip(decode.req_pool_indices.tolist(), prefixes, lens, strict=True):
-        end = start + 1 + verify_len
-        keys = req_to_token[request, : prefix + 1 + verify_len].to(torch.int64)
-        rows.append(VerifyRow(start, end, slot_index(keys)))
-        start = end
-    return rows
+def _context_groups(runner: Any, decode: DecodeBatch, verify_lens: list[int]) -> list[ContextGroup]:
+    query_lens = [verify_len + 1 for verify_len in verify_lens]
+    config = runner.model_config
+    return group_contexts(
+        runner.req_to_token_pool.req_to_token,
+        decode.req_pool_indices.tolist(),
+        [prefix + num for prefix, num in zip(decode.prefix_lens.tolist(), query_lens, strict=True)],
+        query_lens,
+        causal=True,
+        heads_per_kv=config.num_attention_heads // config.get_total_num_kv_heads(),
+        dtype=runner.dtype,
+    )

@@ -18,6 +18,7 @@ from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, is_run
 from sglang_dspark.engine.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.target import Target
+from sglang_dspark.worker.state import Rounds
 
 Publish = Callable[[torch.Tensor], None]
 
@@ -34,6 +35,8 @@ class SpecWorkerBase(BaseSpecWorker):
         self.draft_config = DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
         self.target = Target(target_worker.model_runner, self.draft_config)
         self.sampling = SamplingReader(self.device)
+        # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
+        self.max_verify: int = server_args.speculative_num_draft_tokens - 1
         self.step = 0
 
     @abstractmethod
@@ -49,17 +52,33 @@ class SpecWorkerBase(BaseSpecWorker):
         """Make the draft K/V pool of ``num_slots`` rows and return it."""
 
     @abstractmethod
-    def on_rounds(self, num_drafted: int, verify_lens: list[int], accept_lens: list[int]) -> None:
-        """Take note of a step on the host.
+    def prepare_to_serve(self) -> None:
+        """Called when everything that a step needs is there and no request has arrived yet."""
+
+    @abstractmethod
+    def before_other_work(self) -> None:
+        """Called when the batch ahead is not a decode step."""
+
+    @abstractmethod
+    def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
+        """Take note of a step, whose tensors have reached the host.
 
         Args:
-            num_drafted: drafts proposed per request.
-            verify_lens, accept_lens: drafts verified and accepted, of every request that the step was meant for.
+            running: requests of the step that it was meant for.
+            accept_lens: drafts accepted, of these.
         """
 
     @abstractmethod
     def report(self) -> dict[str, Any]:
         """JSON for ``GET /dspark/stats``."""
+
+    @abstractmethod
+    def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Verify by another policy from the next step on; the JSON answer of ``POST /dspark/policy``.
+
+        Raises:
+            ConfigError: the policy cannot be had on this server.
+        """
 
     @property
     def target_worker(self) -> Any:
@@ -93,6 +112,10 @@ class SpecWorkerBase(BaseSpecWorker):
             runner = self._target_worker.model_runner
             runner.attn_backend = CpuVerifyBackend(runner)
 
+    def init_cuda_graphs(self) -> None:
+        """Called last, after the target's graphs were captured."""
+        self.prepare_to_serve()
+
     def clear_cache_pool(self) -> None:
         """Nothing to clear: a draft K/V row is valid exactly as long as the target's row with the same slot."""
 
@@ -100,22 +123,21 @@ class SpecWorkerBase(BaseSpecWorker):
         """Called with a decode result whose tensors have reached the host."""
         if isinstance(result, DSparkBatchResult) and result.rounds is not None:
             committed = result.accept_lens.tolist()
-            lens = zip(batch.reqs, result.rounds.verify_lens.tolist(), committed, strict=True)
             # Under overlap a request that has just ended takes part in one more step, whose tokens nobody gets.
-            kept = [(verified, gained - 1) for req, verified, gained in lens if is_running(req)]
-            if kept:
-                self.on_rounds(result.rounds.num_drafted, *map(list, zip(*kept, strict=True)))
+            running = [index for index, req in enumerate(batch.reqs) if is_running(req)]
+            if running:
+                self.on_rounds(result.rounds, running, [committed[index] - 1 for index in running])
             record_traces(batch.reqs, result.rounds, committed)
 
     def forward_batch_generation(self, batch: Any, on_publish: Publish | None = None) -> Any:
         """Run one batch of the scheduler: a prefill, a decode step, or nothing."""
         publish = on_publish or (lambda new_seq_lens: None)
         self.step += 1
-        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            return self._prefill(batch, publish)
-        if batch.forward_mode.is_idle():
-            return self._idle(publish)
-        return self.decode(batch, publish)
+        is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
+        if not is_prefill and not batch.forward_mode.is_idle():
+            return self.decode(batch, publish)
+        self.before_other_work()
+        return self._prefill(batch, publish) if is_prefill else self._idle(publish)
 
     @torch.no_grad()
     def _prefill(self, batch: Any, publish: Publish) -> Any:

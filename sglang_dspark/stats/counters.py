@@ -29,17 +29,17 @@ class Counters:
         self.verified_at = [0] * gamma
         self.accepted_at = [0] * gamma
 
-    def record(self, num_drafted: int, verify_lens: Sequence[int], accept_lens: Sequence[int]) -> None:
+    def record(self, draft_lens: Sequence[int], verify_lens: Sequence[int], accept_lens: Sequence[int]) -> None:
         """Add one step.
 
         Args:
-            num_drafted: drafts proposed per request.
+            draft_lens: drafts proposed per request.
             verify_lens: drafts verified per request.
             accept_lens: drafts accepted per request (bonus not included).
         """
         self.steps += 1
         self.rounds += len(verify_lens)
-        self.drafted += num_drafted * len(verify_lens)
+        self.drafted += sum(draft_lens)
         self.verified += sum(verify_lens)
         self.accepted += sum(accept_lens)
         for verified, accepted in zip(verify_lens, accept_lens, strict=True):

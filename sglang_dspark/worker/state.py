@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from dspark_kernels import RoundKeys, SamplingRows
+from dspark_kernels import DraftBlock, RoundKeys, SamplingRows
+
+from sglang_dspark.prefix_scheduler.policies import Choice
 
 
 @dataclass(frozen=True)
@@ -20,21 +22,57 @@ class DecodeBatch:
     prefix_lens: torch.Tensor  # [bs] int64, tokens whose K/V is committed
     req_pool_indices: torch.Tensor  # [bs] int64, rows of req_to_token
     block_positions: torch.Tensor  # [bs, gamma + 1] int64, prefix_lens + 0..gamma
-    window_slots: torch.Tensor  # [bs, verify_len + 1] int64, K/V slots of the first of these positions
+    window_slots: torch.Tensor  # [bs, max_verify + 1] int64, K/V slots of the first of these positions
     rows: SamplingRows
     keys: RoundKeys
 
     def __len__(self) -> int:
         return self.anchors.shape[0]
 
+    def only(self, request: int, rows: SamplingRows) -> DecodeBatch:
+        """The step of one request alone; ``rows`` are its sampling parameters."""
+        part = slice(request, request + 1)
+        return DecodeBatch(
+            anchors=self.anchors[part],
+            prefix_lens=self.prefix_lens[part],
+            req_pool_indices=self.req_pool_indices[part],
+            block_positions=self.block_positions[part],
+            window_slots=self.window_slots[part],
+            rows=rows,
+            keys=self.keys.take(part),
+        )
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What the draft stage proposes.
+
+    Attributes:
+        block: the drafts, [bs, depth]; None for a plain step.
+        survival: [bs, depth] float32, calibrated probability that a draft and all before it are accepted; None where
+            nobody asked.
+        depths: drafts proposed per request; rows of requests without any hold fillers.
+    """
+
+    block: DraftBlock | None
+    survival: torch.Tensor | None
+    depths: list[int]
+
+    @property
+    def raw_confidence(self) -> torch.Tensor | None:
+        """[bs, depth] the head's own probability that a draft is accepted, given that all before it are."""
+        logits = None if self.block is None else self.block.confidence_logits
+        return None if logits is None else logits.sigmoid()
+
 
 @dataclass(frozen=True)
 class VerifyPlan:
     """Which drafts are verified, and the flattened tokens. Set by ``worker.verify_plan``."""
 
-    verify_lens: torch.Tensor  # [bs] int64, drafts verified per request, 0..gamma
-    lens_cpu: list[int] | None  # the same on the host, where the host decided ragged lengths
-    width: int  # rows of the widest request, anchor included
+    verify_lens: torch.Tensor  # [bs] int64, drafts verified per request, 0..depth
+    lens_cpu: list[int] | None  # the same on the host, where the worker runs there
+    width: int  # bound on the rows of a request, anchor included
+    uniform: bool  # whether every request has exactly ``width`` rows
     indptr: torch.Tensor  # [bs + 1] int64, first row of each request
     requests: torch.Tensor  # [N] int64, request of each row
     columns: torch.Tensor  # [N] int64, place of each row in its request's window: 0 is the anchor
@@ -45,14 +83,20 @@ class VerifyPlan:
 
 @dataclass(frozen=True)
 class Rounds:
-    """What a step did, for counters and traces. On the host by the time SGLang processes the result.
+    """What a step did, for statistics, calibration and traces. On the host by the time SGLang processes the result.
 
     Attributes:
-        num_drafted: drafts proposed per request.
+        choice: what the policy had decided.
+        drafted: drafts proposed per request.
         verify_lens: [bs] int64, drafts verified per request.
-        traced: [bs, 2 + num_drafted] int64: context length, anchor and drafts; None when no request wants a trace.
+        confidence_logits: [bs, depth] float32, raw; None where they were not computed.
+        survival: [bs, depth] float32 as predicted, calibrated; None where it was not computed.
+        traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
     """
 
-    num_drafted: int
+    choice: Choice
+    drafted: list[int]
     verify_lens: torch.Tensor
+    confidence_logits: torch.Tensor | None
+    survival: torch.Tensor | None
     traced: torch.Tensor | None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,31 +24,40 @@ def uniform_plan(decode: DecodeBatch, draft_tokens: torch.Tensor | None, verify_
         verify_lens=torch.full((bs,), verify_len, dtype=torch.int64, device=device),
         lens_cpu=[verify_len] * bs if device.type == "cpu" else None,
         width=width,
+        uniform=True,
         indptr=torch.arange(0, (bs + 1) * width, width, device=device),
         requests=rows // width,
         columns=rows % width,
     )
 
 
-def ragged_plan(decode: DecodeBatch, draft_tokens: torch.Tensor | None, lens_cpu: Sequence[int]) -> VerifyPlan:
-    """Request r verifies its first ``lens_cpu[r]`` drafts; the lengths are known to the host.
+def ragged_plan(
+    decode: DecodeBatch, draft_tokens: torch.Tensor | None, verify_lens: torch.Tensor, num_tokens: int
+) -> VerifyPlan:
+    """Request r verifies its first ``verify_lens[r]`` drafts. No host sync: only their sum is known to the host.
 
     Args:
-        draft_tokens: [bs, at least max(lens_cpu)] int64; may be None where all lengths are 0.
+        draft_tokens: [bs, depth] int64, at least as deep as the longest length; may be None where all are 0.
+        verify_lens: [bs] int64, on the worker's device.
+        num_tokens: rows of the flattened batch: the lengths' sum plus one anchor each.
     """
     device = decode.anchors.device
-    lens = torch.tensor(lens_cpu, dtype=torch.int64)
-    width = int(lens.max()) + 1
-    requests, columns = (torch.arange(width) <= lens[:, None]).nonzero(as_tuple=True)
+    indptr = torch.nn.functional.pad((verify_lens + 1).cumsum(0), (1, 0))
+    rows = torch.arange(num_tokens, device=device)
+    requests = torch.searchsorted(indptr, rows, right=True) - 1
+    on_host = device.type == "cpu"
+    lens_cpu = verify_lens.tolist() if on_host else None
+    depth = 0 if draft_tokens is None else draft_tokens.shape[1]
     return _flatten(
         decode,
         draft_tokens,
-        verify_lens=lens.to(device),
-        lens_cpu=list(lens_cpu),
-        width=width,
-        indptr=torch.nn.functional.pad((lens + 1).cumsum(0), (1, 0)).to(device),
-        requests=requests.to(device),
-        columns=columns.to(device),
+        verify_lens=verify_lens,
+        lens_cpu=lens_cpu,
+        width=(max(lens_cpu) if lens_cpu is not None else depth) + 1,
+        uniform=False,
+        indptr=indptr,
+        requests=requests,
+        columns=rows - indptr[requests],
     )
 
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from dspark_kernels import Accepted, DraftBlock, accept_ref, markov_sample_ref
+from dspark_kernels import Accepted, DraftBlock, SamplingRows, accept_ref, markov_sample_ref
 
+from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.engine.batch import DSparkBatchResult, make_rounds, read_decode_batch
+from sglang_dspark.engine.batch import DSparkBatchResult, any_traced, copy_drafts, read_decode_batch
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
+from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.worker.draft_attention import block_attend
 from sglang_dspark.worker.draft_cache import PADDING_SLOT, DraftCache
-from sglang_dspark.worker.state import DecodeBatch, VerifyPlan
-from sglang_dspark.worker.verify_plan import uniform_plan
+from sglang_dspark.worker.schedule import Schedule
+from sglang_dspark.worker.sps import load_or_measure
+from sglang_dspark.worker.state import DecodeBatch, Drafted, Rounds, VerifyPlan
+from sglang_dspark.worker.verify_plan import ragged_plan, uniform_plan
 
 logger = logging.getLogger(__name__)
 
@@ -34,35 +40,45 @@ class DSparkWorker(SpecWorkerBase):
         self.drafter = load_draft_model(path, dtype=self.target.dtype, device=self.device)
         shared = self.target.share_with(self.drafter)
         self.gamma = self.options.gamma(self.draft_config.block_size)
-        self.verify_len = self.options.static_verify_len(self.gamma)
+        self.schedule = Schedule(self.options, self.max_verify, self._calibration(), self.device)
         self.counters = Counters(self.gamma)
         self._logged_at = time.monotonic()
         self._warned = False
         if self.tp_rank == 0:
             logger.info("DSPARK drafter %s loaded; read from the target: %s", path, ", ".join(shared) or "nothing")
 
+    def _calibration(self) -> OnlineCalibration | None:
+        if self.drafter.confidence is None:
+            return None
+        path, temperatures = self.options.confidence_sts_path, None
+        if path is not None:
+            temperatures = StsCalibration.load(Path(path), self.gamma).temperatures[: self.max_verify]
+        return OnlineCalibration(self.max_verify, temperatures)
+
     def allocate_draft_cache(self, num_slots: int) -> DraftCache:
         cache = DraftCache(self.draft_config, num_slots, self.target.dtype, self.device)
         logger.info("DSPARK draft K/V: %d slots, %.1f MiB", num_slots, cache.num_bytes / 2**20)
         return cache
 
+    def prepare_to_serve(self) -> None:
+        self.schedule.start(load_or_measure(self))
+
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
-        """Draft, plan, verify, accept, publish, commit."""
+        """Choose, draft, plan, verify, accept, publish, commit."""
+        choice = self.schedule.choose(len(batch.reqs), batch.seq_lens_sum / len(batch.reqs))
+        traced = any_traced(batch.reqs)
         rows = self.sampling.read(batch.reqs)
         step = read_decode_batch(
-            batch,
-            rows,
-            seed=self.server_args.random_seed,
-            step=self.step,
-            gamma=self.gamma,
-            verify_len=self.verify_len,
+            batch, rows, seed=self.server_args.random_seed, step=self.step, gamma=self.gamma, window=self.max_verify + 1
         )
-        block = self.draft(step)
-        draft_tokens = None if block is None else block.tokens
-        plan = uniform_plan(step, draft_tokens, self.verify_len)
+        if choice.only is not None:
+            rows = self.sampling.rows_of(batch.reqs[choice.only])
+        drafted = self.draft(step, choice, rows, with_confidence=traced or self.schedule.policy.needs_confidence)
+        plan = self.plan(step, drafted, choice)
+        self.schedule.took(choice, len(step), len(plan.input_ids))
         output, used_graph = run_verify(self.target_worker, batch, step, plan)
-        accepted = self.accept(step, block, plan, output.next_token_logits)
+        accepted = self.accept(step, drafted.block, plan, output.next_token_logits)
         new_seq_lens = step.prefix_lens + accepted.accepted_lens + 1
         publish(new_seq_lens)
         self.commit(plan, accepted, output.hidden_states)
@@ -75,24 +91,59 @@ class DSparkWorker(SpecWorkerBase):
             next_draft_input=DSparkDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=new_seq_lens),
             speculative_num_draft_tokens=accepted.out_tokens.shape[1],
             new_seq_lens=new_seq_lens,
-            rounds=make_rounds(batch.reqs, step, draft_tokens, plan),
+            rounds=Rounds(
+                choice=choice,
+                drafted=drafted.depths,
+                verify_lens=plan.verify_lens,
+                confidence_logits=None if drafted.block is None else drafted.block.confidence_logits,
+                survival=drafted.survival,
+                traced=copy_drafts(step, drafted.block) if traced else None,
+            ),
         )
 
-    def draft(self, step: DecodeBatch) -> DraftBlock | None:
-        """Propose a block per request; None where the policy verifies nothing."""
-        if self.verify_len == 0:
-            return None
+    def draft(self, step: DecodeBatch, choice: Choice, rows: SamplingRows, with_confidence: bool) -> Drafted:
+        """Propose a block per request, or for the probed request alone; nothing where the policy verifies nothing.
+
+        Args:
+            rows: sampling parameters of the requests that are drafted.
+        """
+        if choice.depth == 0:
+            return Drafted(None, None, [0] * len(step))
+        if choice.only is not None:
+            block = self.draft_block(step.only(choice.only, rows), choice.depth, with_confidence)
+            block = block.spread(choice.only, len(step))
+            depths = [0] * len(step)
+            depths[choice.only] = choice.depth
+        else:
+            block = self.draft_block(step, choice.depth, with_confidence)
+            depths = [choice.depth] * len(step)
+        if not with_confidence:
+            return Drafted(block, None, depths)
+        return Drafted(block, self.schedule.survival(block.confidence_logits, len(step), choice.depth), depths)
+
+    def draft_block(self, step: DecodeBatch, depth: int, with_confidence: bool) -> DraftBlock:
+        """Run the drafter over the blocks of all requests of ``step`` and sample their first ``depth`` slots."""
         bs, gamma, drafter = len(step), self.gamma, self.drafter
         ids = torch.full((bs, gamma), self.draft_config.mask_token_id, device=self.device)
         ids[:, 0] = step.anchors
         positions = step.block_positions[:, :gamma].reshape(-1)
-        attend = block_attend(self.cache, self.req_to_token, step)
+        attend = block_attend(self.cache, self.req_to_token, step, self.draft_config)
         hidden = drafter.forward_block(drafter.embed(ids.view(-1)), positions, attend).view(bs, gamma, -1)
-        # The backbone needs the whole block (its slots see each other), the heads only what will be verified.
-        hidden = hidden[:, : self.verify_len]
-        base_logits = drafter.base_logits(hidden)
-        # The policy `static` asks for no confidences.
-        return markov_sample_ref(base_logits, hidden, step.anchors, drafter.markov, None, step.rows, step.keys)
+        # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
+        # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
+        hidden = hidden[:, :depth].reshape(bs * depth, -1)
+        confidence = drafter.confidence if with_confidence else None
+        base_logits = drafter.base_logits(hidden).view(bs, depth, -1)
+        hidden = hidden.view(bs, depth, -1)
+        return markov_sample_ref(base_logits, hidden, step.anchors, drafter.markov, confidence, step.rows, step.keys)
+
+    def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
+        """Choose which drafts are verified, and lay their tokens out."""
+        tokens = None if drafted.block is None else drafted.block.tokens
+        if choice.rule is Rule.UNIFORM:
+            return uniform_plan(step, tokens, choice.depth)
+        lens, total = self.schedule.verify_lens(choice, drafted, self.step)
+        return ragged_plan(step, tokens, lens, len(step) + total)
 
     def accept(self, step: DecodeBatch, block: DraftBlock | None, plan: VerifyPlan, logits: torch.Tensor) -> Accepted:
         """Keep the drafts that the target agrees with and draw the token after them."""
@@ -118,8 +169,17 @@ class DSparkWorker(SpecWorkerBase):
         k, v = self.drafter.context_kv(self.drafter.project_context(features), positions)
         self.cache.write(slots, k, v)
 
-    def on_rounds(self, num_drafted: int, verify_lens: list[int], accept_lens: list[int]) -> None:
-        self.counters.record(num_drafted, verify_lens, accept_lens)
+    def before_other_work(self) -> None:
+        self.schedule.interrupt()
+
+    def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
+        verify_lens = rounds.verify_lens.tolist()
+        self.counters.record(
+            [rounds.drafted[request] for request in running],
+            [verify_lens[request] for request in running],
+            accept_lens,
+        )
+        self.schedule.observe(rounds, running, accept_lens)
         now = time.monotonic()
         if now - self._logged_at >= _LOG_INTERVAL_S:
             self._logged_at = now
@@ -134,4 +194,10 @@ class DSparkWorker(SpecWorkerBase):
             )
 
     def report(self) -> dict[str, Any]:
-        return {"policy": self.options.schedule, "block_size": self.gamma, **self.counters.report()}
+        return {"block_size": self.gamma, **self.counters.report(), **self.schedule.report()}
+
+    def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
+        self.schedule.switch(fields)
+        policy = self.schedule.policy
+        logger.info("DSPARK: policy %s from now on", policy.name)
+        return {"policy": policy.name, "schedule": policy.report()}

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from dspark_kernels.block_attention import block_attention_ref
-from dspark_kernels.ragged_attention import few_query_attention, slot_index
+from dspark_kernels.ragged_attention import attend_groups, group_contexts
 
 FP32_TOL = {"atol": 2e-6, "rtol": 2e-6}  # sums of at most 131 products of unit-variance numbers
 
@@ -77,20 +77,29 @@ for shape in SHAPES:
     assert done.stdout.count("equal") == len(SHAPES)
 
 
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 40), (8, 8), (3, 50)])
-def test_few_query_attention_is_causal_from_the_right(num_queries, num_keys):
-    generator = torch.Generator().manual_seed(num_keys)
-    q = torch.randn(num_queries, 6, 32, generator=generator)
-    k, v = (torch.randn(num_keys, 2, 32, generator=generator) for _ in range(2))
-    mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-    out = few_query_attention(q, k, v, scale=32**-0.5, causal=True)
-    torch.testing.assert_close(out.double(), dense_attention(q, k, v, mask), **FP32_TOL)
+RAGGED = [
+    pytest.param([1], [1], id="one-token"),
+    pytest.param([40], [1], id="decode"),
+    pytest.param([8], [8], id="no-prefix"),
+    pytest.param([50, 50, 50], [3, 3, 3], id="uniform"),
+    pytest.param([50, 45, 40], [1, 6, 3], id="one-padded-group"),
+    pytest.param([3, 200, 64, 4, 190, 60], [2, 1, 6, 4, 3, 1], id="several-groups"),
+]
 
 
-def test_slot_index_reads_consecutive_slots_without_a_copy():
-    pool = torch.arange(20.0)[:, None]
-    assert slot_index(torch.arange(4, 9)) == slice(4, 9)
-    for slots in ([4, 5, 7], [5, 4, 3], [4, 6, 5, 7]):
-        index = torch.tensor(slots)
-        assert torch.equal(pool[slot_index(index)], pool[index])
-        assert isinstance(slot_index(index), torch.Tensor)
+@pytest.mark.parametrize(("key_lens", "query_lens"), RAGGED)
+def test_ragged_attention_is_causal_from_the_right(key_lens, query_lens):
+    generator = torch.Generator().manual_seed(sum(key_lens))
+    q = torch.randn(sum(query_lens), 6, 32, generator=generator)
+    pools = [torch.randn(300, 2, 32, generator=generator) for _ in range(2)]
+    table = torch.stack([1 + torch.randperm(299, generator=generator)[:210] for _ in range(9)]).int()
+    rows = torch.randperm(9, generator=generator)[: len(key_lens)].tolist()
+    groups = group_contexts(table, rows, key_lens, query_lens, causal=True, heads_per_kv=3, dtype=torch.float32)
+    out = attend_groups(q, *pools, groups, 32**-0.5)
+    start = 0
+    for row, num_keys, num_queries in zip(rows, key_lens, query_lens, strict=True):
+        k, v = (pool[table[row, :num_keys].long()] for pool in pools)
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+        part = slice(start, start + num_queries)
+        torch.testing.assert_close(out[part].double(), dense_attention(q[part], k, v, mask), **FP32_TOL)
+        start += num_queries

@@ -1,0 +1,90 @@
+"""How well predicted probabilities fit what happened.
+
+The definitions are those of DeepSpec's evaluator (confidence metrics of ``eval.py``), so that numbers compare.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_dspark.calibration.survival import Bools, Floats
+
+ECE_BINS = 20
+AUC_BINS = 1000
+
+
+@dataclass(frozen=True)
+class ReliabilityBins:
+    """Predictions in equal-width bins of [0, 1]; bins without predictions are left out.
+
+    Attributes:
+        predicted: [bins] mean prediction.
+        observed: [bins] share of the predictions that came true.
+        counts: [bins] predictions.
+    """
+
+    predicted: Floats
+    observed: Floats
+    counts: Floats
+
+    @property
+    def ece(self) -> float:
+        """Expected calibration error ``sum_b n_b / n |predicted_b - observed_b|`` (Naeini et al. 2015)."""
+        return float(self.counts @ np.abs(self.predicted - self.observed) / self.counts.sum())
+
+    @property
+    def ece_noise(self) -> float:
+        """About the ECE that perfect predictions would show with this many outcomes.
+
+        The mean of a bin's ``n_b`` coins of probability ``p_b`` is off by ``sqrt(2 p_b (1 - p_b) / (pi n_b))`` on
+        average (normal approximation).
+        """
+        spread = np.sqrt(2.0 / np.pi * self.counts * self.predicted * (1.0 - self.predicted))
+        return float(spread.sum() / self.counts.sum())
+
+
+def reliability_bins(predicted: Floats, observed: Bools, num_bins: int = ECE_BINS) -> ReliabilityBins:
+    """Sort predictions into bins: ``floor(p * num_bins)``, 1 into the last.
+
+    Args:
+        predicted: [n] probabilities, n >= 1.
+        observed: [n] whether the predicted event happened.
+    """
+    bins = _bin(predicted, num_bins)
+    counts = np.bincount(bins, minlength=num_bins)
+    used = counts > 0
+    sums = [np.bincount(bins, weights=values, minlength=num_bins) for values in (predicted, observed)]
+    predicted_mean, observed_mean = (total[used] / counts[used] for total in sums)
+    return ReliabilityBins(predicted_mean, observed_mean, counts[used].astype(np.float64))
+
+
+def ece(predicted: Floats, observed: Bools) -> float:
+    """Expected calibration error of predictions [n], n >= 1, with 20 equal-width bins."""
+    return reliability_bins(predicted, observed).ece
+
+
+def brier(predicted: Floats, observed: Bools) -> float:
+    """Mean squared error of predictions [n], n >= 1."""
+    return float(np.mean(np.square(predicted - observed)))
+
+
+def auc(predicted: Floats, observed: Bools) -> float | None:
+    """Area under the ROC curve of predictions [n], from a histogram of 1000 bins with half credit for ties.
+
+    That is the probability that an event that happened was given more than one that did not. None when all or none
+    happened.
+    """
+    bins = _bin(predicted, AUC_BINS)
+    happened = np.bincount(bins[observed], minlength=AUC_BINS).astype(np.float64)
+    other = np.bincount(bins[~observed], minlength=AUC_BINS).astype(np.float64)
+    pairs = happened.sum() * other.sum()
+    if pairs == 0:
+        return None
+    other_below = np.cumsum(other) - other
+    return float(happened @ (other_below + 0.5 * other) / pairs)
+
+
+def _bin(predicted: Floats, num_bins: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    return np.clip((predicted * num_bins).astype(np.int64), 0, num_bins - 1)

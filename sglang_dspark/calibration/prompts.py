@@ -1,0 +1,45 @@
+"""Prompt files: one JSON object ``{"turns": [str, ...]}`` or ``{"prompt": str}`` per line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sglang_dspark.errors import ConfigError
+
+
+def read_prompts(path: Path, limit: int | None = None) -> list[str]:
+    """First user turns in the order of the file, each text once: a repeated one would be measured twice.
+
+    Args:
+        limit: how many to read at most.
+
+    Raises:
+        ConfigError: the file cannot be read, a line is not of the form above, or there is no line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path}: {error}; pass a JSONL file of prompts") from error
+    texts = (
+        _first_turn(line, f"--prompts {path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()
+    )
+    prompts = list(dict.fromkeys(texts))[:limit]
+    if not prompts:
+        raise ConfigError(f"--prompts {path} is empty; pass a JSONL file of prompts")
+    return prompts
+
+
+def _first_turn(line: str, where: str) -> str:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {line[:60]!r}; write one object per line") from error
+    text = None
+    if isinstance(row, dict):
+        turns = row.get("turns", [row.get("prompt")])
+        text = turns[0] if isinstance(turns, list) and turns else None
+    if not isinstance(text, str):
+        raise ConfigError(f'{where}: {line[:60]!r} has no text; write {{"turns": [text, ...]}} or {{"prompt": text}}')
+    return text

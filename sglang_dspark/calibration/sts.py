@@ -1,0 +1,200 @@
+"""Sequential Temperature Scaling (paper 3.2.1) and the file that holds its result.
+
+The file is a JSON object::
+
+    {
+      "version": 1,
+      "temperatures": [1.23, 1.10, ...],     gamma numbers: c_k = sigmoid(z_k / T_k)
+      "target": "Qwen3-8B",                  the pair that it was measured on; may be left out
+      "draft": "dspark_qwen3_8b_block7",
+      "dataset": "alpaca.jsonl",             the rest is for the reader: prompts, rounds that were fitted,
+      "num_samples": 12345,                  and ECE by position before and after, on rounds that were not
+      "ece_before": [0.057, ...],
+      "ece_after": [0.020, ...]
+    }
+
+All keys but ``version``, ``target`` and ``draft`` are also those of the DSPARK built into later versions of SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from sglang_dspark.calibration.metrics import ece
+from sglang_dspark.calibration.survival import Bools, Floats, Ints, sigmoid, survived
+from sglang_dspark.errors import ConfigError
+
+VERSION = 1
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 20.0
+"""What a file may hold; beyond, a head is a constant or a step, and its file a mistake."""
+
+GRID_LIMIT = 4.0
+GRID_STEPS = 100
+TIE = 1e-12
+"""ECEs closer than this are equal: sums in another order differ by as much."""
+
+
+def fit_sts(logits: Floats, accepted: Ints) -> Floats:
+    """One temperature per position, fitted in order with the earlier ones frozen.
+
+    ``T_k = argmin_T ECE(prod_{i<k} sigmoid(z_i / T_i) * sigmoid(z_k / T), prefix accepted through k)`` over 201
+    log-spaced temperatures from 1/4 to 4. Of equal ones the nearest to 1 wins, then the larger. The paper leaves grid,
+    bins and ties open; bins are the evaluator's 20.
+
+    Args:
+        logits: [n, gamma] raw logits of rounds whose whole block was verified.
+        accepted: [n] drafts accepted in each.
+
+    Returns:
+        [gamma] float64
+
+    Raises:
+        ConfigError: no rounds, or logits that are not finite.
+    """
+    logits = np.asarray(logits, dtype=np.float64)
+    if not len(logits):
+        raise ConfigError("logits=[]: no round to fit temperatures to; collect rounds whose whole block was verified")
+    if not np.isfinite(logits).all():
+        raise ConfigError("logits hold NaN or infinite values; check the drafter with python -m sglang_dspark doctor")
+    outcomes = survived(accepted, logits.shape[1])
+    grid = _grid()
+    survival = np.ones(len(logits))
+    temperatures = np.ones(logits.shape[1])
+    for k in range(logits.shape[1]):
+        best = _best(survival, logits[:, k], outcomes[:, k], grid)
+        temperatures[k] = grid[best]
+        survival = survival * sigmoid(logits[:, k] / grid[best])
+    return temperatures
+
+
+def _best(survival: Floats, logits: Floats, outcomes: Bools, grid: Floats) -> int:
+    errors = np.array([ece(survival * sigmoid(logits / temperature), outcomes) for temperature in grid])
+    return int(np.argmax(errors <= errors.min() + TIE))
+
+
+def _grid() -> Floats:
+    """Temperatures by distance from 1, of equally distant ones the larger first."""
+    steps = np.arange(1, GRID_STEPS + 1) * (math.log(GRID_LIMIT) / GRID_STEPS)
+    return np.exp(np.concatenate([[0.0], np.stack([steps, -steps], axis=1).ravel()]))
+
+
+@dataclass(frozen=True)
+class StsCalibration:
+    """Temperatures with their origin; the fields are the keys of the file, see the module."""
+
+    temperatures: tuple[float, ...]
+    target: str | None = None
+    draft: str | None = None
+    dataset: str = ""
+    num_samples: int = 0
+    ece_before: tuple[float, ...] = ()
+    ece_after: tuple[float, ...] = ()
+
+    def save(self, path: Path) -> None:
+        """Write the file.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        known = {key: value for key, value in asdict(self).items() if value is not None}
+        try:
+            path.write_text(json.dumps({"version": VERSION, **known}, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be written ({error.strerror}); name a file in a folder of yours"
+            ) from error
+
+    @classmethod
+    def load(cls, path: Path, gamma: int, *, target: str | None = None, draft: str | None = None) -> Self:
+        """Read a file for a server with blocks of ``gamma`` drafts.
+
+        Args:
+            target: the model that is served, name or path; checked against the file where both are given. Only the
+                last part of a path counts: the same model lies elsewhere on another machine.
+            draft: its drafter, likewise.
+
+        Raises:
+            ConfigError: the file is missing, malformed, or made for another block size or pair.
+        """
+        document = _read_object(path)
+        version = document.pop("version", None)
+        if version != VERSION:
+            raise _error(path, "version", version, f"this release reads {VERSION}; calibrate again")
+        unknown = sorted(document.keys() - {field.name for field in fields(cls)})
+        if unknown:
+            raise _error(path, unknown[0], document[unknown[0]], "not a key of this file; remove it")
+        temperatures = _check_temperatures(path, _numbers(path, document, "temperatures"), gamma)
+        names = {key: _text(path, document, key) for key in ("target", "draft")}
+        for key, served in (("target", target), ("draft", draft)):
+            _check_name(path, key, names[key], served)
+        num_samples = document.get("num_samples", 0)
+        if type(num_samples) is not int:
+            raise _error(path, "num_samples", num_samples, "must be a whole number; remove the key or calibrate again")
+        return cls(
+            temperatures,
+            **names,
+            dataset=_text(path, document, "dataset") or "",
+            num_samples=num_samples,
+            ece_before=_numbers(path, document, "ece_before"),
+            ece_after=_numbers(path, document, "ece_after"),
+        )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; make one with python -m sglang_dspark calibrate") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error}); make one with python -m sglang_dspark calibrate") from error
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"{path} holds {document!r:.60}, not an object; make one with python -m sglang_dspark calibrate"
+        )
+    return document
+
+
+def _numbers(path: Path, document: dict[str, Any], key: str) -> tuple[float, ...]:
+    values = document.get(key, [])
+    # bool is an int to Python.
+    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+        raise _error(path, key, values, "must be a list of numbers; calibrate again")
+    return tuple(map(float, values))
+
+
+def _text(path: Path, document: dict[str, Any], key: str) -> str | None:
+    value = document.get(key)
+    if value is not None and not isinstance(value, str):
+        raise _error(path, key, value, "must be a text; remove the key or calibrate again")
+    return value
+
+
+def _check_temperatures(path: Path, values: tuple[float, ...], gamma: int) -> tuple[float, ...]:
+    if len(values) != gamma:
+        remedy = f"{len(values)} temperatures for blocks of {gamma} drafts; calibrate with this drafter and block size"
+        raise _error(path, "temperatures", list(values), remedy)
+    for index, value in enumerate(values):
+        if not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:  # NaN is not, either
+            remedy = f"must be from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}; calibrate again"
+            raise _error(path, f"temperatures[{index}]", value, remedy)
+    return values
+
+
+def _check_name(path: Path, key: str, measured: str | None, served: str | None) -> None:
+    if measured is not None and served is not None and _last_part(measured) != _last_part(served):
+        remedy = f"but {served!r} is served; calibrate this pair, or remove the key if they are the same weights"
+        raise _error(path, key, measured, remedy)
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()
+
+
+def _error(path: Path, key: str, value: Any, remedy: str) -> ConfigError:
+    return ConfigError(f"{path}: {key}={value!r:.80}: {remedy}")

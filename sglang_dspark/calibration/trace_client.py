@@ -1,0 +1,114 @@
+"""Asks a running DSPARK server and keeps the traces of its rounds."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_dspark.calibration.traces import Trace
+from sglang_dspark.errors import ConfigError, DSparkError
+
+TIMEOUT_S = 600.0
+
+# A proxy set for the outside world must not see requests to a server of one's own.
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+
+
+@dataclass(frozen=True)
+class TraceClient:
+    """How a server is asked.
+
+    Attributes:
+        url: base URL, without a trailing slash.
+        max_tokens: length limit of an answer.
+        temperature: 0 = greedy.
+        raw: send the text as it is (``/generate``) instead of through the chat template.
+        api_key: the server's ``--api-key``, None where it has none.
+    """
+
+    url: str
+    max_tokens: int
+    temperature: float
+    raw: bool = False
+    api_key: str | None = None
+
+    def pair(self) -> tuple[str, str]:
+        """``(target, draft)`` paths as the server was started with them.
+
+        Raises:
+            ConfigError: nobody answers, or the server does not decode with DSPARK.
+        """
+        info = self._request("/server_info")
+        if info.get("speculative_algorithm") != "DSPARK":
+            raise ConfigError(
+                f"--url {self.url}: the server runs with --speculative-algorithm {info.get('speculative_algorithm')}; "
+                "start it with --speculative-algorithm DSPARK"
+            )
+        return info["model_path"], info["speculative_draft_model_path"]
+
+    def ask_all(self, prompts: Sequence[str], concurrency: int, on_answer: Callable[[], None]) -> list[Trace]:
+        """Traces of the answers, in the order of the prompts.
+
+        Args:
+            concurrency: requests at a time.
+            on_answer: called after every answer.
+
+        Raises:
+            ConfigError: nobody answers, or no answer has a trace.
+            DSparkError: the server refused a prompt; the others are not sent.
+        """
+        with ThreadPoolExecutor(concurrency) as pool:
+            answers = [pool.submit(self._ask, prompt) for prompt in prompts]
+            try:
+                for answer in as_completed(answers):
+                    answer.result()
+                    on_answer()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        traces = [answer.result() for answer in answers]
+        # An answer that ends with its first token has no rounds, and then no trace either.
+        if all(trace is None for trace in traces):
+            raise ConfigError(
+                f"--url {self.url}: no answer has a dspark_trace; serve with the sglang-dspark plugin and give "
+                "--max-tokens above 1"
+            )
+        return [trace or [] for trace in traces]
+
+    def _ask(self, prompt: str) -> Trace | None:
+        options = {"speculation": {"trace": True}}
+        if self.raw:
+            parameters = {"max_new_tokens": self.max_tokens, "temperature": self.temperature}
+            answer = self._request("/generate", {"text": prompt, "sampling_params": parameters, **options})
+        else:
+            body = {
+                "model": "default",
+                "messages": [{"role": "user", "content": prompt}],
+                "max_tokens": self.max_tokens,
+                "temperature": self.temperature,
+                "return_meta_info": True,
+                **options,
+            }
+            answer = self._request("/v1/chat/completions", body)["choices"][0]
+        trace: Trace | None = answer["meta_info"].get("dspark_trace")
+        return trace
+
+    def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with _open(urllib.request.Request(self.url + path, data, headers), timeout=TIMEOUT_S) as response:
+                answer: dict[str, Any] = json.load(response)
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")[:500]
+            raise DSparkError(f"{self.url}{path}: HTTP {error.code}: {text}") from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--url {self.url}: {error}; check that a DSPARK server is running there") from error
+        return answer

@@ -1,0 +1,1 @@
+"""Which drafts to verify: pure decision code, free of any serving engine and of any device."""

@@ -1,0 +1,95 @@
+"""Measures the SPS table at start-up. The steps to time are passed in as callables."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from sglang_dspark.prefix_scheduler.sps_table import SpsTable
+
+MAX_PASSES = 9
+MIN_PASSES = 3
+
+
+class SteppedLoad(Protocol):
+    """A fixed load whose steps can be run as often as one likes. Each call returns when the device has finished."""
+
+    def draft(self, depth: int) -> None:
+        """Propose ``depth`` drafts per request."""
+
+    def verify(self, drafts: int) -> None:
+        """Verify and commit ``drafts`` drafts per request; 0 is a plain step."""
+
+
+Progress = Callable[[int, int, float], None]
+"""Called after each pass with (passes done, passes at most, seconds since the start)."""
+
+
+def measure(
+    load: Callable[[int, int], SteppedLoad],
+    *,
+    key: Mapping[str, str],
+    requests: Sequence[int],
+    drafts: Sequence[int],
+    contexts: Sequence[int],
+    limit_s: float,
+    tiers: Sequence[int] = (),
+    progress: Progress | None = None,
+) -> SpsTable:
+    """Time every cell of the grid several times, in passes over the whole grid, and keep the medians.
+
+    A pass visits all cells before any cell is timed again, so that a busy moment of the machine falls on single samples
+    of many cells and not on all samples of one.
+
+    Args:
+        load: ``load(requests, context)`` prepares a load.
+        limit_s: seconds to spend. Further passes are left out, and, if the first one takes too long, the largest
+            request counts, which are then extrapolated.
+    """
+    started = time.perf_counter()
+    requests = list(requests)
+    samples: dict[tuple[int, int, int, str], list[float]] = {}
+    for number in range(MAX_PASSES):
+        for count, (c, context) in itertools.product(list(requests), enumerate(contexts)):
+            if number == 0 and time.perf_counter() - started > limit_s / 2 and count > requests[0]:
+                requests = [n for n in requests if n < count]
+                break
+            steps = load(count, context)
+            for d, num_drafts in enumerate(drafts):
+                # The first run of a shape pays for allocations, compilations and cold caches.
+                for kind, step in (("draft", steps.draft), ("verify", steps.verify)):
+                    if kind == "draft" and num_drafts == 0:
+                        continue
+                    if number == 0:
+                        step(num_drafts)
+                    before = time.perf_counter()
+                    step(num_drafts)
+                    elapsed = (time.perf_counter() - before) * 1e3
+                    samples.setdefault((count, d, c, kind), []).append(elapsed)
+        spent = time.perf_counter() - started
+        if progress is not None:
+            progress(number + 1, MAX_PASSES, spent)
+        # The first pass runs everything twice.
+        a_pass = spent / (number + 2)
+        if number + 1 >= MIN_PASSES and spent + a_pass > limit_s:
+            break
+        if spent > limit_s:
+            break
+    shape = (len(requests), len(drafts), len(contexts))
+    times = {"draft": np.zeros(shape), "verify": np.zeros(shape)}
+    for (count, d, c, kind), values in samples.items():
+        if count in requests:
+            times[kind][requests.index(count), d, c] = np.median(values)
+    return SpsTable(
+        key=dict(key),
+        requests=requests,
+        drafts=list(drafts),
+        contexts=list(contexts),
+        draft_ms=times["draft"],
+        verify_ms=times["verify"],
+        tiers=list(tiers),
+    )

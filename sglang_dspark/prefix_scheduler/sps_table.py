@@ -1,0 +1,212 @@
+"""The speed of the engine, measured once at start-up: how long a decode step takes for a given load (DSpark, 3.2.2).
+
+The paper's SPS(B), steps per second at B verified tokens, is one over :meth:`SpsTable.step_ms`. Ours has the dimensions
+that the step time really depends on: requests, tokens per request, and context.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_dspark.errors import ConfigError
+
+FORMAT_VERSION = 1
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SpsTable:
+    """Measured times on a grid; :meth:`times` interpolates.
+
+    Attributes:
+        key: what the numbers hold for (hardware, versions, checkpoints, options), see :meth:`mismatch`.
+        requests: grid of requests per step, ascending from 1.
+        drafts: grid of drafts per request, 0 to gamma.
+        contexts: grid of context tokens per request, ascending.
+        draft_ms: [requests, drafts, contexts] milliseconds to propose that many drafts; 0 for none.
+        verify_ms: [requests, drafts, contexts] milliseconds to verify and commit with that many drafts per request; the
+            column of 0 drafts is the plain step.
+        tiers: token counts that the verify forward can run with, ascending; empty where any count can run.
+    """
+
+    key: Mapping[str, str]
+    requests: Sequence[int]
+    drafts: Sequence[int]
+    contexts: Sequence[int]
+    draft_ms: Array
+    verify_ms: Array
+    tiers: Sequence[int] = ()
+    _by_load: dict[int, LoadTimes] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        shape = (len(self.requests), len(self.drafts), len(self.contexts))
+        for name in ("requests", "drafts", "contexts", "tiers"):
+            axis = list(getattr(self, name))
+            if axis != sorted(set(axis)) or (name != "tiers" and not axis):
+                raise ConfigError(f"SPS table: {name}={axis} must be a strictly ascending list")
+        if self.requests[0] != 1 or self.drafts[0] != 0:
+            raise ConfigError("SPS table: requests must start at 1 and drafts at 0")
+        for name in ("draft_ms", "verify_ms"):
+            values = getattr(self, name)
+            if values.shape != shape or not np.isfinite(values).all() or (values < 0).any():
+                raise ConfigError(f"SPS table: {name} must be {list(shape)} finite, non-negative milliseconds")
+        if (self.verify_ms <= 0).any():
+            raise ConfigError("SPS table: verify_ms must be positive")
+
+    @property
+    def gamma(self) -> int:
+        """Drafts per block."""
+        return self.drafts[-1]
+
+    def times(self, requests: int) -> LoadTimes:
+        """Times of every step that ``requests`` requests can take. Beyond the grid the last slope goes on."""
+        if requests not in self._by_load:
+            self._by_load[requests] = LoadTimes.of(self, requests)
+        return self._by_load[requests]
+
+    def step_ms(self, requests: int, num_tokens: int, depth: int, context: float) -> float:
+        """Milliseconds of one step.
+
+        Args:
+            requests: requests in the step.
+            num_tokens: tokens in the verify forward, anchors included.
+            depth: drafts proposed per request; 0 for a plain step.
+            context: mean context tokens per request.
+        """
+        times = self.times(requests)
+        index = int(np.searchsorted(times.num_tokens, num_tokens))
+        return float(times.at(context)[depth, min(index, len(times.num_tokens) - 1)])
+
+    def mismatch(self, key: Mapping[str, str]) -> str | None:
+        """First difference between this table's key and ``key``, in words; None when they agree."""
+        for name in sorted(set(self.key) | set(key)):
+            ours, theirs = self.key.get(name), key.get(name)
+            if ours != theirs:
+                return f"{name} was {ours!r} when it was measured and is {theirs!r} now"
+        return None
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON."""
+        content = {
+            "format": "sglang-dspark SPS table",
+            "version": FORMAT_VERSION,
+            "key": dict(self.key),
+            "requests": list(self.requests),
+            "drafts": list(self.drafts),
+            "contexts": list(self.contexts),
+            "draft_ms": np.round(self.draft_ms, 4).tolist(),
+            "verify_ms": np.round(self.verify_ms, 4).tolist(),
+            "tiers": list(self.tiers),
+        }
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> SpsTable:
+        """Read a table.
+
+        Raises:
+            ConfigError: the file is not an SPS table of this version.
+        """
+        try:
+            content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"SPS table {str(path)!r} cannot be read: {error}") from error
+        if not isinstance(content, dict) or content.get("version") != FORMAT_VERSION:
+            found = content.get("version") if isinstance(content, dict) else None
+            raise ConfigError(
+                f"SPS table {str(path)!r} has format version {found!r}, not {FORMAT_VERSION}; remove the file, and it "
+                "is measured anew"
+            )
+        try:
+            return cls(
+                key={str(name): str(value) for name, value in content["key"].items()},
+                requests=[int(n) for n in content["requests"]],
+                drafts=[int(n) for n in content["drafts"]],
+                contexts=[int(n) for n in content["contexts"]],
+                draft_ms=np.asarray(content["draft_ms"], dtype=np.float64),
+                verify_ms=np.asarray(content["verify_ms"], dtype=np.float64),
+                tiers=[int(n) for n in content["tiers"]],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"SPS table {str(path)!r} is damaged ({error!r}); remove the file") from error
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """The steps that a fixed number of requests can take.
+
+    Attributes:
+        num_tokens: [n] tokens in the verify forward, ascending; the first is the plain step's.
+        drafts: [n] verified drafts per request on average.
+        step_ms: [contexts, gamma + 1, n] by grid context, depth and token count; depth 0 is meaningful for the plain
+            step only.
+    """
+
+    contexts: Array
+    num_tokens: NDArray[np.int64]
+    drafts: Array
+    step_ms: Array
+
+    @classmethod
+    def of(cls, table: SpsTable, requests: int) -> LoadTimes:
+        """Interpolate ``table`` along requests and drafts."""
+        gamma = table.gamma
+        if table.tiers:
+            tiers = [tier for tier in table.tiers if tier >= requests]
+            full = next((i for i, tier in enumerate(tiers) if tier >= requests * (gamma + 1)), len(tiers) - 1)
+            num_tokens = np.array(tiers[: full + 1] or [requests], dtype=np.int64)
+        else:
+            num_tokens = np.arange(requests, requests * (gamma + 1) + 1, dtype=np.int64)
+        drafts = np.minimum(num_tokens / requests - 1, gamma)
+        draft, verify = (
+            _along(_along(values, table.requests, np.array([float(requests)]), axis=0)[0], table.drafts, at, axis=0)
+            for values, at in (
+                (table.draft_ms, np.arange(gamma + 1, dtype=np.float64)),
+                (table.verify_ms, num_tokens / requests - 1),
+            )
+        )
+        step_ms = draft.T[:, :, None] + verify.T[:, None, :]
+        return cls(np.array(table.contexts, dtype=np.float64), num_tokens, drafts, np.maximum(step_ms, 1e-3))
+
+    def at(self, context: float) -> Array:
+        """[gamma + 1, n] milliseconds at ``context`` tokens per request."""
+        grid = self.contexts
+        if len(grid) == 1:
+            return self.step_ms[0]
+        low = min(max(int(np.searchsorted(grid, context)) - 1, 0), len(grid) - 2)
+        # Below the grid the time is that of its first point: attention to a short context costs nothing.
+        share = max(0.0, (context - grid[low]) / (grid[low + 1] - grid[low]))
+        mixed: Array = self.step_ms[low] * (1 - share) + self.step_ms[low + 1] * share
+        return np.maximum(mixed, self.step_ms[low] if share > 1 else 1e-3)
+
+
+def _along(values: Array, grid: Sequence[int], at: Array, axis: int) -> Array:
+    """Linear interpolation along ``axis``, with the outermost slope beyond the grid."""
+    points = np.asarray(grid, dtype=np.float64)
+    if len(points) == 1:
+        return np.repeat(values, len(at), axis=axis)
+    low = np.clip(np.searchsorted(points, at, side="right") - 1, 0, len(points) - 2)
+    share = (at - points[low]) / (points[low + 1] - points[low])
+    shape = [1] * values.ndim
+    shape[axis] = len(at)
+    share = share.reshape(shape)
+    return np.take(values, low, axis=axis) * (1 - share) + np.take(values, low + 1, axis=axis) * share
+
+
+def geometric_grid(last: int, ratio: float = 2.0) -> list[int]:
+    """1, 2, 4 ... up to and including ``last``."""
+    count = max(0, math.ceil(math.log(last, ratio))) if last > 1 else 0
+    return sorted({1, last, *(round(ratio**i) for i in range(count) if ratio**i < last)})

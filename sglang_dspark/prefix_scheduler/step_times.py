@@ -1,0 +1,105 @@
+"""The SPS table kept honest by the times of the steps that were really taken."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sglang_dspark.prefix_scheduler.sps_table import Array, LoadTimes, SpsTable
+
+# Rates of the running means of log(measured / predicted). A busy neighbour slows all steps alike: the common factor
+# follows within a few steps. What is left is an error of the table at one kind of step, learned slowly.
+_COMMON_RATE = 0.2
+_CELL_RATE = 0.03
+# One step's log ratio is clipped to this: a hiccup of the machine must not count for more than a few ordinary steps.
+_MAX_LOG_RATIO = math.log(2.0)
+# A cell's correction stays within these factors; an error beyond them calls for a new table.
+_MAX_LOG_CELL = math.log(1.5)
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What determines the time of a step. ``depth`` drafts proposed per request, ``num_tokens`` tokens verified."""
+
+    requests: int
+    num_tokens: int
+    depth: int
+    context: float
+
+
+class StepTimes:
+    """Predicted step times: the table, times what the running server has taught.
+
+    Attributes:
+        measured_ms, predicted_ms: running means over the steps observed, for reports.
+    """
+
+    def __init__(self, table: SpsTable) -> None:
+        self.table = table
+        self._common = 0.0
+        self._cells = np.zeros((32, table.gamma + 1))
+        self._cell_grid = np.arange(table.gamma + 1.0)
+        self.measured_ms = self.predicted_ms = self._weight = 0.0
+
+    def load(self, requests: int) -> LoadTimes:
+        """Token counts that ``requests`` requests can verify."""
+        return self.table.times(requests)
+
+    def step_ms(self, requests: int, context: float) -> Array:
+        """[gamma + 1, n] milliseconds by depth and by the token counts of :meth:`load`.
+
+        The common factor is left out: it does not change which step is best.
+        """
+        times = self.table.times(requests)
+        cells = self._cells[_bucket(requests)]
+        ms: Array = times.at(context)
+        if cells.any():
+            ms = ms * np.exp(np.interp(times.drafts, self._cell_grid, cells))
+        return ms
+
+    def by_drafts(self, requests: int, depth: int, context: float) -> Array:
+        """[requests * depth + 1] milliseconds of a step that drafts to ``depth`` and verifies that many drafts."""
+        times = self.table.times(requests)
+        tokens = np.arange(requests, requests * (depth + 1) + 1)
+        columns = np.searchsorted(times.num_tokens, tokens).clip(max=len(times.num_tokens) - 1)
+        ms: Array = self.step_ms(requests, context)[depth, columns]
+        return ms
+
+    def observe(self, kind: StepKind, measured_ms: float) -> None:
+        """Learn from one step."""
+        predicted = self.table.step_ms(kind.requests, kind.num_tokens, kind.depth, kind.context)
+        drafts = min(kind.num_tokens / kind.requests - 1, self.table.gamma)
+        cell = (_bucket(kind.requests), round(drafts))
+        log_ratio = math.log(measured_ms / predicted) if measured_ms > 0 else 0.0
+        error = log_ratio - self._common - self._cells[cell]
+        error = min(max(error, -_MAX_LOG_RATIO), _MAX_LOG_RATIO)
+        self._common += _COMMON_RATE * error
+        self._cells[cell] = min(max(self._cells[cell] + _CELL_RATE * error, -_MAX_LOG_CELL), _MAX_LOG_CELL)
+        keep = 0.98
+        self._weight = keep * self._weight + 1
+        share = 1 / self._weight
+        self.measured_ms += share * (measured_ms - self.measured_ms)
+        self.predicted_ms += share * (predicted * math.exp(self._cells[cell]) - self.predicted_ms)
+
+    def report(self) -> dict[str, Any]:
+        """JSON form. ``correction``: factor on the table by requests (powers of two) and drafts per request."""
+        rows = {
+            str(1 << bucket): [round(math.exp(value), 4) for value in cells]
+            for bucket, cells in enumerate(self._cells)
+            if cells.any()
+        }
+        seen = self._weight > 0
+        return {
+            "measured_ms": self.measured_ms if seen else None,
+            "predicted_ms": self.predicted_ms if seen else None,
+            "common_factor": math.exp(self._common),
+            "correction": rows,
+        }
+
+
+def _bucket(requests: int) -> int:
+    """Index of the power of two nearest to ``requests``."""
+    return round(math.log2(requests))

@@ -1,0 +1,212 @@
+"""The schedule of a server: its policy, what the policy knows, and what it learns from every step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.prefix_scheduler.lagged_survival import LaggedSurvivals
+from sglang_dspark.prefix_scheduler.policies import (
+    AutoPolicy,
+    Choice,
+    FixedPolicy,
+    LivePolicy,
+    Policy,
+    Rule,
+    draft_depths,
+)
+from sglang_dspark.prefix_scheduler.position_acceptance import PositionAcceptance
+from sglang_dspark.prefix_scheduler.selection import above_threshold, early_stop, random_lens, top_prefixes
+from sglang_dspark.prefix_scheduler.sps_table import SpsTable
+from sglang_dspark.prefix_scheduler.step_times import StepKind, StepTimes
+from sglang_dspark.worker.state import Drafted, Rounds
+
+# Survival of a draft that is verified whatever its confidence, and of one that must not be: outside of [0, 1].
+_FORCED, _EXCLUDED = 2.0, -1.0
+
+
+class Schedule:
+    """Chooses, selects, observes, and reports.
+
+    Args:
+        options: the server's options; a policy may be switched later.
+        max_verify: most drafts that a step may verify per request.
+        calibration: of the confidence head; None without one: survivals are the running acceptance by position then.
+        device: where confidences live.
+    """
+
+    def __init__(
+        self, options: DSparkConfig, max_verify: int, calibration: OnlineCalibration | None, device: torch.device
+    ) -> None:
+        self.options = options
+        self.max_verify = max_verify
+        self.device = device
+        self.positions = PositionAcceptance(max_verify)
+        self.calibration = calibration
+        self.times: StepTimes | None = None
+        self.survivals: LaggedSurvivals | None = None
+        self._entered = 0.0
+        self._kind: StepKind | None = None
+        self._context = 0.0
+        self._coefficients = self._copy_coefficients()
+        self.policy: Policy = FixedPolicy(0, "off")
+
+    def start(self, table: SpsTable | None) -> None:
+        """Begin with the configured policy.
+
+        Args:
+            table: measured step times; None where the policy needs none.
+        """
+        if table is not None:
+            self.times = StepTimes(table)
+            self.survivals = LaggedSurvivals(self.max_verify, draft_depths(table.draft_ms))
+        self.policy = self._make_policy(self.options)
+
+    def switch(self, fields: dict[str, Any]) -> None:
+        """Take another policy from the next step on.
+
+        Args:
+            fields: ``policy``, and ``verify_len`` or ``confidence_threshold`` where it takes one.
+
+        Raises:
+            ConfigError: names the field, its value and the remedy.
+        """
+        options = self.options.with_policy(fields)
+        self.policy = self._make_policy(options)
+        self.options = options
+
+    def _make_policy(self, options: DSparkConfig) -> Policy:
+        match options.schedule:
+            case "static":
+                return FixedPolicy(options.static_verify_len(self.max_verify))
+            case "off":
+                return FixedPolicy(0, "off")
+            case "threshold":
+                return LivePolicy(Rule.THRESHOLD, self.max_verify, options.confidence_threshold)
+            case "random":
+                return LivePolicy(Rule.RANDOM, self.max_verify, needs_confidence=False)
+        if self.times is None or self.survivals is None:
+            raise ConfigError(
+                f"policy={options.schedule!r} needs measured step times, which this server has not taken; start it "
+                "with --speculative-dspark-schedule auto"
+            )
+        if options.schedule == "early-stop":
+            return LivePolicy(Rule.EARLY_STOP, self.max_verify)
+        return AutoPolicy(self.times, self.survivals)
+
+    def choose(self, requests: int, context: float) -> Choice:
+        """Decide the step ahead, and take the time of the one behind.
+
+        Args:
+            context: mean context tokens per request.
+        """
+        now = time.perf_counter()
+        if self._kind is not None and self.times is not None:
+            self.times.observe(self._kind, (now - self._entered) * 1e3)
+        self._entered, self._kind = now, None
+        self._context = context
+        return self.policy.choose(requests, context)
+
+    def interrupt(self) -> None:
+        """Something other than a decode step runs: the time until the next one is not the last step's."""
+        self._kind = None
+
+    def took(self, choice: Choice, requests: int, num_tokens: int) -> None:
+        """The step under way verifies this many tokens; its time is that of a whole batch, unless it drafts for one."""
+        if choice.only is None:
+            self._kind = StepKind(requests, num_tokens, choice.depth, self._context)
+
+    def survival(self, logits: torch.Tensor | None, bs: int, depth: int) -> torch.Tensor:
+        """[bs, depth] calibrated probability that a draft and all before it are accepted.
+
+        Args:
+            logits: [bs, depth] of the confidence head; None without one.
+        """
+        scale, shift = self._coefficients[:, :depth]
+        conditional = scale.expand(bs, depth) if logits is None else torch.sigmoid(logits * scale + shift)
+        return conditional.cumprod(1)
+
+    def verify_lens(self, choice: Choice, drafted: Drafted, step: int) -> tuple[torch.Tensor, int]:
+        """Verify lengths of a drafted step, and their sum.
+
+        Args:
+            step: number of the engine's step.
+
+        Returns:
+            ``(verify_lens [bs] int64 on the device, sum on the host)``; the policies that need live values on the host
+            wait for the device.
+        """
+        bs, depth = len(drafted.depths), choice.depth
+        match choice.rule:
+            case Rule.TOP:
+                assert drafted.survival is not None
+                survival = drafted.survival
+                if choice.forced is not None:
+                    survival = torch.full_like(survival, _EXCLUDED) if choice.only is not None else survival.clone()
+                    survival[choice.forced] = _FORCED
+                return top_prefixes(survival, choice.budget), choice.budget
+            case Rule.THRESHOLD:
+                assert drafted.raw_confidence is not None
+                assert self.options.confidence_threshold is not None
+                lens = above_threshold(drafted.raw_confidence, self.options.confidence_threshold)
+                return lens, int(lens.sum())
+            case Rule.EARLY_STOP:
+                assert self.times is not None
+                assert drafted.survival is not None
+                step_ms = self.times.by_drafts(bs, depth, self._context)
+                host_lens = early_stop(drafted.survival.double().cpu().numpy(), step_ms)
+            case _:
+                host_lens = list(random_lens(depth, bs, step))
+        return torch.tensor(host_lens, device=self.device), sum(host_lens)
+
+    def observe(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
+        """Learn from a step's outcome.
+
+        Args:
+            running: requests of the step that it was meant for.
+            accept_lens: drafts accepted, of these.
+        """
+        drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
+        if not drafted:
+            return
+        requests = [running[i] for i in drafted]
+        accepted = np.array([accept_lens[i] for i in drafted])
+        verified = rounds.verify_lens.numpy()[requests]
+        self.positions.observe(verified, accepted)
+        calibration = self.calibration if self.options.online_calibration else None
+        if calibration is not None and rounds.confidence_logits is not None:
+            logits = rounds.confidence_logits.double().numpy()[requests]
+            calibration.observe(_pad(logits, self.max_verify), verified, accepted)
+        if self.survivals is not None and rounds.survival is not None:
+            self.survivals.observe(_pad(rounds.survival.double().numpy()[requests], self.max_verify))
+        self._coefficients = self._copy_coefficients()
+
+    def _copy_coefficients(self) -> torch.Tensor:
+        """[2, max_verify] scale and shift of the calibration; without a head, acceptance by position in row 0."""
+        if self.calibration is None:
+            host = torch.from_numpy(np.stack([self.positions.conditional(), np.zeros(self.max_verify)])).float()
+        else:
+            host = torch.from_numpy(np.stack([self.calibration.scale, self.calibration.shift])).float()
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True)
+
+    def report(self) -> dict[str, Any]:
+        """JSON for the statistics."""
+        return {
+            "policy": self.policy.name,
+            "schedule": self.policy.report(),
+            "calibration": None if self.calibration is None else self.calibration.report(),
+            "conditional_acceptance": self.positions.conditional().tolist(),
+        }
+
+
+def _pad(values: np.ndarray[Any, np.dtype[np.float64]], width: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """[n, depth] -> [n, width], NaN past the drafted depth."""
+    return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=np.nan)

@@ -1,0 +1,167 @@
+"""The SPS table of a server: taken from its file when it fits, else measured with the worker's own stages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+from collections.abc import Callable
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from dspark_kernels import DraftBlock, SamplingRows
+
+from sglang_dspark import __version__
+from sglang_dspark.config import flag_name
+from sglang_dspark.engine.batch import read_decode_batch
+from sglang_dspark.engine.dummy_batch import DummyBatch
+from sglang_dspark.engine.verify import run_verify
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.prefix_scheduler.sps_profiler import measure
+from sglang_dspark.prefix_scheduler.sps_table import SpsTable, geometric_grid
+from sglang_dspark.worker.verify_plan import uniform_plan
+
+if TYPE_CHECKING:
+    from sglang_dspark.worker.worker import DSparkWorker
+
+logger = logging.getLogger(__name__)
+
+CACHE = Path("~/.cache/sglang-dspark/sps")
+LIMIT_S = {"cpu": 60.0, "cuda": 20.0}
+_CONTEXTS = (64, 1024)  # tokens per request, where pool and context limit have room for them
+_MAX_REQUESTS = 256
+_NEEDS_TABLE = ("auto", "early-stop")
+
+
+def load_or_measure(worker: DSparkWorker) -> SpsTable | None:
+    """The table of this server; None for a policy that needs none and has no file.
+
+    Raises:
+        ConfigError: the file that the flag names was measured for something else.
+    """
+    options = worker.options
+    key = _key(worker)
+    if options.sps_table_path is not None:
+        path = Path(options.sps_table_path).expanduser()
+    else:
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+        path = CACHE.expanduser() / f"{digest}.json"
+    if path.exists():
+        table = SpsTable.load(path)
+        if difference := table.mismatch(key):
+            raise ConfigError(
+                f"{flag_name('sps_table_path')}={str(path)!r} does not fit this server: {difference}; remove the file, "
+                "and it is measured anew, or name another one"
+            )
+        logger.info("DSPARK: step times from %s", path)
+        return table
+    if options.schedule not in _NEEDS_TABLE:
+        return None
+    table = _measure(worker, key)
+    table.save(path)
+    logger.info("DSPARK: step times written to %s", path)
+    return table
+
+
+def _measure(worker: DSparkWorker, key: dict[str, str]) -> SpsTable:
+    runner = worker.target_worker.model_runner
+    window = worker.max_verify + 1
+    most = min(int(runner.max_running_requests), runner.req_to_token_pool.size, _MAX_REQUESTS)
+    room = min(runner.model_config.context_len, runner.token_to_kv_pool.size) - window
+    contexts = sorted({max(1, min(context, room)) for context in _CONTEXTS})
+    limit_s = LIMIT_S[worker.device.type]
+    logger.info("DSPARK: measuring step times (at most about %.0f s; kept for the next start)", limit_s)
+
+    def progress(done: int, most: int, seconds: float) -> None:
+        logger.info("DSPARK: measuring step times, pass %d of at most %d, %.1f s", done, most, seconds)
+
+    with ExitStack() as batches, torch.no_grad():
+        loads: dict[tuple[int, int], _Steps] = {}
+
+        def load(requests: int, context: int) -> _Steps:
+            batches.close()  # the rows of the load before
+            dummy = batches.enter_context(DummyBatch(worker.target_worker, requests, context, window))
+            if (requests, context) not in loads:
+                loads[requests, context] = _Steps(worker, dummy)
+            return loads[requests, context]
+
+        return measure(
+            load,
+            key=key,
+            requests=geometric_grid(most),
+            drafts=range(worker.max_verify + 1),
+            contexts=contexts,
+            limit_s=limit_s,
+            progress=progress,
+        )
+
+
+class _Steps:
+    """The stages of a decode step on a dummy batch of greedy requests."""
+
+    def __init__(self, worker: DSparkWorker, dummy: DummyBatch) -> None:
+        self._worker, self._dummy = worker, dummy
+        self._sync: Callable[[], None] = torch.cuda.synchronize if worker.device.type == "cuda" else lambda: None
+        batch = dummy.fresh()
+        bs = len(batch.seq_lens)
+        rows = SamplingRows.from_lists([0.0] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, worker.device)
+        window = worker.max_verify + 1
+        self._step = read_decode_batch(batch, rows, seed=0, step=0, gamma=worker.gamma, window=window)
+        self._tokens = self._step.anchors[:, None].expand(bs, worker.max_verify)
+
+    def draft(self, depth: int) -> None:
+        worker = self._worker
+        block = worker.draft_block(self._step, depth, with_confidence=True)
+        worker.schedule.survival(block.confidence_logits, len(self._step), depth)
+        self._sync()
+
+    def verify(self, drafts: int) -> None:
+        worker, step = self._worker, self._step
+        tokens = self._tokens[:, :drafts]
+        plan = uniform_plan(step, tokens, drafts)
+        output, _ = run_verify(worker.target_worker, self._dummy.fresh(), step, plan)
+        block = DraftBlock(tokens, None, None) if drafts else None
+        accepted = worker.accept(step, block, plan, output.next_token_logits)
+        worker.commit(plan, accepted, output.hidden_states)
+        self._sync()
+
+
+def _key(worker: DSparkWorker) -> dict[str, str]:
+    """What a table is valid for."""
+    args = worker.server_args
+    on_gpu = worker.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
+        "threads": "" if on_gpu else str(torch.get_num_threads()),
+        "target": _digest(args.model_path),
+        "draft": _digest(args.speculative_draft_model_path),
+        "dtype": str(worker.target.dtype).removeprefix("torch."),
+        "max_verify": str(worker.max_verify),
+        "max_running_requests": str(worker.target_worker.model_runner.max_running_requests),
+        "cuda_graphs": str(on_gpu and not args.disable_cuda_graph),
+        "tp_size": str(args.tp_size),
+        "torch": torch.__version__,
+        "sglang": version("sglang"),
+        "sglang_dspark": __version__,
+    }
+
+
+def _digest(model_path: str) -> str:
+    """Identity of a checkpoint's shape: its name, and its configuration without the place where it lies."""
+    config = Path(model_path) / "config.json"
+    content = config.read_bytes() if config.is_file() else b""
+    return f"{Path(model_path).name}:{hashlib.sha256(content).hexdigest()[:12]}"
+
+
+def _cpu_name() -> str:
+    """The processor's model name; the architecture where the system does not tell."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

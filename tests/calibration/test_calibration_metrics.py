@@ -1,0 +1,100 @@
+"""ECE, AUC, Brier and reliability bins against literal loops and known answers."""
+
+import numpy as np
+import pytest
+from head_law import draw_rounds
+
+from sglang_dspark.calibration.metrics import auc, brier, ece, reliability_bins
+from sglang_dspark.calibration.survival import prefix_survival, reached, sigmoid, survived
+
+
+def literal_ece(predicted, observed, num_bins=20):
+    total = 0.0
+    for b in range(num_bins):
+        inside = [i for i, p in enumerate(predicted) if min(int(p * num_bins), num_bins - 1) == b]
+        if inside:
+            gap = np.mean([predicted[i] for i in inside]) - np.mean([observed[i] for i in inside])
+            total += len(inside) / len(predicted) * abs(gap)
+    return total
+
+
+@pytest.fixture(params=[1, 7, 1000])
+def sample(request):
+    rng = np.random.default_rng(request.param)
+    predicted = np.concatenate([rng.random(request.param), [0.0, 1.0, 0.05, 0.95]])
+    return predicted, rng.random(len(predicted)) < predicted**2
+
+
+def test_ece_and_brier_equal_their_definitions(sample):
+    predicted, observed = sample
+    assert ece(predicted, observed) == pytest.approx(literal_ece(predicted, observed), abs=1e-12)
+    assert brier(predicted, observed) == pytest.approx(
+        np.mean([(p - o) ** 2 for p, o in zip(predicted, observed, strict=True)])
+    )
+
+
+def test_ece_of_a_worked_example():
+    # bins [0.2, 0.25) and the last one, which holds 1.0 as well
+    predicted, observed = np.array([0.20, 0.24, 0.96, 1.0]), np.array([True, False, True, True])
+    assert ece(predicted, observed) == pytest.approx(0.5 * abs(0.22 - 0.5) + 0.5 * abs(0.98 - 1.0))
+
+
+def test_bins_leave_out_what_is_empty():
+    bins = reliability_bins(np.array([0.2, 0.24, 0.9]), np.array([True, False, True]))
+    assert bins.counts.tolist() == [2, 1]
+    assert bins.predicted.tolist() == pytest.approx([0.22, 0.9])
+    assert bins.observed.tolist() == [0.5, 1.0]
+
+
+def test_auc_counts_pairs_and_half_of_the_ties():
+    # values apart by more than a bin of 1/1000, or equal
+    predicted = np.array([0.1, 0.3, 0.3, 0.8, 0.9])
+    observed = np.array([False, False, True, True, False])
+    wins = [1.0 if p > q else 0.5 if p == q else 0.0 for p in predicted[observed] for q in predicted[~observed]]
+    assert auc(predicted, observed) == pytest.approx(np.mean(wins))
+
+
+def test_auc_of_extremes():
+    predicted = np.array([0.1, 0.9])
+    assert auc(predicted, np.array([False, True])) == 1.0
+    assert auc(predicted, np.array([True, False])) == 0.0
+    assert auc(np.array([0.5, 0.5]), np.array([True, False])) == 0.5
+    assert auc(predicted, np.array([True, True])) is None
+    assert auc(predicted, np.array([False, False])) is None
+
+
+def test_the_noise_is_the_ece_of_perfect_predictions():
+    rng = np.random.default_rng(0)
+    found, foretold = [], []
+    for _ in range(50):
+        predicted = rng.random(1000)
+        bins = reliability_bins(predicted, rng.random(1000) < predicted)
+        found.append(bins.ece)
+        foretold.append(bins.ece_noise)
+    assert np.mean(found) == pytest.approx(np.mean(foretold), rel=0.1)
+
+
+def test_a_calibrated_head_has_only_noise():
+    logits, accepted = draw_rounds(np.random.default_rng(1), 50_000)
+    survival = prefix_survival(sigmoid(logits))
+    for k, outcome in enumerate(survived(accepted, 7).T):
+        bins = reliability_bins(survival[:, k], outcome)
+        assert bins.ece < 2 * bins.ece_noise
+
+
+def test_sigmoid_does_not_overflow():
+    with np.errstate(all="raise"):
+        assert sigmoid([-1e30, 0.0, 1e30]).tolist() == [0.0, 0.5, 1.0]
+    assert sigmoid(2.0) == pytest.approx(1 / (1 + np.exp(-2.0)))
+
+
+def test_survival_is_the_running_product():
+    conditional = np.array([[0.5, 0.5, 1.0], [1.0, 0.25, 0.0]])
+    assert prefix_survival(conditional).tolist() == [[0.5, 0.25, 0.25], [1.0, 0.25, 0.0]]
+
+
+def test_outcomes_of_accepted_and_verified_counts():
+    verified, accepted = np.array([3, 3, 2, 0]), np.array([0, 3, 2, 0])
+    assert survived(accepted, 3).astype(int).tolist() == [[0, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0]]
+    # the first rejection is an observation; what was never verified is none
+    assert reached(verified, accepted, 3).astype(int).tolist() == [[1, 0, 0], [1, 1, 1], [1, 1, 0], [0, 0, 0]]

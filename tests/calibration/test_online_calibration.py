@@ -1,0 +1,207 @@
+"""Online recalibration: recovery, change, degenerate windows, and what is recorded."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from head_law import DISTORTIONS, GAMMA, draw_rounds, survival_eces
+
+from sglang_dspark.calibration.logistic import SCALE_BOUNDS, SHIFT_BOUNDS
+from sglang_dspark.calibration.online import REFIT_ROUNDS, REFIT_STEPS, WINDOW_PAIRS, OnlineCalibration
+from sglang_dspark.calibration.survival import sigmoid
+from sglang_dspark.errors import ConfigError
+
+
+def run(calibration, rng, distortion, num_steps, bs=4):
+    for _ in range(num_steps):
+        logits, accepted = draw_rounds(rng, bs)
+        calibration.observe(distortion(logits), np.full(bs, GAMMA), accepted)
+
+
+def fresh_eces(scale, shift, distortion):
+    logits, accepted = draw_rounds(np.random.default_rng(12345), 50_000)
+    return np.array(survival_eces(scale * distortion(logits) + shift, accepted))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", DISTORTIONS)
+def test_a_distorted_head_is_calibrated_within_300_steps_of_4_requests(name, seed):
+    distortion, calibration = DISTORTIONS[name], OnlineCalibration(GAMMA)
+    if name != "none":
+        assert fresh_eces(1.0, 0.0, distortion).min() > 0.09
+    run(calibration, np.random.default_rng(seed), distortion, 300)
+    assert fresh_eces(calibration.scale, calibration.shift, distortion).max() < 0.03
+
+
+def test_it_starts_from_the_temperatures_and_is_pulled_to_them():
+    calibration = OnlineCalibration(2, initial=(2.0, 0.5))
+    assert calibration.scale.tolist() == [0.5, 2.0]
+    assert calibration.shift.tolist() == [0.0, 0.0]
+    for _ in range(REFIT_STEPS):
+        # a logit of 0 says nothing about the scale, and the second draft is never verified
+        calibration.observe(np.zeros((4, 2)), [1] * 4, [1, 0, 1, 0])
+    assert calibration.num_refits == 1
+    assert calibration.scale == pytest.approx([0.5, 2.0])
+    assert calibration.shift == pytest.approx([0.0, 0.0])
+    with pytest.raises(ConfigError, match="3 temperatures; pass 2"):
+        OnlineCalibration(2, initial=(1.0, 1.0, 1.0))
+
+
+def test_a_change_of_the_workload_is_followed():
+    calibration, rng = OnlineCalibration(GAMMA), np.random.default_rng(0)
+    run(calibration, rng, DISTORTIONS["none"], 600)
+    assert fresh_eces(calibration.scale, calibration.shift, DISTORTIONS["minus 3"]).max() > 0.3
+    # deep drafts are reached seldom, so their windows turn over late
+    run(calibration, rng, DISTORTIONS["minus 3"], 1500)
+    assert fresh_eces(calibration.scale, calibration.shift, DISTORTIONS["minus 3"]).max() < 0.03
+
+
+def test_the_fit_is_the_optimum_of_the_penalised_likelihood():
+    calibration, rng = OnlineCalibration(1), np.random.default_rng(0)
+    logits, accepted = draw_rounds(rng, REFIT_ROUNDS, gamma=1)
+    logits = 2 * logits - 1
+    for _ in range(60):
+        # the same rounds again and again, as often as the window holds them
+        calibration.observe(np.tile(logits, (16, 1)), np.ones(16 * REFIT_ROUNDS), np.tile(accepted, 16))
+        for _ in range(REFIT_STEPS - 1):
+            calibration.observe(logits[:1], [1], accepted[:1])
+    z, y = calibration._pairs.values
+    residual = y - sigmoid(calibration.scale[:, None] * z + calibration.shift[:, None])
+    assert (residual * z).sum() == pytest.approx(1.0 * (calibration.scale[0] - 1), abs=1e-6)
+    assert residual.sum() == pytest.approx(0.25 * calibration.shift[0], abs=1e-6)
+
+
+def outcomes(name, z):
+    return {
+        "all accepted": np.ones_like(z),
+        "all rejected": np.zeros_like(z),
+        "separable": z > 1.5,
+        "anti-separable": z < 1.5,
+    }[name].astype(int)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 1.5, 1e4])
+@pytest.mark.parametrize("name", ["all accepted", "all rejected", "separable", "anti-separable"])
+def test_degenerate_windows_stay_finite_and_bounded(name, spread):
+    calibration, rng = OnlineCalibration(1), np.random.default_rng(0)
+    with np.errstate(all="raise"):
+        for _ in range(50 * REFIT_STEPS):
+            z = rng.normal(1.5, spread, (4, 1))
+            calibration.observe(z, [1] * 4, outcomes(name, z)[:, 0])
+    assert calibration.num_refits == 50
+    assert SCALE_BOUNDS[0] <= calibration.scale[0] <= SCALE_BOUNDS[1]
+    assert SHIFT_BOUNDS[0] <= calibration.shift[0] <= SHIFT_BOUNDS[1]
+    typical = sigmoid(calibration.scale * 1.5 + calibration.shift)[0]
+    if spread < 1e4 and name.startswith("all"):
+        assert typical == pytest.approx(float(name == "all accepted"), abs=0.02)
+    if name == "anti-separable" and spread > 1:
+        assert calibration.scale[0] == SCALE_BOUNDS[0]
+
+
+def test_only_drafts_that_were_put_to_the_test_are_pairs():
+    calibration = OnlineCalibration(3)
+    logits = np.arange(12.0).reshape(4, 3)
+    # all accepted; rejected at the second; two verified and kept; not drafted
+    calibration.observe(logits, [3, 3, 2, 0], [3, 1, 2, 0])
+    assert calibration.report()["pairs"] == [3, 3, 1]
+    z, y = calibration._pairs.values
+    assert z[:, :3].tolist() == [[0, 3, 6], [1, 4, 7], [2, 0, 0]]
+    assert y[:, :3].tolist() == [[1, 1, 1], [1, 0, 1], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("bs", [1, 3, 700])
+def test_the_window_holds_the_newest_pairs(bs):
+    calibration, rng = OnlineCalibration(2), np.random.default_rng(0)
+    seen = [[], []]
+    for _ in range(3000 // bs + 1):
+        logits, accepted = draw_rounds(rng, bs, gamma=2)
+        calibration.observe(logits, [2] * bs, accepted)
+        for (first, second), count in zip(logits.astype(np.float32).tolist(), accepted, strict=True):
+            seen[0].append(first)
+            seen[1] += [second] * int(count > 0)
+    assert calibration.report()["pairs"] == [len(row) for row in seen]
+    for stored, row in zip(calibration._pairs.values[0], seen, strict=True):
+        assert sorted(stored.tolist()) == sorted(row[-WINDOW_PAIRS:])
+
+
+def test_rounds_with_nan_are_left_out():
+    calibration, rng = OnlineCalibration(2), np.random.default_rng(0)
+    for _ in range(REFIT_STEPS):
+        logits, accepted = draw_rounds(rng, 5, gamma=2)
+        logits[0, 1] = math.nan
+        logits[1, 0] = math.inf
+        calibration.observe(logits, [2] * 5, accepted)
+    assert calibration.num_refits == 1
+    assert np.isfinite([calibration.scale, calibration.shift]).all()
+    assert calibration.report()["rounds"] == 3 * REFIT_STEPS
+
+
+def test_arguments_are_copied():
+    calibration = OnlineCalibration(1)
+    logits, verified, accepted = np.ones((1, 1), np.float32), np.ones(1, np.int64), np.ones(1, np.int64)
+    calibration.observe(logits, verified, accepted)
+    for buffer in (logits, verified, accepted):
+        buffer[:] = 0
+    assert calibration.report()["pairs"] == [1]
+    assert calibration._pairs.values[0][0, 0] == 1
+
+
+def test_scale_and_shift_are_replaced_and_never_written_to():
+    calibration, rng = OnlineCalibration(GAMMA), np.random.default_rng(0)
+    scale, shift = calibration.scale, calibration.shift
+    run(calibration, rng, DISTORTIONS["minus 3"], REFIT_STEPS - 1)
+    assert calibration.scale is scale
+    run(calibration, rng, DISTORTIONS["minus 3"], 1)
+    assert calibration.num_refits == 1
+    assert calibration.scale is not scale
+    assert (scale.tolist(), shift.tolist()) == ([1.0] * GAMMA, [0.0] * GAMMA)
+
+
+def test_steps_without_drafts_cost_nothing():
+    calibration = OnlineCalibration(2)
+    for _ in range(10 * REFIT_ROUNDS):
+        calibration.observe(np.zeros((1, 2)), [0], [0])
+    assert calibration.num_refits == 0
+    assert calibration._pending == []
+
+
+def test_equal_observations_give_equal_maps_whoever_asks_for_a_report():
+    quiet, asked = OnlineCalibration(GAMMA), OnlineCalibration(GAMMA)
+    for calibration in (quiet, asked):
+        rng = np.random.default_rng(0)
+        for _ in range(50):
+            run(calibration, rng, DISTORTIONS["times 3"], 1)
+            if calibration is asked:
+                calibration.report()
+    assert quiet.num_refits == 3
+    assert quiet.report() == asked.report()
+
+
+def test_the_report_before_and_after_observations():
+    calibration = OnlineCalibration(2)
+    empty = calibration.report()
+    assert empty["pairs"] == [0, 0]
+    assert empty["survival_ece"] == empty["conditional_ece"] == [None, None]
+    calibration.observe([[0.0, 0.0]] * 4, [2, 2, 1, 1], [2, 1, 1, 0])
+    report = json.loads(json.dumps(calibration.report()))
+    assert report == {
+        "rounds": 4,
+        "refits": 0,
+        "pairs": [4, 2],
+        "scale": [1.0, 1.0],
+        "shift": [0.0, 0.0],
+        # first draft: predicted 1/2, kept 3 times of 4; second: two rounds verified it, predicted 1/4, one kept it
+        "survival_ece": [0.25, 0.25],
+        "conditional_ece": [0.25, 0.0],
+    }
+
+
+def test_errors_are_those_of_the_map_that_was_in_force():
+    calibration, rng = OnlineCalibration(GAMMA), np.random.default_rng(0)
+    run(calibration, rng, DISTORTIONS["minus 3"], REFIT_STEPS)
+    assert calibration.num_refits == 1
+    # by now the map is far better, but nothing was predicted with it yet
+    assert calibration.report()["survival_ece"][0] > 0.4
+    run(calibration, rng, DISTORTIONS["minus 3"], 2000)
+    assert max(calibration.report()["survival_ece"]) < 0.04

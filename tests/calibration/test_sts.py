@@ -1,0 +1,141 @@
+"""Sequential Temperature Scaling: what it finds, how it breaks ties, and the file that keeps it."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from head_law import GAMMA, draw_rounds, survival_eces
+
+from sglang_dspark.calibration.metrics import ece
+from sglang_dspark.calibration.sts import StsCalibration, fit_sts
+from sglang_dspark.calibration.survival import sigmoid
+from sglang_dspark.errors import ConfigError
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 1.0, 1.7, 3.0])
+def test_a_stretched_head_is_mended(factor):
+    rng = np.random.default_rng(0)
+    logits, accepted = draw_rounds(rng, 20_000)
+    temperatures = fit_sts(factor * logits, accepted)
+    # ECE is flat near its minimum: what counts is the error, not the temperature
+    assert temperatures == pytest.approx(factor, rel=0.25)
+    fresh, outcome = draw_rounds(rng, 50_000)
+    before, after = (survival_eces(factor * fresh / t, outcome) for t in (1.0, temperatures))
+    assert max(after) < 0.015
+    assert factor == 1.0 or min(before) > 0.06
+
+
+def test_every_position_has_its_own_temperature():
+    logits, accepted = draw_rounds(np.random.default_rng(0), 20_000)
+    factors = np.array([0.5, 2.0, 1.0, 3.0, 0.7, 1.5, 1.0])
+    assert fit_sts(factors * logits, accepted) == pytest.approx(factors, rel=0.25)
+
+
+def test_positions_are_fitted_in_order_with_the_earlier_ones_frozen():
+    logits, accepted = draw_rounds(np.random.default_rng(3), 500, gamma=3)
+    logits *= 2
+    temperatures = fit_sts(logits, accepted)
+    assert fit_sts(logits[:, :2], np.minimum(accepted, 2)).tolist() == temperatures[:2].tolist()
+    survival = sigmoid(logits[:, 0] / temperatures[0]) * sigmoid(logits[:, 1] / temperatures[1])
+    grid = np.geomspace(1 / 4, 4, 201)
+    errors = [ece(survival * sigmoid(logits[:, 2] / t), accepted > 2) for t in grid]
+    assert temperatures[2] == pytest.approx(grid[int(np.argmin(errors))])
+
+
+def test_ties_go_to_the_temperature_nearest_one():
+    assert fit_sts(np.zeros((10, 3)), np.array([0, 1, 2, 3, 0, 1, 2, 3, 0, 1])).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_grid_ends_at_a_quarter_and_at_four():
+    rng = np.random.default_rng(0)
+    logits, accepted = draw_rounds(rng, 2000, gamma=1)
+    assert fit_sts(50 * logits, accepted) == pytest.approx([4.0])
+    assert fit_sts(logits / 50, accepted) == pytest.approx([0.25])
+
+
+@pytest.mark.parametrize("logits", [np.zeros((0, 3)), np.full((2, 3), math.nan)])
+def test_what_cannot_be_fitted_is_refused(logits):
+    with pytest.raises(ConfigError, match="logits"):
+        fit_sts(logits, np.zeros(len(logits), dtype=int))
+
+
+@pytest.fixture
+def calibration():
+    temperatures = tuple(1 + k / 10 for k in range(GAMMA))
+    return StsCalibration(temperatures, "org/Target-8B", "/models/draft", "a.jsonl", 100, (0.1,) * 7, (0.02,) * 7)
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path, calibration):
+    path = tmp_path / "sts.json"
+    calibration.save(path)
+    assert StsCalibration.load(path, GAMMA) == calibration
+    assert json.loads(path.read_text())["version"] == 1
+    StsCalibration((1.0,)).save(path)
+    assert StsCalibration.load(path, 1, target="any", draft="pair") == StsCalibration((1.0,))
+
+
+def test_the_same_model_may_lie_elsewhere(tmp_path, calibration):
+    path = tmp_path / "sts.json"
+    calibration.save(path)
+    assert StsCalibration.load(path, GAMMA, target="/mnt/target-8b/", draft="draft") == calibration
+
+
+@pytest.mark.parametrize(
+    ("pair", "says"),
+    [
+        ({"target": "other"}, "target='org/Target-8B': but 'other' is served"),
+        ({"draft": "/models/draft2"}, "draft='/models/draft': but '/models/draft2' is served; calibrate this pair"),
+    ],
+)
+def test_the_file_of_another_pair_is_refused(tmp_path, calibration, pair, says):
+    path = tmp_path / "sts.json"
+    calibration.save(path)
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: {says}")):
+        StsCalibration.load(path, GAMMA, **pair)
+
+
+GOOD = {"version": 1, "temperatures": [1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ({**GOOD, "version": 2}, ": version=2: this release reads 1; calibrate again"),
+        ({"temperatures": [1.0, 2.0]}, ": version=None: this release reads 1"),
+        ({**GOOD, "temperatures": [1.0]}, ": temperatures=[1.0]: 1 temperatures for blocks of 2 drafts"),
+        ({"version": 1}, ": temperatures=[]: 0 temperatures for blocks of 2"),
+        ({**GOOD, "temperatures": 1.0}, ": temperatures=1.0: must be a list of numbers"),
+        ({**GOOD, "temperatures": [1.0, "2"]}, ": temperatures=[1.0, '2']: must be a list of numbers"),
+        ({**GOOD, "temperatures": [True, 1.0]}, ": temperatures=[True, 1.0]: must be a list of numbers"),
+        ({**GOOD, "temperatures": [1.0, 0]}, ": temperatures[1]=0.0: must be from 0.05 to 20; calibrate again"),
+        ({**GOOD, "temperatures": [-1.0, 1.0]}, ": temperatures[0]=-1.0: must be from"),
+        ({**GOOD, "temperatures": [math.nan, 1.0]}, ": temperatures[0]=nan: must be from"),
+        ({**GOOD, "temperatures": [1.0, math.inf]}, ": temperatures[1]=inf: must be from"),
+        ({**GOOD, "tempratures": []}, ": tempratures=[]: not a key of this file; remove it"),
+        ({**GOOD, "draft": 7}, ": draft=7: must be a text"),
+        ({**GOOD, "dataset": []}, ": dataset=[]: must be a text"),
+        ({**GOOD, "num_samples": "many"}, ": num_samples='many': must be a whole number"),
+        ({**GOOD, "ece_after": None}, ": ece_after=None: must be a list of numbers"),
+        ([1.0, 2.0], " holds [1.0, 2.0], not an object; make one with"),
+    ],
+)
+def test_a_malformed_file_is_refused(tmp_path, document, says):
+    path = tmp_path / "sts.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=re.escape(f"{path}{says}")):
+        StsCalibration.load(path, 2)
+
+
+def test_files_that_are_no_json_missing_or_not_writable(tmp_path, calibration):
+    path = tmp_path / "sts.json"
+    with pytest.raises(
+        ConfigError, match=r"sts\.json: No such file.*; make one with python -m sglang_dspark calibrate"
+    ):
+        StsCalibration.load(path, 2)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match=r"sts\.json is not JSON \(.*make one with"):
+        StsCalibration.load(path, 2)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        calibration.save(tmp_path)
