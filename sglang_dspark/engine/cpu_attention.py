@@ -28,4 +28,4 @@ class CpuVerifyBackend(TorchNativeAttnBackend):
         k_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         v_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        return attend_groups(queries, k_pool, v_pool, forward_batch.spec_info.groups, layer.scaling).view_as(q)
+        return attend_groups(queries, k_pool, v_pool, forward_batch.spec_info.groups, layer.scaling).reshape(q.shape)
