@@ -101,7 +101,7 @@ class DSparkConfig:
                 )
         if self.schedule == "threshold" and self.confidence_threshold is None:
             raise ConfigError(
-                f"{flag_name('schedule')}=threshold needs a threshold; pass {flag_name('confidence_threshold')}, e.g. 0.5"
+                f"{flag_name('schedule')}=threshold needs {flag_name('confidence_threshold')}, e.g. 0.5"
             )
 
     @classmethod
@@ -151,9 +151,10 @@ class DSparkConfig:
             raise ConfigError(f"policy is missing; give one of {', '.join(SCHEDULES)}")
         values: dict[str, Any] = dict.fromkeys(known.values())
         for name, value in fields.items():
+            kind = str if name == "policy" else int | float
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise ConfigError(f"{name}={value!r} has the wrong type")
             try:
-                if isinstance(value, bool) or not isinstance(value, str if name == "policy" else int | float):
-                    raise ValueError("has the wrong type")
                 values[known[name]] = _PARSERS[known[name]](str(value))
             except ValueError as error:
                 raise ConfigError(f"{name}={value!r}: {error}") from error

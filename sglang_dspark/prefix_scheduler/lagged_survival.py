@@ -11,9 +11,8 @@ import numpy as np
 
 from sglang_dspark.prefix_scheduler.sps_table import Array
 
-MIN_ROUNDS = 64
-"""Rounds that an estimate averages over, at least: about a second of one user's text."""
-_CAPACITY = 512
+MIN_ROUNDS = 256
+"""Rounds that an estimate averages over, at least: a standard error of about 4 % of the expected accepted drafts."""
 # Before the first round: a middling drafter, so that a new server starts by speculating and then sees for itself.
 _PRIOR_CONFIDENCE = 0.7
 
@@ -44,7 +43,7 @@ class LaggedSurvivals:
             for position in range(1, survival.shape[1]):
                 column, before = survival[:, position], survival[:, position - 1]
                 np.copyto(column, before * ratio[position - 1], where=np.isnan(column))
-        self._rounds = np.concatenate([self._rounds, survival])[-_CAPACITY:]
+        self._rounds = np.concatenate([self._rounds, survival])[-max(MIN_ROUNDS, len(survival)) :]
         self._gains.clear()
 
     def mean(self) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
@@ -11,13 +12,18 @@ from sglang_dspark.prefix_scheduler.planner import Candidate, outlook
 from sglang_dspark.prefix_scheduler.sps_table import Array
 from sglang_dspark.prefix_scheduler.step_times import StepTimes
 
-# A step that differs from the last one has to promise this much more throughput, speculation over none as well: noise
-# in the estimates must not move a server away from a choice that is as good.
+# A step that differs from the last one has to promise this much more throughput, and so has speculation over none:
+# noise in the estimates must not move a server away from a choice that is as good.
 MIN_GAIN = 0.01
-# Steps in a row that the other side (parked or speculating) has to be ahead before the server changes sides.
-PATIENCE = 8
-# Parked: one request is drafted and verified in full every so many steps, to see whether its text got predictable.
+# A server changes sides (parks, or speculates again) when the other side's advantage, summed over the steps it lasts,
+# reaches this: at once when it is large, after a while when it is small.
+SWITCH_AT = 0.08
+# Parked: one request is drafted and verified in full every so many steps, to see whether the text got predictable; less
+# often the further speculation is behind, by this share of the interval per this share of throughput.
 PARKED_PROBE_STEPS = 24
+PARKED_PROBE_GAP = 0.05
+# A parked server sees little, so what it sees counts for more: rounds that a probe stands for.
+PARKED_PROBE_WEIGHT = 4
 # Speculating with a trimmed block: one request is verified in full every so many steps. What is never verified is
 # never observed, and an under-confident head could not be corrected.
 FULL_PROBE_STEPS = 48
@@ -43,6 +49,7 @@ class Choice:
         budget: drafts verified in all; for the rules UNIFORM and TOP.
         forced: request that is verified to the full depth whatever its survivals.
         only: request that is drafted alone; None drafts all.
+        weight: rounds that a round of this step stands for in the statistics of survivals.
     """
 
     rule: Rule
@@ -50,6 +57,7 @@ class Choice:
     budget: int = 0
     forced: int | None = None
     only: int | None = None
+    weight: int = 1
 
 
 PLAIN = Choice(Rule.UNIFORM, depth=0)
@@ -124,7 +132,7 @@ class AutoPolicy:
     name: str = "auto"
     needs_confidence: bool = True
     parked: bool = False
-    _against: int = field(default=0, init=False)
+    _advantage: float = field(default=0.0, init=False)
     _since_probe: int = field(default=0, init=False)
     _probes: int = field(default=0, init=False)
     _depth: int = field(init=False)
@@ -140,32 +148,35 @@ class AutoPolicy:
         ahead = outlook(self.times, self.survivals, requests, context, self._depth, self._drafts)
         better = ahead.best.tokens_per_ms > (1 + MIN_GAIN) * ahead.incumbent.tokens_per_ms
         speculative = ahead.best if better else ahead.incumbent
-        self._park(ahead.plain, speculative)
+        gain = math.log(speculative.tokens_per_ms / ahead.plain.tokens_per_ms)
+        self._take_side(gain)
         self._since_probe += 1
         if self.parked:
             self._last = ahead.plain
-            if self._since_probe >= PARKED_PROBE_STEPS:
-                depth = self.times.table.gamma
-                probed = self._next_probed(requests)
-                return Choice(Rule.TOP, depth, depth, forced=probed, only=probed)
-            return PLAIN
+            return self._parked_choice(requests, behind=max(0.0, -gain))
         self._last = speculative
         self._depth, self._drafts = speculative.depth, min(speculative.num_tokens / requests - 1, speculative.depth)
-        budget = min(speculative.num_tokens - requests, requests * speculative.depth)
-        trimmed = budget < requests * self.times.table.gamma
-        if trimmed and self._since_probe >= FULL_PROBE_STEPS:
-            depth = self.times.table.gamma
-            return Choice(Rule.TOP, depth, min(budget + depth, requests * depth), forced=self._next_probed(requests))
-        return Choice(Rule.TOP, speculative.depth, budget)
+        return self._speculative_choice(requests, min(speculative.num_tokens - requests, requests * speculative.depth))
 
-    def _park(self, plain: Candidate, speculative: Candidate) -> None:
-        """Change sides when the other one has been ahead for long enough."""
-        gain = speculative.tokens_per_ms / plain.tokens_per_ms - 1
-        against = gain > MIN_GAIN if self.parked else gain < 0
-        self._against = self._against + 1 if against else 0
-        if self._against >= PATIENCE:
+    def _take_side(self, gain: float) -> None:
+        """Park, or speculate again, when the other side has been ahead by enough for long enough."""
+        other_side = gain - MIN_GAIN if self.parked else -gain
+        self._advantage = max(0.0, self._advantage + other_side)
+        if self._advantage >= SWITCH_AT:
             self.parked = not self.parked
-            self._against = 0
+            self._advantage = 0.0
+
+    def _parked_choice(self, requests: int, behind: float) -> Choice:
+        if self._since_probe < PARKED_PROBE_STEPS * (1 + behind / PARKED_PROBE_GAP):
+            return PLAIN
+        depth, probed = self.times.table.gamma, self._next_probed(requests)
+        return Choice(Rule.TOP, depth, depth, forced=probed, only=probed, weight=PARKED_PROBE_WEIGHT)
+
+    def _speculative_choice(self, requests: int, budget: int) -> Choice:
+        gamma = self.times.table.gamma
+        if budget == requests * gamma or self._since_probe < FULL_PROBE_STEPS:
+            return Choice(Rule.TOP, self._depth, budget)
+        return Choice(Rule.TOP, gamma, min(budget + gamma, requests * gamma), forced=self._next_probed(requests))
 
     def _next_probed(self, requests: int) -> int:
         self._since_probe = 0

@@ -51,33 +51,28 @@ def measure(
             request counts, which are then extrapolated.
     """
     started = time.perf_counter()
+
+    def spent() -> float:
+        return time.perf_counter() - started
+
     requests = list(requests)
     samples: dict[tuple[int, int, int, str], list[float]] = {}
-    for number in range(MAX_PASSES):
+    for done in range(MAX_PASSES):
         for count, (c, context) in itertools.product(list(requests), enumerate(contexts)):
-            if number == 0 and time.perf_counter() - started > limit_s / 2 and count > requests[0]:
+            if done == 0 and count > requests[0] and spent() > limit_s / 2:
                 requests = [n for n in requests if n < count]
                 break
             steps = load(count, context)
             for d, num_drafts in enumerate(drafts):
-                # The first run of a shape pays for allocations, compilations and cold caches.
                 for kind, step in (("draft", steps.draft), ("verify", steps.verify)):
-                    if kind == "draft" and num_drafts == 0:
-                        continue
-                    if number == 0:
-                        step(num_drafts)
-                    before = time.perf_counter()
-                    step(num_drafts)
-                    elapsed = (time.perf_counter() - before) * 1e3
-                    samples.setdefault((count, d, c, kind), []).append(elapsed)
-        spent = time.perf_counter() - started
+                    if num_drafts > 0 or kind == "verify":
+                        elapsed = _time(step, num_drafts, warm_up=done == 0)
+                        samples.setdefault((count, d, c, kind), []).append(elapsed)
         if progress is not None:
-            progress(number + 1, MAX_PASSES, spent)
+            progress(done + 1, MAX_PASSES, spent())
         # The first pass runs everything twice.
-        a_pass = spent / (number + 2)
-        if number + 1 >= MIN_PASSES and spent + a_pass > limit_s:
-            break
-        if spent > limit_s:
+        next_ends = spent() * (1 + 1 / (done + 2))
+        if next_ends > limit_s and (done + 1 >= MIN_PASSES or spent() > limit_s):
             break
     shape = (len(requests), len(drafts), len(contexts))
     times = {"draft": np.zeros(shape), "verify": np.zeros(shape)}
@@ -93,3 +88,12 @@ def measure(
         verify_ms=times["verify"],
         tiers=list(tiers),
     )
+
+
+def _time(step: Callable[[int], None], num_drafts: int, warm_up: bool) -> float:
+    """Milliseconds of one run. The first run of a shape pays for allocations, compilations and cold caches."""
+    if warm_up:
+        step(num_drafts)
+    before = time.perf_counter()
+    step(num_drafts)
+    return (time.perf_counter() - before) * 1e3

@@ -184,7 +184,8 @@ class Schedule:
             logits = rounds.confidence_logits.double().numpy()[requests]
             calibration.observe(_pad(logits, self.max_verify), verified, accepted)
         if self.survivals is not None and rounds.survival is not None:
-            self.survivals.observe(_pad(rounds.survival.double().numpy()[requests], self.max_verify))
+            survival = _pad(rounds.survival.double().numpy()[requests], self.max_verify)
+            self.survivals.observe(np.repeat(survival, rounds.choice.weight, axis=0))
         self._coefficients = self._copy_coefficients()
 
     def _copy_coefficients(self) -> torch.Tensor:
