@@ -2,6 +2,7 @@
 
     python benchmarks/paired_ratio.py RESULTS/sweep.csv
     python benchmarks/paired_ratio.py RESULTS/sweep.csv --metric per_user_tok_s --baseline static:7@float32
+    python benchmarks/paired_ratio.py RESULTS/sweep.csv --against-best auto
 
 A machine that other people use drifts by tens of percent within minutes, so means of two configurations say little.
 The two rounds of a pair ran right after one another, on equal prompts: their ratio keeps the effect and drops the
@@ -87,6 +88,29 @@ def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -
     return pairs.dropna(subset=["ratio"])[["config", "baseline", "concurrency", "round", "ratio"]]
 
 
+def ratios_to_the_best(frame: pd.DataFrame, metric: str, label: str) -> pd.DataFrame:
+    """Ratios of one configuration to the best of the others at each concurrency, by geometric mean over the rounds.
+
+    Returns:
+        As :func:`paired_ratios`; the baseline is another one at every concurrency.
+
+    Raises:
+        ConfigError: the sweep has no such configuration, or no other.
+    """
+    labels = list(frame["config"].unique())
+    if label not in labels or len(labels) == 1:
+        raise ConfigError(
+            f"--against-best {label!r} needs that and another one in the sweep, found {', '.join(labels)}"
+        )
+    parts = []
+    for _, cells in frame.groupby("concurrency", sort=False):
+        others = cells[cells["config"] != label]
+        best = np.log(others[metric]).groupby(others["config"]).mean().idxmax()
+        pair = cells[cells["config"].isin([label, best])]
+        parts.append(paired_ratios(pair, metric, frame_baselines(pair, str(best))))
+    return pd.concat(parts)
+
+
 def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
     """Geometric mean and spread of the ratios of every configuration and concurrency.
 
@@ -151,11 +175,17 @@ def _interval(logs: np.ndarray) -> tuple[float, float]:
 @click.argument("sweep", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--metric", default="output_tok_s", show_default=True, help="A numeric column of the sweep.")
 @click.option("--baseline", help="Label to compare with. Default: the plain configuration of the same dtype.")
-def main(sweep: Path, metric: str, baseline: str | None) -> None:
+@click.option("--against-best", help="Label to compare with the best of the others at each concurrency.")
+def main(sweep: Path, metric: str, baseline: str | None, against_best: str | None) -> None:
     """Command line; see the module."""
+    if baseline and against_best:
+        raise click.UsageError("--baseline and --against-best exclude each other")
     try:
         frame = read_sweep(sweep)
-        pairs = paired_ratios(frame, metric, frame_baselines(frame, baseline))
+        if against_best:
+            pairs = ratios_to_the_best(frame, metric, against_best)
+        else:
+            pairs = paired_ratios(frame, metric, frame_baselines(frame, baseline))
         if pairs.empty:
             raise ConfigError(f"{sweep} holds no pair: every configuration is a baseline; add one or pass --baseline")
     except DSparkError as error:

@@ -1,8 +1,9 @@
-"""Figures of a sweep: throughput against concurrency, and against the speed that one user sees.
+"""Figures of a sweep: throughput against concurrency and against the speed that one user sees, and what was verified.
 
     python benchmarks/plot_sweep.py RESULTS/sweep.csv
 
-Writes ``throughput_vs_concurrency.png`` and ``throughput_vs_user_speed.png`` beside the file. Points are medians over
+Writes ``throughput_vs_concurrency.png``, ``throughput_vs_user_speed.png`` and, where a configuration speculates,
+``verification_vs_concurrency.png`` beside the file. Points are medians over
 the rounds; bars reach from the slowest round to the fastest.
 """
 
@@ -32,11 +33,7 @@ def throughput_vs_concurrency(frame: pd.DataFrame) -> Figure:
     for label, style, points in _lines(frame):
         middle, low, high = (points[f"output_tok_s_{name}"] for name in ("median", "min", "max"))
         axes.errorbar(points.index, middle, yerr=[middle - low, high - middle], label=label, **style)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(sorted(frame["concurrency"].unique())))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.set_xlabel("concurrent users")
+    _users_axis(axes, frame)
     axes.set_ylabel("output tokens per second, all users")
     return _finish(figure, axes)
 
@@ -66,13 +63,40 @@ def throughput_vs_user_speed(frame: pd.DataFrame) -> Figure:
     return _finish(figure, axes)
 
 
+def verification_vs_concurrency(frame: pd.DataFrame) -> Figure:
+    """Drafts verified per request and step, share of plain steps, and share of verified drafts that were in vain."""
+    frame = frame[frame["policy"] != "plain"].assign(
+        verify_len=lambda rows: rows["verified"] / rows["decode_rounds"],
+        plain_share=lambda rows: rows["plain_steps"] / rows["steps"],
+        wasted=lambda rows: 1 - rows["accepted"] / rows["verified"].where(rows["verified"] > 0),
+    )
+    figure = Figure(figsize=(7.5, 9), layout="constrained")
+    figure.supxlabel(textwrap.fill(caption(frame), 120), fontsize=7, color="0.35")
+    titles = {
+        "verify_len": "drafts verified per request and step",
+        "plain_share": "share of steps without drafting (parked)",
+        "wasted": "wasted-verify fraction",
+    }
+    panels = figure.subplots(len(titles), sharex=True)
+    for axes, (column, title) in zip(panels, titles.items(), strict=True):
+        for label, style, _ in _lines(frame):
+            points = frame[frame["config"] == label].groupby("concurrency")[column].median()
+            axes.plot(points.index, points, label=label, **{k: v for k, v in style.items() if k != "capsize"})
+        axes.set_ylabel(title)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    _users_axis(panels[-1], frame)
+    panels[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
 def caption(frame: pd.DataFrame) -> str:
     """What was measured, where, and how many rounds."""
     first = frame.iloc[0]
     hardware = first["gpu"] if isinstance(first["gpu"], str) else first["cpu"]
     rounds = frame["round"].nunique()
     return (
-        f"{first['model']} on {hardware}; prompts {first['prompt_set']}, {first['num_requests']} per round; "
+        f"{first['model']} on {hardware}; prompts {first['prompt_set']}; "
         f"median and range of {rounds} round{'s' if rounds > 1 else ''}; {first['versions']}; "
         f"commit {first['commit'][:12]}"
     )
@@ -102,6 +126,14 @@ def _new_figure(frame: pd.DataFrame) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
+def _users_axis(axes: Axes, frame: pd.DataFrame) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(sorted(frame["concurrency"].unique())))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xlabel("concurrent users")
+
+
 def _finish(figure: Figure, axes: Axes) -> Figure:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
@@ -124,7 +156,10 @@ def main(sweep: Path, output: Path | None) -> None:
         raise click.ClickException(str(error)) from error
     folder = output or sweep.parent
     folder.mkdir(parents=True, exist_ok=True)
-    for draw in (throughput_vs_concurrency, throughput_vs_user_speed):
+    figures = [throughput_vs_concurrency, throughput_vs_user_speed]
+    if (frame["policy"] != "plain").any():
+        figures.append(verification_vs_concurrency)
+    for draw in figures:
         path = folder / f"{draw.__name__}.png"
         draw(frame).savefig(path, dpi=DPI)
         click.echo(path)

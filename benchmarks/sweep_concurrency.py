@@ -7,7 +7,9 @@ A configuration is ``[NAME=]POLICY[:ARGUMENT][@DTYPE] [SERVER FLAGS]``, e.g. ``s
 ``"small=static:5 --speculative-dspark-block-size 5"``. The same one under two names (``--config plain --config
 again=plain``) shows how much of a difference is noise.
 
-Every server is started once. All configurations run one after another on the same prompts before the next concurrency
+On a CPU all DSPARK configurations with equal flags share one server, which is told its policy before each cell; on CUDA
+each has its own, because the graphs of a fixed verify length are captured at start-up. Every server is started once.
+All configurations run one after another on the same prompts before the next concurrency
 and then the next round, so that drift of the machine meets all of them alike; idle servers are suspended. RESULTS gets
 ``sweep.csv`` (one row per configuration, concurrency and round), ``requests.jsonl`` (every answer with its times),
 ``agreement.json`` (texts against the baseline's) and ``provenance.json``. Read them with paired_ratio.py and
@@ -36,16 +38,18 @@ from serving.client import Reply, Sampling, ask_all
 from serving.configurations import GRAMMAR, Configuration, choose_baselines, parse_configurations
 from serving.cpu_time import CpuTime
 from serving.fleet import Fleet
-from serving.prompts import Prompt, load_prompts, round_prompts
+from serving.prompts import Prompt, load_mixed_prompts, round_prompts
 from serving.request_log import RequestLog
 from serving.row import STAT_KEYS, Origin, RowWriter, SweepRow, make_row
 from serving.schedule import Cell, interleave
 
-from sglang_dspark.errors import ConfigError, DSparkError
+from sglang_dspark.errors import DSparkError
 from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
 CPU_MAX_REQUESTS = 16
 """Requests that ``CPU_FLAGS`` admit; a sweep with more users raises the limit."""
+
+PROMPTS_PER_USER = 2
 
 SHOWN = ("output_tok_s", "server_cpu_ms_per_tok")
 """Metrics whose ratios are printed at the end of a sweep."""
@@ -60,7 +64,7 @@ class Sweep:
         device: ``cpu`` or ``cuda``.
         concurrencies: numbers of users.
         num_rounds: recorded rounds per configuration and concurrency.
-        num_prompts: prompts per round.
+        num_prompts: prompts per round, at least; every user gets :data:`PROMPTS_PER_USER` or more.
         server_flags: further arguments of every server.
     """
 
@@ -71,20 +75,26 @@ class Sweep:
     concurrencies: list[int]
     num_rounds: int
     num_prompts: int
-    prompts_path: Path
+    prompts_paths: tuple[Path, ...]
     sampling: Sampling
     server_flags: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        if max(self.concurrencies) > self.num_prompts:
-            raise ConfigError(
-                f"--num-prompts={self.num_prompts} cannot keep {max(self.concurrencies)} users busy; "
-                f"pass at least {max(self.concurrencies)}, better a multiple of it"
-            )
+    def servers(self) -> dict[str, LaunchedServer]:
+        """The servers by configuration label, not started yet."""
+        by_flags = {flags: self._server(flags) for flags in dict.fromkeys(map(self.flags, self.configurations))}
+        return {c.label: by_flags[self.flags(c)] for c in self.configurations}
 
-    def server(self, configuration: Configuration) -> LaunchedServer:
-        """The server of ``configuration``, not started yet."""
-        flags = (*configuration.server_flags(self.draft), *self.server_flags)
+    @property
+    def switches_policies(self) -> bool:
+        """Whether one server serves several policies."""
+        return self.device == "cpu"
+
+    def flags(self, configuration: Configuration) -> tuple[str, ...]:
+        """Arguments of the configuration's server."""
+        own = configuration.server_flags(self.draft, with_policy=not self.switches_policies)
+        return (*own, *self.server_flags)
+
+    def _server(self, flags: tuple[str, ...]) -> LaunchedServer:
         if self.device == "cpu":
             limit = str(max(CPU_MAX_REQUESTS, *self.concurrencies))
             return LaunchedServer(self.target, *CPU_FLAGS, "--max-running-requests", limit, *flags, env=CPU_ENV)
@@ -93,7 +103,7 @@ class Sweep:
     def origin(self) -> Origin:
         """Columns that say where the rows come from."""
         return Origin(
-            prompt_set=self.prompts_path.name,
+            prompt_set="+".join(path.stem for path in self.prompts_paths),
             model=Path(self.target).resolve().name,
             draft=Path(self.draft).resolve().name if self.draft else "",
             commit=provenance.commit(),
@@ -111,10 +121,13 @@ class Sweep:
             "commit": origin.commit,
             "versions": provenance.versions(),
             "hardware": provenance.hardware(),
-            "prompts": {"file": self.prompts_path.name, "sha256": provenance.file_digest(self.prompts_path)},
+            "prompts": [{"file": path.name, "sha256": provenance.file_digest(path)} for path in self.prompts_paths],
             "sampling": asdict(self.sampling),
             "configurations": {
-                c.label: [provenance.portable(flag) for flag in (*c.server_flags(self.draft), *self.server_flags)]
+                c.label: {
+                    "server_flags": [provenance.portable(flag) for flag in self.flags(c)],
+                    "policy": c.policy_fields if self.switches_policies else None,
+                }
                 for c in self.configurations
             },
         }
@@ -130,8 +143,8 @@ def run_sweep(sweep: Sweep, output: Path, console: Console) -> list[Agreement]:
         ConfigError: options or prompts cannot work.
         LaunchError: a server did not start, failed a request or died.
     """
-    prompts = load_prompts(sweep.prompts_path)
-    servers = {c.label: sweep.server(c) for c in sweep.configurations}
+    prompts = load_mixed_prompts(sweep.prompts_paths)
+    servers = sweep.servers()
     output.mkdir(parents=True, exist_ok=True)
     # Before the servers start: the tree may change while they run.
     origin = sweep.origin()
@@ -172,23 +185,25 @@ def _measure_all(
         progress.update(task, description=f"{kind}, {cell.concurrency} users, {cell.configuration.label}")
         chosen = round_prompts(prompts, cell.round, _num_prompts(sweep, cell))
         on_reply = partial(progress.advance, task, 1 / cell.concurrency)
-        row, replies = _measure(cell, chosen, fleet, sweep.sampling, origin, on_reply)
+        row, replies = _measure(sweep, cell, chosen, fleet, origin, on_reply)
         if not cell.is_warm_up:
             yield cell, row, replies
 
 
 def _measure(
+    sweep: Sweep,
     cell: Cell,
     prompts: Sequence[Prompt],
     fleet: Fleet,
-    sampling: Sampling,
     origin: Origin,
     on_reply: Callable[[], None],
 ) -> tuple[SweepRow, list[Reply]]:
     with fleet.awake(cell.configuration.label) as server:
+        if sweep.switches_policies and cell.configuration.policy_fields is not None:
+            server.post_json("/dspark/policy", cell.configuration.policy_fields)
         stats_before = _read_stats(server, cell.configuration)
         cpu_before = CpuTime.read(server.pid)
-        replies = ask_all(server.url, prompts, cell.concurrency, sampling, on_reply)
+        replies = ask_all(server.url, prompts, cell.concurrency, sweep.sampling, on_reply)
         cpu_time = CpuTime.read(server.pid) - cpu_before
         stats_after = _read_stats(server, cell.configuration)
     stats = {name: stats_after[name] - stats_before[name] for name in stats_after} if stats_before else None
@@ -205,7 +220,7 @@ def _read_stats(server: LaunchedServer, configuration: Configuration) -> dict[st
 
 def _num_prompts(sweep: Sweep, cell: Cell) -> int:
     """A warm-up round only has to see every batch size once."""
-    return cell.concurrency if cell.is_warm_up else sweep.num_prompts
+    return cell.concurrency if cell.is_warm_up else max(sweep.num_prompts, PROMPTS_PER_USER * cell.concurrency)
 
 
 def _line(row: SweepRow) -> str:
@@ -249,8 +264,20 @@ def _integers(context: click.Context, parameter: click.Parameter, text: str) -> 
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of configurations that name none.")
 @click.option("--concurrency", default="1,2,4,8", show_default=True, callback=_integers, help="Numbers of users.")
 @click.option("--rounds", default=4, show_default=True, type=click.IntRange(1), help="Recorded rounds.")
-@click.option("--prompts", required=True, type=click.Path(path_type=Path), help='JSONL of {"turns": [text, ...]}.')
-@click.option("--num-prompts", default=16, show_default=True, type=click.IntRange(1), help="Prompts per round.")
+@click.option(
+    "--prompts",
+    required=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help='JSONL of {"turns": [text, ...]}; several files take turns.',
+)
+@click.option(
+    "--num-prompts",
+    default=8,
+    show_default=True,
+    type=click.IntRange(1),
+    help=f"Prompts per round, at least; {PROMPTS_PER_USER} per user, if that is more.",
+)
 @click.option("--max-tokens", default=128, show_default=True, type=click.IntRange(1), help="Longest answer.")
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
 @click.option("--ignore-eos", is_flag=True, help="Answers of --max-tokens tokens: no tail of a few long ones.")
@@ -289,7 +316,7 @@ def _sweep(options: dict[str, Any]) -> Sweep:
         concurrencies=options["concurrency"],
         num_rounds=options["rounds"],
         num_prompts=options["num_prompts"],
-        prompts_path=options["prompts"],
+        prompts_paths=options["prompts"],
         sampling=Sampling(
             max_tokens=options["max_tokens"],
             temperature=options["temperature"],

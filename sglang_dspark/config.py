@@ -100,9 +100,7 @@ class DSparkConfig:
                     f"pass {flag_name('schedule')} {schedule} or drop the flag"
                 )
         if self.schedule == "threshold" and self.confidence_threshold is None:
-            raise ConfigError(
-                f"{flag_name('schedule')}=threshold needs {flag_name('confidence_threshold')}, e.g. 0.5"
-            )
+            raise ConfigError(f"{flag_name('schedule')}=threshold needs {flag_name('confidence_threshold')}, e.g. 0.5")
 
     @classmethod
     def resolve(cls, cli: Mapping[str, str | None], env: Mapping[str, str] | None = None) -> DSparkConfig:
@@ -217,25 +215,28 @@ def _dest(field_name: str) -> str:
 
 
 _DEFAULTS_IN_WORDS = {
-    "block_size": "the draft checkpoint's",
+    "block_size": "the drafter's",
     "verify_len": "the block size",
-    "confidence_threshold": "none",
-    "confidence_sts_path": "none",
     "online_calibration": "on",
-    "sps_table_path": "a file in the cache",
+    "sps_table_path": "in the cache",
 }
+
+
+def default_text(field_name: str) -> str:
+    """The default of a knob as help and README show it."""
+    default = getattr(DSparkConfig, field_name)
+    return _DEFAULTS_IN_WORDS.get(field_name, "none" if default is None else str(default))
 
 
 def add_flags(parser: ArgumentParser) -> None:
     """Add one flag per knob. Texts are parsed by :meth:`DSparkConfig.resolve`, so errors name the flag or variable."""
     group = parser.add_argument_group("DSPARK (sglang-dspark plugin)")
     for knob in fields(DSparkConfig):
-        shown = _DEFAULTS_IN_WORDS.get(knob.name, knob.default)
         group.add_argument(
             flag_name(knob.name),
             dest=_dest(knob.name),
             default=None,
-            help=f"{knob.metadata['help']} Default: {shown}. Environment: {ENV_PREFIX}{knob.name.upper()}.",
+            help=f"{knob.metadata['help']} Default: {default_text(knob.name)}. Environment: {ENV_PREFIX}{knob.name.upper()}.",
         )
 
 

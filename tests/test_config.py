@@ -7,6 +7,8 @@ import pytest
 from sglang_dspark.config import DSparkConfig, add_flags, flag_texts
 from sglang_dspark.errors import ConfigError
 
+STATIC = ("--speculative-dspark-schedule", "static")
+
 
 def resolve(*argv, env=None):
     parser = ArgumentParser()
@@ -16,20 +18,20 @@ def resolve(*argv, env=None):
 
 def test_defaults():
     config = resolve()
-    assert config == DSparkConfig(schedule="static", block_size=None, verify_len=None)
-    assert config.gamma(7) == 7
-    assert config.static_verify_len(7) == 7
+    assert config == DSparkConfig(schedule="auto", block_size=None, verify_len=None, online_calibration=True)
+    assert config.gamma(7) == config.max_verify(7) == 7
 
 
 def test_flag_wins_over_environment():
-    env = {"SGLANG_DSPARK_VERIFY_LEN": "2", "SGLANG_DSPARK_BLOCK_SIZE": "5", "OTHER": "x"}
-    config = resolve("--speculative-dspark-verify-len", "3", env=env)
+    env = {"SGLANG_DSPARK_VERIFY_LEN": "2", "SGLANG_DSPARK_BLOCK_SIZE": "5", "SGLANG_DSPARK_SCHEDULE": "static"}
+    config = resolve("--speculative-dspark-verify-len", "3", env=env | {"OTHER": "x"})
     assert (config.verify_len, config.block_size) == (3, 5)
-    assert config.static_verify_len(config.gamma(7)) == 3
+    assert config.max_verify(config.gamma(7)) == 3
 
 
 def test_verify_nothing_is_legal():
-    assert resolve("--speculative-dspark-verify-len=0").static_verify_len(7) == 0
+    assert resolve(*STATIC, "--speculative-dspark-verify-len=0").max_verify(7) == 0
+    assert resolve("--speculative-dspark-schedule", "off").max_verify(7) == 0
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,11 @@ def test_verify_nothing_is_legal():
         (["--speculative-dspark-verify-len", "-1"], {}, "--speculative-dspark-verify-len='-1'"),
         (["--speculative-dspark-block-size", "0"], {}, "--speculative-dspark-block-size='0'"),
         (["--speculative-dspark-schedule", "fast"], {}, "auto, early-stop, static"),
-        (["--speculative-dspark-schedule", "auto"], {}, "not served by this release; use static"),
+        (["--speculative-dspark-verify-len", "2"], {}, "belongs to the policy static, but the policy is auto"),
+        ([*STATIC, "--speculative-dspark-confidence-threshold", "0.5"], {}, "belongs to the policy threshold"),
+        (["--speculative-dspark-schedule", "threshold"], {}, "needs --speculative-dspark-confidence-threshold"),
+        (["--speculative-dspark-confidence-threshold", "1.5"], {}, r"confidence-threshold='1.5': must lie in \[0, 1\]"),
+        (["--speculative-dspark-online-calibration", "yes"], {}, "online-calibration='yes': must be on or off"),
         ([], {"SGLANG_DSPARK_VERIFY_LEN": "many"}, "SGLANG_DSPARK_VERIFY_LEN='many'"),
         ([], {"SGLANG_DSPARK_VERIFYLEN": "3"}, "unknown environment variable SGLANG_DSPARK_VERIFYLEN"),
     ],
@@ -52,4 +58,30 @@ def test_values_beyond_the_checkpoint():
     with pytest.raises(ConfigError, match="--speculative-dspark-block-size=8 exceeds the block size 7"):
         resolve("--speculative-dspark-block-size", "8").gamma(7)
     with pytest.raises(ConfigError, match="--speculative-dspark-verify-len=6 exceeds the 5 drafts"):
-        resolve("--speculative-dspark-verify-len", "6").static_verify_len(5)
+        resolve(*STATIC, "--speculative-dspark-verify-len", "6").max_verify(5)
+
+
+def test_policy_of_a_running_server():
+    config = resolve("--speculative-dspark-block-size", "5")
+    static = config.with_policy({"policy": "static", "verify_len": 2})
+    assert (static.schedule, static.verify_len, static.block_size) == ("static", 2, 5)
+    assert static.with_policy({"policy": "auto"}) == config
+    assert config.with_policy({"policy": "threshold", "confidence_threshold": 1}).confidence_threshold == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, "policy is missing"),
+        ({"policy": "fast"}, "policy='fast': must be one of auto, early-stop"),
+        ({"policy": 3}, "policy=3 has the wrong type"),
+        ({"policy": "static", "verify_len": True}, "verify_len=True has the wrong type"),
+        ({"policy": "static", "verify_len": 1.5}, "verify_len=1.5"),
+        ({"policy": "static", "length": 2}, "length is not a field of a policy"),
+        ({"policy": "auto", "verify_len": 2}, "belongs to the policy static"),
+        ({"policy": "threshold"}, "needs --speculative-dspark-confidence-threshold"),
+    ],
+)
+def test_refused_policies(fields, named):
+    with pytest.raises(ConfigError, match=named):
+        resolve().with_policy(fields)

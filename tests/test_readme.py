@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dspark.cli import COMMANDS
-from sglang_dspark.config import ENV_PREFIX, DSparkConfig, flag_name
+from sglang_dspark.config import ENV_PREFIX, DSparkConfig, default_text, flag_name
 from sglang_dspark.speculation import Speculation
 
 ROOT = Path(__file__).parent.parent
@@ -18,8 +18,7 @@ def flag_rows() -> list[str]:
     """The rows that the options table has to have."""
     rows = []
     for knob in fields(DSparkConfig):
-        default = "from the drafter" if knob.default is None else f"`{knob.default}`"
-        text = knob.metadata["help"]
+        text, default = knob.metadata["help"], default_text(knob.name)
         rows.append(f"| `{flag_name(knob.name)}` | `{ENV_PREFIX}{knob.name.upper()}` | {default} | {text} |")
     return rows
 

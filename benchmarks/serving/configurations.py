@@ -21,7 +21,7 @@ _HEAD = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<policy>[a-z-]+)(?::(?P<argument
 
 @dataclass(frozen=True)
 class Configuration:
-    """One server of a sweep.
+    """What one line of a sweep's figures measures.
 
     Attributes:
         label: what tables and figures call it; unique within a sweep.
@@ -47,11 +47,26 @@ class Configuration:
         """Drafts verified per request and step when the configuration fixes that number."""
         return int(self.argument) if self.policy == "static" and self.argument else None
 
-    def server_flags(self, draft: str | None) -> tuple[str, ...]:
+    @property
+    def policy_fields(self) -> dict[str, str | int | float] | None:
+        """Body of ``POST /dspark/policy`` for a running server; None without speculation."""
+        if self.is_plain:
+            return None
+        if not self.argument:
+            return {"policy": self.policy}
+        value = int(self.argument) if self.policy == "static" else float(self.argument)
+        return {"policy": self.policy, self._argument_knob: value}
+
+    @property
+    def _argument_knob(self) -> str:
+        return "verify_len" if self.policy == "static" else "confidence_threshold"
+
+    def server_flags(self, draft: str | None, *, with_policy: bool = True) -> tuple[str, ...]:
         """Arguments of ``sglang.launch_server`` for this configuration.
 
         Args:
             draft: folder of the draft checkpoint.
+            with_policy: False for a server that is told its policy while it runs.
 
         Raises:
             ConfigError: the configuration speculates and there is no drafter.
@@ -60,10 +75,11 @@ class Configuration:
         if not self.is_plain:
             if draft is None:
                 raise ConfigError(f"--config {self.label} speculates; pass --draft with a checkpoint for the target")
-            flags += [*dspark_flags(draft), flag_name("schedule"), self.policy]
-        if self.argument:
-            knob = "verify_len" if self.policy == "static" else "confidence_threshold"
-            flags += [flag_name(knob), self.argument]
+            flags += dspark_flags(draft)
+            if with_policy:
+                flags += [flag_name("schedule"), self.policy]
+        if self.argument and with_policy:
+            flags += [flag_name(self._argument_knob), self.argument]
         return (*flags, *self.extra_flags)
 
 

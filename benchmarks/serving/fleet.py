@@ -31,8 +31,8 @@ class Fleet:
         """Describe the fleet; the servers start, one after the other, when the ``with`` block is entered.
 
         Args:
-            servers: servers that were not started yet, by label.
-            on_start: called with the label before each start.
+            servers: servers that were not started yet, by label; several labels may share one.
+            on_start: called with the (first) label before each start.
         """
         self._servers = servers
         self._on_start = on_start
@@ -45,7 +45,7 @@ class Fleet:
             LaunchError: one of them did not start; those before it are stopped.
         """
         with ExitStack() as stack:
-            for label, server in self._servers.items():
+            for label, server in self._unique():
                 self._on_start(label)
                 stack.enter_context(server)
                 # A suspended process cannot act on the signal that ends it.
@@ -58,6 +58,10 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    def _unique(self) -> list[tuple[str, LaunchedServer]]:
+        first = {id(server): label for label, server in reversed(self._servers.items())}
+        return [(label, server) for label, server in self._servers.items() if first[id(server)] == label]
 
     @contextmanager
     def awake(self, label: str) -> Iterator[LaunchedServer]:

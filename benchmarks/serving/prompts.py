@@ -37,6 +37,17 @@ def load_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
+def load_mixed_prompts(paths: Sequence[Path]) -> list[Prompt]:
+    """Prompts of several files in turn, numbered anew, as many of each as the shortest file has.
+
+    Raises:
+        ConfigError: as :func:`load_prompts`.
+    """
+    files = [load_prompts(path) for path in paths]
+    texts = [prompt.text for group in zip(*files, strict=False) for prompt in group]
+    return [Prompt(index, text) for index, text in enumerate(texts)]
+
+
 def round_prompts(prompts: Sequence[Prompt], round_index: int, num_prompts: int) -> list[Prompt]:
     """The prompts of one round: the same for every configuration and concurrency, others in the next round.
 

@@ -25,6 +25,7 @@ STAT_KEYS = {
     "committed": "committed_tokens",
     "decode_rounds": "rounds",
     "steps": "steps",
+    "plain_steps": "plain_steps",
 }
 """Column -> counter of ``GET /dspark/stats``."""
 
@@ -77,7 +78,7 @@ class SweepRow:
         accept_length: committed tokens per request and decode step, bonus included.
         drafted, verified, accepted, committed: draft tokens during the round; committed counts the bonus as well.
         decode_rounds: decode steps, summed over the requests in each.
-        steps: decode steps of the engine.
+        steps: decode steps of the engine; plain_steps: those of them in which nothing was drafted.
         num_requests, num_tokens, num_prompt_tokens: what the round consisted of.
         prompt_set, model, draft, commit, versions, cpu, gpu: see :class:`Origin`.
         timestamp: end of the round, UTC.
@@ -107,6 +108,7 @@ class SweepRow:
     committed: int | None
     decode_rounds: int | None
     steps: int | None
+    plain_steps: int | None
     num_requests: int
     num_tokens: int
     num_prompt_tokens: int

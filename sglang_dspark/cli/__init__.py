@@ -13,6 +13,7 @@ COMMANDS = {
     "calibrate": "sglang_dspark.cli.calibrate:calibrate",
     "demo": "sglang_dspark.cli.demo:demo",
     "doctor": "sglang_dspark.cli.doctor:doctor",
+    "profile": "sglang_dspark.cli.profile:profile",
 }
 """Command -> ``module:function``. A module is imported when its command is run or listed, so it has to stay light:
 torch, transformers and SGLang belong inside the functions."""

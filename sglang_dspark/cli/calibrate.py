@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from sglang_dspark.errors import ConfigError
+from sglang_dspark.cli.outputs import check_outputs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,7 +72,7 @@ def calibrate(
 
     console = Console(highlight=False)
     prompts = read_prompts(prompt_file, limit)
-    _check_outputs(output, plot)
+    check_outputs(output, plot)
     client = TraceClient(url.rstrip("/"), max_tokens, temperature, raw, api_key)
     target, draft = client.pair()
     traces = _ask(console, client, prompts, concurrency)
@@ -103,19 +102,6 @@ def calibrate(
 
         reliability_figure(measured, f"{draft} on {prompt_file.name}, {fitted}").savefig(plot, dpi=_DPI)
         console.print(plot, soft_wrap=True)
-
-
-def _check_outputs(output: Path, plot: Path | None) -> None:
-    """What would fail at the end fails before the server has worked for minutes.
-
-    Raises:
-        ConfigError: a folder or matplotlib is missing.
-    """
-    for option, path in (("--output", output), ("--plot", plot)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise ConfigError(f"--plot {plot} needs matplotlib, which is not installed: pip install 'sglang-dspark[bench]'")
 
 
 def _ask(console: Console, client: TraceClient, prompts: list[str], concurrency: int) -> list[Trace]:

@@ -93,9 +93,10 @@ def _refusals(args: Any) -> Iterator[str]:
     view = resolved_view(args)
     forbidden = [
         ("--pp-size", args.pp_size, args.pp_size != 1, "pass --pp-size 1"),
-        ("--tp-size", args.tp_size, args.tp_size != 1, "pass --tp-size 1; tensor parallelism is not served yet"),
         ("--dp-size", args.dp_size, args.dp_size != 1, "pass --dp-size 1 and scale out with replicas behind a router"),
         ("--enable-dp-attention", True, view.enable_dp_attention, "drop the flag"),
+        ("--attn-cp-size", view.attn_cp_size, view.attn_cp_size != 1, "pass 1"),
+        ("--dcp-size", args.dcp_size, args.dcp_size != 1, "pass 1"),
         ("--enable-lora", True, bool(args.enable_lora or args.lora_paths), "drop --enable-lora and --lora-paths"),
         ("--disaggregation-mode", args.disaggregation_mode, args.disaggregation_mode != "null", "drop the flag"),
         ("--tokenizer-worker-num", args.tokenizer_worker_num, args.tokenizer_worker_num > 1, "pass 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.worker.draft_cache import bytes_per_token
 
+logger = logging.getLogger(__name__)
+
 EMBEDDING_TAP = -1
 
 
@@ -19,6 +22,7 @@ class Target:
 
     def __init__(self, model_runner: Any, draft: DraftConfig) -> None:
         self._model_runner = model_runner
+        self._tp_group = model_runner.tp_group
         self._layer_taps = [tap for tap in draft.target_layer_ids if tap != EMBEDDING_TAP]
         self._has_embedding_tap = EMBEDDING_TAP in draft.target_layer_ids
         self._hidden_size = draft.hidden_size
@@ -37,13 +41,28 @@ class Target:
         return self._model_runner.model
 
     def share_with(self, drafter: DraftModel) -> tuple[str, ...]:
-        """Let the drafter read the target's embedding and LM head; returns the names of the shared tensors."""
+        """Let the drafter read the target's embedding and LM head; returns the names of the shared tensors.
+
+        Under tensor parallelism each rank of the target has a part of their rows. The drafter gets them whole, on every
+        rank: that costs memory once, where drafting from the parts would cost an all-reduce and an all-gather of
+        [bs * depth, V] logits in every step.
+        """
         embedding, head = self.model.get_input_embeddings(), self.model.lm_head
         for name, layer in (("embed_tokens", embedding), ("lm_head", head)):
             if getattr(layer, "use_intel_amx_backend", False):
                 raise ConfigError(f"--device=cpu: the target's {name} is packed for AMX, which DSPARK cannot read yet")
-        # SGLang pads the vocabulary to a multiple of 64 rows.
-        return drafter.bind_target(embedding.weight[: self._vocab_size], head.weight[: self._vocab_size])
+        embed_weight = self._whole(embedding)
+        head_weight = embed_weight if head.weight is embedding.weight else self._whole(head)
+        shared = drafter.bind_target(embed_weight, head_weight)
+        if self._tp_group.world_size > 1:
+            read = {w.data_ptr(): w.nbytes for w in (drafter.embed_weight, drafter.lm_head_weight)}
+            logger.info("DSPARK: whole embedding and LM head on every rank, %.1f MiB", sum(read.values()) / 2**20)
+        return shared
+
+    def _whole(self, layer: Any) -> torch.Tensor:
+        """[V, d] weight of a layer whose ranks hold equal parts of the rows, padding at the very end."""
+        gathered: torch.Tensor = self._tp_group.all_gather(layer.weight.data, dim=0)
+        return gathered[: self._vocab_size]
 
     def features(self, input_ids: torch.Tensor, captured: torch.Tensor) -> torch.Tensor:
         """Drafter features of target rows.
@@ -68,8 +87,9 @@ class Target:
         runner.dflash_target_layer_ids = self._layer_taps or [0]
 
     def _account_for_draft_cache(self, draft: DraftConfig) -> None:
-        # SGLang sizes its pool for `dflash_draft_num_layers` layers beside the target's, each as large as one of them.
+        # SGLang sizes its pool for `dflash_draft_num_layers` layers beside the target's, each as large as one of them
+        # is on this rank. The drafter's K/V is whole on every rank.
         runner = self._model_runner
         config = runner.model_config
-        target_layer = 2 * config.get_num_kv_heads(1) * config.head_dim * runner.kv_cache_dtype.itemsize
+        target_layer = 2 * config.get_num_kv_heads(runner.tp_size) * config.head_dim * runner.kv_cache_dtype.itemsize
         runner.dflash_draft_num_layers = -(-bytes_per_token(draft, runner.dtype) // target_layer)

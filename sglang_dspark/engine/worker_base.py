@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,8 +15,10 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, is_running, record_traces, round_keys
 from sglang_dspark.engine.cpu_attention import CpuVerifyBackend
+from sglang_dspark.engine.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.target import Target
 from sglang_dspark.worker.state import Rounds
@@ -30,6 +33,10 @@ class SpecWorkerBase(BaseSpecWorker):
         self._target_worker = target_worker
         self.server_args = server_args
         self.tp_rank = tp_rank
+        self.agreement = Agreement(target_worker.model_runner.tp_group)
+        if tp_rank != 0:
+            # The ranks of a server have the same to say.
+            logging.getLogger("sglang_dspark").setLevel(logging.WARNING)
         self.device = torch.device(target_worker.device)
         self.options: DSparkConfig = server_args.dspark_config
         self.draft_config = DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
@@ -108,9 +115,9 @@ class SpecWorkerBase(BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         """Called after the target's backends exist and before any graph is captured."""
-        if self.device.type == "cpu":
-            runner = self._target_worker.model_runner
-            runner.attn_backend = CpuVerifyBackend(runner)
+        runner = self._target_worker.model_runner
+        backend = CpuVerifyBackend if self.device.type == "cpu" else CudaVerifyBackend
+        runner.attn_backend = backend(runner)
 
     def init_cuda_graphs(self) -> None:
         """Called last, after the target's graphs were captured."""
@@ -149,8 +156,9 @@ class SpecWorkerBase(BaseSpecWorker):
         )
         if rows.any_seeded:
             positions = batch.seq_lens.to(torch.int64)
-            keys = round_keys(batch, positions, seed=self.server_args.random_seed, step=self.step)
+            keys = round_keys(batch, positions, seed=self._target_worker.random_seed, step=self.step)
             result.next_token_ids = draw(result.logits_output.next_token_logits, rows, keys)
+            self.agreement.adopt(result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         publish(batch.seq_lens)
         # Before the scheduler may hand the prompt to the radix cache: a later prefix hit reuses these draft rows.

@@ -11,10 +11,11 @@ import numpy as np
 
 from sglang_dspark.prefix_scheduler.sps_table import Array
 
-MIN_ROUNDS = 256
-"""Rounds that an estimate averages over, at least: a standard error of about 4 % of the expected accepted drafts."""
-# Before the first round: a middling drafter, so that a new server starts by speculating and then sees for itself.
-_PRIOR_CONFIDENCE = 0.7
+WINDOW_ROUNDS = 256
+"""Rounds that an estimate averages over: a standard error of about 4 % of the expected accepted drafts. A single batch,
+where more requests than this run."""
+# Before the first round: a middling drafter, which soon counts for little.
+_PRIOR_CONFIDENCE, _PRIOR_ROUNDS = 0.7, 16
 
 
 class LaggedSurvivals:
@@ -23,11 +24,15 @@ class LaggedSurvivals:
     Args:
         gamma: drafts per block.
         depths: block depths that :meth:`gains` tells apart, ascending, the last one gamma.
+
+    Attributes:
+        num_observed: rounds ever observed.
     """
 
     def __init__(self, gamma: int, depths: tuple[int, ...]) -> None:
         self.depths = depths
-        self._rounds = np.tile(_PRIOR_CONFIDENCE ** np.arange(1.0, gamma + 1), (MIN_ROUNDS, 1))
+        self.num_observed = 0
+        self._rounds = np.tile(_PRIOR_CONFIDENCE ** np.arange(1.0, gamma + 1), (_PRIOR_ROUNDS, 1))
         self._gains: dict[int, Array] = {}
 
     def observe(self, survival: Array) -> None:
@@ -37,18 +42,19 @@ class LaggedSurvivals:
         the rounds at hand.
         """
         if np.isnan(survival).any():
-            mean = self._rounds[-MIN_ROUNDS:].mean(0)
+            mean = self.mean()
             ratio = mean[1:] / np.maximum(mean[:-1], 1e-9)
             survival = survival.copy()
             for position in range(1, survival.shape[1]):
                 column, before = survival[:, position], survival[:, position - 1]
                 np.copyto(column, before * ratio[position - 1], where=np.isnan(column))
-        self._rounds = np.concatenate([self._rounds, survival])[-max(MIN_ROUNDS, len(survival)) :]
+        self._rounds = np.concatenate([self._rounds, survival])[-max(WINDOW_ROUNDS, len(survival)) :]
+        self.num_observed += len(survival)
         self._gains.clear()
 
     def mean(self) -> Array:
         """[gamma] mean survival by position over the rounds that estimates use."""
-        mean: Array = self._rounds[-MIN_ROUNDS:].mean(0)
+        mean: Array = self._rounds[-WINDOW_ROUNDS:].mean(0)
         return mean
 
     def gains(self, requests: int) -> Array:
@@ -62,16 +68,15 @@ class LaggedSurvivals:
 
     def _estimate(self, requests: int) -> Array:
         gamma = self._rounds.shape[1]
-        num_batches = max(1, MIN_ROUNDS // requests)
+        num_batches = max(1, min(WINDOW_ROUNDS, len(self._rounds)) // requests)
         rounds = self._rounds[-num_batches * requests :]
-        if len(rounds) < num_batches * requests:
-            rounds = np.tile(rounds, (-(-num_batches * requests // len(rounds)), 1))[: num_batches * requests]
+        if len(rounds) < requests:
+            rounds = np.resize(rounds, (requests, gamma))
         batches = rounds.reshape(num_batches, requests, gamma)
-        gains = np.empty((len(self.depths), requests * gamma + 1))
-        gains[:, 0] = 0.0
-        for row, depth in zip(gains, self.depths, strict=True):
-            best_first = -np.sort(-batches[:, :, :depth].reshape(num_batches, -1), axis=1)
-            worth = best_first.mean(0).cumsum()
-            row[1 : len(worth) + 1] = worth
-            row[len(worth) + 1 :] = worth[-1]
+        worth = np.zeros((len(self.depths), requests * gamma + 1))
+        for row, depth in zip(worth, self.depths, strict=True):
+            ascending = np.sort(batches[:, :, :depth].reshape(num_batches, -1), axis=1)
+            row[1 : 1 + requests * depth] = ascending.sum(0)[::-1]
+        gains: Array = worth.cumsum(1)
+        gains /= num_batches
         return gains

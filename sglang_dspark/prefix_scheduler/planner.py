@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from sglang_dspark.prefix_scheduler.lagged_survival import LaggedSurvivals
 from sglang_dspark.prefix_scheduler.sps_table import Array
 from sglang_dspark.prefix_scheduler.step_times import StepTimes
@@ -22,12 +20,19 @@ class Candidate:
     Attributes:
         depth: drafts proposed per request; 0 for the plain step.
         num_tokens: tokens in the verify forward, anchors included.
-        tokens_per_ms: expected committed tokens per millisecond.
+        ms: its time.
+        committed: tokens that it is expected to commit.
     """
 
     depth: int
     num_tokens: int
-    tokens_per_ms: float
+    ms: float
+    committed: float
+
+    @property
+    def tokens_per_ms(self) -> float:
+        """What is to be maximised."""
+        return self.committed / self.ms
 
 
 @dataclass(frozen=True)
@@ -59,20 +64,36 @@ def outlook(
         context: mean context tokens per request.
         last_depth, last_drafts: depth of the last speculative step, and its verified drafts per request.
     """
-    load = times.load(requests)
-    ms = times.step_ms(requests, context)
-    budgets = np.minimum(load.num_tokens - requests, survivals.gains(requests).shape[1] - 1)
-    gains = survivals.gains(requests)[:, budgets]  # [depths, n]
-    rates: Array = (requests + gains) / ms[list(survivals.depths)]
-    row, column = divmod(int(rates.argmax()), rates.shape[1])
-    last_row = survivals.depths.index(last_depth) if last_depth in survivals.depths else len(survivals.depths) - 1
-    last_column = int(np.abs(load.drafts - last_drafts).argmin())
-
-    def candidate(row: int, column: int) -> Candidate:
-        return Candidate(survivals.depths[row], int(load.num_tokens[column]), float(rates[row, column]))
-
+    steps = _Steps(times, survivals, requests, context)
+    depths = survivals.depths
+    last_row = depths.index(last_depth) if last_depth in depths else len(depths) - 1
     return Outlook(
-        plain=Candidate(0, int(load.num_tokens[0]), requests / float(ms[0, 0])),
-        best=candidate(row, column),
-        incumbent=candidate(last_row, last_column),
+        plain=steps.plain,
+        best=steps.candidate(*divmod(int(steps.rates.argmax()), steps.rates.shape[1])),
+        incumbent=steps.candidate(last_row, steps.load.column(last_drafts)),
     )
+
+
+def by_drafts(times: StepTimes, survivals: LaggedSurvivals, requests: int, context: float) -> list[Candidate]:
+    """The fastest step for each number of drafts per request, from 0, the plain step, to gamma."""
+    steps = _Steps(times, survivals, requests, context)
+    columns = [steps.load.column(drafts) for drafts in range(1, times.table.gamma + 1)]
+    return [steps.plain, *(steps.candidate(int(steps.rates[:, column].argmax()), column) for column in columns)]
+
+
+class _Steps:
+    """Every speculative step: [depths, n] arrays by block depth and token count."""
+
+    def __init__(self, times: StepTimes, survivals: LaggedSurvivals, requests: int, context: float) -> None:
+        self.load = times.load(requests)
+        ms = times.step_ms(requests, context)
+        self.plain = Candidate(0, int(self.load.num_tokens[0]), float(ms[0, 0]), requests)
+        self.depths = survivals.depths
+        budgets = self.load.num_tokens - requests
+        self.committed = requests + survivals.gains(requests).take(budgets, axis=1, mode="clip")
+        self.ms = ms.take(self.depths, axis=0)
+        self.rates: Array = self.committed / self.ms
+
+    def candidate(self, row: int, column: int) -> Candidate:
+        committed, ms = float(self.committed[row, column]), float(self.ms[row, column])
+        return Candidate(self.depths[row], int(self.load.num_tokens[column]), ms, committed)

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from sglang_dspark.prefix_scheduler.lagged_survival import LaggedSurvivals
-from sglang_dspark.prefix_scheduler.planner import Candidate, outlook
+from sglang_dspark.prefix_scheduler.planner import Candidate, by_drafts, outlook
 from sglang_dspark.prefix_scheduler.sps_table import Array
 from sglang_dspark.prefix_scheduler.step_times import StepTimes
 
@@ -18,15 +18,17 @@ MIN_GAIN = 0.01
 # A server changes sides (parks, or speculates again) when the other side's advantage, summed over the steps it lasts,
 # reaches this: at once when it is large, after a while when it is small.
 SWITCH_AT = 0.08
-# Parked: one request is drafted and verified in full every so many steps, to see whether the text got predictable; less
-# often the further speculation is behind, by this share of the interval per this share of throughput.
-PARKED_PROBE_STEPS = 24
-PARKED_PROBE_GAP = 0.05
+# But not before it has seen this many rounds: what is known of a drafter before that is a guess.
+FIRST_LOOK_ROUNDS = 64
+# Now and then a step serves to learn something (a probe): after so many steps, and not before all that the last probe
+# cost is at most this share of the throughput since.
+PROBE_STEPS = 32
+PROBE_SHARE = 0.01
+# Every other probe times a step that is not taken any more, because the table may be wrong about it: the one that was
+# not seen for longest, of those that such an error can have kept from being the best.
+MAX_TABLE_ERROR = 0.5
 # A parked server sees little, so what it sees counts for more: rounds that a probe stands for.
 PARKED_PROBE_WEIGHT = 4
-# Speculating with a trimmed block: one request is verified in full every so many steps. What is never verified is
-# never observed, and an under-confident head could not be corrected.
-FULL_PROBE_STEPS = 48
 
 
 class Rule(Enum):
@@ -133,7 +135,7 @@ class AutoPolicy:
     needs_confidence: bool = True
     parked: bool = False
     _advantage: float = field(default=0.0, init=False)
-    _since_probe: int = field(default=0, init=False)
+    _steps_to_probe: float = field(default=PROBE_STEPS, init=False)
     _probes: int = field(default=0, init=False)
     _depth: int = field(init=False)
     _drafts: float = field(init=False)
@@ -150,38 +152,56 @@ class AutoPolicy:
         speculative = ahead.best if better else ahead.incumbent
         gain = math.log(speculative.tokens_per_ms / ahead.plain.tokens_per_ms)
         self._take_side(gain)
-        self._since_probe += 1
-        if self.parked:
-            self._last = ahead.plain
-            return self._parked_choice(requests, behind=max(0.0, -gain))
-        self._last = speculative
-        self._depth, self._drafts = speculative.depth, min(speculative.num_tokens / requests - 1, speculative.depth)
-        return self._speculative_choice(requests, min(speculative.num_tokens - requests, requests * speculative.depth))
+        self._last = ahead.plain if self.parked else speculative
+        if not self.parked:
+            self._depth, self._drafts = speculative.depth, min(speculative.num_tokens / requests - 1, speculative.depth)
+        self._steps_to_probe -= 1
+        if self._steps_to_probe <= 0:
+            return self._probe(self._last, requests, context)
+        return _step(self._last, requests)
 
     def _take_side(self, gain: float) -> None:
         """Park, or speculate again, when the other side has been ahead by enough for long enough."""
+        if self.survivals.num_observed < FIRST_LOOK_ROUNDS:
+            return
         other_side = gain - MIN_GAIN if self.parked else -gain
         self._advantage = max(0.0, self._advantage + other_side)
         if self._advantage >= SWITCH_AT:
             self.parked = not self.parked
             self._advantage = 0.0
 
-    def _parked_choice(self, requests: int, behind: float) -> Choice:
-        if self._since_probe < PARKED_PROBE_STEPS * (1 + behind / PARKED_PROBE_GAP):
-            return PLAIN
-        depth, probed = self.times.table.gamma, self._next_probed(requests)
-        return Choice(Rule.TOP, depth, depth, forced=probed, only=probed, weight=PARKED_PROBE_WEIGHT)
+    def _probe(self, usual: Candidate, requests: int, context: float) -> Choice:
+        """A step that times what is not taken any more; or one that drafts and verifies a request in full.
 
-    def _speculative_choice(self, requests: int, budget: int) -> Choice:
-        gamma = self.times.table.gamma
-        if budget == requests * gamma or self._since_probe < FULL_PROBE_STEPS:
-            return Choice(Rule.TOP, self._depth, budget)
-        return Choice(Rule.TOP, gamma, min(budget + gamma, requests * gamma), forced=self._next_probed(requests))
-
-    def _next_probed(self, requests: int) -> int:
-        self._since_probe = 0
+        What is never verified is never observed, and a parked server, or a head that is too careful, could not be
+        corrected.
+        """
         self._probes += 1
-        return self._probes % requests
+        rival = self._rival(usual, requests, context) if self._probes % 2 == 0 else None
+        gamma, probed = self.times.table.gamma, (self._probes + 1) // 2 % requests
+        if rival is not None:
+            choice, ms, committed = _step(rival, requests), rival.ms, rival.committed
+        elif self.parked:
+            choice = Choice(Rule.TOP, gamma, gamma, forced=probed, only=probed, weight=PARKED_PROBE_WEIGHT)
+            draft_ms = self.times.one(1, 0, gamma, context) - self.times.one(1, 0, 0, context)
+            ms, committed = self.times.one(requests, gamma, 0, context) + draft_ms, usual.committed
+        else:
+            choice = _step(usual, requests)
+            if choice.budget < requests * gamma:
+                choice = Choice(Rule.TOP, gamma, min(choice.budget + gamma, requests * gamma), forced=probed)
+            ms, committed = self.times.one(requests, choice.budget, choice.depth, context), usual.committed
+        cost = ms / usual.ms - committed / usual.committed  # in usual steps
+        self._steps_to_probe = max(PROBE_STEPS, cost / PROBE_SHARE)
+        return choice
+
+    def _rival(self, usual: Candidate, requests: int, context: float) -> Candidate | None:
+        """The step unlike the usual one that was not timed for longest, if it may be as fast."""
+        least = usual.tokens_per_ms / (1 + MAX_TABLE_ERROR)
+        last_seen = self.times.last_seen(requests)
+        usual_drafts = round(usual.num_tokens / requests) - 1
+        candidates = enumerate(by_drafts(self.times, self.survivals, requests, context))
+        rivals = [(d, rival) for d, rival in candidates if d != usual_drafts and rival.tokens_per_ms >= least]
+        return min(rivals, key=lambda rival: last_seen[rival[0]])[1] if rivals else None
 
     def report(self) -> dict[str, Any]:
         expected = None if self._last is None else self._last.tokens_per_ms * 1e3
@@ -192,6 +212,14 @@ class AutoPolicy:
             "lagged_survival": self.survivals.mean().tolist(),
             "step_time": self.times.report(),
         }
+
+
+def _step(candidate: Candidate, requests: int) -> Choice:
+    """All requests drafted to the candidate's depth, and as many drafts verified as it has room for."""
+    if candidate.depth == 0:
+        return PLAIN
+    budget = min(candidate.num_tokens - requests, requests * candidate.depth)
+    return Choice(Rule.TOP, candidate.depth, budget)
 
 
 def draft_depths(draft_ms: Array) -> tuple[int, ...]:

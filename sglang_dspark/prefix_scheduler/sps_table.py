@@ -53,8 +53,10 @@ class SpsTable:
             axis = list(getattr(self, name))
             if axis != sorted(set(axis)) or (name != "tiers" and not axis):
                 raise ConfigError(f"SPS table: {name}={axis} must be a strictly ascending list")
-        if self.requests[0] != 1 or self.drafts[0] != 0:
-            raise ConfigError("SPS table: requests must start at 1 and drafts at 0")
+        if self.requests[0] != 1:
+            raise ConfigError(f"SPS table: requests={list(self.requests)} must start at 1")
+        if list(self.drafts) != list(range(len(self.drafts))) or len(self.drafts) < 2:
+            raise ConfigError(f"SPS table: drafts={list(self.drafts)} must be 0, 1, ... gamma")
         for name in ("draft_ms", "verify_ms"):
             values = getattr(self, name)
             if values.shape != shape or not np.isfinite(values).all() or (values < 0).any():
@@ -68,7 +70,10 @@ class SpsTable:
         return self.drafts[-1]
 
     def times(self, requests: int) -> LoadTimes:
-        """Times of every step that ``requests`` requests can take. Beyond the grid the last slope goes on."""
+        """Times of every step that ``requests`` requests can take.
+
+        Beyond the grid the last slope goes on, unless it falls: that is noise of the measurement.
+        """
         if requests not in self._by_load:
             self._by_load[requests] = LoadTimes.of(self, requests)
         return self._by_load[requests]
@@ -83,8 +88,8 @@ class SpsTable:
             context: mean context tokens per request.
         """
         times = self.times(requests)
-        index = int(np.searchsorted(times.num_tokens, num_tokens))
-        return float(times.at(context)[depth, min(index, len(times.num_tokens) - 1)])
+        index = min(int(np.searchsorted(times.num_tokens, num_tokens)), len(times.num_tokens) - 1)
+        return float(times.at(context, (depth, index)))
 
     def mismatch(self, key: Mapping[str, str]) -> str | None:
         """First difference between this table's key and ``key``, in words; None when they agree."""
@@ -140,6 +145,8 @@ class SpsTable:
                 verify_ms=np.asarray(content["verify_ms"], dtype=np.float64),
                 tiers=[int(n) for n in content["tiers"]],
             )
+        except ConfigError as error:
+            raise ConfigError(f"{str(path)!r}: {error}; remove the file, and it is measured anew") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"SPS table {str(path)!r} is damaged ({error!r}); remove the file") from error
 
@@ -179,22 +186,31 @@ class LoadTimes:
             )
         )
         step_ms = draft.T[:, :, None] + verify.T[:, None, :]
-        return cls(np.array(table.contexts, dtype=np.float64), num_tokens, drafts, np.maximum(step_ms, 1e-3))
+        return cls(np.array(table.contexts, dtype=np.float64), num_tokens, drafts, step_ms)
 
-    def at(self, context: float) -> Array:
-        """[gamma + 1, n] milliseconds at ``context`` tokens per request."""
+    def column(self, drafts: float) -> int:
+        """Index of the token count that comes nearest to so many drafts per request."""
+        after = int(np.searchsorted(self.drafts, drafts))
+        if after == 0 or after == len(self.drafts):
+            return min(after, len(self.drafts) - 1)
+        return after if self.drafts[after] - drafts < drafts - self.drafts[after - 1] else after - 1
+
+    def at(self, context: float, step: tuple[int, int] | slice = slice(None)) -> Array:
+        """[gamma + 1, n] milliseconds at ``context`` tokens per request; or those of one ``step``, an index into it."""
         grid = self.contexts
         if len(grid) == 1:
-            return self.step_ms[0]
+            alone: Array = self.step_ms[0][step]
+            return alone
         low = min(max(int(np.searchsorted(grid, context)) - 1, 0), len(grid) - 2)
         # Below the grid the time is that of its first point: attention to a short context costs nothing.
-        share = max(0.0, (context - grid[low]) / (grid[low + 1] - grid[low]))
-        mixed: Array = self.step_ms[low] * (1 - share) + self.step_ms[low + 1] * share
-        return np.maximum(mixed, self.step_ms[low] if share > 1 else 1e-3)
+        share = max(0.0, float((context - grid[low]) / (grid[low + 1] - grid[low])))
+        below, above = self.step_ms[low][step], self.step_ms[low + 1][step]
+        mixed: Array = below * (1 - share) + above * share
+        return mixed if share <= 1 else np.maximum(mixed, above)
 
 
 def _along(values: Array, grid: Sequence[int], at: Array, axis: int) -> Array:
-    """Linear interpolation along ``axis``, with the outermost slope beyond the grid."""
+    """Linear interpolation along ``axis``. Beyond the grid the last slope goes on unless it falls."""
     points = np.asarray(grid, dtype=np.float64)
     if len(points) == 1:
         return np.repeat(values, len(at), axis=axis)
@@ -203,7 +219,9 @@ def _along(values: Array, grid: Sequence[int], at: Array, axis: int) -> Array:
     shape = [1] * values.ndim
     shape[axis] = len(at)
     share = share.reshape(shape)
-    return np.take(values, low, axis=axis) * (1 - share) + np.take(values, low + 1, axis=axis) * share
+    below, above = np.take(values, low, axis=axis), np.take(values, low + 1, axis=axis)
+    mixed = below * (1 - share) + above * share
+    return np.where(share > 1, np.maximum(mixed, above), mixed)
 
 
 def geometric_grid(last: int, ratio: float = 2.0) -> list[int]:

@@ -16,6 +16,7 @@ class Counters:
 
     Attributes:
         steps: decode steps.
+        plain_steps: those of them in which nothing was drafted.
         rounds: requests, summed over the steps.
         drafted: draft tokens proposed.
         verified: draft tokens that went through the target.
@@ -25,7 +26,7 @@ class Counters:
     """
 
     def __init__(self, gamma: int) -> None:
-        self.steps = self.rounds = self.drafted = self.verified = self.accepted = 0
+        self.steps = self.plain_steps = self.rounds = self.drafted = self.verified = self.accepted = 0
         self.verified_at = [0] * gamma
         self.accepted_at = [0] * gamma
 
@@ -38,6 +39,7 @@ class Counters:
             accept_lens: drafts accepted per request (bonus not included).
         """
         self.steps += 1
+        self.plain_steps += not any(draft_lens)
         self.rounds += len(verify_lens)
         self.drafted += sum(draft_lens)
         self.verified += sum(verify_lens)
@@ -67,6 +69,7 @@ class Counters:
         """JSON form. ``survival``: share of verified drafts accepted through that position, None where none was."""
         return {
             "steps": self.steps,
+            "plain_steps": self.plain_steps,
             "rounds": self.rounds,
             "drafted_tokens": self.drafted,
             "verified_tokens": self.verified,

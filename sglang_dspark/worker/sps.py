@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import platform
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import version
@@ -50,20 +51,27 @@ def load_or_measure(worker: DSparkWorker) -> SpsTable | None:
     else:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
         path = CACHE.expanduser() / f"{digest}.json"
-    if path.exists():
-        table = SpsTable.load(path)
-        if difference := table.mismatch(key):
-            raise ConfigError(
-                f"{flag_name('sps_table_path')}={str(path)!r} does not fit this server: {difference}; remove the file, "
-                "and it is measured anew, or name another one"
-            )
-        logger.info("DSPARK: step times from %s", path)
+    # Rank 0's file and measurements count: on several machines the other ranks have files and clocks of their own.
+    table = worker.agreement.share(_load(path, key) if worker.tp_rank == 0 else None)
+    if table is not None or options.schedule not in _NEEDS_TABLE:
         return table
-    if options.schedule not in _NEEDS_TABLE:
+    table = worker.agreement.share(_measure(worker, key))
+    if worker.tp_rank == 0:
+        table.save(path)
+        logger.info("DSPARK: step times written to %s", path)
+    return table
+
+
+def _load(path: Path, key: dict[str, str]) -> SpsTable | None:
+    if not path.exists():
         return None
-    table = _measure(worker, key)
-    table.save(path)
-    logger.info("DSPARK: step times written to %s", path)
+    table = SpsTable.load(path)
+    if difference := table.mismatch(key):
+        raise ConfigError(
+            f"{flag_name('sps_table_path')}={str(path)!r} does not fit this server: {difference}; remove the file, "
+            "and it is measured anew, or name another one"
+        )
+    logger.info("DSPARK: step times from %s", path)
     return table
 
 
@@ -89,6 +97,11 @@ def _measure(worker: DSparkWorker, key: dict[str, str]) -> SpsTable:
                 loads[requests, context] = _Steps(worker, dummy)
             return loads[requests, context]
 
+        # What the first forwards compile (SGLang's parallel embedding, kernels) must not eat up the limit: it can take
+        # longer than all the rest. One token and several are compiled apart.
+        first = load(1, contexts[0])
+        for drafts in (0, worker.max_verify):
+            first.verify(drafts)
         return measure(
             load,
             key=key,
@@ -97,6 +110,7 @@ def _measure(worker: DSparkWorker, key: dict[str, str]) -> SpsTable:
             contexts=contexts,
             limit_s=limit_s,
             progress=progress,
+            clock=lambda: worker.agreement.share(time.perf_counter()),
         )
 
 

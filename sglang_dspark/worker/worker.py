@@ -66,11 +66,16 @@ class DSparkWorker(SpecWorkerBase):
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
-        choice = self.schedule.choose(len(batch.reqs), batch.seq_lens_sum / len(batch.reqs))
+        choice = self.agreement.share(self.schedule.choose(len(batch.reqs), batch.seq_lens_sum / len(batch.reqs)))
         traced = any_traced(batch.reqs)
         rows = self.sampling.read(batch.reqs)
         step = read_decode_batch(
-            batch, rows, seed=self.server_args.random_seed, step=self.step, gamma=self.gamma, window=self.max_verify + 1
+            batch,
+            rows,
+            seed=self.target_worker.random_seed,
+            step=self.step,
+            gamma=self.gamma,
+            window=self.max_verify + 1,
         )
         if choice.only is not None:
             rows = self.sampling.rows_of(batch.reqs[choice.only])
@@ -141,15 +146,21 @@ class DSparkWorker(SpecWorkerBase):
         """Choose which drafts are verified, and lay their tokens out."""
         tokens = None if drafted.block is None else drafted.block.tokens
         if choice.rule is Rule.UNIFORM:
+            self.agreement.adopt(tokens)
             return uniform_plan(step, tokens, choice.depth)
         lens, total = self.schedule.verify_lens(choice, drafted, self.step)
+        self.agreement.adopt(tokens, lens)
+        if choice.rule is not Rule.TOP:  # whose sum is part of the choice
+            total = self.agreement.share(total)
         return ragged_plan(step, tokens, lens, len(step) + total)
 
     def accept(self, step: DecodeBatch, block: DraftBlock | None, plan: VerifyPlan, logits: torch.Tensor) -> Accepted:
         """Keep the drafts that the target agrees with and draw the token after them."""
         tokens = step.anchors.new_empty((len(step), 0)) if block is None else block.tokens
         probs = None if block is None else block.probs
-        return accept_ref(tokens, plan.verify_lens, logits, plan.indptr, probs, step.rows, step.keys)
+        accepted = accept_ref(tokens, plan.verify_lens, logits, plan.indptr, probs, step.rows, step.keys)
+        self.agreement.adopt(accepted.accepted_lens, accepted.bonus_tokens, accepted.out_tokens)
+        return accepted
 
     def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
         """Write the draft K/V of the anchor and the accepted drafts of every request."""

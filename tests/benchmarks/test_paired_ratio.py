@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from click.testing import CliRunner
-from paired_ratio import frame_baselines, main, paired_ratios, read_sweep, summarise
+from paired_ratio import frame_baselines, main, paired_ratios, ratios_to_the_best, read_sweep, summarise
 
 from sglang_dspark.errors import ConfigError
 
@@ -92,3 +92,14 @@ def test_sweep_without_rows_or_pairs_is_refused(tmp_path):
     sweep([1.0]).iloc[:1].to_csv(plain, index=False)
     result = CliRunner().invoke(main, [str(plain)])
     assert result.exit_code == 1 and "no pair" in result.output
+
+
+def test_best_of_the_others_is_another_one_at_every_concurrency():
+    slow, fast = sweep([0.8] * 6, concurrency=1), sweep([1.3] * 6, concurrency=8)
+    ours = [part[part["config"] == "p"].assign(config="auto", policy="auto") for part in (slow, fast)]
+    frame = pd.concat([slow, fast, *(part.assign(output_tok_s=part["output_tok_s"] * 1.1) for part in ours)])
+    summary = summarise(ratios_to_the_best(frame, "output_tok_s", "auto"))
+    assert summary[["concurrency", "baseline"]].to_numpy().tolist() == [[1, "p"], [8, "s"]]
+    assert summary["ratio"].tolist() == pytest.approx([1.1, 1.1 / 1.3])
+    with pytest.raises(ConfigError, match="none"):
+        ratios_to_the_best(frame, "output_tok_s", "none")

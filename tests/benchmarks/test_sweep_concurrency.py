@@ -18,7 +18,7 @@ class FakeServer:
     """A sleeping process group that stands for a server; the engine in this process answers for it."""
 
     url, log_path = "", "server.log"
-    flags_seen, pids = [], []
+    flags_seen, pids, policies = [], [], []
 
     def __init__(self, target, *flags, env=None):
         self.flags_seen.append(flags)
@@ -38,8 +38,13 @@ class FakeServer:
     def get_json(self, path):
         assert path == "/dspark/stats"
         self._rounds += 2
-        counts = dict.fromkeys(("drafted_tokens", "verified_tokens", "accepted_tokens", "steps"), 7 * self._rounds)
+        others = ("drafted_tokens", "verified_tokens", "accepted_tokens", "steps", "plain_steps")
+        counts = dict.fromkeys(others, 7 * self._rounds)
         return counts | {"rounds": self._rounds, "committed_tokens": 3 * self._rounds}
+
+    def post_json(self, path, body):
+        assert path == "/dspark/policy"
+        self.policies.append(body)
 
     def log_tail(self):
         return "last words"
@@ -54,6 +59,7 @@ def sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_concurrency.signal, "signal", lambda *_: None)
     monkeypatch.setattr(FakeServer, "flags_seen", [])
     monkeypatch.setattr(FakeServer, "pids", [])
+    monkeypatch.setattr(FakeServer, "policies", [])
 
     def run(*options):
         with served(FakeEngine()) as url:
@@ -66,7 +72,7 @@ def sweep(tmp_path, monkeypatch):
 
 def test_sweep_writes_every_cell(sweep):
     configs = ("--config", "plain", "--config", "static:3", "--draft", "folder/draft")
-    result, output = sweep(*configs, "--concurrency", "1,2", "--rounds", "2", "--num-prompts", "3")
+    result, output = sweep(*configs, "--concurrency", "1,2", "--rounds", "2", "--num-prompts", "4")
     assert result.exit_code == 0, result.output
 
     frame = pd.read_csv(output / "sweep.csv")
@@ -75,20 +81,41 @@ def test_sweep_writes_every_cell(sweep):
         *(("plain@bfloat16", 1, 0), ("static:3@bfloat16", 1, 0), ("static:3@bfloat16", 2, 0), ("plain@bfloat16", 2, 0)),
         *(("static:3@bfloat16", 1, 1), ("plain@bfloat16", 1, 1), ("plain@bfloat16", 2, 1), ("static:3@bfloat16", 2, 1)),
     ]
-    assert (frame["num_tokens"] == 9).all() and (frame["draft"] == "draft").all()
+    assert (frame["num_tokens"] == 12).all() and (frame["draft"] == "draft").all()
     speculative = frame[frame["policy"] == "static"]
     assert (speculative["decode_rounds"] == 2).all() and (speculative["accept_length"] == 3.0).all()
     assert frame[frame["policy"] == "plain"]["drafted"].isna().all()
 
     requests = [json.loads(line) for line in (output / "requests.jsonl").read_text().splitlines()]
     asked = {(r["config"], r["concurrency"], r["round"], r["slot"]): r["prompt_index"] for r in requests}
-    assert [asked["plain@bfloat16", 2, 1, slot] for slot in range(3)] == [3, 4, 5]
+    assert [asked["plain@bfloat16", 2, 1, slot] for slot in range(4)] == [4, 5, 6, 7]
     agreements = json.loads((output / "agreement.json").read_text())["agreements"]
-    assert len(agreements) == 3 and all(a["share"] == 1.0 and a["compared"] == 6 for a in agreements)
+    assert len(agreements) == 3 and all(a["share"] == 1.0 and a["compared"] == 8 for a in agreements)
     record = json.loads((output / "provenance.json").read_text())
     assert record["finished"] and record["commit"] == frame["commit"][0]
     assert "static:3@bfloat16" in result.output and "output_tok_s: ratio" in result.output
     assert len(FakeServer.pids) == 2 and not any(psutil.pid_exists(pid) for pid in FakeServer.pids)
+
+
+def test_policies_share_a_server_and_are_switched_before_each_cell(sweep):
+    configs = ("--config", "static:3", "--config", "threshold:0.5", "--config", "auto", "--config", "plain")
+    result, _ = sweep(*configs, "--draft", "folder/draft", "--concurrency", "2", "--rounds", "1")
+    assert result.exit_code == 0, result.output
+    assert len(FakeServer.pids) == 2
+    assert not any("schedule" in flag for flags in FakeServer.flags_seen for flag in flags)
+    policies = {"policy": "static", "verify_len": 3}, {"policy": "threshold", "confidence_threshold": 0.5}
+    # The last configuration starts the warm-up round, the first one the recorded round.
+    assert FakeServer.policies == 2 * [*policies, {"policy": "auto"}]
+
+
+def test_on_cuda_every_configuration_has_its_own_server(sweep):
+    configs = ("--config", "static:3", "--config", "auto", "--draft", "folder/draft")
+    sweep(*configs, "--device", "cuda", "--concurrency", "1", "--rounds", "1")
+    assert [flags[-4:] for flags in FakeServer.flags_seen] == [
+        ("--speculative-dspark-schedule", "static", "--speculative-dspark-verify-len", "3"),
+        ("--speculative-draft-model-path", "folder/draft", "--speculative-dspark-schedule", "auto"),
+    ]
+    assert FakeServer.policies == []
 
 
 def test_sampled_texts_are_not_compared(sweep):
@@ -109,7 +136,6 @@ def test_server_admits_all_users(sweep):
     ("options", "complaint"),
     [
         (("--config", "static:3"), "--draft"),
-        (("--config", "plain", "--concurrency", "8", "--num-prompts", "4"), "--num-prompts=4"),
         (("--config", "plain", "--concurrency", "1,x"), "1,x"),
         (("--config", "plain", "--concurrency", "2,2"), "2,2"),
         (("--config", "unknown"), "unknown"),

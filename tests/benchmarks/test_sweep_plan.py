@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from serving.configurations import Configuration, choose_baselines, parse_configuration, parse_configurations
-from serving.prompts import Prompt, load_prompts, round_prompts
+from serving.prompts import Prompt, load_mixed_prompts, load_prompts, round_prompts
 from serving.schedule import WARM_UP_ROUND, interleave
 
 from sglang_dspark.errors import ConfigError
@@ -119,6 +119,14 @@ def test_malformed_prompt_line_is_named(tmp_path, line):
     path.write_text('{"turns": ["one"]}\n' + line + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:2"):
         load_prompts(path)
+
+
+def test_prompt_files_take_turns(tmp_path):
+    for name, count in (("a", 3), ("b", 2)):
+        lines = [f'{{"turns": ["{name}{index}"]}}' for index in range(count)]
+        (tmp_path / name).write_text("\n".join(lines))
+    mixed = load_mixed_prompts([tmp_path / "a", tmp_path / "b"])
+    assert mixed == [Prompt(index, text) for index, text in enumerate(("a0", "b0", "a1", "b1"))]
 
 
 def test_missing_and_empty_prompt_files_are_refused(tmp_path):

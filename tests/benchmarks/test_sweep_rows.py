@@ -19,7 +19,15 @@ REPLIES = [
     Reply(0, sent_s=10.0, chunks_s=(10.5, 11.0, 11.5), done_s=12.5, num_tokens=9, num_prompt_tokens=4, text="a b c"),
     Reply(1, sent_s=10.0, chunks_s=(11.0, 13.0), done_s=14.0, num_tokens=4, num_prompt_tokens=6, text="d e"),
 ]
-STATS = {"drafted": 28, "verified": 12, "accepted": 8, "committed": 12, "decode_rounds": 4, "steps": 3}
+STATS = {
+    "drafted": 28,
+    "verified": 12,
+    "accepted": 8,
+    "committed": 12,
+    "decode_rounds": 4,
+    "steps": 3,
+    "plain_steps": 0,
+}
 
 
 def test_row_of_a_round():

@@ -5,9 +5,8 @@ import json
 import pytest
 from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH, TraceServer
 
-from sglang_dspark import cli
 from sglang_dspark.calibration.sts import StsCalibration
-from sglang_dspark.cli import calibrate as command
+from sglang_dspark.cli import outputs
 
 NUM_PROMPTS = 40
 
@@ -26,15 +25,13 @@ def prompts(tmp_path):
 
 
 @pytest.fixture
-def calibrate(run, server, prompts, tmp_path, monkeypatch):
+def calibrate(run, server, prompts, tmp_path):
     """``calibrate(*options)`` runs the command on the stand-in; the file goes to ``tmp_path / "sts.json"``."""
-    monkeypatch.setitem(cli.COMMANDS, "calibrate", "sglang_dspark.cli.calibrate:calibrate")
     fixed = ("--url", server.url, "--prompts", prompts, "--output", tmp_path / "sts.json")
     return lambda *options: run("calibrate", *fixed, *options)
 
 
 def test_temperatures_are_found_written_and_measured(calibrate, tmp_path, server):
-    pytest.importorskip("matplotlib")
     result = calibrate("--plot", tmp_path / "plot.png")
     assert result.exit_code == 0, result.output
     calibration = StsCalibration.load(tmp_path / "sts.json", GAMMA, target="Target-1B", draft="draft-1b")
@@ -130,7 +127,7 @@ def test_nobody_answers(calibrate):
 def test_what_would_fail_at_the_end_fails_at_the_start(calibrate, server, tmp_path, monkeypatch):
     result = calibrate("--output", tmp_path / "none" / "sts.json")
     assert (result.exit_code, "there is no folder" in result.output) == (1, True)
-    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(outputs, "find_spec", lambda name: None)
     result = calibrate("--plot", tmp_path / "plot.png")
     assert (result.exit_code, "pip install 'sglang-dspark[bench]'" in result.output) == (1, True)
     assert server.requests == []

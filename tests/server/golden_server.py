@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,16 @@ def greedy(input_ids: list[int], max_new_tokens: int, **fields: Any) -> dict[str
     """Body of a greedy request; the golden target stops at token 1."""
     parameters = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop_token_ids": [1]}
     return {"input_ids": input_ids, "sampling_params": parameters, **fields}
+
+
+@contextmanager
+def policy(server: LaunchedServer, name: str, **fields: Any) -> Iterator[None]:
+    """Verify by this policy inside the block; by ``auto`` again after it."""
+    assert server.post_json("/dspark/policy", {"policy": name, **fields})["policy"] == name
+    try:
+        yield
+    finally:
+        server.post_json("/dspark/policy", {"policy": "auto"})
 
 
 def in_background(function: Callable[[], Any]) -> threading.Thread:

@@ -31,6 +31,7 @@ VARIANTS = {
         "num_hidden_layers": 3,
     },
 }
+STATIC = ("--speculative-dspark-schedule", "static")
 LONG_BLOCK = {"block_size": 24, "markov_head_type": "vanilla"}
 PROMPT = json.loads((DRAFT / "golden.json").read_text())["cases"][1]["prompt_ids"]
 
@@ -54,7 +55,7 @@ def test_drafts_equal_the_reference(launch, tmp_path, name):
     folder = random_drafter(tmp_path, **VARIANTS[name])
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")
     expected = decode_greedy(model, load_target(TARGET, model), PROMPT, max_new_tokens=12, stop_token_ids=[1])
-    server = launch(*DSPARK[:3], str(folder))
+    server = launch(*DSPARK[:3], str(folder), *STATIC)
     [answer] = generate(server, [greedy(PROMPT, 12, speculation={"trace": True})], 1)
     assert answer["output_ids"] == expected.output_ids
     rounds = [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
@@ -70,7 +71,7 @@ def test_block_much_longer_than_the_verify_length_at_the_context_limit(launch, t
     """The block reaches far past the row of K/V slots; only the verify window may be looked up there."""
     folder = random_drafter(tmp_path, **LONG_BLOCK)
     limit = ["--context-length", "96"]
-    server = launch(*DSPARK[:3], str(folder), "--speculative-dspark-verify-len", "1", *limit)
+    server = launch(*DSPARK[:3], str(folder), *STATIC, "--speculative-dspark-verify-len", "1", *limit)
     bodies = [
         {"input_ids": PROMPT[:8], "sampling_params": {"temperature": 0, "max_new_tokens": 87 - i, "ignore_eos": True}}
         for i in range(4)

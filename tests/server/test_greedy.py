@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from golden_server import DRAFT, DSPARK, generate, greedy, output_ids
+from golden_server import DRAFT, DSPARK, generate, greedy, in_background, output_ids, policy
 
 GOLDEN_TRACE = json.loads((DRAFT / "golden.json").read_text())
 VOCAB = range(3, 60)  # ids that the golden target's training text used
@@ -16,9 +16,16 @@ VOCAB = range(3, 60)  # ids that the golden target's training text used
 CORNERS = {
     "overlap": [],
     "no-overlap": ["--disable-overlap-schedule"],
-    "chunked-prefill-short-verify": ["--chunked-prefill-size", "64", "--speculative-dspark-verify-len", "3"],
-    "verify-nothing": ["--speculative-dspark-verify-len", "0"],
+    "chunked-prefill-short-block": ["--chunked-prefill-size", "64", "--speculative-dspark-block-size", "3"],
 }
+POLICIES: list[dict[str, Any]] = [
+    {"name": "auto"},
+    {"name": "random"},
+    {"name": "early-stop"},
+    {"name": "threshold", "confidence_threshold": 0.6},
+    {"name": "static", "verify_len": 1},
+    {"name": "off"},
+]
 
 
 def prompts(num: int, seed: int) -> list[list[int]]:
@@ -37,7 +44,8 @@ def mixed_bodies(num: int, seed: int) -> list[dict[str, Any]]:
 def test_golden_traces(dspark):
     """Drafts, verified and accepted counts, and text of every golden case."""
     for case in GOLDEN_TRACE["cases"]:
-        [answer] = generate(dspark, [greedy(case["prompt_ids"], 64, speculation={"trace": True})], 1)
+        with policy(dspark, "static"):
+            [answer] = generate(dspark, [greedy(case["prompt_ids"], 64, speculation={"trace": True})], 1)
         assert answer["output_ids"] == case["output_ids"]
         trace = answer["meta_info"]["dspark_trace"]
         assert len(trace) == len(case["output_ids"])
@@ -48,6 +56,7 @@ def test_golden_traces(dspark):
         # The last round runs past the 64 tokens.
         assert [r["accepted"] for r in rounds[:-1]] == [r["accepted"] for r in case["rounds"][:-1]]
         assert {r["verified"] for r in rounds} == {7}
+        assert {len(r["confidence"]) for r in rounds} == {7}
 
 
 @pytest.mark.parametrize("corner", CORNERS)
@@ -55,8 +64,36 @@ def test_text_equals_the_target_alone(launch, plain, corner):
     bodies = mixed_bodies(60, seed=1)
     expected = output_ids(plain, bodies)
     dspark = launch(*DSPARK, *CORNERS[corner])
-    for concurrency in (1, 16):
-        assert output_ids(dspark, bodies, concurrency) == expected
+    for concurrency in (1, 4, 16):
+        with policy(dspark, "random"):
+            assert output_ids(dspark, bodies, concurrency) == expected
+    assert output_ids(dspark, bodies, 16) == expected
+
+
+@pytest.mark.parametrize("settings", POLICIES, ids=lambda settings: settings["name"])
+def test_text_does_not_depend_on_the_policy(dspark, plain, settings):
+    bodies = mixed_bodies(40, seed=2)
+    expected = output_ids(plain, bodies)
+    before = dspark.get_json("/dspark/stats")
+    with policy(dspark, **settings):
+        for concurrency in (1, 16):
+            assert output_ids(dspark, bodies, concurrency) == expected
+        after = dspark.get_json("/dspark/stats")
+    assert after["policy"] == settings["name"]
+    verified = after["verified_tokens"] - before["verified_tokens"]
+    assert (verified == 0) == (settings["name"] == "off")
+
+
+def test_text_while_policies_change_under_load(dspark, plain):
+    bodies = mixed_bodies(60, seed=4)
+    expected = output_ids(plain, bodies)
+    texts: list[list[int]] = []
+    thread = in_background(lambda: texts.extend(output_ids(dspark, bodies, 8)))
+    while thread.is_alive():
+        for settings in POLICIES:
+            with policy(dspark, **settings):
+                thread.join(0.2)
+    assert texts == expected
 
 
 def test_prefix_hit_keeps_the_accept_length(dspark):

@@ -89,6 +89,8 @@ def test_the_server_survives_refusals(dspark):
     assert dspark.post_json("/generate", greedy([5, 6, 7], 4))["output_ids"]
 
 
+STATIC = ("--speculative-dspark-schedule", "static")
+
 # One process tries all of them: importing SGLang takes longer than everything else.
 STARTUP = [
     (["--speculative-draft-model-path", ""], "--speculative-draft-model-path"),
@@ -111,9 +113,11 @@ STARTUP = [
     (["--attention-backend", "triton"], "--attention-backend=triton"),
     (["--speculative-num-draft-tokens", "4"], "--speculative-num-draft-tokens=4"),
     (["--speculative-dspark-block-size", "9"], "--speculative-dspark-block-size=9"),
-    (["--speculative-dspark-verify-len", "8"], "--speculative-dspark-verify-len=8"),
+    ([*STATIC, "--speculative-dspark-verify-len", "8"], "--speculative-dspark-verify-len=8"),
+    (["--speculative-dspark-verify-len", "3"], "--speculative-dspark-verify-len=3"),
     (["--speculative-dspark-verify-len", "two"], "--speculative-dspark-verify-len='two'"),
-    (["--speculative-dspark-schedule", "auto"], "--speculative-dspark-schedule='auto'"),
+    (["--speculative-dspark-schedule", "fast"], "--speculative-dspark-schedule='fast'"),
+    (["--speculative-dspark-confidence-sts-path", "./no-such.json"], "no-such.json"),
 ]
 
 STARTUP_SCRIPT = """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_server import DRAFT, DSPARK, TARGET, generate, greedy, in_background, output_ids
+from golden_server import DRAFT, DSPARK, TARGET, generate, greedy, in_background, output_ids, policy
 from safetensors.torch import load_file, save_file
 from target_law import TargetLaw, p_value
 
@@ -44,13 +44,32 @@ def sample(server: Any, parameters: dict[str, float], num: int = NUM_SAMPLES) ->
 def test_law_of_the_text(dspark, kind):
     law = TargetLaw(TARGET, PROMPT, **KINDS[kind]).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
     assert len(law) > 20
-    before = dspark.get_json("/dspark/stats")
-    assert p_value(sample(dspark, KINDS[kind]), law) > ALPHA
-    after = dspark.get_json("/dspark/stats")
+    with policy(dspark, "random"):
+        before = dspark.get_json("/dspark/stats")
+        assert p_value(sample(dspark, KINDS[kind]), law) > ALPHA
+        after = dspark.get_json("/dspark/stats")
     rejected = 1 - (after["accepted_tokens"] - before["accepted_tokens"]) / (
         after["verified_tokens"] - before["verified_tokens"]
     )
     assert rejected > 0.1  # the pair disagrees enough for a wrong rule to show
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": "auto"},
+        {"name": "early-stop"},
+        {"name": "threshold", "confidence_threshold": 0.7},
+        {"name": "static", "verify_len": 2},
+        {"name": "off"},
+    ],
+    ids=lambda settings: settings["name"],
+)
+def test_law_under_every_policy(dspark, settings):
+    """Verify lengths follow from confidences, and these from drafts: none of that may show in the text."""
+    law = TargetLaw(TARGET, PROMPT, **KINDS["temperature"]).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
+    with policy(dspark, **settings):
+        assert p_value(sample(dspark, KINDS["temperature"]), law) > ALPHA
 
 
 def test_law_test_has_power(dspark):
@@ -94,10 +113,13 @@ def test_seeded_text_does_not_depend_on_load_policy_or_drafter(dspark, launch, t
     expected = output_ids(dspark, bodies, 1)
     assert len({tuple(ids) for ids in expected}) > 20
     assert output_ids(dspark, bodies, 16) == expected
-    short = launch(*DSPARK, "--chunked-prefill-size", "64", "--speculative-dspark-verify-len", "3")
+    with policy(dspark, "random"):
+        assert output_ids(dspark, bodies, 16) == expected
+    short = launch(*DSPARK, "--chunked-prefill-size", "64", "--speculative-dspark-block-size", "3")
     assert output_ids(short, bodies, 16) == expected
     damaged = launch(*DSPARK[:3], str(damaged_drafter(tmp_path_factory.mktemp("drafter"))))
-    assert output_ids(damaged, bodies, 16) == expected
+    with policy(damaged, "static"):
+        assert output_ids(damaged, bodies, 16) == expected
     kept = [server.get_json("/dspark/stats")["survival"][2] for server in (dspark, damaged)]
     assert kept[1] < 0.8 * kept[0]  # the damage was real
 

@@ -6,10 +6,11 @@ from sglang_dspark.stats.counters import LOW_ACCEPT_ROUNDS, Counters
 def test_sums_and_survival():
     counters = Counters(gamma=3)
     assert counters.report()["accept_length"] is None
-    counters.record(3, verify_lens=[3, 3], accept_lens=[3, 1])
-    counters.record(3, verify_lens=[2, 0], accept_lens=[0, 0])
+    counters.record([3, 3], verify_lens=[3, 3], accept_lens=[3, 1])
+    counters.record([3, 3], verify_lens=[2, 0], accept_lens=[0, 0])
     assert counters.report() == {
         "steps": 2,
+        "plain_steps": 0,
         "rounds": 4,
         "drafted_tokens": 12,
         "verified_tokens": 8,
@@ -24,18 +25,18 @@ def test_sums_and_survival():
 def test_text_for_the_log():
     counters = Counters(gamma=2)
     assert str(counters).endswith("accept length -")
-    counters.record(2, [2], [1])
+    counters.record([2], [2], [1])
     assert str(counters) == "drafted 2, verified 2, accepted 1, committed 2, accept length 2.00"
 
 
 def test_a_drafter_that_predicts_nothing_is_noticed_only_after_enough_rounds():
     noise, weak = Counters(gamma=7), Counters(gamma=7)
     for i in range(LOW_ACCEPT_ROUNDS - 1):
-        noise.record(7, [7], [int(i % 10 == 0)])
-        weak.record(7, [7], [int(i % 3 == 0)])
+        noise.record([7], [7], [int(i % 10 == 0)])
+        weak.record([7], [7], [int(i % 3 == 0)])
     assert not noise.looks_miswired
-    noise.record(7, [7], [0])
-    weak.record(7, [7], [0])
+    noise.record([7], [7], [0])
+    weak.record([7], [7], [0])
     assert noise.looks_miswired
     assert not weak.looks_miswired
 
@@ -43,6 +44,6 @@ def test_a_drafter_that_predicts_nothing_is_noticed_only_after_enough_rounds():
 def test_rounds_without_drafts_say_nothing_about_the_drafter():
     counters = Counters(gamma=7)
     for _ in range(2 * LOW_ACCEPT_ROUNDS):
-        counters.record(0, [0], [0])
+        counters.record([0], [0], [0])
     assert counters.accept_length == 1.0
     assert not counters.looks_miswired

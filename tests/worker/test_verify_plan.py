@@ -43,7 +43,7 @@ def test_uniform(step):
 
 @pytest.mark.parametrize("lens", [[0, 3, 1], [3, 0, 0], [1, 2, 3], [0, 0, 0]])
 def test_ragged(step, lens):
-    plan = ragged_plan(step, DRAFTS, lens)
+    plan = ragged_plan(step, DRAFTS, torch.tensor(lens), 3 + sum(lens))
     assert plan.width == max(lens) + 1
     assert plan.indptr.tolist() == [0, 1 + lens[0], 2 + lens[0] + lens[1], 3 + sum(lens)]
     for request, verify_len in enumerate(lens):
@@ -55,7 +55,7 @@ def test_ragged(step, lens):
 
 
 def test_uniform_is_the_ragged_plan_of_equal_lengths(step):
-    uniform, ragged = uniform_plan(step, DRAFTS, 3), ragged_plan(step, DRAFTS, [3, 3, 3])
+    uniform, ragged = uniform_plan(step, DRAFTS, 3), ragged_plan(step, DRAFTS, torch.tensor([3, 3, 3]), 12)
     for name in ("verify_lens", "indptr", "requests", "columns", "input_ids", "positions", "slots"):
         assert torch.equal(getattr(uniform, name), getattr(ragged, name)), name
 

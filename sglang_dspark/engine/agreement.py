@@ -1,0 +1,55 @@
+"""How the ranks of a tensor-parallel server stay together: rank 0 decides, the others follow.
+
+Every rank holds the whole drafter and takes every stage of a step, so the collectives inside the target's forward meet
+by themselves as long as all ranks do the same thing. Two sources could drive them apart: host clocks (measured step
+times, and the policy that lives on them), and the last bit of a floating-point result where ranks differ in hardware,
+threads or chosen kernels. One differing shape hangs the server, one differing token spoils its text silently. So a
+decode step has three fixed points, at which all ranks take over rank 0's values:
+
+1. the policy's choice: an object on the host, before anything is launched;
+2. the drafted tokens and verify lengths: one broadcast on the device, before the target reads them;
+3. the accepted tokens: one broadcast on the device, before anything is committed.
+
+In between, ranks compute from equal values: SGLang all-gathers the target's logits. What hangs on confidences and
+acceptance in floating point (calibration, lagged survivals, statistics) may drift on the other ranks; nothing reads it
+there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Agreement:
+    """Broadcasts from rank 0 of SGLang's tensor-parallel group; with one rank, nothing at all.
+
+    Args:
+        group: SGLang's ``GroupCoordinator``.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def share(self, value: T) -> T:
+        """Rank 0's ``value`` on every rank, by way of the host; any picklable object. Does not touch the device."""
+        shared: T = self._group.broadcast_object(value)
+        return shared
+
+    def adopt(self, *tensors: torch.Tensor | None) -> None:
+        """Overwrite ``tensors`` in place with rank 0's, in one broadcast on the device and without a host sync.
+
+        Args:
+            tensors: contiguous, of one dtype, and of the same shapes on all ranks; None is passed over.
+        """
+        if self._group.world_size == 1:
+            return
+        flat = [tensor.view(-1) for tensor in tensors if tensor is not None]
+        if not flat:
+            return
+        packed = self._group.broadcast(torch.cat(flat))
+        for tensor, agreed in zip(flat, packed.split([len(part) for part in flat]), strict=True):
+            tensor.copy_(agreed)

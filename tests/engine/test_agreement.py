@@ -1,0 +1,61 @@
+"""Rank 0's values end up on every rank; one rank alone touches nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from sglang_dspark.engine.agreement import Agreement
+
+
+class Group:
+    """What ``Agreement`` uses of SGLang's ``GroupCoordinator``, with the wire as a queue between two ranks."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, wire: deque[Any]) -> None:
+        self._rank, self._wire = rank, wire
+
+    def broadcast_object(self, value: Any) -> Any:
+        if self._rank == 0:
+            self._wire.append(value)
+            return value
+        return self._wire.popleft()
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(self.broadcast_object(tensor.clone()))
+
+
+class Alone:
+    world_size = 1
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
+
+def test_the_others_take_over_rank_zeros_values_in_one_broadcast():
+    wire: deque[Any] = deque()
+    leader, follower = (Agreement(Group(rank, wire)) for rank in (0, 1))
+    tokens, lens = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([3, 1])
+    own_tokens, own_lens = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([0, 7])
+
+    leader.adopt(tokens, lens)
+    assert len(wire) == 1
+    follower.adopt(own_tokens, own_lens)
+    assert own_tokens.equal(tokens) and own_lens.equal(lens)
+    assert leader.share({"depth": 7}) == follower.share({"depth": 0}) == {"depth": 7}
+
+
+def test_nothing_to_adopt_is_not_broadcast():
+    wire: deque[Any] = deque()
+    Agreement(Group(0, wire)).adopt(None)
+    assert not wire
+
+
+def test_one_rank_keeps_its_own():
+    alone, tensor, value = Agreement(Alone()), torch.tensor([1, 2]), object()
+    alone.adopt(tensor)
+    assert tensor.tolist() == [1, 2]
+    assert alone.share(value) is value

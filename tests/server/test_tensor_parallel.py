@@ -1,0 +1,77 @@
+"""Two ranks: rank 0 decides, the other follows, and the text is the single server's."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from golden_server import DRAFT, DSPARK, generate, greedy, output_ids, policy
+
+# Unlike a GPU server, a CPU server needs two things of its environment for --tp-size 2, with or without DSPARK: a build
+# of torch that knows CUDA takes NCCL for usable unless the library cannot be found, and SGLang does not share one NUMA
+# node between ranks unless told which cores each one gets. Compiling the parallel embedding takes half a minute.
+ENVIRONMENT = {
+    "SGLANG_NCCL_SO_PATH": "none",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    "TORCH_COMPILE_DISABLE": "1",
+}
+VOCAB = range(3, 60)  # ids that the golden target's training text used
+
+
+@pytest.fixture
+def parallel(launch, monkeypatch):
+    with monkeypatch.context() as patched:
+        for name, value in ENVIRONMENT.items():
+            patched.setenv(name, value)
+        return launch(*DSPARK, "--tp-size", "2")
+
+
+def prompts(num: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [rng.choices(VOCAB, k=rng.choice((1, 3, 17, 40, 90, 130))) for _ in range(num)]
+
+
+@pytest.mark.parametrize("name", ["auto", "random", "early-stop", "static"])
+def test_greedy_text_is_the_targets(parallel, name):
+    """Partial sums put the ranks' logits a few last bits off a single server's; that decides no token here."""
+    golden = json.loads((DRAFT / "golden.json").read_text())["cases"]
+    rng = random.Random(1)
+    bodies = [greedy(prompt, rng.choice((1, 5, 30, 64))) for prompt in prompts(40, seed=1)]
+    with policy(parallel, "off"):
+        expected = output_ids(parallel, bodies)
+    with policy(parallel, name):
+        assert output_ids(parallel, [greedy(case["prompt_ids"], 64) for case in golden]) == [
+            case["output_ids"] for case in golden
+        ]
+        assert output_ids(parallel, bodies) == expected
+
+
+def test_sampled_and_seeded_requests_share_steps(parallel):
+    """Ranks that disagreed on a draw would verify different tokens, or wait for each other for ever."""
+    parameters = {"temperature": 0.8, "top_p": 0.9, "max_new_tokens": 24, "ignore_eos": True}
+    bodies = [
+        {"input_ids": prompt, "sampling_params": {**parameters, **({"sampling_seed": i} if i % 2 else {})}}
+        for i, prompt in enumerate(prompts(24, seed=2))
+    ]
+    with policy(parallel, "random"):
+        first, again = (generate(parallel, bodies, concurrency) for concurrency in (8, 3))
+    assert {len(answer["output_ids"]) for answer in first + again} == {24}
+    assert [a["output_ids"] for a in first[1::2]] == [a["output_ids"] for a in again[1::2]]
+
+
+def test_statistics_come_from_the_deciding_rank(parallel):
+    before = parallel.get_json("/dspark/stats")
+    with policy(parallel, "static", verify_len=2):
+        output_ids(parallel, [greedy(prompt, 24) for prompt in prompts(8, seed=3)])
+        after = parallel.get_json("/dspark/stats")
+    assert (before["policy"], after["policy"]) == ("auto", "static")
+    assert before["schedule"]["step_time"] is not None
+    rounds, verified = (after[key] - before[key] for key in ("rounds", "verified_tokens"))
+    assert verified == 2 * rounds > 0
+
+
+def test_only_one_rank_speaks(parallel):
+    log = parallel.log_path.read_text()
+    assert "whole embedding and LM head on every rank, 0.1 MiB" in log  # 256 tokens x 128, tied, float32
+    assert log.count("DSPARK drafter") == 1
