@@ -72,11 +72,14 @@ class LaggedSurvivals:
         rounds = self._rounds[-num_batches * requests :]
         if len(rounds) < requests:
             rounds = np.resize(rounds, (requests, gamma))
-        batches = rounds.reshape(num_batches, requests, gamma)
-        worth = np.zeros((len(self.depths), requests * gamma + 1))
-        for row, depth in zip(worth, self.depths, strict=True):
-            ascending = np.sort(batches[:, :, :depth].reshape(num_batches, -1), axis=1)
-            row[1 : 1 + requests * depth] = ascending.sum(0)[::-1]
-        gains: Array = worth.cumsum(1)
-        gains /= num_batches
+        # Sorted ascending, hence negated. Single precision is enough here, and twice as fast.
+        batches = -rounds.reshape(num_batches, requests, gamma).swapaxes(1, 2).astype(np.float32)
+        by_depth = np.zeros((len(self.depths), *batches.shape), dtype=np.float32)
+        for allowed, depth in zip(by_depth, self.depths, strict=True):
+            allowed[:, :depth] = batches[:, :depth]
+        worth = by_depth.reshape(len(self.depths), num_batches, -1)
+        worth.sort(axis=2)
+        gains = np.zeros((len(self.depths), requests * gamma + 1))
+        worth.sum(1).cumsum(1, dtype=np.float64, out=gains[:, 1:])
+        gains /= -num_batches
         return gains

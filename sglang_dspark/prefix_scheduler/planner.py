@@ -89,8 +89,7 @@ class _Steps:
         ms = times.step_ms(requests, context)
         self.plain = Candidate(0, int(self.load.num_tokens[0]), float(ms[0, 0]), requests)
         self.depths = survivals.depths
-        budgets = self.load.num_tokens - requests
-        self.committed = requests + survivals.gains(requests).take(budgets, axis=1, mode="clip")
+        self.committed = requests + survivals.gains(requests)[:, self.load.budgets]
         self.ms = ms.take(self.depths, axis=0)
         self.rates: Array = self.committed / self.ms
 

@@ -198,7 +198,7 @@ class AutoPolicy:
         """The step unlike the usual one that was not timed for longest, if it may be as fast."""
         least = usual.tokens_per_ms / (1 + MAX_TABLE_ERROR)
         last_seen = self.times.last_seen(requests)
-        usual_drafts = round(usual.num_tokens / requests) - 1
+        usual_drafts = round(usual.num_tokens / requests - 1) if usual.depth else 0
         candidates = enumerate(by_drafts(self.times, self.survivals, requests, context))
         rivals = [(d, rival) for d, rival in candidates if d != usual_drafts and rival.tokens_per_ms >= least]
         return min(rivals, key=lambda rival: last_seen[rival[0]])[1] if rivals else None
@@ -225,5 +225,6 @@ def _step(candidate: Candidate, requests: int) -> Choice:
 def draft_depths(draft_ms: Array) -> tuple[int, ...]:
     """Block depths worth telling apart, given [requests, drafts, contexts] draft times: all, or only gamma."""
     gamma = draft_ms.shape[1] - 1
-    shallow_is_cheaper = gamma > 1 and bool((draft_ms[:, 1:-1] < 0.98 * draft_ms[:, -1:]).any())
+    totals = draft_ms.sum((0, 2))  # over the grid: a single cell is cheaper by chance
+    shallow_is_cheaper = bool((totals[1:-1] < 0.98 * totals[-1]).any())
     return tuple(range(1, gamma + 1)) if shallow_is_cheaper else (gamma,)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +73,7 @@ class SpsTable:
     def times(self, requests: int) -> LoadTimes:
         """Times of every step that ``requests`` requests can take.
 
-        Beyond the grid the last slope goes on, unless it falls: that is noise of the measurement.
+        Beyond the grid the last slope goes on, unless it falls: then it is noise of the measurement.
         """
         if requests not in self._by_load:
             self._by_load[requests] = LoadTimes.of(self, requests)
@@ -157,26 +158,34 @@ class LoadTimes:
 
     Attributes:
         num_tokens: [n] tokens in the verify forward, ascending; the first is the plain step's.
+        budgets: verified drafts by token count, an index into 0 .. requests * gamma.
         drafts: [n] verified drafts per request on average.
-        step_ms: [contexts, gamma + 1, n] by grid context, depth and token count; depth 0 is meaningful for the plain
-            step only.
+        contexts: grid of context tokens per request; its points bound the segments that times are linear on.
+        start_ms: [segments, gamma + 1, n] milliseconds at the start of a segment, by depth and token count; depth 0 is
+            meaningful for the plain step only.
+        slope_ms: [segments, gamma + 1, n] milliseconds per context token.
     """
 
-    contexts: Array
     num_tokens: NDArray[np.int64]
+    budgets: NDArray[np.int64] | slice
     drafts: Array
-    step_ms: Array
+    contexts: list[int]
+    start_ms: Array
+    slope_ms: Array
 
     @classmethod
     def of(cls, table: SpsTable, requests: int) -> LoadTimes:
         """Interpolate ``table`` along requests and drafts."""
         gamma = table.gamma
+        budgets: NDArray[np.int64] | slice
         if table.tiers:
             tiers = [tier for tier in table.tiers if tier >= requests]
             full = next((i for i, tier in enumerate(tiers) if tier >= requests * (gamma + 1)), len(tiers) - 1)
             num_tokens = np.array(tiers[: full + 1] or [requests], dtype=np.int64)
+            budgets = np.minimum(num_tokens - requests, requests * gamma)
         else:
             num_tokens = np.arange(requests, requests * (gamma + 1) + 1, dtype=np.int64)
+            budgets = slice(None)
         drafts = np.minimum(num_tokens / requests - 1, gamma)
         draft, verify = (
             _along(_along(values, table.requests, np.array([float(requests)]), axis=0)[0], table.drafts, at, axis=0)
@@ -186,7 +195,18 @@ class LoadTimes:
             )
         )
         step_ms = draft.T[:, :, None] + verify.T[:, None, :]
-        return cls(np.array(table.contexts, dtype=np.float64), num_tokens, drafts, step_ms)
+        slope_ms = np.diff(step_ms, axis=0) / np.diff(table.contexts)[:, None, None]
+        # Before the grid the time is that of its first point: attention to a short context costs nothing. Past it the
+        # last slope goes on unless it falls.
+        flat = np.zeros_like(step_ms[:1])
+        return cls(
+            num_tokens,
+            budgets,
+            drafts,
+            contexts=list(table.contexts),
+            start_ms=np.concatenate([step_ms[:1], step_ms]),
+            slope_ms=np.concatenate([flat, slope_ms, np.maximum(slope_ms[-1:], 0.0) if len(slope_ms) else flat]),
+        )
 
     def column(self, drafts: float) -> int:
         """Index of the token count that comes nearest to so many drafts per request."""
@@ -197,16 +217,10 @@ class LoadTimes:
 
     def at(self, context: float, step: tuple[int, int] | slice = slice(None)) -> Array:
         """[gamma + 1, n] milliseconds at ``context`` tokens per request; or those of one ``step``, an index into it."""
-        grid = self.contexts
-        if len(grid) == 1:
-            alone: Array = self.step_ms[0][step]
-            return alone
-        low = min(max(int(np.searchsorted(grid, context)) - 1, 0), len(grid) - 2)
-        # Below the grid the time is that of its first point: attention to a short context costs nothing.
-        share = max(0.0, float((context - grid[low]) / (grid[low + 1] - grid[low])))
-        below, above = self.step_ms[low][step], self.step_ms[low + 1][step]
-        mixed: Array = below * (1 - share) + above * share
-        return mixed if share <= 1 else np.maximum(mixed, above)
+        segment = bisect_left(self.contexts, context)
+        past = context - self.contexts[max(segment - 1, 0)]
+        ms: Array = self.start_ms[segment][step] + past * self.slope_ms[segment][step]
+        return ms
 
 
 def _along(values: Array, grid: Sequence[int], at: Array, axis: int) -> Array:

@@ -64,7 +64,7 @@ class StepTimes:
         cells = self._cells[_bucket(requests)]
         ms: Array = times.at(context)
         if cells.any():
-            ms = ms * np.exp(np.interp(times.drafts, self._cell_grid, cells))
+            ms = ms * np.interp(times.drafts, self._cell_grid, np.exp(cells))
         return ms
 
     def by_drafts(self, requests: int, depth: int, context: float) -> Array:
@@ -95,8 +95,8 @@ class StepTimes:
         low = min(int(drafts), self.table.gamma - 1)
         sides = ((low, 1.0 - drafts + low), (low + 1, drafts - low))
         cells, weights = self._cells[bucket], self._weights[bucket]
-        correction = sum(share * float(cells[side]) for side, share in sides)
-        error = _clip(math.log(measured_ms / predicted) - self._common - correction, _MAX_LOG_RATIO)
+        predicted *= sum(share * math.exp(cells[side]) for side, share in sides)
+        error = _clip(math.log(measured_ms / predicted) - self._common, _MAX_LOG_RATIO)
         self._common += _COMMON_RATE * error
         if self._num_steps > _SETTLING_STEPS:
             error = _clip(error, _MAX_CELL_ERROR)
@@ -106,7 +106,7 @@ class StepTimes:
                 cells[side] = _clip(float(cells[side]) + rate * error, _MAX_LOG_CELL)
         self._weight = 0.98 * self._weight + 1
         self.measured_ms += (measured_ms - self.measured_ms) / self._weight
-        self.predicted_ms += (predicted * math.exp(correction) - self.predicted_ms) / self._weight
+        self.predicted_ms += (predicted - self.predicted_ms) / self._weight
 
     def report(self) -> dict[str, Any]:
         """JSON form. ``correction``: factor on the table by requests (powers of two) and drafts per request."""

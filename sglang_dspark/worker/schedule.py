@@ -82,12 +82,19 @@ class Schedule:
         self.options = options
 
     def _make_policy(self, options: DSparkConfig) -> Policy:
+        if self.max_verify == 0 and options.schedule not in ("static", "off"):
+            raise ConfigError(
+                f"policy={options.schedule!r} verifies drafts, and this server was started without K/V slots for any; "
+                "start it with --speculative-dspark-schedule auto"
+            )
         match options.schedule:
             case "static":
                 return FixedPolicy(options.static_verify_len(self.max_verify))
             case "off":
                 return FixedPolicy(0, "off")
             case "threshold":
+                if self.calibration is None:
+                    raise ConfigError("policy='threshold' needs a drafter with a confidence head; use auto or static")
                 return LivePolicy(Rule.THRESHOLD, self.max_verify, options.confidence_threshold)
             case "random":
                 return LivePolicy(Rule.RANDOM, self.max_verify, needs_confidence=False)

@@ -1,0 +1,110 @@
+"""The schedule of a server: what can be had on it, and what it learns from rounds."""
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.prefix_scheduler.policies import Choice, Rule
+from sglang_dspark.prefix_scheduler.sps_table import SpsTable
+from sglang_dspark.worker.schedule import Schedule
+from sglang_dspark.worker.state import Drafted, Rounds
+
+GAMMA = 3
+CPU = torch.device("cpu")
+
+
+def table(gamma=GAMMA):
+    drafts = np.arange(gamma + 1.0)
+    verify = np.broadcast_to(10 + drafts, (2, gamma + 1))[..., None].copy()
+    draft = np.broadcast_to(np.where(drafts > 0, 2 + drafts, 0), (2, gamma + 1))[..., None].copy()
+    return SpsTable({}, [1, 4], range(gamma + 1), [64], draft, verify)
+
+
+def schedule(*, gamma=GAMMA, with_head=True, with_table=True, **options):
+    made = Schedule(DSparkConfig(**options), gamma, OnlineCalibration(gamma) if with_head else None, CPU)
+    made.start(table(gamma) if with_table else None)
+    return made
+
+
+def rounds(choice, drafted, verify_lens, logits=None, survival=None):
+    return Rounds(choice, drafted, torch.tensor(verify_lens), logits, survival, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "complaint"),
+    [
+        ({"gamma": 0, "with_table": False, "schedule": "off"}, {"policy": "auto"}, "without K/V slots"),
+        ({"gamma": 0, "with_table": False, "schedule": "off"}, {"policy": "random"}, "without K/V slots"),
+        ({"with_table": False, "schedule": "static"}, {"policy": "auto"}, "measured step times"),
+        ({"with_table": False, "schedule": "static"}, {"policy": "early-stop"}, "measured step times"),
+        ({"with_head": False}, {"policy": "threshold", "confidence_threshold": 0.5}, "confidence head"),
+        ({}, {"policy": "static", "verify_len": 4}, "exceeds the 3 drafts"),
+    ],
+)
+def test_policies_that_cannot_be_had_leave_the_old_one(options, fields, complaint):
+    made = schedule(**options)
+    before = made.policy
+    with pytest.raises(ConfigError, match=complaint):
+        made.switch(fields)
+    assert made.policy is before
+
+
+def test_a_switch_takes_effect_at_once():
+    made = schedule()
+    assert made.choose(2, 64.0).rule is Rule.TOP
+    made.switch({"policy": "static", "verify_len": 2})
+    assert made.choose(2, 64.0) == Choice(Rule.UNIFORM, 2, 4)
+    made.switch({"policy": "off"})
+    assert made.choose(2, 64.0).depth == 0
+
+
+def test_survival_is_the_product_of_calibrated_confidences():
+    made = schedule()
+    logits = torch.tensor([[0.0, 2.0, -1.0]])
+    torch.testing.assert_close(made.survival(logits, 1, 3), torch.sigmoid(logits).cumprod(1))
+    torch.testing.assert_close(made.survival(logits[:, :2], 1, 2), torch.sigmoid(logits[:, :2]).cumprod(1))
+
+
+def test_without_a_head_survival_follows_the_observed_acceptance():
+    made = schedule(with_head=False)
+    choice = Choice(Rule.TOP, GAMMA, 4 * GAMMA)
+    for _ in range(300):  # the first draft always, the second never
+        made.observe(rounds(choice, [GAMMA] * 4, [GAMMA] * 4), [0, 1, 2, 3], [1] * 4)
+    survival = made.survival(None, 2, GAMMA)
+    assert survival.shape == (2, GAMMA)
+    assert survival[0, 0] > 0.99
+    assert survival[0, 1] < 0.01
+
+
+def test_only_drafted_requests_that_still_run_are_learned_from():
+    made = schedule()
+    choice = Choice(Rule.TOP, GAMMA, GAMMA, forced=1, only=1)
+    logits, survival = torch.zeros(3, GAMMA), torch.full((3, GAMMA), 0.5)
+    step = rounds(choice, [0, GAMMA, 0], [0, GAMMA, 0], logits, survival)
+    before = made.positions.conditional().copy()
+    made.observe(step, [0, 2], [0, 0])  # the drafted one has ended
+    assert (made.positions.conditional() == before).all()
+    made.observe(step, [0, 1, 2], [0, GAMMA, 0])
+    assert (made.positions.conditional() > before).all()
+    assert made.calibration.report()["pairs"] == [1] * GAMMA
+
+
+def test_a_forced_request_is_verified_in_full_and_one_alone_excludes_the_others():
+    made = schedule()
+    survival = torch.tensor([[0.9, 0.8, 0.7], [0.3, 0.2, 0.1]])
+    drafted = Drafted(None, survival, [GAMMA] * 2)
+    lens, total = made.verify_lens(Choice(Rule.TOP, GAMMA, 4, forced=1), drafted, 0)
+    assert (lens.tolist(), total) == ([1, 3], 4)
+    lens, total = made.verify_lens(Choice(Rule.TOP, GAMMA, 3, forced=1, only=1), drafted, 0)
+    assert (lens.tolist(), total) == ([0, 3], 3)
+
+
+def test_calibration_can_be_frozen():
+    made = schedule(online_calibration=False)
+    choice = Choice(Rule.TOP, GAMMA, GAMMA)
+    for _ in range(200):
+        made.observe(rounds(choice, [GAMMA], [GAMMA], torch.full((1, GAMMA), 3.0), None), [0], [0])
+    torch.testing.assert_close(made.survival(torch.zeros(1, GAMMA), 1, GAMMA), torch.tensor([[0.5, 0.25, 0.125]]))
