@@ -9,6 +9,7 @@ below 1e-4) may split. Any other split makes the exit status 1.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from serving import provenance
 from serving.prompts import load_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
+from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
 NEAR_TIE = 1e-4
 RETRACTED = "Retract requests"
@@ -36,20 +37,28 @@ class Scenario:
     """A way to run the DSPARK server that has to leave the text alone."""
 
     name: str
+    policy: str
+    users: int = 8
     flags: tuple[str, ...] = ()
+    share: float = 1.0  # of the prompts
     passes: int = 1  # all but the last are warm-up: the last is compared
     log_must_show: str = ""
     must_hit_cache: bool = False
 
 
+# Under the test policy `random` every request verifies another number of drafts in every step, often none.
 SCENARIOS = (
-    Scenario("overlap"),
-    Scenario("no overlap", ("--disable-overlap-schedule",)),
+    *(Scenario(f"{policy}, 1 user", policy, users=1, share=0.25) for policy in ("auto", "random")),
+    *(Scenario(f"{policy}, {users} users", policy, users) for policy in ("auto", "random") for users in (4, 16)),
+    Scenario("no overlap", "random", flags=("--disable-overlap-schedule",)),
     # Room for every prompt and answer: in the default pool the second pass finds little more than the system prompt.
-    Scenario("radix-cache hits", ("--max-total-tokens", "40960"), passes=2, must_hit_cache=True),
-    Scenario("chunked prefill of 64", ("--chunked-prefill-size", "64")),
+    Scenario("radix-cache hits", "random", flags=("--max-total-tokens", "40960"), passes=2, must_hit_cache=True),
+    Scenario("chunked prefill of 64", "random", flags=("--chunked-prefill-size", "64")),
     Scenario(
-        "retraction", ("--max-total-tokens", "1600", "--schedule-conservativeness", "0.01"), log_must_show=RETRACTED
+        "retraction",
+        "random",
+        flags=("--max-total-tokens", "1600", "--schedule-conservativeness", "0.01"),
+        log_must_show=RETRACTED,
     ),
 )
 
@@ -104,27 +113,33 @@ def generate(
 
 def run_scenario(
     scenario: Scenario,
-    target: Path,
-    draft: Path,
+    server: LaunchedServer,
     prompts: list[list[int]],
     expected: list[list[int]],
     judge: Judge,
-    **load: int,
+    max_tokens: int,
 ) -> dict[str, Any]:
     """Run one scenario and compare; the result goes into the report as it is."""
-    flags = [*CPU_FLAGS, "--dtype", "float32", "--speculative-algorithm", "DSPARK"]
-    flags += ["--speculative-draft-model-path", str(draft), *scenario.flags]
-    with LaunchedServer(target, *flags, env=CPU_ENV) as server:
-        for _ in range(scenario.passes):
-            answers = generate(server, prompts, **load)
-        stats = server.get_json("/dspark/stats")
-        log = server.log_path.read_text(errors="replace")
+    prompts = prompts[:: round(1 / scenario.share)]
+    expected = expected[:: round(1 / scenario.share)]
+    server.post_json("/dspark/policy", {"policy": scenario.policy})
+    server.flush_cache()
+    before = server.get_json("/dspark/stats")
+    for _ in range(scenario.passes):
+        answers = generate(server, prompts, max_tokens, scenario.users)
+    after = server.get_json("/dspark/stats")
+    log = server.log_path.read_text(errors="replace")
+    rounds, verified, committed = (
+        after[key] - before[key] for key in ("rounds", "verified_tokens", "committed_tokens")
+    )
     cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
     shown = log.count(scenario.log_must_show) if scenario.log_must_show else None
     texts = [answer["output_ids"] for answer in answers]
     splits = [judge.split(i, prompts[i], expected[i], text) for i, text in enumerate(texts) if text != expected[i]]
     return {
         "scenario": scenario.name,
+        "policy": scenario.policy,
+        "users": scenario.users,
         "flags": list(scenario.flags),
         "texts": len(texts),
         "tokens": sum(map(len, texts)),
@@ -132,7 +147,8 @@ def run_scenario(
         "splits": [{**vars(split), "near_tie": split.near_tie} for split in splits],
         "cached_tokens": cached,
         "retractions_in_log": shown,
-        "accept_length": stats["accept_length"],
+        "accept_length": committed / rounds,
+        "verify_length": verified / rounds,
         "passed": all(split.near_tie for split in splits)
         and shown != 0
         and (cached > 0 or not scenario.must_hit_cache),
@@ -153,7 +169,6 @@ def encode(target: Path, files: Sequence[Path], num: int) -> list[list[int]]:
 @click.option("--prompts", "files", type=click.Path(path_type=Path, exists=True), multiple=True, required=True)
 @click.option("--num-prompts", default=100, show_default=True)
 @click.option("--max-tokens", default=128, show_default=True)
-@click.option("--concurrency", default=8, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(
     target: Path,
@@ -161,28 +176,29 @@ def main(
     files: tuple[Path, ...],
     num_prompts: int,
     max_tokens: int,
-    concurrency: int,
     output: Path,
 ) -> None:
     """Run every scenario, write the report and print its table."""
     console = Console()
     prompts = encode(target, files, num_prompts)
-    load = {"max_tokens": max_tokens, "concurrency": concurrency}
-    with LaunchedServer(target, *CPU_FLAGS, "--dtype", "float32", env=CPU_ENV) as server:
-        expected = [answer["output_ids"] for answer in generate(server, prompts, **load)]
+    flags = [*CPU_FLAGS, "--dtype", "float32"]
+    with LaunchedServer(target, *flags, env=CPU_ENV) as server:
+        expected = [answer["output_ids"] for answer in generate(server, prompts, max_tokens, concurrency=8)]
     console.print(f"target alone: {len(expected)} texts, {sum(map(len, expected))} tokens")
     judge = Judge(target)
     results = []
-    for scenario in SCENARIOS:
-        results.append(run_scenario(scenario, target, draft, prompts, expected, judge, **load))
-        console.print({k: v for k, v in results[-1].items() if k != "splits"})
+    for extra, group in itertools.groupby(SCENARIOS, key=lambda scenario: scenario.flags):
+        with LaunchedServer(target, *flags, *dspark_flags(draft), *extra, env=CPU_ENV) as server:
+            for scenario in group:
+                results.append(run_scenario(scenario, server, prompts, expected, judge, max_tokens))
+                console.print({k: v for k, v in results[-1].items() if k != "splits"})
     report = {
         "command": provenance.command(),
         "commit": provenance.commit(),
         "versions": provenance.versions(),
         "hardware": provenance.hardware(),
         "prompts": [file.name for file in files],
-        **load,
+        "max_tokens": max_tokens,
         "scenarios": results,
     }
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -192,11 +208,13 @@ def main(
 
 
 def _table(results: Sequence[dict[str, Any]]) -> Table:
-    table = Table("scenario", "texts", "identical", "near-ties", "other splits", "accept length")
+    table = Table("scenario", "texts", "identical", "near-ties", "other splits", "accept length", "verify length")
     for result in results:
         ties = sum(split["near_tie"] for split in result["splits"])
         cells = (result["texts"], result["identical"], ties, len(result["splits"]) - ties)
-        table.add_row(result["scenario"], *map(str, cells), f"{result['accept_length']:.2f}")
+        table.add_row(
+            result["scenario"], *map(str, cells), *(f"{result[f'{kind}_length']:.2f}" for kind in ("accept", "verify"))
+        )
     return table
 
 

@@ -232,11 +232,12 @@ def add_flags(parser: ArgumentParser) -> None:
     """Add one flag per knob. Texts are parsed by :meth:`DSparkConfig.resolve`, so errors name the flag or variable."""
     group = parser.add_argument_group("DSPARK (sglang-dspark plugin)")
     for knob in fields(DSparkConfig):
+        env_name = ENV_PREFIX + knob.name.upper()
         group.add_argument(
             flag_name(knob.name),
             dest=_dest(knob.name),
             default=None,
-            help=f"{knob.metadata['help']} Default: {default_text(knob.name)}. Environment: {ENV_PREFIX}{knob.name.upper()}.",
+            help=f"{knob.metadata['help']} Default: {default_text(knob.name)}. Environment: {env_name}.",
         )
 
 

@@ -4,7 +4,7 @@ Every function here runs on any device; the CPU path serves with them.
 """
 
 from .accept import Accepted, accept_ref
-from .markov_sample import ConfidenceHead, DraftBlock, MarkovHead, markov_sample_ref
+from .markov_sample import ConfidenceHead, DraftBlock, DraftVocabulary, MarkovHead, markov_sample_ref
 from .noise import Purpose, RoundKeys, exponential, exponential_at, philox4x32, uniform
 from .sampling_params import LawParams, SamplingRows
 from .target_law import target_probs
@@ -14,6 +14,7 @@ __all__ = [
     "Accepted",
     "ConfidenceHead",
     "DraftBlock",
+    "DraftVocabulary",
     "LawParams",
     "MarkovHead",
     "Purpose",

@@ -38,6 +38,25 @@ class ConfidenceHead(Protocol):
 
 
 @dataclass(frozen=True)
+class DraftVocabulary:
+    """The tokens that a drafter proposes, where these are not all.
+
+    Attributes:
+        token_ids: [v] int64, ascending: column i of the draft logits is token ``token_ids[i]``.
+        vocab_size: V.
+    """
+
+    token_ids: torch.Tensor
+    vocab_size: int
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """[n, v] -> [n, V], minus infinity for the tokens that are not proposed."""
+        whole = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
+        whole[:, self.token_ids] = logits
+        return whole
+
+
+@dataclass(frozen=True)
 class DraftBlock:
     """A drafted block.
 
@@ -75,6 +94,7 @@ def markov_sample_ref(
     confidence: ConfidenceHead | None,
     rows: SamplingRows,
     keys: RoundKeys,
+    vocabulary: DraftVocabulary | None = None,
 ) -> DraftBlock:
     """Walk the block once, drawing each token from the logits its predecessor corrects.
 
@@ -86,6 +106,7 @@ def markov_sample_ref(
         confidence: the confidence head, or None.
         rows: sampling parameters of the bs requests.
         keys: noise keys of this round; slot k is drawn at position ``keys.positions + k``.
+        vocabulary: the tokens that the columns of ``base_logits`` and of the bias stand for; None = all, in order.
 
     Returns:
         The block. Corrected logits are float32; no host sync.
@@ -101,6 +122,12 @@ def markov_sample_ref(
             logits = logits.float() + bias  # float32 whatever the bias's dtype
         if confidence is not None:
             confidences.append(confidence(hidden[:, k], w1_embedding))
+        if vocabulary is not None and rows.all_greedy:
+            tokens.append(vocabulary.token_ids[logits.argmax(-1)])
+            continue
+        if vocabulary is not None:
+            # The laws of sampled and seeded requests, and their noise, are over all tokens.
+            logits = vocabulary.spread(logits)
         slot_uniforms = None if uniforms is None else uniforms[:, k]
         slot_tokens, sampled_probs = draw_by_rule(logits, rows, slot_uniforms, keys.positions + k)
         tokens.append(slot_tokens)

@@ -23,7 +23,7 @@ from sglang_dspark.prefix_scheduler.policies import (
 )
 from sglang_dspark.prefix_scheduler.position_acceptance import PositionAcceptance
 from sglang_dspark.prefix_scheduler.selection import above_threshold, early_stop, random_lens, top_prefixes
-from sglang_dspark.prefix_scheduler.sps_table import SpsTable
+from sglang_dspark.prefix_scheduler.sps_table import Array, SpsTable
 from sglang_dspark.prefix_scheduler.step_times import StepKind, StepTimes
 from sglang_dspark.worker.state import Drafted, Rounds
 
@@ -189,9 +189,10 @@ class Schedule:
         calibration = self.calibration if self.options.online_calibration else None
         if calibration is not None and rounds.confidence_logits is not None:
             logits = rounds.confidence_logits.double().numpy()[requests]
-            calibration.observe(_pad(logits, self.max_verify), verified, accepted)
+            # What lies past the drafted depth was not verified, and is not read.
+            calibration.observe(_pad(logits, self.max_verify, 0.0), verified, accepted)
         if self.survivals is not None and rounds.survival is not None:
-            survival = _pad(rounds.survival.double().numpy()[requests], self.max_verify)
+            survival = _pad(rounds.survival.double().numpy()[requests], self.max_verify, np.nan)
             self.survivals.observe(np.repeat(survival, rounds.choice.weight, axis=0))
         self._coefficients = self._copy_coefficients()
 
@@ -215,6 +216,6 @@ class Schedule:
         }
 
 
-def _pad(values: np.ndarray[Any, np.dtype[np.float64]], width: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """[n, depth] -> [n, width], NaN past the drafted depth."""
-    return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=np.nan)
+def _pad(values: Array, width: int, filler: float) -> Array:
+    """[n, depth] -> [n, width]."""
+    return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=filler)

@@ -18,6 +18,7 @@ from dspark_kernels import DraftBlock, SamplingRows
 
 from sglang_dspark import __version__
 from sglang_dspark.config import flag_name
+from sglang_dspark.draft import reduced_vocabulary
 from sglang_dspark.engine.batch import read_decode_batch
 from sglang_dspark.engine.dummy_batch import DummyBatch
 from sglang_dspark.engine.verify import run_verify
@@ -165,9 +166,9 @@ def _key(worker: DSparkWorker) -> dict[str, str]:
 
 
 def _digest(model_path: str) -> str:
-    """Identity of a checkpoint's shape: its name, and its configuration without the place where it lies."""
-    config = Path(model_path) / "config.json"
-    content = config.read_bytes() if config.is_file() else b""
+    """Identity of a checkpoint's shape: its name, and what its small files say, without the place where it lies."""
+    files = [Path(model_path) / name for name in ("config.json", reduced_vocabulary.FILE)]
+    content = b"".join(file.read_bytes() for file in files if file.is_file())
     return f"{Path(model_path).name}:{hashlib.sha256(content).hexdigest()[:12]}"
 
 

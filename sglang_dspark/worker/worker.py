@@ -12,6 +12,7 @@ from dspark_kernels import Accepted, DraftBlock, SamplingRows, accept_ref, marko
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.sts import StsCalibration
+from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.engine.batch import DSparkBatchResult, any_traced, copy_drafts, read_decode_batch
 from sglang_dspark.engine.draft_input import DSparkDraftInput
@@ -39,6 +40,7 @@ class DSparkWorker(SpecWorkerBase):
         path = self.server_args.speculative_draft_model_path
         self.drafter = load_draft_model(path, dtype=self.target.dtype, device=self.device)
         shared = self.target.share_with(self.drafter)
+        self.heads = ProposalHeads(self.drafter, load_token_ids(path, self.draft_config.vocab_size))
         self.gamma = self.options.gamma(self.draft_config.block_size)
         self.schedule = Schedule(self.options, self.max_verify, self._calibration(), self.device)
         self.counters = Counters(self.gamma)
@@ -138,9 +140,16 @@ class DSparkWorker(SpecWorkerBase):
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
         hidden = hidden[:, :depth].reshape(bs * depth, -1)
         confidence = drafter.confidence if with_confidence else None
-        base_logits = drafter.base_logits(hidden).view(bs, depth, -1)
-        hidden = hidden.view(bs, depth, -1)
-        return markov_sample_ref(base_logits, hidden, step.anchors, drafter.markov, confidence, step.rows, step.keys)
+        return markov_sample_ref(
+            self.heads.base_logits(hidden).view(bs, depth, -1),
+            hidden.view(bs, depth, -1),
+            step.anchors,
+            self.heads.markov,
+            confidence,
+            step.rows,
+            step.keys,
+            self.heads.vocabulary,
+        )
 
     def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
         """Choose which drafts are verified, and lay their tokens out."""

@@ -19,13 +19,15 @@ class ConfidentPair:
         overlap: [gamma, V] probability that draft j is accepted, by the token before it.
     """
 
-    def __init__(self, *, temperature=1.0, vocab_size=5, gamma=3):
+    def __init__(self, *, temperature=1.0, vocab_size=6, gamma=3):
         self.pair = SyntheticPair(vocab_size=vocab_size, gamma=gamma, error=1.0, seed=1)
-        # After some tokens the drafter is nearly perfect, after others it is nearly useless.
+        # Flat laws, so that every token comes up; and a drafter that is good after even tokens and bad after odd ones.
         self.pair.base_logits *= 0.3
         bias = self.pair.markov.markov_w2.weight.data.T  # [previous, V]
-        skill = torch.linspace(0.0, 3.0, vocab_size)[:, None]
-        bias.copy_(self.pair.target_logits + skill * (bias - self.pair.target_logits))
+        errors = bias - self.pair.target_logits
+        errors *= torch.tensor([0.6, 3.0])[torch.arange(vocab_size) % 2, None]
+        self.pair.target_logits *= 0.5
+        bias.copy_(self.pair.target_logits + errors)
         self.sampling = Rule(temperature)
         self.gamma, self.vocab_size = gamma, vocab_size
         draft, target = self.pair.draft_law(self.sampling), self.pair.target_law(self.sampling)

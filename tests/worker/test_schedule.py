@@ -92,6 +92,19 @@ def test_only_drafted_requests_that_still_run_are_learned_from():
     assert made.calibration.report()["pairs"] == [1] * GAMMA
 
 
+def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
+    made = schedule()
+    choice = Choice(Rule.TOP, 2, 2)
+    for _ in range(200):
+        made.observe(rounds(choice, [2], [2], torch.zeros(1, 2), torch.tensor([[0.5, 0.25]])), [0], [2])
+    assert made.calibration.report()["pairs"] == [200, 200, 0]
+    survival = made.survival(torch.zeros(1, GAMMA), 1, GAMMA)[0]
+    assert survival[1] > 0.9
+    assert survival[2] / survival[1] == pytest.approx(0.5)
+    mean = made.survivals.mean()
+    assert 0 < mean[2] < mean[1]
+
+
 def test_a_forced_request_is_verified_in_full_and_one_alone_excludes_the_others():
     made = schedule()
     survival = torch.tensor([[0.9, 0.8, 0.7], [0.3, 0.2, 0.1]])

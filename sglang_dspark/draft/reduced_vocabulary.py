@@ -1,0 +1,107 @@
+"""Drafting from a part of the vocabulary: the tokens that the target really uses in its text.
+
+The product with the LM head is most of a small drafter's work, and most of its rows are tokens that hardly ever occur.
+Proposals may come from any set of tokens: verification is exact for every law the drafts are drawn from, and a token
+outside the set is simply never proposed. The set lies beside the checkpoint, in ``draft_vocabulary.json``::
+
+    {"version": 1, "token_ids": [0, 2, 3, ...]}
+
+Loaders that do not know the file draft from the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from dspark_kernels import DraftVocabulary
+from torch import Tensor
+
+from sglang_dspark.draft.markov_head import MarkovHead
+from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.errors import CheckpointError
+
+FILE = "draft_vocabulary.json"
+VERSION = 1
+
+
+def load_token_ids(folder: str | Path, vocab_size: int) -> list[int] | None:
+    """Token ids that the drafter in ``folder`` proposes, ascending; None without the file.
+
+    Raises:
+        CheckpointError: the file is damaged or does not belong to a vocabulary of this size.
+    """
+    path = Path(folder) / FILE
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        version, ids = content["version"], content["token_ids"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error!r}); remove it to draft from all tokens") from error
+    if version != VERSION:
+        raise CheckpointError(f"{path}: version={version!r}, expected {VERSION}; remove it to draft from all tokens")
+    integers = isinstance(ids, list) and all(type(i) is int for i in ids)
+    if not integers or not ids or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < vocab_size:
+        raise CheckpointError(
+            f"{path}: token_ids must be ascending integers in [0, {vocab_size - 1}], without repeats and at least one; "
+            "remove the file to draft from all tokens"
+        )
+    return ids
+
+
+def save_token_ids(folder: str | Path, token_ids: Sequence[int]) -> None:
+    """Write the file of :func:`load_token_ids`."""
+    content = {"version": VERSION, "token_ids": sorted(token_ids)}
+    (Path(folder) / FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+class ProposalHeads:
+    """LM head and Markov head of a frozen drafter, over the tokens that it proposes.
+
+    Attributes:
+        vocabulary: these tokens; None stands for all.
+        markov: the Markov head over them; None without one.
+    """
+
+    def __init__(self, model: DraftModel, token_ids: Sequence[int] | None) -> None:
+        """Take the heads of ``model``, whose LM head is bound.
+
+        Args:
+            token_ids: ascending; None proposes all tokens.
+        """
+        self._model = model
+        self.vocabulary: DraftVocabulary | None = None
+        self.markov: MarkovHead | _ReducedMarkovHead | None = model.markov
+        if token_ids is not None:
+            ids = torch.tensor(token_ids, device=model.lm_head_weight.device)
+            self.vocabulary = DraftVocabulary(ids, model.config.vocab_size)
+            self._rows = model.lm_head_weight[ids]
+            if model.markov is not None:
+                self.markov = _ReducedMarkovHead(model.markov, ids)
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """``hidden [T, d]`` (post-norm) -> logits ``[T, v]`` before the Markov bias, in the LM head's dtype."""
+        if self.vocabulary is None:
+            return self._model.base_logits(hidden)
+        return F.linear(hidden.to(self._rows.dtype), self._rows)
+
+
+class _ReducedMarkovHead:
+    """A Markov head whose bias covers some tokens only; what it remembers of the last token covers all."""
+
+    def __init__(self, head: MarkovHead, ids: Tensor) -> None:
+        self._head = head
+        self._w2 = head.markov_w2.weight[ids]
+
+    def initial_state(self, bs: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        return self._head.initial_state(bs, device, dtype)
+
+    def step(self, prev_tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As :meth:`MarkovHead.step`, with a bias ``[bs, v]``; ``prev_tokens`` are ids of the whole vocabulary."""
+        w1_embedding = self._head.markov_w1(prev_tokens)
+        latent, new_state = self._head.latent(w1_embedding, hidden, state)
+        return F.linear(latent, self._w2), w1_embedding, new_state

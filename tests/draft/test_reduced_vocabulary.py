@@ -1,0 +1,109 @@
+"""Drafting from a part of the vocabulary: the same numbers for its tokens, and the target's law in the end."""
+
+import json
+
+import pytest
+import torch
+from dspark_kernels import DraftVocabulary, RoundKeys, SamplingRows, accept_ref, markov_sample_ref
+from scipy.stats import chisquare
+
+from sglang_dspark.draft.reduced_vocabulary import FILE, ProposalHeads, load_token_ids, save_token_ids
+from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.errors import CheckpointError
+
+IDS = [3, 5, 8, 21, 40]
+
+
+def rows(bs, temperature, seed=None):
+    return SamplingRows.from_lists([temperature] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [seed] * bs)
+
+
+def keys(bs, step=1):
+    return RoundKeys(seed=7, step=step, request_keys=torch.arange(bs), positions=torch.full((bs,), 10))
+
+
+@pytest.fixture
+def model(golden_dir):
+    return load_draft_model(golden_dir / "vanilla_g7", dtype=torch.float32, device="cpu")
+
+
+def test_heads_give_the_same_numbers_for_their_tokens(model):
+    hidden, tokens = torch.randn(4, model.config.hidden_size), torch.tensor([1, 7, 21, 50])
+    whole, part = ProposalHeads(model, None), ProposalHeads(model, IDS)
+    torch.testing.assert_close(part.base_logits(hidden), whole.base_logits(hidden)[:, IDS])
+    bias, w1_embedding, _ = whole.markov.step(tokens, hidden, None)
+    part_bias, part_w1_embedding, _ = part.markov.step(tokens, hidden, None)
+    torch.testing.assert_close(part_bias, bias[:, IDS])
+    assert torch.equal(part_w1_embedding, w1_embedding)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_block_is_that_of_the_whole_vocabulary_with_the_others_forbidden(model, temperature, seed):
+    bs, gamma = 3, 4
+    hidden = torch.randn(bs, gamma, model.config.hidden_size)
+    anchors = torch.tensor([1, 7, 21])
+    heads = ProposalHeads(model, IDS)
+    flat = hidden.view(bs * gamma, -1)
+    reduced = heads.base_logits(flat).view(bs, gamma, -1)
+    forbidden = torch.full((bs, gamma, model.config.vocab_size), float("-inf"))
+    forbidden[..., IDS] = reduced
+    group = rows(bs, temperature, seed)
+    found = markov_sample_ref(reduced, hidden, anchors, heads.markov, None, group, keys(bs), heads.vocabulary)
+    expected = markov_sample_ref(forbidden, hidden, anchors, model.markov, None, group, keys(bs))
+    assert torch.equal(found.tokens, expected.tokens)
+    assert set(found.tokens.flatten().tolist()) <= set(IDS)
+    if expected.probs is None:
+        assert found.probs is None
+    else:
+        torch.testing.assert_close(found.probs, expected.probs)
+
+
+def test_the_text_follows_the_target_though_most_of_it_is_never_proposed():
+    """A third of the target's mass lies on tokens that the drafter cannot propose."""
+    bs, target = 40_000, torch.tensor([0.1, 0.3, 0.05, 0.25, 0.15, 0.15])
+    ids = torch.tensor([1, 3, 4])
+    logits = torch.tensor([0.2, -0.3, 0.1]).expand(bs, 1, -1)
+    group = rows(bs, 1.0)
+    block = markov_sample_ref(
+        logits, torch.zeros(bs, 1, 1), torch.zeros(bs, dtype=torch.int64), None, None, group, keys(bs),
+        DraftVocabulary(ids, len(target)),
+    )  # fmt: skip
+    accepted = accept_ref(
+        block.tokens,
+        torch.ones(bs, dtype=torch.int64),
+        target.log().expand(2 * bs, -1),
+        torch.arange(0, 2 * bs + 1, 2),
+        block.probs,
+        group,
+        keys(bs),
+    )
+    assert 0.5 < accepted.accepted_lens.double().mean() < 0.8
+    counts = torch.bincount(accepted.out_tokens[:, 0], minlength=len(target)).numpy()
+    assert chisquare(counts, target.numpy() / target.sum().item() * bs).pvalue > 1e-4
+
+
+def test_file(tmp_path):
+    assert load_token_ids(tmp_path, 50) is None
+    save_token_ids(tmp_path, [8, 3, 5])
+    assert load_token_ids(tmp_path, 50) == [3, 5, 8]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        json.dumps({"version": 2, "token_ids": [1]}),
+        json.dumps({"version": 1, "token_ids": []}),
+        json.dumps({"version": 1, "token_ids": [1, 1]}),
+        json.dumps({"version": 1, "token_ids": [2, 1]}),
+        json.dumps({"version": 1, "token_ids": [1, 50]}),
+        json.dumps({"version": 1, "token_ids": [-1, 3]}),
+        json.dumps({"version": 1, "token_ids": [1.5]}),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, content):
+    (tmp_path / FILE).write_text(content)
+    with pytest.raises(CheckpointError, match=FILE):
+        load_token_ids(tmp_path, 50)

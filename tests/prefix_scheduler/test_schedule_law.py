@@ -1,0 +1,161 @@
+"""The schedule of a server, all of it, over many steps of one batch: the text follows the target throughout.
+
+What the real loop does between steps is done here, and worse: survivals are observed two steps late, the calibration is
+refitted, parking toggles and probes come at moments that the tokens of the last step decide.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from confident_pair import ConfidentPair
+from dspark_kernels import DraftBlock
+from step_tables import make_table
+
+from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.prefix_scheduler.policies import Choice, Rule
+from sglang_dspark.worker import schedule as schedule_module
+from sglang_dspark.worker.schedule import Schedule
+from sglang_dspark.worker.state import Drafted, Rounds
+
+ALPHA = 1e-4
+BS, NUM_STEPS, GAMMA = 32, 500, 3
+CPU = torch.device("cpu")
+
+
+def make_schedule(options):
+    calibration = OnlineCalibration(GAMMA)
+    schedule = Schedule(options, GAMMA, calibration, CPU)
+    table = make_table(
+        lambda r, d, c: 10 + 0.05 * r * (1 + d) + np.maximum(r * (1 + d) - 64, 0) * 0.2,
+        lambda r, d, c: 2 + 0.5 * d + 0 * r,
+        gamma=GAMMA,
+    )
+    schedule.start(table)
+    return schedule
+
+
+def drafted_by(block, schedule, choice):
+    """As the worker's draft stage: cut to the depth, or of one request alone; the head is far from calibrated."""
+    block = DraftBlock(
+        block.tokens[:, : choice.depth], block.probs[:, : choice.depth], 3 * block.confidence_logits[:, : choice.depth]
+    )
+    depths = [choice.depth] * BS
+    if choice.only is not None:
+        part = slice(choice.only, choice.only + 1)
+        alone = DraftBlock(block.tokens[part], block.probs[part], block.confidence_logits[part])
+        block, depths = alone.spread(choice.only, BS), [0] * BS
+        depths[choice.only] = choice.depth
+    return Drafted(block, schedule.survival(block.confidence_logits, BS, choice.depth), depths)
+
+
+def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None):
+    """Anchors [n] and emitted tokens [n, gamma + 1] of all rounds, and the choices made."""
+    anchors = torch.arange(BS) % model.vocab_size
+    out_tokens = torch.zeros(BS, GAMMA + 1, dtype=torch.int64)
+    on_the_way, choices, history = [], [], []
+    for step in range(NUM_STEPS):
+        meddle(schedule, step, out_tokens)
+        choice = schedule.choose(BS, 100.0)
+        block, lens = model.draft(anchors, step), torch.zeros(BS, dtype=torch.int64)
+        if choice.depth > 0:
+            drafted = drafted_by(block, schedule, choice)
+            if choice.rule is Rule.UNIFORM:
+                lens = torch.full_like(lens, choice.depth)
+            else:
+                lens, total = schedule.verify_lens(choice, drafted, step)
+                assert total == lens.sum()
+            logits = drafted.block.confidence_logits
+            on_the_way.append(Rounds(choice, drafted.depths, lens, logits, drafted.survival, None))
+        else:
+            on_the_way.append(Rounds(choice, [0] * BS, lens, None, None, None))
+        accepted = model.accept(anchors, block, lens, step)
+        history.append((anchors, accepted))
+        anchors, out_tokens = accepted.bonus_tokens, accepted.out_tokens
+        choices.append((choice, lens))
+        if len(on_the_way) > 2:
+            rounds = on_the_way.pop(0)
+            schedule.observe(rounds, list(range(BS)), history[step - 2][1].accepted_lens.tolist())
+    return (
+        torch.cat([anchors for anchors, _ in history]),
+        torch.cat([accepted.out_tokens for _, accepted in history]),
+        choices,
+    )
+
+
+def meddling(schedule, step, out_tokens):
+    """Parks, resumes and probes as the last tokens say, and not as the policy itself would."""
+    told = int(out_tokens.clamp_min(0).sum())
+    schedule.policy._advantage = float("-inf")
+    schedule.policy.parked = bool(told // 7 % 2) and step % 3 != 0
+    if told % 3 == 0:
+        schedule.policy._steps_to_probe = 0
+
+
+OPTIONS = {
+    "static": DSparkConfig(schedule="static", verify_len=2),
+    "early-stop": DSparkConfig(schedule="early-stop"),
+    "threshold": DSparkConfig(schedule="threshold", confidence_threshold=0.6),
+    "random": DSparkConfig(schedule="random"),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return ConfidentPair()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_text_follows_the_target(model, name):
+    schedule = make_schedule(OPTIONS[name])
+    anchors, out_tokens, choices = serve(model, schedule)
+    assert model.law_p_value(anchors, out_tokens) > ALPHA
+    assert schedule.calibration.num_refits > 10
+    if name != "static":
+        assert all((torch.cat([lens for _, lens in choices]) == n).any() for n in range(3))
+
+
+def kinds(choices):
+    """What a step did: the kinds of choice that the policy ``auto`` knows."""
+    for choice, lens in choices:
+        if choice.depth == 0:
+            yield "plain"
+        elif choice.only is not None:
+            yield "one request alone"
+        elif choice.forced is not None:
+            yield "one request forced"
+        else:
+            yield "trimmed" if lens.sum() < BS * GAMMA else "whole"
+
+
+def test_the_text_follows_the_target_while_auto_parks_probes_and_recalibrates(model):
+    schedule = make_schedule(DSparkConfig())
+    anchors, out_tokens, choices = serve(model, schedule, meddling)
+    assert model.law_p_value(anchors, out_tokens) > ALPHA
+    seen = list(kinds(choices))
+    assert {kind: seen.count(kind) > 5 for kind in set(seen)} == dict.fromkeys(
+        ("plain", "one request alone", "one request forced", "trimmed"), True
+    )
+    assert len({choice.depth for choice, _ in choices}) > 2
+    toggles = sum(a != b for a, b in itertools.pairwise(kind == "plain" for kind in seen))
+    assert toggles > NUM_STEPS / 10
+
+
+def test_a_draft_deciding_about_itself_would_be_noticed(model, monkeypatch):
+    """The same server with drafts ranked by their successor's survival."""
+    honest = schedule_module.top_prefixes
+
+    def ahead(survival, budget):
+        return honest(torch.cat([survival[:, 1:], survival[:, -1:]], dim=1), budget)
+
+    monkeypatch.setattr(schedule_module, "top_prefixes", ahead)
+    schedule = make_schedule(DSparkConfig())
+    half = Choice(Rule.TOP, GAMMA, BS * GAMMA // 3)
+    monkeypatch.setattr(schedule.policy, "choose", lambda requests, context: half)
+    anchors, out_tokens, _ = serve(model, schedule)
+    assert model.law_p_value(anchors, out_tokens) < ALPHA
+    monkeypatch.setattr(schedule_module, "top_prefixes", honest)
+    anchors, out_tokens, _ = serve(model, schedule)
+    assert model.law_p_value(anchors, out_tokens) > ALPHA
