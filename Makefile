@@ -43,9 +43,10 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(if $(PROMPTS),,$(error name JSONL files of {"turns": [text, ...]}: make evidence PROMPTS="a.jsonl b.jsonl"))
 	$(if $(TARGET),,$(RUN) -c 'from sglang_dspark.demo.smollm2 import build; build("$(SMOLLM2)", progress=print)')
 	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/identity.json
-	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) --prompts $(firstword $(PROMPTS)) --output $(RESULTS)/sweep \
-		--config plain --config again=plain --config static:5 --config static:2 --concurrency 1,2,4,8 --rounds 5
-	$(RUN) benchmarks/paired_ratio.py $(RESULTS)/sweep/sweep.csv
+	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/sweep \
+		--config plain --config auto --config static:5 --config static:4 --config static:3 --config static:2 \
+		--config static:1 --concurrency 1,2,4,8,16 --max-tokens 96 --ignore-eos --rounds 6
+	$(RUN) benchmarks/paired_ratio.py $(RESULTS)/sweep/sweep.csv --against-best auto@bfloat16
 	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/sweep/sweep.csv
 
 lock: env ## write constraints.txt from the environment as it is

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
+import numpy as np
+
 from sglang_dspark.prefix_scheduler.lagged_survival import LaggedSurvivals
-from sglang_dspark.prefix_scheduler.planner import Candidate, by_drafts, outlook
+from sglang_dspark.prefix_scheduler.planner import Candidate, Outlook, by_drafts, outlook
 from sglang_dspark.prefix_scheduler.sps_table import Array
 from sglang_dspark.prefix_scheduler.step_times import StepTimes
 
@@ -20,13 +22,14 @@ MIN_GAIN = 0.01
 SWITCH_AT = 0.08
 # But not before it has seen this many rounds: what is known of a drafter before that is a guess.
 FIRST_LOOK_ROUNDS = 64
+# Steps that an outlook holds for: what it is made of changes slowly, and making it is most of the work of a choice.
+OUTLOOK_STEPS = 4
 # Now and then a step serves to learn something (a probe): after so many steps, and not before all that the last probe
 # cost is at most this share of the throughput since.
 PROBE_STEPS = 32
 PROBE_SHARE = 0.01
-# Every other probe times a step that is not taken any more, because the table may be wrong about it: the one that was
-# not seen for longest, of those that such an error can have kept from being the best.
-MAX_TABLE_ERROR = 0.5
+# A step that nobody takes is timed now and then if it may be the fastest within so many standard deviations.
+DOUBT = 2.0
 # A parked server sees little, so what it sees counts for more: rounds that a probe stands for.
 PARKED_PROBE_WEIGHT = 4
 
@@ -134,6 +137,8 @@ class AutoPolicy:
     name: str = "auto"
     needs_confidence: bool = True
     parked: bool = False
+    _outlooks: dict[int, tuple[int, Outlook]] = field(default_factory=dict, init=False)
+    _steps: int = field(default=0, init=False)
     _advantage: float = field(default=0.0, init=False)
     _steps_to_probe: float = field(default=PROBE_STEPS, init=False)
     _probes: int = field(default=0, init=False)
@@ -147,7 +152,7 @@ class AutoPolicy:
         self._drafts = float(self._depth)
 
     def choose(self, requests: int, context: float) -> Choice:
-        ahead = outlook(self.times, self.survivals, requests, context, self._depth, self._drafts)
+        ahead = self._outlook(requests, context)
         better = ahead.best.tokens_per_ms > (1 + MIN_GAIN) * ahead.incumbent.tokens_per_ms
         speculative = ahead.best if better else ahead.incumbent
         gain = math.log(speculative.tokens_per_ms / ahead.plain.tokens_per_ms)
@@ -160,6 +165,14 @@ class AutoPolicy:
             return self._probe(self._last, requests, context)
         return _step(self._last, requests)
 
+    def _outlook(self, requests: int, context: float) -> Outlook:
+        self._steps += 1
+        made, ahead = self._outlooks.get(requests, (0, None))
+        if ahead is None or self._steps - made >= OUTLOOK_STEPS:
+            ahead = outlook(self.times, self.survivals, requests, context, self._depth, self._drafts)
+            self._outlooks[requests] = self._steps, ahead
+        return ahead
+
     def _take_side(self, gain: float) -> None:
         """Park, or speculate again, when the other side has been ahead by enough for long enough."""
         if self.survivals.num_observed < FIRST_LOOK_ROUNDS:
@@ -171,10 +184,11 @@ class AutoPolicy:
             self._advantage = 0.0
 
     def _probe(self, usual: Candidate, requests: int, context: float) -> Choice:
-        """A step that times what is not taken any more; or one that drafts and verifies a request in full.
+        """Learn about what is not done: how long it takes, or what it would yield.
 
-        What is never verified is never observed, and a parked server, or a head that is too careful, could not be
-        corrected.
+        By turns a rival step, because the table may be wrong about it, and one request drafted and verified in full:
+        without, a parked server would never notice that the text got easier, and nothing could correct a head that is
+        too careful.
         """
         self._probes += 1
         rival = self._rival(usual, requests, context) if self._probes % 2 == 0 else None
@@ -195,13 +209,20 @@ class AutoPolicy:
         return choice
 
     def _rival(self, usual: Candidate, requests: int, context: float) -> Candidate | None:
-        """The step unlike the usual one that was not timed for longest, if it may be as fast."""
-        least = usual.tokens_per_ms / (1 + MAX_TABLE_ERROR)
-        last_seen = self.times.last_seen(requests)
-        usual_drafts = round(usual.num_tokens / requests - 1) if usual.depth else 0
-        candidates = enumerate(by_drafts(self.times, self.survivals, requests, context))
-        rivals = [(d, rival) for d, rival in candidates if d != usual_drafts and rival.tokens_per_ms >= least]
-        return min(rivals, key=lambda rival: last_seen[rival[0]])[1] if rivals else None
+        """The step with the best prospects, if the table may be so wrong about it that it is the fastest."""
+        gamma = self.times.table.gamma
+
+        def drafts(step: Candidate) -> int:
+            return min(round(step.num_tokens / requests) - 1, gamma)
+
+        hope = np.exp(DOUBT * self.times.doubt(requests, drafts(usual)))
+        prospects = {
+            rival: rival.tokens_per_ms * hope[drafts(rival)]
+            for rival in by_drafts(self.times, self.survivals, requests, context)
+            if drafts(rival) != drafts(usual)
+        }
+        best = max(prospects, key=lambda rival: prospects[rival], default=None)
+        return best if best is not None and prospects[best] > usual.tokens_per_ms else None
 
     def report(self) -> dict[str, Any]:
         expected = None if self._last is None else self._last.tokens_per_ms * 1e3
@@ -226,5 +247,5 @@ def draft_depths(draft_ms: Array) -> tuple[int, ...]:
     """Block depths worth telling apart, given [requests, drafts, contexts] draft times: all, or only gamma."""
     gamma = draft_ms.shape[1] - 1
     totals = draft_ms.sum((0, 2))  # over the grid: a single cell is cheaper by chance
-    shallow_is_cheaper = bool((totals[1:-1] < 0.98 * totals[-1]).any())
+    shallow_is_cheaper = bool((totals[1:-1] < 0.95 * totals[-1]).any())
     return tuple(range(1, gamma + 1)) if shallow_is_cheaper else (gamma,)

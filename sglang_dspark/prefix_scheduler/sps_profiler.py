@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sglang_dspark.prefix_scheduler.sps_table import SpsTable
+from sglang_dspark.prefix_scheduler.sps_table import Array, SpsTable
 
 MAX_PASSES = 5
 MIN_PASSES = 3
@@ -38,6 +38,7 @@ def measure(
     contexts: Sequence[int],
     limit_s: float,
     tiers: Sequence[int] = (),
+    monotone: bool = False,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> SpsTable:
@@ -50,6 +51,8 @@ def measure(
         load: ``load(requests, context)`` prepares a load.
         limit_s: seconds to spend. Further passes are left out, and, if the first one takes too long, the largest
             request counts, which are then extrapolated.
+        monotone: more tokens, requests or context never take less time here, so that a cell above a larger one is noise
+            and is lowered to it. Not so where some shapes run in CUDA graphs and others do not.
         clock: seconds, for the limit; of the ranks of one server, all must read the same time.
     """
     started = clock()
@@ -77,11 +80,11 @@ def measure(
         next_ends = spent() * (1 + 1 / (done + 2))
         if next_ends > limit_s and (done + 1 >= MIN_PASSES or spent() > limit_s):
             break
-    shape = (len(requests), len(drafts), len(contexts))
-    times = {"draft": np.zeros(shape), "verify": np.zeros(shape)}
-    for (count, d, c, kind), values in samples.items():
-        if count in requests:
-            times[kind][requests.index(count), d, c] = np.median(values)
+    times = _medians(samples, requests, len(drafts), len(contexts))
+    if monotone:
+        # Drafting nothing takes no time by definition, so the drafts' axis of `draft` starts at one.
+        times = {"draft": times["draft"], "verify": _lower_to_larger(times["verify"])}
+        times["draft"][:, 1:] = _lower_to_larger(times["draft"][:, 1:])
     return SpsTable(
         key=dict(key),
         requests=requests,
@@ -91,6 +94,24 @@ def measure(
         verify_ms=times["verify"],
         tiers=list(tiers),
     )
+
+
+def _medians(
+    samples: Mapping[tuple[int, int, int, str], Sequence[float]], requests: Sequence[int], drafts: int, contexts: int
+) -> dict[str, Array]:
+    """[requests, drafts, contexts] medians of ``draft`` and ``verify``; 0 where nothing was timed."""
+    times = {kind: np.zeros((len(requests), drafts, contexts)) for kind in ("draft", "verify")}
+    for (count, d, c, kind), values in samples.items():
+        if count in requests:
+            times[kind][requests.index(count), d, c] = np.median(values)
+    return times
+
+
+def _lower_to_larger(values: Array) -> Array:
+    """Each cell at most as large as every cell that is at least as far along all axes."""
+    for axis in range(values.ndim):
+        values = np.flip(np.minimum.accumulate(np.flip(values, axis), axis), axis)
+    return values
 
 
 def _time(step: Callable[[int], None], num_drafts: int, warm_up: bool) -> float:

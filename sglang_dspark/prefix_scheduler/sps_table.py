@@ -89,8 +89,7 @@ class SpsTable:
             context: mean context tokens per request.
         """
         times = self.times(requests)
-        index = min(int(np.searchsorted(times.num_tokens, num_tokens)), len(times.num_tokens) - 1)
-        return float(times.at(context, (depth, index)))
+        return float(times.at(context, (depth, times.room_for(num_tokens))))
 
     def mismatch(self, key: Mapping[str, str]) -> str | None:
         """First difference between this table's key and ``key``, in words; None when they agree."""
@@ -207,6 +206,10 @@ class LoadTimes:
             start_ms=np.concatenate([step_ms[:1], step_ms]),
             slope_ms=np.concatenate([flat, slope_ms, np.maximum(slope_ms[-1:], 0.0) if len(slope_ms) else flat]),
         )
+
+    def room_for(self, num_tokens: Any) -> Any:
+        """Index of the smallest token count that has room for so many tokens, a number or an array."""
+        return np.minimum(self.num_tokens.searchsorted(num_tokens), len(self.num_tokens) - 1)
 
     def column(self, drafts: float) -> int:
         """Index of the token count that comes nearest to so many drafts per request."""

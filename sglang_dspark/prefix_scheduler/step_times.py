@@ -10,17 +10,15 @@ import numpy as np
 
 from sglang_dspark.prefix_scheduler.sps_table import Array, LoadTimes, SpsTable
 
-# Rates of the running means of log(measured / predicted). A busy neighbour slows all steps alike: the common factor
-# follows within a few steps. What is left is an error of the table at one kind of step (a cell): a plain mean over its
-# first steps, a running one later, and neither before the common factor has settled.
-_COMMON_RATE = 0.2
-_CELL_RATE = 0.03
-_SETTLING_STEPS = 20
-# A step's error is clipped to these: a hiccup of the machine must not count for more than a few ordinary steps.
-_MAX_LOG_RATIO = math.log(2.0)
-_MAX_CELL_ERROR = math.log(1.2)
-# A cell's correction stays within these factors; an error beyond them calls for a new table.
-_MAX_LOG_CELL = math.log(1.5)
+# Standard deviations, of logarithms of measured over predicted time. The machine may be faster or slower than when the
+# table was measured, and a busy neighbour changes that within a few steps; what the table is wrong about stays.
+_SPEED, _SPEED_DRIFT = 1.0, 0.02  # at first, and per step
+_ERROR, _ERROR_DRIFT = 0.15, 0.0015
+_NOISE = 0.1
+# More than this is a hiccup of the machine, and counts as this much.
+_MAX_SURPRISE = 0.25
+# A correction stays within this factor; an error beyond it calls for a new table.
+_MAX_LOG_ERROR = math.log(1.5)
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,9 @@ class StepTimes:
 
     def __init__(self, table: SpsTable) -> None:
         self.table = table
-        self._common = 0.0
-        # By requests (powers of two) and drafts per request.
-        self._cells = np.zeros((32, table.gamma + 1))
-        self._weights = np.zeros_like(self._cells)  # steps that a cell has seen
-        self._seen_at = np.zeros_like(self._cells)  # the last of them, counted over all cells
+        self._beliefs: dict[int, _Belief] = {}
         self._num_steps = 0
-        self._cell_grid = np.arange(table.gamma + 1.0)
+        self._speed = 0.0
         self.measured_ms = self.predicted_ms = self._weight = 0.0
 
     def load(self, requests: int) -> LoadTimes:
@@ -58,74 +52,108 @@ class StepTimes:
     def step_ms(self, requests: int, context: float) -> Array:
         """[gamma + 1, n] milliseconds by depth and by the token counts of :meth:`load`.
 
-        The common factor is left out: it does not change which step is best.
+        The speed of the machine is left out: it does not change which step is best.
         """
         times = self.table.times(requests)
-        cells = self._cells[_bucket(requests)]
         ms: Array = times.at(context)
-        if cells.any():
-            ms = ms * np.interp(times.drafts, self._cell_grid, np.exp(cells))
-        return ms
-
-    def by_drafts(self, requests: int, depth: int, context: float) -> Array:
-        """[requests * depth + 1] milliseconds of a step that drafts to ``depth`` and verifies that many drafts."""
-        times = self.table.times(requests)
-        tokens = np.arange(requests, requests * (depth + 1) + 1)
-        columns = np.searchsorted(times.num_tokens, tokens).clip(max=len(times.num_tokens) - 1)
-        ms: Array = self.step_ms(requests, context)[depth, columns]
-        return ms
+        belief = self._beliefs.get(_bucket(requests))
+        return ms if belief is None else ms * np.exp(belief.error(times.drafts))
 
     def one(self, requests: int, drafts: int, depth: int, context: float) -> float:
         """Milliseconds of one step that drafts to ``depth`` and verifies ``drafts`` drafts in all."""
         column = self.load(requests).column(drafts / requests)
         return float(self.step_ms(requests, context)[depth, column])
 
-    def last_seen(self, requests: int) -> Array:
-        """[gamma + 1] when a step with about so many requests and drafts per request was observed: later is larger."""
-        return self._seen_at[_bucket(requests)]
+    def by_drafts(self, requests: int, depth: int, context: float) -> Array:
+        """[requests * depth + 1] milliseconds of a step that drafts to ``depth`` and verifies that many drafts."""
+        times = self.table.times(requests)
+        tokens = np.arange(requests, requests * (depth + 1) + 1)
+        ms: Array = self.step_ms(requests, context)[depth, times.room_for(tokens)]
+        return ms
+
+    def doubt(self, requests: int, drafts: int) -> Array:
+        """[gamma + 1] standard deviation, in logarithms, of the time of a step against one of ``drafts`` per request.
+
+        By drafts per request; it shrinks with every look, and grows again when there was none for long.
+        """
+        belief = self._beliefs.get(_bucket(requests)) or _Belief(self.table.gamma)
+        return belief.doubt(drafts)
 
     def observe(self, kind: StepKind, measured_ms: float) -> None:
         """Learn from one step."""
         self._num_steps += 1
-        predicted = self.table.step_ms(kind.requests, kind.num_tokens, kind.depth, kind.context)
-        drafts = min(kind.num_tokens / kind.requests - 1, self.table.gamma)
-        bucket = _bucket(kind.requests)
-        self._seen_at[bucket, round(drafts)] = self._num_steps
-        # The correction is interpolated between the cells on either side, and both learn.
-        low = min(int(drafts), self.table.gamma - 1)
-        sides = ((low, 1.0 - drafts + low), (low + 1, drafts - low))
-        cells, weights = self._cells[bucket], self._weights[bucket]
-        predicted *= sum(share * math.exp(cells[side]) for side, share in sides)
-        error = _clip(math.log(measured_ms / predicted) - self._common, _MAX_LOG_RATIO)
-        self._common += _COMMON_RATE * error
-        if self._num_steps > _SETTLING_STEPS:
-            error = _clip(error, _MAX_CELL_ERROR)
-            for side, share in sides:
-                weights[side] += share
-                rate = share * max(_CELL_RATE, 1 / (1 + weights[side]))
-                cells[side] = _clip(float(cells[side]) + rate * error, _MAX_LOG_CELL)
+        belief = self._beliefs.setdefault(_bucket(kind.requests), _Belief(self.table.gamma))
+        times = self.load(kind.requests)
+        column = times.room_for(kind.num_tokens)
+        drafts, table_ms = float(times.drafts[column]), float(times.at(kind.context, (kind.depth, column)))
+        belief.observe(drafts, math.log(measured_ms / table_ms), self._num_steps)
+        self._speed = belief.speed
+        predicted_ms = table_ms * math.exp(belief.error(drafts))
         self._weight = 0.98 * self._weight + 1
         self.measured_ms += (measured_ms - self.measured_ms) / self._weight
-        self.predicted_ms += (predicted - self.predicted_ms) / self._weight
+        self.predicted_ms += (predicted_ms - self.predicted_ms) / self._weight
 
     def report(self) -> dict[str, Any]:
         """JSON form. ``correction``: factor on the table by requests (powers of two) and drafts per request."""
-        rows = {
-            str(1 << bucket): [round(math.exp(value), 4) for value in cells]
-            for bucket, cells in enumerate(self._cells)
-            if cells.any()
-        }
-        seen = self._weight > 0
+        seen = self._num_steps > 0
+        grid = np.arange(self.table.gamma + 1.0)
         return {
             "measured_ms": self.measured_ms if seen else None,
             "predicted_ms": self.predicted_ms if seen else None,
-            "common_factor": math.exp(self._common),
-            "correction": rows,
+            "common_factor": math.exp(self._speed),
+            "correction": {
+                str(1 << bucket): np.exp(belief.error(grid)).round(4).tolist()
+                for bucket, belief in sorted(self._beliefs.items())
+            },
         }
 
 
-def _clip(value: float, bound: float) -> float:
-    return min(max(value, -bound), bound)
+class _Belief:
+    """What is known about steps of about so many requests: a Kalman filter.
+
+    Its state is the machine's speed, and the table's error for every number of drafts per request. A step shows their
+    sum only. As long as nothing but one kind of step is taken, the speed accounts for it; another kind now and then
+    tells the two apart.
+    """
+
+    def __init__(self, gamma: int) -> None:
+        self._grid = np.arange(gamma + 1.0)
+        self._mean = np.zeros(gamma + 2)
+        self._covariance = np.diag([_SPEED**2, *[_ERROR**2] * (gamma + 1)])
+        self._variances = np.einsum("ii->i", self._covariance)  # a view
+        self._drift = np.array([_SPEED_DRIFT**2, *[_ERROR_DRIFT**2] * (gamma + 1)])
+        self._last_step = 0
+
+    @property
+    def speed(self) -> float:
+        return float(self._mean[0])
+
+    def error(self, drafts: Any) -> Any:
+        """Logarithm of the correction by drafts per request, a number or an array; between whole numbers linear."""
+        return np.interp(drafts, self._grid, self._mean[1:])
+
+    def doubt(self, drafts: int) -> Array:
+        variances, shared = self._variances[1:], self._covariance[1 + drafts, 1:]
+        doubt: Array = np.sqrt(np.maximum(variances + variances[drafts] - 2 * shared, 0.0))
+        return doubt
+
+    def observe(self, drafts: float, log_ratio: float, step: int) -> None:
+        """Account for a step that took ``exp(log_ratio)`` times what the table says."""
+        self._variances += self._drift
+        # Of the machine's speed less is known when steps with other loads came in between.
+        elsewhere = step - self._last_step - 1
+        self._variances[0] = min(self._variances[0] + elsewhere * self._drift[0], _SPEED**2)
+        self._last_step = step
+        low = min(int(drafts), len(self._grid) - 2)
+        seen = np.zeros(len(self._mean))
+        seen[0], seen[1 + low], seen[2 + low] = 1.0, low + 1 - drafts, drafts - low
+        shared = self._covariance @ seen
+        surprise = min(max(log_ratio - float(seen @ self._mean), -_MAX_SURPRISE), _MAX_SURPRISE)
+        gain = shared / (float(seen @ shared) + _NOISE**2)
+        self._mean += gain * surprise
+        errors = self._mean[1:]
+        np.maximum(np.minimum(errors, _MAX_LOG_ERROR, out=errors), -_MAX_LOG_ERROR, out=errors)
+        self._covariance -= gain[:, None] * shared
 
 
 def _bucket(requests: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -39,10 +40,17 @@ class Schedule:
         max_verify: most drafts that a step may verify per request.
         calibration: of the confidence head; None without one: survivals are the running acceptance by position then.
         device: where confidences live.
+        lag: steps that the device may be behind when the next one is chosen: the time between two choices is that of
+            the step so many before.
     """
 
     def __init__(
-        self, options: DSparkConfig, max_verify: int, calibration: OnlineCalibration | None, device: torch.device
+        self,
+        options: DSparkConfig,
+        max_verify: int,
+        calibration: OnlineCalibration | None,
+        device: torch.device,
+        lag: int = 0,
     ) -> None:
         self.options = options
         self.max_verify = max_verify
@@ -52,9 +60,10 @@ class Schedule:
         self.times: StepTimes | None = None
         self.survivals: LaggedSurvivals | None = None
         self._entered = 0.0
-        self._kind: StepKind | None = None
+        self._kinds: deque[StepKind | None] = deque([None] * (lag + 1), maxlen=lag + 1)
         self._context = 0.0
         self._coefficients = self._copy_coefficients()
+        self._num_refits = 0
         self.policy: Policy = FixedPolicy(0, "off")
 
     def start(self, table: SpsTable | None) -> None:
@@ -114,20 +123,21 @@ class Schedule:
             context: mean context tokens per request.
         """
         now = time.perf_counter()
-        if self._kind is not None and self.times is not None:
-            self.times.observe(self._kind, (now - self._entered) * 1e3)
-        self._entered, self._kind = now, None
+        kind = self._kinds[0]
+        if kind is not None and self.times is not None:
+            self.times.observe(kind, (now - self._entered) * 1e3)
+        self._entered = now
         self._context = context
         return self.policy.choose(requests, context)
 
     def interrupt(self) -> None:
-        """Something other than a decode step runs: the time until the next one is not the last step's."""
-        self._kind = None
+        """Something other than a decode step runs: the time until the next one is not a step's."""
+        self._kinds.extend([None] * len(self._kinds))
 
     def took(self, choice: Choice, requests: int, num_tokens: int) -> None:
         """The step under way verifies this many tokens; its time is that of a whole batch, unless it drafts for one."""
-        if choice.only is None:
-            self._kind = StepKind(requests, num_tokens, choice.depth, self._context)
+        usual = choice.only is None
+        self._kinds.append(StepKind(requests, num_tokens, choice.depth, self._context) if usual else None)
 
     def survival(self, logits: torch.Tensor | None, bs: int, depth: int) -> torch.Tensor:
         """[bs, depth] calibrated probability that a draft and all before it are accepted.
@@ -137,7 +147,9 @@ class Schedule:
         """
         scale, shift = self._coefficients[:, :depth]
         conditional = scale.expand(bs, depth) if logits is None else torch.sigmoid(logits * scale + shift)
-        return conditional.cumprod(1)
+        # A parallel product may rise in the last bit, and a draft must never rank before its predecessor. A NaN, from a
+        # broken head, would not rank at all.
+        return conditional.nan_to_num(0.0).cumprod(1).cummin(1).values
 
     def verify_lens(self, choice: Choice, drafted: Drafted, step: int) -> tuple[torch.Tensor, int]:
         """Verify lengths of a drafted step, and their sum.
@@ -191,10 +203,14 @@ class Schedule:
             logits = rounds.confidence_logits.double().numpy()[requests]
             # What lies past the drafted depth was not verified, and is not read.
             calibration.observe(_pad(logits, self.max_verify, 0.0), verified, accepted)
+            if calibration.num_refits != self._num_refits:
+                self._num_refits = calibration.num_refits
+                self._coefficients = self._copy_coefficients()
+        if self.calibration is None:
+            self._coefficients = self._copy_coefficients()
         if self.survivals is not None and rounds.survival is not None:
             survival = _pad(rounds.survival.double().numpy()[requests], self.max_verify, np.nan)
             self.survivals.observe(np.repeat(survival, rounds.choice.weight, axis=0))
-        self._coefficients = self._copy_coefficients()
 
     def _copy_coefficients(self) -> torch.Tensor:
         """[2, max_verify] scale and shift of the calibration; without a head, acceptance by position in row 0."""

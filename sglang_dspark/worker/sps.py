@@ -110,6 +110,7 @@ def _measure(worker: DSparkWorker, key: dict[str, str]) -> SpsTable:
             drafts=range(worker.max_verify + 1),
             contexts=contexts,
             limit_s=limit_s,
+            monotone=worker.device.type == "cpu",
             progress=progress,
             clock=lambda: worker.agreement.share(time.perf_counter()),
         )

@@ -42,7 +42,9 @@ class DSparkWorker(SpecWorkerBase):
         shared = self.target.share_with(self.drafter)
         self.heads = ProposalHeads(self.drafter, load_token_ids(path, self.draft_config.vocab_size))
         self.gamma = self.options.gamma(self.draft_config.block_size)
-        self.schedule = Schedule(self.options, self.max_verify, self._calibration(), self.device)
+        # Under overlap a CUDA device is one step behind the host; on a CPU they are the same.
+        lag = int(self.device.type == "cuda" and not self.server_args.disable_overlap_schedule)
+        self.schedule = Schedule(self.options, self.max_verify, self._calibration(), self.device, lag)
         self.counters = Counters(self.gamma)
         self._logged_at = time.monotonic()
         self._warned = False

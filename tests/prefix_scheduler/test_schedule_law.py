@@ -21,7 +21,7 @@ from sglang_dspark.worker.schedule import Schedule
 from sglang_dspark.worker.state import Drafted, Rounds
 
 ALPHA = 1e-4
-BS, NUM_STEPS, GAMMA = 32, 500, 3
+BS, NUM_STEPS, GAMMA = 32, 400, 3
 CPU = torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""The budget's drafts: the best there are, with their predecessors, and chosen without a look at what they decide on."""
+"""The drafts that fill a budget: the best there are, with their predecessors, chosen without a look at their value."""
 
 import itertools
 
