@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_dspark.train.corpus import CorpusRow, padded_features
+from sglang_dspark.train.rows import CorpusRow, padded_ids
+from sglang_dspark.train.target import TargetStates
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,6 @@ class AnchorBatch:
         """Teacher-forced previous tokens ``[bs, A, gamma]``: the anchor, then the labels up to the last but one."""
         return torch.cat([self.anchor_ids[..., None], self.labels[..., :-1]], dim=-1)
 
-    def to(self, device: torch.device) -> AnchorBatch:
-        """The batch on `device`."""
-        return AnchorBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
-
 
 def candidate_anchors(row_len: int, prompt_len: int) -> range:
     """Positions t with t and t+1 both in the answer; so the last prompt token is never an anchor."""
@@ -48,33 +45,31 @@ def sample_anchors(row: CorpusRow, num_anchors: int, generator: torch.Generator)
     return chosen.sort().values + candidates.start
 
 
-def collate(rows: Sequence[CorpusRow], anchors: Sequence[Tensor], block_size: int) -> AnchorBatch:
-    """Pad `rows` and their anchors into one batch.
+def collate(rows: Sequence[CorpusRow], anchors: Sequence[Tensor], states: TargetStates, block_size: int) -> AnchorBatch:
+    """Pad `rows` and their anchors into one batch, on the device of their `states`.
 
     The supervised slots of a block are those whose label lies inside the row: a row ends with its answer, so they are a
     prefix of the block.
     """
-    bs, width = len(rows), max(len(row.input_ids) for row in rows)
-    num_anchors = max(1, *map(len, anchors))
-    padded_ids = torch.zeros(bs, width, dtype=torch.long)
-    last_hidden = rows[0].last_hidden.new_zeros(bs, width, rows[0].last_hidden.shape[-1])
+    device = states.features.device
+    bs, num_anchors = len(rows), max(1, *map(len, anchors))
+    ids = padded_ids(rows).to(device)
     padded_anchors = torch.zeros(bs, num_anchors, dtype=torch.long)
     used = torch.zeros(bs, num_anchors, dtype=torch.bool)
-    lens = torch.tensor([len(row.input_ids) for row in rows])
-    for i, (row, chosen) in enumerate(zip(rows, anchors, strict=True)):
-        padded_ids[i, : lens[i]] = row.input_ids
-        last_hidden[i, : len(row.last_hidden)] = row.last_hidden
+    for i, chosen in enumerate(anchors):
         padded_anchors[i, : len(chosen)] = chosen
         used[i, : len(chosen)] = True
-    label_positions = padded_anchors[..., None] + torch.arange(1, block_size + 1)  # [bs, A, gamma]
+    lens = torch.tensor([len(row.input_ids) for row in rows])
+    padded_anchors, used, lens = padded_anchors.to(device), used.to(device), lens.to(device)
+    label_positions = padded_anchors[..., None] + torch.arange(1, block_size + 1, device=device)  # [bs, A, gamma]
     supervised = (label_positions < lens[:, None, None]) & used[..., None]
-    label_positions = label_positions.clamp(max=width - 1)
-    index = torch.arange(bs)[:, None]
+    label_positions = label_positions.clamp(max=ids.shape[1] - 1)
+    index = torch.arange(bs, device=device)[:, None]
     return AnchorBatch(
-        features=padded_features(rows),
+        features=states.features,
         anchors=padded_anchors,
-        anchor_ids=padded_ids[index, padded_anchors],
-        labels=padded_ids[index[..., None], label_positions],
+        anchor_ids=ids[index, padded_anchors],
+        labels=ids[index[..., None], label_positions],
         supervised=supervised,
-        target_hidden=last_hidden[index[..., None], label_positions - 1],
+        target_hidden=states.last_hidden[index[..., None], label_positions - 1],
     )

@@ -54,6 +54,7 @@ class TrainConfig:
     compute_dtype: str = "float32"
     log_every: int = 10  # steps
     checkpoint_every: int = 200  # steps; held-out acceptance is measured then too
+    own_embeddings: bool = False  # copies of the target's embedding and LM head in the checkpoint, as DeepSpec has them
 
     def __post_init__(self) -> None:
         for name in (
@@ -83,19 +84,25 @@ class TrainConfig:
         return _DTYPES[self.compute_dtype]
 
     def draft_config(self, target_config: Any) -> DraftConfig:
-        """Configuration of the drafter for a target with this transformers configuration (Llama or Qwen3)."""
+        """Configuration of the drafter for a target with this transformers text configuration.
+
+        What the target's family does not have (a rotary base, grouped heads, RMS norms) gets Llama's usual value: the
+        drafter is a Qwen3-style network whatever the target is.
+        """
         with_markov = self.confidence_head and self.confidence_head_with_markov and self.markov_rank > 0
         heads = target_config.num_attention_heads
         return DraftConfig(
             hidden_size=target_config.hidden_size,
-            intermediate_size=self.intermediate_size or target_config.intermediate_size,
+            intermediate_size=self.intermediate_size
+            or getattr(target_config, "intermediate_size", None)
+            or 4 * target_config.hidden_size,
             num_hidden_layers=self.num_layers,
             num_attention_heads=heads,
-            num_key_value_heads=target_config.num_key_value_heads,
+            num_key_value_heads=getattr(target_config, "num_key_value_heads", None) or heads,
             head_dim=getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
             vocab_size=target_config.vocab_size,
-            rms_norm_eps=target_config.rms_norm_eps,
-            rope_theta=target_config.rope_parameters["rope_theta"],
+            rms_norm_eps=getattr(target_config, "rms_norm_eps", 1e-6),
+            rope_theta=_rope_theta(target_config),
             max_position_embeddings=target_config.max_position_embeddings,
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
@@ -113,3 +120,10 @@ class TrainConfig:
         """JSON-ready content."""
         content = {f.name: getattr(self, f.name) for f in fields(self)}
         return content | {"loss": vars(self.loss), "target_layer_ids": list(self.target_layer_ids)}
+
+
+def _rope_theta(target_config: Any) -> float:
+    """Base of the target's rotary embedding, of its global layers where layers differ."""
+    parameters = getattr(target_config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention", parameters)
+    return float(parameters.get("rope_theta", 10_000.0))

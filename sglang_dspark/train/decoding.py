@@ -1,48 +1,42 @@
-"""Batched decoding with the target in process, which keeps the hidden states that the drafter trains on.
+"""Batched decoding with the target in process, which can keep the hidden states that the drafter trains on.
 
-The states come for free while a text is written, so a corpus made here never runs through the target a second time.
+The states come for free while a text is written: a corpus that stores them never runs through the target again. They
+take far more room than the text, so that pays for small targets on a slow machine only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from sglang_dspark.train.target import Target
+from sglang_dspark.train.rows import CorpusRow, StoredRow
+from sglang_dspark.train.target import Target, TargetStates
 
 # Rows that ended stay in the batch until this share of it is idle: dropping them copies the whole KV cache.
 _COMPACT_BELOW = 0.75
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """One prompt, what the target wrote after it, and its states at every position but the last."""
-
-    prompt_ids: list[int]
-    output_ids: list[int]
-    features: Tensor  # [prompt + output - 1, m * d]
-    last_hidden: Tensor  # [prompt + output - 1, d]
-
-
-@torch.inference_mode()
+@torch.no_grad()
 def decode(
     target: Target,
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float],
     max_new_tokens: int,
     generator: torch.Generator,
-) -> list[Continuation]:
+    *,
+    keep_states: bool = False,
+) -> list[CorpusRow]:
     """Continue every prompt until a stop token or `max_new_tokens`.
 
     Args:
         prompts: token ids, one list per row; similar lengths waste least.
         temperatures: per row; 0 takes the argmax.
         max_new_tokens: most tokens written per row; the stop token is kept.
-        generator: CPU generator for the draws.
+        generator: CPU generator for the draws; a target elsewhere draws from one seeded by it.
+        keep_states: return `StoredRow` with the states at every position but the last, on the CPU.
     """
     bs, width, device = len(prompts), max(map(len, prompts)), target.device
     ids = torch.zeros(bs, width, dtype=torch.long)
@@ -51,23 +45,22 @@ def decode(
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    generator = _generator_on(device, generator)
     ids, mask, positions = ids.to(device), mask.to(device), positions.to(device)
-    cache = _PreallocatedCache(target.model.config.num_hidden_layers, width + max_new_tokens)
+    cache = _PreallocatedCache(target.num_layers, width + max_new_tokens)
     states = target.forward(ids, mask[:, :width], positions[:, :width], cache)
-    # The columns of one state row: the tapped features, then the last hidden state.
-    num_features = states.features.shape[-1]
-    kept = torch.zeros(bs, width + max_new_tokens, num_features + target.hidden_size, dtype=target.dtype)
-    kept[:, :width] = torch.cat([states.features, states.last_hidden], dim=-1)
+    kept = _KeptStates(bs, width + max_new_tokens, states) if keep_states else None
 
     outputs: list[list[int]] = [[] for _ in prompts]
     rows = torch.arange(bs)  # batch row -> prompt
     active = torch.ones(bs, dtype=torch.bool)
     heat = torch.tensor(temperatures, dtype=torch.float32)
+    stop_ids = torch.tensor(sorted(target.stop_ids), dtype=torch.long)
     for column in range(width, width + max_new_tokens):
         tokens = _draw(target.logits(states.last_hidden[:, -1]), heat[rows], generator)
         for i in active.nonzero().flatten().tolist():
             outputs[rows[i]].append(int(tokens[i]))
-        active &= ~torch.isin(tokens, torch.tensor(sorted(target.stop_ids)))
+        active &= ~torch.isin(tokens, stop_ids)
         if not active.any() or column == width + max_new_tokens - 1:
             break
         if active.float().mean() < _COMPACT_BELOW:
@@ -81,27 +74,53 @@ def decode(
             positions[device_rows, column : column + 1],
             cache,
         )
-        kept[rows, column] = torch.cat([states.features, states.last_hidden], dim=-1)[:, 0].to(kept.device)
+        if kept is not None:
+            kept.add(rows, column, states)
+    texts = [(torch.tensor([*prompt, *output]), len(prompt)) for prompt, output in zip(prompts, outputs, strict=True)]
+    if kept is None:
+        return [CorpusRow(*text) for text in texts]
     return [
-        _continuation(list(prompt), output, kept[row, width - len(prompt) :], num_features)
-        for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        StoredRow(text, prompt_len, *kept.of_row(row, width - prompt_len, len(text) - 1))
+        for row, (text, prompt_len) in enumerate(texts)
     ]
 
 
-def _continuation(prompt: list[int], output: list[int], states: Tensor, num_features: int) -> Continuation:
-    states = states[: len(prompt) + len(output) - 1]
-    return Continuation(prompt, output, states[:, :num_features].clone(), states[:, num_features:].clone())
+class _KeptStates:
+    """States of all rows and columns of a batch, on the CPU."""
+
+    def __init__(self, bs: int, columns: int, prefill: TargetStates) -> None:
+        def table(states: Tensor) -> Tensor:
+            kept = torch.zeros(bs, columns, states.shape[-1], dtype=states.dtype)
+            kept[:, : states.shape[1]] = states
+            return kept
+
+        self._features, self._last_hidden = table(prefill.features), table(prefill.last_hidden)
+
+    def add(self, rows: Tensor, column: int, states: TargetStates) -> None:
+        """Keep the states of one column; `rows` says which rows are still in the batch."""
+        self._features[rows, column] = states.features[:, 0].cpu()
+        self._last_hidden[rows, column] = states.last_hidden[:, 0].cpu()
+
+    def of_row(self, row: int, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """Features and last hidden states of `length` columns from `start` on."""
+        part = slice(start, start + length)
+        return self._features[row, part].clone(), self._last_hidden[row, part].clone()
+
+
+def _generator_on(device: torch.device, generator: torch.Generator) -> torch.Generator:
+    if device.type == "cpu":
+        return generator
+    return torch.Generator(device).manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
 
 
 def _draw(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
-    """Tokens ``[bs]`` on the CPU, the argmax where the temperature is 0."""
-    logits = logits.cpu()
+    """Tokens ``[bs]`` on the CPU, the argmax where the temperature is 0; logits and generator share a device."""
     tokens = logits.argmax(-1)
-    hot = temperatures.nonzero().flatten()
+    hot = temperatures.nonzero().flatten().to(logits.device)
     if hot.numel():
-        probs = torch.softmax(logits[hot] / temperatures[hot, None], dim=-1)
+        probs = torch.softmax(logits[hot] / temperatures.to(logits.device)[hot, None], dim=-1)
         tokens[hot] = torch.multinomial(probs, 1, generator=generator)[:, 0]
-    return tokens
+    return tokens.cpu()
 
 
 class _PreallocatedLayer(CacheLayerMixin):

@@ -11,15 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.train.block_forward import block_hidden, context_kv
-from sglang_dspark.train.corpus import CorpusRow, padded_features
-from sglang_dspark.train.decoding import decode
-from sglang_dspark.train.target import Target
+from sglang_dspark.train.rows import CorpusRow, StateSource
+from sglang_dspark.train.target import Target, TargetStates
+from sglang_dspark.train.text_writer import TextWriter
+
+# Texts replayed together.
+_BATCH_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,14 @@ class AcceptanceReport:
         before = (1.0, *self.survival[:-1])
         return tuple(now / then if then else 0.0 for now, then in zip(self.survival, before, strict=True))
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready content, accept length and conditional acceptance included."""
+        return vars(self) | {"accept_length": self.accept_length, "conditional": self.conditional}
+
 
 def write_texts(
-    target: Target,
-    prompts: Sequence[str],
+    writer: TextWriter,
+    prompts: Sequence[Sequence[int]],
     *,
     temperature: float,
     max_new_tokens: int,
@@ -53,16 +61,12 @@ def write_texts(
     batch_size: int,
     seed: int,
 ) -> list[CorpusRow]:
-    """Let the target answer `prompts`, a block and a bonus past `max_new_tokens`, to judge the last round in full."""
+    """The target's answers to `prompts`, a block and a bonus past `max_new_tokens`, to judge the last round in full."""
     generator = torch.Generator().manual_seed(seed)
-    texts = []
+    texts: list[CorpusRow] = []
     for start in range(0, len(prompts), batch_size):
-        ids = [target.chat_prompt(prompt) for prompt in prompts[start : start + batch_size]]
-        rows = decode(target, ids, [temperature] * len(ids), max_new_tokens + block_size + 1, generator)
-        texts += [
-            CorpusRow(torch.tensor(r.prompt_ids + r.output_ids), len(r.prompt_ids), r.features, r.last_hidden)
-            for r in rows
-        ]
+        ids = prompts[start : start + batch_size]
+        texts += writer.write(ids, [temperature] * len(ids), max_new_tokens + block_size + 1, generator)
     return texts
 
 
@@ -71,6 +75,7 @@ def replay(
     model: DraftModel,
     target: Target,
     texts: Sequence[CorpusRow],
+    states: StateSource,
     *,
     temperature: float,
     max_new_tokens: int,
@@ -81,57 +86,85 @@ def replay(
     Args:
         model: bound to the target's embedding and LM head, in the dtype to judge.
         texts: answers written by the target at this same temperature, 0 or 1.
+        states: of the texts.
         temperature: 0 compares argmaxes, 1 draws acceptances.
         max_new_tokens: no round starts at or after this many answer tokens.
     """
-    gamma, device = model.config.block_size, model.fc.weight.device
-    k_ctx, v_ctx = context_kv(model, padded_features(texts).to(device, model.fc.weight.dtype))
     generator = torch.Generator().manual_seed(seed)
-    # The first answer token comes from prefill and is the first anchor.
-    anchors = torch.tensor([text.prompt_len for text in texts])
-    histogram = torch.zeros(gamma + 1, dtype=torch.long)
+    histogram = torch.zeros(model.config.block_size + 1, dtype=torch.long)
     num_committed = 0
-    while True:
-        limits = torch.tensor([min(len(t.input_ids) - 1, t.prompt_len + max_new_tokens) for t in texts])
-        rows = (anchors < limits).nonzero().flatten()
-        if not len(rows):
-            break
-        on_device = rows.to(device)
-        ids = torch.stack([texts[row].input_ids[anchors[row]] for row in rows]).to(device)
-        hidden = block_hidden(
-            model, k_ctx[:, on_device], v_ctx[:, on_device], anchors[rows].to(device)[:, None], ids[:, None]
-        )[:, 0]
-        labels, inside, target_hidden = _after(texts, rows, anchors, gamma)
-        if temperature == 0:
-            agrees = _draft_greedy(model, hidden, ids).cpu() == labels
-        else:
-            p_draft = _label_probs(model, hidden, ids, labels.to(device)).cpu()
-            p_target = torch.softmax(target.logits(target_hidden.to(target.device, target.dtype)), dim=-1)
-            p_target = p_target.cpu().gather(-1, labels[..., None])[..., 0]
-            agrees = torch.rand(labels.shape, generator=generator) < p_draft / p_target
-        accepted = (agrees & inside).long().cumprod(-1).sum(-1)
-        histogram += torch.bincount(accepted, minlength=gamma + 1)
-        # After the accepted tokens comes the correction or bonus; an accepted stop token ends the text without one.
-        ends = torch.tensor([len(texts[row].input_ids) - 1 for row in rows])
-        moved = torch.minimum(anchors[rows] + accepted + 1, ends)
-        num_committed += int((moved - anchors[rows]).sum())
-        anchors[rows] = moved
+    for start in range(0, len(texts), _BATCH_ROWS):
+        batch = texts[start : start + _BATCH_ROWS]
+        rounds = _Rounds(model, target, batch, states(batch), temperature, generator)
+        while (accepted := rounds.advance(max_new_tokens)) is not None:
+            histogram += torch.bincount(accepted, minlength=len(histogram))
+        num_committed += rounds.num_committed
     num_rounds = int(histogram.sum())
     at_least = histogram.flip(0).cumsum(0).flip(0)[1:]
     return AcceptanceReport(len(texts), num_rounds, num_committed, tuple((at_least / max(num_rounds, 1)).tolist()))
 
 
-def _after(texts: Sequence[CorpusRow], rows: Tensor, anchors: Tensor, gamma: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``(labels [n, gamma], inside [n, gamma], target_hidden [n, gamma, d])`` of the slots after each row's anchor."""
-    labels, inside, hidden = [], [], []
-    for row in rows.tolist():
-        text = texts[row]
-        positions = anchors[row] + torch.arange(1, gamma + 1)
-        inside.append(positions < len(text.input_ids))
-        positions = positions.clamp(max=len(text.input_ids) - 1)
-        labels.append(text.input_ids[positions])
-        hidden.append(text.last_hidden[positions - 1])
-    return torch.stack(labels), torch.stack(inside), torch.stack(hidden)
+class _Rounds:
+    """The rounds of one batch of texts, all texts at a time."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        target: Target,
+        texts: Sequence[CorpusRow],
+        states: TargetStates,
+        temperature: float,
+        generator: torch.Generator,
+    ) -> None:
+        weight = model.fc.weight
+        self._model, self._target, self._texts = model, target, texts
+        self._temperature, self._generator = temperature, generator
+        self._k_ctx, self._v_ctx = context_kv(model, states.features.to(weight.device, weight.dtype))
+        self._last_hidden = states.last_hidden
+        self._device = weight.device
+        # The first answer token comes from prefill and is the first anchor.
+        self._anchors = torch.tensor([text.prompt_len for text in texts])
+        self._ends = torch.tensor([len(text.input_ids) - 1 for text in texts])
+        self.num_committed = 0
+
+    def advance(self, max_new_tokens: int) -> Tensor | None:
+        """One round of every text that is not at its end: accepted drafts ``[n]``, None when all are."""
+        limits = torch.tensor([text.prompt_len + max_new_tokens for text in self._texts]).minimum(self._ends)
+        rows = (self._anchors < limits).nonzero().flatten()
+        if not len(rows):
+            return None
+        anchors, on_device = self._anchors[rows], rows.to(self._device)
+        ids = torch.stack([self._texts[row].input_ids[self._anchors[row]] for row in rows]).to(self._device)
+        hidden = block_hidden(
+            self._model,
+            self._k_ctx[:, on_device],
+            self._v_ctx[:, on_device],
+            anchors.to(self._device)[:, None],
+            ids[:, None],
+        )[:, 0]
+        accepted = self._accepted(rows, hidden, ids)
+        # After the accepted tokens comes the correction or bonus; an accepted stop token ends the text without one.
+        moved = torch.minimum(anchors + accepted + 1, self._ends[rows])
+        self.num_committed += int((moved - anchors).sum())
+        self._anchors[rows] = moved
+        return accepted
+
+    def _accepted(self, rows: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Accepted drafts ``[n]`` of blocks with ``hidden [n, gamma, d]`` after anchors ``ids [n]``."""
+        positions = self._anchors[rows][:, None] + torch.arange(1, self._model.config.block_size + 1)  # [n, gamma]
+        ends = self._ends[rows][:, None]
+        inside, positions = positions <= ends, positions.minimum(ends)
+        labels = torch.stack([self._texts[row].input_ids[at] for row, at in zip(rows.tolist(), positions, strict=True)])
+        if self._temperature == 0:
+            agrees = _draft_greedy(self._model, hidden, ids).cpu() == labels
+        else:
+            p_draft = _label_probs(self._model, hidden, ids, labels.to(self._device)).cpu()
+            source = self._last_hidden.device
+            before = self._last_hidden[rows.to(source)[:, None], (positions - 1).to(source)]
+            logits = self._target.logits(before.to(self._target.device, self._target.dtype))
+            p_target = torch.softmax(logits, dim=-1).cpu().gather(-1, labels[..., None])[..., 0]
+            agrees = torch.rand(labels.shape, generator=self._generator) < p_draft / p_target
+        return (agrees & inside).long().cumprod(-1).sum(-1)
 
 
 def _draft_greedy(model: DraftModel, hidden: Tensor, anchor_ids: Tensor) -> Tensor:

@@ -16,6 +16,10 @@ from sglang_dspark.errors import ConfigError
 
 # Name under which `_grouped_attention` is registered with transformers.
 _ATTENTION = "dspark_grouped_sdpa"
+# Families whose attention is plain and grouped; others may have soft caps, sinks or windows that it does not know.
+_GROUPED_FAMILIES = ("llama", "qwen2", "qwen3")
+# Relative error of logits recomputed from the last hidden state: a forgotten scale or soft cap is far off.
+_LOGIT_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -31,34 +35,41 @@ class Target:
 
     Attributes:
         model: the `AutoModelForCausalLM`, in eval mode, frozen.
-        tokenizer: its tokenizer.
+        config: its text configuration.
         tap_ids: 0-based ids of the decoder layers whose output is tapped; -1 taps the embedding output.
         stop_ids: token ids that end an answer.
+
+    Raises:
+        ConfigError: the taps do not fit, or the model is built in a way that the drafter's losses cannot follow.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, tap_ids: Sequence[int]) -> None:
+    def __init__(self, model: Any, tap_ids: Sequence[int]) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.tokenizer = tokenizer
+        self.config = model.config.get_text_config()
         self.backbone = model.base_model
         self.tap_ids = tuple(tap_ids)
-        self.hidden_size: int = model.config.hidden_size
-        self.vocab_size: int = model.config.vocab_size
-        _check_tap_ids(self.tap_ids, model.config.num_hidden_layers)
-        eos = model.generation_config.eos_token_id
-        self.stop_ids = frozenset(eos if isinstance(eos, list) else [eos]) - {None}
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = self.config.vocab_size
+        self.num_layers: int = self.config.num_hidden_layers
+        _check_tap_ids(self.tap_ids, self.num_layers)
+        self._layers = _decoder_layers(self.backbone, self.num_layers)
+        self.stop_ids = stop_ids(model.generation_config.eos_token_id)
+        self._check_logits()
 
     @classmethod
     def from_pretrained(
         cls, path: str | Path, tap_ids: Sequence[int], *, dtype: torch.dtype, device: str = "cpu"
     ) -> Target:
-        """Load model and tokenizer from a local checkpoint directory."""
-        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+        """Load a local checkpoint directory, or a model of the Hugging Face hub by its name."""
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
         from transformers.masking_utils import sdpa_mask
 
         AttentionInterface.register(_ATTENTION, _grouped_attention)
         AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=_ATTENTION)
-        return cls(model.to(device), AutoTokenizer.from_pretrained(path), tap_ids)
+        plain = AutoConfig.from_pretrained(path).model_type in _GROUPED_FAMILIES
+        attention = {"attn_implementation": _ATTENTION} if plain else {}
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **attention)
+        return cls(model.to(device), tap_ids)
 
     @property
     def device(self) -> torch.device:
@@ -80,6 +91,13 @@ class Target:
         weight: Tensor = self.model.get_input_embeddings().weight
         return weight
 
+    @property
+    def final_norm_weight(self) -> Tensor:
+        """Weight ``[d]`` of the final norm; ones where it is not called ``norm``."""
+        norm = getattr(self.backbone, "norm", None)
+        weight = getattr(norm, "weight", None)
+        return torch.ones(self.hidden_size) if weight is None else weight
+
     @torch.no_grad()
     def forward(
         self,
@@ -92,7 +110,7 @@ class Target:
         taps: dict[int, Tensor] = {}
         with ExitStack() as hooks:
             for tap_id in self.tap_ids:
-                module = self.model.get_input_embeddings() if tap_id == -1 else self.backbone.layers[tap_id]
+                module = self.model.get_input_embeddings() if tap_id == -1 else self._layers[tap_id]
                 hooks.callback(module.register_forward_hook(_store_output(taps, tap_id)).remove)
             output = self.backbone(
                 input_ids=ids,
@@ -109,11 +127,40 @@ class Target:
         """Float32 logits ``[..., V]`` of last hidden states ``[..., d]``."""
         return nn.functional.linear(last_hidden, self.lm_head_weight).float()
 
-    def chat_prompt(self, user: str) -> list[int]:
-        """Token ids of the chat template with one user turn, open at the assistant's answer."""
-        return self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": user}], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
+    @torch.no_grad()
+    def _check_logits(self) -> None:
+        """The losses recompute the target's logits from its last hidden states: that has to give what it says itself.
+
+        Raises:
+            ConfigError: it does not (soft cap, scale or bias on the logits).
+        """
+        ids = torch.arange(min(8, self.vocab_size), device=self.device)[None]
+        said = self.model(ids).logits.float()
+        recomputed = self.logits(self.forward(ids).last_hidden)
+        if said.shape != recomputed.shape or not torch.allclose(
+            said, recomputed, rtol=0, atol=_LOGIT_TOLERANCE * float(said.abs().max())
+        ):
+            raise ConfigError(
+                f"{type(self.model).__name__}: its logits are not its LM head times its last hidden state (a soft cap, "
+                "scale or bias); drafters for such targets cannot be trained here, choose a Llama- or Qwen3-like target"
+            )
+
+
+def stop_ids(eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
+    """Token ids that end an answer, from the ``eos_token_id`` of a generation configuration."""
+    if eos_token_id is None:
+        return frozenset()
+    return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
+
+
+def _decoder_layers(backbone: nn.Module, num_layers: int) -> nn.ModuleList:
+    for module in backbone.children():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise ConfigError(
+        f"{type(backbone).__name__} has no list of {num_layers} decoder layers to tap; choose a Llama- or Qwen3-like "
+        "target"
+    )
 
 
 def _check_tap_ids(tap_ids: tuple[int, ...], num_layers: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,8 @@ from sglang_dspark.train.corpus import Corpus
 from sglang_dspark.train.initialise import initialise
 from sglang_dspark.train.loss import LossOutput, draft_loss
 from sglang_dspark.train.loss_vocabulary import LossVocabulary, VocabularySlice
-from sglang_dspark.train.target import Target
+from sglang_dspark.train.rows import ComputedStates, CorpusRow, StateSource
+from sglang_dspark.train.target import Target, TargetStates
 
 STATE_FILE = "training_state.pt"
 DRAFT_DIR = "draft"
@@ -36,7 +37,7 @@ LOG_FILE = "log.jsonl"
 _INIT_ROWS = 16
 # Settings that a resumed run may change; with another number of steps the learning rate follows the new schedule from
 # there, so a run can be cut short with a proper decay, or prolonged.
-_MAY_CHANGE = ("steps", "log_every", "checkpoint_every")
+_MAY_CHANGE = ("steps", "log_every", "checkpoint_every", "own_embeddings", "device")
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,24 @@ class StepReport:
 class Trainer:
     """Trains one drafter for one target on one corpus, and keeps it in `out_dir`.
 
-    `out_dir` holds ``draft/`` (a checkpoint of the latest held-out measurement, bfloat16, without embeddings),
-    ``training_state.pt`` and ``log.jsonl``.
+    `out_dir` holds ``draft/`` (a checkpoint of the latest held-out measurement, bfloat16), ``training_state.pt`` and
+    ``log.jsonl``.
+
+    Args:
+        states: where the target's states of the rows come from; default: the target itself, batch by batch.
 
     Raises:
         ConfigError: `out_dir` holds the state of a run with other settings.
     """
 
     def __init__(
-        self, config: TrainConfig, target: Target, corpus: Corpus, held_out: Corpus, out_dir: str | Path
+        self,
+        config: TrainConfig,
+        target: Target,
+        corpus: Corpus,
+        held_out: Corpus,
+        out_dir: str | Path,
+        states: StateSource | None = None,
     ) -> None:
         if target.tap_ids != tuple(config.target_layer_ids):
             raise ConfigError(
@@ -77,22 +87,32 @@ class Trainer:
         self.out_dir = Path(out_dir)
         self.device = torch.device(config.device)
         self.step = 0
+        self._target = target
+        self._states_of = states or ComputedStates(target)
+        self._epoch, self._order = -1, torch.empty(0)
         self._target_lm_head = target.lm_head_weight.to(self.device, config.compute_torch_dtype)
-        self.model = DraftModel(config.draft_config(target.model.config), own_embedding=False, own_lm_head=False)
-        self.model.bind_target(target.embed_weight, target.lm_head_weight)
         self.vocabulary = LossVocabulary(
-            _answer_counts(corpus, target.vocab_size), config.loss_vocab, config.loss_vocab_sampled
+            answer_counts(corpus, target.vocab_size), config.loss_vocab, config.loss_vocab_sampled
         )
-        features = torch.cat([row.features for row in corpus.rows[:_INIT_ROWS]])
+        # Weights are drawn on the CPU, so that a seed means the same drafter on every device.
+        self.model = DraftModel(config.draft_config(target.config), own_embedding=False, own_lm_head=False)
+        self.model.bind_target(target.embed_weight.cpu(), target.lm_head_weight.cpu())
+        features = self._some_features()
         initialise(self.model, target, features, _generator(config.seed, "initialise", 0))
         self.model.to(self.device)
+        self.model.bind_target(target.embed_weight.to(self.device), target.lm_head_weight.to(self.device))
         self.optimizer = torch.optim.AdamW(
             _parameter_groups(self.model, config), weight_decay=config.weight_decay, fused=True
         )
         self._resume()
 
-    def run(self, on_report: Callable[[StepReport], None] | None = None, until: int | None = None) -> DraftModel:
-        """Train to `config.steps` (or stop after step `until`) and return the model."""
+    def run(
+        self,
+        on_report: Callable[[StepReport], None] | None = None,
+        until: int | None = None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> DraftModel:
+        """Train to `config.steps` (or stop after step `until`) and return the model; `on_step` gets steps done."""
         started = time.perf_counter()
         pending: list[LossOutput] = []
         batches: list[Tensor] = []
@@ -102,6 +122,8 @@ class Trainer:
             pending.append(self._train_step(batch))
             batches.append(batch.supervised)
             self.step += 1
+            if on_step is not None:
+                on_step(self.step)
             if self.step % self.config.log_every == 0:
                 self._report(pending, batches, started, False, on_report)
                 pending, batches = [], []
@@ -111,10 +133,13 @@ class Trainer:
         return self.model
 
     def export(self, directory: str | Path) -> None:
-        """Write the drafter as a bfloat16 checkpoint without embeddings."""
+        """Write the drafter as a bfloat16 checkpoint, with copies of embedding and LM head if the settings say so."""
         exported = DraftModel(self.model.config, own_embedding=False, own_lm_head=False)
         exported.load_state_dict(self.model.state_dict())
-        save_draft_model(exported.to(torch.bfloat16), directory, include_embeddings=False)
+        exported.to(torch.bfloat16)
+        if self.config.own_embeddings:
+            exported.bind_target(*(w.to(torch.bfloat16) for w in (self._target.embed_weight, self._target_lm_head)))
+        save_draft_model(exported, directory, include_embeddings=self.config.own_embeddings)
 
     def _train_step(self, batch: AnchorBatch) -> LossOutput:
         for group in self.optimizer.param_groups:
@@ -140,11 +165,25 @@ class Trainer:
         rows = []
         for position in range(step * size, (step + 1) * size):
             epoch, offset = divmod(position, num_rows)
-            order = torch.randperm(num_rows, generator=_generator(self.config.seed, "epoch", epoch))
-            rows.append(self.corpus.rows[order[offset]])
-        generator = _generator(self.config.seed, "anchors", step)
+            if epoch != self._epoch:
+                self._epoch = epoch
+                self._order = torch.randperm(num_rows, generator=_generator(self.config.seed, "epoch", epoch))
+            rows.append(self.corpus.rows[self._order[offset]])
+        return self._collate(rows, _generator(self.config.seed, "anchors", step))
+
+    def _collate(self, rows: Sequence[CorpusRow], generator: torch.Generator) -> AnchorBatch:
+        """`rows` with anchors drawn by `generator`, ready for the loss."""
         anchors = [sample_anchors(row, self.config.anchors_per_row, generator) for row in rows]
-        return self._to_device(collate(rows, anchors, self.config.block_size))
+        states = self._states_of(rows)
+        dtype = self.config.compute_torch_dtype
+        states = TargetStates(states.features.to(self.device, dtype), states.last_hidden.to(self.device, dtype))
+        return collate(rows, anchors, states, self.config.block_size)
+
+    def _some_features(self) -> Tensor:
+        """Tapped features ``[n, m * d]`` of the first rows, on the CPU."""
+        rows = self.corpus.rows[:_INIT_ROWS]
+        features = self._states_of(rows).features
+        return torch.cat([f[: len(row.input_ids) - 1] for f, row in zip(features, rows, strict=True)]).cpu()
 
     @torch.no_grad()
     def _evaluate(self) -> tuple[list[LossOutput], list[Tensor]]:
@@ -152,18 +191,12 @@ class Trainer:
         outputs, supervised = [], []
         for start in range(0, len(self.held_out), self.config.batch_rows):
             rows = self.held_out.rows[start : start + self.config.batch_rows]
-            generator = _generator(self.config.seed, "held-out", start)
-            anchors = [sample_anchors(row, self.config.anchors_per_row, generator) for row in rows]
-            batch = self._to_device(collate(rows, anchors, self.config.block_size))
+            batch = self._collate(rows, _generator(self.config.seed, "held-out", start))
             with self._autocast():
                 whole = VocabularySlice(None, None, None)
                 outputs.append(draft_loss(self.model, batch, whole, self._target_lm_head, self.config.loss))
             supervised.append(batch.supervised)
         return outputs, supervised
-
-    def _to_device(self, batch: AnchorBatch) -> AnchorBatch:
-        features = batch.features.to(self.config.compute_torch_dtype)
-        return AnchorBatch(**(vars(batch) | {"features": features})).to(self.device)
 
     def _autocast(self) -> torch.autocast | nullcontext[None]:
         dtype = self.config.compute_torch_dtype
@@ -215,10 +248,15 @@ class Trainer:
             return
         state = torch.load(path, map_location=self.device, weights_only=True)
         ours = self.config.to_dict()
-        changed = sorted(key for key in ours if key not in _MAY_CHANGE and state["config"].get(key) != ours[key])
+        theirs = state["config"]
+        changed = [
+            f"{key}={ours[key]!r} (then {theirs.get(key)!r})"
+            for key in sorted(ours)
+            if key not in _MAY_CHANGE and theirs.get(key) != ours[key]
+        ]
         if changed:
             raise ConfigError(
-                f"{path} is of a run with other values of {', '.join(changed)}; give the same settings to continue "
+                f"{path} is of a run with other settings: {', '.join(changed)}; give the same settings to continue "
                 "it, or another output directory to start afresh"
             )
         self.step = state["step"]
@@ -249,7 +287,8 @@ def _generator(seed: int, purpose: str, index: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + key) % 2**63)
 
 
-def _answer_counts(corpus: Corpus, vocab_size: int) -> Tensor:
+def answer_counts(corpus: Corpus, vocab_size: int) -> Tensor:
+    """How often each token occurs in the answers: ``[V]`` int64."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for row in corpus.rows:
         counts += torch.bincount(row.input_ids[row.prompt_len :], minlength=vocab_size)

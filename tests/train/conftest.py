@@ -8,8 +8,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.train.config import TrainConfig
-from sglang_dspark.train.corpus import Corpus, CorpusRow
+from sglang_dspark.train.corpus import Corpus
 from sglang_dspark.train.decoding import decode
+from sglang_dspark.train.rows import StoredRow
 from sglang_dspark.train.target import Target
 
 TAP_IDS = (0, 2)
@@ -32,23 +33,19 @@ def target() -> Target:
         eos_token_id=STOP_ID,
         rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
     )
-    return Target(Qwen3ForCausalLM(config), None, TAP_IDS)
+    return Target(Qwen3ForCausalLM(config), TAP_IDS)
 
 
 @pytest.fixture(scope="session")
-def rows(target: Target) -> list[CorpusRow]:
+def rows(target: Target) -> list[StoredRow]:
     """Six greedy texts of different prompt lengths."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in (3, 5, 6, 6, 8, 4)]
-    written = decode(target, prompts, [0.0] * len(prompts), 20, generator)
-    return [
-        CorpusRow(torch.tensor(w.prompt_ids + w.output_ids), len(w.prompt_ids), w.features, w.last_hidden)
-        for w in written
-    ]
+    return decode(target, prompts, [0.0] * len(prompts), 20, generator, keep_states=True)
 
 
 @pytest.fixture(scope="session")
-def corpus(rows: list[CorpusRow]) -> Corpus:
+def corpus(rows: list[StoredRow]) -> Corpus:
     return Corpus(rows)
 
 

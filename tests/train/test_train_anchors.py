@@ -2,12 +2,12 @@ import torch
 
 from sglang_dspark.train.anchors import collate, sample_anchors
 from sglang_dspark.train.block_forward import block_hidden, context_kv
-from sglang_dspark.train.corpus import CorpusRow, padded_features
+from sglang_dspark.train.rows import StoredRow, stored_states
 
 
-def make_row(row_len: int, prompt_len: int) -> CorpusRow:
+def make_row(row_len: int, prompt_len: int) -> StoredRow:
     generator = torch.Generator().manual_seed(row_len)
-    return CorpusRow(
+    return StoredRow(
         torch.randint(3, 64, (row_len,), generator=generator),
         prompt_len,
         torch.randn(row_len, 64, generator=generator),
@@ -34,7 +34,7 @@ def test_short_answers_give_fewer_anchors():
 def test_batch_reads_labels_and_target_states_at_the_right_positions():
     rows = [make_row(20, 8), make_row(11, 6)]
     anchors = [torch.tensor([8, 15, 18]), torch.tensor([9])]
-    batch = collate(rows, anchors, 4)
+    batch = collate(rows, anchors, stored_states(rows), 4)
     assert batch.supervised.tolist() == [
         [[True] * 4, [True] * 4, [True, False, False, False]],
         [[True, False, False, False], [False] * 4, [False] * 4],
@@ -46,7 +46,7 @@ def test_batch_reads_labels_and_target_states_at_the_right_positions():
 
 
 def test_a_block_sees_the_context_before_its_anchor_and_nothing_else(target, rows, random_drafter):
-    features = padded_features(rows[:1])
+    features = stored_states(rows[:1]).features
     anchors = torch.tensor([[6, 10, 15]])
     ids = rows[0].input_ids[anchors]
 

@@ -5,6 +5,7 @@ import torch
 
 from sglang_dspark.draft.reference import decode_greedy
 from sglang_dspark.train.evaluate import replay
+from sglang_dspark.train.rows import ComputedStates, stored_states
 from sglang_dspark.train.trainer import Trainer
 
 NEW_TOKENS = 14
@@ -33,7 +34,7 @@ def test_greedy_replay_equals_the_literal_decoding_loop(target, rows, half_train
         committed += round(decoded.accept_length * len(decoded.rounds))
         for one in decoded.rounds:
             accepted[: one.accepted] += 1
-    report = replay(half_trained, target, rows, temperature=0, max_new_tokens=NEW_TOKENS)
+    report = replay(half_trained, target, rows, ComputedStates(target), temperature=0, max_new_tokens=NEW_TOKENS)
     assert (report.num_rounds, report.num_committed) == (rounds, committed)
     assert report.survival == pytest.approx((accepted / rounds).tolist())
     assert 1.1 < report.accept_length < 4.9
@@ -53,7 +54,10 @@ def test_sampled_replay_accepts_with_the_probability_of_speculative_sampling(tar
     p_draft = torch.softmax(decoded.rounds[0].block.logits[0], dim=-1)
     label = row.input_ids[row.prompt_len + 1]
     expected = min(1.0, float(p_draft[label] / p_target[row.prompt_len, label]))
-    reports = [replay(half_trained, target, [row], temperature=1, max_new_tokens=1, seed=seed) for seed in range(600)]
+    reports = [
+        replay(half_trained, target, [row], stored_states, temperature=1, max_new_tokens=1, seed=seed)
+        for seed in range(600)
+    ]
     observed = sum(report.survival[0] for report in reports) / len(reports)
     assert all(report.num_rounds == 1 for report in reports)
     # Four standard deviations of a mean of 600 coins.

@@ -13,6 +13,7 @@ from sglang_dspark.train import loss as loss_module
 from sglang_dspark.train.anchors import collate, sample_anchors
 from sglang_dspark.train.loss import LossWeights, draft_loss
 from sglang_dspark.train.loss_vocabulary import LossVocabulary, VocabularySlice
+from sglang_dspark.train.rows import stored_states
 
 WHOLE = VocabularySlice(None, None, None)
 WEIGHTS = LossWeights(ce=0.3, l1=0.9, confidence=0.7, position_decay=3.0)
@@ -66,7 +67,7 @@ def test_loss_and_gradients_equal_the_literal_objective(head, target, rows, conf
     model = make_drafter(replace(config, markov_head_type=head, confidence_head_with_markov=head != "gated"))
     generator = torch.Generator().manual_seed(0)
     anchors = [sample_anchors(row, 5, generator) for row in rows]
-    output = draft_loss(model, collate(rows, anchors, 4), WHOLE, target.lm_head_weight, WEIGHTS)
+    output = draft_loss(model, collate(rows, anchors, stored_states(rows), 4), WHOLE, target.lm_head_weight, WEIGHTS)
     output.loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -81,7 +82,7 @@ def test_loss_and_gradients_equal_the_literal_objective(head, target, rows, conf
 
 def test_a_slice_that_holds_every_token_changes_nothing(target, rows, config, make_drafter):
     model = make_drafter(config)
-    batch = collate(rows, [torch.tensor([row.prompt_len, row.prompt_len + 9]) for row in rows], 4)
+    batch = collate(rows, [torch.tensor([row.prompt_len, row.prompt_len + 9]) for row in rows], stored_states(rows), 4)
     whole = draft_loss(model, batch, WHOLE, target.lm_head_weight, WEIGHTS)
     every = LossVocabulary(torch.arange(64), 40, 24).draw(torch.Generator(), torch.device("cpu"))
     sliced = draft_loss(model, batch, every, target.lm_head_weight, WEIGHTS)
@@ -106,7 +107,7 @@ def test_sampled_tokens_stand_for_all_that_are_left_out():
 
 def test_labels_outside_the_slice_carry_no_cross_entropy(target, rows, config, make_drafter):
     model = make_drafter(config)
-    batch = collate(rows[:1], [torch.tensor([rows[0].prompt_len])], 4)
+    batch = collate(rows[:1], [torch.tensor([rows[0].prompt_len])], stored_states(rows[:1]), 4)
     labels = set(batch.labels.flatten().tolist())
     ids = torch.tensor([token for token in range(64) if token not in labels])
     index = torch.full((64,), -1)

@@ -8,6 +8,7 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.train.config import TrainConfig
 from sglang_dspark.train.corpus import Corpus
 from sglang_dspark.train.evaluate import replay
+from sglang_dspark.train.rows import stored_states
 from sglang_dspark.train.trainer import DRAFT_DIR, Trainer
 
 
@@ -15,14 +16,14 @@ def test_a_drafter_learns_a_small_corpus_by_heart(target, rows, config, tmp_path
     corpus = Corpus(rows[:3])
     overfit = replace(config, steps=250, learning_rate=1e-2, batch_rows=3, anchors_per_row=20, checkpoint_every=250)
     trainer = Trainer(overfit, target, corpus, corpus, tmp_path)
-    untrained = replay(trainer.model, target, corpus.rows, temperature=0, max_new_tokens=18)
+    untrained = replay(trainer.model, target, corpus.rows, stored_states, temperature=0, max_new_tokens=18)
     trainer.run()
-    learned = replay(trainer.model, target, corpus.rows, temperature=0, max_new_tokens=18)
+    learned = replay(trainer.model, target, corpus.rows, stored_states, temperature=0, max_new_tokens=18)
     assert untrained.accept_length < 2.5
     assert min(learned.survival) > 0.9
     stored = load_draft_model(tmp_path / DRAFT_DIR, dtype=torch.float32, device="cpu")
     stored.bind_target(target.embed_weight, target.lm_head_weight)
-    assert replay(stored, target, corpus.rows, temperature=0, max_new_tokens=18).accept_length > 4
+    assert replay(stored, target, corpus.rows, stored_states, temperature=0, max_new_tokens=18).accept_length > 4
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(target, corpus, config, tmp_path):
@@ -38,7 +39,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(target, corpus, config, tmp_p
 
 def test_continuing_with_other_settings_is_refused(target, corpus, config, tmp_path):
     Trainer(config, target, corpus, corpus, tmp_path).run(until=3)
-    with pytest.raises(ConfigError, match="other values of learning_rate"):
+    with pytest.raises(ConfigError, match=r"other settings: learning_rate=0\.0001 \(then 0\.005\); give"):
         Trainer(replace(config, learning_rate=1e-4), target, corpus, corpus, tmp_path)
 
 

@@ -17,14 +17,18 @@ from pathlib import Path
 
 import torch
 
+from sglang_dspark.calibration.prompts import read_prompts
 from sglang_dspark.demo.smollm2 import build
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.train.config import TrainConfig
-from sglang_dspark.train.corpus import Corpus, generate, invent_prompts, read_prompts
+from sglang_dspark.train.corpus import Corpus, generate, invent_prompts
 from sglang_dspark.train.evaluate import AcceptanceReport, replay, write_texts
+from sglang_dspark.train.prompt_format import PromptFormat
 from sglang_dspark.train.recipes.seed_prompts import BOXED, openings, templated
+from sglang_dspark.train.rows import ComputedStates, stored_states
 from sglang_dspark.train.target import Target
+from sglang_dspark.train.text_writer import InProcessWriter
 from sglang_dspark.train.trainer import DRAFT_DIR, StepReport, Trainer
 
 CACHE = Path(".cache")
@@ -85,7 +89,8 @@ def write_prompts(target: Target) -> None:
     batches: list[list[dict[str, object]]] = []
     for domain, (num_templated, num_openings) in PROMPT_COUNTS.items():
         invented = invent_prompts(
-            target,
+            InProcessWriter(target),
+            PromptFormat.from_pretrained(TARGET_DIR),
             openings(domain, num_openings, SEED),
             max_new_tokens=80,
             temperature=0.7,
@@ -107,14 +112,19 @@ def write_prompts(target: Target) -> None:
 
 
 def write_corpus(target: Target) -> None:
-    """Let the target answer the prompts, and keep text and states in `CORPUS_DIR`."""
+    """Let the target answer the prompts, and keep text and states in `CORPUS_DIR`.
+
+    On one core the target takes longer to compute the states of a batch anew than the drafter to learn from them.
+    """
+    prompt_format = PromptFormat.from_pretrained(TARGET_DIR)
     rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    encoded = [(prompt_format.encode(row["prompt"]), row["temperature"]) for row in rows]
+    prompts, temperatures = zip(*(row for row in encoded if len(row[0]) <= MAX_PROMPT_LEN), strict=True)
     generate(
-        target,
-        [row["prompt"] for row in rows],
-        [row["temperature"] for row in rows],
+        InProcessWriter(target, keep_states=True),
+        prompts,
+        temperatures,
         CORPUS_DIR,
-        max_prompt_len=MAX_PROMPT_LEN,
         max_new_tokens=MAX_ANSWER_LEN,
         batch_size=BATCH_SIZE,
         seed=SEED,
@@ -127,7 +137,7 @@ def train(target: Target) -> Trainer:
     """Train on the corpus, the last rows held out, in `RUN_DIR`."""
     corpus = Corpus.load(CORPUS_DIR, limit=MAX_SHARDS)
     held_out = Corpus(corpus.rows[-HELD_OUT_ROWS:])
-    trainer = Trainer(CONFIG, target, Corpus(corpus.rows[:-HELD_OUT_ROWS]), held_out, RUN_DIR)
+    trainer = Trainer(CONFIG, target, Corpus(corpus.rows[:-HELD_OUT_ROWS]), held_out, RUN_DIR, stored_states)
     trainer.run(_print_report)
     return trainer
 
@@ -144,16 +154,17 @@ def measure(path: Path) -> AcceptanceReport:
     target = Target.from_pretrained(TARGET_DIR, TAP_IDS, dtype=torch.float32)
     model = load_draft_model(RUN_DIR / DRAFT_DIR, dtype=torch.float32, device="cpu")
     model.bind_target(target.embed_weight, target.lm_head_weight)
+    prompt_format = PromptFormat.from_pretrained(TARGET_DIR)
     texts = write_texts(
-        target,
-        read_prompts(path, MEASURED_PROMPTS),
+        InProcessWriter(target),
+        [prompt_format.encode(prompt) for prompt in read_prompts(path, MEASURED_PROMPTS)],
         temperature=0,
         max_new_tokens=MEASURED_TOKENS,
         block_size=model.config.block_size,
         batch_size=MEASURED_PROMPTS,
         seed=SEED,
     )
-    return replay(model, target, texts, temperature=0, max_new_tokens=MEASURED_TOKENS)
+    return replay(model, target, texts, ComputedStates(target), temperature=0, max_new_tokens=MEASURED_TOKENS)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,0 +1,58 @@
+"""Who writes the texts: the target in this process, or a server (`sglang_dspark.train.server_writer`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from sglang_dspark.train.decoding import decode
+from sglang_dspark.train.rows import CorpusRow
+from sglang_dspark.train.target import Target
+
+
+class TextWriter(Protocol):
+    """Lets the target continue prompts."""
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Token ids that end an answer."""
+
+    def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        max_new_tokens: int,
+        generator: torch.Generator,
+    ) -> list[CorpusRow]:
+        """Continue every prompt until a stop token, which is kept, or `max_new_tokens`.
+
+        Args:
+            prompts: token ids.
+            temperatures: one per prompt, 0 = greedy; the whole vocabulary is drawn from.
+            generator: CPU generator behind all draws.
+        """
+
+
+class InProcessWriter:
+    """The target in this process; `keep_states` keeps its states with the rows (`StoredRow`)."""
+
+    def __init__(self, target: Target, *, keep_states: bool = False) -> None:
+        self._target = target
+        self._keep_states = keep_states
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """See `TextWriter.stop_ids`."""
+        return self._target.stop_ids
+
+    def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        max_new_tokens: int,
+        generator: torch.Generator,
+    ) -> list[CorpusRow]:
+        """See `TextWriter.write`."""
+        return decode(self._target, prompts, temperatures, max_new_tokens, generator, keep_states=self._keep_states)
