@@ -32,7 +32,7 @@ class MarkovHead(Protocol):
 
 
 class ConfidenceHead(Protocol):
-    """Maps post-norm hidden [bs, d] and the previous token's W1 embedding [bs, r] (or None) to logits [bs]."""
+    """Maps post-norm hidden [..., d] and the previous token's W1 embedding [..., r] (or None) to logits [...]."""
 
     def __call__(self, hidden: torch.Tensor, w1_embedding: torch.Tensor | None) -> torch.Tensor: ...
 
@@ -71,15 +71,11 @@ class DraftBlock:
     probs: torch.Tensor | None
     confidence_logits: torch.Tensor | None
 
-    def spread(self, request: int, bs: int) -> "DraftBlock":
-        """A batch of ``bs`` requests in which ``request`` has this block, of one request, and the others fillers."""
+    def spread(self, index: torch.Tensor, bs: int) -> "DraftBlock":
+        """A batch of ``bs`` requests in which ``index`` [m] int64 have these blocks, the others fillers."""
 
         def place(part: torch.Tensor | None) -> torch.Tensor | None:
-            if part is None:
-                return None
-            whole = part.new_zeros((bs, *part.shape[1:]))
-            whole[request] = part[0]
-            return whole
+            return None if part is None else part.new_zeros((bs, *part.shape[1:])).index_copy_(0, index, part)
 
         tokens = place(self.tokens)
         assert tokens is not None
@@ -114,14 +110,13 @@ def markov_sample_ref(
     bs, gamma, _ = base_logits.shape
     uniforms = keys.block_uniform(gamma, Purpose.DRAFT) if rows.any_sampled else None
     state = markov.initial_state(bs, hidden.device, hidden.dtype) if markov is not None else None
-    tokens, confidences, drawn_from = [anchors], [], []
+    tokens, w1_embeddings, drawn_from = [anchors], [], []
     for k in range(gamma):
-        logits, w1_embedding = base_logits[:, k], None
+        logits = base_logits[:, k]
         if markov is not None:
             bias, w1_embedding, state = markov.step(tokens[-1], hidden[:, k], state)
+            w1_embeddings.append(w1_embedding)
             logits = logits.float() + bias  # float32 whatever the bias's dtype
-        if confidence is not None:
-            confidences.append(confidence(hidden[:, k], w1_embedding))
         if vocabulary is not None and rows.all_greedy:
             tokens.append(vocabulary.token_ids[logits.argmax(-1)])
             continue
@@ -133,10 +128,13 @@ def markov_sample_ref(
         tokens.append(slot_tokens)
         if sampled_probs is not None:
             drawn_from.append(sampled_probs)
+    confidence_logits = None
+    if confidence is not None:
+        confidence_logits = confidence(hidden, torch.stack(w1_embeddings, dim=1) if w1_embeddings else None)
     return DraftBlock(
         tokens=torch.stack(tokens[1:], dim=1),
         probs=_by_request(torch.stack(drawn_from, dim=1), rows) if drawn_from else None,
-        confidence_logits=torch.stack(confidences, dim=1) if confidences else None,
+        confidence_logits=confidence_logits,
     )
 
 

@@ -142,8 +142,8 @@ class RoundKeys:
         slots = torch.arange(num_slots, device=self.request_keys.device)
         return uniform(self.seed, self.step, self.request_keys[:, None], slots, purpose)
 
-    def take(self, index: torch.Tensor | slice) -> "RoundKeys":
-        """Keys of the requests ``index`` ([m] int64, or a slice)."""
+    def take(self, index: torch.Tensor) -> "RoundKeys":
+        """Keys of the requests ``index`` [m] int64."""
         return RoundKeys(self.seed, self.step, self.request_keys[index], self.positions[index])
 
 

@@ -27,12 +27,11 @@ class SamplingReader:
         """Rows of ``reqs``, in order."""
         same = len(reqs) == len(self._reqs) and all(a is b for a, b in zip(reqs, self._reqs, strict=True))
         if self._rows is None or not same:
-            self._rows = self.rows_of(*reqs)
+            self._rows = self._rows_of(reqs)
             self._reqs = list(reqs)
         return self._rows
 
-    def rows_of(self, *reqs: Any) -> SamplingRows:
-        """Rows of these requests, made anew."""
+    def _rows_of(self, reqs: Sequence[Any]) -> SamplingRows:
         parameters = [req.sampling_params for req in reqs]
         return SamplingRows.from_lists(
             temperatures=[p.temperature for p in parameters],

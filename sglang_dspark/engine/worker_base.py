@@ -42,6 +42,7 @@ class SpecWorkerBase(BaseSpecWorker):
         self.draft_config = DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
         self.target = Target(target_worker.model_runner, self.draft_config)
         self.sampling = SamplingReader(self.device)
+        self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = server_args.speculative_num_draft_tokens - 1
         self.step = 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
 
@@ -53,7 +54,7 @@ class Choice:
         depth: drafts proposed per request, 0 for a plain step.
         budget: drafts verified in all; for the rules UNIFORM and TOP.
         forced: request that is verified to the full depth whatever its survivals.
-        only: request that is drafted alone; None drafts all.
+        drafted: requests that are drafted, ascending; None drafts all.
         weight: rounds that a round of this step stands for in the statistics of survivals.
     """
 
@@ -61,8 +62,21 @@ class Choice:
     depth: int
     budget: int = 0
     forced: int | None = None
-    only: int | None = None
+    drafted: tuple[int, ...] | None = None
     weight: int = 1
+
+    def is_uniform(self, requests: int) -> bool:
+        """Whether every request verifies its whole block, whatever the confidences."""
+        whole = self.rule is Rule.TOP and self.drafted is None and self.budget == requests * self.depth
+        return whole or self.rule is Rule.UNIFORM
+
+    def for_some(self, drafted: Sequence[int], requests: int) -> Choice:
+        """The same step with only ``drafted`` of the ``requests`` requests drafted."""
+        if len(drafted) == requests:
+            return self
+        if not drafted:
+            return PLAIN
+        return replace(self, drafted=tuple(drafted), budget=min(self.budget, len(drafted) * self.depth))
 
 
 PLAIN = Choice(Rule.UNIFORM, depth=0)
@@ -173,6 +187,16 @@ class AutoPolicy:
             self._outlooks[requests] = self._steps, ahead
         return ahead
 
+    def least_gain(self, requests: int, depth: int, context: float) -> float:
+        """Accepted drafts that a request must bring per round to be worth its share of the draft stage."""
+        if self._last is None:
+            return 0.0
+        draft_ms = [
+            self.times.one(count, 0, depth, context) - self.times.one(count, 0, 0, context)
+            for count in (requests - 1, requests)
+        ]
+        return max(0.0, draft_ms[1] - draft_ms[0]) * self._last.tokens_per_ms
+
     def _take_side(self, gain: float) -> None:
         """Park, or speculate again, when the other side has been ahead by enough for long enough."""
         if self.survivals.num_observed < FIRST_LOOK_ROUNDS:
@@ -196,7 +220,7 @@ class AutoPolicy:
         if rival is not None:
             choice, ms, committed = _step(rival, requests), rival.ms, rival.committed
         elif self.parked:
-            choice = Choice(Rule.TOP, gamma, gamma, forced=probed, only=probed, weight=PARKED_PROBE_WEIGHT)
+            choice = Choice(Rule.TOP, gamma, gamma, forced=probed, drafted=(probed,), weight=PARKED_PROBE_WEIGHT)
             draft_ms = self.times.one(1, 0, gamma, context) - self.times.one(1, 0, 0, context)
             ms, committed = self.times.one(requests, gamma, 0, context) + draft_ms, usual.committed
         else:

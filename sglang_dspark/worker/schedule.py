@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,11 @@ from sglang_dspark.prefix_scheduler.policies import (
     draft_depths,
 )
 from sglang_dspark.prefix_scheduler.position_acceptance import PositionAcceptance
+from sglang_dspark.prefix_scheduler.request_gains import RequestGains
 from sglang_dspark.prefix_scheduler.selection import above_threshold, early_stop, random_lens, top_prefixes
 from sglang_dspark.prefix_scheduler.sps_table import Array, SpsTable
 from sglang_dspark.prefix_scheduler.step_times import StepKind, StepTimes
+from sglang_dspark.worker.host_index import host_index
 from sglang_dspark.worker.state import Drafted, Rounds
 
 # Survival of a draft that is verified whatever its confidence, and of one that must not be: outside of [0, 1].
@@ -59,6 +62,7 @@ class Schedule:
         self.calibration = calibration
         self.times: StepTimes | None = None
         self.survivals: LaggedSurvivals | None = None
+        self.gains = RequestGains()
         self._entered = 0.0
         self._kinds: deque[StepKind | None] = deque([None] * (lag + 1), maxlen=lag + 1)
         self._context = 0.0
@@ -116,10 +120,11 @@ class Schedule:
             return LivePolicy(Rule.EARLY_STOP, self.max_verify)
         return AutoPolicy(self.times, self.survivals)
 
-    def choose(self, requests: int, context: float) -> Choice:
+    def choose(self, requests: Sequence[str], context: float) -> Choice:
         """Decide the step ahead, and take the time of the one behind.
 
         Args:
+            requests: ids of the requests.
             context: mean context tokens per request.
         """
         now = time.perf_counter()
@@ -128,7 +133,11 @@ class Schedule:
             self.times.observe(kind, (now - self._entered) * 1e3)
         self._entered = now
         self._context = context
-        return self.policy.choose(requests, context)
+        choice = self.policy.choose(len(requests), context)
+        if isinstance(self.policy, AutoPolicy) and choice.depth > 0 and choice.forced is None and len(requests) > 1:
+            least = self.policy.least_gain(len(requests), choice.depth, context)
+            choice = choice.for_some(self.gains.worth_drafting(requests, least), len(requests))
+        return choice
 
     def interrupt(self) -> None:
         """Something other than a decode step runs: the time until the next one is not a step's."""
@@ -136,7 +145,7 @@ class Schedule:
 
     def took(self, choice: Choice, requests: int, num_tokens: int) -> None:
         """The step under way verifies this many tokens; its time is that of a whole batch, unless it drafts for one."""
-        usual = choice.only is None
+        usual = choice.drafted is None
         self._kinds.append(StepKind(requests, num_tokens, choice.depth, self._context) if usual else None)
 
     def survival(self, logits: torch.Tensor | None, bs: int, depth: int) -> torch.Tensor:
@@ -166,8 +175,11 @@ class Schedule:
             case Rule.TOP:
                 assert drafted.survival is not None
                 survival = drafted.survival
+                if choice.drafted is not None:
+                    left_out = host_index([r for r in range(bs) if r not in choice.drafted], self.device)
+                    survival = survival.index_fill(0, left_out, _EXCLUDED)
                 if choice.forced is not None:
-                    survival = torch.full_like(survival, _EXCLUDED) if choice.only is not None else survival.clone()
+                    survival = survival.clone()
                     survival[choice.forced] = _FORCED
                 return top_prefixes(survival, choice.budget), choice.budget
             case Rule.THRESHOLD:
@@ -210,6 +222,8 @@ class Schedule:
             self._coefficients = self._copy_coefficients()
         if self.survivals is not None and rounds.survival is not None:
             survival = _pad(rounds.survival.double().numpy()[requests], self.max_verify, np.nan)
+            typical = float(self.survivals.mean().sum())
+            self.gains.observe([rounds.requests[request] for request in requests], survival, typical)
             self.survivals.observe(np.repeat(survival, rounds.choice.weight, axis=0))
 
     def _copy_coefficients(self) -> torch.Tensor:

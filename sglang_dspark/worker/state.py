@@ -29,17 +29,16 @@ class DecodeBatch:
     def __len__(self) -> int:
         return self.anchors.shape[0]
 
-    def only(self, request: int, rows: SamplingRows) -> DecodeBatch:
-        """The step of one request alone; ``rows`` are its sampling parameters."""
-        part = slice(request, request + 1)
+    def take(self, index: torch.Tensor, rows: SamplingRows) -> DecodeBatch:
+        """The step of the requests ``index`` [m] int64 alone; ``rows`` are their sampling parameters."""
         return DecodeBatch(
-            anchors=self.anchors[part],
-            prefix_lens=self.prefix_lens[part],
-            req_pool_indices=self.req_pool_indices[part],
-            block_positions=self.block_positions[part],
-            window_slots=self.window_slots[part],
+            anchors=self.anchors[index],
+            prefix_lens=self.prefix_lens[index],
+            req_pool_indices=self.req_pool_indices[index],
+            block_positions=self.block_positions[index],
+            window_slots=self.window_slots[index],
             rows=rows,
-            keys=self.keys.take(part),
+            keys=self.keys.take(index),
         )
 
 
@@ -86,6 +85,7 @@ class Rounds:
     """What a step did, for statistics, calibration and traces. On the host by the time SGLang processes the result.
 
     Attributes:
+        requests: ids of the step's requests.
         choice: what the policy had decided.
         drafted: drafts proposed per request.
         verify_lens: [bs] int64, drafts verified per request.
@@ -94,6 +94,7 @@ class Rounds:
         traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
     """
 
+    requests: list[str]
     choice: Choice
     drafted: list[int]
     verify_lens: torch.Tensor

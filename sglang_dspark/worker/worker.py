@@ -22,6 +22,7 @@ from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.worker.draft_attention import block_attend
 from sglang_dspark.worker.draft_cache import PADDING_SLOT, DraftCache
+from sglang_dspark.worker.host_index import host_index
 from sglang_dspark.worker.schedule import Schedule
 from sglang_dspark.worker.sps import load_or_measure
 from sglang_dspark.worker.state import DecodeBatch, Drafted, Rounds, VerifyPlan
@@ -70,7 +71,8 @@ class DSparkWorker(SpecWorkerBase):
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
-        choice = self.agreement.share(self.schedule.choose(len(batch.reqs), batch.seq_lens_sum / len(batch.reqs)))
+        requests = [req.rid for req in batch.reqs]
+        choice = self.agreement.share(self.schedule.choose(requests, batch.seq_lens_sum / len(requests)))
         traced = any_traced(batch.reqs)
         rows = self.sampling.read(batch.reqs)
         step = read_decode_batch(
@@ -81,8 +83,8 @@ class DSparkWorker(SpecWorkerBase):
             gamma=self.gamma,
             window=self.max_verify + 1,
         )
-        if choice.only is not None:
-            rows = self.sampling.rows_of(batch.reqs[choice.only])
+        if choice.drafted is not None:
+            rows = self.drafted_sampling.read([batch.reqs[request] for request in choice.drafted])
         drafted = self.draft(step, choice, rows, with_confidence=traced or self.schedule.policy.needs_confidence)
         plan = self.plan(step, drafted, choice)
         self.schedule.took(choice, len(step), len(plan.input_ids))
@@ -101,6 +103,7 @@ class DSparkWorker(SpecWorkerBase):
             speculative_num_draft_tokens=accepted.out_tokens.shape[1],
             new_seq_lens=new_seq_lens,
             rounds=Rounds(
+                requests=requests,
                 choice=choice,
                 drafted=drafted.depths,
                 verify_lens=plan.verify_lens,
@@ -111,21 +114,20 @@ class DSparkWorker(SpecWorkerBase):
         )
 
     def draft(self, step: DecodeBatch, choice: Choice, rows: SamplingRows, with_confidence: bool) -> Drafted:
-        """Propose a block per request, or for the probed request alone; nothing where the policy verifies nothing.
+        """Propose a block for the requests that the choice names; nothing for a plain step.
 
         Args:
             rows: sampling parameters of the requests that are drafted.
         """
         if choice.depth == 0:
             return Drafted(None, None, [0] * len(step))
-        if choice.only is not None:
-            block = self.draft_block(step.only(choice.only, rows), choice.depth, with_confidence)
-            block = block.spread(choice.only, len(step))
-            depths = [0] * len(step)
-            depths[choice.only] = choice.depth
-        else:
+        if choice.drafted is None:
             block = self.draft_block(step, choice.depth, with_confidence)
             depths = [choice.depth] * len(step)
+        else:
+            index = host_index(choice.drafted, self.device)
+            block = self.draft_block(step.take(index, rows), choice.depth, with_confidence).spread(index, len(step))
+            depths = [choice.depth * (request in choice.drafted) for request in range(len(step))]
         if not with_confidence:
             return Drafted(block, None, depths)
         return Drafted(block, self.schedule.survival(block.confidence_logits, len(step), choice.depth), depths)
@@ -156,7 +158,7 @@ class DSparkWorker(SpecWorkerBase):
     def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
         """Choose which drafts are verified, and lay their tokens out."""
         tokens = None if drafted.block is None else drafted.block.tokens
-        if choice.rule is Rule.UNIFORM:
+        if choice.is_uniform(len(step)):
             self.agreement.adopt(tokens)
             return uniform_plan(step, tokens, choice.depth)
         lens, total = self.schedule.verify_lens(choice, drafted, self.step)

@@ -88,7 +88,7 @@ class ClosedLoop:
     def _take(self, choice: Choice) -> tuple[float, float]:
         survival = np.full((self.requests, GAMMA), np.nan)
         survival[:, : choice.depth] = self.drafter.survivals(self.requests)[:, : choice.depth]
-        if choice.only is not None:
+        if choice.drafted is not None:
             survival = np.repeat(survival[: choice.depth > 0], choice.weight, axis=0)
             step_ms = self._ms[0, choice.budget] + self._draft_alone_ms[choice.depth]
             gain = self._gains[choice.depth, choice.budget] / self.requests

@@ -139,9 +139,9 @@ def at_probes(choices, usual):
 def test_a_parked_server_probes_one_request_after_the_other():
     policy = make_policy(break_even(BAD, advantage=-0.6), BAD)
     _, probes = at_probes(run(policy, 4000, requests=3), PLAIN)
-    assert probes[0] == Choice(Rule.TOP, GAMMA, GAMMA, forced=1, only=1, weight=PARKED_PROBE_WEIGHT)
-    assert [probe.only for probe in probes[:9]] == [1, 1, 2, 2, 0, 0, 1, 1, 2]
-    assert {replace(probe, forced=0, only=0) for probe in probes} == {replace(probes[0], forced=0, only=0)}
+    assert probes[0] == Choice(Rule.TOP, GAMMA, GAMMA, forced=1, drafted=(1,), weight=PARKED_PROBE_WEIGHT)
+    assert [probe.drafted for probe in probes[:9]] == [(r,) for r in (1, 1, 2, 2, 0, 0, 1, 1, 2)]
+    assert {replace(probe, forced=0, drafted=(0,)) for probe in probes} == {replace(probes[0], forced=0, drafted=(0,))}
 
 
 def test_probes_of_a_parked_server_get_rarer_the_more_they_cost():
@@ -161,7 +161,7 @@ def run_and_time(policy, steps, truth, requests=4):
     """Whole-batch steps take ``truth(choice)`` times what the table says."""
     for _ in range(steps):
         choice = policy.choose(requests, CONTEXT)
-        if choice.only is None:
+        if choice.drafted is None:
             kind = StepKind(requests, requests + choice.budget, choice.depth, CONTEXT)
             ms = policy.times.table.step_ms(requests, kind.num_tokens, kind.depth, CONTEXT)
             policy.times.observe(kind, truth(choice) * ms)
@@ -176,7 +176,7 @@ def test_a_step_that_the_table_may_be_wrong_about_is_timed():
     assert PLAIN in parked
     assert not policy.parked
     assert len(parked) < 2000
-    assert 1 <= sum(choice.depth > 0 and choice.only is None for choice in parked) <= 12
+    assert 1 <= sum(choice.depth > 0 and choice.drafted is None for choice in parked) <= 12
 
 
 def test_the_plain_step_is_timed_while_speculating():
@@ -241,7 +241,7 @@ def test_probes_cost_a_small_share():
             lost = ms = 0.0
             for choice in run(policy, 4000, requests):
                 depth, budget = choice.depth, choice.budget
-                if choice.only is not None:
+                if choice.drafted is not None:
                     draft = policy.times.one(1, 0, GAMMA, CONTEXT) - policy.times.one(1, 0, 0, CONTEXT)
                     step_ms, gain = policy.times.one(requests, GAMMA, 0, CONTEXT) + draft, 0.0
                 elif depth == 0:
@@ -286,7 +286,7 @@ def test_equal_knowledge_gives_equal_choices():
             choice = policy.choose(requests, CONTEXT)
             yield choice
             policy.survivals.observe(rng.beta(4, 1, size=(requests, GAMMA)).cumprod(1))
-            if choice.only is None:
+            if choice.drafted is None:
                 kind = StepKind(requests, requests + choice.budget, choice.depth, CONTEXT)
                 policy.times.observe(kind, float(rng.uniform(10, 50)))
 

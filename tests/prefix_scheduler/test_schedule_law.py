@@ -22,6 +22,7 @@ from sglang_dspark.worker.state import Drafted, Rounds
 
 ALPHA = 1e-4
 BS, NUM_STEPS, GAMMA = 32, 400, 3
+REQUESTS = [f"r{row}" for row in range(BS)]
 CPU = torch.device("cpu")
 
 
@@ -43,11 +44,10 @@ def drafted_by(block, schedule, choice):
         block.tokens[:, : choice.depth], block.probs[:, : choice.depth], 3 * block.confidence_logits[:, : choice.depth]
     )
     depths = [choice.depth] * BS
-    if choice.only is not None:
-        part = slice(choice.only, choice.only + 1)
-        alone = DraftBlock(block.tokens[part], block.probs[part], block.confidence_logits[part])
-        block, depths = alone.spread(choice.only, BS), [0] * BS
-        depths[choice.only] = choice.depth
+    if choice.drafted is not None:
+        part = torch.tensor(choice.drafted)
+        some = DraftBlock(block.tokens[part], block.probs[part], block.confidence_logits[part])
+        block, depths = some.spread(part, BS), [choice.depth * (r in choice.drafted) for r in range(BS)]
     return Drafted(block, schedule.survival(block.confidence_logits, BS, choice.depth), depths)
 
 
@@ -58,7 +58,7 @@ def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None):
     on_the_way, choices, history = [], [], []
     for step in range(NUM_STEPS):
         meddle(schedule, step, out_tokens)
-        choice = schedule.choose(BS, 100.0)
+        choice = schedule.choose(REQUESTS, 100.0)
         block, lens = model.draft(anchors, step), torch.zeros(BS, dtype=torch.int64)
         if choice.depth > 0:
             drafted = drafted_by(block, schedule, choice)
@@ -68,9 +68,9 @@ def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None):
                 lens, total = schedule.verify_lens(choice, drafted, step)
                 assert total == lens.sum()
             logits = drafted.block.confidence_logits
-            on_the_way.append(Rounds(choice, drafted.depths, lens, logits, drafted.survival, None))
+            on_the_way.append(Rounds(REQUESTS, choice, drafted.depths, lens, logits, drafted.survival, None))
         else:
-            on_the_way.append(Rounds(choice, [0] * BS, lens, None, None, None))
+            on_the_way.append(Rounds(REQUESTS, choice, [0] * BS, lens, None, None, None))
         accepted = model.accept(anchors, block, lens, step)
         history.append((anchors, accepted))
         anchors, out_tokens = accepted.bonus_tokens, accepted.out_tokens
@@ -122,7 +122,7 @@ def kinds(choices):
     for choice, lens in choices:
         if choice.depth == 0:
             yield "plain"
-        elif choice.only is not None:
+        elif choice.drafted is not None:
             yield "one request alone"
         elif choice.forced is not None:
             yield "one request forced"

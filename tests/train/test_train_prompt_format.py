@@ -47,6 +47,7 @@ def test_the_template_is_opened_at_the_user_turn(tokenizer):
         ("red cat <mask> the dog <eos>", "red cat"),
         ("red cat <mask> the dog", "red cat"),
         ("red cat", None),
+        ("red <pad> cat <eos>", None),
         ("<eos>", ""),
     ],
 )

@@ -17,10 +17,10 @@ CPU = torch.device("cpu")
 
 
 def table(gamma=GAMMA):
-    drafts = np.arange(gamma + 1.0)
-    verify = np.broadcast_to(10 + drafts, (2, gamma + 1))[..., None].copy()
-    draft = np.broadcast_to(np.where(drafts > 0, 2 + drafts, 0), (2, gamma + 1))[..., None].copy()
-    return SpsTable({}, [1, 4], range(gamma + 1), [64], draft, verify)
+    """Verifying a draft takes 1 ms for the batch, drafting 1 ms per request."""
+    drafts, requests = np.arange(gamma + 1.0), np.array([[1.0], [4.0]])
+    verify, draft = 10 + drafts + 0 * requests, np.where(drafts > 0, 1.0, 0.0) * requests
+    return SpsTable({}, [1, 4], range(gamma + 1), [64], draft[..., None], verify[..., None])
 
 
 def schedule(*, gamma=GAMMA, with_head=True, with_table=True, **options):
@@ -30,7 +30,8 @@ def schedule(*, gamma=GAMMA, with_head=True, with_table=True, **options):
 
 
 def rounds(choice, drafted, verify_lens, logits=None, survival=None):
-    return Rounds(choice, drafted, torch.tensor(verify_lens), logits, survival, None)
+    requests = [f"r{index}" for index in range(len(drafted))]
+    return Rounds(requests, choice, drafted, torch.tensor(verify_lens), logits, survival, None)
 
 
 @pytest.mark.parametrize(
@@ -54,11 +55,11 @@ def test_policies_that_cannot_be_had_leave_the_old_one(options, fields, complain
 
 def test_a_switch_takes_effect_at_once():
     made = schedule()
-    assert made.choose(2, 64.0).rule is Rule.TOP
+    assert made.choose(["a", "b"], 64.0).rule is Rule.TOP
     made.switch({"policy": "static", "verify_len": 2})
-    assert made.choose(2, 64.0) == Choice(Rule.UNIFORM, 2, 4)
+    assert made.choose(["a", "b"], 64.0) == Choice(Rule.UNIFORM, 2, 4)
     made.switch({"policy": "off"})
-    assert made.choose(2, 64.0).depth == 0
+    assert made.choose(["a", "b"], 64.0).depth == 0
 
 
 def test_survival_is_the_product_of_calibrated_confidences():
@@ -81,7 +82,7 @@ def test_without_a_head_survival_follows_the_observed_acceptance():
 
 def test_only_drafted_requests_that_still_run_are_learned_from():
     made = schedule()
-    choice = Choice(Rule.TOP, GAMMA, GAMMA, forced=1, only=1)
+    choice = Choice(Rule.TOP, GAMMA, GAMMA, forced=1, drafted=(1,))
     logits, survival = torch.zeros(3, GAMMA), torch.full((3, GAMMA), 0.5)
     step = rounds(choice, [0, GAMMA, 0], [0, GAMMA, 0], logits, survival)
     before = made.positions.conditional().copy()
@@ -111,7 +112,7 @@ def test_a_forced_request_is_verified_in_full_and_one_alone_excludes_the_others(
     drafted = Drafted(None, survival, [GAMMA] * 2)
     lens, total = made.verify_lens(Choice(Rule.TOP, GAMMA, 4, forced=1), drafted, 0)
     assert (lens.tolist(), total) == ([1, 3], 4)
-    lens, total = made.verify_lens(Choice(Rule.TOP, GAMMA, 3, forced=1, only=1), drafted, 0)
+    lens, total = made.verify_lens(Choice(Rule.TOP, GAMMA, 3, forced=1, drafted=(1,)), drafted, 0)
     assert (lens.tolist(), total) == ([0, 3], 3)
 
 
@@ -121,3 +122,23 @@ def test_calibration_can_be_frozen():
     for _ in range(200):
         made.observe(rounds(choice, [GAMMA], [GAMMA], torch.full((1, GAMMA), 3.0), None), [0], [0])
     torch.testing.assert_close(made.survival(torch.zeros(1, GAMMA), 1, GAMMA), torch.tensor([[0.5, 0.25, 0.125]]))
+
+
+def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
+    """The blocks of request r1 bring nothing."""
+    made = schedule()
+    step = rounds(
+        Choice(Rule.TOP, GAMMA, 6), [GAMMA] * 2, [GAMMA] * 2, torch.zeros(2, GAMMA),
+        torch.tensor([[0.9, 0.8, 0.7], [0.01, 0.0, 0.0]]),
+    )  # fmt: skip
+    for _ in range(40):
+        made.choose(["r0", "r1"], 64.0)
+        made.observe(step, [0, 1], [2, 0])
+    usual = [choice for choice in (made.choose(["r0", "r1"], 64.0) for _ in range(100)) if choice.forced is None]
+    assert sum(choice.drafted == (0,) for choice in usual) > 80
+    assert any(choice.drafted is None for choice in usual)
+    lens, total = made.verify_lens(
+        Choice(Rule.TOP, GAMMA, 2, drafted=(0,)), Drafted(None, torch.full((2, GAMMA), 0.5), [GAMMA, 0]), 0
+    )
+    assert (lens.tolist(), total) == ([2, 0], 2)
+    assert made.choose(["r2", "r3"], 64.0).drafted is None

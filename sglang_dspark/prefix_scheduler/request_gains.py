@@ -1,0 +1,54 @@
+"""Requests that are not worth drafting: their text is beyond the drafter, and a block costs more than it brings."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from sglang_dspark.prefix_scheduler.sps_table import Array
+
+# Weight of a request's newest round: it remembers about the last dozen.
+_RATE = 1 / 12
+# A request that was given up is drafted again after so many steps, in case its text got easier.
+RETRY_STEPS = 64
+# Requests that are remembered while nobody asks which of them still run: a parked server only observes.
+_CAPACITY = 4096
+
+
+class RequestGains:
+    """Expected accepted drafts per round of every running request, a running mean of its blocks' survivals."""
+
+    def __init__(self) -> None:
+        self._gains: dict[Hashable, float] = {}
+        self._idle_steps: dict[Hashable, int] = {}
+
+    def worth_drafting(self, requests: Sequence[Hashable], least: float) -> list[int]:
+        """Places in ``requests`` of those that bring at least ``least`` accepted drafts per round.
+
+        A request without history is worth it, and so is one that was left out for :data:`RETRY_STEPS`. Requests that
+        are not among ``requests`` are forgotten.
+        """
+        self._gains = {key: self._gains[key] for key in requests if key in self._gains}
+        self._idle_steps = {key: self._idle_steps.get(key, 0) for key in requests}
+        chosen = []
+        for place, key in enumerate(requests):
+            if self._gains.get(key, least) >= least or self._idle_steps[key] >= RETRY_STEPS:
+                self._idle_steps[key] = 0
+                chosen.append(place)
+            else:
+                self._idle_steps[key] += 1
+        return chosen
+
+    def observe(self, requests: Sequence[Hashable], survival: Array, typical: float) -> None:
+        """Add a round of each request.
+
+        Args:
+            survival: [n, depth] calibrated survivals.
+            typical: expected accepted drafts of any request's block; where a new request's mean starts.
+        """
+        for key, gain in zip(requests, np.nansum(survival, axis=1).tolist(), strict=True):
+            before = self._gains.pop(key, typical)
+            self._gains[key] = before + _RATE * (gain - before)
+        while len(self._gains) > _CAPACITY:
+            del self._gains[next(iter(self._gains))]  # observed least recently
