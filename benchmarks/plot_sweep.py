@@ -83,10 +83,11 @@ def verification_vs_concurrency(frame: pd.DataFrame) -> Figure:
             points = frame[frame["config"] == label].groupby("concurrency")[column].median()
             axes.plot(points.index, points, label=label, **{k: v for k, v in style.items() if k != "capsize"})
         axes.set_ylabel(title)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, None if column == "verify_len" else 1)
         axes.grid(alpha=0.3)
     _users_axis(panels[-1], frame)
-    panels[0].legend(frameon=False, fontsize=8)
+    # Where there is room: hardly any step is without drafting, unless the policy is off or parked.
+    panels[1].legend(frameon=False, fontsize=8, loc="center")
     return figure
 
 

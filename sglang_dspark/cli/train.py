@@ -39,6 +39,7 @@ _CONFIG_OPTIONS = {
     "batch_rows": "batch_rows",
     "anchors": "anchors_per_row",
     "learning_rate": "learning_rate",
+    "markov_lr_scale": "markov_lr_scale",
     "loss_vocab": "loss_vocab",
     "checkpoint_every": "checkpoint_every",
     "seed": "seed",
@@ -84,11 +85,15 @@ def _json_object(ctx: click.Context, param: click.Parameter, value: str | None) 
 )
 @click.option("--texts", type=_COUNT, help="Answers to train on.  [default: one per prompt]")
 @click.option("--held-out", type=_COUNT, default=32, show_default=True, help="Prompts that are only measured on.")
-@click.option("--temperatures", callback=_temperatures, default="0,0.7,1", show_default=True, help="Of the answers.")
-@click.option("--max-tokens", type=click.IntRange(min=2), default=512, show_default=True, help="Limit of an answer.")
+@click.option(
+    "--temperatures", callback=_temperatures, default="0,0.7,1", show_default=True, help="Of the answers, in turn."
+)
+@click.option("--max-tokens", type=click.IntRange(min=2), default=512, show_default=True, help="Longest answer.")
 @click.option("--max-prompt-tokens", type=_COUNT, default=1024, show_default=True, help="Leave longer prompts out.")
 @click.option(
-    "--chat-template-kwargs", callback=_json_object, help="""Of the chat template, e.g. '{"enable_thinking": false}'."""
+    "--chat-template-kwargs",
+    callback=_json_object,
+    help="""Given to the template, e.g. '{"enable_thinking": false}'.""",
 )
 @click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the chat template.")
 @click.option("--server", help="URL of an SGLang server of the target that writes the texts.  [default: in process]")
@@ -100,17 +105,30 @@ def _json_object(ctx: click.Context, param: click.Parameter, value: str | None) 
 @click.option("--block-size", type=_COUNT, default=7, show_default=True, help="Drafts per round.")
 @click.option("--layers", type=_COUNT, help="Layers of the drafter.  [default: a seventh of the target's, 1 to 5]")
 @click.option("--intermediate-size", type=_COUNT, help="Width of its MLPs.  [default: the target's]")
-@click.option("--rank", type=click.IntRange(min=0), default=256, show_default=True, help="Of the Markov head; 0: none.")
-@click.option("--head", type=click.Choice(["vanilla", "gated", "rnn"]), default="vanilla", show_default=True)
+@click.option(
+    "--rank", type=click.IntRange(min=0), default=256, show_default=True, help="Markov rank; 0: no such head."
+)
+@click.option(
+    "--head", type=click.Choice(["vanilla", "gated", "rnn"]), default="vanilla", show_default=True, help="Markov head."
+)
 @click.option("--confidence-head/--no-confidence-head", default=True, show_default=True)
 @click.option("--taps", callback=_layers, help="Target layers it reads, e.g. 1,9,17.  [default: up to 5, evenly]")
 @click.option("--mask-token-id", type=click.IntRange(min=0), help="Token that is never written.  [default: found]")
 @click.option("--own-embeddings", is_flag=True, help="Copy the target's embedding and head into the checkpoint.")
-@click.option("--steps", type=_COUNT, default=3000, show_default=True)
+@click.option("--steps", type=_COUNT, default=3000, show_default=True, help="Training steps.")
 @click.option("--batch-rows", type=_COUNT, default=16, show_default=True, help="Texts per step.")
 @click.option("--anchors", type=_COUNT, default=32, show_default=True, help="Blocks per text and step.")
 @click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), default=6e-4, show_default=True)
-@click.option("--loss-vocab", type=click.IntRange(min=0), default=0, help="Most frequent tokens in the loss; 0: all.")
+@click.option(
+    "--markov-lr-scale",
+    type=click.FloatRange(min=0),
+    default=10,
+    show_default=True,
+    help="On the rate of the Markov head.",
+)
+@click.option(
+    "--loss-vocab", type=click.IntRange(min=0), default=0, help="Only so many frequent tokens in the loss; 0: all."
+)
 @click.option("--checkpoint-every", type=_COUNT, default=200, show_default=True, help="Steps between checkpoints.")
 @click.option("--device", help="[default: cuda where there is one, else cpu]")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 on cuda, else float32]")

@@ -49,7 +49,7 @@ def test_user_speed_is_the_other_axis_and_points_name_the_concurrency():
 
 def test_verification_is_shown_for_what_speculates():
     panels = verification_vs_concurrency(sweep()).axes
-    assert [text.get_text() for text in panels[0].get_legend().get_texts()] == ["static:7@float32"]
+    assert [text.get_text() for text in panels[1].get_legend().get_texts()] == ["static:7@float32"]
     lengths, plain, wasted = ([line.get_xydata().tolist() for line in axes.lines] for axes in panels)
     assert lengths == [[[1, 3.0], [4, 3.0]]]
     assert plain == [[[1, 0.25], [4, 0.25]]]

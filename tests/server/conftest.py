@@ -10,7 +10,7 @@ from golden_server import DSPARK, TARGET, Launch
 
 from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
-MAX_SERVERS = 3  # a server is three processes of about 1 GB each
+MAX_SERVERS = 4  # a server is three processes of about 1 GB each
 
 
 @pytest.fixture(scope="session")

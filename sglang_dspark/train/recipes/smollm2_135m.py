@@ -19,6 +19,7 @@ import torch
 
 from sglang_dspark.calibration.prompts import read_prompts
 from sglang_dspark.demo.smollm2 import build
+from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.train.config import TrainConfig
@@ -48,7 +49,8 @@ ANSWER_TEMPERATURES = (0.0, 0.7, 1.0)
 ANSWER_SHARES = (0.65, 0.2, 0.15)
 MAX_PROMPT_LEN = 200
 MAX_ANSWER_LEN = 160
-MAX_SHARDS = 15
+MAX_SHARDS = 56
+DRAFT_VOCABULARY = 12288  # of 15,091 different tokens in the answers: 99.6 % of them
 HELD_OUT_ROWS = 16
 MEASURED_PROMPTS = 40
 MEASURED_TOKENS = 128
@@ -64,13 +66,13 @@ CONFIG = TrainConfig(
     anchors_per_row=32,
     loss_vocab=3072,  # the answers of three shards use 3147 different tokens
     loss_vocab_sampled=512,
-    steps=2800,
+    steps=13000,
     learning_rate=1e-3,
     markov_lr_scale=10.0,
     seed=SEED,
     compute_dtype="bfloat16",
     log_every=50,
-    checkpoint_every=300,
+    checkpoint_every=500,
 )
 
 
@@ -139,7 +141,15 @@ def train(target: Target) -> Trainer:
     held_out = Corpus(corpus.rows[-HELD_OUT_ROWS:])
     trainer = Trainer(CONFIG, target, Corpus(corpus.rows[:-HELD_OUT_ROWS]), held_out, RUN_DIR, stored_states)
     trainer.run(_print_report)
+    write_draft_vocabulary(corpus, target.vocab_size)
     return trainer
+
+
+def write_draft_vocabulary(corpus: Corpus, vocab_size: int) -> None:
+    """Let the drafter propose the `DRAFT_VOCABULARY` tokens that are most frequent in the answers."""
+    answers = torch.cat([row.input_ids[row.prompt_len :] for row in corpus.rows])
+    by_frequency = torch.bincount(answers, minlength=vocab_size).argsort(descending=True, stable=True)
+    save_token_ids(RUN_DIR / DRAFT_DIR, by_frequency[:DRAFT_VOCABULARY].tolist())
 
 
 def _print_report(report: StepReport) -> None:
