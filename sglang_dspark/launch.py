@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from sglang_dspark.errors import LaunchError
+from sglang_dspark.http_client import open_directly
 
 CPU_ENV: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
 """Environment that makes SGLang serve on a machine without a GPU, from local checkpoints."""
@@ -52,9 +53,6 @@ TAIL_LINES = 25
 
 Progress = Callable[[float, str], None]
 """Called while waiting with the seconds since the start and the last line of the server's log."""
-
-# A proxy set for the outside world must not see requests to 127.0.0.1.
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class LaunchedServer:
@@ -159,7 +157,7 @@ class LaunchedServer:
         Raises:
             urllib.error.HTTPError: the status is not 2xx; its ``read()`` gives the body.
         """
-        with _open(self.url + path, timeout=timeout_s) as response:
+        with open_directly(self.url + path, timeout=timeout_s) as response:
             return json.load(response)
 
     def post_json(self, path: str, body: Any, *, timeout_s: float = 600.0) -> Any:
@@ -170,7 +168,7 @@ class LaunchedServer:
         """
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        with _open(request, timeout=timeout_s) as response:
+        with open_directly(request, timeout=timeout_s) as response:
             return json.load(response)
 
     def flush_cache(self) -> None:
@@ -182,7 +180,7 @@ class LaunchedServer:
             urllib.error.HTTPError: the server still has requests after 30 s.
         """
         request = urllib.request.Request(self.url + "/flush_cache?timeout=30", method="POST")
-        with _open(request, timeout=60.0):
+        with open_directly(request, timeout=60.0):
             pass  # the answer is a sentence, its status says all
 
     def log_tail(self, num_lines: int = TAIL_LINES) -> str:
@@ -212,7 +210,7 @@ class LaunchedServer:
     def _is_healthy(self) -> bool:
         # 503 until the warm-up request is done; then the answer takes a second, because it generates a token.
         try:
-            with _open(self.url + "/health", timeout=30.0) as response:
+            with open_directly(self.url + "/health", timeout=30.0) as response:
                 return bool(response.status == 200)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_dspark.calibration.traces import Trace
-from sglang_dspark.errors import ConfigError, DSparkError
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.http_client import JsonClient
 
 TIMEOUT_S = 600.0
-
-# A proxy set for the outside world must not see requests to a server of one's own.
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 @dataclass(frozen=True)
@@ -99,16 +94,4 @@ class TraceClient:
         return trace
 
     def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        data = None if body is None else json.dumps(body).encode()
-        try:
-            with _open(urllib.request.Request(self.url + path, data, headers), timeout=TIMEOUT_S) as response:
-                answer: dict[str, Any] = json.load(response)
-        except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")[:500]
-            raise DSparkError(f"{self.url}{path}: HTTP {error.code}: {text}") from error
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--url {self.url}: {error}; check that a DSPARK server is running there") from error
-        return answer
+        return JsonClient("--url", self.url, "a DSPARK", TIMEOUT_S, self.api_key).request(path, body)

@@ -65,10 +65,10 @@ def calibrate(
     from rich.console import Console
 
     from sglang_dspark.calibration.held_out import HeldOut
-    from sglang_dspark.calibration.prompts import read_prompts
     from sglang_dspark.calibration.sts import StsCalibration, fit_sts
     from sglang_dspark.calibration.trace_client import TraceClient
     from sglang_dspark.calibration.traces import BlockRounds
+    from sglang_dspark.prompts import read_prompts
 
     console = Console(highlight=False)
     prompts = read_prompts(prompt_file, limit)

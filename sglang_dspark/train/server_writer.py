@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from sglang_dspark.errors import ConfigError, DSparkError
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.http_client import JsonClient
 from sglang_dspark.train.rows import CorpusRow
 
 TIMEOUT_S = 1800.0
-
-# A proxy set for the outside world must not see requests to a server of one's own.
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
 
 class ServerWriter:
@@ -37,11 +32,10 @@ class ServerWriter:
     def __init__(
         self, url: str, stop_ids: frozenset[int], vocab_size: int, *, concurrency: int = 64, api_key: str | None = None
     ) -> None:
-        self._url = url.rstrip("/")
+        self._client = JsonClient("--server", url.rstrip("/"), "an SGLang", TIMEOUT_S, api_key)
         self._stop_ids = stop_ids
         self._vocab_size = vocab_size
         self._concurrency = concurrency
-        self._api_key = api_key
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -83,28 +77,13 @@ class ServerWriter:
         parameters |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop_token_ids": sorted(self._stop_ids)}
         if temperature > 0:
             parameters["sampling_seed"] = seed
-        answer = self._request("/generate", {"input_ids": prompt, "sampling_params": parameters})
+        answer = self._client.request("/generate", {"input_ids": prompt, "sampling_params": parameters})
         output = answer.get("output_ids")
         if not output or not all(isinstance(token, int) and 0 <= token < self._vocab_size for token in output):
             raise ConfigError(
-                f"--server {self._url}: the answer {str(output)[:60]} is not a list of token ids below the target's "
-                f"vocab_size={self._vocab_size}; check that the server serves the --target"
+                f"--server {self._client.url}: the answer {str(output)[:60]} is not a list of token ids below the "
+                f"target's vocab_size={self._vocab_size}; check that the server serves the --target"
             )
         # Some versions cut the stop token off.
         stop = (answer["meta_info"].get("finish_reason") or {}).get("matched")
         return output if stop not in self._stop_ids or output[-1] == stop else [*output, stop]
-
-    def _request(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if self._api_key is not None:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        request = urllib.request.Request(self._url + path, json.dumps(body).encode(), headers)
-        try:
-            with _open(request, timeout=TIMEOUT_S) as response:
-                answer: dict[str, Any] = json.load(response)
-        except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")[:500]
-            raise DSparkError(f"{self._url}{path}: HTTP {error.code}: {text}") from error
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--server {self._url}: {error}; check that an SGLang server is running there") from error
-        return answer

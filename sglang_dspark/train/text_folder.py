@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from sglang_dspark.calibration.prompts import read_prompts
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.prompts import read_prompts
 from sglang_dspark.train.corpus import Corpus, generate, invent_prompts
 from sglang_dspark.train.prompt_format import PromptFormat
 from sglang_dspark.train.text_writer import TextWriter

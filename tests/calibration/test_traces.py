@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from sglang_dspark.calibration.prompts import read_prompts
 from sglang_dspark.calibration.traces import BlockRounds
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.prompts import read_prompts
 
 
 def entry(verified=2, accepted=1, confidence=(0.5, -1.5), num_drafts=2):

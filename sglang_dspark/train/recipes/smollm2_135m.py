@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from sglang_dspark.calibration.prompts import read_prompts
 from sglang_dspark.demo.smollm2 import build
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.prompts import read_prompts
 from sglang_dspark.train.config import TrainConfig
 from sglang_dspark.train.corpus import Corpus, generate, invent_prompts
 from sglang_dspark.train.evaluate import AcceptanceReport, replay, write_texts
