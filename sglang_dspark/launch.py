@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -39,6 +40,13 @@ CPU_FLAGS = (
     "--sleep-on-idle",
 )
 """Flags for a small model on a CPU; add ``--dtype``."""
+
+CUDA_FLAGS = (
+    # A plain server then computes attention and draws tokens with the same backends as one with DSPARK.
+    *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph"),
+    *("--max-total-tokens", "16384", "--max-running-requests", "16", "--mem-fraction-static", "0.3"),
+)
+"""Flags for a small model on a part of a GPU; add ``--dtype``."""
 
 
 def dspark_flags(draft_path: str | Path) -> tuple[str, ...]:
@@ -240,13 +248,15 @@ def _flag_value(flags: tuple[str, ...], name: str) -> str | None:
 
 
 def _free_port() -> int:
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        # SGLang derives its gRPC port by adding 10000 and refuses to start when that is past 65535.
-        if port + 10_000 <= 65_535:
+    # Below the ports that systems hand out to outgoing connections: one of these may be taken in the half minute that a
+    # server needs until it listens. SGLang derives further ports by adding 10000.
+    ports = list(range(15_000, 20_000))
+    random.shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
+    raise LaunchError("no free port between 15000 and 20000; pass --port")
 
 
 def _new_log_path() -> Path:

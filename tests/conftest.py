@@ -1,7 +1,18 @@
-"""What every test starts from: no settings of this machine's user, no network."""
+"""What every test starts from: no settings of this machine's user, no network; Triton kernels run without a GPU too."""
 
 import os
+
+import torch
 
 for name in [name for name in os.environ if name.startswith("SGLANG_DSPARK_") or name == "SGLANG_PLUGINS"]:
     del os.environ[name]
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+if not torch.cuda.is_available():
+    # Triton decides when a function is defined whether it interprets it; those of its library when it is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    triton.knobs.runtime.interpret = True
+    # For this process alone: servers that tests start would inherit the variable.
+    del os.environ["TRITON_INTERPRET"]

@@ -22,7 +22,7 @@ from .token_draw import inverse_cdf, seeded_argmax
 
 # Where p_t and p_d agree up to float32 rounding, the residual is rounding noise. Below this mass the row's p_t is drawn
 # instead; the choice is made with at most that probability.
-_MIN_RESIDUAL_MASS = 1e-8
+MIN_RESIDUAL_MASS = 1e-8
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,13 @@ class Accepted:
         accepted_lens: [bs] int64, number of drafts kept, 0..verify_len.
         bonus_tokens: [bs] int64, the token after them: correction or bonus, the next round's anchor.
         out_tokens: [bs, gamma + 1] int64: the kept drafts, the bonus token, then -1.
+        new_seq_lens: [bs] int64, committed tokens after this round; None where the lengths before were not given.
     """
 
     accepted_lens: torch.Tensor
     bonus_tokens: torch.Tensor
     out_tokens: torch.Tensor
+    new_seq_lens: torch.Tensor | None = None
 
 
 def accept_ref(
@@ -188,7 +190,7 @@ def _keep_by_ratio(
         slot = lens.clamp_max(gamma - 1)
         removed = None if draft_probs is None else draft_probs[here, slot]
         residual = _residual(weights, removed, tokens[here, slot], None if copied is None else copied[here, slot])
-        use_residual = rejected & (residual.sum(-1) > _MIN_RESIDUAL_MASS)
+        use_residual = rejected & (residual.sum(-1) > MIN_RESIDUAL_MASS)
         weights = torch.where(use_residual[:, None], residual, weights)
     purpose = torch.where(rejected, int(Purpose.RESIDUAL), int(Purpose.BONUS))
     return lens, inverse_cdf(weights, keys.uniform(lens, purpose))

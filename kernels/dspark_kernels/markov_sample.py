@@ -3,15 +3,21 @@
 logits_k = U_k + B_k(x_{k-1}) and x_k is drawn from the locally normalised p_d = law(logits_k), so the exact p_d that
 verification divides by is the very tensor the token was drawn from (DSpark, section 3.1 and Eqs. 4-7).
 
-The draft law applies the request's own temperature and filters. Any law would be lossless as long as it is the stored
-one; tokens that the target's filters forbid would only be rejected.
+Any law is lossless as long as it is the stored one; tokens that the target's filters forbid are only rejected. The
+torch walk (``markov_sample_ref``) applies the request's own temperature and filters. The kernels
+(``markov_walk``) apply the temperature alone: a filter needs the whole row before the first token
+can be drawn, and what it costs to go without is some acceptance under narrow filters.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
 from typing import Protocol
 
 import torch
+import triton
 
+from .draft_block import DraftBlock, DraftVocabulary
+from .markov_walk import WalkWeights, markov_walk
 from .noise import Purpose, RoundKeys
 from .sampling_params import SamplingRows
 from .token_draw import draw_by_rule
@@ -35,51 +41,6 @@ class ConfidenceHead(Protocol):
     """Maps post-norm hidden [..., d] and the previous token's W1 embedding [..., r] (or None) to logits [...]."""
 
     def __call__(self, hidden: torch.Tensor, w1_embedding: torch.Tensor | None) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True)
-class DraftVocabulary:
-    """The tokens that a drafter proposes, where these are not all.
-
-    Attributes:
-        token_ids: [v] int64, ascending: column i of the draft logits is token ``token_ids[i]``.
-        vocab_size: V.
-    """
-
-    token_ids: torch.Tensor
-    vocab_size: int
-
-    def spread(self, logits: torch.Tensor) -> torch.Tensor:
-        """[n, v] -> [n, V], minus infinity for the tokens that are not proposed."""
-        whole = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
-        whole[:, self.token_ids] = logits
-        return whole
-
-
-@dataclass(frozen=True)
-class DraftBlock:
-    """A drafted block.
-
-    Attributes:
-        tokens: [bs, gamma] int64.
-        probs: [bs, gamma, V] float32, what the tokens of sampled requests were drawn from, arbitrary for the others;
-            None when no request is sampled.
-        confidence_logits: [bs, gamma] float32, uncalibrated; None without a confidence head.
-    """
-
-    tokens: torch.Tensor
-    probs: torch.Tensor | None
-    confidence_logits: torch.Tensor | None
-
-    def spread(self, index: torch.Tensor, bs: int) -> "DraftBlock":
-        """A batch of ``bs`` requests in which ``index`` [m] int64 have these blocks, the others fillers."""
-
-        def place(part: torch.Tensor | None) -> torch.Tensor | None:
-            return None if part is None else part.new_zeros((bs, *part.shape[1:])).index_copy_(0, index, part)
-
-        tokens = place(self.tokens)
-        assert tokens is not None
-        return DraftBlock(tokens, place(self.probs), place(self.confidence_logits))
 
 
 def markov_sample_ref(
@@ -145,3 +106,33 @@ def _by_request(sampled_probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor
     probs = sampled_probs.new_empty((len(rows), *sampled_probs.shape[1:]))
     probs[rows.sampled_index] = sampled_probs
     return probs
+
+
+def markov_sample(
+    base_logits: torch.Tensor,  # [bs, gamma, v]
+    hidden: torch.Tensor,  # [bs, gamma, d]
+    anchors: torch.Tensor,  # [bs] int64
+    markov: MarkovHead | None,
+    confidence: ConfidenceHead | None,
+    rows: SamplingRows,
+    keys: RoundKeys,
+    vocabulary: DraftVocabulary | None = None,
+    weights: WalkWeights | None = None,
+) -> DraftBlock:
+    """Walk the block once, with kernels where these can: on a GPU and without requests that bring their own seed.
+
+    Args:
+        weights: the tensors of ``markov`` and ``confidence``, which the kernels read; None walks in torch. The others
+            are those of :func:`markov_sample_ref`.
+
+    Returns:
+        The block. From the kernels a sampled request's distribution is in ``law``, otherwise in ``probs``. No host
+        sync.
+    """
+    on_kernels = base_logits.is_cuda or triton.knobs.runtime.interpret
+    if weights is None or rows.any_seeded or not on_kernels:
+        return markov_sample_ref(base_logits, hidden, anchors, markov, confidence, rows, keys, vocabulary)
+    temperatures = rows.draw_temperatures if rows.any_sampled else None
+    return markov_walk(
+        base_logits, hidden, anchors, weights, temperatures, keys, vocabulary, with_confidence=confidence is not None
+    )

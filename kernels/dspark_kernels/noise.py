@@ -1,14 +1,19 @@
 """Counter-based random numbers: a value depends on its key alone, never on batch order, batch size or device.
 
-The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Two families of
-values are drawn from it, kept apart by the purpose bits of the first counter word:
+The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Three families
+of values are drawn from it:
 
-================  ==================  ===================================================================
-family            Philox key          counter words
-================  ==================  ===================================================================
-``uniform``       engine seed         slot | purpose << 16 | step[32:40] << 24, step[:32], request key (2)
-``exponential``   request's own seed  SEEDED << 16, position, token id // 2, 0
-================  ==================  ===================================================================
+====================  ==================  ===================================================================
+family                Philox key          counter words
+====================  ==================  ===================================================================
+``uniform``           engine seed         slot | purpose << 16 | step[32:40] << 24, step[:32], request key (2)
+``race_exponential``  engine seed         as above, step[:32], request key[:32], 1 + column // 4
+``exponential``       request's own seed  SEEDED << 16, position, token id // 2, 0
+====================  ==================  ===================================================================
+
+The purpose bits of the first word keep ``exponential`` apart from the others. The last word keeps a race apart from
+uniforms of the same slot and purpose: request keys that races are drawn for lie below 2**32, so that the last word of
+their uniforms is 0.
 
 A request appears at most once per engine step, so (step, request key) names one decode round of one request, and no
 counter is ever used twice. That is what keeps sampling exact under a lagged verify budget: a draft that was not
@@ -117,6 +122,41 @@ def exponential_at(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torc
     return _to_exponential(torch.where(token_ids & 1 == 0, even, odd))
 
 
+def race_bits(
+    seed: int, step: Word, request_keys: torch.Tensor, slots: Word, purpose: Word, num_columns: int
+) -> torch.Tensor:
+    """The 32 random bits of every column, int64 [..., num_columns]; see ``race_exponential``."""
+    quads = torch.arange((num_columns + 3) // 4, device=request_keys.device)
+    first = slots | (purpose << 16) | (((step >> 32) & 0xFF) << 24)
+    first = first[..., None] if isinstance(first, torch.Tensor) and first.ndim > 0 else first
+    counter = (first, step & _MASK32, request_keys[..., None] & _MASK32, 1 + quads)
+    return torch.stack(philox4x32(counter, _split64(seed)), dim=-1).flatten(-2)[..., :num_columns]
+
+
+def race_exponential(
+    seed: int, step: Word, request_keys: torch.Tensor, slots: Word, purpose: Word, num_columns: int
+) -> torch.Tensor:
+    """Unit-rate exponential noise E of the kernels' sampling: ``argmax(score - log E)`` is distributed as softmax.
+
+    E = -log1p(-x) with x = (bits + 1/2) * 2**-32: one word per column, four columns per generator call. The grid of x
+    moves a column's probability by at most about 2**-33, so a draw among V tokens by at most V * 2**-33 in total
+    variation (2e-5 for 152k tokens).
+
+    Args:
+        seed: engine seed; its low 64 bits are used.
+        step: engine step below 2**40, an int or a 0-dim int64 tensor.
+        request_keys: int64 in [0, 2**32), any shape; distinct for the requests of one step.
+        slots: position within the block, below 2**16; broadcasts against ``request_keys``.
+        purpose: what the race decides.
+        num_columns: v, the scores of a row.
+
+    Returns:
+        [..., v] float64, strictly positive; a column's value does not depend on v.
+    """
+    bits = race_bits(seed, step, request_keys, slots, purpose, num_columns)
+    return bits.to(torch.float64).add_(0.5).mul_(-(2.0**-32)).log1p_().neg_()
+
+
 @dataclass(frozen=True)
 class RoundKeys:
     """Everything that keys the random numbers of one decode round of a batch.
@@ -141,6 +181,10 @@ class RoundKeys:
         """Uniforms for slots 0..num_slots-1 of every request: [bs, num_slots] float64."""
         slots = torch.arange(num_slots, device=self.request_keys.device)
         return uniform(self.seed, self.step, self.request_keys[:, None], slots, purpose)
+
+    def race(self, slot: int, purpose: Purpose, num_columns: int) -> torch.Tensor:
+        """Race noise of one slot of every request, [bs, num_columns] float64; see ``race_exponential``."""
+        return race_exponential(self.seed, self.step, self.request_keys, slot, purpose, num_columns)
 
     def take(self, index: torch.Tensor) -> "RoundKeys":
         """Keys of the requests ``index`` [m] int64."""

@@ -107,6 +107,26 @@ class SamplingRows:
         greedy, sampled, seeded = torch.split(ints[2], [len(group) for group in groups])
         return cls(law, ints[1], greedy, sampled, seeded)
 
+    @classmethod
+    def by_temperature(cls, bs: int, temperatures: torch.Tensor | None, device: torch.device | str) -> "SamplingRows":
+        """Rows of requests whose rule the device knows and the host does not, as a CUDA graph needs them.
+
+        Args:
+            temperatures: [bs] float32, 0 for a greedy request; None when all are greedy.
+        """
+        everything, nothing = torch.arange(bs, device=device), torch.empty(0, dtype=torch.int64, device=device)
+        neutral = torch.ones(bs, device=device)
+        law = LawParams(
+            temperatures=neutral if temperatures is None else temperatures,
+            top_ks=torch.full((bs,), NO_TOP_K, device=device),
+            top_ps=neutral,
+            min_ps=torch.zeros(bs, device=device),
+            max_kept=0,
+            any_min_p=False,
+        )
+        greedy, sampled = (everything, nothing) if temperatures is None else (nothing, everything)
+        return cls(law, torch.zeros_like(everything), greedy, sampled, nothing)
+
     def __len__(self) -> int:
         return self.seeds.shape[0]
 
@@ -130,6 +150,17 @@ class SamplingRows:
     def select(self, per_request: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """Rows ``index`` (one of the index tensors) of a [bs, ...] tensor; no copy when that is the whole batch."""
         return per_request if index.shape[0] == len(self) else per_request.index_select(0, index)
+
+    @property
+    def any_filter(self) -> bool:
+        """Whether any request has a top-k, a top-p or a min-p."""
+        return self.law.max_kept > 0 or self.law.any_min_p
+
+    @cached_property
+    def draw_temperatures(self) -> torch.Tensor:
+        """[bs] float32: the temperature of every request, 0 for greedy ones."""
+        temperatures = self.law.temperatures
+        return temperatures.index_fill(0, self.greedy_index, 0.0) if self.any_greedy else temperatures
 
     @cached_property
     def sampled_law(self) -> LawParams:

@@ -19,10 +19,15 @@ _Number = TypeVar("_Number", int, float)
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
+_DRAFTER = click.Path(exists=True, file_okay=False, path_type=Path)
 _COUNT = click.IntRange(min=1)
 _DEFAULT_INVENTED = 2000
 # A server takes new requests as others end; the larger the batch, the shorter the wait for its last answer.
 _WRITE_BATCH, _SERVER_WRITE_BATCH = 64, 512
+# On a GPU, likewise, a lane takes the next text as one ends.
+_LANE_WRITE_BATCH = 2048
+# Steps of a run that its time ends.
+_MANY_STEPS = 10**9
 # Options that become fields of TextPlan, and those that become fields of TrainConfig under another name.
 _PLAN_OPTIONS = (
     *("prompts", "invent", "texts", "held_out", "temperatures", "max_tokens", "max_prompt_tokens", "raw"),
@@ -36,6 +41,7 @@ _CONFIG_OPTIONS = {
     "confidence_head": "confidence_head",
     "own_embeddings": "own_embeddings",
     "steps": "steps",
+    "max_minutes": "max_minutes",
     "batch_rows": "batch_rows",
     "anchors": "anchors_per_row",
     "learning_rate": "learning_rate",
@@ -99,7 +105,9 @@ def _json_object(ctx: click.Context, param: click.Parameter, value: str | None) 
 @click.option("--server", help="URL of an SGLang server of the target that writes the texts.  [default: in process]")
 @click.option("--api-key", help="The server's --api-key.")
 @click.option("--concurrency", type=_COUNT, default=64, show_default=True, help="Requests to the server at a time.")
-@click.option("--write-batch", type=_COUNT, help="Texts written together.  [default: 64, with --server 512]")
+@click.option(
+    "--write-batch", type=_COUNT, help="Texts written together.  [default: 64, on a GPU 2048, with --server 512]"
+)
 @click.option("--corpus", type=_FOLDER, help="Folder of the texts; may be another run's.  [default: OUTPUT/corpus]")
 @click.option("--store-states", is_flag=True, help="Keep the target's states with the texts. For slow machines.")
 @click.option("--block-size", type=_COUNT, default=7, show_default=True, help="Drafts per round.")
@@ -116,6 +124,12 @@ def _json_object(ctx: click.Context, param: click.Parameter, value: str | None) 
 @click.option("--mask-token-id", type=click.IntRange(min=0), help="Token that is never written.  [default: found]")
 @click.option("--own-embeddings", is_flag=True, help="Copy the target's embedding and head into the checkpoint.")
 @click.option("--steps", type=_COUNT, default=3000, show_default=True, help="Training steps.")
+@click.option(
+    "--max-minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    help="End the training, and the decay of its learning rate, after this time instead of after --steps.",
+)
+@click.option("--init", type=_DRAFTER, help="Folder of a drafter to start from; what does not fit is drawn.")
 @click.option("--batch-rows", type=_COUNT, default=16, show_default=True, help="Texts per step.")
 @click.option("--anchors", type=_COUNT, default=32, show_default=True, help="Blocks per text and step.")
 @click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), default=6e-4, show_default=True)
@@ -187,12 +201,17 @@ def _job(ctx: click.Context, options: dict[str, Any]) -> TrainJob:
     if "invent" not in given:
         options["invent"] = 0 if options["prompts"] else _DEFAULT_INVENTED
     if options["write_batch"] is None:
-        options["write_batch"] = _SERVER_WRITE_BATCH if options["server"] else _WRITE_BATCH
+        lanes = device.startswith("cuda") and not options["store_states"]
+        options["write_batch"] = (
+            _SERVER_WRITE_BATCH if options["server"] else _LANE_WRITE_BATCH if lanes else _WRITE_BATCH
+        )
+    if options["max_minutes"] is not None and "steps" not in given:
+        options["steps"] = _MANY_STEPS
     plan = {name: options[name] for name in _PLAN_OPTIONS}
     plan["prompts"] = tuple(map(str, options["prompts"]))
     return TrainJob(
         **{name: options[name] for name in ("target", "output", "server", "api_key", "concurrency")},
-        **{name: options[name] for name in ("taps", "layers", "mask_token_id", "store_states")},
+        **{name: options[name] for name in ("taps", "layers", "mask_token_id", "store_states", "init")},
         corpus=options["corpus"] or options["output"] / "corpus",
         plan=TextPlan(**plan),
         plan_options=frozenset(given & set(_PLAN_OPTIONS) - {"seed"}),

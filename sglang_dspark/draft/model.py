@@ -76,11 +76,21 @@ class DraftModel(nn.Module):
             ``(k, v)``, each ``[L, n, kv_heads, hd]``.
         """
         config = self.config
-        weight, k_norm = self._context_stack or self._stack_context_weights()
         shape = (config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
-        k, v = F.linear(h_ctx, weight).unflatten(-1, shape).permute(2, 1, 0, 3, 4).unbind(0)
-        k = F.rms_norm(k, (config.head_dim,), eps=config.rms_norm_eps) * k_norm[:, None, None]
+        k, v = self.context_projection(h_ctx).unflatten(-1, shape).permute(2, 1, 0, 3, 4).unbind(0)
+        k = F.rms_norm(k, (config.head_dim,), eps=config.rms_norm_eps) * self.context_k_norm[:, None, None]
         return rotate(k, *self.rotary(positions)), v
+
+    def context_projection(self, h_ctx: Tensor) -> Tensor:
+        """``h_ctx [n, d]`` -> K before V of every layer, ``[n, L * 2 * kv_heads * hd]``, neither normed nor rotated."""
+        weight, _ = self._context_stack or self._stack_context_weights()
+        return F.linear(h_ctx, weight)
+
+    @property
+    def context_k_norm(self) -> Tensor:
+        """``[L, hd]`` weights of the norm that every layer applies to K."""
+        _, k_norm = self._context_stack or self._stack_context_weights()
+        return k_norm
 
     def forward_block(self, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Run the backbone over block rows.

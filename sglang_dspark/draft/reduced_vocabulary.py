@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from dspark_kernels import DraftVocabulary
+from dspark_kernels import ConfidenceWeights, DraftVocabulary, MarkovWeights, WalkWeights
 from torch import Tensor
 
-from sglang_dspark.draft.markov_head import MarkovHead
+from sglang_dspark.draft.confidence_head import ConfidenceHead
+from sglang_dspark.draft.markov_head import MarkovHead, VanillaMarkovHead
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.errors import CheckpointError
 
@@ -65,6 +66,7 @@ class ProposalHeads:
     Attributes:
         vocabulary: these tokens; None stands for all.
         markov: the Markov head over them; None without one.
+        weights: the tensors of the Markov and the confidence head that the kernels read, for the same tokens.
     """
 
     def __init__(self, model: DraftModel, token_ids: Sequence[int] | None) -> None:
@@ -76,12 +78,15 @@ class ProposalHeads:
         self._model = model
         self.vocabulary: DraftVocabulary | None = None
         self.markov: MarkovHead | _ReducedMarkovHead | None = model.markov
+        w2 = None if model.markov is None else model.markov.markov_w2.weight
         if token_ids is not None:
             ids = torch.tensor(token_ids, device=model.lm_head_weight.device)
             self.vocabulary = DraftVocabulary(ids, model.config.vocab_size)
             self._rows = model.lm_head_weight[ids]
             if model.markov is not None:
                 self.markov = _ReducedMarkovHead(model.markov, ids)
+                w2 = self.markov.w2
+        self.weights = WalkWeights(_markov_weights(model.markov, w2), _confidence_weights(model.confidence))
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """``hidden [T, d]`` (post-norm) -> logits ``[T, v]`` before the Markov bias, in the LM head's dtype."""
@@ -90,12 +95,22 @@ class ProposalHeads:
         return F.linear(hidden.to(self._rows.dtype), self._rows)
 
 
+def _markov_weights(head: MarkovHead | None, w2: Tensor | None) -> MarkovWeights | None:
+    if head is None or w2 is None:
+        return None
+    return MarkovWeights(head.markov_w1.weight, w2, None if isinstance(head, VanillaMarkovHead) else head)
+
+
+def _confidence_weights(head: ConfidenceHead | None) -> ConfidenceWeights | None:
+    return None if head is None else ConfidenceWeights(head.proj.weight[0], head.proj.bias)
+
+
 class _ReducedMarkovHead:
     """A Markov head whose bias covers some tokens only; what it remembers of the last token covers all."""
 
     def __init__(self, head: MarkovHead, ids: Tensor) -> None:
         self._head = head
-        self._w2 = head.markov_w2.weight[ids]
+        self.w2 = head.markov_w2.weight[ids]
 
     def initial_state(self, bs: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
         return self._head.initial_state(bs, device, dtype)
@@ -104,4 +119,4 @@ class _ReducedMarkovHead:
         """As :meth:`MarkovHead.step`, with a bias ``[bs, v]``; ``prev_tokens`` are ids of the whole vocabulary."""
         w1_embedding = self._head.markov_w1(prev_tokens)
         latent, new_state = self._head.latent(w1_embedding, hidden, state)
-        return F.linear(latent, self._w2), w1_embedding, new_state
+        return F.linear(latent, self.w2), w1_embedding, new_state

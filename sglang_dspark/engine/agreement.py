@@ -35,6 +35,11 @@ class Agreement:
     def __init__(self, group: Any) -> None:
         self._group = group
 
+    @property
+    def needed(self) -> bool:
+        """Whether there are other ranks."""
+        return bool(self._group.world_size > 1)
+
     def share(self, value: T) -> T:
         """Rank 0's ``value`` on every rank, by way of the host; any picklable object. Does not touch the device."""
         shared: T = self._group.broadcast_object(value)
@@ -46,7 +51,7 @@ class Agreement:
         Args:
             tensors: contiguous, of one dtype, and of the same shapes on all ranks; None is passed over.
         """
-        if self._group.world_size == 1:
+        if not self.needed:
             return
         flat = [tensor.view(-1) for tensor in tensors if tensor is not None]
         if not flat:

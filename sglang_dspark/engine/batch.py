@@ -54,22 +54,14 @@ def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> 
     return RoundKeys(seed=seed, step=step, request_keys=batch.req_pool_indices.to(torch.int64), positions=positions)
 
 
-def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int, gamma: int, window: int) -> DecodeBatch:
-    """The tensors of a decode step out of a ``ScheduleBatch``.
-
-    Args:
-        window: K/V slots reserved per request and step: the anchor's and those of the drafts that may be verified.
-    """
+def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int) -> DecodeBatch:
+    """The tensors of a decode step out of a ``ScheduleBatch``."""
     prefix_lens = batch.seq_lens.to(torch.int64)
-    req_pool_indices = batch.req_pool_indices.to(torch.int64)
-    positions = prefix_lens[:, None] + torch.arange(gamma + 1, device=prefix_lens.device)
-    slots = batch.req_to_token_pool.req_to_token[req_pool_indices[:, None], positions[:, :window]]
     return DecodeBatch(
         anchors=batch.spec_info.bonus_tokens,
         prefix_lens=prefix_lens,
-        req_pool_indices=req_pool_indices,
-        window_slots=slots.to(torch.int64),
-        block_positions=positions,
+        req_pool_indices=batch.req_pool_indices.to(torch.int64),
+        req_to_token=batch.req_to_token_pool.req_to_token,
         rows=rows,
         keys=round_keys(batch, prefix_lens + 1, seed=seed, step=step),
     )

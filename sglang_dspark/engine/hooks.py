@@ -91,6 +91,16 @@ def install_in_scheduler(device: str) -> None:
             "POST /dspark/policy reaches the scheduler through the same channel",
         ),
     ]
+    if device == "cuda":
+        hooks.append(
+            Hook(
+                "no-stock-graphs",
+                "sglang.srt.model_executor.model_runner.ModelRunner.init_decode_cuda_graph",
+                HookType.REPLACE,
+                _no_stock_graphs,
+                "the stock graphs verify one number of tokens per request; DSPARK captures graphs of its own steps",
+            )
+        )
     if device == "cpu":
         hooks.append(
             Hook(
@@ -130,6 +140,11 @@ def _row_headroom(original: Callable[[Any], int], server_args: Any) -> int:
     # SGLang's own headroom holds one window. Under overlap the committed length that a reservation starts from lags by
     # one more step, hence the second window.
     return original(server_args) + server_args.speculative_num_draft_tokens
+
+
+def _no_stock_graphs(runner: Any) -> None:
+    runner.decode_cuda_graph_runner = None
+    runner.graph_mem_usage = 0
 
 
 def _no_kv_copy_kernel(pool: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +26,12 @@ class DSparkVerifyInput(DFlashVerifyInput):
     groups: list[ContextGroup] = field(default_factory=list)
 
 
-def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: VerifyPlan) -> tuple[Any, bool]:
-    """Run the target over ``plan``'s tokens.
+def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: VerifyPlan) -> tuple[Any, torch.Tensor]:
+    """Run the target over ``plan``'s tokens, launch by launch.
 
     Returns:
-        ``(logits_output, used_cuda_graph)``; ``logits_output.next_token_logits`` is [N, V] and
-        ``logits_output.hidden_states`` [N, taps * d].
+        ``(output, captured)``: SGLang's ``LogitsProcessorOutput``, whose ``next_token_logits`` are [N, V], and the
+        tapped hidden states [N, taps * d], which it no longer holds.
     """
     verify_input = DSparkVerifyInput(
         draft_token=plan.input_ids,
@@ -51,24 +49,13 @@ def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: Verify
     else:
         batch.seq_lens_cpu = batch.spec_info.reserved_lens_cpu
     batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-    with _graphs_that_fit(target_worker.model_runner, plan):
-        forward_batch, _ = verify_input.prepare_for_verify(batch, target_worker)
-        result = target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-        )
-    return result.logits_output, result.can_run_cuda_graph
-
-
-@contextmanager
-def _graphs_that_fit(runner: Any, plan: VerifyPlan) -> Iterator[None]:
-    """Hide the stock CUDA graphs from a forward of another shape: they look at the number of requests only."""
-    graphs = runner.decode_cuda_graph_runner
-    if not (plan.uniform and plan.width == runner.server_args.speculative_num_draft_tokens):
-        runner.decode_cuda_graph_runner = None
-    try:
-        yield
-    finally:
-        runner.decode_cuda_graph_runner = graphs
+    forward_batch, _ = verify_input.prepare_for_verify(batch, target_worker)
+    result = target_worker.forward_batch_generation(
+        batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
+    )
+    output = result.logits_output
+    captured, output.hidden_states = output.hidden_states, None
+    return output, captured
 
 
 def _context_groups(runner: Any, decode: DecodeBatch, verify_lens: list[int]) -> list[ContextGroup]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_dspark.train.rows import CorpusRow, padded_ids
+from sglang_dspark.train.rows import CorpusRow, padded_ids, to_device
 from sglang_dspark.train.target import TargetStates
 
 
@@ -25,7 +25,8 @@ class AnchorBatch:
     anchor_ids: Tensor  # [bs, A] int64, token at the anchor
     labels: Tensor  # [bs, A, gamma] int64, the text after the anchor; arbitrary where not supervised
     supervised: Tensor  # [bs, A, gamma] bool, a prefix of each block
-    target_hidden: Tensor  # [bs, A, gamma, d] target's last hidden state at the position before each label
+    slots: Tensor  # [n] int64, flat indices of the supervised slots; found on the CPU, so that no step waits for a GPU
+    target_hidden: Tensor  # [n, d] target's last hidden state at the position before the label of each of these slots
 
     @property
     def prev_ids(self) -> Tensor:
@@ -53,23 +54,26 @@ def collate(rows: Sequence[CorpusRow], anchors: Sequence[Tensor], states: Target
     """
     device = states.features.device
     bs, num_anchors = len(rows), max(1, *map(len, anchors))
-    ids = padded_ids(rows).to(device)
+    ids = padded_ids(rows)
     padded_anchors = torch.zeros(bs, num_anchors, dtype=torch.long)
     used = torch.zeros(bs, num_anchors, dtype=torch.bool)
     for i, chosen in enumerate(anchors):
         padded_anchors[i, : len(chosen)] = chosen
         used[i, : len(chosen)] = True
     lens = torch.tensor([len(row.input_ids) for row in rows])
-    padded_anchors, used, lens = padded_anchors.to(device), used.to(device), lens.to(device)
-    label_positions = padded_anchors[..., None] + torch.arange(1, block_size + 1, device=device)  # [bs, A, gamma]
+    label_positions = padded_anchors[..., None] + torch.arange(1, block_size + 1)  # [bs, A, gamma]
     supervised = (label_positions < lens[:, None, None]) & used[..., None]
     label_positions = label_positions.clamp(max=ids.shape[1] - 1)
-    index = torch.arange(bs, device=device)[:, None]
+    index = torch.arange(bs)[:, None]
+    slots = supervised.flatten().nonzero()[:, 0]
+    # Flat over rows and positions.
+    before = (index[..., None] * states.last_hidden.shape[1] + label_positions - 1).flatten()[slots]
     return AnchorBatch(
         features=states.features,
-        anchors=padded_anchors,
-        anchor_ids=ids[index, padded_anchors],
-        labels=ids[index[..., None], label_positions],
-        supervised=supervised,
-        target_hidden=states.last_hidden[index[..., None], label_positions - 1],
+        anchors=to_device(padded_anchors, device),
+        anchor_ids=to_device(ids[index, padded_anchors], device),
+        labels=to_device(ids[index[..., None], label_positions], device),
+        supervised=to_device(supervised, device),
+        slots=to_device(slots, device),
+        target_hidden=states.last_hidden.flatten(0, 1)[to_device(before, device)],
     )

@@ -42,6 +42,7 @@ class TrainConfig:
 
     # Optimizer.
     steps: int = 1000
+    max_minutes: float | None = None  # of training; the run, and the decay of the learning rate, then end with them
     learning_rate: float = 6e-4
     markov_lr_scale: float = 1.0  # on the learning rate of the Markov embeddings, whose rows are seldom updated
     warmup_share: float = 0.04
@@ -53,7 +54,7 @@ class TrainConfig:
     device: str = "cpu"
     compute_dtype: str = "float32"
     log_every: int = 10  # steps
-    checkpoint_every: int = 200  # steps; held-out acceptance is measured then too
+    checkpoint_every: int = 200  # steps, with max_minutes a minute instead; held-out acceptance is measured then too
     own_embeddings: bool = False  # copies of the target's embedding and LM head in the checkpoint, as DeepSpec has them
 
     def __post_init__(self) -> None:
@@ -76,6 +77,8 @@ class TrainConfig:
             )
         if self.compute_dtype not in _DTYPES:
             raise ConfigError(f"compute_dtype={self.compute_dtype!r} is not one of {', '.join(_DTYPES)}")
+        if self.max_minutes is not None and self.max_minutes <= 0:
+            raise ConfigError(f"max_minutes={self.max_minutes} must be above 0; leave it out to train for all steps")
         if not 0 <= self.warmup_share < 1:
             raise ConfigError(f"warmup_share={self.warmup_share} must be in [0, 1)")
 

@@ -11,6 +11,7 @@ loses one batch and training can start on what is there. Tensors of a shard, for
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -92,6 +93,7 @@ def generate(
     batch_size: int,
     seed: int,
     max_shards: int | None = None,
+    seconds: float | None = None,
     on_shard: Callable[[int, int], None] | None = None,
 ) -> None:
     """Write the target's answers to `prompts` as shards in `directory`; continues after the shards already there.
@@ -101,17 +103,23 @@ def generate(
         temperatures: one per prompt, 0 = greedy.
         batch_size: rows written together, and rows per shard.
         max_shards: stop after this many; None writes all.
+        seconds: stop before the shard that would take longer than this, judged by the slowest before it.
         on_shard: called with (shards written, shards in total) after each shard.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     batches = list(_chunks(list(zip(prompts, temperatures, strict=True)), batch_size))[:max_shards]
+    started, slowest = time.perf_counter(), 0.0
     for number, batch in enumerate(batches):
         path = directory / f"shard-{number:05d}.safetensors"
         if not path.exists():
+            begun = time.perf_counter()
+            if seconds is not None and begun - started + slowest > seconds:
+                break
             generator = torch.Generator().manual_seed(seed + number)
             ids, heats = zip(*batch, strict=True)
             _write_shard(path, writer.write(ids, heats, max_new_tokens, generator))
+            slowest = max(slowest, time.perf_counter() - begun)
         if on_shard is not None:
             on_shard(number + 1, len(batches))
 

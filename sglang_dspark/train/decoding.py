@@ -158,6 +158,10 @@ class _PreallocatedLayer(CacheLayerMixin):
     def get_max_cache_shape(self) -> int:
         return -1
 
+    def get_max_length(self) -> int:
+        """The same, as later releases of transformers call it."""
+        return -1
+
     def keep_rows(self, rows: Tensor) -> None:
         self.keys, self.values = self.keys[rows], self.values[rows]
 

@@ -9,7 +9,7 @@ the real decoding loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.train.block_forward import block_hidden, context_kv
 from sglang_dspark.train.rows import CorpusRow, StateSource
 from sglang_dspark.train.target import Target, TargetStates
 from sglang_dspark.train.text_writer import TextWriter
 
 # Texts replayed together.
-_BATCH_ROWS = 16
+_BATCH_ROWS = 64
+# Fewer repeated tokens are a list or a formula, not a loop.
+_LOOP_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ def replay(
     temperature: float,
     max_new_tokens: int,
     seed: int = 0,
+    token_ids: Sequence[int] | None = None,
+    use_markov: bool = True,
 ) -> AcceptanceReport:
     """Replay speculative decoding with `model` along `texts`.
 
@@ -89,13 +94,19 @@ def replay(
         states: of the texts.
         temperature: 0 compares argmaxes, 1 draws acceptances.
         max_new_tokens: no round starts at or after this many answer tokens.
+        token_ids: the tokens that are proposed, ascending; None proposes all, as a drafter without a
+            ``draft_vocabulary.json`` does.
+        use_markov: False leaves out the Markov head, to see what it is worth.
     """
+    heads = ProposalHeads(model, token_ids)
+    if not use_markov:
+        heads.markov = None
     generator = torch.Generator().manual_seed(seed)
     histogram = torch.zeros(model.config.block_size + 1, dtype=torch.long)
     num_committed = 0
     for start in range(0, len(texts), _BATCH_ROWS):
         batch = texts[start : start + _BATCH_ROWS]
-        rounds = _Rounds(model, target, batch, states(batch), temperature, generator)
+        rounds = _Rounds(model, heads, target, batch, states(batch), temperature, generator)
         while (accepted := rounds.advance(max_new_tokens)) is not None:
             histogram += torch.bincount(accepted, minlength=len(histogram))
         num_committed += rounds.num_committed
@@ -110,6 +121,7 @@ class _Rounds:
     def __init__(
         self,
         model: DraftModel,
+        heads: ProposalHeads,
         target: Target,
         texts: Sequence[CorpusRow],
         states: TargetStates,
@@ -117,7 +129,7 @@ class _Rounds:
         generator: torch.Generator,
     ) -> None:
         weight = model.fc.weight
-        self._model, self._target, self._texts = model, target, texts
+        self._model, self._heads, self._target, self._texts = model, heads, target, texts
         self._temperature, self._generator = temperature, generator
         self._k_ctx, self._v_ctx = context_kv(model, states.features.to(weight.device, weight.dtype))
         self._last_hidden = states.last_hidden
@@ -134,7 +146,7 @@ class _Rounds:
         if not len(rows):
             return None
         anchors, on_device = self._anchors[rows], rows.to(self._device)
-        ids = torch.stack([self._texts[row].input_ids[self._anchors[row]] for row in rows]).to(self._device)
+        ids = torch.stack([self._texts[row].input_ids[self._anchors[row]] for row in rows.tolist()]).to(self._device)
         hidden = block_hidden(
             self._model,
             self._k_ctx[:, on_device],
@@ -156,9 +168,9 @@ class _Rounds:
         inside, positions = positions <= ends, positions.minimum(ends)
         labels = torch.stack([self._texts[row].input_ids[at] for row, at in zip(rows.tolist(), positions, strict=True)])
         if self._temperature == 0:
-            agrees = _draft_greedy(self._model, hidden, ids).cpu() == labels
+            agrees = _draft_greedy(self._heads, hidden, ids).cpu() == labels
         else:
-            p_draft = _label_probs(self._model, hidden, ids, labels.to(self._device)).cpu()
+            p_draft = _label_probs(self._heads, hidden, ids, labels.to(self._device)).cpu()
             source = self._last_hidden.device
             before = self._last_hidden[rows.to(source)[:, None], (positions - 1).to(source)]
             logits = self._target.logits(before.to(self._target.device, self._target.dtype))
@@ -167,22 +179,48 @@ class _Rounds:
         return (agrees & inside).long().cumprod(-1).sum(-1)
 
 
-def _draft_greedy(model: DraftModel, hidden: Tensor, anchor_ids: Tensor) -> Tensor:
+def _draft_greedy(heads: ProposalHeads, hidden: Tensor, anchor_ids: Tensor) -> Tensor:
     """The drafts ``[n, gamma]`` of blocks with ``hidden [n, gamma, d]``."""
-    base_logits = model.base_logits(hidden)
-    if model.markov is None:
-        return base_logits.argmax(-1)
-    state = model.markov.initial_state(len(hidden), hidden.device, hidden.dtype)
     drafts = [anchor_ids]
-    for slot in range(hidden.shape[1]):
-        bias, _, state = model.markov.step(drafts[-1], hidden[:, slot], state)
-        drafts.append((base_logits[:, slot] + bias).argmax(-1))
+    for logits in _walk(heads, hidden, drafts):
+        choice = logits.argmax(-1)
+        drafts.append(choice if heads.vocabulary is None else heads.vocabulary.token_ids[choice])
     return torch.stack(drafts[1:], dim=1)
 
 
-def _label_probs(model: DraftModel, hidden: Tensor, anchor_ids: Tensor, labels: Tensor) -> Tensor:
-    """Draft probabilities ``[n, gamma]`` of `labels`, each given the labels before it."""
-    logits = model.base_logits(hidden).float()
-    if model.markov is not None:
-        logits = logits + model.markov.block_bias(torch.cat([anchor_ids[:, None], labels[:, :-1]], dim=1), hidden)
-    return torch.softmax(logits, dim=-1).gather(-1, labels[..., None])[..., 0]
+def _label_probs(heads: ProposalHeads, hidden: Tensor, anchor_ids: Tensor, labels: Tensor) -> Tensor:
+    """Draft probabilities ``[n, gamma]`` of `labels`, each given the labels before it; 0 for those not proposed."""
+    probs = []
+    for slot, logits in enumerate(_walk(heads, hidden, [anchor_ids, *labels.unbind(1)])):
+        whole = logits if heads.vocabulary is None else heads.vocabulary.spread(logits)
+        probs.append(torch.softmax(whole.float(), dim=-1).gather(-1, labels[:, slot, None])[:, 0])
+    return torch.stack(probs, dim=1)
+
+
+def _walk(heads: ProposalHeads, hidden: Tensor, tokens: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Logits ``[n, v]`` slot by slot, each given ``tokens[slot]``, which may be added while the walk goes on."""
+    base_logits = heads.base_logits(hidden)
+    if heads.markov is None:
+        yield from base_logits.unbind(1)
+        return
+    state = heads.markov.initial_state(len(hidden), hidden.device, hidden.dtype)
+    for slot in range(hidden.shape[1]):
+        bias, _, state = heads.markov.step(tokens[slot], hidden[:, slot], state)
+        yield base_logits[:, slot] + bias
+
+
+def loop_start(tokens: Sequence[int]) -> int | None:
+    """Where the end of a text begins to repeat itself word for word; None where it does not.
+
+    A small model under greedy decoding falls into such loops, which every drafter predicts. A loop is at least
+    16 tokens long and holds its pattern at least three times.
+    """
+    best: int | None = None
+    for period in range(1, len(tokens) // 3 + 1):
+        start = len(tokens)
+        while start > period and tokens[start - 1] == tokens[start - 1 - period]:
+            start -= 1
+        # The first copy of the pattern is new text.
+        if len(tokens) - start >= max(2 * period, _LOOP_TOKENS) and (best is None or start < best):
+            best = start
+    return best

@@ -25,8 +25,10 @@ from sglang_dspark.train.anchors import AnchorBatch
 from sglang_dspark.train.block_forward import block_hidden, block_latents, context_kv
 from sglang_dspark.train.loss_vocabulary import VocabularySlice
 
-# Rows of logits handled at a time: 256 x 7168 float32 stay in a 32 MiB cache across the passes of `_logit_gradient`.
+# Rows of logits handled at a time on a CPU: 256 x 7168 float32 stay in a 32 MiB cache across the passes of
+# `_logit_gradient`. A GPU has no such cache, and a launch costs more than what small chunks save: 512 MiB each there.
 _CHUNK_ROWS = 256
+_CHUNK_ELEMENTS = 2**27
 
 
 @dataclass(frozen=True)
@@ -63,28 +65,26 @@ def draft_loss(
 ) -> LossOutput:
     """Loss of the draft model on `batch`, teacher-forced. Differentiable in all its parameters but the LM head's."""
     hidden = block_hidden(model, *context_kv(model, batch.features), batch.anchors, batch.anchor_ids)
-    supervised = batch.supervised.flatten()
-    slot_weights = weights.by_position(model.config.block_size, hidden.device).expand(batch.supervised.shape)
-    slot_weights = slot_weights.flatten()[supervised]
+    slots = batch.slots
+    slot_weights = weights.by_position(model.config.block_size, hidden.device)[slots % model.config.block_size]
     slot_weights = slot_weights / (slot_weights.sum() + 1e-6)
 
     latents = w1_embeddings = markov_w2 = None
     if model.markov is not None:
         latents, w1_embeddings = (
-            x.flatten(0, 1)[supervised]
-            for x in block_latents(model, batch.prev_ids.flatten(0, 1), hidden.flatten(0, 1))
+            x.flatten(0, 1)[slots] for x in block_latents(model, batch.prev_ids.flatten(0, 1), hidden.flatten(0, 1))
         )
         markov_w2 = vocabulary.rows(model.markov.markov_w2.weight)
-    hidden = hidden.flatten(0, 2)[supervised]
+    hidden = hidden.flatten(0, 2)[slots]
     ce, l1, distribution_loss = _DistributionLoss.apply(
         hidden,
         latents,
         markov_w2,
         vocabulary.rows(model.lm_head_weight),
-        batch.target_hidden.flatten(0, 2)[supervised],
+        batch.target_hidden,
         vocabulary.rows(target_lm_head),
         vocabulary.log_weight,
-        vocabulary.locate(batch.labels.flatten()[supervised]),
+        vocabulary.locate(batch.labels.flatten()[slots]),
         slot_weights,
         weights,
     )
@@ -93,14 +93,13 @@ def draft_loss(
     if model.confidence is not None:
         logits = model.confidence(hidden, w1_embeddings)
         confidence = (F.binary_cross_entropy_with_logits(logits, expected, reduction="none") * slot_weights).sum()
-    acceptance = expected.new_zeros(batch.supervised.shape)
-    acceptance[batch.supervised] = expected
+    acceptance = expected.new_zeros(batch.supervised.numel()).index_copy(0, slots, expected)
     return LossOutput(
         loss=distribution_loss + weights.confidence * confidence,
         ce=(ce * slot_weights).sum(),
         l1=(l1 * slot_weights).sum(),
         confidence=confidence.detach(),
-        acceptance=acceptance,
+        acceptance=acceptance.view(batch.supervised.shape),
     )
 
 
@@ -125,8 +124,10 @@ class _DistributionLoss(torch.autograd.Function):
         slot_weights: Tensor,  # [n]
         weights: LossWeights,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        compute_dtype = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled() else hidden.dtype
-        with torch.autocast(hidden.device.type, enabled=False):
+        device = hidden.device.type
+        compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        chunk_rows = _CHUNK_ROWS if device == "cpu" else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // len(lm_head))
+        with torch.autocast(device, enabled=False):
             head, target_head = lm_head.to(compute_dtype), target_lm_head.to(compute_dtype)
             w2 = None if markov_w2 is None else markov_w2.to(compute_dtype)
             ce = torch.empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
@@ -134,8 +135,8 @@ class _DistributionLoss(torch.autograd.Function):
             hidden_grad = torch.empty_like(hidden)
             latents_grad = None if latents is None else torch.empty_like(latents)
             w2_grad = None if markov_w2 is None else torch.zeros_like(markov_w2, dtype=torch.float32)
-            for start in range(0, len(hidden), _CHUNK_ROWS):
-                part = slice(start, start + _CHUNK_ROWS)
+            for start in range(0, len(hidden), chunk_rows):
+                part = slice(start, start + chunk_rows)
                 h = hidden[part].to(compute_dtype)
                 logits = F.linear(h, head)
                 if w2 is not None and latents is not None:

@@ -9,12 +9,14 @@ the tokens left out, and the drafter would propose them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.train.rows import to_device
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ class LossVocabulary:
         if self._kept is None:
             return VocabularySlice(None, None, None)
         chosen = torch.randperm(len(self._others), generator=generator)[: self._num_sampled]
-        ids = torch.cat([self._kept, self._others[chosen]])
-        log_weight = torch.zeros(len(ids))
-        log_weight[len(self._kept) :] = torch.log(torch.tensor(len(self._others) / self._num_sampled))
-        index = torch.full((self._vocab_size,), -1)
-        index[ids] = torch.arange(len(ids))
-        return VocabularySlice(ids.to(device), log_weight.to(device), index.to(device))
+        ids = to_device(torch.cat([self._kept, self._others[chosen]]), device)
+        log_weight = torch.zeros(len(ids), device=device)
+        log_weight[len(self._kept) :] = math.log(len(self._others) / self._num_sampled)
+        index = torch.full((self._vocab_size,), -1, device=device)
+        index.index_copy_(0, ids, torch.arange(len(ids), device=device))
+        return VocabularySlice(ids, log_weight, index)

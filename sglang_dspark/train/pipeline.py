@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +18,15 @@ from sglang_dspark.train.config import TrainConfig
 from sglang_dspark.train.corpus import Corpus
 from sglang_dspark.train.evaluate import AcceptanceReport, replay
 from sglang_dspark.train.prompt_format import PromptFormat
-from sglang_dspark.train.rows import ComputedStates, padded_ids, stored_states
+from sglang_dspark.train.rows import (
+    ComputedStates,
+    CorpusRow,
+    StateSource,
+    keep_states,
+    kept_bytes,
+    padded_ids,
+    stored_states,
+)
 from sglang_dspark.train.server_writer import ServerWriter
 from sglang_dspark.train.target import Target, stop_ids
 from sglang_dspark.train.target_defaults import MaskTokens, default_depth, default_taps
@@ -31,6 +40,9 @@ EVALUATION_FILE = "evaluation.json"
 _CHECKED_ROWS = 8
 _MIN_RATIO = 0.5
 _MIN_AGREEMENT = 0.9
+# Of the free memory of a GPU, for the states of all texts; and tokens that go through the target together for them.
+_STATES_SHARE = 0.5
+_STATES_BATCH_TOKENS = 16_384
 
 
 class Display(Protocol):
@@ -59,6 +71,7 @@ class TrainJob:
     taps: tuple[int, ...] | None = None
     layers: int | None = None
     mask_token_id: int | None = None
+    init: Path | None = None  # drafter to start from
     settings: dict[str, Any]  # further fields of `TrainConfig`
     device: str
     dtype: torch.dtype
@@ -80,9 +93,9 @@ def train(job: TrainJob, display: Display) -> Evaluation:
             output folder was begun with.
         CheckpointError: shape of the drafter and target do not go together.
     """
-    config = _target_config(job.target)
-    taps = job.taps or default_taps(config.num_hidden_layers)
-    _say_if_not_served(config, display)
+    target_config = _target_config(job.target)
+    taps = job.taps or default_taps(target_config.num_hidden_layers)
+    _say_if_not_served(target_config, display)
     plan = replace(job.plan, stored_taps=taps if job.store_states else None)
     folder = TextFolder(job.corpus, plan, job.plan_options)
     stored = folder.plan.stored_taps
@@ -96,7 +109,11 @@ def train(job: TrainJob, display: Display) -> Evaluation:
         folder.write(InProcessWriter(target, keep_states=stored is not None), prompt_format, display.progress)
     else:
         writer = ServerWriter(
-            job.server, _stop_ids(job.target), config.vocab_size, concurrency=job.concurrency, api_key=job.api_key
+            job.server,
+            _stop_ids(job.target),
+            target_config.vocab_size,
+            concurrency=job.concurrency,
+            api_key=job.api_key,
         )
         folder.write(writer, prompt_format, display.progress)
     # Not before the texts are there: the server may have filled the device, and can be stopped now.
@@ -104,14 +121,15 @@ def train(job: TrainJob, display: Display) -> Evaluation:
     texts = folder.load()
     _check_agreement(target, texts.greedy, job.corpus)
     display.say(f"{len(texts.train)} texts with {texts.train.num_answer_tokens} answer tokens to train on")
-    trainer = Trainer(
-        _train_config(job, target, taps, prompt_format, texts),
-        target,
-        texts.train,
-        Corpus(texts.greedy.rows + texts.sampled.rows),
-        job.output,
-        ComputedStates(target) if stored is None else stored_states,
-    )
+    config = _train_config(job, target, taps, prompt_format, texts)
+    held_out = Corpus(texts.greedy.rows + texts.sampled.rows)
+    states: StateSource = stored_states
+    if stored is None:
+        states = ComputedStates(target)
+        if _fit_with_states(target, texts.train.rows + held_out.rows):
+            train_texts, held_out = (_with_states(target, corpus, display) for corpus in (texts.train, held_out))
+            texts, states = replace(texts, train=train_texts), stored_states
+    trainer = Trainer(config, target, texts.train, held_out, job.output, states, init=job.init)
     _describe(trainer, display)
     _train(trainer, display)
     evaluation = _evaluate(job, target, texts, folder.plan.max_tokens, display)
@@ -215,6 +233,22 @@ def _train_config(
     )
 
 
+def _fit_with_states(target: Target, rows: Sequence[CorpusRow]) -> bool:
+    """Whether a GPU has room for the states of all texts; a CPU's memory is the user's to give (--store-states)."""
+    if target.device.type != "cuda":
+        return False
+    torch.cuda.empty_cache()  # what decoding has left
+    free, _ = torch.cuda.mem_get_info(target.device)
+    return kept_bytes(target, rows) <= _STATES_SHARE * free
+
+
+def _with_states(target: Target, corpus: Corpus, display: Display) -> Corpus:
+    def on_progress(done: int, total: int) -> None:
+        display.progress("running the target over the texts", done, total)
+
+    return Corpus(keep_states(target, corpus.rows, batch_tokens=_STATES_BATCH_TOKENS, on_progress=on_progress))
+
+
 def _describe(trainer: Trainer, display: Display) -> None:
     config = trainer.config
     trained = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -236,10 +270,10 @@ def _train(trainer: Trainer, display: Display) -> None:
             display.say(f"step {report.step}, held out: {said}")
         else:
             note = f"loss {report.loss:.2f} accept {report.tau:.2f}"
-            display.progress("training", report.step, trainer.config.steps, note)
+            display.progress("training", *trainer.progress, note)
 
-    display.progress("training", trainer.step, trainer.config.steps)
-    trainer.run(on_report, on_step=lambda step: display.progress("training", step, trainer.config.steps, note))
+    display.progress("training", *trainer.progress)
+    trainer.run(on_report, on_step=lambda step: display.progress("training", *trainer.progress, note))
 
 
 def _evaluate(job: TrainJob, target: Target, texts: Texts, max_tokens: int, display: Display) -> Evaluation:

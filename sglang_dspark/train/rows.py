@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from sglang_dspark.train.target import Target, TargetStates
 
@@ -40,7 +44,7 @@ class ComputedStates:
 
     def __call__(self, rows: Sequence[CorpusRow]) -> TargetStates:
         # Causal attention: padding on the right reaches no token of a row, so no mask is needed.
-        return self._target.forward(padded_ids(rows).to(self._target.device))
+        return self._target.forward(to_device(padded_ids(rows), self._target.device))
 
 
 def stored_states(rows: Sequence[CorpusRow]) -> TargetStates:
@@ -50,13 +54,59 @@ def stored_states(rows: Sequence[CorpusRow]) -> TargetStates:
     if len(stored) < len(rows):
         raise TypeError("rows without states: use ComputedStates")
 
-    def padded(states: Sequence[Tensor]) -> Tensor:
-        batch = states[0].new_zeros(len(states), width, states[0].shape[-1])
-        for padded_row, row in zip(batch, states, strict=True):
-            padded_row[: len(row)] = row
-        return batch
+    def padded(states: list[Tensor]) -> Tensor:
+        # The states of a row may end one token early, so the longest row alone does not give the width.
+        batch = pad_sequence(states, batch_first=True)
+        return F.pad(batch, (0, 0, 0, width - batch.shape[1]))
 
     return TargetStates(padded([row.features for row in stored]), padded([row.last_hidden for row in stored]))
+
+
+def keep_states(
+    target: Target,
+    rows: Sequence[CorpusRow],
+    *,
+    batch_tokens: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[CorpusRow]:
+    """`rows` with the target's states, which stay on its device: a step of training then never runs the target.
+
+    Args:
+        batch_tokens: tokens that go through the target together, padding included.
+        on_progress: called with (rows done, rows in total).
+    """
+    lens = [len(row.input_ids) - 1 for row in rows]
+    starts = list(accumulate(lens, initial=0))
+    width = len(target.tap_ids) * target.hidden_size
+    options: dict[str, Any] = {"dtype": target.dtype, "device": target.device}
+    features = torch.empty(starts[-1], width, **options)
+    last_hidden = torch.empty(starts[-1], target.hidden_size, **options)
+    states_of = ComputedStates(target)
+    order = sorted(range(len(rows)), key=lens.__getitem__, reverse=True)
+    done = 0
+    while done < len(rows):
+        batch = order[done : done + max(1, batch_tokens // (lens[order[done]] + 1))]
+        states = states_of([rows[i] for i in batch])
+        for i, row_features, row_hidden in zip(batch, states.features, states.last_hidden, strict=True):
+            part = slice(starts[i], starts[i + 1])
+            features[part] = row_features[: lens[i]]
+            last_hidden[part] = row_hidden[: lens[i]]
+        done += len(batch)
+        if on_progress is not None:
+            on_progress(done, len(rows))
+    views = zip(features.split(lens), last_hidden.split(lens), strict=True)
+    return [StoredRow(row.input_ids, row.prompt_len, *view) for row, view in zip(rows, views, strict=True)]
+
+
+def kept_bytes(target: Target, rows: Sequence[CorpusRow]) -> int:
+    """Memory that `keep_states` takes."""
+    width = (len(target.tap_ids) + 1) * target.hidden_size
+    return sum(len(row.input_ids) - 1 for row in rows) * width * target.dtype.itemsize
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor`, made on the CPU, on `device`. A plain copy to a GPU would wait for all work that is queued there."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def padded_ids(rows: Sequence[CorpusRow]) -> Tensor:

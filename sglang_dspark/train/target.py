@@ -17,7 +17,7 @@ from sglang_dspark.errors import ConfigError
 # Name under which `_grouped_attention` is registered with transformers.
 _ATTENTION = "dspark_grouped_sdpa"
 # Families whose attention is plain and grouped; others may have soft caps, sinks or windows that it does not know.
-_GROUPED_FAMILIES = ("llama", "qwen2", "qwen3")
+GROUPED_FAMILIES = ("llama", "qwen2", "qwen3")
 # Relative error of logits recomputed from the last hidden state: a forgotten scale or soft cap is far off.
 _LOGIT_TOLERANCE = 0.05
 
@@ -66,7 +66,7 @@ class Target:
 
         AttentionInterface.register(_ATTENTION, _grouped_attention)
         AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
-        plain = AutoConfig.from_pretrained(path).model_type in _GROUPED_FAMILIES
+        plain = AutoConfig.from_pretrained(path).model_type in GROUPED_FAMILIES
         attention = {"attn_implementation": _ATTENTION} if plain else {}
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **attention)
         return cls(model.to(device), tap_ids)

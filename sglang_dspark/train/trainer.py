@@ -1,7 +1,10 @@
 """The training loop: AdamW on float32 parameters, linear warm-up and cosine decay, resumable to the bit.
 
 Everything random in step s depends on (seed, s) alone, so a run that was interrupted continues with exactly the batches
-an uninterrupted one would have seen.
+an uninterrupted one would have seen. With a limit on the time the learning rate follows the clock instead of the steps:
+such a run always ends in time and with its learning rate at zero, but is not repeatable.
+
+Nothing in a step makes the CPU wait for a GPU; a report does.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.weights import save_draft_model
+from sglang_dspark.draft.weights import load_draft_model, save_draft_model
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.train.anchors import AnchorBatch, collate, sample_anchors
 from sglang_dspark.train.config import TrainConfig
@@ -37,7 +40,9 @@ LOG_FILE = "log.jsonl"
 _INIT_ROWS = 16
 # Settings that a resumed run may change; with another number of steps the learning rate follows the new schedule from
 # there, so a run can be cut short with a proper decay, or prolonged.
-_MAY_CHANGE = ("steps", "log_every", "checkpoint_every", "own_embeddings", "device")
+_MAY_CHANGE = ("steps", "max_minutes", "log_every", "checkpoint_every", "own_embeddings", "device")
+# Between checkpoints of a run with a limit on its time.
+_CHECKPOINT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class StepReport:
     confidence: float
     acceptance: tuple[float, ...]  # [gamma] expected acceptance at each slot, given that all before it were accepted
     tau: float  # expected committed tokens per round
-    seconds: float  # since the run (or its last resumption) started
+    seconds: float  # that the run has trained, earlier parts included
     held_out: bool = False
 
 
@@ -63,9 +68,10 @@ class Trainer:
 
     Args:
         states: where the target's states of the rows come from; default: the target itself, batch by batch.
+        init: a drafter to start from: tensors that fit in name and shape are taken, others drawn.
 
     Raises:
-        ConfigError: `out_dir` holds the state of a run with other settings.
+        ConfigError: `out_dir` holds the state of a run with other settings, or no tensor of `init` fits.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class Trainer:
         held_out: Corpus,
         out_dir: str | Path,
         states: StateSource | None = None,
+        init: str | Path | None = None,
     ) -> None:
         if target.tap_ids != tuple(config.target_layer_ids):
             raise ConfigError(
@@ -87,6 +94,9 @@ class Trainer:
         self.out_dir = Path(out_dir)
         self.device = torch.device(config.device)
         self.step = 0
+        self._saved_step = -1
+        self._seconds_before = 0.0
+        self._started = time.perf_counter()
         self._target = target
         self._states_of = states or ComputedStates(target)
         self._epoch, self._order = -1, torch.empty(0)
@@ -99,6 +109,8 @@ class Trainer:
         self.model.bind_target(target.embed_weight.cpu(), target.lm_head_weight.cpu())
         features = self._some_features()
         initialise(self.model, target, features, _generator(config.seed, "initialise", 0))
+        if init is not None:
+            self._take_weights(Path(init))
         self.model.to(self.device)
         self.model.bind_target(target.embed_weight.to(self.device), target.lm_head_weight.to(self.device))
         self.optimizer = torch.optim.AdamW(
@@ -106,18 +118,29 @@ class Trainer:
         )
         self._resume()
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """What is done and what there is in total: steps, or seconds where the time ends the run."""
+        if self.config.max_minutes is None:
+            return self.step, self.config.steps
+        total = 60 * self.config.max_minutes
+        return int(min(self._position() / self.config.steps, 1.0) * total), int(total)
+
     def run(
         self,
         on_report: Callable[[StepReport], None] | None = None,
         until: int | None = None,
         on_step: Callable[[int], None] | None = None,
     ) -> DraftModel:
-        """Train to `config.steps` (or stop after step `until`) and return the model; `on_step` gets steps done."""
-        started = time.perf_counter()
+        """Train to the end (or stop after step `until`) and return the model; `on_step` gets steps done.
+
+        Raises:
+            ConfigError: the loss is not a number any more; the last checkpoint before that stays.
+        """
+        self._started = saved = time.perf_counter()
         pending: list[LossOutput] = []
         batches: list[Tensor] = []
-        last = self.config.steps if until is None else min(until, self.config.steps)
-        while self.step < last:
+        while not (over := self._position() >= self.config.steps) and (until is None or self.step < until):
             batch = self._batch(self.step)
             pending.append(self._train_step(batch))
             batches.append(batch.supervised)
@@ -125,11 +148,13 @@ class Trainer:
             if on_step is not None:
                 on_step(self.step)
             if self.step % self.config.log_every == 0:
-                self._report(pending, batches, started, False, on_report)
+                self._report(pending, batches, False, on_report)
                 pending, batches = [], []
-            if self.step % self.config.checkpoint_every == 0 or self.step == self.config.steps:
-                self._report(*self._evaluate(), started, True, on_report)
-                self._save()
+            if self._checkpoint_is_due(saved):
+                self._checkpoint(on_report)
+                saved = time.perf_counter()
+        if over and self._saved_step != self.step:
+            self._checkpoint(on_report)
         return self.model
 
     def export(self, directory: str | Path) -> None:
@@ -142,8 +167,9 @@ class Trainer:
         save_draft_model(exported, directory, include_embeddings=self.config.own_embeddings)
 
     def _train_step(self, batch: AnchorBatch) -> LossOutput:
+        factor = _schedule(self._position(), self.config.steps, self.config.warmup_share)
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * _schedule(self.step, self.config.steps, self.config.warmup_share)
+            group["lr"] = group["peak_lr"] * factor
         generator = _generator(self.config.seed, "vocabulary", self.step)
         with self._autocast():
             output = draft_loss(
@@ -157,7 +183,21 @@ class Trainer:
         output.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         self.optimizer.step()
-        return output
+        return replace(output, loss=output.loss.detach())
+
+    def _seconds(self) -> float:
+        return self._seconds_before + time.perf_counter() - self._started
+
+    def _position(self) -> float:
+        """Where the run is, in steps of its schedule."""
+        if self.config.max_minutes is None:
+            return self.step
+        return max(self.step, self.config.steps * self._seconds() / (60 * self.config.max_minutes))
+
+    def _checkpoint_is_due(self, saved: float) -> bool:
+        if self.config.max_minutes is None:
+            return self.step % self.config.checkpoint_every == 0 or self.step == self.config.steps
+        return time.perf_counter() - saved >= _CHECKPOINT_SECONDS
 
     def _batch(self, step: int) -> AnchorBatch:
         """Batch `step`: rows in an order that is shuffled anew each epoch, fresh anchors each time."""
@@ -202,14 +242,22 @@ class Trainer:
         dtype = self.config.compute_torch_dtype
         return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype=dtype)
 
+    def _checkpoint(self, on_report: Callable[[StepReport], None] | None) -> None:
+        held_out = self._report(*self._evaluate(), True, on_report)
+        if not math.isfinite(held_out.loss):
+            raise ConfigError(
+                f"learning_rate={self.config.learning_rate}: training has diverged before step {self.step}; continue "
+                f"from the checkpoint in {self.out_dir} with a smaller one, in another output directory"
+            )
+        self._save()
+
     def _report(
         self,
         outputs: list[LossOutput],
         supervised: list[Tensor],
-        started: float,
         held_out: bool,
         on_report: Callable[[StepReport], None] | None,
-    ) -> None:
+    ) -> StepReport:
         accepted = torch.stack([output.acceptance.sum(dim=(0, 1)) for output in outputs]).sum(0)
         acceptance = accepted / torch.stack([mask.sum(dim=(0, 1)) for mask in supervised]).sum(0)
         report = StepReport(
@@ -220,7 +268,7 @@ class Trainer:
             },
             acceptance=tuple(acceptance.tolist()),
             tau=1 + float(acceptance.cumprod(0).sum()),
-            seconds=time.perf_counter() - started,
+            seconds=self._seconds(),
             held_out=held_out,
         )
         self.out_dir.mkdir(parents=True, exist_ok=True)
@@ -228,6 +276,7 @@ class Trainer:
             log.write(json.dumps(vars(report)) + "\n")
         if on_report is not None:
             on_report(report)
+        return report
 
     def _save(self) -> None:
         self.out_dir.mkdir(parents=True, exist_ok=True)
@@ -235,12 +284,22 @@ class Trainer:
         state = {
             "config": self.config.to_dict(),
             "step": self.step,
+            "seconds": self._seconds(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
         partial = self.out_dir / f"{STATE_FILE}.partial"
         torch.save(state, partial)
         partial.rename(self.out_dir / STATE_FILE)
+        self._saved_step = self.step
+
+    def _take_weights(self, folder: Path) -> None:
+        theirs = load_draft_model(folder, dtype=torch.float32, device="cpu").state_dict()
+        ours = self.model.state_dict()
+        fitting = {name: w for name, w in theirs.items() if name in ours and w.shape == ours[name].shape}
+        if not fitting:
+            raise ConfigError(f"--init {folder}: no tensor has a shape of the drafter to be trained; leave it out")
+        self.model.load_state_dict(fitting, strict=False)
 
     def _resume(self) -> None:
         path = self.out_dir / STATE_FILE
@@ -259,7 +318,8 @@ class Trainer:
                 f"{path} is of a run with other settings: {', '.join(changed)}; give the same settings to continue "
                 "it, or another output directory to start afresh"
             )
-        self.step = state["step"]
+        self.step = self._saved_step = state["step"]
+        self._seconds_before = state.get("seconds", 0.0)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -273,7 +333,7 @@ def _parameter_groups(model: DraftModel, config: TrainConfig) -> list[dict[str, 
     return groups
 
 
-def _schedule(step: int, steps: int, warmup_share: float) -> float:
+def _schedule(step: float, steps: int, warmup_share: float) -> float:
     """Factor on the learning rate: linear from 0 over the warm-up, then a cosine to 0 at the end."""
     warmup = max(1, round(steps * warmup_share))
     if step < warmup:
@@ -289,7 +349,5 @@ def _generator(seed: int, purpose: str, index: int) -> torch.Generator:
 
 def answer_counts(corpus: Corpus, vocab_size: int) -> Tensor:
     """How often each token occurs in the answers: ``[V]`` int64."""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for row in corpus.rows:
-        counts += torch.bincount(row.input_ids[row.prompt_len :], minlength=vocab_size)
-    return counts
+    answers = torch.cat([row.input_ids[row.prompt_len :] for row in corpus.rows])
+    return torch.bincount(answers, minlength=vocab_size)

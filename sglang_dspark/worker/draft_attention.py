@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from dspark_kernels.block_attention import block_attention, block_groups
-from dspark_kernels.ragged_attention import attend_groups
+from dspark_kernels.ragged_attention import attend_groups, group_contexts
+from dspark_kernels.window_attention import num_splits, window_attention
 
 from sglang_dspark.draft.backbone import Attend
 from sglang_dspark.draft.config import DraftConfig
@@ -12,25 +12,34 @@ from sglang_dspark.worker.draft_cache import DraftCache
 from sglang_dspark.worker.state import DecodeBatch
 
 
-def block_attend(cache: DraftCache, req_to_token: torch.Tensor, step: DecodeBatch, config: DraftConfig) -> Attend:
-    """The callback of :meth:`DraftModel.forward_block` for this step.
-
-    Args:
-        req_to_token: [rows, columns] K/V slot of every position of every request.
-    """
+def block_attend(cache: DraftCache, step: DecodeBatch, gamma: int, config: DraftConfig) -> Attend:
+    """The callback of :meth:`DraftModel.forward_block` for this step, whose blocks have ``gamma`` rows."""
+    bs = len(step)
+    scale = config.head_dim**-0.5
     if step.anchors.device.type == "cpu":
-        gamma = step.block_positions.shape[1] - 1
-        heads_per_kv = config.num_attention_heads // config.num_key_value_heads
-        table = req_to_token, step.req_pool_indices, step.prefix_lens
-        groups = block_groups(*table, gamma, heads_per_kv, cache.k.dtype)
+        groups = group_contexts(
+            step.req_to_token,
+            step.req_pool_indices.tolist(),
+            step.prefix_lens.tolist(),
+            [gamma] * bs,
+            causal=False,
+            heads_per_kv=config.num_attention_heads // config.num_key_value_heads,
+            dtype=cache.k.dtype,
+            extra_keys=gamma,
+        )
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return attend_groups(q, cache.k[layer], cache.v[layer], groups, q.shape[-1] ** -0.5, extra_kv=(k, v))
+            return attend_groups(q, cache.k[layer], cache.v[layer], groups, scale, extra_kv=(k, v))
 
     else:
+        indptr = torch.arange(0, (bs + 1) * gamma, gamma, device=step.anchors.device)
+        processors = torch.cuda.get_device_properties(step.anchors.device).multi_processor_count
+        splits = num_splits(bs, config.num_key_value_heads, processors)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            pools = cache.k[layer], cache.v[layer]
-            return block_attention(q, k, v, *pools, req_to_token, step.req_pool_indices, step.prefix_lens)
+            table = step.req_to_token, step.req_pool_indices, step.prefix_lens, indptr
+            return window_attention(
+                q, k, v, cache.k[layer], cache.v[layer], *table, width=gamma, causal=False, scale=scale, splits=splits
+            )
 
     return attend

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import torch
+from dspark_kernels.kv_inject import CommitRows, kv_inject, kv_inject_ref
 
 from sglang_dspark.draft.config import DraftConfig
-
-PADDING_SLOT = 0
-"""Slot that SGLang's allocator never hands out: writes of rows that must not be kept go there."""
+from sglang_dspark.draft.model import DraftModel
 
 
 class DraftCache:
     """Context K/V of all draft layers. Rows of a block being drafted are never stored.
+
+    Slot 0 is padding, which SGLang's allocator never hands out.
 
     Attributes:
         k, v: [L, slots, kv_heads, hd] in the model's dtype.
@@ -27,10 +28,25 @@ class DraftCache:
         """Memory of the pool in bytes."""
         return 2 * self.k.numel() * self.k.element_size()
 
-    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store ``k, v`` [L, n, kv_heads, hd] at ``slots`` [n] int64."""
-        self.k[:, slots] = k.to(self.k.dtype)
-        self.v[:, slots] = v.to(self.v.dtype)
+    def inject(
+        self,
+        drafter: DraftModel,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        rows: CommitRows | None = None,
+    ) -> None:
+        """Store what target rows contribute to every layer.
+
+        Args:
+            features: [n, m * d] of the target.
+            positions, slots: [n] int64.
+            rows: which of the rows are stored; None stores all.
+        """
+        projected = drafter.context_projection(drafter.project_context(features))
+        norm = drafter.context_k_norm, drafter.config.rms_norm_eps
+        inject = kv_inject if self.k.is_cuda else kv_inject_ref
+        inject(projected, *norm, drafter.rotary.inv_freq, positions, slots, self.k, self.v, rows)
 
 
 def bytes_per_token(config: DraftConfig, dtype: torch.dtype) -> int:

@@ -45,6 +45,10 @@ class Schedule:
         device: where confidences live.
         lag: steps that the device may be behind when the next one is chosen: the time between two choices is that of
             the step so many before.
+
+    Attributes:
+        coefficients: [2, max_verify] float32, scale and shift of the calibration; without a confidence head, acceptance
+            by position in row 0.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class Schedule:
         self._entered = 0.0
         self._kinds: deque[StepKind | None] = deque([None] * (lag + 1), maxlen=lag + 1)
         self._context = 0.0
-        self._coefficients = self._copy_coefficients()
+        self.coefficients = self._copy_coefficients()
         self._num_refits = 0
         self.policy: Policy = FixedPolicy(0, "off")
 
@@ -148,17 +152,30 @@ class Schedule:
         usual = choice.drafted is None
         self._kinds.append(StepKind(requests, num_tokens, choice.depth, self._context) if usual else None)
 
-    def survival(self, logits: torch.Tensor | None, bs: int, depth: int) -> torch.Tensor:
+    def survival(
+        self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[bs, depth] calibrated probability that a draft and all before it are accepted.
 
         Args:
             logits: [bs, depth] of the confidence head; None without one.
+            coefficients: the attribute's copy in a CUDA graph; None reads the attribute.
         """
-        scale, shift = self._coefficients[:, :depth]
+        scale, shift = (self.coefficients if coefficients is None else coefficients)[:, :depth]
         conditional = scale.expand(bs, depth) if logits is None else torch.sigmoid(logits * scale + shift)
         # A parallel product may rise in the last bit, and a draft must never rank before its predecessor. A NaN, from a
         # broken head, would not rank at all.
         return conditional.nan_to_num(0.0).cumprod(1).cummin(1).values
+
+    def ranked(self, choice: Choice, survival: torch.Tensor) -> torch.Tensor:
+        """[bs, depth] what drafts are ranked by: their survival, but for the requests that the choice singles out."""
+        if choice.drafted is not None:
+            left_out = host_index([r for r in range(len(survival)) if r not in choice.drafted], self.device)
+            survival = survival.index_fill(0, left_out, _EXCLUDED)
+        if choice.forced is not None:
+            survival = survival.clone()
+            survival[choice.forced] = _FORCED
+        return survival
 
     def verify_lens(self, choice: Choice, drafted: Drafted, step: int) -> tuple[torch.Tensor, int]:
         """Verify lengths of a drafted step, and their sum.
@@ -174,14 +191,7 @@ class Schedule:
         match choice.rule:
             case Rule.TOP:
                 assert drafted.survival is not None
-                survival = drafted.survival
-                if choice.drafted is not None:
-                    left_out = host_index([r for r in range(bs) if r not in choice.drafted], self.device)
-                    survival = survival.index_fill(0, left_out, _EXCLUDED)
-                if choice.forced is not None:
-                    survival = survival.clone()
-                    survival[choice.forced] = _FORCED
-                return top_prefixes(survival, choice.budget), choice.budget
+                return top_prefixes(self.ranked(choice, drafted.survival), choice.budget), choice.budget
             case Rule.THRESHOLD:
                 assert drafted.raw_confidence is not None
                 assert self.options.confidence_threshold is not None
@@ -217,9 +227,9 @@ class Schedule:
             calibration.observe(_pad(logits, self.max_verify, 0.0), verified, accepted)
             if calibration.num_refits != self._num_refits:
                 self._num_refits = calibration.num_refits
-                self._coefficients = self._copy_coefficients()
+                self.coefficients = self._copy_coefficients()
         if self.calibration is None:
-            self._coefficients = self._copy_coefficients()
+            self.coefficients = self._copy_coefficients()
         if self.survivals is not None and rounds.survival is not None:
             survival = _pad(rounds.survival.double().numpy()[requests], self.max_verify, np.nan)
             typical = float(self.survivals.mean().sum())

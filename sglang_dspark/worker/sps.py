@@ -21,11 +21,11 @@ from sglang_dspark.config import flag_name
 from sglang_dspark.draft import reduced_vocabulary
 from sglang_dspark.engine.batch import read_decode_batch
 from sglang_dspark.engine.dummy_batch import DummyBatch
-from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.prefix_scheduler.sps_profiler import measure
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable, geometric_grid
-from sglang_dspark.worker.verify_plan import uniform_plan
+from sglang_dspark.worker.state import Drafted
 
 if TYPE_CHECKING:
     from sglang_dspark.worker.worker import DSparkWorker
@@ -110,6 +110,7 @@ def _measure(worker: DSparkWorker, key: dict[str, str]) -> SpsTable:
             drafts=range(worker.max_verify + 1),
             contexts=contexts,
             limit_s=limit_s,
+            tiers=() if worker.graphs is None else worker.graphs.tiers.tokens,
             monotone=worker.device.type == "cpu",
             progress=progress,
             clock=lambda: worker.agreement.share(time.perf_counter()),
@@ -125,24 +126,22 @@ class _Steps:
         batch = dummy.fresh()
         bs = len(batch.seq_lens)
         rows = SamplingRows.from_lists([0.0] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, worker.device)
-        window = worker.max_verify + 1
-        self._step = read_decode_batch(batch, rows, seed=0, step=0, gamma=worker.gamma, window=window)
+        self._step = read_decode_batch(batch, rows, seed=0, step=0)
         self._tokens = self._step.anchors[:, None].expand(bs, worker.max_verify)
 
     def draft(self, depth: int) -> None:
-        worker = self._worker
-        block = worker.draft_block(self._step, depth, with_confidence=True)
-        worker.schedule.survival(block.confidence_logits, len(self._step), depth)
+        choice = Choice(Rule.UNIFORM, depth)
+        self._worker.stages(self._step, choice).draft(self._step, choice, self._step.rows, with_confidence=True)
         self._sync()
 
     def verify(self, drafts: int) -> None:
-        worker, step = self._worker, self._step
-        tokens = self._tokens[:, :drafts]
-        plan = uniform_plan(step, tokens, drafts)
-        output, _ = run_verify(worker.target_worker, self._dummy.fresh(), step, plan)
-        block = DraftBlock(tokens, None, None) if drafts else None
-        accepted = worker.accept(step, block, plan, output.next_token_logits)
-        worker.commit(plan, accepted, output.hidden_states)
+        step, choice = self._step, Choice(Rule.UNIFORM, drafts)
+        block = DraftBlock(self._tokens[:, :drafts], None, None) if drafts else None
+        stages = self._worker.stages(step, choice)
+        plan = stages.plan(step, Drafted(block, None, [drafts] * len(step)), choice)
+        output, captured = stages.verify(self._dummy.fresh(), step, plan)
+        accepted = stages.accept(step, block, plan, output)
+        stages.commit(plan, accepted, captured)
         self._sync()
 
 
@@ -158,7 +157,7 @@ def _key(worker: DSparkWorker) -> dict[str, str]:
         "dtype": str(worker.target.dtype).removeprefix("torch."),
         "max_verify": str(worker.max_verify),
         "max_running_requests": str(worker.target_worker.model_runner.max_running_requests),
-        "cuda_graphs": str(on_gpu and not args.disable_cuda_graph),
+        "cuda_graphs": str(worker.graphs is not None),
         "tp_size": str(args.tp_size),
         "torch": torch.__version__,
         "sglang": version("sglang"),

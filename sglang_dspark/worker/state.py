@@ -16,13 +16,12 @@ from sglang_dspark.prefix_scheduler.policies import Choice
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """A step's requests. Set by ``engine.batch.read_decode_batch``."""
+    """A step's requests, read from SGLang's batch by ``engine.batch.read_decode_batch``."""
 
     anchors: torch.Tensor  # [bs] int64, last committed token, at position prefix_lens
     prefix_lens: torch.Tensor  # [bs] int64, tokens whose K/V is committed
     req_pool_indices: torch.Tensor  # [bs] int64, rows of req_to_token
-    block_positions: torch.Tensor  # [bs, gamma + 1] int64, prefix_lens + 0..gamma
-    window_slots: torch.Tensor  # [bs, max_verify + 1] int64, K/V slots of the first of these positions
+    req_to_token: torch.Tensor  # [rows, columns] int32, K/V slot of every position of every request
     rows: SamplingRows
     keys: RoundKeys
 
@@ -35,8 +34,7 @@ class DecodeBatch:
             anchors=self.anchors[index],
             prefix_lens=self.prefix_lens[index],
             req_pool_indices=self.req_pool_indices[index],
-            block_positions=self.block_positions[index],
-            window_slots=self.window_slots[index],
+            req_to_token=self.req_to_token,
             rows=rows,
             keys=self.keys.take(index),
         )
@@ -71,7 +69,6 @@ class VerifyPlan:
     verify_lens: torch.Tensor  # [bs] int64, drafts verified per request, 0..depth
     lens_cpu: list[int] | None  # the same on the host, where the worker runs there
     width: int  # bound on the rows of a request, anchor included
-    uniform: bool  # whether every request has exactly ``width`` rows
     indptr: torch.Tensor  # [bs + 1] int64, first row of each request
     requests: torch.Tensor  # [N] int64, request of each row
     columns: torch.Tensor  # [N] int64, place of each row in its request's window: 0 is the anchor

@@ -24,7 +24,6 @@ def uniform_plan(decode: DecodeBatch, draft_tokens: torch.Tensor | None, verify_
         verify_lens=torch.full((bs,), verify_len, dtype=torch.int64, device=device),
         lens_cpu=[verify_len] * bs if device.type == "cpu" else None,
         width=width,
-        uniform=True,
         indptr=torch.arange(0, (bs + 1) * width, width, device=device),
         requests=rows // width,
         columns=rows % width,
@@ -54,7 +53,6 @@ def ragged_plan(
         verify_lens=verify_lens,
         lens_cpu=lens_cpu,
         width=(max(lens_cpu) if lens_cpu is not None else depth) + 1,
-        uniform=False,
         indptr=indptr,
         requests=requests,
         columns=rows - indptr[requests],
@@ -66,9 +64,10 @@ def _flatten(decode: DecodeBatch, draft_tokens: torch.Tensor | None, **layout: A
     window = decode.anchors[:, None]
     if draft_tokens is not None:
         window = torch.cat([window, draft_tokens], dim=1)
+    positions = decode.prefix_lens[requests] + columns
     return VerifyPlan(
         **layout,
         input_ids=window[requests, columns],
-        positions=decode.block_positions[requests, columns],
-        slots=decode.window_slots[requests, columns],
+        positions=positions,
+        slots=decode.req_to_token[decode.req_pool_indices[requests], positions].to(torch.int64),
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dspark_kernels import Accepted, DraftBlock, SamplingRows, accept_ref, markov_sample_ref
+from dspark_kernels import Accepted, DraftBlock, SamplingRows, accept, markov_sample
+from dspark_kernels.kv_inject import CommitRows
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.sts import StsCalibration
@@ -16,16 +17,18 @@ from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.engine.batch import DSparkBatchResult, any_traced, copy_drafts, read_decode_batch
 from sglang_dspark.engine.draft_input import DSparkDraftInput
+from sglang_dspark.engine.graphs import graph_request_slots
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.worker.draft_attention import block_attend
-from sglang_dspark.worker.draft_cache import PADDING_SLOT, DraftCache
+from sglang_dspark.worker.draft_cache import DraftCache
 from sglang_dspark.worker.host_index import host_index
 from sglang_dspark.worker.schedule import Schedule
 from sglang_dspark.worker.sps import load_or_measure
 from sglang_dspark.worker.state import DecodeBatch, Drafted, Rounds, VerifyPlan
+from sglang_dspark.worker.step_graphs import GraphStages, StepGraphs
 from sglang_dspark.worker.verify_plan import ragged_plan, uniform_plan
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ class DSparkWorker(SpecWorkerBase):
         lag = int(self.device.type == "cuda" and not self.server_args.disable_overlap_schedule)
         self.schedule = Schedule(self.options, self.max_verify, self._calibration(), self.device, lag)
         self.counters = Counters(self.gamma)
+        self.graphs: StepGraphs | None = None
         self._logged_at = time.monotonic()
         self._warned = False
         if self.tp_rank == 0:
@@ -66,7 +70,19 @@ class DSparkWorker(SpecWorkerBase):
         return cache
 
     def prepare_to_serve(self) -> None:
+        if self.device.type == "cuda":
+            self.graphs = self._capture_graphs()
         self.schedule.start(load_or_measure(self))
+
+    def _capture_graphs(self) -> StepGraphs | None:
+        runner = self.target_worker.model_runner
+        slots = graph_request_slots(runner)
+        if reason := runner.attn_backend.unserved if slots else "CUDA graphs are off":
+            logger.info("DSPARK: decode steps run launch by launch: %s", reason)
+            return None
+        graphs = StepGraphs(self, slots)
+        graphs.capture()
+        return graphs
 
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
@@ -75,43 +91,41 @@ class DSparkWorker(SpecWorkerBase):
         choice = self.agreement.share(self.schedule.choose(requests, batch.seq_lens_sum / len(requests)))
         traced = any_traced(batch.reqs)
         rows = self.sampling.read(batch.reqs)
-        step = read_decode_batch(
-            batch,
-            rows,
-            seed=self.target_worker.random_seed,
-            step=self.step,
-            gamma=self.gamma,
-            window=self.max_verify + 1,
-        )
+        step = read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step)
         if choice.drafted is not None:
             rows = self.drafted_sampling.read([batch.reqs[request] for request in choice.drafted])
-        drafted = self.draft(step, choice, rows, with_confidence=traced or self.schedule.policy.needs_confidence)
-        plan = self.plan(step, drafted, choice)
+        stages = self.stages(step, choice)
+        drafted = stages.draft(step, choice, rows, traced or self.schedule.policy.needs_confidence)
+        plan = stages.plan(step, drafted, choice)
         self.schedule.took(choice, len(step), len(plan.input_ids))
-        output, used_graph = run_verify(self.target_worker, batch, step, plan)
-        accepted = self.accept(step, drafted.block, plan, output.next_token_logits)
-        new_seq_lens = step.prefix_lens + accepted.accepted_lens + 1
-        publish(new_seq_lens)
-        self.commit(plan, accepted, output.hidden_states)
-        output.hidden_states = None
+        output, captured = stages.verify(batch, step, plan)
+        accepted = stages.accept(step, drafted.block, plan, output)
+        assert accepted.new_seq_lens is not None
+        publish(accepted.new_seq_lens)
+        stages.commit(plan, accepted, captured)
         return DSparkBatchResult(
             logits_output=output,
             next_token_ids=accepted.out_tokens.reshape(-1),
             accept_lens=(accepted.accepted_lens + 1).to(torch.int32),
-            can_run_cuda_graph=used_graph,
-            next_draft_input=DSparkDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=new_seq_lens),
+            can_run_cuda_graph=stages is not self,
+            next_draft_input=DSparkDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
             speculative_num_draft_tokens=accepted.out_tokens.shape[1],
-            new_seq_lens=new_seq_lens,
+            new_seq_lens=accepted.new_seq_lens,
             rounds=Rounds(
                 requests=requests,
                 choice=choice,
                 drafted=drafted.depths,
-                verify_lens=plan.verify_lens,
+                verify_lens=plan.verify_lens[: len(step)].clone(),
                 confidence_logits=None if drafted.block is None else drafted.block.confidence_logits,
                 survival=drafted.survival,
                 traced=copy_drafts(step, drafted.block) if traced else None,
             ),
         )
+
+    def stages(self, step: DecodeBatch, choice: Choice) -> DSparkWorker | GraphStages:
+        """Who takes the stages of this step: its CUDA graphs where it fits into them, else the methods below."""
+        staged = None if self.graphs is None else self.graphs.stage(step, choice)
+        return staged or self
 
     def draft(self, step: DecodeBatch, choice: Choice, rows: SamplingRows, with_confidence: bool) -> Drafted:
         """Propose a block for the requests that the choice names; nothing for a plain step.
@@ -137,14 +151,14 @@ class DSparkWorker(SpecWorkerBase):
         bs, gamma, drafter = len(step), self.gamma, self.drafter
         ids = torch.full((bs, gamma), self.draft_config.mask_token_id, device=self.device)
         ids[:, 0] = step.anchors
-        positions = step.block_positions[:, :gamma].reshape(-1)
-        attend = block_attend(self.cache, self.req_to_token, step, self.draft_config)
+        positions = (step.prefix_lens[:, None] + torch.arange(gamma, device=self.device)).view(-1)
+        attend = block_attend(self.cache, step, gamma, self.draft_config)
         hidden = drafter.forward_block(drafter.embed(ids.view(-1)), positions, attend).view(bs, gamma, -1)
         # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
         hidden = hidden[:, :depth].reshape(bs * depth, -1)
         confidence = drafter.confidence if with_confidence else None
-        return markov_sample_ref(
+        return markov_sample(
             self.heads.base_logits(hidden).view(bs, depth, -1),
             hidden.view(bs, depth, -1),
             step.anchors,
@@ -153,6 +167,7 @@ class DSparkWorker(SpecWorkerBase):
             step.rows,
             step.keys,
             self.heads.vocabulary,
+            None if self.device.type == "cpu" else self.heads.weights,
         )
 
     def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
@@ -167,31 +182,47 @@ class DSparkWorker(SpecWorkerBase):
             total = self.agreement.share(total)
         return ragged_plan(step, tokens, lens, len(step) + total)
 
-    def accept(self, step: DecodeBatch, block: DraftBlock | None, plan: VerifyPlan, logits: torch.Tensor) -> Accepted:
+    def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> tuple[Any, torch.Tensor]:
+        """Run the target over the plan's rows; SGLang's output and the tapped hidden states [N, taps * d]."""
+        return run_verify(self.target_worker, batch, step, plan)
+
+    def accept(self, step: DecodeBatch, block: DraftBlock | None, plan: VerifyPlan, output: Any) -> Accepted:
         """Keep the drafts that the target agrees with and draw the token after them."""
         tokens = step.anchors.new_empty((len(step), 0)) if block is None else block.tokens
-        probs = None if block is None else block.probs
-        accepted = accept_ref(tokens, plan.verify_lens, logits, plan.indptr, probs, step.rows, step.keys)
-        self.agreement.adopt(accepted.accepted_lens, accepted.bonus_tokens, accepted.out_tokens)
+        proposal = None if block is None else block.probs if block.law is None else block.law
+        accepted = accept(
+            tokens,
+            plan.verify_lens,
+            output.next_token_logits,
+            plan.indptr,
+            proposal,
+            step.rows,
+            step.keys,
+            prefix_lens=step.prefix_lens,
+        )
+        assert accepted.new_seq_lens is not None
+        self.agreement.adopt(accepted.accepted_lens, accepted.bonus_tokens, accepted.out_tokens, accepted.new_seq_lens)
         return accepted
 
     def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
         """Write the draft K/V of the anchor and the accepted drafts of every request."""
-        kept = plan.columns <= accepted.accepted_lens[plan.requests]
+        rows = CommitRows(plan.columns, plan.requests, accepted.accepted_lens)
         if self.device.type == "cpu":
-            rows = kept.nonzero().squeeze(1)
-            self.inject_context(plan.input_ids[rows], captured[rows], plan.positions[rows], plan.slots[rows])
+            kept = rows.kept().nonzero().squeeze(1)
+            self.inject_context(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept])
         else:
-            # How many rows are kept is not known on the host: the others go to the padding slot.
-            slots = torch.where(kept, plan.slots, PADDING_SLOT)
-            self.inject_context(plan.input_ids, captured, plan.positions, slots)
+            # How many rows are kept is not known on the host, so all of them are projected.
+            self.inject_context(plan.input_ids, captured, plan.positions, plan.slots, rows)
 
     def inject_context(
-        self, input_ids: torch.Tensor, captured: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+        self,
+        input_ids: torch.Tensor,
+        captured: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        rows: CommitRows | None = None,
     ) -> None:
-        features = self.target.features(input_ids, captured)
-        k, v = self.drafter.context_kv(self.drafter.project_context(features), positions)
-        self.cache.write(slots, k, v)
+        self.cache.inject(self.drafter, self.target.features(input_ids, captured), positions, slots, rows)
 
     def before_other_work(self) -> None:
         self.schedule.interrupt()

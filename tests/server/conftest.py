@@ -6,16 +6,18 @@ import hashlib
 from collections.abc import Iterator
 
 import pytest
+import torch
 from golden_server import DSPARK, TARGET, Launch
 
-from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
+from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer
 
 MAX_SERVERS = 4  # a server is three processes of about 1 GB each
+FLAGS, ENV = (CUDA_FLAGS, {"HF_HUB_OFFLINE": "1"}) if torch.cuda.is_available() else (CPU_FLAGS, CPU_ENV)
 
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """``launch(*flags)`` gives a float32 server of the golden target; those used last stay up."""
+    """``launch(*flags)`` gives a float32 server of the golden target, on a GPU if there is one; the last stay up."""
     tables = tmp_path_factory.mktemp("sps")
     servers: dict[tuple[str, ...], LaunchedServer] = {}
 
@@ -26,8 +28,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
                 servers.pop(next(iter(servers))).stop()
             # Step times are measured in a second here; they shall not end up in the user's cache.
             table = tables / f"{hashlib.sha256(repr(flags).encode()).hexdigest()[:16]}.json"
-            env = {**CPU_ENV, "SGLANG_DSPARK_SPS_TABLE_PATH": str(table)}
-            server = LaunchedServer(TARGET, *CPU_FLAGS, "--dtype", "float32", *flags, env=env)
+            env = {**ENV, "SGLANG_DSPARK_SPS_TABLE_PATH": str(table)}
+            server = LaunchedServer(TARGET, *FLAGS, "--dtype", "float32", *flags, env=env)
             server.__enter__()
         servers[flags] = server
         return server

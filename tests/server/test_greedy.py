@@ -100,7 +100,8 @@ def test_prefix_hit_keeps_the_accept_length(dspark):
     """Draft K/V of a cached prefix is there as well: the second run is served from the cache and accepts as much."""
     prompt = GOLDEN_TRACE["cases"][1]["prompt_ids"] * 3
     dspark.flush_cache()
-    first, second = (generate(dspark, [greedy(prompt, 48)], 1)[0]["meta_info"] for _ in range(2))
+    with policy(dspark, "static"):  # under auto the accept length follows measured times
+        first, second = (generate(dspark, [greedy(prompt, 48)], 1)[0]["meta_info"] for _ in range(2))
     assert first["cached_tokens"] == 0
     assert second["cached_tokens"] >= len(prompt) - 1
     assert second["spec_accept_length"] == first["spec_accept_length"] > 2

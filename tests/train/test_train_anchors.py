@@ -40,7 +40,9 @@ def test_batch_reads_labels_and_target_states_at_the_right_positions():
         [[True, False, False, False], [False] * 4, [False] * 4],
     ]
     assert torch.equal(batch.labels[0, 1], rows[0].input_ids[16:20])
-    assert torch.equal(batch.target_hidden[0, 1], rows[0].last_hidden[15:19])
+    # The second block's slots are flat 4 to 7, all of them supervised.
+    assert batch.slots.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 12]
+    assert torch.equal(batch.target_hidden[4:8], rows[0].last_hidden[15:19])
     assert int(batch.anchor_ids[1, 0]) == int(rows[1].input_ids[9])
     assert torch.equal(batch.prev_ids[0, 1], rows[0].input_ids[15:19])
 

@@ -135,6 +135,16 @@ def test_an_output_of_other_settings_is_refused(train):
     assert "markov_rank=4 (then 8); give the same settings to continue it, or another output" in result.output
 
 
+def test_training_by_the_clock_from_another_drafter(train, tmp_path):
+    assert train("first").exit_code == 0
+    options = ("--corpus", tmp_path / "first" / "corpus", "--init", tmp_path / "first" / "draft")
+    result = train("second", *options, "--max-minutes", 0.02)
+    assert result.exit_code == 0, result.output
+    log = [json.loads(line) for line in (tmp_path / "second/log.jsonl").read_text().splitlines()]
+    assert log[-1]["held_out"]
+    assert log[-1]["step"] == 6  # of --steps, which come first
+
+
 REFUSED = {
     "more held out than there is": (("--held-out", 10), "--held-out 10: of 10 prompts, 10 are distinct"),
     "taps beyond the target": (("--taps", "1,5"), "target_layer_ids=[1, 5] must be strictly increasing in [-1, 4]"),

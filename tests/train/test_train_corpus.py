@@ -1,11 +1,13 @@
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.train import corpus as corpus_module
 from sglang_dspark.train.corpus import Corpus, generate
-from sglang_dspark.train.rows import ComputedStates, stored_states
+from sglang_dspark.train.rows import ComputedStates, keep_states, kept_bytes, stored_states
 from sglang_dspark.train.text_writer import InProcessWriter
 
 PROMPTS = ([3, 4, 5], [6, 7, 8, 9], [10, 11])
@@ -71,3 +73,29 @@ def test_an_empty_corpus_is_named(tmp_path):
 def test_generation_stops_after_the_shards_asked_for(target, tmp_path):
     generate_all(InProcessWriter(target), tmp_path, max_shards=1)
     assert len(list(tmp_path.glob("shard-*.safetensors"))) == 1
+
+
+def test_kept_states_equal_those_computed_per_batch(target, tmp_path):
+    generate_all(InProcessWriter(target), tmp_path)
+    rows, seen = Corpus.load(tmp_path).rows, []
+    kept = keep_states(target, rows, batch_tokens=8, on_progress=lambda *done: seen.append(done))
+    assert seen[-1] == (3, 3) and len(seen) > 1
+    assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(rows, kept, strict=True))
+    stored, computed = stored_states(kept), ComputedStates(target)(rows)
+    for i, row in enumerate(rows):
+        before_last = slice(len(row.input_ids) - 1)
+        for name in ("features", "last_hidden"):
+            expected, found = getattr(computed, name)[i, before_last], getattr(stored, name)[i, before_last]
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    tensors = [tensor for row in kept for tensor in (row.features, row.last_hidden)]
+    assert sum(tensor.nbytes for tensor in tensors) == kept_bytes(target, rows)
+
+
+def test_a_time_limit_ends_the_writing_between_two_shards(target, tmp_path, monkeypatch):
+    times = iter(range(0, 1000, 10))
+    monkeypatch.setattr(corpus_module, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    # Started at 0; the first shard begins at 10 and ends at 20; at 30 another 10 would be over the limit.
+    generate_all(InProcessWriter(target), tmp_path, seconds=39)
+    assert [path.name for path in tmp_path.iterdir()] == ["shard-00000.safetensors"]
+    generate_all(InProcessWriter(target), tmp_path, seconds=39)
+    assert len(list(tmp_path.iterdir())) == 2

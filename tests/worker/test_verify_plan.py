@@ -16,13 +16,11 @@ DRAFTS = torch.tensor([[11, 12, 13], [21, 22, 23], [31, 32, 33]])
 def step():
     prefix_lens = torch.tensor(PREFIXES)
     requests = torch.tensor([4, 1, 2])
-    positions = prefix_lens[:, None] + torch.arange(GAMMA + 1)
     return DecodeBatch(
         anchors=torch.tensor([10, 20, 30]),
         prefix_lens=prefix_lens,
         req_pool_indices=requests,
-        window_slots=1000 * requests[:, None] + torch.arange(GAMMA + 1),
-        block_positions=positions,
+        req_to_token=(1000 * torch.arange(5)[:, None] + torch.arange(300)).int(),
         rows=SamplingRows.from_lists([0.0] * 3, [-1] * 3, [1.0] * 3, [0.0] * 3, [None] * 3),
         keys=RoundKeys(seed=1, step=1, request_keys=requests, positions=prefix_lens + 1),
     )
@@ -37,7 +35,7 @@ def test_uniform(step):
     plan = uniform_plan(step, DRAFTS, 2)
     assert plan.width == 3
     assert plan.lens_cpu == plan.verify_lens.tolist() == [2, 2, 2]
-    assert rows_of(plan, 2) == [[30, 31, 32], [200, 201, 202], [2000, 2001, 2002], [0, 1, 2]]
+    assert rows_of(plan, 2) == [[30, 31, 32], [200, 201, 202], [2200, 2201, 2202], [0, 1, 2]]
     assert plan.requests.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
@@ -50,7 +48,8 @@ def test_ragged(step, lens):
         ids, positions, slots, columns = rows_of(plan, request)
         assert ids == [10 * (request + 1), *DRAFTS[request, :verify_len].tolist()]
         assert positions == [PREFIXES[request] + j for j in range(verify_len + 1)]
-        assert slots == step.window_slots[request, : verify_len + 1].tolist()
+        row = int(step.req_pool_indices[request])
+        assert slots == [1000 * row + position for position in positions]
         assert columns == list(range(verify_len + 1))
 
 

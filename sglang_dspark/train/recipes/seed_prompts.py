@@ -42,23 +42,13 @@ _MATH_TEMPLATES = (
     "The {place} charges ${k} for a child and twice as much for an adult. How much do {x} children and {y} adults pay?",
 )
 _MATH_OPENINGS = (
-    "{a} has {x}",
-    "{a} bought {x}",
-    "A {place} sells",
-    "There are {x} {item}",
-    "{a} and {b} are",
-    "If a car travels",
-    "How many {item}",
-    "{a} works {k} hours",
-    "In a {place}, there are",
-    "{a} wants to buy",
-    "What is {x} percent of",
-    "A rectangle has",
-    "{a} earns ${x}",
-    "Every day, {a}",
-    "Solve the equation",
-    "The price of",
-)
+    "{a} has {x}; {a} bought {x}; A {place} sells; There are {x} {item}; {a} and {b} are; If a car travels; "
+    "How many {item}; {a} works {k} hours; In a {place}, there are; {a} wants to buy; What is {x} percent of; "
+    "A rectangle has; {a} earns ${x}; Every day, {a}; Solve the equation; The price of; A train leaves; A company; "
+    "A farmer has; The sum of; The average of; The ratio of; What is the probability; What is the area of; "
+    "Find the value of; If x; How many; How much; How long does it take; In a survey; In a class of {x} students; "
+    "When a number is; Each; {a} is; {a} spends; {a}'s; On Monday, {a}; After; Given that; Calculate the; Simplify"
+).split("; ")
 
 _AGGREGATES = (
     ("sum", "the sum of", "int"),
@@ -167,70 +157,47 @@ _CODE_ASKS = (
     "{stub}\n```",
 )
 _CODE_OPENINGS = (
-    "Write a Python function",
-    "Write a Python program to",
-    "Write a function that takes a list of",
-    "Write a function that takes a string and",
-    "Implement a class in Python",
-    "How do I write a Python script that",
-    "Write a Python function to check if",
-    "Create a Python function that returns",
-    "Using Python, write a function",
-    "Given a list of integers, write",
-)
+    "Write a Python function; Write a Python program to; Write a function that takes a list of; "
+    "Write a function that takes a string and; Implement a class in Python; How do I write a Python script that; "
+    "Write a Python function to check if; Create a Python function that returns; Using Python, write a function; "
+    "Given a list of integers, write; Write a program; Write a C++ program; Write a C++ function; "
+    "Write a JavaScript function; Write a Java method; Write a SQL query; Write an HTML page; Write a shell script; "
+    "Write a regular expression; Implement an algorithm; Implement a function that; Implement a data structure; "
+    "What does the following code do; Find the bug in the following; Explain the following Python code; "
+    "How can I sort; Write a recursive function; Write a function to find; Write a function named; "
+    "Write a unit test for; Given a string, write; Given two strings; Given a matrix; "
+    "Given an array of integers, find; Solve the following problem in Python; def"
+).split("; ") + [ask[: ask.index("{stub}")] + "def " for ask in _CODE_ASKS] * 4
 
 TOPICS = (
-    "renewable energy",
-    "the French Revolution",
-    "learning to play the guitar",
-    "healthy breakfasts",
-    "black holes",
-    "time management",
-    "a lost dog",
-    "climate change",
-    "online privacy",
-    "city gardening",
-    "ancient Egypt",
-    "job interviews",
-    "machine learning",
-    "friendship",
-    "public transport",
-    "the ocean",
-    "running a small business",
-    "photosynthesis",
-    "video games",
-    "sleep",
-    "travelling in Japan",
-    "a haunted house",
-    "electric cars",
-    "reading to children",
-    "vaccines",
-    "the stock market",
-    "coffee",
-    "chess",
-    "space exploration",
-    "writing a novel",
-    "the Roman Empire",
-    "social media",
-    "football",
-    "mental health",
-    "cooking pasta",
-    "a dragon and a knight",
-    "volcanoes",
-    "saving money",
-    "learning a language",
-    "bees",
-    "democracy",
-    "computer viruses",
-    "a birthday party",
-    "remote work",
-    "dinosaurs",
-    "the human heart",
-    "jazz music",
-    "hiking in the mountains",
-    "robots in hospitals",
-    "supply and demand",
-)
+    "renewable energy; the French Revolution; learning to play the guitar; healthy breakfasts; black holes; "
+    "time management; a lost dog; climate change; online privacy; city gardening; ancient Egypt; job interviews; "
+    "machine learning; friendship; public transport; the ocean; running a small business; photosynthesis; "
+    "video games; sleep; travelling in Japan; a haunted house; electric cars; reading to children; vaccines; "
+    "the stock market; coffee; chess; space exploration; writing a novel; the Roman Empire; social media; football; "
+    "mental health; cooking pasta; a dragon and a knight; volcanoes; saving money; learning a language; bees; "
+    "democracy; computer viruses; a birthday party; remote work; dinosaurs; the human heart; jazz music; "
+    "hiking in the mountains; robots in hospitals; supply and demand; plate tectonics; the water cycle; "
+    "DNA and genes; gravity; chemical reactions; electricity; the immune system; evolution; quantum mechanics; "
+    "solar panels; bridges and how they are built; the Industrial Revolution; the Cold War; inflation; "
+    "international trade; unemployment; human rights; the philosophy of happiness; Greek mythology; "
+    "Shakespeare's plays; Impressionist painting; the history of writing; education in schools; "
+    "artificial intelligence at work; databases; web design; cloud computing; open-source software; a broken laptop; "
+    "a delayed flight; a new colleague; a product launch; customer complaints; a restaurant opening; "
+    "a neighbour who plays loud music; a school trip; a wedding speech; a lighthouse keeper; two rival inventors; "
+    "a time machine; a detective in a small town; the first day on Mars; an old photograph; rain; "
+    "winter in the city; the desert at night; yoga; running a marathon; vegetarian food; baking bread; "
+    "a weekend in Rome; camping with children; adopting a cat; buying a used car; renting an apartment; taxes; "
+    "retirement; public speaking; teamwork; leadership; creativity; honesty; recycling; water shortages; "
+    "wildlife protection; museums; theatre; film music; photography; fashion; tea; basketball; swimming; cycling; "
+    "board games; podcasts; newspapers; libraries"
+).split("; ")
+ROLES = (
+    "history teacher; travel guide; doctor; chef; financial adviser; pirate captain; job interviewer; "
+    "personal trainer; physics professor; gardener; science-fiction author; sports commentator; judge; therapist; "
+    "software engineer; medieval king; talking tree; robot that has just woken up; stand-up comedian; news reporter; "
+    "famous inventor; wise grandmother; customer support agent; biologist; philosopher; marketing manager"
+).split("; ")
 _CHAT_TEMPLATES = (
     "Write a short story about {t}.",
     "Explain {t} to a ten-year-old.",
@@ -252,31 +219,50 @@ _CHAT_TEMPLATES = (
     "Which questions would you ask in an interview about {t}?",
     "Who should care about {t}, and why?",
     "Draft an outline of an essay that connects {t} and {t2}.",
+    "Act as a {role} and talk about {t}.",
+    "You are a {role}. A visitor asks you about {t}. What do you answer?",
+    "Pretend to be a {role} who has strong opinions about {t}, and answer my questions. Why should I care about {t}?",
+    "Write an announcement about {t} in fewer than {hundreds} words.",
+    "Write a letter of complaint about {t}. Stay polite.",
+    "Write the opening paragraph of a novel about {t}.",
+    "Write a product description for something that has to do with {t}.",
+    "Describe a scene with {t} so that the reader can see, hear and smell it.",
+    'Rewrite this sentence so that it sounds more formal: "I do not know much about {t}, but {t2} is fun."',
+    'Correct the mistakes in this text: "{a} and {b} was talking about {t} when they seen it."',
+    "What is the relationship between {t} and {t2}? Give two examples.",
+    "What are the causes and the consequences of {t}?",
+    "Explain step by step how {t} works, and name one open question.",
+    "Discuss how {t} has influenced society.",
+    "Give a balanced argument for and against {t}.",
+    "What would happen if there were no {t}?",
+    "Make a table with three columns about {t}: aspect, advantage, disadvantage.",
+    'Answer in JSON with the keys "topic", "summary" and "keywords": what is {t} about?',
+    'Extract all names from this text as a list: "{a} met {b} at the {place} to talk about {t}. Later {c} joined them."',
+    'Read this review and say whether it is positive, negative or neutral: "The book about {t} was {adjective}."',
+    "{a} is taller than {b}, and {b} is taller than {c}. Who is the tallest? Explain your reasoning.",
+    "{a} arrived before {b} but after {c}. In which order did they arrive?",
+    "Which of these does not belong with the others: {item}, {t}, {place}? Explain why.",
+    "If it takes {k} people {x} minutes to finish a job, how long do {y} people need? Think carefully.",
+    "Design a simple experiment about {t}. What do you measure?",
+    "Prepare five quiz questions about {t} with their answers.",
+    'Translate into simple words: "The significance of {t} can hardly be overestimated."',
+    "Recommend three books about {t}, with one sentence on each.",
 )
 _CHAT_OPENINGS = (
-    "",
-    "",
-    "",
-    "Write",
-    "What",
-    "How",
-    "Can you",
-    "Explain",
-    "Describe",
-    "Imagine",
-    "Why",
-    "Compare",
-    "I",
-    "Pretend you are",
-    "Give me",
-    "Which",
-    "Summarize the following text:",
-    "Rewrite the following sentence",
-    "Extract",
-    "Is it true that",
-    "Draft",
-    "Suppose",
-)
+    "; ; ; Write; What; How; Can you; Explain; Describe; Imagine; Why; Compare; I; Pretend you are; Give me; Which; "
+    "Summarize the following text:; Rewrite the following sentence; Extract; Is it true that; Draft; Suppose; ; ; "
+    "Act as a {role}; You are a {role}.; Pretend you are a {role}; Write a short story about; Write an email; "
+    "Write a letter; Write an essay about; Write a blog post about; Write a poem; Write a review of; "
+    "Edit the following paragraph; Given the following text, identify; Given the following data; "
+    "Read the following passage and answer; Extract the; Classify the following; Translate; List; "
+    "What is the difference between; What are the; What is the; What would happen if; What causes; How does; "
+    "How can I; How do; Why do; Describe the process of; Describe a; Discuss; Analyze; Explain how; "
+    "Explain the concept of; In the field of; Provide an overview of; Provide; Outline; Design; Create a; Develop a; "
+    "Suggest; Recommend; Help me; Tell me about; My; We; The following; If all; If a; Two; There are three; "
+    "Imagine you are writing; Which of the following; Who; When; Where; Is; Are; Do; Should; In your opinion; "
+    "Using the; Find; Generate; Identify; Assume; Consider; Convert; Calculate; Evaluate; Tell me about {t}; "
+    "I want to learn about {t}; Write about {t} and {t2}; What do you think about {t}; Can you explain {t}"
+).split("; ")
 
 
 def templated(domain: str, count: int, seed: int) -> list[str]:
@@ -306,6 +292,9 @@ def _fillers(rng: random.Random) -> dict[str, object]:
         "k": rng.randint(2, 9),
         "big": rng.choice((40, 60, 75, 80, 90, 100, 120, 150, 200, 240, 300, 500)),
         "percent": rng.choice((10, 20, 25, 30, 40, 50, 60, 75)),
+        "hundreds": rng.choice((50, 100, 150, 200)),
+        "role": rng.choice(ROLES),
+        "adjective": rng.choice(("wonderful", "far too long", "fine", "boring", "the best I have read", "confusing")),
         "t": t,
         "t2": t2,
     }

@@ -1,0 +1,79 @@
+"""The walk through a draft block: vanilla Markov head of rank 256, confidence head, 7 slots, bfloat16.
+
+The reference is the torch walk that serves without kernels. W2 counts once per slot: the next slot cannot begin before
+this one has its token, and a real vocabulary's W2 does not stay in L2 (that of 49152 tokens might).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from dspark_kernels import (
+    ConfidenceWeights,
+    MarkovWeights,
+    RoundKeys,
+    SamplingRows,
+    WalkWeights,
+    markov_sample,
+    markov_sample_ref,
+)
+from harness import Case
+
+GAMMA, RANK, HIDDEN = 7, 256, 2048
+BATCH_SIZES = (1, 8, 64, 256)
+VOCABULARIES = (49152, 151936)
+_DTYPE = torch.bfloat16
+
+
+class _TorchHeads:
+    """Both heads as the reference calls them."""
+
+    def __init__(self, v: int, device: torch.device) -> None:
+        self.w1, self.w2 = (torch.randn(v, RANK, device=device, dtype=_DTYPE) for _ in range(2))
+        self.projection = torch.randn(HIDDEN + RANK, device=device)
+        self.bias = torch.zeros(1, device=device)
+
+    @property
+    def weights(self) -> WalkWeights:
+        return WalkWeights(MarkovWeights(self.w1, self.w2, None), ConfidenceWeights(self.projection, self.bias))
+
+    def initial_state(self, bs: int, device: torch.device, dtype: torch.dtype) -> None:
+        return None
+
+    def step(
+        self, prev_tokens: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        embedding = self.w1[prev_tokens]
+        return F.linear(embedding, self.w2), embedding, None
+
+    def confidence(self, hidden: torch.Tensor, w1_embedding: torch.Tensor | None) -> torch.Tensor:
+        assert w1_embedding is not None
+        return torch.cat((hidden.float(), w1_embedding.float()), dim=-1) @ self.projection + self.bias
+
+
+def _case(bs: int, v: int, heads: _TorchHeads, sampled: bool) -> Case:
+    device = heads.w2.device
+    base_logits = torch.randn(bs, GAMMA, v, device=device, dtype=_DTYPE)
+    hidden = torch.randn(bs, GAMMA, HIDDEN, device=device, dtype=_DTYPE)
+    anchors = torch.arange(bs, device=device)
+    rows = SamplingRows.from_lists([float(sampled)] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
+    keys = RoundKeys(1, torch.zeros((), dtype=torch.int64, device=device), anchors, anchors)
+    arguments = (base_logits, hidden, anchors, heads, heads.confidence, rows, keys)
+    logits = bs * GAMMA * v
+    num_bytes = GAMMA * heads.w2.nbytes + base_logits.nbytes + hidden.nbytes + 4 * logits * sampled
+    return Case(
+        name="markov_sample_sampled" if sampled else "markov_sample_greedy",
+        shape={"bs": bs, "gamma": GAMMA, "V": v, "r": RANK},
+        run=partial(markov_sample, *arguments, weights=heads.weights),
+        reference=partial(markov_sample_ref, *arguments),
+        bytes_moved=num_bytes,
+        flops=2 * logits * RANK,
+    )
+
+
+def cases(device: torch.device) -> list[Case]:
+    """Every batch size and vocabulary, all requests greedy and all sampled."""
+    heads = {v: _TorchHeads(v, device) for v in VOCABULARIES}
+    return [_case(bs, v, heads[v], sampled) for sampled in (False, True) for v in VOCABULARIES for bs in BATCH_SIZES]

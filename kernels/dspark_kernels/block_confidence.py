@@ -1,0 +1,122 @@
+"""Confidence logits of a drafted block: w . [h_k ; W1[x_{k-1}]] + b in float32 (DSpark, Eq. 7)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK_D = 1024
+
+
+@dataclass(frozen=True)
+class ConfidenceWeights:
+    """The confidence head's parameters.
+
+    Attributes:
+        weight: [d + r], or [d] for a head that does not read Markov embeddings; any float dtype, contiguous.
+        bias: [1].
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+def block_confidence_ref(
+    hidden: torch.Tensor,  # [bs, gamma, d]
+    anchors: torch.Tensor,  # [bs] int64
+    tokens: torch.Tensor,  # [bs, gamma] int64
+    weights: ConfidenceWeights,
+    w1: torch.Tensor | None,  # [V, r]
+) -> torch.Tensor:
+    """The same as :func:`block_confidence` in plain torch."""
+    features = hidden.float()
+    if weights.weight.shape[0] > hidden.shape[-1]:
+        assert w1 is not None, "a head that reads Markov embeddings needs W1"
+        previous = torch.cat((anchors[:, None], tokens[:, :-1]), dim=1)
+        features = torch.cat((features, w1[previous].float()), dim=-1)
+    return features @ weights.weight.float() + weights.bias.float()
+
+
+@triton.jit
+def _block_confidence_kernel(
+    hidden_ptr,
+    anchors_ptr,
+    tokens_ptr,
+    weight_ptr,
+    bias_ptr,
+    w1_ptr,
+    out_ptr,
+    GAMMA: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    RANK: tl.constexpr,  # 0: no Markov embedding
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # >= RANK
+):
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, HIDDEN, BLOCK_D):
+        inside = start + dims < HIDDEN
+        hidden = tl.load(hidden_ptr + row * HIDDEN + start + dims, mask=inside, other=0.0).to(tl.float32)
+        total += hidden * tl.load(weight_ptr + start + dims, mask=inside, other=0.0).to(tl.float32)
+    logit = tl.sum(total, 0) + tl.load(bias_ptr).to(tl.float32)
+    if RANK > 0:
+        is_first = row % GAMMA == 0
+        anchor = tl.load(anchors_ptr + row // GAMMA)
+        previous = tl.where(is_first, anchor, tl.load(tokens_ptr + row - 1, mask=row > 0, other=0))
+        ranks = tl.arange(0, BLOCK_R)
+        inside = ranks < RANK
+        embedding = tl.load(w1_ptr + previous * RANK + ranks, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + HIDDEN + ranks, mask=inside, other=0.0).to(tl.float32)
+        logit += tl.sum(embedding * weight, 0)
+    tl.store(out_ptr + row, logit)
+
+
+def block_confidence(
+    hidden: torch.Tensor,  # [bs, gamma, d]
+    anchors: torch.Tensor,  # [bs] int64
+    tokens: torch.Tensor,  # [bs, gamma] int64
+    weights: ConfidenceWeights,
+    w1: torch.Tensor | None,  # [V, r]
+) -> torch.Tensor:
+    """Raw confidence logits of a whole block in one launch.
+
+    Args:
+        hidden: post-norm hidden states, any float dtype.
+        anchors: the tokens before slot 0.
+        tokens: the block's tokens; the last one is not read.
+        weights: the head; its length says whether it reads Markov embeddings.
+        w1: Markov embeddings; may be None when the head does not read them.
+
+    Returns:
+        [bs, gamma] float32. No host sync; safe under graph capture.
+
+    Raises:
+        ValueError: the head reads Markov embeddings of another width than W1 has.
+    """
+    bs, gamma, width = hidden.shape
+    rank = weights.weight.shape[0] - width
+    if rank != 0 and (w1 is None or w1.shape[1] != rank):
+        raise ValueError(
+            f"the confidence head has {weights.weight.shape[0]} weights for {width} hidden channels, W1 has shape "
+            f"{None if w1 is None else tuple(w1.shape)}; pass the W1 of the same checkpoint"
+        )
+    out = torch.empty((bs, gamma), dtype=torch.float32, device=hidden.device)
+    _block_confidence_kernel[(bs * gamma,)](
+        hidden.contiguous(),
+        anchors.contiguous(),
+        tokens.contiguous(),
+        weights.weight,
+        weights.bias,
+        w1,
+        out,
+        GAMMA=gamma,
+        HIDDEN=width,
+        RANK=rank,
+        BLOCK_D=min(_BLOCK_D, triton.next_power_of_2(width)),
+        BLOCK_R=triton.next_power_of_2(max(rank, 1)),
+    )
+    return out

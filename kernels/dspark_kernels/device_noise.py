@@ -1,0 +1,64 @@
+"""The random numbers of ``noise.py`` inside Triton kernels.
+
+``seed`` is the engine seed as a signed 64-bit integer, ``step`` and ``key`` are int64 scalars on the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_UNIT_32 = tl.constexpr(2.0**-32)
+_UNIT_53 = tl.constexpr(2.0**-53)
+_ALL_BITS = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def _noise_word(slots, purpose, step):
+    """First counter word of ``noise.uniform``."""
+    return (slots.to(tl.int64) | (purpose << 16) | (((step >> 32) & 0xFF) << 24)).to(tl.uint32)
+
+
+@triton.jit
+def uniforms(seed, step, key, slots, purpose) -> tl.tensor:
+    """``noise.uniform`` of one request: float64 of the shape of ``slots``."""
+    zeros = (slots * 0).to(tl.uint32)
+    high, low, _third, _fourth = tl.philox(
+        seed,
+        _noise_word(slots, purpose, step),
+        zeros + step.to(tl.uint32),
+        zeros + key.to(tl.uint32),
+        zeros + (key >> 32).to(tl.uint32),
+    )
+    bits = ((high >> 5).to(tl.int64) << 26) | (low >> 6).to(tl.int64)
+    return bits.to(tl.float64) * _UNIT_53
+
+
+@triton.jit
+def unit_exponential(bits) -> tl.tensor:
+    """E = -log1p(-x), x = (bits + 0.5) * 2**-32, of uint32 words: float32 with a relative error below 1e-6."""
+    x = (bits.to(tl.float32) + 0.5) * _UNIT_32
+    # Races are won by small E = -log(1 - x), which the rounding of 1 - x would blur: there E = 2 artanh(x / (2 - x)).
+    # Elsewhere 1 - x has the form of x with all bits flipped, and is never 0.
+    rest = ((bits ^ _ALL_BITS).to(tl.float32) + 0.5) * _UNIT_32
+    s = x / (2.0 - x)
+    square = s * s
+    series = 2.0 * s * (1.0 + square * (1.0 / 3 + square * (1.0 / 5 + square * (1.0 / 7 + square * (1.0 / 9)))))
+    return tl.where(x < 0.25, series, -tl.log(rest))
+
+
+@triton.jit
+def race_noise(seed, step, key, slot, purpose, groups) -> tl.tensor:
+    """``noise.race_exponential`` [..., 4 * G] of the columns 4 * groups .. 4 * groups + 3 of one slot.
+
+    ``groups`` is int32 [G] with a scalar ``key``, or [1, G] with keys [B, 1] of several requests.
+    """
+    zeros = (groups * 0).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(
+        seed,
+        zeros + _noise_word(slot, purpose, step),
+        zeros + step.to(tl.uint32),
+        zeros + key.to(tl.uint32),
+        (groups + 1).to(tl.uint32),
+    )
+    return unit_exponential(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))

@@ -1,0 +1,71 @@
+"""A drafted block, and the tokens that a drafter proposes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from .draft_law import DraftLaw
+
+
+@dataclass(frozen=True)
+class DraftVocabulary:
+    """The tokens that a drafter proposes, where these are not all.
+
+    Attributes:
+        token_ids: [v] int64, ascending: column i of the draft logits is token ``token_ids[i]``.
+        vocab_size: V.
+    """
+
+    token_ids: torch.Tensor
+    vocab_size: int
+
+    @cached_property
+    def columns(self) -> torch.Tensor:
+        """[V] int32: the column of every token, -1 where it has none. Read it once before capturing a CUDA graph."""
+        columns = self.token_ids.new_full((self.vocab_size,), -1, dtype=torch.int32)
+        columns[self.token_ids] = torch.arange(len(self.token_ids), dtype=torch.int32, device=columns.device)
+        return columns
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """[n, v] -> [n, V], minus infinity for the tokens that are not proposed."""
+        whole = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
+        whole[:, self.token_ids] = logits
+        return whole
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """A drafted block. When a request of the batch is sampled, exactly one of ``probs`` and ``law`` is set.
+
+    Attributes:
+        tokens: [bs, gamma] int64.
+        probs: [bs, gamma, V] float32, what the tokens of sampled requests were drawn from, arbitrary for the others;
+            None when no request is sampled.
+        confidence_logits: [bs, gamma] float32, uncalibrated; None without a confidence head.
+        law: the same as ``probs`` from the kernels, not written out.
+    """
+
+    tokens: torch.Tensor
+    probs: torch.Tensor | None
+    confidence_logits: torch.Tensor | None
+    law: DraftLaw | None = None
+
+    def spread(self, index: torch.Tensor, bs: int) -> DraftBlock:
+        """A batch of ``bs`` requests in which ``index`` [m] int64 have these blocks, the others fillers."""
+
+        def place(part: torch.Tensor | None) -> torch.Tensor | None:
+            return None if part is None else part.new_zeros((bs, *part.shape[1:])).index_copy_(0, index, part)
+
+        tokens = place(self.tokens)
+        assert tokens is not None
+        law = None if self.law is None else self.law.spread(index, bs)
+        return DraftBlock(tokens, place(self.probs), place(self.confidence_logits), law)
+
+    def first(self, bs: int) -> DraftBlock:
+        """The first ``bs`` requests; no copy."""
+        law = None if self.law is None else self.law.first(bs)
+        probs, logits = (None if part is None else part[:bs] for part in (self.probs, self.confidence_logits))
+        return DraftBlock(self.tokens[:bs], probs, logits, law)

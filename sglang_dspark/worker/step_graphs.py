@@ -1,0 +1,266 @@
+"""The stages of a decode step as CUDA graphs: drafting by request slots, verification and acceptance by rows.
+
+A step is staged into buffers that stay where they are, in the smallest tier that has room for it. What is not the
+step's is padding: request slots without context whose results nobody reads, rows of no request.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from dspark_kernels import Accepted, DraftBlock, RoundKeys, SamplingRows
+from dspark_kernels.plan import VerifyRows, plan_top, plan_uniform
+from dspark_kernels.prepare import PreparedStep, StepRequests, prepare
+
+from sglang_dspark.engine.graphs import Capture, Captured, VerifyInputs, capturing, static_verify
+from sglang_dspark.prefix_scheduler.policies import Choice, Rule
+from sglang_dspark.worker.state import DecodeBatch, Drafted, VerifyPlan
+from sglang_dspark.worker.tiers import Tiers
+
+if TYPE_CHECKING:
+    from sglang_dspark.worker.worker import DSparkWorker
+
+logger = logging.getLogger(__name__)
+
+# The scores of sampled drafts are [slots, gamma, V] float32: 272 MB for 64 slots of 152k tokens.
+MAX_SAMPLED_SLOTS = 64
+RULES = (Rule.TOP, Rule.UNIFORM)
+
+
+class StepGraphs:
+    """Captured stages of one worker, and the buffers that they read and write.
+
+    Attributes:
+        tiers: sizes that were captured.
+    """
+
+    def __init__(self, worker: DSparkWorker, request_slots: list[int]) -> None:
+        self.worker = worker
+        self.depth, device = worker.max_verify, worker.device
+        self.tiers = Tiers.of(request_slots, self.depth)
+        most = self.tiers.requests[-1]
+        num_rows = max((most, *self.tiers.tokens))
+        self.prepared = PreparedStep.empty(most, worker.gamma, 1, device)
+        self.step_number = torch.zeros((), dtype=torch.int64, device=device)
+        self.temperatures = torch.zeros(most, device=device)
+        self.coefficients = worker.schedule.coefficients.clone()
+        self.drafts = torch.zeros((most, self.depth), dtype=torch.int64, device=device)
+        self.survival = torch.zeros((most, self.depth), device=device)
+        self._rows = VerifyRows.empty(most, num_rows, device)
+        self._logits = torch.empty((num_rows, worker.draft_config.vocab_size), device=device)
+        self.draft: dict[tuple[int, bool], Captured[DraftBlock]] = {}
+        self.verify: dict[tuple[int, bool], Captured[tuple[Any, torch.Tensor]]] = {}
+        self.accept: dict[tuple[int, bool], Captured[Accepted]] = {}
+
+    def capture(self) -> None:
+        """Capture every tier; takes seconds."""
+        began, before = time.monotonic(), torch.cuda.mem_get_info()[0]
+        with torch.no_grad(), capturing(self.worker.target_worker.model_runner) as capture:
+            for rows in reversed(self.tiers.tokens):
+                self._capture_verify(capture, rows, plain=False)
+            for slots in reversed(self.tiers.requests):
+                self._capture_verify(capture, slots, plain=True)
+                if self.depth > 0:
+                    self._capture_draft(capture, slots, sampled=False)
+                    if slots <= MAX_SAMPLED_SLOTS:
+                        self._capture_draft(capture, slots, sampled=True)
+        logger.info(
+            "DSPARK: captured %d CUDA graphs for up to %d requests and %d rows in %.1f s, %.2f GB",
+            len(self.draft) + len(self.verify) + len(self.accept),
+            self.tiers.requests[-1],
+            len(self._logits),
+            time.monotonic() - began,
+            (before - torch.cuda.mem_get_info()[0]) / 2**30,
+        )
+
+    def _capture_draft(self, capture: Capture, slots: int, sampled: bool) -> None:
+        worker, step = self.worker, self._static_step(slots, sampled)
+
+        def run() -> DraftBlock:
+            block = worker.draft_block(step, self.depth, with_confidence=True)
+            self.drafts[:slots] = block.tokens
+            self.survival[:slots] = worker.schedule.survival(
+                block.confidence_logits, slots, self.depth, self.coefficients
+            )
+            return block
+
+        self.draft[slots, sampled] = capture(run)
+
+    def _capture_verify(self, capture: Capture, rows: int, plain: bool) -> None:
+        worker, plan, step = self.worker, self.plan_of(rows, plain), self._static_step(self.slots_of(rows), False)
+        inputs = VerifyInputs(
+            input_ids=plan.input_ids,
+            positions=plan.positions,
+            slots=plan.slots,
+            indptr=plan.indptr,
+            req_pool_indices=step.req_pool_indices,
+            prefix_lens=step.prefix_lens,
+        )
+        runner = worker.target_worker.model_runner
+        verify = capture(static_verify(runner, inputs, plan.width, self._logits[:rows]))
+        self.verify[rows, plain] = verify
+        output, captured = verify.output
+        drafts = self.drafts[: len(step), : plan.width - 1]
+
+        def run() -> Accepted:
+            accepted = worker.accept(step, DraftBlock(drafts, None, None), plan, output)
+            worker.commit(plan, accepted, captured)
+            return accepted
+
+        self.accept[rows, plain] = capture(run)
+
+    def slots_of(self, rows: int) -> int:
+        """Request slots of a verification with so many rows: each request has at least one."""
+        return min(rows, self.tiers.requests[-1])
+
+    def rows_of(self, rows: int) -> VerifyRows:
+        """The part of the buffers that belongs to a tier of rows."""
+        whole, slots = self._rows, self.slots_of(rows)
+        return VerifyRows(
+            verify_lens=whole.verify_lens[:slots],
+            indptr=whole.indptr[: slots + 1],
+            indptr_int32=whole.indptr_int32[: slots + 1],
+            requests=whole.requests[:rows],
+            columns=whole.columns[:rows],
+            input_ids=whole.input_ids[:rows],
+            positions=whole.positions[:rows],
+            slots=whole.slots[:rows],
+        )
+
+    def plan_of(self, rows: int, plain: bool) -> VerifyPlan:
+        """The same as a plan."""
+        part = self.rows_of(rows)
+        return VerifyPlan(
+            verify_lens=part.verify_lens,
+            lens_cpu=None,
+            width=1 if plain else self.depth + 1,
+            indptr=part.indptr,
+            requests=part.requests,
+            columns=part.columns,
+            input_ids=part.input_ids,
+            positions=part.positions,
+            slots=part.slots,
+        )
+
+    def requests_of(self, slots: int) -> StepRequests:
+        """The staged requests, padded to ``slots``."""
+        staged = self.prepared
+        return StepRequests(
+            staged.anchors[:slots],
+            staged.prefix_lens[:slots],
+            staged.req_pool_indices[:slots],
+            self.worker.req_to_token,
+            staged.num_requests,
+        )
+
+    def _static_step(self, slots: int, sampled: bool) -> DecodeBatch:
+        requests = self.requests_of(slots)
+        return DecodeBatch(
+            anchors=requests.anchors,
+            prefix_lens=requests.prefix_lens,
+            req_pool_indices=requests.req_pool_indices,
+            req_to_token=requests.req_to_token,
+            rows=SamplingRows.by_temperature(slots, self.temperatures[:slots] if sampled else None, self.worker.device),
+            # The kernels key their noise by slot; positions matter to seeded requests only.
+            keys=RoundKeys(
+                self.worker.target_worker.random_seed, self.step_number, requests.req_pool_indices, requests.prefix_lens
+            ),
+        )
+
+    def stage(self, step: DecodeBatch, choice: Choice) -> GraphStages | None:
+        """Copy ``step`` into the buffers; None when its shape was not captured."""
+        requests = len(step)
+        slots = self.tiers.request_slots(requests)
+        if slots is None or choice.rule not in RULES:
+            return None
+        plain = choice.depth == 0
+        drafts = requests * choice.depth if choice.rule is Rule.UNIFORM else choice.budget
+        rows = slots if plain else self.tiers.token_rows(requests + drafts)
+        if rows is None:
+            return None
+        given = StepRequests(step.anchors, step.prefix_lens, step.req_pool_indices, step.req_to_token)
+        prepare(given, self.worker.gamma, 1, self.worker.draft_config.mask_token_id, out=self.prepared)
+        return GraphStages(self, slots, rows, plain)
+
+
+class GraphStages:
+    """The stages of one staged step; each does what the worker's method of its name does."""
+
+    def __init__(self, graphs: StepGraphs, slots: int, rows: int, plain: bool) -> None:
+        self._graphs, self._worker = graphs, graphs.worker
+        self._slots, self._rows, self._plain = slots, rows, plain
+        self._committed = False
+
+    def draft(self, step: DecodeBatch, choice: Choice, rows: SamplingRows, with_confidence: bool) -> Drafted:
+        """Propose blocks for all requests: on a GPU a few less take no less time."""
+        requests, graphs = len(step), self._graphs
+        if self._plain:
+            return Drafted(None, None, [0] * requests)
+        sampled = step.rows.any_sampled
+        if step.rows.any_seeded or (sampled and self._slots > MAX_SAMPLED_SLOTS):
+            block = self._worker.draft_block(step, graphs.depth, with_confidence)
+            graphs.drafts[:requests] = block.tokens
+            if with_confidence:
+                graphs.survival[:requests] = self._worker.schedule.survival(
+                    block.confidence_logits, requests, graphs.depth
+                )
+        else:
+            if sampled:
+                graphs.temperatures[:requests] = step.rows.draw_temperatures
+                graphs.temperatures[requests : self._slots] = 0
+                graphs.step_number.fill_(step.keys.step)
+            graphs.coefficients.copy_(self._worker.schedule.coefficients)
+            block = graphs.draft[self._slots, sampled].replay().first(requests)
+        parked = () if choice.drafted is None else set(range(requests)).difference(choice.drafted)
+        logits = block.confidence_logits
+        return Drafted(
+            # What outlives the step must not stay in the buffers: the next replay overwrites them.
+            block=replace(
+                block,
+                tokens=graphs.drafts[:requests].clone(),
+                confidence_logits=None if logits is None else logits.clone(),
+            ),
+            survival=graphs.survival[:requests].clone() if with_confidence else None,
+            depths=[0 if request in parked else choice.depth for request in range(requests)],
+        )
+
+    def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
+        """Lay out the rows of the tier."""
+        graphs, requests = self._graphs, len(step)
+        drafts = None
+        if drafted.block is not None:
+            drafts = graphs.drafts[: graphs.slots_of(self._rows)]
+            self._worker.agreement.adopt(graphs.drafts[:requests])
+        given, out = graphs.requests_of(graphs.slots_of(self._rows)), graphs.rows_of(self._rows)
+        if choice.is_uniform(requests):
+            plan_uniform(choice.depth, drafts, given, self._rows, out)
+        else:
+            assert drafted.survival is not None
+            assert drafts is not None
+            if choice.forced is not None or choice.drafted is not None:
+                graphs.survival[:requests] = self._worker.schedule.ranked(choice, drafted.survival)
+            plan_top(graphs.survival[: len(drafts)], choice.budget, drafts, given, self._rows, out)
+        return graphs.plan_of(self._rows, self._plain)
+
+    def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> tuple[Any, torch.Tensor]:
+        """Run the target over the tier."""
+        return self._graphs.verify[self._rows, self._plain].replay()
+
+    def accept(self, step: DecodeBatch, block: DraftBlock | None, plan: VerifyPlan, output: Any) -> Accepted:
+        """Judge the drafts; those of greedy batches are committed on the way."""
+        requests = len(step)
+        if step.rows.all_greedy and not self._worker.agreement.needed:
+            self._committed = True
+            accepted = self._graphs.accept[self._rows, self._plain].replay()
+            return Accepted(*(part[:requests].clone() for part in vars(accepted).values()))
+        part = replace(plan, verify_lens=plan.verify_lens[:requests], indptr=plan.indptr[: requests + 1])
+        return self._worker.accept(step, block, part, output)
+
+    def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
+        """Write the draft K/V of the committed rows."""
+        if not self._committed:
+            self._worker.commit(plan, accepted, captured)

@@ -1,0 +1,51 @@
+"""The shapes that decode steps are captured in as CUDA graphs. Pure arithmetic."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# A verification of more tokens keeps a GPU busy for so long that launching it kernel by kernel costs nothing.
+MAX_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Captured sizes, ascending; a step runs in the smallest that has room for it.
+
+    Attributes:
+        requests: request slots of a draft, and of a plain step.
+        tokens: rows of a verification forward.
+    """
+
+    requests: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, requests: Sequence[int], max_verify: int) -> Tiers:
+        """Tiers for up to ``max(requests)`` requests that verify up to ``max_verify`` drafts each.
+
+        Args:
+            requests: sizes that SGLang would capture.
+        """
+        most = min(max(requests) * (max_verify + 1), MAX_TOKENS)
+        tokens, size = [], 2
+        while size < most:
+            tokens.append(size)
+            # Every size up to 16, then eight to a power of two: at most an eighth of a tier is padding.
+            size += 1 << max(0, size.bit_length() - 4)
+        return cls(tuple(sorted(requests)), (*tokens, most) if max_verify else ())
+
+    def request_slots(self, requests: int) -> int | None:
+        """The tier for so many requests; None where there is none."""
+        return _at_least(self.requests, requests)
+
+    def token_rows(self, num_tokens: int) -> int | None:
+        """The tier for so many rows; None where there is none."""
+        return _at_least(self.tokens, num_tokens)
+
+
+def _at_least(sizes: Sequence[int], wanted: int) -> int | None:
+    index = bisect_left(sizes, wanted)
+    return sizes[index] if index < len(sizes) else None
