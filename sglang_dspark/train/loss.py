@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from dspark_kernels.distribution_loss import distribution_loss, distribution_loss_ref
 from torch import Tensor
 
 from sglang_dspark.draft.model import DraftModel
@@ -26,7 +27,7 @@ from sglang_dspark.train.block_forward import block_hidden, block_latents, conte
 from sglang_dspark.train.loss_vocabulary import VocabularySlice
 
 # Rows of logits handled at a time on a CPU: 256 x 7168 float32 stay in a 32 MiB cache across the passes of
-# `_logit_gradient`. A GPU has no such cache, and a launch costs more than what small chunks save: 512 MiB each there.
+# `distribution_loss_ref`. On a GPU small chunks save nothing, and each takes launches: 256 MiB of 16-bit logits there.
 _CHUNK_ROWS = 256
 _CHUNK_ELEMENTS = 2**27
 
@@ -107,7 +108,8 @@ class _DistributionLoss(torch.autograd.Function):
     """``ce * L_ce + l1 * L_tv`` with its gradient, computed chunk by chunk so that no ``[slots, v]`` tensor is kept.
 
     Returns ``(L_ce [n], L_tv [n], weighted sum)``; only the weighted sum is differentiable. The gradient of the logits
-    is ``p - onehot(y)`` for the first term and ``p * (s - sum(p * s))``, s = sign(p - q), for the second.
+    is ``p - onehot(y)`` for the first term and ``p * (s - sum(p * s))``, s = sign(p - q), for the second; on a GPU one
+    Triton kernel computes it.
     """
 
     @staticmethod
@@ -127,6 +129,7 @@ class _DistributionLoss(torch.autograd.Function):
         device = hidden.device.type
         compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         chunk_rows = _CHUNK_ROWS if device == "cpu" else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // len(lm_head))
+        gradient = distribution_loss if device == "cuda" else distribution_loss_ref
         with torch.autocast(device, enabled=False):
             head, target_head = lm_head.to(compute_dtype), target_lm_head.to(compute_dtype)
             w2 = None if markov_w2 is None else markov_w2.to(compute_dtype)
@@ -141,10 +144,16 @@ class _DistributionLoss(torch.autograd.Function):
                 logits = F.linear(h, head)
                 if w2 is not None and latents is not None:
                     u = latents[part].to(compute_dtype)
-                    logits = logits + F.linear(u, w2)
-                target_logits = F.linear(target_hidden[part].to(compute_dtype), target_head)
-                ce[part], l1[part], grad = _logit_gradient(logits, target_logits, log_weight, labels[part], weights)
-                grad = (grad * slot_weights[part, None]).to(compute_dtype)
+                    logits.addmm_(u, w2.T)
+                ce[part], l1[part], grad = gradient(
+                    logits,
+                    F.linear(target_hidden[part].to(compute_dtype), target_head),
+                    log_weight,
+                    labels[part],
+                    slot_weights[part],
+                    ce_weight=weights.ce,
+                    tv_weight=weights.l1,
+                )
                 hidden_grad[part] = (grad @ head).to(hidden.dtype)
                 if w2 is not None and latents is not None and latents_grad is not None and w2_grad is not None:
                     latents_grad[part] = (grad @ w2).to(latents.dtype)
@@ -157,31 +166,3 @@ class _DistributionLoss(torch.autograd.Function):
     def backward(ctx: Any, ce_grad: Any, l1_grad: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if grad is None else grad * loss_grad for grad in ctx.saved_tensors]
         return (*scaled, None, None, None, None, None, None, None)
-
-
-def _logit_gradient(
-    logits: Tensor,  # [rows, v]
-    target_logits: Tensor,  # [rows, v]
-    log_weight: Tensor | None,  # [v]
-    labels: Tensor,  # [rows]
-    weights: LossWeights,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(L_ce [rows], L_tv [rows], gradient of ce * L_ce + l1 * L_tv in the logits [rows, v])``, float32 or wider."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    logits, target_logits = logits.to(dtype), target_logits.to(dtype)
-    if log_weight is not None:
-        logits = logits + log_weight
-        target_logits = target_logits + log_weight
-    draft = torch.softmax(logits, dim=-1)
-    difference = draft - torch.softmax(target_logits, dim=-1)
-    l1 = difference.abs().sum(-1)
-    inside = labels >= 0
-    at_label = labels.clamp(min=0)[:, None]
-    ce = torch.where(inside, -draft.gather(-1, at_label)[:, 0].clamp(min=1e-30).log(), 0.0)
-    sign = difference.sign_()
-    sign -= (draft * sign).sum(-1, keepdim=True)
-    sign *= weights.l1
-    sign += weights.ce * inside[:, None]
-    grad = draft.mul_(sign)
-    grad.scatter_add_(-1, at_label, (-weights.ce * inside.to(dtype))[:, None])
-    return ce, l1, grad

@@ -69,14 +69,14 @@ class PromptFormat:
         return ids
 
     def invented_turn(self, output_ids: Sequence[int], stop_ids: frozenset[int]) -> str | None:
-        """The user's words in what the target wrote after `open_user_turn`; None where the turn is not one."""
+        """What the target wrote after `open_user_turn`, leading space included; None where that is no user's turn."""
         ended = bool(output_ids) and output_ids[-1] in stop_ids
         words = self.tokenizer.decode(output_ids[:-1] if ended else output_ids, skip_special_tokens=False)
         # Where the turn ends with another token than the answer, the target writes on beyond it.
         turn, tail, _ = words.partition(self._around_user_turn()[1])
         # A user does not write special tokens; a turn that has some has gone astray.
         astray = any(token in turn for token in self.tokenizer.all_special_tokens)
-        return turn.strip() if (ended or tail) and not astray else None
+        return turn.rstrip() if (ended or tail) and not astray else None
 
     def _around_user_turn(self) -> tuple[str, str]:
         """Template text before the user's words, and the first piece after them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from dspark_kernels import Accepted, DraftBlock, RoundKeys, SamplingRows
@@ -23,6 +23,8 @@ from sglang_dspark.worker.tiers import Tiers
 
 if TYPE_CHECKING:
     from sglang_dspark.worker.worker import DSparkWorker
+
+T = TypeVar("T", PreparedStep, VerifyRows)
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +46,13 @@ class StepGraphs:
         self.tiers = Tiers.of(request_slots, self.depth)
         most = self.tiers.requests[-1]
         num_rows = max((most, *self.tiers.tokens))
-        self.prepared = PreparedStep.empty(most, worker.gamma, 1, device)
+        self.prepared = _zeroed(PreparedStep.empty(most, worker.gamma, 1, device))
         self.step_number = torch.zeros((), dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(most, device=device)
         self.coefficients = worker.schedule.coefficients.clone()
         self.drafts = torch.zeros((most, self.depth), dtype=torch.int64, device=device)
         self.survival = torch.zeros((most, self.depth), device=device)
-        self._rows = VerifyRows.empty(most, num_rows, device)
+        self._rows = _zeroed(VerifyRows.empty(most, num_rows, device))
         self._logits = torch.empty((num_rows, worker.draft_config.vocab_size), device=device)
         self.draft: dict[tuple[int, bool], Captured[DraftBlock]] = {}
         self.verify: dict[tuple[int, bool], Captured[tuple[Any, torch.Tensor]]] = {}
@@ -264,3 +266,10 @@ class GraphStages:
         """Write the draft K/V of the committed rows."""
         if not self._committed:
             self._worker.commit(plan, accepted, captured)
+
+
+def _zeroed(buffers: T) -> T:
+    """What a capture's warm-up computes with: no context, no rows, token 0."""
+    for tensor in vars(buffers).values():
+        tensor.zero_()
+    return buffers

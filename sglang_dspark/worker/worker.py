@@ -47,7 +47,8 @@ class DSparkWorker(SpecWorkerBase):
         self.heads = ProposalHeads(self.drafter, load_token_ids(path, self.draft_config.vocab_size))
         self.gamma = self.options.gamma(self.draft_config.block_size)
         # Under overlap a CUDA device is one step behind the host; on a CPU they are the same.
-        lag = int(self.device.type == "cuda" and not self.server_args.disable_overlap_schedule)
+        self.on_gpu = self.device.type == "cuda"
+        lag = int(self.on_gpu and not self.server_args.disable_overlap_schedule)
         self.schedule = Schedule(self.options, self.max_verify, self._calibration(), self.device, lag)
         self.counters = Counters(self.gamma)
         self.graphs: StepGraphs | None = None
@@ -70,7 +71,7 @@ class DSparkWorker(SpecWorkerBase):
         return cache
 
     def prepare_to_serve(self) -> None:
-        if self.device.type == "cuda":
+        if self.on_gpu:
             self.graphs = self._capture_graphs()
         self.schedule.start(load_or_measure(self))
 
@@ -88,7 +89,9 @@ class DSparkWorker(SpecWorkerBase):
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
         requests = [req.rid for req in batch.reqs]
-        choice = self.agreement.share(self.schedule.choose(requests, batch.seq_lens_sum / len(requests)))
+        # Of the host: under overlap it does not know yet what the step under way commits.
+        context = sum(req.kv_committed_len for req in batch.reqs) / len(requests)
+        choice = self.agreement.share(self.schedule.choose(requests, context))
         traced = any_traced(batch.reqs)
         rows = self.sampling.read(batch.reqs)
         step = read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step)
@@ -167,7 +170,7 @@ class DSparkWorker(SpecWorkerBase):
             step.rows,
             step.keys,
             self.heads.vocabulary,
-            None if self.device.type == "cpu" else self.heads.weights,
+            self.heads.weights if self.on_gpu else None,
         )
 
     def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
@@ -207,7 +210,7 @@ class DSparkWorker(SpecWorkerBase):
     def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
         """Write the draft K/V of the anchor and the accepted drafts of every request."""
         rows = CommitRows(plan.columns, plan.requests, accepted.accepted_lens)
-        if self.device.type == "cpu":
+        if not self.on_gpu:
             kept = rows.kept().nonzero().squeeze(1)
             self.inject_context(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept])
         else:

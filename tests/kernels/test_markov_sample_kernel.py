@@ -281,7 +281,7 @@ def test_a_graph_replays_with_new_steps_temperatures_and_anchors(device):
     case.run(markov_walk)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        block = case.run(markov_walk)
+        block = case.run(markov_walk, temperatures=case.temperatures)
     for _ in range(3):
         case.keys.step.add_(1)
         case.temperatures.copy_(case.temperatures.roll(1))

@@ -4,6 +4,7 @@ import torch
 from sglang_dspark.train.decoding import decode
 from sglang_dspark.train.lane_decoding import LaneDecoder, affordable_lanes, lane_capacity, reason_against_lanes
 from sglang_dspark.train.target import Target
+from sglang_dspark.train.text_writer import InProcessWriter
 
 GENERATOR = torch.Generator().manual_seed(3)
 PROMPTS = [
@@ -62,3 +63,41 @@ def test_targets_whose_attention_is_not_plain_are_left_to_the_other_decoder(targ
     assert reason_against_lanes(target) == "it has layers of type sliding_attention"
     monkeypatch.setattr(target.config, "model_type", "gemma3")
     assert "gemma3 is not among llama" in reason_against_lanes(target)
+
+
+def test_the_writer_keeps_its_lanes_while_they_fit(target, monkeypatch, caplog):
+    writer = InProcessWriter(target)
+    assert not writer._in_lanes  # on a CPU
+    monkeypatch.setattr(writer, "_in_lanes", True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
+    expected = decode(target, PROMPTS, [0.0] * len(PROMPTS), 37, torch.Generator())
+    decoders = []
+    for prompts, max_new_tokens in ((PROMPTS, 37), (PROMPTS[:3], 50), (PROMPTS * 2, 37), (PROMPTS, 200), (PROMPTS, 37)):
+        written = writer.write(prompts, [0.0] * len(prompts), max_new_tokens, torch.Generator())
+        decoders.append((writer._decoder, writer._decoder.num_lanes, writer._decoder.capacity))
+        if max_new_tokens == 37:
+            texts = [row.input_ids.tolist() for row in written[: len(PROMPTS)]]
+            assert texts == [row.input_ids.tolist() for row in expected]
+    assert [shape for _, *shape in decoders] == [[11, 64], [11, 64], [22, 64], [11, 256], [11, 64]]
+    assert decoders[0][0] is decoders[1][0]
+
+
+def test_a_target_that_cannot_be_decoded_in_lanes_is_named(target, monkeypatch, caplog):
+    monkeypatch.setattr(Target, "device", torch.device("cuda"))
+    assert InProcessWriter(target)._in_lanes
+    assert not InProcessWriter(target, keep_states=True)._in_lanes
+    monkeypatch.setattr(target.config, "model_type", "gemma3")
+    assert not InProcessWriter(target)._in_lanes
+    assert "step by step, which is slow on a GPU: gemma3 is not among" in caplog.text
+
+
+def test_a_step_that_cannot_be_captured_runs_without_a_graph(target, monkeypatch, caplog):
+    decoder = LaneDecoder(target, 2, 64)
+    decoder._device = torch.device("cuda")
+
+    def refuses():
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(decoder, "_captured", refuses)
+    assert decoder._ready() == decoder._forward
+    assert "(operation not permitted when stream is capturing); decoding is slower without" in caplog.text

@@ -40,6 +40,12 @@ def test_the_template_is_opened_at_the_user_turn(tokenizer):
     assert PromptFormat(tokenizer).open_user_turn(" red") == ids(tokenizer, "<pad> red")
 
 
+def test_an_opening_and_what_follows_it_stay_apart(tokenizer, monkeypatch):
+    prompt_format = PromptFormat(tokenizer)
+    monkeypatch.setattr(tokenizer, "decode", lambda *arguments, **options: " red cat ")
+    assert "the" + prompt_format.invented_turn([*ids(tokenizer, "red cat"), *STOP], STOP) == "the red cat"
+
+
 @pytest.mark.parametrize(
     ("written", "turn"),
     [

@@ -167,7 +167,7 @@ _CODE_OPENINGS = (
     "How can I sort; Write a recursive function; Write a function to find; Write a function named; "
     "Write a unit test for; Given a string, write; Given two strings; Given a matrix; "
     "Given an array of integers, find; Solve the following problem in Python; def"
-).split("; ") + [ask[: ask.index("{stub}")] + "def " for ask in _CODE_ASKS] * 4
+).split("; ") + [ask[: ask.index("{stub}")] + "def" for ask in _CODE_ASKS] * 4
 
 TOPICS = (
     "renewable energy; the French Revolution; learning to play the guitar; healthy breakfasts; black holes; "

@@ -37,7 +37,6 @@ from sglang_dspark.train.text_writer import InProcessWriter
 from sglang_dspark.train.trainer import DRAFT_DIR, StepReport, Trainer, answer_counts
 
 TARGET_DIR = Path(".cache/smollm2-135m-instruct")
-BUNDLED_DIR = Path(__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
 
 TAP_IDS = (1, 14, 27)
 SEED = 42
@@ -197,9 +196,17 @@ def load_corpus(target: Target, folder: Path, say: Say) -> tuple[Corpus, Corpus]
     return corpus, held_out
 
 
-def train(target: Target, corpus: Corpus, held_out: Corpus, folder: Path, config: TrainConfig, say: Say) -> Trainer:
-    """Train in `folder`, from the bundled drafter on; the checkpoint with its vocabulary is in ``folder/draft``."""
-    trainer = Trainer(config, target, corpus, held_out, folder, stored_states, init=BUNDLED_DIR)
+def train(
+    target: Target,
+    corpus: Corpus,
+    held_out: Corpus,
+    folder: Path,
+    config: TrainConfig,
+    say: Say,
+    init: Path | None = None,
+) -> Trainer:
+    """Train in `folder`, from the drafter `init` on; the checkpoint with its vocabulary is in ``folder/draft``."""
+    trainer = Trainer(config, target, corpus, held_out, folder, stored_states, init=init)
     by_frequency = answer_counts(corpus, target.vocab_size).argsort(descending=True, stable=True)
     trainer.export(folder / DRAFT_DIR)  # what follows is then complete after every checkpoint
     save_token_ids(folder / DRAFT_DIR, by_frequency[:DRAFT_VOCABULARY].tolist())
@@ -259,6 +266,7 @@ def main(arguments: Sequence[str]) -> None:
     make.add_argument("--variant", choices=VARIANTS, default="base")
     make.add_argument("--write-minutes", type=float, default=4.0)
     make.add_argument("--train-minutes", type=float, default=5.0)
+    make.add_argument("--init", type=Path, help="drafter to start from, such as the bundled one of an earlier release")
     measuring = commands.add_parser("measure")
     measuring.add_argument("--draft", type=Path, action="append", required=True)
     measuring.add_argument("files", type=Path, nargs="+")
@@ -279,7 +287,8 @@ def main(arguments: Sequence[str]) -> None:
     write_prompts(target, prompt_format, prompts, INVENTING_SHARE * seconds, say)
     write_corpus(target, prompt_format, prompts, texts, (1 - INVENTING_SHARE) * seconds, say)
     config = variant_config(options.variant, options.train_minutes, target.device.type)
-    train(target, *load_corpus(target, texts, say), options.output / options.variant, config, say)
+    corpus, held_out = load_corpus(target, texts, say)
+    train(target, corpus, held_out, options.output / options.variant, config, say, options.init)
 
 
 if __name__ == "__main__":
