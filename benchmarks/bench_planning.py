@@ -57,6 +57,7 @@ class Server:
             verify_ms=10.0 + 0.02 * users * (1 + drafts) + 1e-4 * users * contexts,
         )
         self._requests, self._gamma = requests, gamma
+        self._ids = [f"request-{index}" for index in range(requests)]
         self._rng = np.random.default_rng(0)
         self._schedule = Schedule(DSparkConfig(), gamma, OnlineCalibration(gamma), torch.device("cpu"))
         self._schedule.start(table)
@@ -66,15 +67,15 @@ class Server:
     def step(self) -> None:
         """Take every part of a step once."""
         schedule, requests, times, survivals = self._schedule, self._requests, *self._knowledge()
-        choice = self._timed("AutoPolicy.choose", lambda: schedule.policy.choose(requests, CONTEXT))
+        choice = self._timed("Schedule.choose", lambda: schedule.choose(self._ids, CONTEXT))
         depth, lens = choice.depth, torch.zeros(requests, dtype=torch.int64)
-        rounds = Rounds(choice, [depth] * requests, lens, None, None, None)
-        if depth > 0 and choice.only is None:
+        rounds = Rounds(self._ids, choice, [depth] * requests, lens, None, None)
+        if depth > 0:
             logits = torch.from_numpy(self._rng.normal(1.5, 1.0, size=(requests, depth))).float()
-            survival = self._timed("Schedule.survival", lambda: schedule.survival(logits, requests, depth))
-            drafted = Drafted(None, survival, [depth] * requests)
+            predictions = self._timed("Schedule.predict", lambda: schedule.predict(logits, requests, depth))
+            drafted = Drafted(None, predictions, [depth] * requests)
             lens, _ = self._timed("Schedule.verify_lens", lambda: schedule.verify_lens(choice, drafted, self._step))
-            rounds = Rounds(choice, [depth] * requests, lens, logits, survival, None)
+            rounds = Rounds(self._ids, choice, [depth] * requests, lens, predictions, None)
         kept = np.minimum(self._rng.geometric(0.25, size=requests) - 1, lens.numpy()).tolist()
         kind = StepKind(requests, requests + int(lens.sum()), depth, CONTEXT)
         ms = times.table.step_ms(requests, kind.num_tokens, depth, CONTEXT) * self._rng.normal(1.0, 0.03)

@@ -7,10 +7,9 @@ A configuration is ``[NAME=]POLICY[:ARGUMENT][@DTYPE] [SERVER FLAGS]``, e.g. ``s
 ``"small=static:5 --speculative-dspark-block-size 5"``. The same one under two names (``--config plain --config
 again=plain``) shows how much of a difference is noise.
 
-On a CPU all DSPARK configurations with equal flags share one server, which is told its policy before each cell; on CUDA
-each has its own, because the graphs of a fixed verify length are captured at start-up. Every server is started once.
-All configurations run one after another on the same prompts before the next concurrency
-and then the next round, so that drift of the machine meets all of them alike; idle servers are suspended. RESULTS gets
+DSPARK configurations with equal flags share one server, which is told its policy before each cell. Every server is
+started once. All configurations run one after another on the same prompts before the next concurrency and then the next
+round, so that drift of the machine meets all of them alike; idle servers are suspended. RESULTS gets
 ``sweep.csv`` (one row per configuration, concurrency and round), ``requests.jsonl`` (every answer with its times),
 ``agreement.json`` (texts against the baseline's) and ``provenance.json``. Read them with paired_ratio.py and
 plot_sweep.py.
@@ -84,15 +83,9 @@ class Sweep:
         by_flags = {flags: self._server(flags) for flags in dict.fromkeys(map(self.flags, self.configurations))}
         return {c.label: by_flags[self.flags(c)] for c in self.configurations}
 
-    @property
-    def switches_policies(self) -> bool:
-        """Whether one server serves several policies."""
-        return self.device == "cpu"
-
     def flags(self, configuration: Configuration) -> tuple[str, ...]:
         """Arguments of the configuration's server."""
-        own = configuration.server_flags(self.draft, with_policy=not self.switches_policies)
-        return (*own, *self.server_flags)
+        return (*configuration.server_flags(self.draft), *self.server_flags)
 
     def _server(self, flags: tuple[str, ...]) -> LaunchedServer:
         if self.device == "cpu":
@@ -126,7 +119,7 @@ class Sweep:
             "configurations": {
                 c.label: {
                     "server_flags": [provenance.portable(flag) for flag in self.flags(c)],
-                    "policy": c.policy_fields if self.switches_policies else None,
+                    "policy": c.policy_fields,
                 }
                 for c in self.configurations
             },
@@ -199,7 +192,7 @@ def _measure(
     on_reply: Callable[[], None],
 ) -> tuple[SweepRow, list[Reply]]:
     with fleet.awake(cell.configuration.label) as server:
-        if sweep.switches_policies and cell.configuration.policy_fields is not None:
+        if cell.configuration.policy_fields is not None:
             server.post_json("/dspark/policy", cell.configuration.policy_fields)
         stats_before = _read_stats(server, cell.configuration)
         cpu_before = CpuTime.read(server.pid)

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_dspark.config import SCHEDULES, flag_name
+from sglang_dspark.config import SCHEDULES
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.launch import dspark_flags
 
@@ -55,18 +55,13 @@ class Configuration:
         if not self.argument:
             return {"policy": self.policy}
         value = int(self.argument) if self.policy == "static" else float(self.argument)
-        return {"policy": self.policy, self._argument_knob: value}
+        return {"policy": self.policy, "verify_len" if self.policy == "static" else "confidence_threshold": value}
 
-    @property
-    def _argument_knob(self) -> str:
-        return "verify_len" if self.policy == "static" else "confidence_threshold"
-
-    def server_flags(self, draft: str | None, *, with_policy: bool = True) -> tuple[str, ...]:
-        """Arguments of ``sglang.launch_server`` for this configuration.
+    def server_flags(self, draft: str | None) -> tuple[str, ...]:
+        """Arguments of ``sglang.launch_server`` for this configuration; the server is told its policy while it runs.
 
         Args:
             draft: folder of the draft checkpoint.
-            with_policy: False for a server that is told its policy while it runs.
 
         Raises:
             ConfigError: the configuration speculates and there is no drafter.
@@ -76,10 +71,6 @@ class Configuration:
             if draft is None:
                 raise ConfigError(f"--config {self.label} speculates; pass --draft with a checkpoint for the target")
             flags += dspark_flags(draft)
-            if with_policy:
-                flags += [flag_name("schedule"), self.policy]
-        if self.argument and with_policy:
-            flags += [flag_name(self._argument_knob), self.argument]
         return (*flags, *self.extra_flags)
 
 

@@ -69,8 +69,10 @@ class OnlineCalibration:
     def shift(self) -> Floats:
         return self._map.shift
 
-    def observe(self, logits: npt.ArrayLike, verified: npt.ArrayLike, accepted: npt.ArrayLike) -> None:
-        """Record a step's rounds, and refit now and then. The arguments are copied.
+    def observe(
+        self, logits: npt.ArrayLike, verified: npt.ArrayLike, accepted: npt.ArrayLike, *, num_steps: int = 1
+    ) -> None:
+        """Record the rounds of ``num_steps`` steps, and refit now and then. The arguments are copied.
 
         Args:
             logits: [bs, gamma] raw logits of the confidence head.
@@ -83,7 +85,7 @@ class OnlineCalibration:
             return
         self._pending.append((np.array(logits, dtype=np.float32), np.array(verified), np.array(accepted)))
         self._new_rounds += num_rounds
-        self._new_steps += 1
+        self._new_steps += num_steps
         if self._new_rounds >= REFIT_ROUNDS and self._new_steps >= REFIT_STEPS:
             self._absorb()
             self._refit()

@@ -122,8 +122,8 @@ def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[
     """
     if rounds.traced is None:
         return
-    logits = rounds.confidence_logits
-    confidences = [None] * len(reqs) if logits is None else logits.tolist()
+    logits = None if rounds.predictions is None else rounds.predictions[0]
+    confidences = [None] * len(reqs) if logits is None or logits.isnan().any() else logits.tolist()
     lens = rounds.verify_lens.tolist()
     for req, (start, anchor, *draft), depth, confidence, verified, committed in zip(
         reqs, rounds.traced.tolist(), rounds.drafted, confidences, lens, committed_lens, strict=True

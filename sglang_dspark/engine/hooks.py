@@ -101,6 +101,15 @@ def install_in_scheduler(device: str) -> None:
                 "the stock graphs verify one number of tokens per request; DSPARK captures graphs of its own steps",
             )
         )
+        hooks.append(
+            Hook(
+                "no-stock-prefill-graphs",
+                "sglang.srt.model_executor.model_runner.ModelRunner.init_prefill_cuda_graph",
+                HookType.REPLACE,
+                _no_stock_prefill_graphs,
+                "the stock graphs of prefill do not return the hidden states that the drafter reads, so none would run",
+            )
+        )
     if device == "cpu":
         hooks.append(
             Hook(
@@ -145,6 +154,10 @@ def _row_headroom(original: Callable[[Any], int], server_args: Any) -> int:
 def _no_stock_graphs(runner: Any) -> None:
     runner.decode_cuda_graph_runner = None
     runner.graph_mem_usage = 0
+
+
+def _no_stock_prefill_graphs(runner: Any) -> None:
+    runner.prefill_cuda_graph_runner = runner.eager_runner
 
 
 def _no_kv_copy_kernel(pool: Any) -> None:

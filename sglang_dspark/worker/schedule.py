@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ from sglang_dspark.prefix_scheduler.step_times import StepKind, StepTimes
 from sglang_dspark.worker.host_index import host_index
 from sglang_dspark.worker.state import Drafted, Rounds
 
+# Learning from a step costs 0.1 ms however few requests it had: so many steps are taken together.
+LEARN_STEPS = 8
 # Survival of a draft that is verified whatever its confidence, and of one that must not be: outside of [0, 1].
 _FORCED, _EXCLUDED = 2.0, -1.0
 
@@ -67,6 +70,7 @@ class Schedule:
         self.times: StepTimes | None = None
         self.survivals: LaggedSurvivals | None = None
         self.gains = RequestGains()
+        self._notes: list[_Note] = []
         self._entered = 0.0
         self._kinds: deque[StepKind | None] = deque([None] * (lag + 1), maxlen=lag + 1)
         self._context = 0.0
@@ -167,6 +171,13 @@ class Schedule:
         # broken head, would not rank at all.
         return conditional.nan_to_num(0.0).cumprod(1).cummin(1).values
 
+    def predict(
+        self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[2, bs, depth] the logits, NaN without a head, and the survivals of :meth:`survival`."""
+        survival = self.survival(logits, bs, depth, coefficients)
+        return torch.stack([torch.full_like(survival, torch.nan) if logits is None else logits, survival])
+
     def ranked(self, choice: Choice, survival: torch.Tensor) -> torch.Tensor:
         """[bs, depth] what drafts are ranked by: their survival, but for the requests that the choice singles out."""
         if choice.drafted is not None:
@@ -207,7 +218,7 @@ class Schedule:
         return torch.tensor(host_lens, device=self.device), sum(host_lens)
 
     def observe(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
-        """Learn from a step's outcome.
+        """Take note of a step's outcome, and learn from several at a time: each lesson has a price of its own.
 
         Args:
             running: requests of the step that it was meant for.
@@ -216,25 +227,42 @@ class Schedule:
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
             return
-        requests = [running[i] for i in drafted]
-        accepted = np.array([accept_lens[i] for i in drafted])
-        verified = rounds.verify_lens.numpy()[requests]
+        self._notes.append(_Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
+        # A parked server's probe is all that it gets to see for long.
+        if len(self._notes) >= LEARN_STEPS or rounds.choice.weight > 1:
+            self.learn()
+
+    def learn(self) -> None:
+        """Learn from what was noted."""
+        notes, self._notes = self._notes, []
+        if not notes:
+            return
+        verified = np.concatenate([note.rounds.verify_lens.numpy()[note.requests] for note in notes])
+        accepted = np.concatenate([note.accept_lens for note in notes])
         self.positions.observe(verified, accepted)
-        calibration = self.calibration if self.options.online_calibration else None
-        if calibration is not None and rounds.confidence_logits is not None:
-            logits = rounds.confidence_logits.double().numpy()[requests]
-            # What lies past the drafted depth was not verified, and is not read.
-            calibration.observe(_pad(logits, self.max_verify, 0.0), verified, accepted)
-            if calibration.num_refits != self._num_refits:
-                self._num_refits = calibration.num_refits
-                self.coefficients = self._copy_coefficients()
+        predicted = [note for note in notes if note.rounds.predictions is not None]
         if self.calibration is None:
             self.coefficients = self._copy_coefficients()
-        if self.survivals is not None and rounds.survival is not None:
-            survival = _pad(rounds.survival.double().numpy()[requests], self.max_verify, np.nan)
-            typical = float(self.survivals.mean().sum())
-            self.gains.observe([rounds.requests[request] for request in requests], survival, typical)
-            self.survivals.observe(np.repeat(survival, rounds.choice.weight, axis=0))
+        if not predicted:
+            return
+        # Depths differ where policies cut blocks short.
+        logits, survival = (
+            np.concatenate([note.prediction(which, self.max_verify) for note in predicted]) for which in (0, 1)
+        )
+        if len(predicted) < len(notes):
+            verified = np.concatenate([note.rounds.verify_lens.numpy()[note.requests] for note in predicted])
+            accepted = np.concatenate([note.accept_lens for note in predicted])
+        if self.calibration is not None and self.options.online_calibration:
+            # What lies past the drafted depth was not verified, and is not read.
+            self.calibration.observe(np.nan_to_num(logits), verified, accepted, num_steps=len(predicted))
+            if self.calibration.num_refits != self._num_refits:
+                self._num_refits = self.calibration.num_refits
+                self.coefficients = self._copy_coefficients()
+        if self.survivals is not None:
+            ids = [note.rounds.requests[request] for note in predicted for request in note.requests]
+            self.gains.observe(ids, survival, float(self.survivals.mean().sum()))
+            weights = [note.rounds.choice.weight for note in predicted for _ in note.requests]
+            self.survivals.observe(np.repeat(survival, weights, axis=0))
 
     def _copy_coefficients(self) -> torch.Tensor:
         """[2, max_verify] scale and shift of the calibration; without a head, acceptance by position in row 0."""
@@ -248,6 +276,7 @@ class Schedule:
 
     def report(self) -> dict[str, Any]:
         """JSON for the statistics."""
+        self.learn()
         return {
             "policy": self.policy.name,
             "schedule": self.policy.report(),
@@ -256,6 +285,17 @@ class Schedule:
         }
 
 
-def _pad(values: Array, width: int, filler: float) -> Array:
-    """[n, depth] -> [n, width]."""
-    return np.pad(values, ((0, 0), (0, width - values.shape[1])), constant_values=filler)
+@dataclass(frozen=True)
+class _Note:
+    """A step's outcome: requests that were drafted and are still running, and drafts accepted of each."""
+
+    rounds: Rounds
+    requests: list[int]
+    accept_lens: list[int]
+
+    def prediction(self, which: int, width: int) -> Array:
+        """[n, width] logits (0) or survivals (1), NaN past the drafted depth."""
+        assert self.rounds.predictions is not None
+        values = self.rounds.predictions[which].double().numpy()[self.requests]
+        padding = width - values.shape[1]
+        return np.pad(values, ((0, 0), (0, padding)), constant_values=np.nan) if padding else values

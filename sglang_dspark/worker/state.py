@@ -46,14 +46,19 @@ class Drafted:
 
     Attributes:
         block: the drafts, [bs, depth]; None for a plain step.
-        survival: [bs, depth] float32, calibrated probability that a draft and all before it are accepted; None where
-            nobody asked.
+        predictions: [2, bs, depth] float32, the confidence head's raw logits (NaN without one) and the calibrated
+            survivals: the probability that a draft and all before it are accepted; None where nobody asked.
         depths: drafts proposed per request; rows of requests without any hold fillers.
     """
 
     block: DraftBlock | None
-    survival: torch.Tensor | None
+    predictions: torch.Tensor | None
     depths: list[int]
+
+    @property
+    def survival(self) -> torch.Tensor | None:
+        """[bs, depth] of ``predictions``."""
+        return None if self.predictions is None else self.predictions[1]
 
     @property
     def raw_confidence(self) -> torch.Tensor | None:
@@ -86,8 +91,7 @@ class Rounds:
         choice: what the policy had decided.
         drafted: drafts proposed per request.
         verify_lens: [bs] int64, drafts verified per request.
-        confidence_logits: [bs, depth] float32, raw; None where they were not computed.
-        survival: [bs, depth] float32 as predicted, calibrated; None where it was not computed.
+        predictions: as in :class:`Drafted`.
         traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
     """
 
@@ -95,6 +99,5 @@ class Rounds:
     choice: Choice
     drafted: list[int]
     verify_lens: torch.Tensor
-    confidence_logits: torch.Tensor | None
-    survival: torch.Tensor | None
+    predictions: torch.Tensor | None
     traced: torch.Tensor | None

@@ -50,8 +50,9 @@ class StepGraphs:
         self.step_number = torch.zeros((), dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(most, device=device)
         self.coefficients = worker.schedule.coefficients.clone()
+        self._copied_coefficients = worker.schedule.coefficients
         self.drafts = torch.zeros((most, self.depth), dtype=torch.int64, device=device)
-        self.survival = torch.zeros((most, self.depth), device=device)
+        self.predictions = torch.zeros((2, most, self.depth), device=device)
         self._rows = _zeroed(VerifyRows.empty(most, num_rows, device))
         self._logits = torch.empty((num_rows, worker.draft_config.vocab_size), device=device)
         self.draft: dict[tuple[int, bool], Captured[DraftBlock]] = {}
@@ -85,7 +86,7 @@ class StepGraphs:
         def run() -> DraftBlock:
             block = worker.draft_block(step, self.depth, with_confidence=True)
             self.drafts[:slots] = block.tokens
-            self.survival[:slots] = worker.schedule.survival(
+            self.predictions[:, :slots] = worker.schedule.predict(
                 block.confidence_logits, slots, self.depth, self.coefficients
             )
             return block
@@ -173,6 +174,13 @@ class StepGraphs:
             ),
         )
 
+    def refresh_coefficients(self) -> None:
+        """Take over what calibration has learned."""
+        latest = self.worker.schedule.coefficients
+        if self._copied_coefficients is not latest:
+            self.coefficients.copy_(latest)
+            self._copied_coefficients = latest
+
     def stage(self, step: DecodeBatch, choice: Choice) -> GraphStages | None:
         """Copy ``step`` into the buffers; None when its shape was not captured."""
         requests = len(step)
@@ -207,7 +215,7 @@ class GraphStages:
             block = self._worker.draft_block(step, graphs.depth, with_confidence)
             graphs.drafts[:requests] = block.tokens
             if with_confidence:
-                graphs.survival[:requests] = self._worker.schedule.survival(
+                graphs.predictions[:, :requests] = self._worker.schedule.predict(
                     block.confidence_logits, requests, graphs.depth
                 )
         else:
@@ -215,18 +223,13 @@ class GraphStages:
                 graphs.temperatures[:requests] = step.rows.draw_temperatures
                 graphs.temperatures[requests : self._slots] = 0
                 graphs.step_number.fill_(step.keys.step)
-            graphs.coefficients.copy_(self._worker.schedule.coefficients)
+            graphs.refresh_coefficients()
             block = graphs.draft[self._slots, sampled].replay().first(requests)
         parked = () if choice.drafted is None else set(range(requests)).difference(choice.drafted)
-        logits = block.confidence_logits
         return Drafted(
-            # What outlives the step must not stay in the buffers: the next replay overwrites them.
-            block=replace(
-                block,
-                tokens=graphs.drafts[:requests].clone(),
-                confidence_logits=None if logits is None else logits.clone(),
-            ),
-            survival=graphs.survival[:requests].clone() if with_confidence else None,
+            block=replace(block, tokens=graphs.drafts[:requests]),
+            # Outlives the step, and the next replay overwrites the buffers.
+            predictions=graphs.predictions[:, :requests].clone() if with_confidence else None,
             depths=[0 if request in parked else choice.depth for request in range(requests)],
         )
 
@@ -244,8 +247,8 @@ class GraphStages:
             assert drafted.survival is not None
             assert drafts is not None
             if choice.forced is not None or choice.drafted is not None:
-                graphs.survival[:requests] = self._worker.schedule.ranked(choice, drafted.survival)
-            plan_top(graphs.survival[: len(drafts)], choice.budget, drafts, given, self._rows, out)
+                graphs.predictions[1, :requests] = self._worker.schedule.ranked(choice, drafted.survival)
+            plan_top(graphs.predictions[1, : len(drafts)], choice.budget, drafts, given, self._rows, out)
         return graphs.plan_of(self._rows, self._plain)
 
     def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> tuple[Any, torch.Tensor]:

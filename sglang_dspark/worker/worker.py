@@ -119,8 +119,7 @@ class DSparkWorker(SpecWorkerBase):
                 choice=choice,
                 drafted=drafted.depths,
                 verify_lens=plan.verify_lens[: len(step)].clone(),
-                confidence_logits=None if drafted.block is None else drafted.block.confidence_logits,
-                survival=drafted.survival,
+                predictions=drafted.predictions,
                 traced=copy_drafts(step, drafted.block) if traced else None,
             ),
         )
@@ -147,7 +146,7 @@ class DSparkWorker(SpecWorkerBase):
             depths = [choice.depth * (request in choice.drafted) for request in range(len(step))]
         if not with_confidence:
             return Drafted(block, None, depths)
-        return Drafted(block, self.schedule.survival(block.confidence_logits, len(step), choice.depth), depths)
+        return Drafted(block, self.schedule.predict(block.confidence_logits, len(step), choice.depth), depths)
 
     def draft_block(self, step: DecodeBatch, depth: int, with_confidence: bool) -> DraftBlock:
         """Run the drafter over the blocks of all requests of ``step`` and sample their first ``depth`` slots."""

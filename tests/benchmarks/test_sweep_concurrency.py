@@ -108,16 +108,6 @@ def test_policies_share_a_server_and_are_switched_before_each_cell(sweep):
     assert FakeServer.policies == 2 * [*policies, {"policy": "auto"}]
 
 
-def test_on_cuda_every_configuration_has_its_own_server(sweep):
-    configs = ("--config", "static:3", "--config", "auto", "--draft", "folder/draft")
-    sweep(*configs, "--device", "cuda", "--concurrency", "1", "--rounds", "1")
-    assert [flags[-4:] for flags in FakeServer.flags_seen] == [
-        ("--speculative-dspark-schedule", "static", "--speculative-dspark-verify-len", "3"),
-        ("--speculative-draft-model-path", "folder/draft", "--speculative-dspark-schedule", "auto"),
-    ]
-    assert FakeServer.policies == []
-
-
 def test_sampled_texts_are_not_compared(sweep):
     options = ("--config", "plain", "--config", "again=plain", "--temperature", "1")
     result, output = sweep(*options, "--concurrency", "1", "--rounds", "1", "--num-prompts", "1")

@@ -12,23 +12,20 @@ from sglang_dspark.errors import ConfigError
 PLAIN, STATIC, OTHER = (Configuration(label, "plain", "", "float32") for label in ("plain", "static", "other"))
 
 
-def test_static_configuration_becomes_server_flags():
+def test_static_configuration_becomes_flags_and_a_policy():
     configuration = parse_configuration("static:3@float32 --speculative-dspark-block-size 5", "bfloat16")
     assert configuration.label == "static:3@float32 --speculative-dspark-block-size 5"
     assert configuration.verify_len == 3
     assert configuration.server_flags("DRAFT") == (
         *("--dtype", "float32", "--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", "DRAFT"),
-        *("--speculative-dspark-schedule", "static", "--speculative-dspark-verify-len", "3"),
         *("--speculative-dspark-block-size", "5"),
     )
+    assert configuration.policy_fields == {"policy": "static", "verify_len": 3}
 
 
 def test_threshold_configuration_sets_the_threshold():
-    flags = parse_configuration("threshold:0.35", "bfloat16").server_flags("DRAFT")
-    assert flags[-4:] == (
-        *("--speculative-dspark-schedule", "threshold"),
-        *("--speculative-dspark-confidence-threshold", "0.35"),
-    )
+    configuration = parse_configuration("threshold:0.35", "bfloat16")
+    assert configuration.policy_fields == {"policy": "threshold", "confidence_threshold": 0.35}
 
 
 def test_plain_configuration_needs_no_drafter_and_takes_the_default_dtype():

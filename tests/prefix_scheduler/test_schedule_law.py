@@ -48,7 +48,7 @@ def drafted_by(block, schedule, choice):
         part = torch.tensor(choice.drafted)
         some = DraftBlock(block.tokens[part], block.probs[part], block.confidence_logits[part])
         block, depths = some.spread(part, BS), [choice.depth * (r in choice.drafted) for r in range(BS)]
-    return Drafted(block, schedule.survival(block.confidence_logits, BS, choice.depth), depths)
+    return Drafted(block, schedule.predict(block.confidence_logits, BS, choice.depth), depths)
 
 
 def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None):
@@ -67,10 +67,9 @@ def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None):
             else:
                 lens, total = schedule.verify_lens(choice, drafted, step)
                 assert total == lens.sum()
-            logits = drafted.block.confidence_logits
-            on_the_way.append(Rounds(REQUESTS, choice, drafted.depths, lens, logits, drafted.survival, None))
+            on_the_way.append(Rounds(REQUESTS, choice, drafted.depths, lens, drafted.predictions, None))
         else:
-            on_the_way.append(Rounds(REQUESTS, choice, [0] * BS, lens, None, None, None))
+            on_the_way.append(Rounds(REQUESTS, choice, [0] * BS, lens, None, None))
         accepted = model.accept(anchors, block, lens, step)
         history.append((anchors, accepted))
         anchors, out_tokens = accepted.bonus_tokens, accepted.out_tokens

@@ -31,7 +31,14 @@ def schedule(*, gamma=GAMMA, with_head=True, with_table=True, **options):
 
 def rounds(choice, drafted, verify_lens, logits=None, survival=None):
     requests = [f"r{index}" for index in range(len(drafted))]
-    return Rounds(requests, choice, drafted, torch.tensor(verify_lens), logits, survival, None)
+    return Rounds(requests, choice, drafted, torch.tensor(verify_lens), predictions(logits, survival), None)
+
+
+def predictions(logits, survival):
+    if logits is None and survival is None:
+        return None
+    unknown = torch.full_like(survival if logits is None else logits, torch.nan)
+    return torch.stack([unknown if part is None else part for part in (logits, survival)])
 
 
 @pytest.mark.parametrize(
@@ -87,8 +94,10 @@ def test_only_drafted_requests_that_still_run_are_learned_from():
     step = rounds(choice, [0, GAMMA, 0], [0, GAMMA, 0], logits, survival)
     before = made.positions.conditional().copy()
     made.observe(step, [0, 2], [0, 0])  # the drafted one has ended
+    made.learn()
     assert (made.positions.conditional() == before).all()
     made.observe(step, [0, 1, 2], [0, GAMMA, 0])
+    made.learn()
     assert (made.positions.conditional() > before).all()
     assert made.calibration.report()["pairs"] == [1] * GAMMA
 
@@ -109,7 +118,7 @@ def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
 def test_a_forced_request_is_verified_in_full_and_one_alone_excludes_the_others():
     made = schedule()
     survival = torch.tensor([[0.9, 0.8, 0.7], [0.3, 0.2, 0.1]])
-    drafted = Drafted(None, survival, [GAMMA] * 2)
+    drafted = Drafted(None, predictions(None, survival), [GAMMA] * 2)
     lens, total = made.verify_lens(Choice(Rule.TOP, GAMMA, 4, forced=1), drafted, 0)
     assert (lens.tolist(), total) == ([1, 3], 4)
     lens, total = made.verify_lens(Choice(Rule.TOP, GAMMA, 3, forced=1, drafted=(1,)), drafted, 0)
@@ -138,7 +147,7 @@ def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
     assert sum(choice.drafted == (0,) for choice in usual) > 80
     assert any(choice.drafted is None for choice in usual)
     lens, total = made.verify_lens(
-        Choice(Rule.TOP, GAMMA, 2, drafted=(0,)), Drafted(None, torch.full((2, GAMMA), 0.5), [GAMMA, 0]), 0
+        Choice(Rule.TOP, GAMMA, 2, drafted=(0,)), Drafted(None, torch.full((2, 2, GAMMA), 0.5), [GAMMA, 0]), 0
     )
     assert (lens.tolist(), total) == ([2, 0], 2)
     assert made.choose(["r2", "r3"], 64.0).drafted is None
