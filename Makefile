@@ -9,7 +9,7 @@ PAIR = --target $(or $(TARGET),$(SMOLLM2)) --draft $(or $(DRAFT),sglang_dspark/d
 RESULTS ?= benchmarks/results
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor test check format evidence lock clean
+.PHONY: help env demo doctor test check format evidence gpu lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +48,19 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 		--config static:1 --concurrency 1,2,4,8,16 --max-tokens 96 --ignore-eos --rounds 6
 	$(RUN) benchmarks/paired_ratio.py $(RESULTS)/sweep/sweep.csv --against-best auto@bfloat16
 	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/sweep/sweep.csv
+
+# Attention and sampling of the plain server are those that DSPARK runs on, so that a ratio shows speculation alone.
+GPU_FLAGS = --attention-backend triton --sampling-backend pytorch --max-running-requests 64
+
+gpu: env ## with an NVIDIA GPU: kernel tests and benchmarks, a sweep of 1 to 64 users
+	$(if $(PROMPTS),,$(error name JSONL files of {"turns": [text, ...]}: make gpu PROMPTS="a.jsonl b.jsonl"))
+	$(if $(TARGET),,$(RUN) -c 'from sglang_dspark.demo.smollm2 import build; build("$(SMOLLM2)", progress=print)')
+	$(RUN) -m pytest tests/kernels
+	$(RUN) benchmarks/kernels/run.py --output $(RESULTS)/gpu/kernels.json
+	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/sweep --device cuda \
+		--config plain --config auto --config static:5 --config static:3 --concurrency 1,4,16,64 --num-prompts 128 \
+		--rounds 4 --server-flags "$(GPU_FLAGS)"
+	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/gpu/sweep/sweep.csv
 
 lock: env ## write constraints.txt from the environment as it is
 	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m uv pip freeze --exclude-editable; } > constraints.new

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sglang_dspark.draft.backbone import Attend, DecoderLayer
 from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.fused_layer import FusedLayer
 from sglang_dspark.draft.markov_head import MarkovHead, build_markov_head
 from sglang_dspark.draft.rotary import RotaryEmbedding, rotate
 from sglang_dspark.errors import CheckpointError
@@ -42,6 +43,7 @@ class DraftModel(nn.Module):
         self._target_embedding: Tensor | None = None
         self._target_lm_head: Tensor | None = None
         self._context_stack: tuple[Tensor, Tensor] | None = None
+        self._fused_layers: list[FusedLayer] = []
 
     @property
     def markov(self) -> MarkovHead | None:
@@ -93,7 +95,7 @@ class DraftModel(nn.Module):
         return k_norm
 
     def forward_block(self, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run the backbone over block rows.
+        """Run the backbone over block rows. A frozen model on CUDA does so in fewer launches.
 
         Args:
             embeds: ``[T, d]`` embeddings of ``[anchor, MASK x (gamma - 1)]`` of each request, one after the other.
@@ -103,10 +105,19 @@ class DraftModel(nn.Module):
         Returns:
             ``[T, d]`` after the final norm; slot j predicts the token at its position + 1.
         """
+        if self._fused_layers and embeds.is_cuda:
+            return self.forward_block_fused(embeds, positions, attend)
         cos, sin = self.rotary(positions)
         hidden = embeds
         for index, layer in enumerate(self.layers):
             hidden = layer(index, hidden, cos, sin, attend)
+        return self.norm(hidden)
+
+    def forward_block_fused(self, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """:meth:`forward_block` of a frozen model with its Triton kernels; v reaches ``attend`` with rows apart."""
+        hidden = embeds
+        for index, layer in enumerate(self._fused_layers):
+            hidden = layer.forward(index, hidden, positions, self.rotary.inv_freq, attend)
         return self.norm(hidden)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -163,10 +174,11 @@ class DraftModel(nn.Module):
         return tuple(shared)
 
     def freeze(self) -> "DraftModel":
-        """Make the model a constant: evaluation mode, no gradients, and the K/V weights of all layers in one tensor.
+        """Make the model a constant: evaluation mode, no gradients, and weights that are read together in one tensor.
 
-        The stack that :meth:`context_kv` reads becomes the storage of the layers' own parameters: it costs no memory
-        and follows an in-place load.
+        These are the K/V weights of all layers, for :meth:`context_kv`, and of each layer K/V as well as gate and up,
+        for :meth:`forward_block`. The stacks become the storage of the layers' own parameters: they cost no memory and
+        follow an in-place load.
         """
         self.requires_grad_(False).eval()
         weight, k_norm = self._stack_context_weights()
@@ -176,11 +188,15 @@ class DraftModel(nn.Module):
             layer.self_attn.v_proj.weight.data = v_weight
             layer.self_attn.k_norm.weight.data = k_norm_weight
         self._context_stack = weight, k_norm
+        self._fused_layers = [
+            FusedLayer.build(layer, kv_weight.flatten(0, 1), self.config.rms_norm_eps)
+            for layer, kv_weight in zip(self.decoder_layers, per_layer, strict=True)
+        ]
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> "DraftModel":
-        """As in torch; a frozen model that is to be trained again loses its constant K/V stack."""
-        self._context_stack = None
+        """As in torch; a frozen model that is to be trained again loses its constant stacks."""
+        self._thaw()
         super().requires_grad_(requires_grad)
         return self
 
@@ -192,9 +208,12 @@ class DraftModel(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DraftModel":
         # A cast or a move gives every parameter its own storage again, so a stack made before would be stale.
-        self._context_stack = None
+        self._thaw()
         super()._apply(fn, recurse)
         return self
+
+    def _thaw(self) -> None:
+        self._context_stack, self._fused_layers = None, []
 
 
 def _same(own: Tensor, target: Tensor) -> bool:
