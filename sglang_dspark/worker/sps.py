@@ -127,7 +127,9 @@ class _Steps:
         bs = len(batch.seq_lens)
         rows = SamplingRows.from_lists([0.0] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, worker.device)
         self._step = read_decode_batch(batch, rows, seed=0, step=0)
-        self._tokens = self._step.anchors[:, None].expand(bs, worker.max_verify)
+        # Contiguous: ranks adopt each other's drafts in place.
+        drafts = range(1, worker.max_verify + 1)
+        self._tokens = {depth: self._step.anchors[:, None].repeat(1, depth) for depth in drafts}
 
     def draft(self, depth: int) -> None:
         choice = Choice(Rule.UNIFORM, depth)
@@ -136,7 +138,7 @@ class _Steps:
 
     def verify(self, drafts: int) -> None:
         step, choice = self._step, Choice(Rule.UNIFORM, drafts)
-        block = DraftBlock(self._tokens[:, :drafts], None, None) if drafts else None
+        block = DraftBlock(self._tokens[drafts], None, None) if drafts else None
         stages = self._worker.stages(step, choice)
         plan = stages.plan(step, Drafted(block, None, [drafts] * len(step)), choice)
         output, captured = stages.verify(self._dummy.fresh(), step, plan)
