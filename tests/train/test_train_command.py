@@ -138,7 +138,7 @@ def test_an_output_of_other_settings_is_refused(train):
 def test_training_by_the_clock_from_another_drafter(train, tmp_path):
     assert train("first").exit_code == 0
     options = ("--corpus", tmp_path / "first" / "corpus", "--init", tmp_path / "first" / "draft")
-    result = train("second", *options, "--max-minutes", 0.02)
+    result = train("second", *options, "--max-minutes", 5)
     assert result.exit_code == 0, result.output
     log = [json.loads(line) for line in (tmp_path / "second/log.jsonl").read_text().splitlines()]
     assert log[-1]["held_out"]
