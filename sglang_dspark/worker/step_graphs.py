@@ -28,8 +28,7 @@ T = TypeVar("T", PreparedStep, VerifyRows)
 
 logger = logging.getLogger(__name__)
 
-# The scores of sampled drafts are [slots, gamma, V] float32: 272 MB for 64 slots of 152k tokens.
-MAX_SAMPLED_SLOTS = 64
+# Rules whose number of rows is part of the choice; the others wait for the device anyway.
 RULES = (Rule.TOP, Rule.UNIFORM)
 
 
@@ -69,7 +68,7 @@ class StepGraphs:
                 self._capture_verify(capture, slots, plain=True)
                 if self.depth > 0:
                     self._capture_draft(capture, slots, sampled=False)
-                    if slots <= MAX_SAMPLED_SLOTS:
+                    if slots in self.tiers.sampled:
                         self._capture_draft(capture, slots, sampled=True)
         logger.info(
             "DSPARK: captured %d CUDA graphs for up to %d requests and %d rows in %.1f s, %.2f GB",
@@ -106,6 +105,8 @@ class StepGraphs:
         runner = worker.target_worker.model_runner
         verify = capture(static_verify(runner, inputs, plan.width, self._logits[:rows]))
         self.verify[rows, plain] = verify
+        if worker.agreement.needed:
+            return  # ranks settle the outcome between the forward and the commit
         output, captured = verify.output
         drafts = self.drafts[: len(step), : plan.width - 1]
 
@@ -211,7 +212,8 @@ class GraphStages:
         if self._plain:
             return Drafted(None, None, [0] * requests)
         sampled = step.rows.any_sampled
-        if step.rows.any_seeded or (sampled and self._slots > MAX_SAMPLED_SLOTS):
+        slots = graphs.tiers.sampled_slots(requests) if sampled else self._slots
+        if step.rows.any_seeded or slots is None:
             block = self._worker.draft_block(step, graphs.depth, with_confidence)
             graphs.drafts[:requests] = block.tokens
             if with_confidence:
@@ -221,10 +223,10 @@ class GraphStages:
         else:
             if sampled:
                 graphs.temperatures[:requests] = step.rows.draw_temperatures
-                graphs.temperatures[requests : self._slots] = 0
+                graphs.temperatures[requests:slots] = 0
                 graphs.step_number.fill_(step.keys.step)
             graphs.refresh_coefficients()
-            block = graphs.draft[self._slots, sampled].replay().first(requests)
+            block = graphs.draft[slots, sampled].replay().first(requests)
         parked = () if choice.drafted is None else set(range(requests)).difference(choice.drafted)
         return Drafted(
             block=replace(block, tokens=graphs.drafts[:requests]),

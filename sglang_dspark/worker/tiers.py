@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 # A verification of more tokens keeps a GPU busy for so long that launching it kernel by kernel costs nothing.
 MAX_TOKENS = 1024
+# Every captured draft of sampled requests keeps its scores, [slots, gamma, V] float32: 270 MB for the tiers up to here
+# with 152k tokens and gamma 7.
+MAX_SAMPLED = 32
 
 
 @dataclass(frozen=True)
@@ -15,11 +18,13 @@ class Tiers:
     """Captured sizes, ascending; a step runs in the smallest that has room for it.
 
     Attributes:
-        requests: request slots of a draft, and of a plain step.
+        requests: request slots of a draft of greedy requests, and of a plain step.
+        sampled: request slots of a draft with sampled requests: powers of two.
         tokens: rows of a verification forward.
     """
 
     requests: tuple[int, ...]
+    sampled: tuple[int, ...]
     tokens: tuple[int, ...]
 
     @classmethod
@@ -35,11 +40,17 @@ class Tiers:
             tokens.append(size)
             # Every size up to 16, then eight to a power of two: at most an eighth of a tier is padding.
             size += 1 << max(0, size.bit_length() - 4)
-        return cls(tuple(sorted(requests)), (*tokens, most) if max_verify else ())
+        slots = tuple(sorted(requests))
+        sampled = tuple(size for size in slots if size <= MAX_SAMPLED and size & (size - 1) == 0)
+        return cls(slots, sampled, (*tokens, most) if max_verify else ())
 
     def request_slots(self, requests: int) -> int | None:
         """The tier for so many requests; None where there is none."""
         return _at_least(self.requests, requests)
+
+    def sampled_slots(self, requests: int) -> int | None:
+        """The tier for so many requests of which some are sampled; None where there is none."""
+        return _at_least(self.sampled, requests)
 
     def token_rows(self, num_tokens: int) -> int | None:
         """The tier for so many rows; None where there is none."""
