@@ -23,7 +23,6 @@ class CudaVerifyBackend(TritonAttnBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         self._num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        self._num_kv_heads = self.num_kv_head
         self.unserved = self._reason_for_stock_kernel(model_runner)
 
     def _reason_for_stock_kernel(self, model_runner: Any) -> str | None:
@@ -83,6 +82,7 @@ class CudaVerifyBackend(TritonAttnBackend):
             width=layout.draft_token_num,
             causal=True,
             scale=layer.scaling,
-            splits=num_splits(len(forward_batch.seq_lens), layer.tp_k_head_num, self._num_processors),
+            # Captured forwards have a slot for every request that might come; so many requests at least have rows.
+            splits=num_splits(-(-len(q) // layout.draft_token_num), layer.tp_k_head_num, self._num_processors),
         )
         return attended.view(q.shape)

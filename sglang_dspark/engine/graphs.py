@@ -32,8 +32,9 @@ class Captured(Generic[T]):
         output: what it returned; its tensors live at fixed addresses, and every replay overwrites them.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, output: T) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, run: Callable[[], T], output: T) -> None:
         self._graph = graph
+        self._run = run  # keeps the tensors alive that the kernels read
         self.output = output
 
     def replay(self) -> T:
@@ -60,12 +61,17 @@ class Capture:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             output = run()
-        return Captured(graph, output)
+        return Captured(graph, run, output)
 
 
 @contextmanager
 def capturing(model_runner: Any) -> Iterator[Capture]:
-    """The state in which SGLang's layers and collectives can be captured; large functions first, they share memory."""
+    """The state in which SGLang's layers and collectives can be captured.
+
+    All functions share one pool of memory: what is captured later may work in memory that earlier functions have given
+    back, but not in their outputs. So a function whose output is read after another one was replayed must be captured
+    before that other one. Within that order, large functions first: the small ones fit into their memory.
+    """
     collect_garbage = model_runner.server_args.enable_cudagraph_gc
     with model_capture_mode(), freeze_gc(collect_garbage), graph_capture() as context:
         yield Capture(model_runner, context.stream)

@@ -50,6 +50,8 @@ class Schedule:
             the step so many before.
 
     Attributes:
+        whole_batches: whether all requests are drafted to the full depth in any case, as in CUDA graphs: then there is
+            nothing to gain from shallow blocks, or from leaving requests out. Set before :meth:`start`.
         coefficients: [2, max_verify] float32, scale and shift of the calibration; without a confidence head, acceptance
             by position in row 0.
     """
@@ -70,6 +72,7 @@ class Schedule:
         self.times: StepTimes | None = None
         self.survivals: LaggedSurvivals | None = None
         self.gains = RequestGains()
+        self.whole_batches = False
         self._notes: list[_Note] = []
         self._entered = 0.0
         self._kinds: deque[StepKind | None] = deque([None] * (lag + 1), maxlen=lag + 1)
@@ -86,7 +89,8 @@ class Schedule:
         """
         if table is not None:
             self.times = StepTimes(table)
-            self.survivals = LaggedSurvivals(self.max_verify, draft_depths(table.draft_ms))
+            depths = (table.gamma,) if self.whole_batches else draft_depths(table.draft_ms)
+            self.survivals = LaggedSurvivals(self.max_verify, depths)
         self.policy = self._make_policy(self.options)
 
     def switch(self, fields: dict[str, Any]) -> None:
@@ -142,7 +146,8 @@ class Schedule:
         self._entered = now
         self._context = context
         choice = self.policy.choose(len(requests), context)
-        if isinstance(self.policy, AutoPolicy) and choice.depth > 0 and choice.forced is None and len(requests) > 1:
+        leaves_out = choice.depth > 0 and choice.forced is None and len(requests) > 1 and not self.whole_batches
+        if leaves_out and isinstance(self.policy, AutoPolicy):
             least = self.policy.least_gain(len(requests), choice.depth, context)
             choice = choice.for_some(self.gains.worth_drafting(requests, least), len(requests))
         return choice

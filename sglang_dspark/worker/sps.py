@@ -159,7 +159,7 @@ def _key(worker: DSparkWorker) -> dict[str, str]:
         "dtype": str(worker.target.dtype).removeprefix("torch."),
         "max_verify": str(worker.max_verify),
         "max_running_requests": str(worker.target_worker.model_runner.max_running_requests),
-        "cuda_graphs": str(worker.graphs is not None),
+        "cuda_graphs": "none" if worker.graphs is None else worker.graphs.tiers.digest,
         "tp_size": str(args.tp_size),
         "torch": torch.__version__,
         "sglang": version("sglang"),

@@ -40,6 +40,7 @@ class StepGraphs:
     """
 
     def __init__(self, worker: DSparkWorker, request_slots: list[int]) -> None:
+        self._free_before = torch.cuda.mem_get_info()[0]
         self.worker = worker
         self.depth, device = worker.max_verify, worker.device
         self.tiers = Tiers.of(request_slots, self.depth)
@@ -60,24 +61,44 @@ class StepGraphs:
 
     def capture(self) -> None:
         """Capture every tier; takes seconds."""
-        began, before = time.monotonic(), torch.cuda.mem_get_info()[0]
+        began = time.monotonic()
         with torch.no_grad(), capturing(self.worker.target_worker.model_runner) as capture:
+            # Drafts first: the law of sampled drafts is read after the verification was replayed.
+            if self.depth > 0:
+                for slots in reversed(self.tiers.requests):
+                    self._capture_draft(capture, slots, sampled=False)
+                for slots in reversed(self.tiers.sampled):
+                    self._capture_draft(capture, slots, sampled=True)
             for rows in reversed(self.tiers.tokens):
                 self._capture_verify(capture, rows, plain=False)
             for slots in reversed(self.tiers.requests):
                 self._capture_verify(capture, slots, plain=True)
-                if self.depth > 0:
-                    self._capture_draft(capture, slots, sampled=False)
-                    if slots in self.tiers.sampled:
-                        self._capture_draft(capture, slots, sampled=True)
+            self._compile_the_rest()
         logger.info(
             "DSPARK: captured %d CUDA graphs for up to %d requests and %d rows in %.1f s, %.2f GB",
             len(self.draft) + len(self.verify) + len(self.accept),
             self.tiers.requests[-1],
             len(self._logits),
             time.monotonic() - began,
-            (before - torch.cuda.mem_get_info()[0]) / 2**30,
+            (self._free_before - torch.cuda.mem_get_info()[0]) / 2**30,
         )
+
+    def _compile_the_rest(self) -> None:
+        """Run the kernels between the graphs once in every form: none shall be compiled while requests wait."""
+        for rows, plain in self.verify:
+            slots, out = self.slots_of(rows), self.rows_of(rows)
+            drafts = None if plain else self.drafts[:slots]
+            plan_uniform(0 if plain else self.depth, drafts, self.requests_of(slots), rows, out)
+            if not plain:
+                plan_top(self.predictions[1, :slots], 0, self.drafts[:slots], self.requests_of(slots), rows, out)
+        if self.depth > 0 and self.tiers.sampled:
+            slots = self.tiers.sampled[0]
+            most_rows = self.tiers.token_rows(slots * (self.depth + 1))
+            assert most_rows is not None, "the largest tier has room for a whole block of the smallest"
+            block = replace(self.draft[slots, True].output, tokens=self.drafts[:slots])
+            plan = self.plan_of(most_rows, plain=False)
+            part = replace(plan, verify_lens=plan.verify_lens[:slots], indptr=plan.indptr[: slots + 1])
+            self.worker.accept(self._static_step(slots, True), block, part, self.verify[most_rows, False].output[0])
 
     def _capture_draft(self, capture: Capture, slots: int, sampled: bool) -> None:
         worker, step = self.worker, self._static_step(slots, sampled)

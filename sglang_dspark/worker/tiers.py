@@ -44,6 +44,12 @@ class Tiers:
         sampled = tuple(size for size in slots if size <= MAX_SAMPLED and size & (size - 1) == 0)
         return cls(slots, sampled, (*tokens, most) if max_verify else ())
 
+    @property
+    def digest(self) -> str:
+        """Short name: tables that were measured with other tiers do not fit."""
+        rows = max(self.tokens, default=0)
+        return f"{len(self.requests)} sizes to {self.requests[-1]} requests, {len(self.tokens)} to {rows} rows"
+
     def request_slots(self, requests: int) -> int | None:
         """The tier for so many requests; None where there is none."""
         return _at_least(self.requests, requests)

@@ -73,6 +73,7 @@ class DSparkWorker(SpecWorkerBase):
     def prepare_to_serve(self) -> None:
         if self.on_gpu:
             self.graphs = self._capture_graphs()
+            self.schedule.whole_batches = self.graphs is not None
         self.schedule.start(load_or_measure(self))
 
     def _capture_graphs(self) -> StepGraphs | None:
