@@ -78,9 +78,15 @@ class PreparedStep:
             num_requests=int64(1),
         )
 
-    def requests(self, req_to_token: torch.Tensor) -> StepRequests:
-        """The same requests as the input of what follows."""
-        return StepRequests(self.anchors, self.prefix_lens, self.req_pool_indices, req_to_token, self.num_requests)
+    def requests(self, req_to_token: torch.Tensor, num_slots: int | None = None) -> StepRequests:
+        """The same requests as the input of what follows, in the first ``num_slots`` slots; None takes all."""
+        return StepRequests(
+            self.anchors[:num_slots],
+            self.prefix_lens[:num_slots],
+            self.req_pool_indices[:num_slots],
+            req_to_token,
+            self.num_requests,
+        )
 
 
 def prepare_ref(

@@ -92,24 +92,22 @@ def install_in_scheduler(device: str) -> None:
         ),
     ]
     if device == "cuda":
-        hooks.append(
+        hooks += [
             Hook(
                 "no-stock-graphs",
                 "sglang.srt.model_executor.model_runner.ModelRunner.init_decode_cuda_graph",
                 HookType.REPLACE,
                 _no_stock_graphs,
                 "the stock graphs verify one number of tokens per request; DSPARK captures graphs of its own steps",
-            )
-        )
-        hooks.append(
+            ),
             Hook(
                 "no-stock-prefill-graphs",
                 "sglang.srt.model_executor.model_runner.ModelRunner.init_prefill_cuda_graph",
                 HookType.REPLACE,
                 _no_stock_prefill_graphs,
                 "the stock graphs of prefill do not return the hidden states that the drafter reads, so none would run",
-            )
-        )
+            ),
+        ]
     if device == "cpu":
         hooks.append(
             Hook(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
@@ -242,9 +243,7 @@ class Schedule:
         notes, self._notes = self._notes, []
         if not notes:
             return
-        verified = np.concatenate([note.rounds.verify_lens.numpy()[note.requests] for note in notes])
-        accepted = np.concatenate([note.accept_lens for note in notes])
-        self.positions.observe(verified, accepted)
+        self.positions.observe(*_outcomes(notes))
         predicted = [note for note in notes if note.rounds.predictions is not None]
         if self.calibration is None:
             self.coefficients = self._copy_coefficients()
@@ -254,12 +253,9 @@ class Schedule:
         logits, survival = (
             np.concatenate([note.prediction(which, self.max_verify) for note in predicted]) for which in (0, 1)
         )
-        if len(predicted) < len(notes):
-            verified = np.concatenate([note.rounds.verify_lens.numpy()[note.requests] for note in predicted])
-            accepted = np.concatenate([note.accept_lens for note in predicted])
         if self.calibration is not None and self.options.online_calibration:
             # What lies past the drafted depth was not verified, and is not read.
-            self.calibration.observe(np.nan_to_num(logits), verified, accepted, num_steps=len(predicted))
+            self.calibration.observe(np.nan_to_num(logits), *_outcomes(predicted), num_steps=len(predicted))
             if self.calibration.num_refits != self._num_refits:
                 self._num_refits = self.calibration.num_refits
                 self.coefficients = self._copy_coefficients()
@@ -304,3 +300,9 @@ class _Note:
         values = self.rounds.predictions[which].double().numpy()[self.requests]
         padding = width - values.shape[1]
         return np.pad(values, ((0, 0), (0, padding)), constant_values=np.nan) if padding else values
+
+
+def _outcomes(notes: Sequence[_Note]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Drafts verified and accepted, [n] each, of all requests of all notes."""
+    verified = np.concatenate([note.rounds.verify_lens.numpy()[note.requests] for note in notes])
+    return verified, np.concatenate([note.accept_lens for note in notes])

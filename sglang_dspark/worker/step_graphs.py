@@ -173,14 +173,7 @@ class StepGraphs:
 
     def requests_of(self, slots: int) -> StepRequests:
         """The staged requests, padded to ``slots``."""
-        staged = self.prepared
-        return StepRequests(
-            staged.anchors[:slots],
-            staged.prefix_lens[:slots],
-            staged.req_pool_indices[:slots],
-            self.worker.req_to_token,
-            staged.num_requests,
-        )
+        return self.prepared.requests(self.worker.req_to_token, slots)
 
     def _static_step(self, slots: int, sampled: bool) -> DecodeBatch:
         requests = self.requests_of(slots)
