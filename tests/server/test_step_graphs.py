@@ -1,0 +1,87 @@
+"""The worker's CUDA-graph path in a real server without a GPU: graphs as plain calls, kernels interpreted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden_server import DRAFT, DSPARK, TARGET, generate, greedy, output_ids, policy
+
+from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
+
+EMULATION = Path(__file__).parent / "emulated_graphs"
+CASES = json.loads((DRAFT / "golden.json").read_text())["cases"]
+TOKENS = 8  # an interpreted step takes a tenth of a second
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedServer]:
+    """A server whose decode steps are staged and replayed as on a GPU."""
+    path = os.pathsep.join([str(EMULATION), *filter(None, [os.environ.get("PYTHONPATH")])])
+    table = tmp_path_factory.mktemp("sps") / "table.json"
+    env = {**CPU_ENV, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "SGLANG_DSPARK_SPS_TABLE_PATH": str(table)}
+    with LaunchedServer(TARGET, *CPU_FLAGS, "--dtype", "float32", *DSPARK, env=env) as server:
+        yield server
+
+
+def bodies(**fields: Any) -> list[dict[str, Any]]:
+    return [greedy(case["prompt_ids"], TOKENS, **fields) for case in CASES]
+
+
+def expected() -> list[list[int]]:
+    return [case["output_ids"][:TOKENS] for case in CASES]
+
+
+def test_steps_are_staged(graphs):
+    """Or everything below would test the path of a CPU."""
+    assert "CUDA graphs for up to 2 requests" in graphs.log_path.read_text()
+    assert graphs.get_json("/dspark/stats")["policy"] == "auto"
+
+
+def test_golden_traces(graphs):
+    with policy(graphs, "static"):
+        answers = generate(graphs, bodies(speculation={"trace": True}), 1)
+    for answer, case, ids in zip(answers, CASES, expected(), strict=True):
+        assert answer["output_ids"] == ids
+        rounds = [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
+        golden = case["rounds"][: len(rounds)]
+        assert [(r["start"], r["draft"]) for r in rounds] == [(r["start"], r["draft"]) for r in golden]
+        # The last round runs past the tokens that were asked for.
+        assert [r["accepted"] for r in rounds[:-1]] == [r["accepted"] for r in golden[:-1]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"name": "auto"}, {"name": "static", "verify_len": 2}, {"name": "off"}, {"name": "early-stop"}],
+    ids=lambda settings: settings["name"],
+)
+def test_text_does_not_depend_on_the_policy(graphs, settings):
+    with policy(graphs, **settings):
+        assert output_ids(graphs, bodies(), 2) == expected()
+
+
+def test_more_requests_than_were_captured(graphs):
+    """Steps that fit no tier run launch by launch."""
+    assert output_ids(graphs, bodies(), 6) == expected()
+
+
+def test_greedy_neighbours_of_sampled_requests(graphs):
+    """Whatever the rule of its neighbours, a greedy request gets its text, and a seeded one the same twice."""
+    others: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 5},
+        {"temperature": 1.2, "top_p": 0.9, "min_p": 0.05},
+        {"temperature": 1.0, "sampling_seed": 7},
+    ]
+    prompt = CASES[0]["prompt_ids"]
+    sampled = [{"input_ids": prompt, "sampling_params": {"max_new_tokens": TOKENS, **other}} for other in others]
+    with policy(graphs, "static"):
+        first = output_ids(graphs, [*bodies(), *sampled], 2)
+        [alone] = output_ids(graphs, sampled[-1:], 1)
+    assert first[: len(CASES)] == expected()
+    assert all(0 < len(ids) <= TOKENS for ids in first)
+    assert first[-1] == alone
