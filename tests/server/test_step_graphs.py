@@ -19,11 +19,10 @@ TOKENS = 8  # an interpreted step takes a tenth of a second
 
 
 @pytest.fixture(scope="module")
-def graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchedServer]:
+def graphs() -> Iterator[LaunchedServer]:
     """A server whose decode steps are staged and replayed as on a GPU."""
     path = os.pathsep.join([str(EMULATION), *filter(None, [os.environ.get("PYTHONPATH")])])
-    table = tmp_path_factory.mktemp("sps") / "table.json"
-    env = {**CPU_ENV, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "SGLANG_DSPARK_SPS_TABLE_PATH": str(table)}
+    env = {**CPU_ENV, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     with LaunchedServer(TARGET, *CPU_FLAGS, "--dtype", "float32", *DSPARK, env=env) as server:
         yield server
 

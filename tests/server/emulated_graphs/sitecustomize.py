@@ -62,7 +62,7 @@ def emulate(module):
     import torch
 
     from sglang_dspark.engine.cpu_attention import CpuVerifyBackend
-    from sglang_dspark.worker import sps, step_graphs
+    from sglang_dspark.worker import step_graphs
 
     @contextmanager
     def capturing(runner):
@@ -84,9 +84,25 @@ def emulate(module):
     module.graph_request_slots = lambda runner: REQUEST_SLOTS
     CpuVerifyBackend.unserved = None
     CpuVerifyBackend.forward_extend = forward_extend
-    # Interpreted kernels take seconds where real ones take microseconds.
-    sps._CONTEXTS = (16,)
-    sps.LIMIT_S["cpu"] = 5.0
+    module.load_or_measure = step_times
+
+
+def step_times(worker):
+    """A table under which speculation pays: to measure interpreted kernels takes half a minute and says nothing."""
+    import numpy as np
+
+    from sglang_dspark.prefix_scheduler.sps_table import SpsTable
+
+    drafts = np.arange(worker.max_verify + 1)
+    return SpsTable(
+        key={},
+        requests=REQUEST_SLOTS,
+        drafts=drafts.tolist(),
+        contexts=[16],
+        draft_ms=np.tile((drafts > 0)[None, :, None], (len(REQUEST_SLOTS), 1, 1)).astype(float),
+        verify_ms=(20.0 + np.outer(REQUEST_SLOTS, 1 + drafts))[:, :, None],
+        tiers=list(worker.graphs.tiers.tokens),
+    )
 
 
 def ragged_attention(backend, q, k, v, layer, batch):
