@@ -5,6 +5,7 @@ References (``*_ref``, and what has no kernel) run on any device; the CPU path s
 
 from .accept import Accepted, accept_ref
 from .accept_fused import accept, accept_fused
+from .adjust import Adjustment, AdjustmentTable, adjust, adjust_ref
 from .block_confidence import ConfidenceWeights, block_confidence, block_confidence_ref
 from .draft_block import DraftBlock, DraftVocabulary
 from .draft_law import DraftLaw
@@ -17,9 +18,12 @@ from .prepare import PreparedStep, StepRequests, prepare, prepare_ref
 from .sampling_params import LawParams, SamplingRows
 from .target_law import target_probs
 from .token_draw import draw, inverse_cdf, seeded_argmax
+from .token_mask import mask_tokens
 
 __all__ = [
     "Accepted",
+    "Adjustment",
+    "AdjustmentTable",
     "CommitRows",
     "ConfidenceHead",
     "ConfidenceWeights",
@@ -40,6 +44,8 @@ __all__ = [
     "accept",
     "accept_fused",
     "accept_ref",
+    "adjust",
+    "adjust_ref",
     "block_confidence",
     "block_confidence_ref",
     "draw",
@@ -52,6 +58,7 @@ __all__ = [
     "markov_sample_ref",
     "markov_walk",
     "markov_walk_ref",
+    "mask_tokens",
     "philox4x32",
     "plan_top",
     "plan_top_ref",

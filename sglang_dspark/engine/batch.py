@@ -54,7 +54,7 @@ def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> 
     return RoundKeys(seed=seed, step=step, request_keys=batch.req_pool_indices.to(torch.int64), positions=positions)
 
 
-def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int) -> DecodeBatch:
+def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int, adjusted: bool = False) -> DecodeBatch:
     """The tensors of a decode step out of a ``ScheduleBatch``."""
     prefix_lens = batch.seq_lens.to(torch.int64)
     return DecodeBatch(
@@ -64,6 +64,7 @@ def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int) -
         req_to_token=batch.req_to_token_pool.req_to_token,
         rows=rows,
         keys=round_keys(batch, prefix_lens + 1, seed=seed, step=step),
+        adjusted=adjusted,
     )
 
 
@@ -77,7 +78,7 @@ class DSparkBatchResult(GenerationBatchResult):
         """Start the copies on SGLang's copy stream; the base class, last, records the event that readers wait for."""
         if self.rounds is not None:
             copies: dict[str, Any] = {
-                name: _copy_to_host(value)
+                name: copy_to_host(value)
                 for name, value in vars(self.rounds).items()
                 if isinstance(value, torch.Tensor)
             }
@@ -85,7 +86,7 @@ class DSparkBatchResult(GenerationBatchResult):
         super().copy_to_cpu(*args, **kwargs)
 
 
-def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy without waiting; the source stays allocated until the current stream has read it."""
     if not tensor.is_cuda:
         return tensor

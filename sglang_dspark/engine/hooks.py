@@ -69,6 +69,13 @@ def install_in_scheduler(device: str) -> None:
             "near the context limit the second one would lie past the end of the row",
         ),
         Hook(
+            "serve-grammars-and-logprobs",
+            "sglang.srt.speculative.dflash_utils.validate_dflash_request",
+            HookType.REPLACE,
+            _nothing_to_refuse,
+            "the scheduler aborts requests with grammars or logprobs, which its own DFLASH cannot serve",
+        ),
+        Hook(
             "observe-results",
             "sglang.srt.managers.scheduler_components.batch_result_processor."
             "SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
@@ -147,6 +154,11 @@ def _row_headroom(original: Callable[[Any], int], server_args: Any) -> int:
     # SGLang's own headroom holds one window. Under overlap the committed length that a reservation starts from lags by
     # one more step, hence the second window.
     return original(server_args) + server_args.speculative_num_draft_tokens
+
+
+def _nothing_to_refuse(req: Any, enable_overlap: bool) -> None:
+    # What DSPARK cannot serve was refused before it was tokenized, see engine.requests.
+    return None
 
 
 def _no_stock_graphs(runner: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -10,21 +10,11 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 PARAMETERS_KEY = "dspark"
 """Key of our per-request options inside SGLang's ``custom_params``."""
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "min_new_tokens": (None, 0),
-    "logit_bias": (None, {}),
-    "json_schema": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
-    "structural_tag": (None,),
-}
+_UNSERVED = ("return_hidden_states", "custom_logit_processor", "lora_path", "input_embeds")
 
 
 def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> None:
-    """Refuse a generation request that DSPARK would answer differently from the target alone.
+    """Refuse a generation request that DSPARK would answer differently from the target alone, or not survive.
 
     Runs after SGLang's own validation, for every route and the offline engine.
 
@@ -32,28 +22,24 @@ def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> N
         ValueError: names the field and its value; SGLang answers HTTP 400.
     """
     if isinstance(request, GenerateReqInput):
-        for refusal in _refusals(request):
-            raise ValueError(
-                f"DSPARK does not serve {refusal} yet; drop the field or use a server without DSPARK (if the model's "
-                "generation_config sets it: start with --sampling-defaults openai)"
-            )
+        for refusal in _refusals(request, manager.model_config.vocab_size):
+            raise ValueError(refusal)
 
 
-def _refusals(request: GenerateReqInput) -> Iterator[str]:
-    for name in ("return_logprob", "return_hidden_states", "custom_logit_processor", "lora_path", "input_embeds"):
+def _refusals(request: GenerateReqInput, vocab_size: int) -> Iterator[str]:
+    for name in _UNSERVED:
         value = getattr(request, name, None)
         if value:
-            yield f"{name}={_shown(value)}"
-    if isinstance(request.sampling_params, Mapping):
-        yield from unserved_parameters(request.sampling_params)
-
-
-def unserved_parameters(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """``name=value`` of every sampling parameter whose effect DSPARK would lose."""
-    for name, neutral in _NEUTRAL.items():
-        value = parameters.get(name)
-        if value not in neutral:
-            yield f"{name}={_shown(value)}"
+            yield f"DSPARK does not serve {name}={_shown(value)} yet; drop the field or use a server without DSPARK"
+    if not request.return_logprob:
+        return
+    # SGLang looks these up without a check, in the process that serves everybody.
+    number = request.top_logprobs_num or 0
+    if not 0 <= number <= vocab_size:
+        yield f"top_logprobs_num={_shown(number)} is not a number of tokens; pass 0 to {vocab_size}"
+    for token in request.token_ids_logprob or ():
+        if not 0 <= token < vocab_size:
+            yield f"token_ids_logprob names {_shown(token)}, which is no token; pass ids from 0 to {vocab_size - 1}"
 
 
 def _shown(value: Any) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, add_flags, flag_texts
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.pairing import check_target
-from sglang_dspark.engine import hooks, requests
+from sglang_dspark.engine import hooks
 from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -108,6 +107,12 @@ def _refusals(args: Any) -> Iterator[str]:
         ("--enable-two-batch-overlap", True, args.enable_two_batch_overlap, "drop the flag"),
         ("--enable-pdmux", True, args.enable_pdmux, "drop the flag"),
         ("--quantization", args.quantization, args.quantization is not None, "serve an unquantised target"),
+        (
+            "--grammar-backend",
+            args.grammar_backend,
+            args.grammar_backend not in ("xgrammar", "llguidance", "none"),
+            "pass xgrammar, llguidance or none: drafts are tried out on a grammar that can go back",
+        ),
         ("--enable-strict-thinking", True, args.enable_strict_thinking, "drop the flag"),
         ("--enable-memory-saver", True, args.enable_memory_saver, "drop the flag"),
         (
@@ -126,11 +131,6 @@ def _refusals(args: Any) -> Iterator[str]:
     for flag, value, refused, remedy in forbidden:
         if refused:
             yield f"DSPARK cannot run with {flag}={value}; {remedy}"
-    if isinstance(args.preferred_sampling_params, str | Mapping):
-        preferred = args.preferred_sampling_params
-        preferred = json.loads(preferred) if isinstance(preferred, str) else preferred
-        for parameter in requests.unserved_parameters(preferred):
-            yield f"DSPARK does not serve {parameter} in --preferred-sampling-params yet; take it out"
     expected = ATTENTION_BACKEND.get(args.device)
     if expected is None:
         yield f"DSPARK cannot run with --device={args.device}; pass cpu or cuda"

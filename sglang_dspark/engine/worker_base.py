@@ -9,17 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from dspark_kernels import draw
+from dspark_kernels import SamplingRows, draw
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.engine.adjustments import Adjustments
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, is_running, record_traces, round_keys
 from sglang_dspark.engine.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.draft_input import DSparkDraftInput
+from sglang_dspark.engine.logprobs import with_logprobs
 from sglang_dspark.engine.target import Target
 from sglang_dspark.worker.state import Rounds
 
@@ -43,6 +45,7 @@ class SpecWorkerBase(BaseSpecWorker):
         self.target = Target(target_worker.model_runner, self.draft_config)
         self.sampling = SamplingReader(self.device)
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
+        self.adjustments = Adjustments(self.draft_config.vocab_size, self.device)
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = server_args.speculative_num_draft_tokens - 1
         self.step = 0
@@ -152,14 +155,12 @@ class SpecWorkerBase(BaseSpecWorker):
         batch.capture_hidden_mode = CaptureHiddenMode.FULL
         forward_batch = ForwardBatch.init_new(batch, self._target_worker.model_runner)
         rows = self.sampling.read(batch.reqs)
-        result = self._target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=rows.any_seeded
-        )
-        if rows.any_seeded:
-            positions = batch.seq_lens.to(torch.int64)
-            keys = round_keys(batch, positions, seed=self._target_worker.random_seed, step=self.step)
-            result.next_token_ids = draw(result.logits_output.next_token_logits, rows, keys)
-            self.agreement.adopt(result.next_token_ids)
+        adjusted = self.adjustments.concern_prefill(batch)
+        # SGLang's sampler knows no seeds, no output before a retraction, and no grammar's masks on a CPU.
+        draws = (adjusted or rows.any_seeded or batch.return_logprob) and not batch.is_prefill_only
+        result = self._target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=draws)
+        if draws:
+            self._draw_first(batch, rows, result, adjusted)
         result.new_seq_lens = batch.seq_lens
         publish(batch.seq_lens)
         # Before the scheduler may hand the prompt to the radix cache: a later prefix hit reuses these draft rows.
@@ -171,6 +172,20 @@ class SpecWorkerBase(BaseSpecWorker):
             bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens.to(torch.int64)
         )
         return result
+
+    def _draw_first(self, batch: Any, rows: SamplingRows, result: Any, adjusted: bool) -> None:
+        """Draw the token after each prompt, and after a retraction the next one, into ``result``."""
+        output = result.logits_output
+        if adjusted:
+            self.adjustments.begin(batch, output.next_token_logits)
+        positions = batch.seq_lens.to(torch.int64)
+        keys = round_keys(batch, positions, seed=self._target_worker.random_seed, step=self.step)
+        tokens = draw(output.next_token_logits, rows, keys)
+        self.agreement.adopt(tokens)
+        self.adjustments.count(batch.reqs, tokens[:, None])
+        indptr = torch.arange(len(batch.reqs) + 1, device=self.device)
+        result.next_token_ids = tokens
+        result.logits_output = with_logprobs(batch, output, indptr, tokens, rows.law.temperatures)
 
     def _idle(self, publish: Publish) -> DSparkBatchResult:
         draft_input = DSparkDraftInput.idle(self.device)

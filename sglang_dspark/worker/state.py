@@ -24,6 +24,7 @@ class DecodeBatch:
     req_to_token: torch.Tensor  # [rows, columns] int32, K/V slot of every position of every request
     rows: SamplingRows
     keys: RoundKeys
+    adjusted: bool = False  # whether the target's logits are adjusted between verification and acceptance
 
     def __len__(self) -> int:
         return self.anchors.shape[0]
@@ -37,6 +38,7 @@ class DecodeBatch:
             req_to_token=self.req_to_token,
             rows=rows,
             keys=self.keys.take(index),
+            adjusted=self.adjusted,
         )
 
 

@@ -272,9 +272,9 @@ class GraphStages:
         return self._graphs.verify[self._rows, self._plain].replay()
 
     def accept(self, step: DecodeBatch, block: DraftBlock | None, plan: VerifyPlan, output: Any) -> Accepted:
-        """Judge the drafts; those of greedy batches are committed on the way."""
+        """Judge the drafts; those of greedy batches whose logits stay as they are, are committed on the way."""
         requests = len(step)
-        if step.rows.all_greedy and not self._worker.agreement.needed:
+        if step.rows.all_greedy and not step.adjusted and not self._worker.agreement.needed:
             self._committed = True
             accepted = self._graphs.accept[self._rows, self._plain].replay()
             return Accepted(*(part[:requests].clone() for part in vars(accepted).values()))

@@ -18,6 +18,7 @@ from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.engine.batch import DSparkBatchResult, any_traced, copy_drafts, read_decode_batch
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.graphs import graph_request_slots
+from sglang_dspark.engine.logprobs import with_logprobs
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
@@ -95,20 +96,25 @@ class DSparkWorker(SpecWorkerBase):
         choice = self.agreement.share(self.schedule.choose(requests, context))
         traced = any_traced(batch.reqs)
         rows = self.sampling.read(batch.reqs)
-        step = read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step)
+        adjusted = self.adjustments.concern_step(batch)
+        step = read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step, adjusted=adjusted)
         if choice.drafted is not None:
             rows = self.drafted_sampling.read([batch.reqs[request] for request in choice.drafted])
         stages = self.stages(step, choice)
         drafted = stages.draft(step, choice, rows, traced or self.schedule.policy.needs_confidence)
         plan = stages.plan(step, drafted, choice)
         self.schedule.took(choice, len(step), len(plan.input_ids))
+        windows = self.adjustments.windows(batch, plan)
         output, captured = stages.verify(batch, step, plan)
+        if adjusted:
+            self.adjustments.apply(batch, plan, windows, output.next_token_logits)
         accepted = stages.accept(step, drafted.block, plan, output)
         assert accepted.new_seq_lens is not None
         publish(accepted.new_seq_lens)
+        self.adjustments.count(batch.reqs, accepted.out_tokens)
         stages.commit(plan, accepted, captured)
         return DSparkBatchResult(
-            logits_output=output,
+            logits_output=with_logprobs(batch, output, plan.indptr, accepted.out_tokens, step.rows.law.temperatures),
             next_token_ids=accepted.out_tokens.reshape(-1),
             accept_lens=(accepted.accepted_lens + 1).to(torch.int32),
             can_run_cuda_graph=stages is not self,
