@@ -10,7 +10,7 @@ import torch
 from dspark_kernels import DraftBlock, RoundKeys, SamplingRows
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_dspark.engine.requests import wants_trace
+from sglang_dspark.engine import speculation
 from sglang_dspark.worker.state import DecodeBatch, Rounds
 
 
@@ -100,11 +100,6 @@ def is_running(req: Any) -> bool:
     return not (req.finished() or req.is_retracted)
 
 
-def any_traced(reqs: Sequence[Any]) -> bool:
-    """Whether a request asked for its rounds."""
-    return any(wants_trace(req) for req in reqs)
-
-
 def copy_drafts(step: DecodeBatch, block: DraftBlock | None) -> torch.Tensor:
     """[bs, 2 + depth] int64 for a trace: context length, anchor and drafts."""
     columns = [step.prefix_lens[:, None], step.anchors[:, None], *([] if block is None else [block.tokens])]
@@ -128,7 +123,7 @@ def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[
     for req, (start, anchor, *draft), depth, confidence, verified, committed in zip(
         reqs, rounds.traced.tolist(), rounds.drafted, confidences, lens, committed_lens, strict=True
     ):
-        if not wants_trace(req) or not is_running(req):
+        if not speculation.read(req).trace or not is_running(req):
             continue
         if req.customized_info is None:
             req.customized_info = {}

@@ -1,4 +1,4 @@
-"""What a request may ask for, and the parameters that travel with it to the worker."""
+"""What a request may ask for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-PARAMETERS_KEY = "dspark"
-"""Key of our per-request options inside SGLang's ``custom_params``."""
+from sglang_dspark.engine import speculation
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0, 0.0),
@@ -24,7 +23,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> None:
-    """Refuse a generation request that DSPARK would answer differently from the target alone.
+    """Refuse a generation request that DSPARK would answer differently from the target alone, or cannot speculate for.
 
     Runs after SGLang's own validation, for every route and the offline engine.
 
@@ -37,6 +36,7 @@ def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> N
                 f"DSPARK does not serve {refusal} yet; drop the field or use a server without DSPARK (if the model's "
                 "generation_config sets it: start with --sampling-defaults openai)"
             )
+        speculation.settle(manager, request)
 
 
 def _refusals(request: GenerateReqInput) -> Iterator[str]:
@@ -59,11 +59,3 @@ def unserved_parameters(parameters: Mapping[str, Any]) -> Iterator[str]:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def wants_trace(req: Any) -> bool:
-    """Whether this scheduler-side request asked for its rounds."""
-    parameters = req.sampling_params.custom_params
-    # A client can write custom_params itself, with anything in our place.
-    options = parameters.get(PARAMETERS_KEY) if isinstance(parameters, dict) else None
-    return isinstance(options, dict) and options.get("trace") is True

@@ -175,6 +175,7 @@ def complete(server_args: Any) -> None:
             draft=server_args.speculative_draft_model_path,
         )
     server_args.dspark_config = config
+    server_args.dspark_confidence_head = draft.enable_confidence_head
     # SGLang's tokens per request and step: the anchor and the drafts that may be verified.
     server_args.speculative_num_draft_tokens = config.max_verify(gamma) + 1
     server_args.speculative_num_steps = 1

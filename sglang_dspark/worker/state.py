@@ -56,6 +56,13 @@ class Drafted:
     depths: list[int]
 
     @property
+    def width(self) -> int:
+        """Drafts that the block has room for."""
+        if self.block is not None:
+            return self.block.tokens.shape[1]
+        return 0 if self.predictions is None else self.predictions.shape[2]
+
+    @property
     def survival(self) -> torch.Tensor | None:
         """[bs, depth] of ``predictions``."""
         return None if self.predictions is None else self.predictions[1]

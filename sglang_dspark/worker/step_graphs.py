@@ -260,10 +260,9 @@ class GraphStages:
         if choice.is_uniform(requests):
             plan_uniform(choice.depth, drafts, given, self._rows, out)
         else:
-            assert drafted.survival is not None
             assert drafts is not None
-            if choice.forced is not None or choice.drafted is not None:
-                graphs.predictions[1, :requests] = self._worker.schedule.ranked(choice, drafted.survival)
+            if choice.singles_out:
+                graphs.predictions[1, :requests] = self._worker.schedule.ranked(choice, drafted)
             plan_top(graphs.predictions[1, : len(drafts)], choice.budget, drafts, given, self._rows, out)
         return graphs.plan_of(self._rows, self._plain)
 

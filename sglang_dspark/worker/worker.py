@@ -15,12 +15,13 @@ from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.engine.batch import DSparkBatchResult, any_traced, copy_drafts, read_decode_batch
+from sglang_dspark.engine.batch import DSparkBatchResult, copy_drafts, read_decode_batch
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.graphs import graph_request_slots
+from sglang_dspark.engine.speculation import OptionsReader
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
-from sglang_dspark.prefix_scheduler.policies import Choice, Rule
+from sglang_dspark.prefix_scheduler.policies import Choice
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.worker.draft_attention import block_attend
 from sglang_dspark.worker.draft_cache import DraftCache
@@ -51,6 +52,7 @@ class DSparkWorker(SpecWorkerBase):
         lag = int(self.on_gpu and not self.server_args.disable_overlap_schedule)
         self.schedule = Schedule(self.options, self.max_verify, self._calibration(), self.device, lag)
         self.counters = Counters(self.gamma)
+        self.asked = OptionsReader(self.max_verify)
         self.graphs: StepGraphs | None = None
         self._logged_at = time.monotonic()
         self._warned = False
@@ -92,14 +94,15 @@ class DSparkWorker(SpecWorkerBase):
         requests = [req.rid for req in batch.reqs]
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(req.kv_committed_len for req in batch.reqs) / len(requests)
-        choice = self.agreement.share(self.schedule.choose(requests, context))
-        traced = any_traced(batch.reqs)
+        asked = self.asked.read(batch.reqs)
+        choice = self.agreement.share(self.schedule.choose(requests, context, asked.limits))
         rows = self.sampling.read(batch.reqs)
         step = read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step)
         if choice.drafted is not None:
             rows = self.drafted_sampling.read([batch.reqs[request] for request in choice.drafted])
         stages = self.stages(step, choice)
-        drafted = stages.draft(step, choice, rows, traced or self.schedule.policy.needs_confidence)
+        with_confidence = asked.traced or choice.needs_confidence or self.schedule.policy.needs_confidence
+        drafted = stages.draft(step, choice, rows, with_confidence)
         plan = stages.plan(step, drafted, choice)
         self.schedule.took(choice, len(step), len(plan.input_ids))
         output, captured = stages.verify(batch, step, plan)
@@ -121,7 +124,7 @@ class DSparkWorker(SpecWorkerBase):
                 drafted=drafted.depths,
                 verify_lens=plan.verify_lens[: len(step)].clone(),
                 predictions=drafted.predictions,
-                traced=copy_drafts(step, drafted.block) if traced else None,
+                traced=copy_drafts(step, drafted.block) if asked.traced else None,
             ),
         )
 
@@ -181,7 +184,7 @@ class DSparkWorker(SpecWorkerBase):
             return uniform_plan(step, tokens, choice.depth)
         lens, total = self.schedule.verify_lens(choice, drafted, self.step)
         self.agreement.adopt(tokens, lens)
-        if choice.rule is not Rule.TOP:  # whose sum is part of the choice
+        if not choice.fixes_total:
             total = self.agreement.share(total)
         return ragged_plan(step, tokens, lens, len(step) + total)
 
