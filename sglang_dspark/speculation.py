@@ -137,6 +137,11 @@ class Speculation:
         """Most drafts verified per step, ``enabled`` included; None without a limit."""
         return self.max_verify if self.enabled else 0
 
+    def copy_limit(self, max_verify: int) -> int:
+        """Most drafts that the preset may propose per step on a server that verifies up to ``max_verify``."""
+        limits = (self.max_draft, self.verify_limit, max_verify)
+        return min(limit for limit in limits if limit is not None)
+
     def to_dict(self) -> dict[str, Any]:
         """Options that differ from their defaults, as JSON values."""
         values = {knob.name: (getattr(self, knob.name), knob.default) for knob in fields(self)}

@@ -120,8 +120,9 @@ def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[
     logits = None if rounds.predictions is None else rounds.predictions[0]
     confidences = [None] * len(reqs) if logits is None or logits.isnan().any() else logits.tolist()
     lens = rounds.verify_lens.tolist()
-    for req, (start, anchor, *draft), depth, confidence, verified, committed in zip(
-        reqs, rounds.traced.tolist(), rounds.drafted, confidences, lens, committed_lens, strict=True
+    columns = (rounds.traced.tolist(), rounds.drafted, rounds.copied, confidences, lens, committed_lens)
+    for req, (start, anchor, *draft), depth, copied, confidence, verified, committed in zip(
+        reqs, *columns, strict=True
     ):
         if not speculation.read(req).trace or not is_running(req):
             continue
@@ -133,8 +134,9 @@ def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[
             {
                 "start": start,
                 "anchor": anchor,
-                "draft": draft[:depth],
-                "confidence": None if confidence is None else confidence[:depth],
+                "draft": draft[: copied or depth],
+                "copied": copied > 0,
+                "confidence": None if confidence is None or copied else confidence[:depth],
                 "verified": verified,
                 "accepted": committed - 1,
             }

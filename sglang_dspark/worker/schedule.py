@@ -95,6 +95,11 @@ class Schedule:
             self.survivals = LaggedSurvivals(self.max_verify, depths)
         self.policy = self._make_policy(self.options)
 
+    @property
+    def speculates(self) -> bool:
+        """Whether drafts are verified at all, whoever proposes them."""
+        return self.options.schedule != "off"
+
     def switch(self, fields: dict[str, Any]) -> None:
         """Take another policy from the next step on.
 

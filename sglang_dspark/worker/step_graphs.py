@@ -197,10 +197,10 @@ class StepGraphs:
             self._copied_coefficients = latest
 
     def stage(self, step: DecodeBatch, choice: Choice) -> GraphStages | None:
-        """Copy ``step`` into the buffers; None when its shape was not captured."""
+        """Copy ``step`` into the buffers; None when its shape was not captured, or presets propose drafts for it."""
         requests = len(step)
         slots = self.tiers.request_slots(requests)
-        if slots is None or choice.rule not in RULES:
+        if slots is None or choice.rule not in RULES or choice.has_copies:
             return None
         plain = choice.depth == 0
         drafts = requests * choice.depth if choice.rule is Rule.UNIFORM else choice.budget

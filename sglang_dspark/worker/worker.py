@@ -26,6 +26,7 @@ from sglang_dspark.stats.counters import Counters
 from sglang_dspark.worker.draft_attention import block_attend
 from sglang_dspark.worker.draft_cache import DraftCache
 from sglang_dspark.worker.host_index import host_index
+from sglang_dspark.worker.preset_texts import PresetTexts
 from sglang_dspark.worker.schedule import Schedule
 from sglang_dspark.worker.sps import load_or_measure
 from sglang_dspark.worker.state import DecodeBatch, Drafted, Rounds, VerifyPlan
@@ -53,6 +54,7 @@ class DSparkWorker(SpecWorkerBase):
         self.schedule = Schedule(self.options, self.max_verify, self._calibration(), self.device, lag)
         self.counters = Counters(self.gamma)
         self.asked = OptionsReader(self.max_verify)
+        self.preset_texts = PresetTexts(self.max_verify)
         self.graphs: StepGraphs | None = None
         self._logged_at = time.monotonic()
         self._warned = False
@@ -94,19 +96,21 @@ class DSparkWorker(SpecWorkerBase):
         requests = [req.rid for req in batch.reqs]
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(req.kv_committed_len for req in batch.reqs) / len(requests)
-        asked = self.asked.read(batch.reqs)
-        choice = self.agreement.share(self.schedule.choose(requests, context, asked.limits))
         rows = self.sampling.read(batch.reqs)
         step = read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step)
+        asked = self.asked.read(batch.reqs)
+        copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
+        choice = self.agreement.share(self.schedule.choose(requests, context, asked.limits_with(copies)))
         if choice.drafted is not None:
             rows = self.drafted_sampling.read([batch.reqs[request] for request in choice.drafted])
         stages = self.stages(step, choice)
         with_confidence = asked.traced or choice.needs_confidence or self.schedule.policy.needs_confidence
-        drafted = stages.draft(step, choice, rows, with_confidence)
+        drafted = stages.draft(step, choice, rows, with_confidence).with_copies(copies)
         plan = stages.plan(step, drafted, choice)
         self.schedule.took(choice, len(step), len(plan.input_ids))
         output, captured = stages.verify(batch, step, plan)
         accepted = stages.accept(step, drafted.block, plan, output)
+        self.preset_texts.took(batch.reqs, asked, accepted)
         assert accepted.new_seq_lens is not None
         publish(accepted.new_seq_lens)
         stages.commit(plan, accepted, captured)
@@ -125,6 +129,7 @@ class DSparkWorker(SpecWorkerBase):
                 verify_lens=plan.verify_lens[: len(step)].clone(),
                 predictions=drafted.predictions,
                 traced=copy_drafts(step, drafted.block) if asked.traced else None,
+                copied=[0] * len(step) if copies is None else copies.lens,
             ),
         )
 
@@ -204,6 +209,7 @@ class DSparkWorker(SpecWorkerBase):
             proposal,
             step.rows,
             step.keys,
+            copied=None if block is None else block.copied,
             prefix_lens=step.prefix_lens,
         )
         assert accepted.new_seq_lens is not None
@@ -239,6 +245,7 @@ class DSparkWorker(SpecWorkerBase):
             [rounds.drafted[request] for request in running],
             [verify_lens[request] for request in running],
             accept_lens,
+            [rounds.copied[request] for request in running],
         )
         self.schedule.observe(rounds, running, accept_lens)
         now = time.monotonic()

@@ -54,7 +54,9 @@ def test_request_fields_that_are_not_served(dspark):
         (3, "speculation must be an object"),
         ({"tracee": True}, "speculation.tracee"),
         ({"trace": "yes"}, "speculation.trace"),
-        ({"preset": "summarization"}, "speculation.preset"),
+        ({"max_verify": -1}, "speculation.max_verify"),
+        ({"preset": "summary"}, "speculation.preset"),
+        ({"preset": "classification"}, "speculation.candidates"),
     ],
 )
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
@@ -71,11 +73,23 @@ def test_neutral_values_and_null_are_served(dspark):
     assert dspark.post_json("/generate", body)["output_ids"] == expected
 
 
-@pytest.mark.parametrize("value", [1, None, [1], "x", {"trace": {}}, {"trace": 1}])
-def test_hostile_custom_params_harm_nobody(dspark, value):
-    """``custom_params`` is a public field; the plugin's own entry in it can hold anything."""
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        ({"dspark": 1}, "speculation must be an object"),
+        ({"dspark": {"trace": 1}}, "speculation.trace"),
+        ({"dspark": {"trace": {}}}, "speculation.trace"),
+        ({"dspark": {"preset": "classification"}, "dspark_candidates": [3]}, "speculation.candidates"),
+        ({"dspark": None, "dspark_candidates": ["a"], "dspark_labels": "x"}, None),
+    ],
+)
+def test_hostile_custom_params_harm_nobody(dspark, entries, named):
+    """``custom_params`` is a public field; the plugin's own entries in it can hold anything."""
     body = greedy([5, 6, 7], 4)
-    body["sampling_params"]["custom_params"] = {"dspark": value}
+    body["sampling_params"]["custom_params"] = entries
+    if named is not None:
+        assert named in refused(dspark, "/generate", body)
+        return
     answer = dspark.post_json("/generate", body)
     assert len(answer["output_ids"]) == 4
     assert "dspark_trace" not in answer["meta_info"]

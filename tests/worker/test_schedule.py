@@ -33,7 +33,9 @@ def schedule(*, gamma=GAMMA, with_head=True, with_table=True, **options):
 
 def rounds(choice, drafted, verify_lens, logits=None, survival=None):
     requests = [f"r{index}" for index in range(len(drafted))]
-    return Rounds(requests, choice, drafted, torch.tensor(verify_lens), predictions(logits, survival), None)
+    return Rounds(
+        requests, choice, drafted, torch.tensor(verify_lens), predictions(logits, survival), None, [0] * len(drafted)
+    )
 
 
 def predictions(logits, survival):
