@@ -84,7 +84,7 @@ class Schedule:
         self.policy: Policy = FixedPolicy(0, "off")
 
     def start(self, table: SpsTable | None) -> None:
-        """Begin with the configured policy.
+        """Begin with the configured policy. Without a drafter, ``auto`` drafts nothing: there are presets alone.
 
         Args:
             table: measured step times; None where the policy needs none.
@@ -124,6 +124,8 @@ class Schedule:
                 return FixedPolicy(options.static_verify_len(self.max_verify))
             case "off":
                 return FixedPolicy(0, "off")
+            case "auto" if options.draft_free:
+                return FixedPolicy(0, "auto")
             case "threshold":
                 if self.calibration is None:
                     raise ConfigError("policy='threshold' needs a drafter with a confidence head; use auto or static")

@@ -13,12 +13,14 @@ from dspark_kernels.kv_inject import CommitRows
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.sts import StsCalibration
+from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.engine.batch import DSparkBatchResult, copy_drafts, read_decode_batch
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.graphs import graph_request_slots
 from sglang_dspark.engine.speculation import OptionsReader
+from sglang_dspark.engine.target import Target
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.prefix_scheduler.policies import Choice
@@ -43,25 +45,41 @@ class DSparkWorker(SpecWorkerBase):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        path = self.server_args.speculative_draft_model_path
-        self.drafter = load_draft_model(path, dtype=self.target.dtype, device=self.device)
-        shared = self.target.share_with(self.drafter)
-        self.heads = ProposalHeads(self.drafter, load_token_ids(path, self.draft_config.vocab_size))
-        self.gamma = self.options.gamma(self.draft_config.block_size)
+        self.gamma = self.load_drafter()
         # Under overlap a CUDA device is one step behind the host; on a CPU they are the same.
         self.on_gpu = self.device.type == "cuda"
         lag = int(self.on_gpu and not self.server_args.disable_overlap_schedule)
-        self.schedule = Schedule(self.options, self.max_verify, self._calibration(), self.device, lag)
+        self.schedule = Schedule(self.options, self.max_verify, self.make_calibration(), self.device, lag)
         self.counters = Counters(self.gamma)
         self.asked = OptionsReader(self.max_verify)
         self.preset_texts = PresetTexts(self.max_verify)
         self.graphs: StepGraphs | None = None
         self._logged_at = time.monotonic()
         self._warned = False
-        if self.tp_rank == 0:
-            logger.info("DSPARK drafter %s loaded; read from the target: %s", path, ", ".join(shared) or "nothing")
 
-    def _calibration(self) -> OnlineCalibration | None:
+    def load_drafter(self) -> int:
+        """Load the drafter beside the target; returns the drafts of a block."""
+        path = self.server_args.speculative_draft_model_path
+        self.draft_config = DraftConfig.from_pretrained(path)
+        self.target = Target(self.target_worker.model_runner, self.draft_config)
+        self.drafter = load_draft_model(path, dtype=self.target.dtype, device=self.device)
+        shared = self.target.share_with(self.drafter)
+        self.heads = ProposalHeads(self.drafter, load_token_ids(path, self.draft_config.vocab_size))
+        logger.info("DSPARK drafter %s loaded; read from the target: %s", path, ", ".join(shared) or "nothing")
+        return self.options.gamma(self.draft_config.block_size)
+
+    @property
+    def mask_token_id(self) -> int:
+        """What stands in the slots of a block after the anchor."""
+        return self.draft_config.mask_token_id
+
+    @property
+    def graph_depth(self) -> int:
+        """Drafts per request that steps captured in CUDA graphs have room for."""
+        return self.max_verify
+
+    def make_calibration(self) -> OnlineCalibration | None:
+        """Calibration of the drafter's confidence head; None without one."""
         if self.drafter.confidence is None:
             return None
         path, temperatures = self.options.confidence_sts_path, None
@@ -76,11 +94,12 @@ class DSparkWorker(SpecWorkerBase):
 
     def prepare_to_serve(self) -> None:
         if self.on_gpu:
-            self.graphs = self._capture_graphs()
+            self.graphs = self.capture_graphs()
             self.schedule.whole_batches = self.graphs is not None
         self.schedule.start(load_or_measure(self))
 
-    def _capture_graphs(self) -> StepGraphs | None:
+    def capture_graphs(self) -> StepGraphs | None:
+        """Decode steps as CUDA graphs; None where they run launch by launch."""
         runner = self.target_worker.model_runner
         slots = graph_request_slots(runner)
         if reason := runner.attn_backend.unserved if slots else "CUDA graphs are off":
@@ -160,7 +179,7 @@ class DSparkWorker(SpecWorkerBase):
     def draft_block(self, step: DecodeBatch, depth: int, with_confidence: bool) -> DraftBlock:
         """Run the drafter over the blocks of all requests of ``step`` and sample their first ``depth`` slots."""
         bs, gamma, drafter = len(step), self.gamma, self.drafter
-        ids = torch.full((bs, gamma), self.draft_config.mask_token_id, device=self.device)
+        ids = torch.full((bs, gamma), self.mask_token_id, device=self.device)
         ids[:, 0] = step.anchors
         positions = (step.prefix_lens[:, None] + torch.arange(gamma, device=self.device)).view(-1)
         attend = block_attend(self.cache, step, gamma, self.draft_config)

@@ -109,6 +109,7 @@ STATIC = ("--speculative-dspark-schedule", "static")
 STARTUP = [
     (["--speculative-draft-model-path", ""], "--speculative-draft-model-path"),
     (["--speculative-draft-model-path", "./no-such-folder"], "no-such-folder"),
+    (["--speculative-dspark-draft-free"], "names a drafter, and --speculative-dspark-draft-free serves without"),
     (["--pp-size", "2"], "--pp-size=2"),
     (["--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size=2"),
     (["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"], "--enable-lora"),
@@ -134,6 +135,12 @@ STARTUP = [
     (["--speculative-dspark-confidence-sts-path", "./no-such.json"], "no-such.json"),
 ]
 
+DRAFT_FREE = [
+    ([], "--speculative-dspark-draft-free to serve"),
+    (["--speculative-dspark-draft-free", "--speculative-dspark-schedule", "early-stop"], "schedule=early-stop"),
+    (["--speculative-dspark-draft-free", "--speculative-num-draft-tokens", "4"], "--speculative-num-draft-tokens=4"),
+]
+
 STARTUP_SCRIPT = """
 import json, sys
 from sglang.srt.plugins import load_plugins
@@ -150,19 +157,24 @@ for flags in cases:
 
 
 def test_startup_refusals_name_flag_and_value():
-    base = ["--model-path", str(TARGET), "--device", "cpu", "--disable-cuda-graph"]
-    base += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT)]
-    cases = [flags for flags, _ in STARTUP]
+    base = ["--model-path", str(TARGET), "--device", "cpu", "--disable-cuda-graph", "--speculative-algorithm", "DSPARK"]
+    drafter = ["--speculative-draft-model-path", str(DRAFT)]
+    cases = [([*drafter, *flags], named) for flags, named in STARTUP] + DRAFT_FREE
     done = subprocess.run(
-        [sys.executable, "-c", STARTUP_SCRIPT, json.dumps([base, [[], *cases]])],
+        [
+            sys.executable,
+            "-c",
+            STARTUP_SCRIPT,
+            json.dumps([base, [drafter, ["--speculative-dspark-draft-free"], *[flags for flags, _ in cases]]]),
+        ],
         env={**os.environ, **CPU_ENV},
         capture_output=True,
         text=True,
         check=True,
     )
-    accepted, *messages = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
-    assert accepted == "accepted"
-    for (flags, named), message in zip(STARTUP, messages, strict=True):
+    with_drafter, without, *messages = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
+    assert with_drafter == without == "accepted"
+    for (flags, named), message in zip(cases, messages, strict=True):
         assert message.startswith(("ConfigError", "CheckpointError")), (flags, message)
         assert named in message
 
