@@ -21,7 +21,7 @@ ENV_PREFIX = "SGLANG_DSPARK_"
 # block-size says otherwise: as many as the released drafters propose.
 DRAFT_FREE_BLOCK_SIZE = 7
 
-SCHEDULES = ("auto", "early-stop", "static", "threshold", "off")
+SCHEDULES = ("auto", "early-stop", "static", "threshold", "adaptive-block", "off")
 # Verifies lengths without rhyme or reason, for tests of exactness: accepted, but not offered.
 RANDOM_SCHEDULE = "random"
 
@@ -72,7 +72,8 @@ class DSparkConfig:
         _schedule,
         "Verify policy. `auto` follows measured step times and the drafter's confidence, and does not speculate where "
         "that would be slower; `early-stop` is Algorithm 1 of the DSpark paper; `static` verifies the same number of "
-        "drafts in every step; `threshold` verifies up to the first draft of low confidence; `off` drafts nothing.",
+        "drafts in every step; `threshold` verifies up to the first draft of low confidence; `adaptive-block` verifies "
+        "whole blocks, or short ones while few drafts are accepted; `off` drafts nothing.",
         default="auto",
     )
     block_size: int | None = _knob(

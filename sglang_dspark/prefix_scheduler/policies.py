@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -34,6 +35,10 @@ PROBE_SHARE = 0.01
 DOUBT = 2.0
 # A parked server sees little, so what it sees counts for more: rounds that a probe stands for.
 PARKED_PROBE_WEIGHT = 4
+# The policy adaptive-block: steps whose acceptance counts, the share that whole blocks need, and the short block.
+ADAPTIVE_WINDOW_STEPS = 4
+ADAPTIVE_ACCEPTANCE = 0.40
+ADAPTIVE_LOW_BLOCK = 4
 
 
 class Rule(Enum):
@@ -187,6 +192,40 @@ class LivePolicy:
 
     def report(self) -> dict[str, Any]:
         return {} if self.threshold is None else {"confidence_threshold": self.threshold}
+
+
+@dataclass
+class AdaptiveBlockPolicy:
+    """``adaptive-block``: whole blocks while drafts are accepted, short ones while they are not.
+
+    A simple rule of other engines, for comparison: it looks at the acceptance of the last few steps alone, whatever
+    a step costs and however sure the drafter is of a draft.
+
+    Attributes:
+        gamma: drafts of a whole block.
+    """
+
+    gamma: int
+    name: str = "adaptive-block"
+    needs_confidence: bool = False
+    _steps: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=ADAPTIVE_WINDOW_STEPS), init=False)
+
+    def choose(self, requests: int, context: float) -> Choice:
+        length = self.gamma if self.acceptance >= ADAPTIVE_ACCEPTANCE else min(ADAPTIVE_LOW_BLOCK, self.gamma)
+        return Choice(Rule.UNIFORM, length, length * requests)
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafts accepted in the last steps; 1 before the first."""
+        verified, accepted = (sum(step[part] for step in self._steps) for part in (0, 1))
+        return accepted / verified if verified else 1.0
+
+    def observe(self, verified: int, accepted: int) -> None:
+        """Add a step that verified drafts of the drafter, all requests together."""
+        self._steps.append((verified, accepted))
+
+    def report(self) -> dict[str, Any]:
+        return {"acceptance": self.acceptance}
 
 
 @dataclass

@@ -18,6 +18,7 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.prefix_scheduler.lagged_survival import LaggedSurvivals
 from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.policies import (
+    AdaptiveBlockPolicy,
     AutoPolicy,
     Choice,
     FixedPolicy,
@@ -130,6 +131,8 @@ class Schedule:
                 if self.calibration is None:
                     raise ConfigError("policy='threshold' needs a drafter with a confidence head; use auto or static")
                 return LivePolicy(Rule.THRESHOLD, self.max_verify, options.confidence_threshold)
+            case "adaptive-block":
+                return AdaptiveBlockPolicy(self.max_verify)
             case "random":
                 return LivePolicy(Rule.RANDOM, self.max_verify, needs_confidence=False)
         if self.times is None or self.survivals is None:
@@ -277,6 +280,9 @@ class Schedule:
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
             return
+        if isinstance(self.policy, AdaptiveBlockPolicy):
+            verified = rounds.verify_lens.tolist()
+            self.policy.observe(sum(verified[running[i]] for i in drafted), sum(accept_lens[i] for i in drafted))
         self._notes.append(_Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
         # A parked server's probe is all that it gets to see for long.
         if len(self._notes) >= LEARN_STEPS or rounds.choice.weight > 1:

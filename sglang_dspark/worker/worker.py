@@ -120,7 +120,7 @@ class DSparkWorker(SpecWorkerBase):
         asked = self.asked.read(batch.reqs)
         copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
         choice = self.agreement.share(self.schedule.choose(requests, context, asked.limits_with(copies)))
-        if choice.drafted is not None:
+        if choice.drafted:
             rows = self.drafted_sampling.read([batch.reqs[request] for request in choice.drafted])
         stages = self.stages(step, choice)
         with_confidence = asked.traced or choice.needs_confidence or self.schedule.policy.needs_confidence

@@ -115,6 +115,7 @@ OPTIONS = {
     "static": DSparkConfig(schedule="static", verify_len=2),
     "early-stop": DSparkConfig(schedule="early-stop"),
     "threshold": DSparkConfig(schedule="threshold", confidence_threshold=0.6),
+    "adaptive-block": DSparkConfig(schedule="adaptive-block"),
     "random": DSparkConfig(schedule="random"),
 }
 

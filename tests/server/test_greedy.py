@@ -24,6 +24,7 @@ POLICIES: list[dict[str, Any]] = [
     {"name": "early-stop"},
     {"name": "threshold", "confidence_threshold": 0.6},
     {"name": "static", "verify_len": 1},
+    {"name": "adaptive-block"},
     {"name": "off"},
 ]
 

@@ -157,6 +157,20 @@ def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
     assert made.choose(["r2", "r3"], 64.0).drafted is None
 
 
+def test_adaptive_blocks_follow_the_last_steps():
+    made = schedule(gamma=7, schedule="adaptive-block")
+    choice = made.choose(["a", "b"], 64.0)
+    assert choice == Choice(Rule.UNIFORM, 7, 14)
+    for accepted, verify_len in [(0, 4), (1, 4), (7, 4), (7, 7), (7, 7), (0, 7), (0, 7), (0, 4)]:
+        made.observe(rounds(choice, [7, 7], [7, 7]), [0, 1], [accepted, accepted])
+        assert made.choose(["a", "b"], 64.0) == Choice(Rule.UNIFORM, verify_len, 2 * verify_len)
+    # What a preset copied says nothing about the drafter.
+    copied = Rounds(["a"], choice, [0], torch.tensor([7]), None, None, [7])
+    before = made.policy.acceptance
+    made.observe(copied, [0], [7])
+    assert made.policy.acceptance == before
+
+
 SURVIVAL = torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4], [0.3, 0.2, 0.1]])
 
 
