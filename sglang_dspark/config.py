@@ -17,7 +17,11 @@ from sglang_dspark.errors import ConfigError
 FLAG_PREFIX = "--speculative-dspark-"
 ENV_PREFIX = "SGLANG_DSPARK_"
 
-SCHEDULES = ("auto", "early-stop", "static", "threshold", "off")
+# Drafts that presets may propose per request and step on a server without a drafter, unless --speculative-dspark-
+# block-size says otherwise: as many as the released drafters propose.
+DRAFT_FREE_BLOCK_SIZE = 7
+
+SCHEDULES = ("auto", "early-stop", "static", "threshold", "adaptive-block", "off")
 # Verifies lengths without rhyme or reason, for tests of exactness: accepted, but not offered.
 RANDOM_SCHEDULE = "random"
 
@@ -55,8 +59,9 @@ def _switch(text: str) -> bool:
     return text == "on"
 
 
-def _knob(parse: Callable[[str], Any], help_text: str, *, default: Any = None) -> Any:
-    return field(default=default, metadata={"parse": parse, "help": help_text})
+def _knob(parse: Callable[[str], Any], help_text: str, *, default: Any = None, bare: str | None = None) -> Any:
+    """``bare`` is what the flag means without a value; None where it takes one."""
+    return field(default=default, metadata={"parse": parse, "help": help_text, "bare": bare})
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class DSparkConfig:
         _schedule,
         "Verify policy. `auto` follows measured step times and the drafter's confidence, and does not speculate where "
         "that would be slower; `early-stop` is Algorithm 1 of the DSpark paper; `static` verifies the same number of "
-        "drafts in every step; `threshold` verifies up to the first draft of low confidence; `off` drafts nothing.",
+        "drafts in every step; `threshold` verifies up to the first draft of low confidence; `adaptive-block` verifies "
+        "whole blocks, or short ones while few drafts are accepted; `off` drafts nothing.",
         default="auto",
     )
     block_size: int | None = _knob(
@@ -90,6 +96,12 @@ class DSparkConfig:
         "Table of measured step times: loaded when the file exists, else measured at start-up and written there. "
         "Without the flag it is kept below ~/.cache/sglang-dspark.",
     )
+    draft_free: bool = _knob(
+        _switch,
+        "Serve without a drafter: requests with a preset speculate, others decode plainly. Needs no value.",
+        default=False,
+        bare="on",
+    )
 
     def __post_init__(self) -> None:
         for name, schedule in (("verify_len", "static"), ("confidence_threshold", "threshold")):
@@ -99,6 +111,16 @@ class DSparkConfig:
                     f"{flag_name(name)}={value} belongs to the policy {schedule}, but the policy is {self.schedule}; "
                     f"pass {flag_name('schedule')} {schedule} or drop the flag"
                 )
+        if self.draft_free and self.schedule not in ("auto", "off"):
+            raise ConfigError(
+                f"{flag_name('schedule')}={self.schedule} chooses among the drafts of a drafter, and "
+                f"{flag_name('draft_free')} serves without one; pass auto or off, or serve a drafter"
+            )
+        if self.draft_free and self.confidence_sts_path is not None:
+            raise ConfigError(
+                f"{flag_name('confidence_sts_path')}={self.confidence_sts_path} calibrates a drafter, and "
+                f"{flag_name('draft_free')} serves without one; drop one of the flags"
+            )
         if self.schedule == "threshold" and self.confidence_threshold is None:
             raise ConfigError(f"{flag_name('schedule')}=threshold needs {flag_name('confidence_threshold')}, e.g. 0.5")
 
@@ -158,15 +180,18 @@ class DSparkConfig:
                 raise ConfigError(f"{name}={value!r}: {error}") from error
         return replace(self, **values)
 
-    def gamma(self, checkpoint_block_size: int) -> int:
+    def gamma(self, checkpoint_block_size: int | None) -> int:
         """Drafts per request and step for a checkpoint trained with ``checkpoint_block_size``.
+
+        Args:
+            checkpoint_block_size: None without a drafter.
 
         Raises:
             ConfigError: ``block_size`` exceeds the checkpoint's.
         """
         if self.block_size is None:
-            return checkpoint_block_size
-        if self.block_size > checkpoint_block_size:
+            return DRAFT_FREE_BLOCK_SIZE if checkpoint_block_size is None else checkpoint_block_size
+        if checkpoint_block_size is not None and self.block_size > checkpoint_block_size:
             raise ConfigError(
                 f"{flag_name('block_size')}={self.block_size} exceeds the block size {checkpoint_block_size} that the "
                 f"draft checkpoint was trained with; pass {checkpoint_block_size} or less"
@@ -218,6 +243,7 @@ _DEFAULTS_IN_WORDS = {
     "block_size": "the drafter's",
     "verify_len": "the block size",
     "online_calibration": "on",
+    "draft_free": "off",
     "sps_table_path": "in the cache",
 }
 
@@ -233,10 +259,12 @@ def add_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("DSPARK (sglang-dspark plugin)")
     for knob in fields(DSparkConfig):
         env_name = ENV_PREFIX + knob.name.upper()
+        bare = knob.metadata["bare"]
         group.add_argument(
             flag_name(knob.name),
             dest=_dest(knob.name),
             default=None,
+            **({} if bare is None else {"nargs": "?", "const": bare}),
             help=f"{knob.metadata['help']} Default: {default_text(knob.name)}. Environment: {env_name}.",
         )
 

@@ -29,6 +29,17 @@ def test_flag_wins_over_environment():
     assert config.max_verify(config.gamma(7)) == 3
 
 
+def test_serving_without_a_drafter():
+    assert not resolve().draft_free
+    assert resolve("--speculative-dspark-draft-free").gamma(None) == 7
+    config = resolve(env={"SGLANG_DSPARK_DRAFT_FREE": "on", "SGLANG_DSPARK_BLOCK_SIZE": "12"})
+    assert config.draft_free
+    assert config.max_verify(config.gamma(None)) == 12
+    assert not resolve("--speculative-dspark-draft-free", "off").draft_free
+    with pytest.raises(ConfigError, match="chooses among the drafts of a drafter"):
+        config.with_policy({"policy": "static"})
+
+
 def test_verify_nothing_is_legal():
     assert resolve(*STATIC, "--speculative-dspark-verify-len=0").max_verify(7) == 0
     assert resolve("--speculative-dspark-schedule", "off").max_verify(7) == 0
@@ -45,6 +56,17 @@ def test_verify_nothing_is_legal():
         (["--speculative-dspark-schedule", "threshold"], {}, "needs --speculative-dspark-confidence-threshold"),
         (["--speculative-dspark-confidence-threshold", "1.5"], {}, r"confidence-threshold='1.5': must lie in \[0, 1\]"),
         (["--speculative-dspark-online-calibration", "yes"], {}, "online-calibration='yes': must be on or off"),
+        (
+            [*STATIC, "--speculative-dspark-draft-free"],
+            {},
+            "--speculative-dspark-schedule=static chooses among the drafts",
+        ),
+        (
+            ["--speculative-dspark-draft-free", "--speculative-dspark-confidence-sts-path", "x"],
+            {},
+            "calibrates a drafter",
+        ),
+        (["--speculative-dspark-draft-free", "yes"], {}, "draft-free='yes': must be on or off"),
         ([], {"SGLANG_DSPARK_VERIFY_LEN": "many"}, "SGLANG_DSPARK_VERIFY_LEN='many'"),
         ([], {"SGLANG_DSPARK_VERIFYLEN": "3"}, "unknown environment variable SGLANG_DSPARK_VERIFYLEN"),
     ],

@@ -46,12 +46,15 @@ class DraftBlock:
             None when no request is sampled.
         confidence_logits: [bs, gamma] float32, uncalibrated; None without a confidence head.
         law: the same as ``probs`` from the kernels, not written out.
+        copied: [bs, gamma] bool, tokens that were not drawn but copied from elsewhere: their proposal is one-hot,
+            whatever ``probs`` or ``law`` says; None without any.
     """
 
     tokens: torch.Tensor
     probs: torch.Tensor | None
     confidence_logits: torch.Tensor | None
     law: DraftLaw | None = None
+    copied: torch.Tensor | None = None
 
     def spread(self, index: torch.Tensor, bs: int) -> DraftBlock:
         """A batch of ``bs`` requests in which ``index`` [m] int64 have these blocks, the others fillers."""
@@ -69,3 +72,22 @@ class DraftBlock:
         law = None if self.law is None else self.law.first(bs)
         probs, logits = (None if part is None else part[:bs] for part in (self.probs, self.confidence_logits))
         return DraftBlock(self.tokens[:bs], probs, logits, law)
+
+    def with_copies(self, tokens: torch.Tensor, copied: torch.Tensor) -> DraftBlock:
+        """These blocks with other tokens in place of some drafts.
+
+        Args:
+            tokens: [bs, width] int64; a wider block than this one is filled up with fillers.
+            copied: [bs, width] bool, where ``tokens`` are taken.
+        """
+        gamma, width = self.tokens.shape[1], tokens.shape[1]
+        wider = max(0, width - gamma)
+        pad = torch.nn.functional.pad
+        tokens, copied = pad(tokens, (0, max(0, gamma - width))), pad(copied, (0, max(0, gamma - width)))
+        return DraftBlock(
+            tokens=torch.where(copied, tokens, pad(self.tokens, (0, wider))),
+            probs=None if self.probs is None else pad(self.probs, (0, 0, 0, wider)),
+            confidence_logits=None if self.confidence_logits is None else pad(self.confidence_logits, (0, wider)),
+            law=None if self.law is None else self.law.widened(wider),
+            copied=copied,
+        )

@@ -45,3 +45,10 @@ class DraftLaw:
     def first(self, bs: int) -> DraftLaw:
         """The law of the first ``bs`` requests; no copy."""
         return DraftLaw(self.scores[:bs], self.log_norms[:bs], self.columns)
+
+    def widened(self, more: int) -> DraftLaw:
+        """The law of blocks with ``more`` fillers at their ends."""
+        if more == 0:
+            return self
+        pad = torch.nn.functional.pad
+        return DraftLaw(pad(self.scores, (0, 0, 0, more)), pad(self.log_norms, (0, more)), self.columns)

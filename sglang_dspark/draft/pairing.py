@@ -9,6 +9,23 @@ TARGET_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Target families that are served."""
 
 
+def check_architecture(target: Any) -> None:
+    """Refuse a target that is not served.
+
+    Args:
+        target: Hugging Face text configuration of the target.
+
+    Raises:
+        ConfigError: its family is not served.
+    """
+    architectures = list(getattr(target, "architectures", None) or [])
+    if not set(architectures) & set(TARGET_ARCHITECTURES):
+        raise ConfigError(
+            f"--model-path: target architecture {architectures} is not served with DSPARK; "
+            f"served are {', '.join(TARGET_ARCHITECTURES)}"
+        )
+
+
 def check_target(draft: DraftConfig, target: Any) -> None:
     """Refuse a target that is not served, or a drafter that was made for another target.
 
@@ -20,12 +37,7 @@ def check_target(draft: DraftConfig, target: Any) -> None:
         ConfigError: the target's family is not served.
         CheckpointError: a dimension differs between the two.
     """
-    architectures = list(getattr(target, "architectures", None) or [])
-    if not set(architectures) & set(TARGET_ARCHITECTURES):
-        raise ConfigError(
-            f"--model-path: target architecture {architectures} is not served with DSPARK; "
-            f"served are {', '.join(TARGET_ARCHITECTURES)}"
-        )
+    check_architecture(target)
     draft.check_target(
         hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_hidden_layers=target.num_hidden_layers
     )

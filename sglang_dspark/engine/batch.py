@@ -10,7 +10,7 @@ import torch
 from dspark_kernels import DraftBlock, RoundKeys, SamplingRows
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_dspark.engine.requests import wants_trace
+from sglang_dspark.engine import speculation
 from sglang_dspark.worker.state import DecodeBatch, Rounds
 
 
@@ -101,11 +101,6 @@ def is_running(req: Any) -> bool:
     return not (req.finished() or req.is_retracted)
 
 
-def any_traced(reqs: Sequence[Any]) -> bool:
-    """Whether a request asked for its rounds."""
-    return any(wants_trace(req) for req in reqs)
-
-
 def copy_drafts(step: DecodeBatch, block: DraftBlock | None) -> torch.Tensor:
     """[bs, 2 + depth] int64 for a trace: context length, anchor and drafts."""
     columns = [step.prefix_lens[:, None], step.anchors[:, None], *([] if block is None else [block.tokens])]
@@ -126,10 +121,11 @@ def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[
     logits = None if rounds.predictions is None else rounds.predictions[0]
     confidences = [None] * len(reqs) if logits is None or logits.isnan().any() else logits.tolist()
     lens = rounds.verify_lens.tolist()
-    for req, (start, anchor, *draft), depth, confidence, verified, committed in zip(
-        reqs, rounds.traced.tolist(), rounds.drafted, confidences, lens, committed_lens, strict=True
+    columns = (rounds.traced.tolist(), rounds.drafted, rounds.copied, confidences, lens, committed_lens)
+    for req, (start, anchor, *draft), depth, copied, confidence, verified, committed in zip(
+        reqs, *columns, strict=True
     ):
-        if not wants_trace(req) or not is_running(req):
+        if not speculation.read(req).trace or not is_running(req):
             continue
         if req.customized_info is None:
             req.customized_info = {}
@@ -139,8 +135,9 @@ def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[
             {
                 "start": start,
                 "anchor": anchor,
-                "draft": draft[:depth],
-                "confidence": None if confidence is None else confidence[:depth],
+                "draft": draft[: copied or depth],
+                "copied": copied > 0,
+                "confidence": None if confidence is None or copied else confidence[:depth],
                 "verified": verified,
                 "accepted": committed - 1,
             }

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
-from sglang_dspark.engine.requests import PARAMETERS_KEY
+from sglang_dspark.engine.speculation import carried
 from sglang_dspark.speculation import Speculation
 
 FIELD = "speculation"
@@ -131,7 +131,7 @@ def _rewrite(body: bytes, path: str) -> bytes:
         return body  # not JSON: SGLang's own parser answers
     if not isinstance(document, dict) or FIELD not in document:
         return body
-    options = Speculation.parse(document.pop(FIELD)).to_dict()
+    options = carried(Speculation.parse(document.pop(FIELD)))
     if options:
         carriers = [document]
         if path == "/generate":
@@ -140,7 +140,7 @@ def _rewrite(body: bytes, path: str) -> bytes:
         for carrier in carriers:
             if not isinstance(carrier, dict) or not isinstance(carrier.get("custom_params") or {}, dict):
                 raise ValueError("speculation: sampling_params and custom_params must be objects")
-            carrier["custom_params"] = {**(carrier.get("custom_params") or {}), PARAMETERS_KEY: options}
+            carrier["custom_params"] = {**(carrier.get("custom_params") or {}), **options}
     return json.dumps(document).encode()
 
 

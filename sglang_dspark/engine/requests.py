@@ -1,4 +1,4 @@
-"""What a request may ask for, and the parameters that travel with it to the worker."""
+"""What a request may ask for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-PARAMETERS_KEY = "dspark"
-"""Key of our per-request options inside SGLang's ``custom_params``."""
+from sglang_dspark.engine import speculation
 
 _UNSERVED = ("return_hidden_states", "custom_logit_processor", "lora_path", "input_embeds")
 
@@ -24,6 +23,7 @@ def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> N
     if isinstance(request, GenerateReqInput):
         for refusal in _refusals(request, manager.model_config.vocab_size):
             raise ValueError(refusal)
+        speculation.settle(manager, request)
 
 
 def _refusals(request: GenerateReqInput, vocab_size: int) -> Iterator[str]:
@@ -45,11 +45,3 @@ def _refusals(request: GenerateReqInput, vocab_size: int) -> Iterator[str]:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def wants_trace(req: Any) -> bool:
-    """Whether this scheduler-side request asked for its rounds."""
-    parameters = req.sampling_params.custom_params
-    # A client can write custom_params itself, with anything in our place.
-    options = parameters.get(PARAMETERS_KEY) if isinstance(parameters, dict) else None
-    return isinstance(options, dict) and options.get("trace") is True

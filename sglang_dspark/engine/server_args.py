@@ -13,9 +13,9 @@ from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dspark.calibration.sts import StsCalibration
-from sglang_dspark.config import DSparkConfig, add_flags, flag_texts
+from sglang_dspark.config import DSparkConfig, add_flags, flag_name, flag_texts
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.pairing import check_target
+from sglang_dspark.draft.pairing import check_architecture, check_target
 from sglang_dspark.engine import hooks
 from sglang_dspark.errors import ConfigError
 
@@ -42,7 +42,7 @@ def _add_cli_args(result: Any, parser: Any) -> None:
 def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
     if (namespace.speculative_algorithm or "").upper() == "DSPARK":
         # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
-        check_draft_path(namespace.speculative_draft_model_path)
+        check_draft_path(namespace.speculative_draft_model_path, DSparkConfig.resolve(flag_texts(namespace)).draft_free)
         _choose_attention_backend(namespace)
         if namespace.sampling_backend not in (None, "pytorch"):
             raise ConfigError(
@@ -63,15 +63,25 @@ def _choose_attention_backend(namespace: Any) -> None:
         namespace.attention_backend = ATTENTION_BACKEND.get(device)
 
 
-def check_draft_path(path: str | None) -> None:
-    """Refuse a draft path that is missing, or absent where a folder was meant.
+def check_draft_path(path: str | None, draft_free: bool) -> None:
+    """Refuse a draft path that is missing, absent where a folder was meant, or of no use.
 
     Raises:
-        ConfigError: no path, or an absolute or relative folder without ``config.json``.
+        ConfigError: no path, or an absolute or relative folder without ``config.json``; or a path where no drafter is
+            to be served.
     """
     flag = "--speculative-draft-model-path"
+    if draft_free:
+        if path is not None:
+            raise ConfigError(
+                f"{flag}={path} names a drafter, and {flag_name('draft_free')} serves without one; drop one of them"
+            )
+        return
     if not path:
-        raise ConfigError(f"DSPARK needs a drafter: pass {flag} with a DeepSpec-format checkpoint of your target")
+        raise ConfigError(
+            f"DSPARK needs a drafter: pass {flag} with a DeepSpec-format checkpoint of your target, "
+            f"or {flag_name('draft_free')} to serve requests with presets alone"
+        )
     looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
     if looks_local and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{flag}={path!r} holds no config.json; pass the folder of a DeepSpec-format checkpoint")
@@ -83,7 +93,7 @@ def validate(server_args: Any) -> None:
     Raises:
         ConfigError: names the flag, its value and the remedy.
     """
-    check_draft_path(server_args.speculative_draft_model_path)
+    check_draft_path(server_args.speculative_draft_model_path, _config().draft_free)
     for refusal in _refusals(server_args):
         raise ConfigError(refusal)
 
@@ -142,26 +152,34 @@ def _refusals(args: Any) -> Iterator[str]:
             )
 
 
+def _config() -> DSparkConfig:
+    return DSparkConfig.resolve(_flag_texts.get({}))
+
+
 def complete(server_args: Any) -> None:
     """Resolve our options against the checkpoint, fill the fields that size SGLang's buffers, install the front-end.
 
     Raises:
         ConfigError, CheckpointError: options, checkpoint or target do not fit together.
     """
-    config = DSparkConfig.resolve(_flag_texts.get({}))
-    draft = DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
+    config = _config()
+    draft = None if config.draft_free else DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
     target = server_args.get_model_config()
     if target.quantization is not None or getattr(target.hf_config, "quantization_config", None) is not None:
         raise ConfigError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
-    check_target(draft, target.hf_text_config)
-    gamma = config.gamma(draft.block_size)
+    if draft is None:
+        check_architecture(target.hf_text_config)
+    else:
+        check_target(draft, target.hf_text_config)
+    gamma = config.gamma(None if draft is None else draft.block_size)
     given = server_args.speculative_num_draft_tokens
     if given is not None and given != gamma + 1:
         raise ConfigError(
             f"--speculative-num-draft-tokens={given} contradicts the block size {gamma}; "
             f"pass {gamma + 1} or drop the flag"
         )
-    if config.schedule == "threshold" and not draft.enable_confidence_head:
+    has_confidence_head = draft is not None and draft.enable_confidence_head
+    if config.schedule == "threshold" and draft is not None and not has_confidence_head:
         raise ConfigError(
             f"--speculative-dspark-schedule=threshold needs a confidence head, and {draft.origin} has none; "
             "use auto or static"
@@ -175,6 +193,7 @@ def complete(server_args: Any) -> None:
             draft=server_args.speculative_draft_model_path,
         )
     server_args.dspark_config = config
+    server_args.dspark_confidence_head = has_confidence_head
     # SGLang's tokens per request and step: the anchor and the drafts that may be verified.
     server_args.speculative_num_draft_tokens = config.max_verify(gamma) + 1
     server_args.speculative_num_steps = 1
@@ -191,5 +210,5 @@ def complete(server_args: Any) -> None:
         gamma,
         config.schedule,
         config.max_verify(gamma),
-        server_args.speculative_draft_model_path,
+        server_args.speculative_draft_model_path or "none",
     )

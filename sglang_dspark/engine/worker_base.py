@@ -14,7 +14,6 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.engine.adjustments import Adjustments
 from sglang_dspark.engine.agreement import Agreement
 from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, is_running, record_traces, round_keys
@@ -22,7 +21,6 @@ from sglang_dspark.engine.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.logprobs import with_logprobs
-from sglang_dspark.engine.target import Target
 from sglang_dspark.worker.state import Rounds
 
 Publish = Callable[[torch.Tensor], None]
@@ -41,11 +39,9 @@ class SpecWorkerBase(BaseSpecWorker):
             logging.getLogger("sglang_dspark").setLevel(logging.WARNING)
         self.device = torch.device(target_worker.device)
         self.options: DSparkConfig = server_args.dspark_config
-        self.draft_config = DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
-        self.target = Target(target_worker.model_runner, self.draft_config)
         self.sampling = SamplingReader(self.device)
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
-        self.adjustments = Adjustments(self.draft_config.vocab_size, self.device)
+        self.adjustments = Adjustments(target_worker.model_runner.model_config.vocab_size, self.device)
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = server_args.speculative_num_draft_tokens - 1
         self.step = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -11,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sglang_dspark.prefix_scheduler.lagged_survival import LaggedSurvivals
+from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.planner import Candidate, Outlook, by_drafts, outlook
 from sglang_dspark.prefix_scheduler.sps_table import Array
 from sglang_dspark.prefix_scheduler.step_times import StepTimes
@@ -33,6 +35,10 @@ PROBE_SHARE = 0.01
 DOUBT = 2.0
 # A parked server sees little, so what it sees counts for more: rounds that a probe stands for.
 PARKED_PROBE_WEIGHT = 4
+# The policy adaptive-block: steps whose acceptance counts, the share that whole blocks need, and the short block.
+ADAPTIVE_WINDOW_STEPS = 4
+ADAPTIVE_ACCEPTANCE = 0.40
+ADAPTIVE_LOW_BLOCK = 4
 
 
 class Rule(Enum):
@@ -56,6 +62,7 @@ class Choice:
         forced: request that is verified to the full depth whatever its survivals.
         drafted: requests that are drafted, ascending; None drafts all.
         weight: rounds that a round of this step stands for in the statistics of survivals.
+        limits: what requests ask for themselves, see :meth:`within`; None when nobody asks for anything.
     """
 
     rule: Rule
@@ -64,11 +71,61 @@ class Choice:
     forced: int | None = None
     drafted: tuple[int, ...] | None = None
     weight: int = 1
+    limits: Limits | None = None
 
     def is_uniform(self, requests: int) -> bool:
         """Whether every request verifies its whole block, whatever the confidences."""
         whole = self.rule is Rule.TOP and self.drafted is None and self.budget == requests * self.depth
-        return whole or self.rule is Rule.UNIFORM
+        return self.limits is None and (whole or self.rule is Rule.UNIFORM)
+
+    @property
+    def singles_out(self) -> bool:
+        """Whether drafts are ranked by more than their survivals."""
+        return self.forced is not None or self.drafted is not None or self.limits is not None
+
+    @property
+    def needs_confidence(self) -> bool:
+        """Whether a request asks for a bound by confidence."""
+        return self.limits is not None and self.limits.thresholds is not None
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether presets propose drafts of this step."""
+        return self.limits is not None and any(self.limits.copied)
+
+    @property
+    def fixes_total(self) -> bool:
+        """Whether ``budget`` is exactly what is verified, known before the drafts are."""
+        return self.rule is Rule.TOP and not self.needs_confidence
+
+    def within(self, limits: Limits) -> Choice:
+        """The same step with what single requests ask for.
+
+        Requests that may not verify anything, and those with copied drafts, are not drafted. What a request may not
+        verify is left to others as far as the budget goes; copied drafts come on top of the budget.
+        """
+        requests, copied = len(limits.most), sum(limits.copied)
+        candidates = range(requests if self.depth else 0) if self.drafted is None else self.drafted
+        drafted = tuple(r for r in candidates if limits.most[r] and not limits.copied[r])
+        if not drafted and not copied:
+            return PLAIN
+        depth = self.depth if drafted else 0
+        most = tuple(limits.copied[r] or (min(limits.most[r], depth) if r in drafted else 0) for r in range(requests))
+        left = sum(most) - copied
+        bounds = limits.thresholds
+        thresholds = bounds if bounds is not None and any(bounds[r] for r in drafted) else None
+        if not copied and left == len(candidates) * depth and thresholds is None:
+            return self
+        live = drafted and self.rule not in (Rule.UNIFORM, Rule.TOP)
+        return replace(
+            self,
+            rule=self.rule if live else Rule.TOP,
+            depth=depth,
+            budget=(min(self.budget, left) if self.rule is Rule.TOP else left) + copied,
+            forced=self.forced if self.forced in drafted else None,
+            drafted=None if len(drafted) == requests else drafted,
+            limits=Limits(most, limits.copied, thresholds),
+        )
 
     def for_some(self, drafted: Sequence[int], requests: int) -> Choice:
         """The same step with only ``drafted`` of the ``requests`` requests drafted."""
@@ -135,6 +192,40 @@ class LivePolicy:
 
     def report(self) -> dict[str, Any]:
         return {} if self.threshold is None else {"confidence_threshold": self.threshold}
+
+
+@dataclass
+class AdaptiveBlockPolicy:
+    """``adaptive-block``: whole blocks while drafts are accepted, short ones while they are not.
+
+    A simple rule of other engines, for comparison: it looks at the acceptance of the last few steps alone, whatever
+    a step costs and however sure the drafter is of a draft.
+
+    Attributes:
+        gamma: drafts of a whole block.
+    """
+
+    gamma: int
+    name: str = "adaptive-block"
+    needs_confidence: bool = False
+    _steps: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=ADAPTIVE_WINDOW_STEPS), init=False)
+
+    def choose(self, requests: int, context: float) -> Choice:
+        length = self.gamma if self.acceptance >= ADAPTIVE_ACCEPTANCE else min(ADAPTIVE_LOW_BLOCK, self.gamma)
+        return Choice(Rule.UNIFORM, length, length * requests)
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafts accepted in the last steps; 1 before the first."""
+        verified, accepted = (sum(step[part] for step in self._steps) for part in (0, 1))
+        return accepted / verified if verified else 1.0
+
+    def observe(self, verified: int, accepted: int) -> None:
+        """Add a step that verified drafts of the drafter, all requests together."""
+        self._steps.append((verified, accepted))
+
+    def report(self) -> dict[str, Any]:
+        return {"acceptance": self.acceptance}
 
 
 @dataclass

@@ -61,13 +61,14 @@ def early_stop(survival: Array, step_ms: Array) -> list[int]:
     return lens
 
 
-def above_threshold(confidence: torch.Tensor, threshold: float) -> torch.Tensor:
+def above_threshold(confidence: torch.Tensor, threshold: float | torch.Tensor) -> torch.Tensor:
     """Drafts before the first one whose confidence lies below ``threshold`` (DSpark, 4.4). No host sync.
 
     The confidence of a draft is known before the draft is drawn, so it may decide about it.
 
     Args:
         confidence: [bs, depth] per-step acceptance probabilities.
+        threshold: one for all, or one per request, [bs, 1].
 
     Returns:
         [bs] int64 lengths.

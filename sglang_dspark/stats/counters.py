@@ -18,33 +18,47 @@ class Counters:
         steps: decode steps.
         plain_steps: those of them in which nothing was drafted.
         rounds: requests, summed over the steps.
-        drafted: draft tokens proposed.
-        verified: draft tokens that went through the target.
+        drafted: draft tokens that the drafter proposed.
+        copied: draft tokens that presets proposed.
+        verified: draft tokens that went through the target, whoever proposed them.
         accepted: draft tokens that the target kept.
+        copied_accepted: those of them that presets proposed.
         committed: tokens gained: accepted drafts and one correction or bonus token per round.
-        verified_at, accepted_at: the same by position in the block, position 0 first.
+        verified_at, accepted_at: the drafter's by position in the block, position 0 first.
     """
 
     def __init__(self, gamma: int) -> None:
         self.steps = self.plain_steps = self.rounds = self.drafted = self.verified = self.accepted = 0
+        self.copied = self.copied_accepted = 0
         self.verified_at = [0] * gamma
         self.accepted_at = [0] * gamma
 
-    def record(self, draft_lens: Sequence[int], verify_lens: Sequence[int], accept_lens: Sequence[int]) -> None:
+    def record(
+        self,
+        draft_lens: Sequence[int],
+        verify_lens: Sequence[int],
+        accept_lens: Sequence[int],
+        copied_lens: Sequence[int],
+    ) -> None:
         """Add one step.
 
         Args:
-            draft_lens: drafts proposed per request.
+            draft_lens: drafts that the drafter proposed per request.
             verify_lens: drafts verified per request.
             accept_lens: drafts accepted per request (bonus not included).
+            copied_lens: drafts that presets proposed per request, 0 where the drafter was asked.
         """
         self.steps += 1
-        self.plain_steps += not any(draft_lens)
+        self.plain_steps += not any(draft_lens) and not any(copied_lens)
         self.rounds += len(verify_lens)
         self.drafted += sum(draft_lens)
         self.verified += sum(verify_lens)
         self.accepted += sum(accept_lens)
-        for verified, accepted in zip(verify_lens, accept_lens, strict=True):
+        for verified, accepted, copied in zip(verify_lens, accept_lens, copied_lens, strict=True):
+            if copied:
+                self.copied += copied
+                self.copied_accepted += accepted
+                continue
             for position in range(verified):
                 self.verified_at[position] += 1
                 self.accepted_at[position] += position < accepted
@@ -63,7 +77,8 @@ class Counters:
     def looks_miswired(self) -> bool:
         """Whether enough drafts were verified to say that the drafter does not predict this target."""
         rounds = self.verified_at[0]
-        return rounds >= LOW_ACCEPT_ROUNDS and (self.accepted + rounds) / rounds < LOW_ACCEPT_LENGTH
+        accepted = self.accepted - self.copied_accepted
+        return rounds >= LOW_ACCEPT_ROUNDS and (accepted + rounds) / rounds < LOW_ACCEPT_LENGTH
 
     def report(self) -> dict[str, Any]:
         """JSON form. ``survival``: share of verified drafts accepted through that position, None where none was."""
@@ -72,6 +87,8 @@ class Counters:
             "plain_steps": self.plain_steps,
             "rounds": self.rounds,
             "drafted_tokens": self.drafted,
+            "copied_tokens": self.copied,
+            "copied_accepted_tokens": self.copied_accepted,
             "verified_tokens": self.verified,
             "accepted_tokens": self.accepted,
             "committed_tokens": self.committed,

@@ -16,7 +16,9 @@ from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.prefix_scheduler.lagged_survival import LaggedSurvivals
+from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.policies import (
+    AdaptiveBlockPolicy,
     AutoPolicy,
     Choice,
     FixedPolicy,
@@ -30,7 +32,7 @@ from sglang_dspark.prefix_scheduler.request_gains import RequestGains
 from sglang_dspark.prefix_scheduler.selection import above_threshold, early_stop, random_lens, top_prefixes
 from sglang_dspark.prefix_scheduler.sps_table import Array, SpsTable
 from sglang_dspark.prefix_scheduler.step_times import StepKind, StepTimes
-from sglang_dspark.worker.host_index import host_index
+from sglang_dspark.worker.host_index import host_floats, host_index
 from sglang_dspark.worker.state import Drafted, Rounds
 
 # Learning from a step costs 0.1 ms however few requests it had: so many steps are taken together.
@@ -83,7 +85,7 @@ class Schedule:
         self.policy: Policy = FixedPolicy(0, "off")
 
     def start(self, table: SpsTable | None) -> None:
-        """Begin with the configured policy.
+        """Begin with the configured policy. Without a drafter, ``auto`` drafts nothing: there are presets alone.
 
         Args:
             table: measured step times; None where the policy needs none.
@@ -93,6 +95,11 @@ class Schedule:
             depths = (table.gamma,) if self.whole_batches else draft_depths(table.draft_ms)
             self.survivals = LaggedSurvivals(self.max_verify, depths)
         self.policy = self._make_policy(self.options)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether drafts are verified at all, whoever proposes them."""
+        return self.options.schedule != "off"
 
     def switch(self, fields: dict[str, Any]) -> None:
         """Take another policy from the next step on.
@@ -118,10 +125,14 @@ class Schedule:
                 return FixedPolicy(options.static_verify_len(self.max_verify))
             case "off":
                 return FixedPolicy(0, "off")
+            case "auto" if options.draft_free:
+                return FixedPolicy(0, "auto")
             case "threshold":
                 if self.calibration is None:
                     raise ConfigError("policy='threshold' needs a drafter with a confidence head; use auto or static")
                 return LivePolicy(Rule.THRESHOLD, self.max_verify, options.confidence_threshold)
+            case "adaptive-block":
+                return AdaptiveBlockPolicy(self.max_verify)
             case "random":
                 return LivePolicy(Rule.RANDOM, self.max_verify, needs_confidence=False)
         if self.times is None or self.survivals is None:
@@ -133,12 +144,13 @@ class Schedule:
             return LivePolicy(Rule.EARLY_STOP, self.max_verify)
         return AutoPolicy(self.times, self.survivals)
 
-    def choose(self, requests: Sequence[str], context: float) -> Choice:
+    def choose(self, requests: Sequence[str], context: float, limits: Limits | None = None) -> Choice:
         """Decide the step ahead, and take the time of the one behind.
 
         Args:
             requests: ids of the requests.
             context: mean context tokens per request.
+            limits: what the requests ask for themselves; None when nobody asks for anything.
         """
         now = time.perf_counter()
         kind = self._kinds[0]
@@ -151,15 +163,15 @@ class Schedule:
         if leaves_out and isinstance(self.policy, AutoPolicy):
             least = self.policy.least_gain(len(requests), choice.depth, context)
             choice = choice.for_some(self.gains.worth_drafting(requests, least), len(requests))
-        return choice
+        return choice if limits is None else choice.within(limits)
 
     def interrupt(self) -> None:
         """Something other than a decode step runs: the time until the next one is not a step's."""
         self._kinds.extend([None] * len(self._kinds))
 
     def took(self, choice: Choice, requests: int, num_tokens: int) -> None:
-        """The step under way verifies this many tokens; its time is that of a whole batch, unless it drafts for one."""
-        usual = choice.drafted is None
+        """The step under way verifies this many tokens; its time is a whole batch's, unless it drafts for some only."""
+        usual = choice.drafted is None and not choice.has_copies
         self._kinds.append(StepKind(requests, num_tokens, choice.depth, self._context) if usual else None)
 
     def survival(
@@ -184,15 +196,34 @@ class Schedule:
         survival = self.survival(logits, bs, depth, coefficients)
         return torch.stack([torch.full_like(survival, torch.nan) if logits is None else logits, survival])
 
-    def ranked(self, choice: Choice, survival: torch.Tensor) -> torch.Tensor:
-        """[bs, depth] what drafts are ranked by: their survival, but for the requests that the choice singles out."""
+    def ranked(self, choice: Choice, drafted: Drafted) -> torch.Tensor:
+        """[bs, width of the block] what drafts are ranked by: their survival, but for what the choice singles out."""
+        bs, width = len(drafted.depths), drafted.width
+        # A policy without confidences ranks drafts only to keep them within limits, which leave no choice.
+        survival = torch.ones((bs, width), device=self.device) if drafted.survival is None else drafted.survival
+        survival = torch.nn.functional.pad(survival, (0, width - survival.shape[1]), value=_EXCLUDED)
         if choice.drafted is not None:
-            left_out = host_index([r for r in range(len(survival)) if r not in choice.drafted], self.device)
+            left_out = host_index([r for r in range(bs) if r not in choice.drafted], self.device)
             survival = survival.index_fill(0, left_out, _EXCLUDED)
         if choice.forced is not None:
             survival = survival.clone()
             survival[choice.forced] = _FORCED
+        if choice.limits is not None:
+            allowed, copied = self._allowed(choice.limits, drafted)
+            survival = torch.where(allowed, survival.masked_fill(copied, _FORCED), _EXCLUDED)
         return survival
+
+    def _allowed(self, limits: Limits, drafted: Drafted) -> tuple[torch.Tensor, torch.Tensor]:
+        """[bs, width] bool each: drafts within the limits, always leading ones, and those of them that are copied."""
+        slots = torch.arange(drafted.width, device=self.device)
+        most, num_copied = host_index((limits.most, limits.copied), self.device)
+        allowed, copied = slots < most[:, None], slots < num_copied[:, None]
+        if limits.thresholds is not None:
+            assert drafted.raw_confidence is not None
+            least = host_floats(limits.thresholds, self.device)[:, None]
+            lens = above_threshold(drafted.raw_confidence, least)
+            allowed &= copied | (slots < lens[:, None])
+        return allowed, copied
 
     def verify_lens(self, choice: Choice, drafted: Drafted, step: int) -> tuple[torch.Tensor, int]:
         """Verify lengths of a drafted step, and their sum.
@@ -207,21 +238,37 @@ class Schedule:
         bs, depth = len(drafted.depths), choice.depth
         match choice.rule:
             case Rule.TOP:
-                assert drafted.survival is not None
-                return top_prefixes(self.ranked(choice, drafted.survival), choice.budget), choice.budget
+                lens = top_prefixes(self.ranked(choice, drafted), choice.budget)
+                return lens, choice.budget if choice.fixes_total else int(lens.sum())
             case Rule.THRESHOLD:
                 assert drafted.raw_confidence is not None
                 assert self.options.confidence_threshold is not None
                 lens = above_threshold(drafted.raw_confidence, self.options.confidence_threshold)
+                lens = self._within(choice, drafted, lens)
                 return lens, int(lens.sum())
             case Rule.EARLY_STOP:
                 assert self.times is not None
                 assert drafted.survival is not None
                 step_ms = self.times.by_drafts(bs, depth, self._context)
-                host_lens = early_stop(drafted.survival.double().cpu().numpy(), step_ms)
+                survival = drafted.survival
+                if choice.limits is not None:
+                    allowed, copied = self._allowed(choice.limits, drafted)
+                    survival = torch.where((allowed & ~copied)[:, :depth], survival, _EXCLUDED)
+                host_lens = early_stop(survival.double().cpu().numpy(), step_ms)
             case _:
                 host_lens = list(random_lens(depth, bs, step))
-        return torch.tensor(host_lens, device=self.device), sum(host_lens)
+        lens = torch.tensor(host_lens, device=self.device)
+        if choice.limits is None:
+            return lens, sum(host_lens)
+        lens = self._within(choice, drafted, lens)
+        return lens, int(lens.sum())
+
+    def _within(self, choice: Choice, drafted: Drafted, lens: torch.Tensor) -> torch.Tensor:
+        """Lengths [bs] of a live rule, cut to what the requests allow; copied drafts whole."""
+        if choice.limits is None:
+            return lens
+        allowed, copied = self._allowed(choice.limits, drafted)
+        return torch.where(copied.any(1), allowed.sum(1), torch.minimum(lens, allowed.sum(1)))
 
     def observe(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
         """Take note of a step's outcome, and learn from several at a time: each lesson has a price of its own.
@@ -233,6 +280,9 @@ class Schedule:
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
             return
+        if isinstance(self.policy, AdaptiveBlockPolicy):
+            verified = rounds.verify_lens.tolist()
+            self.policy.observe(sum(verified[running[i]] for i in drafted), sum(accept_lens[i] for i in drafted))
         self._notes.append(_Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
         # A parked server's probe is all that it gets to see for long.
         if len(self._notes) >= LEARN_STEPS or rounds.choice.weight > 1:

@@ -6,12 +6,14 @@ vocabulary. Tensors live on the worker's device unless their name ends in ``_cpu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from dspark_kernels import DraftBlock, RoundKeys, SamplingRows
 
 from sglang_dspark.prefix_scheduler.policies import Choice
+from sglang_dspark.worker.host_index import host_index
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,25 @@ class DecodeBatch:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Drafts that presets propose instead of the drafter's.
+
+    Attributes:
+        tokens: [bs, width] int64, fillers where nothing is proposed.
+        lens: drafts proposed per request.
+    """
+
+    tokens: torch.Tensor
+    lens: tuple[int, ...]
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """[bs, width] bool, which of ``tokens`` are proposed."""
+        lens = host_index(self.lens, self.tokens.device)
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) < lens[:, None]
+
+
+@dataclass(frozen=True)
 class Drafted:
     """What the draft stage proposes.
 
@@ -56,6 +77,23 @@ class Drafted:
     block: DraftBlock | None
     predictions: torch.Tensor | None
     depths: list[int]
+
+    def with_copies(self, copies: Copies | None) -> Drafted:
+        """The same with drafts that presets propose."""
+        if copies is None:
+            return self
+        if self.block is None:
+            block = DraftBlock(copies.tokens, None, None, copied=copies.mask)
+        else:
+            block = self.block.with_copies(copies.tokens, copies.mask)
+        return replace(self, block=block)
+
+    @property
+    def width(self) -> int:
+        """Drafts that the block has room for."""
+        if self.block is not None:
+            return self.block.tokens.shape[1]
+        return 0 if self.predictions is None else self.predictions.shape[2]
 
     @property
     def survival(self) -> torch.Tensor | None:
@@ -95,6 +133,7 @@ class Rounds:
         verify_lens: [bs] int64, drafts verified per request.
         predictions: as in :class:`Drafted`.
         traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
+        copied: drafts that a preset proposed, per request; those requests count as not drafted.
     """
 
     requests: list[str]
@@ -103,3 +142,4 @@ class Rounds:
     verify_lens: torch.Tensor
     predictions: torch.Tensor | None
     traced: torch.Tensor | None
+    copied: Sequence[int]

@@ -42,7 +42,7 @@ class StepGraphs:
     def __init__(self, worker: DSparkWorker, request_slots: list[int]) -> None:
         self._free_before = torch.cuda.mem_get_info()[0]
         self.worker = worker
-        self.depth, device = worker.max_verify, worker.device
+        self.depth, device = worker.graph_depth, worker.device
         self.tiers = Tiers.of(request_slots, self.depth)
         most = self.tiers.requests[-1]
         num_rows = max((most, *self.tiers.tokens))
@@ -54,7 +54,7 @@ class StepGraphs:
         self.drafts = torch.zeros((most, self.depth), dtype=torch.int64, device=device)
         self.predictions = torch.zeros((2, most, self.depth), device=device)
         self._rows = _zeroed(VerifyRows.empty(most, num_rows, device))
-        self._logits = torch.empty((num_rows, worker.draft_config.vocab_size), device=device)
+        self._logits = torch.empty((num_rows, worker.target_worker.model_config.vocab_size), device=device)
         self.draft: dict[tuple[int, bool], Captured[DraftBlock]] = {}
         self.verify: dict[tuple[int, bool], Captured[tuple[Any, torch.Tensor]]] = {}
         self.accept: dict[tuple[int, bool], Captured[Accepted]] = {}
@@ -197,10 +197,10 @@ class StepGraphs:
             self._copied_coefficients = latest
 
     def stage(self, step: DecodeBatch, choice: Choice) -> GraphStages | None:
-        """Copy ``step`` into the buffers; None when its shape was not captured."""
+        """Copy ``step`` into the buffers; None when its shape was not captured, or presets propose drafts for it."""
         requests = len(step)
         slots = self.tiers.request_slots(requests)
-        if slots is None or choice.rule not in RULES:
+        if slots is None or choice.rule not in RULES or choice.has_copies:
             return None
         plain = choice.depth == 0
         drafts = requests * choice.depth if choice.rule is Rule.UNIFORM else choice.budget
@@ -208,7 +208,7 @@ class StepGraphs:
         if rows is None:
             return None
         given = StepRequests(step.anchors, step.prefix_lens, step.req_pool_indices, step.req_to_token)
-        prepare(given, self.worker.gamma, 1, self.worker.draft_config.mask_token_id, out=self.prepared)
+        prepare(given, self.worker.gamma, 1, self.worker.mask_token_id, out=self.prepared)
         return GraphStages(self, slots, rows, plain)
 
 
@@ -260,10 +260,9 @@ class GraphStages:
         if choice.is_uniform(requests):
             plan_uniform(choice.depth, drafts, given, self._rows, out)
         else:
-            assert drafted.survival is not None
             assert drafts is not None
-            if choice.forced is not None or choice.drafted is not None:
-                graphs.predictions[1, :requests] = self._worker.schedule.ranked(choice, drafted.survival)
+            if choice.singles_out:
+                graphs.predictions[1, :requests] = self._worker.schedule.ranked(choice, drafted)
             plan_top(graphs.predictions[1, : len(drafts)], choice.budget, drafts, given, self._rows, out)
         return graphs.plan_of(self._rows, self._plain)
 

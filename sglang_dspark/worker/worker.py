@@ -13,19 +13,23 @@ from dspark_kernels.kv_inject import CommitRows
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.sts import StsCalibration
+from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.engine.batch import DSparkBatchResult, any_traced, copy_drafts, read_decode_batch
+from sglang_dspark.engine.batch import DSparkBatchResult, copy_drafts, read_decode_batch
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.graphs import graph_request_slots
 from sglang_dspark.engine.logprobs import with_logprobs
+from sglang_dspark.engine.speculation import OptionsReader
+from sglang_dspark.engine.target import Target
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
-from sglang_dspark.prefix_scheduler.policies import Choice, Rule
+from sglang_dspark.prefix_scheduler.policies import Choice
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.worker.draft_attention import block_attend
 from sglang_dspark.worker.draft_cache import DraftCache
 from sglang_dspark.worker.host_index import host_index
+from sglang_dspark.worker.preset_texts import PresetTexts
 from sglang_dspark.worker.schedule import Schedule
 from sglang_dspark.worker.sps import load_or_measure
 from sglang_dspark.worker.state import DecodeBatch, Drafted, Rounds, VerifyPlan
@@ -42,23 +46,41 @@ class DSparkWorker(SpecWorkerBase):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        path = self.server_args.speculative_draft_model_path
-        self.drafter = load_draft_model(path, dtype=self.target.dtype, device=self.device)
-        shared = self.target.share_with(self.drafter)
-        self.heads = ProposalHeads(self.drafter, load_token_ids(path, self.draft_config.vocab_size))
-        self.gamma = self.options.gamma(self.draft_config.block_size)
+        self.gamma = self.load_drafter()
         # Under overlap a CUDA device is one step behind the host; on a CPU they are the same.
         self.on_gpu = self.device.type == "cuda"
         lag = int(self.on_gpu and not self.server_args.disable_overlap_schedule)
-        self.schedule = Schedule(self.options, self.max_verify, self._calibration(), self.device, lag)
+        self.schedule = Schedule(self.options, self.max_verify, self.make_calibration(), self.device, lag)
         self.counters = Counters(self.gamma)
+        self.asked = OptionsReader(self.max_verify)
+        self.preset_texts = PresetTexts(self.max_verify)
         self.graphs: StepGraphs | None = None
         self._logged_at = time.monotonic()
         self._warned = False
-        if self.tp_rank == 0:
-            logger.info("DSPARK drafter %s loaded; read from the target: %s", path, ", ".join(shared) or "nothing")
 
-    def _calibration(self) -> OnlineCalibration | None:
+    def load_drafter(self) -> int:
+        """Load the drafter beside the target; returns the drafts of a block."""
+        path = self.server_args.speculative_draft_model_path
+        self.draft_config = DraftConfig.from_pretrained(path)
+        self.target = Target(self.target_worker.model_runner, self.draft_config)
+        self.drafter = load_draft_model(path, dtype=self.target.dtype, device=self.device)
+        shared = self.target.share_with(self.drafter)
+        self.heads = ProposalHeads(self.drafter, load_token_ids(path, self.draft_config.vocab_size))
+        logger.info("DSPARK drafter %s loaded; read from the target: %s", path, ", ".join(shared) or "nothing")
+        return self.options.gamma(self.draft_config.block_size)
+
+    @property
+    def mask_token_id(self) -> int:
+        """What stands in the slots of a block after the anchor."""
+        return self.draft_config.mask_token_id
+
+    @property
+    def graph_depth(self) -> int:
+        """Drafts per request that steps captured in CUDA graphs have room for."""
+        return self.max_verify
+
+    def make_calibration(self) -> OnlineCalibration | None:
+        """Calibration of the drafter's confidence head; None without one."""
         if self.drafter.confidence is None:
             return None
         path, temperatures = self.options.confidence_sts_path, None
@@ -73,11 +95,12 @@ class DSparkWorker(SpecWorkerBase):
 
     def prepare_to_serve(self) -> None:
         if self.on_gpu:
-            self.graphs = self._capture_graphs()
+            self.graphs = self.capture_graphs()
             self.schedule.whole_batches = self.graphs is not None
         self.schedule.start(load_or_measure(self))
 
-    def _capture_graphs(self) -> StepGraphs | None:
+    def capture_graphs(self) -> StepGraphs | None:
+        """Decode steps as CUDA graphs; None where they run launch by launch."""
         runner = self.target_worker.model_runner
         slots = graph_request_slots(runner)
         if reason := runner.attn_backend.unserved if slots else "CUDA graphs are off":
@@ -93,15 +116,17 @@ class DSparkWorker(SpecWorkerBase):
         requests = [req.rid for req in batch.reqs]
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(req.kv_committed_len for req in batch.reqs) / len(requests)
-        choice = self.agreement.share(self.schedule.choose(requests, context))
-        traced = any_traced(batch.reqs)
         rows = self.sampling.read(batch.reqs)
         adjusted = self.adjustments.concern_step(batch)
         step = read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step, adjusted=adjusted)
-        if choice.drafted is not None:
+        asked = self.asked.read(batch.reqs)
+        copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
+        choice = self.agreement.share(self.schedule.choose(requests, context, asked.limits_with(copies)))
+        if choice.drafted:
             rows = self.drafted_sampling.read([batch.reqs[request] for request in choice.drafted])
         stages = self.stages(step, choice)
-        drafted = stages.draft(step, choice, rows, traced or self.schedule.policy.needs_confidence)
+        with_confidence = asked.traced or choice.needs_confidence or self.schedule.policy.needs_confidence
+        drafted = stages.draft(step, choice, rows, with_confidence).with_copies(copies)
         plan = stages.plan(step, drafted, choice)
         self.schedule.took(choice, len(step), len(plan.input_ids))
         windows = self.adjustments.windows(batch, plan)
@@ -109,6 +134,7 @@ class DSparkWorker(SpecWorkerBase):
         if adjusted:
             self.adjustments.apply(batch, plan, windows, output.next_token_logits)
         accepted = stages.accept(step, drafted.block, plan, output)
+        self.preset_texts.took(batch.reqs, asked, accepted)
         assert accepted.new_seq_lens is not None
         publish(accepted.new_seq_lens)
         self.adjustments.count(batch.reqs, accepted.out_tokens)
@@ -127,7 +153,8 @@ class DSparkWorker(SpecWorkerBase):
                 drafted=drafted.depths,
                 verify_lens=plan.verify_lens[: len(step)].clone(),
                 predictions=drafted.predictions,
-                traced=copy_drafts(step, drafted.block) if traced else None,
+                traced=copy_drafts(step, drafted.block) if asked.traced else None,
+                copied=[0] * len(step) if copies is None else copies.lens,
             ),
         )
 
@@ -158,7 +185,7 @@ class DSparkWorker(SpecWorkerBase):
     def draft_block(self, step: DecodeBatch, depth: int, with_confidence: bool) -> DraftBlock:
         """Run the drafter over the blocks of all requests of ``step`` and sample their first ``depth`` slots."""
         bs, gamma, drafter = len(step), self.gamma, self.drafter
-        ids = torch.full((bs, gamma), self.draft_config.mask_token_id, device=self.device)
+        ids = torch.full((bs, gamma), self.mask_token_id, device=self.device)
         ids[:, 0] = step.anchors
         positions = (step.prefix_lens[:, None] + torch.arange(gamma, device=self.device)).view(-1)
         attend = block_attend(self.cache, step, gamma, self.draft_config)
@@ -187,7 +214,7 @@ class DSparkWorker(SpecWorkerBase):
             return uniform_plan(step, tokens, choice.depth)
         lens, total = self.schedule.verify_lens(choice, drafted, self.step)
         self.agreement.adopt(tokens, lens)
-        if choice.rule is not Rule.TOP:  # whose sum is part of the choice
+        if not choice.fixes_total:
             total = self.agreement.share(total)
         return ragged_plan(step, tokens, lens, len(step) + total)
 
@@ -207,6 +234,7 @@ class DSparkWorker(SpecWorkerBase):
             proposal,
             step.rows,
             step.keys,
+            copied=None if block is None else block.copied,
             prefix_lens=step.prefix_lens,
         )
         assert accepted.new_seq_lens is not None
@@ -242,6 +270,7 @@ class DSparkWorker(SpecWorkerBase):
             [rounds.drafted[request] for request in running],
             [verify_lens[request] for request in running],
             accept_lens,
+            [rounds.copied[request] for request in running],
         )
         self.schedule.observe(rounds, running, accept_lens)
         now = time.monotonic()

@@ -60,12 +60,25 @@ def test_generate_carries_it_in_every_set_of_sampling_parameters():
     assert json.loads(send(several))["sampling_params"] == [carried, {"n": 2, **carried}]
 
 
-@pytest.mark.parametrize("value", [None, {}, {"trace": False}])
+def test_candidates_travel_beside_the_other_options():
+    """SGLang takes no list inside of an object there."""
+    field = {"preset": "classification", "candidates": ["yes", "no"], "max_draft": 2}
+    carried = json.loads(send(json.dumps({"text": "a", "speculation": field}).encode()))["sampling_params"]
+    assert carried["custom_params"] == {
+        "dspark": {"preset": "classification", "max_draft": 2},
+        "dspark_candidates": ["yes", "no"],
+    }
+
+
+DEFAULTS = {"enabled": True, "preset": "none", "trace": False}
+
+
+@pytest.mark.parametrize("value", [None, {}, {"trace": False}, DEFAULTS])
 def test_values_that_ask_for_nothing_leave_no_trace(value):
     assert json.loads(send(json.dumps({"text": "a", "speculation": value}).encode())) == {"text": "a"}
 
 
-@pytest.mark.parametrize("value", [1, [], "x", {"trace": 1}, {"trace": None}, {"tracing": True}])
+@pytest.mark.parametrize("value", [1, [], "x", {"trace": 1}, {"trace": None}, {"tracing": True}, {"max_verify": -1}])
 def test_bad_values_are_refused_by_name(value):
     status, message = send(json.dumps({"text": "a", "speculation": value}).encode())
     assert status == 400

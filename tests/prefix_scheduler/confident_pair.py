@@ -58,7 +58,7 @@ class ConfidentPair:
         logits = self.pair.target_logits[chain[torch.arange(chain.shape[1]) <= lens[:, None]]]
         indptr = torch.nn.functional.pad((lens + 1).cumsum(0), (1, 0))
         rows, keys = self.sampling.rows(len(lens)), self.keys(len(lens), step)
-        return accept_ref(block.tokens, lens, logits, indptr, block.probs, rows, keys)
+        return accept_ref(block.tokens, lens, logits, indptr, block.probs, rows, keys, block.copied)
 
     def law_p_value(self, anchors: torch.Tensor, out_tokens: torch.Tensor) -> float:
         """Chi-square: does every emitted token [n, gamma + 1] follow the target, given the token before it?

@@ -5,6 +5,7 @@ refitted, parking toggles and probes come at moments that the tokens of the last
 """
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from step_tables import make_table
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.worker import schedule as schedule_module
 from sglang_dspark.worker.schedule import Schedule
-from sglang_dspark.worker.state import Drafted, Rounds
+from sglang_dspark.worker.state import Copies, Drafted, Rounds
 
 ALPHA = 1e-4
 BS, NUM_STEPS, GAMMA = 32, 400, 3
@@ -51,25 +53,41 @@ def drafted_by(block, schedule, choice):
     return Drafted(block, schedule.predict(block.confidence_logits, BS, choice.depth), depths)
 
 
-def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None):
-    """Anchors [n] and emitted tokens [n, gamma + 1] of all rounds, and the choices made."""
+def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=lambda anchors: (None, None)):
+    """Anchors [n] and emitted tokens [n, gamma + 1] of all rounds, and the choices made.
+
+    ``ask`` gives the requests' limits and the drafts of their presets.
+    """
     anchors = torch.arange(BS) % model.vocab_size
     out_tokens = torch.zeros(BS, GAMMA + 1, dtype=torch.int64)
     on_the_way, choices, history = [], [], []
     for step in range(NUM_STEPS):
         meddle(schedule, step, out_tokens)
-        choice = schedule.choose(REQUESTS, 100.0)
+        limits, copies = ask(anchors)
+        choice = schedule.choose(REQUESTS, 100.0, limits)
         block, lens = model.draft(anchors, step), torch.zeros(BS, dtype=torch.int64)
-        if choice.depth > 0:
-            drafted = drafted_by(block, schedule, choice)
-            if choice.rule is Rule.UNIFORM:
+        if choice.depth > 0 or choice.has_copies:
+            drafted = drafted_by(block, schedule, choice) if choice.depth else Drafted(None, None, [0] * BS)
+            drafted = drafted.with_copies(copies)
+            block = block if copies is None else block.with_copies(copies.tokens, copies.mask)
+            if choice.is_uniform(BS):
                 lens = torch.full_like(lens, choice.depth)
             else:
                 lens, total = schedule.verify_lens(choice, drafted, step)
                 assert total == lens.sum()
-            on_the_way.append(Rounds(REQUESTS, choice, drafted.depths, lens, drafted.predictions, None))
+            on_the_way.append(
+                Rounds(
+                    REQUESTS,
+                    choice,
+                    drafted.depths,
+                    lens,
+                    drafted.predictions,
+                    None,
+                    copies.lens if copies else [0] * BS,
+                )
+            )
         else:
-            on_the_way.append(Rounds(REQUESTS, choice, [0] * BS, lens, None, None))
+            on_the_way.append(Rounds(REQUESTS, choice, [0] * BS, lens, None, None, [0] * BS))
         accepted = model.accept(anchors, block, lens, step)
         history.append((anchors, accepted))
         anchors, out_tokens = accepted.bonus_tokens, accepted.out_tokens
@@ -97,6 +115,7 @@ OPTIONS = {
     "static": DSparkConfig(schedule="static", verify_len=2),
     "early-stop": DSparkConfig(schedule="early-stop"),
     "threshold": DSparkConfig(schedule="threshold", confidence_threshold=0.6),
+    "adaptive-block": DSparkConfig(schedule="adaptive-block"),
     "random": DSparkConfig(schedule="random"),
 }
 
@@ -114,6 +133,50 @@ def test_the_text_follows_the_target(model, name):
     assert schedule.calibration.num_refits > 10
     if name != "static":
         assert all((torch.cat([lens for _, lens in choices]) == n).any() for n in range(3))
+
+
+def every_kind_of_ask(anchors):
+    """A quarter of the requests each: nothing, at most one draft, a bound by confidence, a preset."""
+    kind = torch.arange(BS) % 4
+    # Copies the even tokens' successors, and nothing after odd ones; some of it is right by chance.
+    lens = torch.where((kind == 3) & (anchors % 2 == 0), 1 + anchors % GAMMA, 0)
+    copies = Copies((anchors[:, None] + torch.arange(1, GAMMA + 1)) % 6, tuple(lens.tolist()))
+    most = torch.where(kind == 1, 1, GAMMA)
+    bounds = torch.where(kind == 2, 0.8, 0.0)
+    limits = Limits(tuple(torch.where(lens > 0, lens, most).tolist()), copies.lens, tuple(bounds.tolist()))
+    return (limits, copies) if lens.any() else (replace(limits, copied=(0,) * BS), None)
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "auto", "off"])
+def test_the_text_follows_the_target_whatever_requests_ask_for(model, name):
+    schedule = make_schedule(OPTIONS.get(name) or DSparkConfig(schedule=name))
+    meddle = {"meddle": meddling} if name == "auto" else {}
+    anchors, out_tokens, choices = serve(model, schedule, ask=every_kind_of_ask, **meddle)
+    assert model.law_p_value(anchors, out_tokens) > ALPHA
+    lens = torch.stack([lens for _, lens in choices])
+    assert (lens[:, 1::4] <= 1).all()
+    copied = torch.tensor([choice.limits.copied if choice.limits else (0,) * BS for choice, _ in choices])
+    assert (copied > 0).any(1).sum() > NUM_STEPS / 2
+    assert (lens[copied > 0] == copied[copied > 0]).all()
+    # What a preset proposes says nothing about the drafter.
+    if name in ("auto", "off"):
+        assert any(choice.depth == 0 and choice.has_copies for choice, _ in choices)
+
+
+def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
+    """The same server with drafts judged by their successor's confidence."""
+    honest = schedule_module.above_threshold
+
+    def ahead(confidence, threshold):
+        return honest(torch.cat([confidence[:, 1:], confidence[:, -1:]], dim=1), threshold)
+
+    def bounded(anchors):
+        return Limits((GAMMA,) * BS, (0,) * BS, (0.6,) * BS), None
+
+    for rule, exact in ((ahead, False), (honest, True)):
+        monkeypatch.setattr(schedule_module, "above_threshold", rule)
+        anchors, out_tokens, _ = serve(model, make_schedule(DSparkConfig(schedule="static")), ask=bounded)
+        assert (model.law_p_value(anchors, out_tokens) > ALPHA) == exact
 
 
 def kinds(choices):

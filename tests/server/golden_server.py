@@ -36,6 +36,25 @@ def greedy(input_ids: list[int], max_new_tokens: int, **fields: Any) -> dict[str
     return {"input_ids": input_ids, "sampling_params": parameters, **fields}
 
 
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"enabled": False},
+    {"max_verify": 1},
+    {"max_verify": 3, "trace": True},
+    {"confidence_threshold": 0.8},
+    {"preset": "summarization"},
+    {"preset": "summarization", "min_ngram": 1, "max_ngram": 2, "max_draft": 2, "max_verify": 5},
+    {"preset": "summarization", "min_ngram": 1, "confidence_threshold": 0.9},
+    {"preset": "classification", "candidates": ["red stone . the large", "large stone finds the small", "blue"]},
+)
+"""Values of the field ``speculation``, one of every kind."""
+
+
+def with_options(bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same requests with these options in turn."""
+    return [{**body, "speculation": OPTIONS[i % len(OPTIONS)]} for i, body in enumerate(bodies)]
+
+
 @contextmanager
 def policy(server: LaunchedServer, name: str, **fields: Any) -> Iterator[None]:
     """Verify by this policy inside the block; by ``auto`` again after it."""

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from golden_server import DRAFT, DSPARK, generate, greedy, in_background, output_ids, policy
+from golden_server import DRAFT, DSPARK, generate, greedy, in_background, output_ids, policy, with_options
 
 GOLDEN_TRACE = json.loads((DRAFT / "golden.json").read_text())
 VOCAB = range(3, 60)  # ids that the golden target's training text used
@@ -24,6 +24,7 @@ POLICIES: list[dict[str, Any]] = [
     {"name": "early-stop"},
     {"name": "threshold", "confidence_threshold": 0.6},
     {"name": "static", "verify_len": 1},
+    {"name": "adaptive-block"},
     {"name": "off"},
 ]
 
@@ -68,6 +69,7 @@ def test_text_equals_the_target_alone(launch, plain, corner):
         with policy(dspark, "random"):
             assert output_ids(dspark, bodies, concurrency) == expected
     assert output_ids(dspark, bodies, 16) == expected
+    assert output_ids(dspark, with_options(bodies), 16) == expected
 
 
 @pytest.mark.parametrize("settings", POLICIES, ids=lambda settings: settings["name"])
@@ -78,6 +80,7 @@ def test_text_does_not_depend_on_the_policy(dspark, plain, settings):
     with policy(dspark, **settings):
         for concurrency in (1, 16):
             assert output_ids(dspark, bodies, concurrency) == expected
+        assert output_ids(dspark, with_options(bodies), 8) == expected
         after = dspark.get_json("/dspark/stats")
     assert after["policy"] == settings["name"]
     verified = after["verified_tokens"] - before["verified_tokens"]
@@ -124,7 +127,9 @@ def test_retraction_and_context_limit(launch):
         }
         for k, n in [(90, 37), (100, 27), (120, 7), (110, 17), (60, 67), (30, 97), (10, 117), (119, 8)] * 3
     ]
-    assert output_ids(dspark, bodies, 16) == output_ids(plain, bodies, 16)
+    expected = output_ids(plain, bodies, 16)
+    assert output_ids(dspark, bodies, 16) == expected
+    assert output_ids(dspark, with_options(bodies), 16) == expected
     assert "KV cache pool is full. Retract requests." in dspark.log_path.read_text()
     assert_pool_is_whole(dspark)
 

@@ -54,7 +54,9 @@ def test_request_fields_that_are_not_served(dspark):
         (3, "speculation must be an object"),
         ({"tracee": True}, "speculation.tracee"),
         ({"trace": "yes"}, "speculation.trace"),
-        ({"preset": "summarization"}, "speculation.preset"),
+        ({"max_verify": -1}, "speculation.max_verify"),
+        ({"preset": "summary"}, "speculation.preset"),
+        ({"preset": "classification"}, "speculation.candidates"),
     ],
 )
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
@@ -71,11 +73,23 @@ def test_neutral_values_and_null_are_served(dspark):
     assert dspark.post_json("/generate", body)["output_ids"] == expected
 
 
-@pytest.mark.parametrize("value", [1, None, [1], "x", {"trace": {}}, {"trace": 1}])
-def test_hostile_custom_params_harm_nobody(dspark, value):
-    """``custom_params`` is a public field; the plugin's own entry in it can hold anything."""
+@pytest.mark.parametrize(
+    ("entries", "named"),
+    [
+        ({"dspark": 1}, "speculation must be an object"),
+        ({"dspark": {"trace": 1}}, "speculation.trace"),
+        ({"dspark": {"trace": {}}}, "speculation.trace"),
+        ({"dspark": {"preset": "classification"}, "dspark_candidates": [3]}, "speculation.candidates"),
+        ({"dspark": None, "dspark_candidates": ["a"], "dspark_labels": "x"}, None),
+    ],
+)
+def test_hostile_custom_params_harm_nobody(dspark, entries, named):
+    """``custom_params`` is a public field; the plugin's own entries in it can hold anything."""
     body = greedy([5, 6, 7], 4)
-    body["sampling_params"]["custom_params"] = {"dspark": value}
+    body["sampling_params"]["custom_params"] = entries
+    if named is not None:
+        assert named in refused(dspark, "/generate", body)
+        return
     answer = dspark.post_json("/generate", body)
     assert len(answer["output_ids"]) == 4
     assert "dspark_trace" not in answer["meta_info"]
@@ -95,6 +109,7 @@ STATIC = ("--speculative-dspark-schedule", "static")
 STARTUP = [
     (["--speculative-draft-model-path", ""], "--speculative-draft-model-path"),
     (["--speculative-draft-model-path", "./no-such-folder"], "no-such-folder"),
+    (["--speculative-dspark-draft-free"], "names a drafter, and --speculative-dspark-draft-free serves without"),
     (["--pp-size", "2"], "--pp-size=2"),
     (["--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size=2"),
     (["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"], "--enable-lora"),
@@ -120,6 +135,12 @@ STARTUP = [
     (["--speculative-dspark-confidence-sts-path", "./no-such.json"], "no-such.json"),
 ]
 
+DRAFT_FREE = [
+    ([], "--speculative-dspark-draft-free to serve"),
+    (["--speculative-dspark-draft-free", "--speculative-dspark-schedule", "early-stop"], "schedule=early-stop"),
+    (["--speculative-dspark-draft-free", "--speculative-num-draft-tokens", "4"], "--speculative-num-draft-tokens=4"),
+]
+
 STARTUP_SCRIPT = """
 import json, sys
 from sglang.srt.plugins import load_plugins
@@ -136,19 +157,24 @@ for flags in cases:
 
 
 def test_startup_refusals_name_flag_and_value():
-    base = ["--model-path", str(TARGET), "--device", "cpu", "--disable-cuda-graph"]
-    base += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT)]
-    cases = [flags for flags, _ in STARTUP]
+    base = ["--model-path", str(TARGET), "--device", "cpu", "--disable-cuda-graph", "--speculative-algorithm", "DSPARK"]
+    drafter = ["--speculative-draft-model-path", str(DRAFT)]
+    cases = [([*drafter, *flags], named) for flags, named in STARTUP] + DRAFT_FREE
     done = subprocess.run(
-        [sys.executable, "-c", STARTUP_SCRIPT, json.dumps([base, [[], *cases]])],
+        [
+            sys.executable,
+            "-c",
+            STARTUP_SCRIPT,
+            json.dumps([base, [drafter, ["--speculative-dspark-draft-free"], *[flags for flags, _ in cases]]]),
+        ],
         env={**os.environ, **CPU_ENV},
         capture_output=True,
         text=True,
         check=True,
     )
-    accepted, *messages = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
-    assert accepted == "accepted"
-    for (flags, named), message in zip(STARTUP, messages, strict=True):
+    with_drafter, without, *messages = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
+    assert with_drafter == without == "accepted"
+    for (flags, named), message in zip(cases, messages, strict=True):
         assert message.startswith(("ConfigError", "CheckpointError")), (flags, message)
         assert named in message
 

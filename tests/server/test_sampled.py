@@ -29,12 +29,13 @@ KINDS: dict[str, dict[str, float]] = {
 }
 
 
-def sample(server: Any, parameters: dict[str, float], num: int = NUM_SAMPLES) -> list[tuple[int, ...]]:
+def sample(server: Any, parameters: dict[str, float], num: int = NUM_SAMPLES, **fields: Any) -> list[tuple[int, ...]]:
     """``num`` independent continuations of PROMPT."""
     group = 64
     body = {
         "input_ids": PROMPT,
         "sampling_params": {**parameters, "max_new_tokens": DEPTH, "n": group, "ignore_eos": True},
+        **fields,
     }
     answers = generate(server, [body] * (num // group), 4)
     return [tuple(choice["output_ids"]) for answer in answers for choice in answer]

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from dspark_kernels import DraftBlock
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable
 from sglang_dspark.worker.schedule import Schedule
@@ -31,7 +33,9 @@ def schedule(*, gamma=GAMMA, with_head=True, with_table=True, **options):
 
 def rounds(choice, drafted, verify_lens, logits=None, survival=None):
     requests = [f"r{index}" for index in range(len(drafted))]
-    return Rounds(requests, choice, drafted, torch.tensor(verify_lens), predictions(logits, survival), None)
+    return Rounds(
+        requests, choice, drafted, torch.tensor(verify_lens), predictions(logits, survival), None, [0] * len(drafted)
+    )
 
 
 def predictions(logits, survival):
@@ -151,3 +155,80 @@ def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
     )
     assert (lens.tolist(), total) == ([2, 0], 2)
     assert made.choose(["r2", "r3"], 64.0).drafted is None
+
+
+def test_adaptive_blocks_follow_the_last_steps():
+    made = schedule(gamma=7, schedule="adaptive-block")
+    choice = made.choose(["a", "b"], 64.0)
+    assert choice == Choice(Rule.UNIFORM, 7, 14)
+    for accepted, verify_len in [(0, 4), (1, 4), (7, 4), (7, 7), (7, 7), (0, 7), (0, 7), (0, 4)]:
+        made.observe(rounds(choice, [7, 7], [7, 7]), [0, 1], [accepted, accepted])
+        assert made.choose(["a", "b"], 64.0) == Choice(Rule.UNIFORM, verify_len, 2 * verify_len)
+    # What a preset copied says nothing about the drafter.
+    copied = Rounds(["a"], choice, [0], torch.tensor([7]), None, None, [7])
+    before = made.policy.acceptance
+    made.observe(copied, [0], [7])
+    assert made.policy.acceptance == before
+
+
+SURVIVAL = torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4], [0.3, 0.2, 0.1]])
+
+
+def lens_within(made, choice, limits, survival=SURVIVAL, step=0):
+    """Lengths of a step of three requests whose blocks have these survivals."""
+    logits = torch.logit(torch.tensor([[0.9, 0.9, 0.9], [0.9, 0.4, 0.9], [0.3, 0.9, 0.9]]))
+    block = DraftBlock(torch.zeros(3, GAMMA, dtype=torch.int64), None, logits)
+    predicted = None if survival is None else predictions(logits, survival)
+    lens, total = made.verify_lens(choice.within(limits), Drafted(block, predicted, [GAMMA] * 3), step)
+    assert total == lens.sum()
+    return lens.tolist()
+
+
+def test_a_capped_request_leaves_its_share_to_the_others():
+    made = schedule()
+    top = Choice(Rule.TOP, GAMMA, 4)
+    assert lens_within(made, top, Limits((3, 3, 3), (0, 0, 0))) == [3, 1, 0]
+    assert lens_within(made, top, Limits((1, 3, 3), (0, 0, 0))) == [1, 3, 0]
+    assert lens_within(made, top, Limits((0, 1, 1), (0, 0, 0))) == [0, 1, 1]
+    forced = Choice(Rule.TOP, GAMMA, 4, forced=2)
+    assert lens_within(made, forced, Limits((3, 3, 2), (0, 0, 0))) == [2, 0, 2]
+
+
+def test_a_bound_by_confidence_cuts_blocks_where_it_says():
+    made = schedule()
+    top = Choice(Rule.TOP, GAMMA, 9)
+    assert lens_within(made, top, Limits((3, 3, 3), (0, 0, 0), (0.5, 0.5, 0.0))) == [3, 1, 3]
+    assert lens_within(made, top, Limits((2, 3, 3), (0, 0, 0), (0.0, 0.5, 0.5))) == [2, 1, 0]
+
+
+def test_copied_drafts_are_verified_whatever_else_is():
+    made = schedule()
+    top = Choice(Rule.TOP, GAMMA, 2)
+    assert lens_within(made, top, Limits((3, 3, 2), (0, 0, 2))) == [2, 0, 2]
+    assert lens_within(made, top, Limits((3, 3, 2), (0, 0, 2), (0.99, 0.5, 0.0))) == [0, 1, 2]
+
+
+def test_a_fixed_length_within_limits_needs_no_survivals():
+    made = schedule()
+    assert lens_within(made, Choice(Rule.UNIFORM, 2, 6), Limits((3, 1, 3), (0, 0, 3)), None) == [2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "free"),
+    [
+        ({"schedule": "threshold", "confidence_threshold": 0.6}, [3, 1, 0]),
+        ({"schedule": "early-stop"}, [3, 3, 2]),
+        ({"schedule": "random"}, None),
+    ],
+)
+def test_live_rules_within_limits(options, free):
+    made = schedule(**options)
+    choice = made.choose(["a", "b", "c"], 64.0)
+    for step in range(20):
+        got = lens_within(made, choice, Limits((3, 3, 3), (0, 0, 0)), step=step)
+        assert free is None or got == free
+        expected = [min(got[0], 2), 0, 3]
+        limits = Limits((2, 0, 3), (0, 0, 3))
+        assert lens_within(made, choice, limits, step=step) == expected
+        bounded = lens_within(made, choice, Limits((3, 3, 3), (0, 0, 0), (0.0, 0.5, 0.5)), step=step)
+        assert bounded == [got[0], min(got[1], 1), 0]

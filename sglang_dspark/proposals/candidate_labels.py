@@ -1,0 +1,62 @@
+"""The rest of a label as soon as its first token is there (preset ``classification``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+Tokens = tuple[int, ...]
+
+_SEPARATOR = -1
+
+
+class CandidateLabels:
+    """Recognises the beginning of a label at the end of the output.
+
+    Args:
+        labels: tokens of every spelling of every label; of labels that begin alike, the first one is proposed.
+    """
+
+    def __init__(self, labels: Iterable[Tokens]) -> None:
+        self._rests: dict[Tokens, Tokens] = {}
+        for label in labels:
+            for place in range(1, len(label)):
+                self._rests.setdefault(label[:place], label[place:])
+        self._longest = max(map(len, self._rests), default=0)
+        self._tail: list[int] = []
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append committed tokens of the output; those of the prompt begin no label."""
+        self._tail = [*self._tail, *tokens][-self._longest :] if self._longest else []
+
+    def propose(self, most: int) -> list[int]:
+        """Up to ``most`` tokens of the rest of the label whose longest beginning the output ends with."""
+        for length in range(len(self._tail), 0, -1):
+            rest = self._rests.get(tuple(self._tail[-length:]))
+            if rest is not None:
+                return list(rest[:most])
+        return []
+
+
+def spellings(label: str, encode: Callable[[str], Sequence[int]]) -> list[Tokens]:
+    """Tokens of a label as it stands, and after a space where that makes another token.
+
+    Args:
+        encode: text to tokens, without special tokens.
+    """
+    texts = [label] if label[0].isspace() else [label, f" {label}"]
+    return list(dict.fromkeys(tuple(encode(text)) for text in texts))
+
+
+def join_labels(labels: Iterable[Tokens]) -> list[int]:
+    """The labels as one flat list."""
+    return [token for label in labels for token in (*label, _SEPARATOR)]
+
+
+def split_labels(joined: Sequence[int]) -> list[Tokens]:
+    """The inverse of :func:`join_labels`."""
+    labels, start = [], 0
+    for end, token in enumerate(joined):
+        if token == _SEPARATOR:
+            labels.append(tuple(joined[start:end]))
+            start = end + 1
+    return labels

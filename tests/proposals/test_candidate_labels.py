@@ -1,0 +1,50 @@
+"""Labels recognised by their beginnings."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_dspark.proposals.candidate_labels import CandidateLabels, join_labels, spellings, split_labels
+
+tokens = st.integers(0, 3)
+label_lists = st.lists(st.lists(tokens, max_size=5).map(tuple), max_size=4)
+
+
+@given(label_lists, st.lists(st.lists(tokens, max_size=4), max_size=5), st.integers(0, 6))
+def test_proposals_complete_the_longest_beginning_at_the_end(labels, steps, most):
+    watched = CandidateLabels(labels)
+    output = []
+    for step in steps:
+        watched.extend(step)
+        output += step
+        begun = [
+            (place, label)
+            for place in range(len(output), 0, -1)
+            for label in labels
+            if place < len(label) and tuple(output[-place:]) == label[:place]
+        ]
+        assert watched.propose(most) == (list(begun[0][1][begun[0][0] :][:most]) if begun else [])
+
+
+def test_nothing_is_proposed_before_the_first_token_or_after_the_last():
+    watched = CandidateLabels([(1, 2, 3), (1, 4, 5)])
+    assert watched.propose(9) == []
+    watched.extend([1])
+    assert watched.propose(9) == [2, 3]
+    watched.extend([4])
+    assert watched.propose(9) == [5]
+    watched.extend([5])
+    assert watched.propose(9) == []
+
+
+def test_spellings_differ_by_a_leading_space_where_tokens_do():
+    def encode(text):
+        return [ord(character) for character in text]
+
+    assert spellings("ab", encode) == [(97, 98), (32, 97, 98)]
+    assert spellings(" a", encode) == [(32, 97)]
+    assert spellings("ab", lambda text: encode(text.strip())) == [(97, 98)]
+
+
+@given(label_lists)
+def test_labels_survive_the_journey(labels):
+    assert split_labels(join_labels(labels)) == labels

@@ -1,0 +1,78 @@
+"""A server without a drafter: presets speculate, everything else decodes plainly, and the text is the target's."""
+
+from __future__ import annotations
+
+import urllib.error
+
+import pytest
+from golden_server import TARGET, generate, greedy, output_ids, policy, with_options
+from target_law import TargetLaw, p_value
+from test_greedy import GOLDEN_TRACE, assert_pool_is_whole, mixed_bodies
+from test_sampled import ALPHA, HOT, PROMPT, sample
+
+CASES = GOLDEN_TRACE["cases"]
+FLAGS = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-draft-free")
+NUM_SAMPLES, DEPTH = 2048, 4
+
+
+@pytest.fixture
+def draft_free(launch):
+    return launch(*FLAGS)
+
+
+def without_confidence(bodies):
+    """There is no confidence head to bound anything by."""
+    for body in bodies:
+        body["speculation"] = {k: v for k, v in body["speculation"].items() if k != "confidence_threshold"}
+    return bodies
+
+
+@pytest.mark.parametrize("name", ["auto", "off"])
+def test_text_equals_the_target_alone(draft_free, plain, name):
+    bodies = mixed_bodies(60, seed=21)
+    expected = output_ids(plain, bodies)
+    before = draft_free.get_json("/dspark/stats")
+    with policy(draft_free, name):
+        for concurrency in (1, 16):
+            assert output_ids(draft_free, without_confidence(with_options(bodies)), concurrency) == expected
+    after = draft_free.get_json("/dspark/stats")
+    copied = after["copied_tokens"] - before["copied_tokens"]
+    assert (copied > 0) == (name == "auto")
+    assert copied == after["verified_tokens"] - before["verified_tokens"]
+    assert after["drafted_tokens"] == 0
+    assert_pool_is_whole(draft_free)
+
+
+def test_only_presets_speculate(draft_free):
+    def verified(**options):
+        body = greedy(CASES[0]["prompt_ids"], 64, speculation={"trace": True, **options})
+        [answer] = generate(draft_free, [body], 1)
+        assert answer["output_ids"] == CASES[0]["output_ids"]
+        return [entry["verified"] for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
+
+    assert set(verified()) == {0}
+    rounds = verified(preset="summarization")
+    assert max(rounds) == 7
+    assert len(rounds) < 40
+
+
+def test_law_of_the_text(draft_free):
+    law = TargetLaw(TARGET, PROMPT, temperature=HOT).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
+    before = draft_free.get_json("/dspark/stats")["copied_tokens"]
+    options = {"preset": "summarization", "min_ngram": 1}
+    assert p_value(sample(draft_free, {"temperature": HOT}, NUM_SAMPLES, speculation=options), law) > ALPHA
+    assert draft_free.get_json("/dspark/stats")["copied_tokens"] > before
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/generate", greedy([5, 6, 7], 4, speculation={"confidence_threshold": 0.5}), "confidence_threshold needs a"),
+        ("/dspark/policy", {"policy": "static"}, "--speculative-dspark-draft-free serves without one"),
+    ],
+)
+def test_what_needs_a_drafter_is_refused(draft_free, path, body, named):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        draft_free.post_json(path, body)
+    assert caught.value.code == 400
+    assert named in caught.value.read().decode()

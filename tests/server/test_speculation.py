@@ -1,0 +1,162 @@
+"""The ``speculation`` field through a real server: what its keys do, and that none of them changes the text."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from golden_server import OPTIONS, TARGET, generate, greedy, output_ids, policy, with_options
+from target_law import TargetLaw, p_value
+from test_greedy import GOLDEN_TRACE, VOCAB, mixed_bodies
+from test_sampled import ALPHA, HOT, PROMPT, sample
+
+CASES = GOLDEN_TRACE["cases"]
+
+
+def traced(server, body, **options):
+    """The answer to ``body`` and its rounds."""
+    [answer] = generate(server, [{**body, "speculation": {"trace": True, **options}}], 1)
+    return answer["output_ids"], [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
+
+
+@pytest.mark.parametrize("name", ["auto", "static", "early-stop", "random"])
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({"enabled": False}, 0), ({"max_verify": 0}, 0), ({"max_verify": 2}, 2), ({"max_verify": 9}, 7)],
+)
+def test_no_more_drafts_are_verified_than_asked_for(dspark, name, options, most):
+    with policy(dspark, name):
+        text, rounds = traced(dspark, greedy(CASES[1]["prompt_ids"], 64), **options)
+    assert text == CASES[1]["output_ids"]
+    verified = [entry["verified"] for entry in rounds]
+    assert max(verified) <= most
+    if name == "static":
+        assert set(verified) == {most}
+    elif most:
+        assert any(verified)
+
+
+def test_a_bound_by_confidence_cuts_every_block(dspark):
+    body = greedy(CASES[2]["prompt_ids"], 64)
+    with policy(dspark, "static"):
+        _, rounds = traced(dspark, body, confidence_threshold=0.9)
+    for entry in rounds:
+        probability = [1 / (1 + 2.718281828459045**-logit) for logit in entry["confidence"]]
+        assert entry["verified"] == next((i for i, p in enumerate(probability) if p < 0.9), 7)
+    assert len({entry["verified"] for entry in rounds}) > 1
+
+
+def continuation(text, min_ngram, max_ngram, most):
+    """Prompt lookup by its definition."""
+    for length in range(max_ngram, min_ngram - 1, -1):
+        for start in range(len(text) - length - 1, -1, -1):
+            if text[start : start + length] == text[len(text) - length :]:
+                period = len(text) - start - length
+                return [text[start + length + place % period] for place in range(most)]
+    return []
+
+
+@pytest.mark.parametrize("name", ["auto", "static", "threshold"])
+def test_summarization_copies_what_followed(dspark, name):
+    """The golden target falls into a loop, so that what is copied is right most of the time."""
+    prompt = CASES[0]["prompt_ids"]
+    with policy(dspark, name, **({"confidence_threshold": 0.5} if name == "threshold" else {})):
+        text, rounds = traced(dspark, greedy(prompt, 64), preset="summarization", max_draft=5)
+    assert text == CASES[0]["output_ids"]
+    for entry in rounds:
+        before = (prompt + text)[: entry["start"] + 1]
+        expected = continuation(before, 3, 5, 5)
+        assert entry["copied"] == bool(expected)
+        if expected:
+            assert entry["draft"] == expected
+            assert entry["verified"] == 5
+            assert entry["confidence"] is None
+    copied = [entry for entry in rounds[:-1] if entry["copied"]]
+    assert len(copied) > 4
+    assert sum(entry["accepted"] for entry in copied) > 0.7 * sum(entry["verified"] for entry in copied)
+    assert any(not entry["copied"] for entry in rounds)
+
+
+def test_classification_proposes_the_rest_of_a_label(dspark):
+    """The text goes on ``red stone . the large stone finds the red ...``."""
+    case = CASES[0]
+    labels = ["large stone finds the", "stone . the large boat"]
+    text, rounds = traced(dspark, greedy(case["prompt_ids"], 40), preset="classification", candidates=labels)
+    assert text == case["output_ids"][:40]
+    copied = [entry for entry in rounds if entry["copied"]]
+    assert {entry["anchor"] for entry in rounds if entry["anchor"] == 7} == {entry["anchor"] for entry in copied} & {7}
+    by_anchor = {7: [21, 29, 33], 21: [39, 33, 7, 23]}
+    for entry in copied:
+        # Inside of a label its rest is proposed; at its first token all of it.
+        assert any(entry["draft"] == rest[len(rest) - len(entry["draft"]) :] for rest in by_anchor.values())
+    assert any(entry["draft"] == [21, 29, 33] and entry["accepted"] == 3 for entry in copied)
+
+
+def test_copies_are_counted_apart(dspark):
+    with policy(dspark, "static"):
+        before = dspark.get_json("/dspark/stats")
+        traced(dspark, greedy(CASES[0]["prompt_ids"], 64), preset="summarization")
+        after = dspark.get_json("/dspark/stats")
+    copied, drafted, verified, accepted = (
+        after[f"{kind}_tokens"] - before[f"{kind}_tokens"]
+        for kind in ("copied", "drafted", "verified", "copied_accepted")
+    )
+    assert 0 < accepted <= copied
+    assert verified == copied + drafted
+
+
+@pytest.mark.parametrize("name", ["auto", "off"])
+def test_neighbours_with_other_options_share_batches(dspark, plain, name):
+    bodies = mixed_bodies(60, seed=11)
+    expected = output_ids(plain, bodies)
+    with policy(dspark, name):
+        for concurrency in (3, 16):
+            assert output_ids(dspark, with_options(bodies), concurrency) == expected
+
+
+def test_seeded_text_does_not_depend_on_options(dspark):
+    rng = random.Random(5)
+    bodies = [
+        {
+            "input_ids": rng.choices(VOCAB, k=20) * 2,
+            "sampling_params": {"temperature": 1.5, "max_new_tokens": 40, "sampling_seed": 70 + i},
+        }
+        for i in range(2 * len(OPTIONS))
+    ]
+    assert output_ids(dspark, with_options(bodies), 8) == output_ids(dspark, bodies, 8)
+
+
+def test_presets_of_the_openai_routes(dspark):
+    """Candidates are tokenized by the server."""
+    field = {"preset": "classification", "candidates": ["large stone finds the"], "trace": True}
+    prompt = "if the dog is red then the dog sees the lamp . the dark cloud sees the"
+    body = {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0}
+    plain = dspark.post_json("/v1/completions", body)["choices"][0]["text"]
+    before = dspark.get_json("/dspark/stats")["copied_accepted_tokens"]
+    assert dspark.post_json("/v1/completions", {**body, "speculation": field})["choices"][0]["text"] == plain
+    assert dspark.get_json("/dspark/stats")["copied_accepted_tokens"] > before
+
+
+NUM_SAMPLES, DEPTH = 2048, 4
+SAMPLED = {
+    "summarization": {"preset": "summarization", "min_ngram": 1, "max_ngram": 3},
+    "short copies": {"preset": "summarization", "min_ngram": 1, "max_ngram": 1, "max_draft": 1},
+    "classification": {"preset": "classification", "candidates": ["stone finds the", "the red stone", "red stone ."]},
+    "confidence": {"confidence_threshold": 0.6},
+    "capped": {"max_verify": 2},
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_law_of_the_text(dspark, kind):
+    """Copied drafts are judged as what they are: proposals without any randomness."""
+    law = TargetLaw(TARGET, PROMPT, temperature=HOT).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
+    before = dspark.get_json("/dspark/stats")
+    drawn = sample(dspark, {"temperature": HOT}, NUM_SAMPLES, speculation=SAMPLED[kind])
+    after = dspark.get_json("/dspark/stats")
+    assert p_value(drawn, law) > ALPHA
+    copied, accepted = (after[key] - before[key] for key in ("copied_tokens", "copied_accepted_tokens"))
+    if "preset" in SAMPLED[kind]:
+        assert 0 < accepted < copied
+    else:
+        assert copied == 0

@@ -1,0 +1,110 @@
+"""Parsing the ``speculation`` field: what is accepted, and that every refusal names its key and what would do."""
+
+import json
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_dspark.speculation import PRESETS, Speculation
+
+KEYS = [knob.name for knob in fields(Speculation)]
+
+lengths = st.integers(1, 16)
+labels = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(PRESETS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def good_fields(draw):
+    """Any object that has to be accepted."""
+    preset = draw(st.sampled_from(PRESETS))
+    optional = {
+        "enabled": st.booleans(),
+        "trace": st.booleans(),
+        "max_verify": st.integers(0, 65535),
+        "confidence_threshold": st.floats(0, 1) | st.integers(0, 1),
+    }
+    required = {"preset": st.just(preset)}
+    if preset != "none":
+        optional["max_draft"] = st.integers(1, 65535)
+    if preset == "classification":
+        required["candidates"] = st.lists(labels, min_size=1, max_size=4)
+    value = draw(st.fixed_dictionaries(required, optional=optional))
+    if preset == "summarization" and draw(st.booleans()):
+        value["min_ngram"], value["max_ngram"] = sorted((draw(lengths), draw(lengths)))
+    return value
+
+
+@given(good_fields())
+def test_good_fields_are_taken_over_and_survive_the_journey(value):
+    options = Speculation.parse(json.loads(json.dumps(value)))
+    for key, entry in value.items():
+        assert getattr(options, key) == (tuple(entry) if key == "candidates" else entry)
+    assert Speculation.parse(json.loads(json.dumps(options.to_dict()))) == options
+
+
+def refusal(value):
+    """Why a value is refused; None when it is not."""
+    try:
+        options = Speculation.parse(value)
+    except ValueError as error:
+        return str(error)
+    assert Speculation.parse(options.to_dict()) == options
+    return None
+
+
+@given(st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=6), anything, max_size=4) | anything)
+def test_whatever_comes_is_parsed_or_refused_by_name(value):
+    message = refusal(value)
+    if message is not None:
+        assert message.startswith("speculation")
+        assert not isinstance(value, dict) or any(f"speculation.{key}" in message for key in [*value, "candidates"])
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ({"enabled": 1}, "speculation.enabled must be true or false, not 1"),
+        ({"trace": None}, "speculation.trace must be true or false, not None"),
+        ({"max_verify": -1}, "speculation.max_verify must be an integer from 0 to 65535, not -1"),
+        ({"max_verify": True}, "speculation.max_verify must be an integer"),
+        ({"max_verify": 2.0}, "speculation.max_verify must be an integer"),
+        ({"max_verify": 2**70}, "speculation.max_verify must be an integer"),
+        ({"confidence_threshold": 1.5}, "speculation.confidence_threshold must be a number from 0 to 1, not 1.5"),
+        ({"confidence_threshold": float("nan")}, "speculation.confidence_threshold must be a number from 0 to 1"),
+        ({"confidence_threshold": "0.5"}, "speculation.confidence_threshold must be a number"),
+        ({"confidence_threshold": True}, "speculation.confidence_threshold must be a number"),
+        ({"preset": "summary"}, "speculation.preset must be one of none, summarization, classification, not 'summary'"),
+        ({"preset": ["none"]}, "speculation.preset must be one of"),
+        ({"min_ngram": 3}, 'speculation.min_ngram belongs to the preset summarization, but speculation.preset is "n'),
+        ({"preset": "classification", "candidates": ["a"], "max_ngram": 4}, "speculation.max_ngram belongs to"),
+        ({"max_draft": 3}, "speculation.max_draft belongs to the preset summarization or classification"),
+        ({"preset": "summarization", "max_draft": 0}, "speculation.max_draft must be an integer from 1"),
+        ({"preset": "summarization", "min_ngram": 6}, "speculation.min_ngram=6 exceeds speculation.max_ngram=5"),
+        ({"preset": "summarization", "max_ngram": 17}, "speculation.max_ngram must be an integer from 1 to 16"),
+        ({"preset": "summarization", "candidates": ["a"]}, "speculation.candidates belongs to the preset class"),
+        ({"preset": "classification"}, "speculation.candidates is missing"),
+        ({"preset": "classification", "candidates": []}, "speculation.candidates must be a list of 1 to 1000 strings"),
+        ({"preset": "classification", "candidates": "yes"}, "speculation.candidates must be a list"),
+        ({"preset": "classification", "candidates": ["yes", 3]}, "speculation.candidates must be a list"),
+        ({"preset": "classification", "candidates": [" "]}, "speculation.candidates must be a list"),
+        ({"preset": "classification", "candidates": ["\ud800"]}, "speculation.candidates must be text that UTF-8"),
+        ({"tracing": True}, "speculation.tracing is not a known option; known are candidates, confidence_threshold"),
+        ([], r"speculation must be an object, not \[\]"),
+    ],
+)  # fmt: skip
+def test_refusals(value, complaint):
+    with pytest.raises(ValueError, match=f"^{complaint}"):
+        Speculation.parse(value)
+
+
+def test_limits_of_a_request():
+    assert Speculation().verify_limit is None
+    assert Speculation(max_verify=3).verify_limit == 3
+    assert Speculation(enabled=False, max_verify=3).verify_limit == 0
