@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": "sglang_dspark.cli.demo:demo",
     "doctor": "sglang_dspark.cli.doctor:doctor",
     "profile": "sglang_dspark.cli.profile:profile",
+    "simulate": "sglang_dspark.cli.simulate:simulate",
     "train": "sglang_dspark.cli.train:train",
 }
 """Command -> ``module:function``. A module is imported when its command is run or listed, so it has to stay light:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sglang_dspark.cli.outputs import check_outputs
+from sglang_dspark.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -105,19 +106,8 @@ def calibrate(
 
 
 def _ask(console: Console, client: TraceClient, prompts: list[str], concurrency: int) -> list[Trace]:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (BarColumn(), TextColumn("prompts"), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=len(prompts))
-        return client.ask_all(prompts, concurrency, lambda: progress.advance(task))
+    with progress_bar(console, "prompts", len(prompts)) as advance:
+        return client.ask_all(prompts, concurrency, advance)
 
 
 def _table(temperatures: Floats, positions: list[PositionErrors]) -> Table:

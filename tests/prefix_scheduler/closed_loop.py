@@ -10,6 +10,7 @@ from sglang_dspark.prefix_scheduler.lagged_survival import LaggedSurvivals
 from sglang_dspark.prefix_scheduler.policies import AutoPolicy, Choice, draft_depths
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable
 from sglang_dspark.prefix_scheduler.step_times import StepKind, StepTimes
+from sglang_dspark.simulator.costs import Costs, Prefill
 
 CONTEXT = 300.0
 LAG = 2  # steps until a step's survivals are known
@@ -62,9 +63,7 @@ class ClosedLoop:
             estimates.append(many.gains(self.requests))
         gains = np.mean(estimates, axis=0)
         self._gains = np.concatenate([np.zeros_like(gains[:1]), gains])  # [depth, budget]
-        self._ms = self.truth.times(self.requests).at(CONTEXT)
-        alone = self.truth.times(1).at(CONTEXT)
-        self._draft_alone_ms = alone[:, 0] - alone[0, 0]
+        self._costs = Costs(self.truth, Prefill(0.0, 0.0))
 
     def run(self, steps: int) -> float:
         """Tokens per millisecond over the next steps."""
@@ -79,21 +78,21 @@ class ClosedLoop:
 
     def best(self) -> float:
         """Tokens per millisecond of the best choice, were it made in every step."""
-        fixed = (self.requests + self._gains[1:]) / self._ms[1:]
+        fixed = (self.requests + self._gains[1:]) / self.truth.times(self.requests).at(CONTEXT)[1:]
         return max(float(fixed.max()), self.plain())
 
     def plain(self) -> float:
-        return self.requests / float(self._ms[0, 0])
+        return self.requests / self.truth.step_ms(self.requests, self.requests, 0, CONTEXT)
 
     def _take(self, choice: Choice) -> tuple[float, float]:
+        step_ms = self._costs.step_ms(choice, self.requests, self.requests + choice.budget, CONTEXT)
+        gain = self._gains[choice.depth, choice.budget]
         survival = np.full((self.requests, GAMMA), np.nan)
         survival[:, : choice.depth] = self.drafter.survivals(self.requests)[:, : choice.depth]
         if choice.drafted is not None:
             survival = np.repeat(survival[: choice.depth > 0], choice.weight, axis=0)
-            step_ms = self._ms[0, choice.budget] + self._draft_alone_ms[choice.depth]
-            gain = self._gains[choice.depth, choice.budget] / self.requests
+            gain /= self.requests
         else:
-            step_ms, gain = self._ms[choice.depth, choice.budget], self._gains[choice.depth, choice.budget]
             noise = np.exp(TIME_NOISE * self.drafter.rng.standard_normal())
             kind = StepKind(self.requests, self.requests + choice.budget, choice.depth, CONTEXT)
             self.policy.times.observe(kind, step_ms * noise)
@@ -102,4 +101,4 @@ class ClosedLoop:
             known = self._on_the_way.popleft()
             if len(known):
                 self.policy.survivals.observe(known)
-        return self.requests + gain, float(step_ms)
+        return self.requests + gain, step_ms

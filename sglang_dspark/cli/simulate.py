@@ -1,0 +1,266 @@
+"""``python -m sglang_dspark simulate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sglang_dspark.cli.outputs import check_outputs
+from sglang_dspark.cli.progress import progress_bar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from sglang_dspark.prefix_scheduler.sps_table import SpsTable
+    from sglang_dspark.simulator.blocks import BlockSource
+    from sglang_dspark.simulator.check import Comparison
+    from sglang_dspark.simulator.costs import Prefill
+    from sglang_dspark.simulator.crossover import CrossoverModel
+    from sglang_dspark.simulator.sweep import Conditions, Point
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_SHARE = click.FloatRange(0, 1, min_open=True)
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+_COUNT = click.IntRange(min=1)
+_DPI = 150
+_EXAMPLE_USERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Beyond this a simulated point and a measured one do not agree.
+_TOLERANCE = 0.15
+
+
+def _numbers(kind: type) -> Any:
+    def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...]:
+        try:
+            numbers = tuple(kind(number) for number in value.split(",")) if value else ()
+        except ValueError as error:
+            raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,2,4") from error
+        if any(number <= 0 for number in numbers):
+            raise click.BadParameter(f"{value!r} has a number that is not above 0")
+        return numbers
+
+    return parse
+
+
+@click.command(short_help="What a server would do under a load: measured step times, acceptance, real policies.")
+@click.option("--table", "table_file", type=_FILE, help="SPS table of the machine: a server's, or of profile.")
+@click.option("--blocks", "blocks_file", type=_FILE, help="Recorded blocks of the drafter, of evaluate --blocks.")
+@click.option("--conditional", callback=_numbers(float), help="Or acceptance by position: 0.9,0.88,0.86 ...")
+@click.option("--policies", help="E.g. auto,static:3,threshold:0.6.  [default: auto,early-stop,static,off]")
+@click.option("--users", callback=_numbers(int), help="Closed loop: so many users.  [default: 1,2,4,8,16]")
+@click.option("--rate", "rates", callback=_numbers(float), help="Or Poisson arrivals per second, e.g. 0.5,1,2.")
+@click.option("--requests", "num_requests", type=_COUNT, help="Requests per point.  [default: 4 per user, at least 32]")
+@click.option("--prompt-tokens", default="128", show_default=True, help="128, 64-256 (uniform) or ~128 (geometric).")
+@click.option("--output-tokens", default="~128", show_default=True, help="Likewise.")
+@click.option("--prefill-ms", type=click.FloatRange(min=0), help="Of a prefill batch.  [default: from the table]")
+@click.option("--prefill-token-ms", type=click.FloatRange(min=0), help="Of each of its tokens.  [default: likewise]")
+@click.option("--host-ms", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of a step, beside it.")
+@click.option("--overlap/--no-overlap", default=True, show_default=True, help="SGLang's overlap scheduling.")
+@click.option("--max-running", type=_COUNT, default=256, show_default=True, help="Requests that run at a time.")
+@click.option("--repeats", type=_COUNT, default=2, show_default=True, help="Simulations per point, averaged.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--check", "sweep_file", type=_FILE, help="Compare with this sweep.csv of real servers instead.")
+@click.option("--example", is_flag=True, help="The crossover model instead; also what comes without --table.")
+@click.option("--first", type=_SHARE, default=0.9, show_default=True, help="Its acceptance of the first draft.")
+@click.option("--decay", type=_SHARE, default=0.97, show_default=True, help="Its factor from draft to draft.")
+@click.option("--block", type=_COUNT, default=7, show_default=True, help="Its drafts per block.")
+@click.option("--capacity", type=_COUNT, default=128, show_default=True, help="Its tokens per step at no extra cost.")
+@click.option("--csv", "csv_file", type=_FILE, help="Where the figures go (CSV).")
+@click.option("--plot", type=_FILE, help="Where a figure goes (PNG).")
+@click.pass_context
+def simulate(ctx: click.Context, /, **options: Any) -> None:
+    """What a server would do under a load, from its step times and its drafter's acceptance.
+
+    The scheduler's own code decides every step, in simulated time: closed-loop users or Poisson arrivals, prefills,
+    overlap scheduling. Without --table a small model shows where speculation stops to pay. docs/simulation.md explains.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    check_outputs(None, options["plot"])
+    if options["example"] or not (options["table_file"] or options["sweep_file"]):
+        _example(console, options)
+    elif options["table_file"] is None:
+        raise click.UsageError("--check needs the --table of the machine that the sweep ran on")
+    elif options["sweep_file"]:
+        _check(console, options)
+    else:
+        _sweep(console, options)
+
+
+def _example(console: Console, options: dict[str, Any]) -> None:
+    from sglang_dspark.simulator.crossover import POLICIES, CrossoverModel
+
+    for given in ("csv_file", "plot"):
+        if options[given]:
+            raise click.UsageError("the crossover model is printed; --csv and --plot need --table")
+    model = CrossoverModel(*(options[name] for name in ("first", "decay", "block", "capacity")))
+    table = _new_table("users", "policy", "verify", "accept length", "one user", "to plain", "wasted")
+    for users in options["users"] or _EXAMPLE_USERS:
+        plain = model.point("plain", users)
+        for policy in POLICIES:
+            point = model.point(policy, users)
+            ratio = f"{point.user_speed / plain.user_speed:.2f}"
+            cells = (f"{point.accept_length:.2f}", f"{point.user_speed:.2f}", ratio, f"{point.wasted:.0%}")
+            table.add_row(str(users), policy, str(point.verify_len), *cells, end_section=policy == POLICIES[-1])
+    console.print(table)
+    console.print(_verdict(model))
+
+
+def _verdict(model: CrossoverModel) -> str:
+    return (
+        f"Blocks of {model.block} with a first acceptance of {model.first:g}, decay {model.decay:g}, on a machine for "
+        f"{model.capacity} tokens per step: whole blocks lose to plain decoding from {model.crossover:.0f} users on."
+    )
+
+
+def _sweep(console: Console, options: dict[str, Any]) -> None:
+    from sglang_dspark.simulator.sweep import sweep, write_csv
+
+    if options["users"] and options["rates"]:
+        raise click.UsageError("--users is a closed loop and --rate an open one; give one of them")
+    users = () if options["rates"] else options["users"] or (1, 2, 4, 8, 16)
+    table, blocks = _table(options), _blocks(options)
+    if blocks is None:
+        raise click.UsageError("--table needs acceptance: give --blocks or --conditional")
+    conditions = _conditions(options, table, blocks)
+    policies = (options["policies"] or f"auto,early-stop,static:{table.gamma},off").split(",")
+    with progress_bar(console, "points", len(policies) * len(users or options["rates"])) as advance:
+        points = sweep(conditions, policies, users, options["rates"], advance)
+    console.print(_points_table(points))
+    prefill = conditions.costs.prefill
+    caption = (
+        f"{_key(table)}; {blocks.name}; prompts of {options['prompt_tokens']} tokens, answers of "
+        f"{options['output_tokens']}; a prefill takes {prefill.batch_ms:.1f} ms and {prefill.token_ms:.3f} ms per token"
+    )
+    console.print(caption, soft_wrap=True)
+    if options["csv_file"]:
+        write_csv(options["csv_file"], points)
+        console.print(options["csv_file"], soft_wrap=True)
+    if options["plot"]:
+        from sglang_dspark.simulator.sweep_plot import sweep_figure
+
+        sweep_figure(points, caption).savefig(options["plot"], dpi=_DPI)
+        console.print(options["plot"], soft_wrap=True)
+
+
+def _check(console: Console, options: dict[str, Any]) -> None:
+    from sglang_dspark.simulator.check import compare, host_ms, read_sweep, write_csv
+
+    table, blocks, points = _table(options), _blocks(options), read_sweep(options["sweep_file"])
+    with progress_bar(console, "points", len(points)) as advance:
+        comparisons = compare(points, table, blocks, _prefill(options, table), advance)
+    console.print(_comparison_table(comparisons))
+    within = sum(abs(comparison.error) <= _TOLERANCE for comparison in comparisons)
+    at_speed = sum(abs(comparison.error_at_speed) <= _TOLERANCE for comparison in comparisons)
+    console.print(
+        f"{within} of {len(comparisons)} points within {_TOLERANCE:.0%}; {at_speed} once steps take as long as "
+        f"they did. A step takes {host_ms(points, table):.1f} ms beside the table's, found at the fewest users.",
+        soft_wrap=True,
+    )
+    if options["csv_file"]:
+        write_csv(options["csv_file"], comparisons)
+        console.print(options["csv_file"], soft_wrap=True)
+
+
+def _table(options: dict[str, Any]) -> SpsTable:
+    from sglang_dspark.prefix_scheduler.sps_table import SpsTable
+
+    return SpsTable.load(options["table_file"])
+
+
+def _blocks(options: dict[str, Any]) -> BlockSource | None:
+    from sglang_dspark.simulator.blocks import ConditionalAcceptance, RecordedBlocks
+
+    if options["blocks_file"] and options["conditional"]:
+        raise click.UsageError("--blocks and --conditional say the same thing; give one of them")
+    if options["blocks_file"]:
+        return RecordedBlocks.load(options["blocks_file"])
+    if options["conditional"]:
+        rates = options["conditional"]
+        return ConditionalAcceptance(rates, name="acceptance " + " ".join(f"{rate:g}" for rate in rates))
+    return None
+
+
+def _prefill(options: dict[str, Any], table: SpsTable) -> Prefill:
+    from sglang_dspark.simulator.costs import Prefill
+
+    default = Prefill.from_table(table)
+    batch_ms, token_ms = options["prefill_ms"], options["prefill_token_ms"]
+    return Prefill(
+        default.batch_ms if batch_ms is None else batch_ms, default.token_ms if token_ms is None else token_ms
+    )
+
+
+def _conditions(options: dict[str, Any], table: SpsTable, blocks: BlockSource) -> Conditions:
+    from sglang_dspark.simulator.costs import Costs
+    from sglang_dspark.simulator.sweep import Conditions
+    from sglang_dspark.simulator.workload import Lengths
+
+    return Conditions(
+        Costs(table, _prefill(options, table), options["host_ms"]),
+        blocks,
+        Lengths.parse(options["prompt_tokens"]),
+        Lengths.parse(options["output_tokens"]),
+        **{name: options[name] for name in ("num_requests", "overlap", "max_running", "repeats", "seed")},
+    )
+
+
+def _key(table: SpsTable) -> str:
+    target, draft = (table.key.get(name, "?").partition(":")[0] for name in ("target", "draft"))
+    return f"{target} with drafter {draft}, {table.key.get('dtype', '?')}, on {table.key.get('device', '?')}"
+
+
+def _points_table(points: list[Point]) -> Table:
+    load = "users" if points[0].users is not None else "arrivals/s"
+    table = _new_table(
+        "policy", load, "tok/s", "one user", "TTFT ms", "TPOT ms", "accept length", "verify", "wasted", "parked"
+    )
+    for index, point in enumerate(points):
+        f = point.figures
+        table.add_row(
+            point.policy,
+            str(point.users if point.users is not None else f"{point.rate:g}"),
+            f"{f.output_tok_s:.1f}",
+            f"{f.user_tok_s:.1f}",
+            f"{f.ttft_ms:.0f}",
+            f"{f.tpot_ms:.1f}",
+            f"{f.accept_length:.2f}",
+            f"{f.verify_len:.2f}",
+            f"{f.wasted:.0%}",
+            f"{f.parked:.0%}",
+            end_section=points[min(index + 1, len(points) - 1)].policy != point.policy,
+        )
+    return table
+
+
+def _comparison_table(comparisons: list[Comparison]) -> Table:
+    table = _new_table(
+        "users", "policy", "tok/s", "rounds", "simu- lated", "error", "step ms", "simu- lated", "error at it"
+    )
+    for c in comparisons:
+        m, mark = c.measured, "" if abs(c.error) <= _TOLERANCE else "*"
+        table.add_row(
+            str(m.users),
+            m.policy,
+            f"{m.tok_s:.1f}",
+            f"{m.slowest:.0f}-{m.fastest:.0f}",
+            f"{c.tok_s:.1f}",
+            f"{c.error:+.1%}{mark}",
+            f"{m.step_ms:.1f}",
+            f"{c.step_ms:.1f}",
+            f"{c.error_at_speed:+.1%}",
+        )
+    return table
+
+
+def _new_table(*headings: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    return table

@@ -1,0 +1,113 @@
+"""Simulated requests: how long they are, and when they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from sglang_dspark.errors import ConfigError
+
+
+@dataclass
+class Request:
+    """One request, and what became of it. Times are milliseconds since the start.
+
+    Attributes:
+        index: number of the request, which is also that of its text.
+        sent_ms: when the user sent it.
+        first_ms, done_ms: when its first and its last token reached the user.
+        known_tokens: output tokens that the host knows of.
+    """
+
+    index: int
+    prompt_tokens: int
+    output_tokens: int
+    sent_ms: float
+    first_ms: float = 0.0
+    done_ms: float = 0.0
+    known_tokens: int = 0
+
+    @property
+    def context(self) -> int:
+        """Tokens whose K/V is in the cache, as far as the host knows."""
+        return self.prompt_tokens + self.known_tokens
+
+    @property
+    def done(self) -> bool:
+        """Whether its last token is known."""
+        return self.known_tokens >= self.output_tokens
+
+    @property
+    def user_tok_s(self) -> float:
+        """Tokens per second from sending to the last token."""
+        return 1e3 * self.output_tokens / (self.done_ms - self.sent_ms)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Time per output token after the first; None for a single one."""
+        return (self.done_ms - self.first_ms) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of token counts: ``128`` always, ``64-256`` uniform, ``~128`` geometric with that mean."""
+
+    low: int
+    high: int
+    geometric: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Read one of the forms above.
+
+        Raises:
+            ConfigError: it is none of them.
+        """
+        try:
+            if text.startswith("~"):
+                lengths = cls(int(text[1:]), int(text[1:]), geometric=True)
+            else:
+                low, _, high = text.partition("-")
+                lengths = cls(int(low), int(high or low))
+        except ValueError as error:
+            raise ConfigError(f"{text!r} is no length; write 128, 64-256 (uniform) or ~128 (geometric)") from error
+        if not 1 <= lengths.low <= lengths.high:
+            raise ConfigError(f"{text!r} is no length: tokens count from 1, and ranges run upwards")
+        return lengths
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """One token count."""
+        return int(rng.geometric(1 / self.low)) if self.geometric else int(rng.integers(self.low, self.high + 1))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests to be served.
+
+    Attributes:
+        num_requests: how many in all.
+        users: closed loop: each user sends the next request when the last answer is complete.
+        rate: open loop: Poisson arrivals per second, instead of users.
+        turnaround_ms: from an answer's end to the arrival of the user's next request.
+    """
+
+    num_requests: int
+    prompt: Lengths
+    output: Lengths
+    users: int | None = None
+    rate: float | None = None
+    turnaround_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.users is None) == (self.rate is None):
+            raise ConfigError("a workload has either users or a rate")
+
+    def requests(self, rng: np.random.Generator) -> Iterator[Request]:
+        """The requests in the order of their arrival. The times of a closed loop are set by whoever serves it."""
+        at_ms = 0.0
+        for index in range(self.num_requests):
+            if self.rate is not None:
+                at_ms += float(rng.exponential(1e3 / self.rate))
+            yield Request(index, self.prompt.draw(rng), self.output.draw(rng), at_ms)
