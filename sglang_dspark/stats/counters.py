@@ -1,9 +1,27 @@
-"""Token counters of speculative decoding. Pure host code, fed from results that SGLang copies to the host anyway."""
+"""Counts decode steps as they are observed. Pure host code, fed from results that SGLang copies to the host anyway."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+
+import numpy as np
+
+from sglang_dspark.stats.predicted import PredictedSurvival
+from sglang_dspark.stats.sums import (
+    DRAFTED,
+    MEASURED_MS,
+    NUM_LOADS,
+    NUM_SCALARS,
+    PARKED_STEPS,
+    PLAIN_STEPS,
+    PREDICTED_MS,
+    STEPS,
+    TIMED_STEPS,
+    Figures,
+    Sums,
+    load_of,
+)
 
 LOW_ACCEPT_LENGTH = 1.15
 """Mean tokens per round below which a drafter is as good as noise. A drafter that was wired with a wrong convention
@@ -12,76 +30,81 @@ LOW_ACCEPT_ROUNDS = 2000
 
 
 class Counters:
-    """Sums over decode rounds; a round is one request in one step.
+    """Collects :class:`Sums`. A step costs a few list entries and one per request, whatever is reported of them.
+
+    Args:
+        gamma: drafts per block.
+        predicted: sums over predicted survivals, kept by whoever predicts; None where nobody does.
 
     Attributes:
-        steps: decode steps.
-        plain_steps: those of them in which nothing was drafted.
-        rounds: requests, summed over the steps.
-        drafted: draft tokens proposed.
-        verified: draft tokens that went through the target.
-        accepted: draft tokens that the target kept.
-        committed: tokens gained: accepted drafts and one correction or bonus token per round.
-        verified_at, accepted_at: the same by position in the block, position 0 first.
+        steps_by_policy: decode steps by the policy that chose them.
     """
 
-    def __init__(self, gamma: int) -> None:
-        self.steps = self.plain_steps = self.rounds = self.drafted = self.verified = self.accepted = 0
-        self.verified_at = [0] * gamma
-        self.accepted_at = [0] * gamma
+    def __init__(self, gamma: int, predicted: PredictedSurvival | None = None) -> None:
+        self._width = gamma + 1
+        self._predicted = predicted or PredictedSurvival(gamma)
+        # Lists: adding to one entry of an array takes three times as long.
+        self._loads = [[0.0] * (NUM_SCALARS + self._width**2) for _ in range(NUM_LOADS)]
+        self.steps_by_policy: Counter[str] = Counter()
 
-    def record(self, draft_lens: Sequence[int], verify_lens: Sequence[int], accept_lens: Sequence[int]) -> None:
+    def record(
+        self,
+        draft_lens: Sequence[int],
+        verify_lens: Sequence[int],
+        accept_lens: Sequence[int],
+        *,
+        policy: str,
+        parked: bool = False,
+    ) -> None:
         """Add one step.
 
         Args:
             draft_lens: drafts proposed per request.
             verify_lens: drafts verified per request.
             accept_lens: drafts accepted per request (bonus not included).
+            policy: name of the policy that chose the step.
+            parked: whether speculation rested when it was chosen.
         """
-        self.steps += 1
-        self.plain_steps += not any(draft_lens)
-        self.rounds += len(verify_lens)
-        self.drafted += sum(draft_lens)
-        self.verified += sum(verify_lens)
-        self.accepted += sum(accept_lens)
+        row, width = self._loads[load_of(len(verify_lens))], self._width
+        drafted = sum(draft_lens)
+        row[STEPS] += 1
+        row[PLAIN_STEPS] += not drafted
+        row[PARKED_STEPS] += parked
+        row[DRAFTED] += drafted
         for verified, accepted in zip(verify_lens, accept_lens, strict=True):
-            for position in range(verified):
-                self.verified_at[position] += 1
-                self.accepted_at[position] += position < accepted
+            row[NUM_SCALARS + verified * width + accepted] += 1
+        self.steps_by_policy[policy] += 1
 
-    @property
-    def committed(self) -> int:
-        """Tokens gained, bonus included."""
-        return self.accepted + self.rounds
+    def record_time(self, requests: int, measured_ms: float, predicted_ms: float | None) -> None:
+        """Add the time of one step of ``requests`` requests; ``predicted_ms`` was expected before it, None without."""
+        row = self._loads[load_of(requests)]
+        row[TIMED_STEPS] += 1
+        row[MEASURED_MS] += measured_ms
+        row[PREDICTED_MS] += predicted_ms or 0.0
+
+    def sums(self) -> Sums:
+        """All sums up to now, a copy."""
+        return Sums(np.array(self._loads), self._predicted.sums())
 
     @property
     def accept_length(self) -> float | None:
-        """Mean tokens per round, bonus included; None before the first round."""
-        return self.committed / self.rounds if self.rounds else None
+        """Mean tokens per round since the start, bonus included; None before the first round."""
+        return self._total().accept_length
 
     @property
     def looks_miswired(self) -> bool:
         """Whether enough drafts were verified to say that the drafter does not predict this target."""
-        rounds = self.verified_at[0]
-        return rounds >= LOW_ACCEPT_ROUNDS and (self.accepted + rounds) / rounds < LOW_ACCEPT_LENGTH
+        total = self._total()
+        rounds = total.positions()[0, 0]
+        return bool(rounds >= LOW_ACCEPT_ROUNDS and (total.accepted + rounds) / rounds < LOW_ACCEPT_LENGTH)
 
-    def report(self) -> dict[str, Any]:
-        """JSON form. ``survival``: share of verified drafts accepted through that position, None where none was."""
-        return {
-            "steps": self.steps,
-            "plain_steps": self.plain_steps,
-            "rounds": self.rounds,
-            "drafted_tokens": self.drafted,
-            "verified_tokens": self.verified,
-            "accepted_tokens": self.accepted,
-            "committed_tokens": self.committed,
-            "accept_length": self.accept_length,
-            "survival": [a / v if v else None for a, v in zip(self.accepted_at, self.verified_at, strict=True)],
-        }
+    def _total(self) -> Figures:
+        return self.sums().total()
 
     def __str__(self) -> str:
-        length = self.accept_length
+        total = self._total()
+        counts, length = total.counts(), total.accept_length
         return (
-            f"drafted {self.drafted}, verified {self.verified}, accepted {self.accepted}, committed {self.committed}, "
-            f"accept length {'-' if length is None else format(length, '.2f')}"
+            f"drafted {counts['drafted_tokens']}, verified {total.verified}, accepted {total.accepted}, "
+            f"committed {total.committed}, accept length {'-' if length is None else format(length, '.2f')}"
         )

@@ -93,6 +93,7 @@ class Rounds:
         verify_lens: [bs] int64, drafts verified per request.
         predictions: as in :class:`Drafted`.
         traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
+        policy, parked: name of the policy that chose, and whether it let speculation rest.
     """
 
     requests: list[str]
@@ -101,3 +102,5 @@ class Rounds:
     verify_lens: torch.Tensor
     predictions: torch.Tensor | None
     traced: torch.Tensor | None
+    policy: str = "auto"
+    parked: bool = False

@@ -22,6 +22,7 @@ from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.stats.counters import Counters
+from sglang_dspark.stats.history import History
 from sglang_dspark.worker.draft_attention import block_attend
 from sglang_dspark.worker.draft_cache import DraftCache
 from sglang_dspark.worker.host_index import host_index
@@ -50,7 +51,8 @@ class DSparkWorker(SpecWorkerBase):
         self.on_gpu = self.device.type == "cuda"
         lag = int(self.on_gpu and not self.server_args.disable_overlap_schedule)
         self.schedule = Schedule(self.options, self.max_verify, self._calibration(), self.device, lag)
-        self.counters = Counters(self.gamma)
+        self.counters = Counters(self.gamma, self.schedule.predicted)
+        self.history = History(self.counters)
         self.graphs: StepGraphs | None = None
         self._logged_at = time.monotonic()
         self._warned = False
@@ -93,6 +95,8 @@ class DSparkWorker(SpecWorkerBase):
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(req.kv_committed_len for req in batch.reqs) / len(requests)
         choice = self.agreement.share(self.schedule.choose(requests, context))
+        if (timed := self.schedule.timed) is not None:
+            self.counters.record_time(timed.requests, timed.measured_ms, timed.expected_ms)
         traced = any_traced(batch.reqs)
         rows = self.sampling.read(batch.reqs)
         step = read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step)
@@ -122,6 +126,8 @@ class DSparkWorker(SpecWorkerBase):
                 verify_lens=plan.verify_lens[: len(step)].clone(),
                 predictions=drafted.predictions,
                 traced=copy_drafts(step, drafted.block) if traced else None,
+                policy=self.schedule.policy.name,
+                parked=self.schedule.parked,
             ),
         )
 
@@ -232,16 +238,20 @@ class DSparkWorker(SpecWorkerBase):
 
     def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
         verify_lens = rounds.verify_lens.tolist()
+        self.history.tick()
         self.counters.record(
             [rounds.drafted[request] for request in running],
             [verify_lens[request] for request in running],
             accept_lens,
+            policy=rounds.policy,
+            parked=rounds.parked,
         )
         self.schedule.observe(rounds, running, accept_lens)
         now = time.monotonic()
-        if now - self._logged_at >= _LOG_INTERVAL_S:
-            self._logged_at = now
-            logger.info("DSPARK: %s", self.counters)
+        if now - self._logged_at < _LOG_INTERVAL_S:
+            return
+        self._logged_at = now
+        logger.info("DSPARK: %s", self.counters)
         if self.counters.looks_miswired and not self._warned:
             self._warned = True
             logger.warning(
@@ -252,7 +262,7 @@ class DSparkWorker(SpecWorkerBase):
             )
 
     def report(self) -> dict[str, Any]:
-        return {"block_size": self.gamma, **self.counters.report(), **self.schedule.report()}
+        return {"block_size": self.gamma, **self.schedule.report(), **self.history.report()}
 
     def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
         self.schedule.switch(fields)
