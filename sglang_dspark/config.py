@@ -18,6 +18,7 @@ FLAG_PREFIX = "--speculative-dspark-"
 ENV_PREFIX = "SGLANG_DSPARK_"
 
 SCHEDULES = ("auto", "early-stop", "static", "threshold", "off")
+FALLBACKS = ("refuse", "target-only")
 # Verifies lengths without rhyme or reason, for tests of exactness: accepted, but not offered.
 RANDOM_SCHEDULE = "random"
 
@@ -39,6 +40,12 @@ def _positive_int(text: str) -> int:
 def _schedule(text: str) -> str:
     if text not in (*SCHEDULES, RANDOM_SCHEDULE):
         raise ValueError(f"must be one of {', '.join(SCHEDULES)}")
+    return text
+
+
+def _fallback(text: str) -> str:
+    if text not in FALLBACKS:
+        raise ValueError(f"must be one of {', '.join(FALLBACKS)}")
     return text
 
 
@@ -89,6 +96,12 @@ class DSparkConfig:
         str,
         "Table of measured step times: loaded when the file exists, else measured at start-up and written there. "
         "Without the flag it is kept below ~/.cache/sglang-dspark.",
+    )
+    fallback: str = _knob(
+        _fallback,
+        "When the drafter is unusable, or target or device are not served: `refuse` ends the start, `target-only` "
+        "serves the target alone and says why in the log and in `GET /dspark/capabilities`.",
+        default="refuse",
     )
 
     def __post_init__(self) -> None:

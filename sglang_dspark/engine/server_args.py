@@ -6,6 +6,8 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from copy import copy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, add_flags, flag_texts
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.pairing import check_target
+from sglang_dspark.draft.reduced_vocabulary import load_token_ids
+from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine import hooks, requests
-from sglang_dspark.errors import ConfigError
+from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +45,43 @@ def _add_cli_args(result: Any, parser: Any) -> None:
 
 
 def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
-    if (namespace.speculative_algorithm or "").upper() == "DSPARK":
-        # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
-        check_draft_path(namespace.speculative_draft_model_path)
-        _choose_attention_backend(namespace)
-        if namespace.sampling_backend not in (None, "pytorch"):
-            raise ConfigError(
-                f"DSPARK cannot run with --sampling-backend={namespace.sampling_backend}; "
-                "verification follows the law of the pytorch backend: drop the flag"
-            )
-    token = _flag_texts.set(flag_texts(namespace))
-    try:
+    if (namespace.speculative_algorithm or "").upper() != "DSPARK":
         return original(cls, namespace)
+    texts = flag_texts(namespace)
+    fallback = DSparkConfig.resolve(texts).fallback
+    token = _flag_texts.set(texts)
+    try:
+        return _with_dspark(original, cls, copy(namespace))
+    except (CheckpointError, UnservedError) as error:
+        if fallback != "target-only":
+            raise
+        return _target_only(original, cls, namespace, str(error))
     finally:
         _flag_texts.reset(token)
+
+
+def _with_dspark(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
+    # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
+    check_drafter(namespace.speculative_draft_model_path)
+    _choose_attention_backend(namespace)
+    if namespace.sampling_backend not in (None, "pytorch"):
+        raise ConfigError(
+            f"DSPARK cannot run with --sampling-backend={namespace.sampling_backend}; "
+            "verification follows the law of the pytorch backend: drop the flag"
+        )
+    return original(cls, namespace)
+
+
+def _target_only(original: Callable[..., Any], cls: type, namespace: Any, reason: str) -> Any:
+    """The arguments of a plain server, which says in our routes why it is one."""
+    for field in fields(cls):
+        if field.name.startswith("speculative_"):
+            setattr(namespace, field.name, field.default)
+    server_args = original(cls, namespace)
+    server_args.dspark_target_only = reason
+    hooks.install_routes()
+    logger.warning("DSPARK: effective decode path target-only, without speculation: %s", reason)
+    return server_args
 
 
 def _choose_attention_backend(namespace: Any) -> None:
@@ -64,18 +91,20 @@ def _choose_attention_backend(namespace: Any) -> None:
         namespace.attention_backend = ATTENTION_BACKEND.get(device)
 
 
-def check_draft_path(path: str | None) -> None:
-    """Refuse a draft path that is missing, or absent where a folder was meant.
+def check_drafter(path: str | None) -> None:
+    """Refuse a drafter that is missing or damaged, before the target is loaded.
 
     Raises:
-        ConfigError: no path, or an absolute or relative folder without ``config.json``.
+        ConfigError: no path was given.
+        CheckpointError: a file is missing or damaged, or the tensors do not fit ``config.json``.
     """
     flag = "--speculative-draft-model-path"
     if not path:
         raise ConfigError(f"DSPARK needs a drafter: pass {flag} with a DeepSpec-format checkpoint of your target")
-    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
-    if looks_local and not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"{flag}={path!r} holds no config.json; pass the folder of a DeepSpec-format checkpoint")
+    if not (Path(path) / "config.json").is_file():
+        raise CheckpointError(f"{flag}={path!r} holds no config.json; pass the folder of a DeepSpec-format checkpoint")
+    check_draft_model(path)
+    load_token_ids(path, DraftConfig.from_pretrained(path).vocab_size)
 
 
 def validate(server_args: Any) -> None:
@@ -84,7 +113,9 @@ def validate(server_args: Any) -> None:
     Raises:
         ConfigError: names the flag, its value and the remedy.
     """
-    check_draft_path(server_args.speculative_draft_model_path)
+    check_drafter(server_args.speculative_draft_model_path)
+    if server_args.device not in ATTENTION_BACKEND:
+        raise UnservedError(f"DSPARK cannot run with --device={server_args.device}; pass cpu or cuda")
     for refusal in _refusals(server_args):
         raise ConfigError(refusal)
 
@@ -132,8 +163,6 @@ def _refusals(args: Any) -> Iterator[str]:
         for parameter in requests.unserved_parameters(preferred):
             yield f"DSPARK does not serve {parameter} in --preferred-sampling-params yet; take it out"
     expected = ATTENTION_BACKEND.get(args.device)
-    if expected is None:
-        yield f"DSPARK cannot run with --device={args.device}; pass cpu or cuda"
     for backend in attention_backends_of(view):
         if backend != expected:
             yield (
@@ -152,7 +181,7 @@ def complete(server_args: Any) -> None:
     draft = DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
     target = server_args.get_model_config()
     if target.quantization is not None or getattr(target.hf_config, "quantization_config", None) is not None:
-        raise ConfigError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
+        raise UnservedError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
     check_target(draft, target.hf_text_config)
     gamma = config.gamma(draft.block_size)
     given = server_args.speculative_num_draft_tokens

@@ -77,8 +77,16 @@ class SpecWorkerBase(BaseSpecWorker):
         """
 
     @abstractmethod
-    def report(self) -> dict[str, Any]:
-        """JSON for ``GET /dspark/stats``."""
+    def report(self, history_s: int = 0) -> dict[str, Any]:
+        """JSON for ``GET /dspark/stats``; ``history_s``: seconds to list one by one."""
+
+    @abstractmethod
+    def capabilities(self) -> dict[str, Any]:
+        """JSON for ``GET /dspark/capabilities``."""
+
+    @abstractmethod
+    def export_metrics(self, labels: dict[str, Any]) -> None:
+        """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
 
     @abstractmethod
     def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:

@@ -143,7 +143,11 @@ class _Belief:
         return doubt
 
     def observe(self, drafts: float, log_ratio: float, step: int) -> float:
-        """Account for a step that took ``exp(log_ratio)`` times what the table says; the logarithm that was expected."""
+        """Account for a step that took ``exp(log_ratio)`` times what the table says.
+
+        Returns:
+            The logarithm that was expected.
+        """
         self._variances += self._drift
         # Of the machine's speed less is known when steps with other loads came in between.
         elsewhere = step - self._last_step - 1

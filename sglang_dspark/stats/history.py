@@ -62,7 +62,7 @@ class History:
     def series(self, seconds: int) -> list[dict[str, Any]]:
         """JSON: counts, means and rates of the last whole seconds, oldest first; the one under way is left out.
 
-        ``age_s`` is how long ago the second ended. At most :data:`HISTORY_S` of them, and none from before the start.
+        ``second`` counts from the server's start. At most :data:`HISTORY_S` of them.
         """
         now, sums = self._clock(), self._counters.sums()
         last = int(now)
@@ -71,8 +71,8 @@ class History:
         for second in range(first, last):
             after = self._at(second + 1, sums)
             figures = Figures((after.loads - before.loads).sum(0))
-            age_s = now - second - 1
-            points.append({"age_s": age_s, **_rates(figures, 1.0), **figures.counts(), **figures.means()})
+            passed = second - int(self._start)
+            points.append({"second": passed, **_rates(figures, 1.0), **figures.counts(), **figures.means()})
             before = after
         return points
 

@@ -34,10 +34,10 @@ class Sums:
     """Sums over decode steps; a round is one request in one step.
 
     Attributes:
-        loads: [NUM_LOADS, NUM_SCALARS + (gamma + 1) ** 2], by the number of requests in the step. After the scalars, the
-            number of rounds by drafts verified and drafts accepted of them.
-        predicted: [3, n], by position in the block, over the verified drafts whose survival was predicted: their number,
-            the sum of the predictions, and how many survived. n is at most gamma.
+        loads: [NUM_LOADS, NUM_SCALARS + (gamma + 1) ** 2], by the number of requests in the step. After the scalars,
+            the number of rounds by drafts verified and drafts accepted of them.
+        predicted: [3, n], by position in the block, over the verified drafts whose survival was predicted: their
+            number, the sum of the predictions, and how many survived. n is at most gamma.
     """
 
     loads: Array
@@ -139,19 +139,21 @@ class Figures:
     def by_position(self) -> dict[str, list[float | None]]:
         """JSON, position 0 first.
 
-        ``survival``: share of the verified drafts that were accepted, and with them all before. ``conditional_acceptance``:
-        the same, of those whose predecessors were accepted. ``predicted_survival``: mean prediction for verified drafts,
-        made before the outcome; ``calibration_error``: by how much it was above what came of the same drafts.
+        ``survival``: share of the verified drafts that were accepted, and with them all before.
+        ``conditional_acceptance``: the same, of those whose predecessors were accepted. ``predicted_survival``: mean
+        prediction for verified drafts, made before the outcome. ``calibration_error``: by how much it was above what
+        came of the same drafts.
         """
         assert self._predicted is not None
         verified, tested, accepted = self.positions().tolist()
         drafts, predicted, survived = self._predicted.tolist()
-        padding = [None] * (self.gamma - len(drafts))
+        unknown = [None] * (self.gamma - len(drafts))
+        errors = [_ratio(p - s, n) for p, s, n in zip(predicted, survived, drafts, strict=True)]
         return {
             "survival": [_ratio(a, v) for a, v in zip(accepted, verified, strict=True)],
             "conditional_acceptance": [_ratio(a, t) for a, t in zip(accepted, tested, strict=True)],
-            "predicted_survival": [_ratio(p, n) for p, n in zip(predicted, drafts, strict=True)] + padding,
-            "calibration_error": [_ratio(p - s, n) for p, s, n in zip(predicted, survived, drafts, strict=True)] + padding,
+            "predicted_survival": [_ratio(p, n) for p, n in zip(predicted, drafts, strict=True)] + unknown,
+            "calibration_error": errors + unknown,
         }
 
 

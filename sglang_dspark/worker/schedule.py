@@ -112,6 +112,22 @@ class Schedule:
         self.policy = self._make_policy(options)
         self.options = options
 
+    def why_not(self, policy: str) -> str | None:
+        """Why this server cannot switch to a policy; None where it can."""
+        fields: dict[str, Any] = {"policy": policy}
+        if policy == "threshold":
+            fields["confidence_threshold"] = 0.5
+        try:
+            self._make_policy(self.options.with_policy(fields))
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    @staticmethod
+    def reads_live_values(policy: str) -> bool:
+        """Whether a policy needs the confidences of the step itself on the host."""
+        return policy in (Rule.EARLY_STOP.value, Rule.THRESHOLD.value)
+
     def _make_policy(self, options: DSparkConfig) -> Policy:
         if self.max_verify == 0 and options.schedule not in ("static", "off"):
             raise ConfigError(

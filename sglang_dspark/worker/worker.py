@@ -23,6 +23,8 @@ from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.stats.history import History
+from sglang_dspark.stats.metrics import Metrics
+from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.draft_attention import block_attend
 from sglang_dspark.worker.draft_cache import DraftCache
 from sglang_dspark.worker.host_index import host_index
@@ -77,6 +79,7 @@ class DSparkWorker(SpecWorkerBase):
             self.graphs = self._capture_graphs()
             self.schedule.whole_batches = self.graphs is not None
         self.schedule.start(load_or_measure(self))
+        logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
     def _capture_graphs(self) -> StepGraphs | None:
         runner = self.target_worker.model_runner
@@ -261,8 +264,26 @@ class DSparkWorker(SpecWorkerBase):
                 self.counters.accept_length,
             )
 
-    def report(self) -> dict[str, Any]:
-        return {"block_size": self.gamma, **self.schedule.report(), **self.history.report()}
+    def report(self, history_s: int = 0) -> dict[str, Any]:
+        known = {"block_size": self.gamma, "max_running_requests": self.max_running_requests}
+        # The schedule first: it learns from what it has only noted so far.
+        report = known | self.schedule.report() | self.history.report()
+        return report | {"history": self.history.series(history_s)} if history_s else report
+
+    @property
+    def max_running_requests(self) -> int:
+        """Requests that a step may have."""
+        return int(self.target_worker.model_runner.max_running_requests)
+
+    def capabilities(self) -> dict[str, Any]:
+        return capabilities(self)
+
+    def export_metrics(self, labels: dict[str, Any]) -> None:
+        Metrics(self.counters, self.history, self.schedule_state, self.max_running_requests, labels).start()
+
+    def schedule_state(self) -> tuple[str, bool]:
+        """Name of the policy, and whether speculation rests."""
+        return self.schedule.policy.name, self.schedule.parked
 
     def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
         self.schedule.switch(fields)

@@ -70,7 +70,7 @@ def test_the_series_ends_with_the_last_whole_second():
     server.now = 1003.5
     points = server.history.series(2)
     assert [point["steps"] for point in points] == [2, 3]
-    assert [point["age_s"] for point in points] == [pytest.approx(1.5), pytest.approx(0.5)]
+    assert [point["second"] for point in points] == [1, 2]
 
 
 def test_only_so_much_is_kept():
