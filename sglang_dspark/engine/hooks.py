@@ -35,7 +35,7 @@ class Hook:
 
 def install_in_front_end() -> None:
     """Hooks of the process that tokenizes requests and serves HTTP."""
-    from sglang_dspark.engine import requests
+    from sglang_dspark.engine import request_counts, requests
 
     install_routes()
     _install(
@@ -46,7 +46,14 @@ def install_in_front_end() -> None:
                 HookType.AFTER,
                 requests.check_request,
                 "features that DSPARK does not serve yet answer HTTP 400 instead of being dropped",
-            )
+            ),
+            Hook(
+                "report-counts",
+                "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+                HookType.AROUND,
+                request_counts.report,
+                "SGLang takes it that every draft is verified, and understates the acceptance of requests",
+            ),
         ]
     )
 
@@ -77,6 +84,8 @@ def install_routes() -> None:
 
 def install_in_scheduler(device: str) -> None:
     """Hooks of the scheduler process; called before any memory pool exists."""
+    from sglang_dspark.engine import request_counts
+
     hooks = [
         Hook(
             "row-headroom",
@@ -93,6 +102,14 @@ def install_in_scheduler(device: str) -> None:
             HookType.AROUND,
             _observe_results,
             "counters and traces need drafts and verify lengths where the accepted tokens are on the host anyway",
+        ),
+        Hook(
+            "attach-counts",
+            "sglang.srt.managers.scheduler_components.batch_result_processor."
+            "SchedulerBatchResultProcessor._maybe_collect_routed_experts",
+            HookType.AFTER,
+            request_counts.attach,
+            "a request that has ended takes the number of its drafts along; this is called once, just then",
         ),
         Hook(
             "answer-questions",

@@ -20,6 +20,7 @@ from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, is_run
 from sglang_dspark.engine.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.draft_input import DSparkDraftInput
+from sglang_dspark.engine.request_counts import count
 from sglang_dspark.engine.target import Target
 from sglang_dspark.worker.state import Rounds
 
@@ -142,6 +143,7 @@ class SpecWorkerBase(BaseSpecWorker):
             # Under overlap a request that has just ended takes part in one more step, whose tokens nobody gets.
             running = [index for index, req in enumerate(batch.reqs) if is_running(req)]
             if running:
+                count(batch.reqs, result.rounds, result.rounds.verify_lens.tolist(), running)
                 self.on_rounds(result.rounds, running, [committed[index] - 1 for index in running])
             record_traces(batch.reqs, result.rounds, committed)
 

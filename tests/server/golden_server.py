@@ -15,6 +15,8 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
 DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
 
+KEYS = ("--api-key", "user-key", "--admin-api-key", "admin-key")
+
 Launch = Callable[..., LaunchedServer]
 """``launch(*flags)`` of the fixture: a float32 server of the golden target with these flags."""
 
