@@ -173,10 +173,9 @@ def test_every_answer_has_its_own_counts(dspark, stream):
         meta = answer["meta_info"]
         rounds = [entry for entry in meta["dspark_trace"] if entry]
         assert count["drafted_tokens"] == sum(len(entry["draft"]) for entry in rounds)
-        assert (
-            count["verified_tokens"] == sum(entry["verified"] for entry in rounds) == meta["spec_num_proposed_drafts"]
-        )
-        assert count["accepted_tokens"] == sum(entry["accepted"] for entry in rounds) == meta["spec_num_correct_drafts"]
+        verified, accepted = (sum(entry[key] for entry in rounds) for key in ("verified", "accepted"))
+        assert count["verified_tokens"] == verified == meta["spec_num_proposed_drafts"]
+        assert count["accepted_tokens"] == accepted == meta["spec_num_correct_drafts"]
         assert count["rounds"] == len(rounds) == meta["spec_verify_ct"]
         assert meta["spec_accept_rate"] == count["accepted_tokens"] / count["verified_tokens"]
         assert min(meta["spec_accept_histogram"]) >= 0
