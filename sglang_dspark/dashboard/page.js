@@ -47,7 +47,8 @@ function frame(host, { most, format, left = 38, bottom = 20, steps = 3 }) {
   const top = marks[marks.length - 1] || 1;
   const box = { left, right: width - 8, top: 10, bottom: height - bottom, width, height };
   const y = (value) => box.bottom - (box.bottom - box.top) * Math.min(value / top, 1.05);
-  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
+  const name = host.closest("article").querySelector("h2").textContent;
+  const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name });
   for (const mark of marks) {
     root.append(
       svg("line", { class: mark ? "grid" : "axis", x1: left, x2: box.right, y1: y(mark), y2: y(mark) }),
@@ -412,6 +413,7 @@ const KEY = "dspark-api-key";
 const POLL_MS = 1000;
 const RETRY_MS = 2000;
 const TIMEOUT_MS = 8000;
+let answeredAt = null;
 let lostSince = null;
 
 class Refused extends Error {}
@@ -449,11 +451,11 @@ async function poll() {
     notice(`This server decodes with the target alone. ${capabilities.reason}`, true);
     return false;
   }
-  const last = points.length ? points[points.length - 1].second : null;
-  const missing = last === null ? SPAN_S : Math.min(SPAN_S, Math.ceil(stats.uptime_s - last) + 4);
-  const fresh = await get(`dspark/stats?history_s=${missing}`);
+  const missed = answeredAt === null ? SPAN_S : (performance.now() - answeredAt) / 1000 + 4;
+  const fresh = await get(`dspark/stats?history_s=${Math.min(SPAN_S, Math.ceil(missed))}`);
   const restarted = stats !== null && fresh.uptime_s < stats.uptime_s;
   stats = fresh;
+  answeredAt = restarted ? null : performance.now();
   if (restarted) {
     points = [];
     capabilities = null;

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from golden_server import DRAFT, DSPARK, KEYS, TARGET, greedy, output_ids, policy
+from golden_server import DRAFT, DSPARK, GUARDED, TARGET, greedy, output_ids, policy
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_dspark import __version__
@@ -23,8 +23,7 @@ PROMPTS = [[5 + i, 9, 20 + i, 7] for i in range(16)]
 
 @pytest.fixture
 def guarded(launch):
-    """A server with metrics, an API key and an admin key."""
-    return launch(*DSPARK, "--enable-metrics", *KEYS)
+    return launch(*GUARDED)
 
 
 def call(server, path, key=None, body=None):
@@ -191,8 +190,8 @@ def last_answer(server, body):
     return json.loads([line for line in lines if line.startswith("data: {")][-1].removeprefix("data: "))
 
 
-def test_openai_answers_carry_the_counts_where_sglang_carries_meta_info(dspark):
+def test_openai_answers_carry_the_counts_where_sglang_carries_meta_info(guarded):
     body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 16, "temperature": 0}
-    answer = dspark.post_json("/v1/chat/completions", body | {"return_meta_info": True})
+    answer = json.loads(call(guarded, "/v1/chat/completions", "user-key", body | {"return_meta_info": True})[1])
     counts = answer["choices"][0]["meta_info"]["dspark"]
     assert counts["accepted_tokens"] + counts["rounds"] >= answer["usage"]["completion_tokens"] - 1

@@ -7,7 +7,7 @@ import shutil
 from urllib.parse import urlsplit
 
 import pytest
-from golden_server import DSPARK, KEYS, greedy, output_ids
+from golden_server import GUARDED, greedy, output_ids
 
 selenium = pytest.importorskip("selenium", reason="pip install selenium")
 from selenium import webdriver  # noqa: E402
@@ -157,7 +157,7 @@ def test_a_silent_server_is_said_to_be_silent(dspark, page):
 
 
 def test_it_asks_for_the_key(launch, page):
-    guarded = launch(*DSPARK, "--enable-metrics", *KEYS)
+    guarded = launch(*GUARDED)
     page.open(guarded)
     page.wait_for_state("locked")
     assert page.errors() == []
