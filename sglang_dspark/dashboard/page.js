@@ -237,8 +237,9 @@ function draw() {
   const span = chosenSpan === "recent" && !idle ? recent : stats;
   const drawn = smooth(points);
 
-  $("tile-speed").textContent = idle ? "0" : number(recent.tokens_per_s);
-  $("tile-speed-note").textContent = `${number(stats.committed_tokens)} since start`;
+  const latest = drawn[drawn.length - 1];
+  $("tile-speed").textContent = latest && latest.speed ? number(latest.speed) : "0";
+  $("tile-speed-note").textContent = `${number(recent.tokens_per_s)} over the last minute`;
   $("tile-accept").textContent = fixed(2)(recent.accept_length);
   $("tile-verify").textContent = fixed(2)(recent.verify_length);
   $("tile-verify-of").textContent = `of ${stats.block_size} drafts`;
@@ -370,6 +371,7 @@ function drawFacts() {
     ["CUDA graphs", features.cuda_graphs ? "captured" : "off"],
     ["overlap scheduling", features.overlap ? "on" : "off"],
     ["up for", duration(stats.uptime_s)],
+    ["tokens committed", stats.committed_tokens.toLocaleString("en")],
     ["versions", Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(", ")],
   ]);
   facts(

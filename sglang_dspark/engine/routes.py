@@ -116,4 +116,4 @@ def page_needs_no_key(decision: Any, *, method: str, path: str, **credentials: A
     """
     from sglang.srt.utils.auth import AuthDecision
 
-    return AuthDecision(allowed=True) if method in ("GET", "HEAD") and path == PAGE else None
+    return AuthDecision(allowed=True) if method == "GET" and path == PAGE else None
