@@ -22,6 +22,7 @@ ENV_PREFIX = "SGLANG_DSPARK_"
 DRAFT_FREE_BLOCK_SIZE = 7
 
 SCHEDULES = ("auto", "early-stop", "static", "threshold", "adaptive-block", "off")
+FALLBACKS = ("refuse", "target-only")
 # Verifies lengths without rhyme or reason, for tests of exactness: accepted, but not offered.
 RANDOM_SCHEDULE = "random"
 
@@ -43,6 +44,12 @@ def _positive_int(text: str) -> int:
 def _schedule(text: str) -> str:
     if text not in (*SCHEDULES, RANDOM_SCHEDULE):
         raise ValueError(f"must be one of {', '.join(SCHEDULES)}")
+    return text
+
+
+def _fallback(text: str) -> str:
+    if text not in FALLBACKS:
+        raise ValueError(f"must be one of {', '.join(FALLBACKS)}")
     return text
 
 
@@ -101,6 +108,12 @@ class DSparkConfig:
         "Serve without a drafter: requests with a preset speculate, others decode plainly. Needs no value.",
         default=False,
         bare="on",
+    )
+    fallback: str = _knob(
+        _fallback,
+        "When the drafter is unusable, or target or device are not served: `refuse` ends the start, `target-only` "
+        "serves the target alone and says why in the log and in `GET /dspark/capabilities`.",
+        default="refuse",
     )
 
     def __post_init__(self) -> None:

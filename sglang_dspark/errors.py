@@ -4,6 +4,7 @@
 
     DSparkError
     ├── ConfigError      a flag, environment variable or combination of server arguments that cannot work
+    │   └── UnservedError    a target or device that DSPARK does not serve, whatever the options
     ├── CheckpointError  a draft checkpoint that is missing, incomplete, misshapen or unfit for the target
     ├── EngineError      this SGLang is not one the plugin can drive, or a hook did not take effect
     └── LaunchError      a server that was started as a child process died or never answered
@@ -18,6 +19,10 @@ class DSparkError(Exception):
 
 class ConfigError(DSparkError, ValueError):
     """A flag, environment variable or combination of server arguments that cannot work."""
+
+
+class UnservedError(ConfigError):
+    """A target or device that DSPARK does not serve, whatever the options."""
 
 
 class CheckpointError(DSparkError, ValueError):

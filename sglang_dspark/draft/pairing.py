@@ -3,7 +3,7 @@
 from typing import Any
 
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.errors import ConfigError
+from sglang_dspark.errors import UnservedError
 
 TARGET_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Target families that are served."""
@@ -16,11 +16,11 @@ def check_architecture(target: Any) -> None:
         target: Hugging Face text configuration of the target.
 
     Raises:
-        ConfigError: its family is not served.
+        UnservedError: its family is not served.
     """
     architectures = list(getattr(target, "architectures", None) or [])
     if not set(architectures) & set(TARGET_ARCHITECTURES):
-        raise ConfigError(
+        raise UnservedError(
             f"--model-path: target architecture {architectures} is not served with DSPARK; "
             f"served are {', '.join(TARGET_ARCHITECTURES)}"
         )
@@ -34,7 +34,7 @@ def check_target(draft: DraftConfig, target: Any) -> None:
         target: Hugging Face text configuration of the target.
 
     Raises:
-        ConfigError: the target's family is not served.
+        UnservedError: the target's family is not served.
         CheckpointError: a dimension differs between the two.
     """
     check_architecture(target)

@@ -32,13 +32,8 @@ def load_draft_model(path: str | Path, *, dtype: torch.dtype, device: torch.devi
         CheckpointError: config.json is unfit, a file is missing or damaged, or tensors are missing, unexpected,
             misshapen or not floating point; all offending tensors are named in the one message.
     """
-    path = Path(path)
-    config = DraftConfig.from_pretrained(path)
     with ExitStack() as stack:
-        tensors = _open_tensors(path, stack)
-        with torch.device("meta"):
-            model = DraftModel(config, own_embedding=EMBEDDING in tensors, own_lm_head=LM_HEAD in tensors)
-        _check_tensors(model, tensors, path)
+        model, tensors = _empty_model(Path(path), stack)
         model.to(dtype).to_empty(device=device)
         if model.confidence is not None:
             model.confidence.float()
@@ -46,6 +41,16 @@ def load_draft_model(path: str | Path, *, dtype: torch.dtype, device: torch.devi
             for name, parameter in model.named_parameters():
                 parameter.copy_(tensors[name].get_tensor(name))
     return model.freeze()
+
+
+def check_draft_model(path: str | Path) -> None:
+    """Look at a draft checkpoint without reading its tensors: :func:`load_draft_model` will not complain.
+
+    Raises:
+        CheckpointError: as there.
+    """
+    with ExitStack() as stack:
+        _empty_model(Path(path), stack)
 
 
 def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bool) -> None:
@@ -64,6 +69,16 @@ def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bo
     save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
     content = model.config.to_dict() | {"dtype": str(model.fc.weight.dtype).removeprefix("torch.")}
     (path / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _empty_model(path: Path, stack: ExitStack) -> tuple[DraftModel, dict[str, Any]]:
+    """The model without memory, and the open files that hold its tensors, which fit it."""
+    config = DraftConfig.from_pretrained(path)
+    tensors = _open_tensors(path, stack)
+    with torch.device("meta"):
+        model = DraftModel(config, own_embedding=EMBEDDING in tensors, own_lm_head=LM_HEAD in tensors)
+    _check_tensors(model, tensors, path)
+    return model, tensors
 
 
 def _open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dspark.engine.http import POLICY_KEY
+from sglang_dspark.engine import channel
 from sglang_dspark.engine.support import SUPPORTED_SGLANG
-from sglang_dspark.errors import ConfigError, EngineError
+from sglang_dspark.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,9 @@ class Hook:
 
 def install_in_front_end() -> None:
     """Hooks of the process that tokenizes requests and serves HTTP."""
-    from sglang_dspark.engine import http, requests
+    from sglang_dspark.engine import request_counts, requests
 
+    install_routes()
     _install(
         [
             Hook(
@@ -47,11 +48,35 @@ def install_in_front_end() -> None:
                 "features that DSPARK does not serve yet answer HTTP 400 instead of being dropped",
             ),
             Hook(
+                "report-counts",
+                "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+                HookType.AROUND,
+                request_counts.report,
+                "SGLang takes it that every draft is verified, and understates the acceptance of requests",
+            ),
+        ]
+    )
+
+
+def install_routes() -> None:
+    """The part of :func:`install_in_front_end` that a server needs whose target decodes alone."""
+    from sglang_dspark.engine import http, routes
+
+    _install(
+        [
+            Hook(
                 "mount-routes",
                 "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
                 HookType.BEFORE,
                 http.mount,
                 "SGLang has no plugin interface for routes and middleware",
+            ),
+            Hook(
+                "page-without-key",
+                "sglang.srt.utils.auth.decide_request_auth",
+                HookType.AFTER,
+                routes.page_needs_no_key,
+                "a browser has to load the page at /dspark before it can ask for the API key",
             ),
         ]
     )
@@ -59,6 +84,8 @@ def install_in_front_end() -> None:
 
 def install_in_scheduler(device: str) -> None:
     """Hooks of the scheduler process; called before any memory pool exists."""
+    from sglang_dspark.engine import request_counts
+
     hooks = [
         Hook(
             "row-headroom",
@@ -84,18 +111,26 @@ def install_in_scheduler(device: str) -> None:
             "counters and traces need drafts and verify lengths where the accepted tokens are on the host anyway",
         ),
         Hook(
-            "report-state",
-            "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+            "attach-counts",
+            "sglang.srt.managers.scheduler_components.batch_result_processor."
+            "SchedulerBatchResultProcessor._maybe_collect_routed_experts",
             HookType.AFTER,
-            _report_state,
-            "GET /dspark/stats asks the scheduler through SGLang's internal-state channel",
+            request_counts.attach,
+            "a request that has ended takes the number of its drafts along; this is called once, just then",
         ),
         Hook(
-            "switch-policy",
+            "answer-questions",
             "sglang.srt.managers.scheduler.Scheduler.set_internal_state",
             HookType.AROUND,
-            _switch_policy,
-            "POST /dspark/policy reaches the scheduler through the same channel",
+            channel.answer,
+            "the routes below /dspark reach the scheduler through SGLang's channel for changing a running server",
+        ),
+        Hook(
+            "export-metrics",
+            "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
+            HookType.AFTER,
+            _export_metrics,
+            "our Prometheus metrics carry the labels of SGLang's, which are known from here on",
         ),
     ]
     if device == "cuda":
@@ -180,18 +215,7 @@ def _observe_results(original: Callable[..., Any], processor: Any, result: Any, 
     return predicted
 
 
-def _report_state(result: Any, scheduler: Any, recv_req: Any) -> None:
-    result.internal_state["dspark"] = scheduler.draft_worker.report()
-
-
-def _switch_policy(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
-
-    fields = recv_req.server_args.get(POLICY_KEY)
-    if fields is None:
-        return original(scheduler, recv_req)
-    try:
-        answer, updated = scheduler.draft_worker.switch_policy(fields), True
-    except ConfigError as error:
-        answer, updated = str(error), False
-    return SetInternalStateReqOutput(updated=updated, server_args={POLICY_KEY: answer})
+def _export_metrics(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    context = scheduler.metrics_collector_context
+    if context.current_scheduler_metrics_enabled:
+        scheduler.draft_worker.export_metrics(context.collector.labels)

@@ -1,18 +1,17 @@
-"""Our routes and the ``speculation`` field on SGLang's HTTP server."""
+"""Our additions to SGLang's HTTP server: the routes, and the ``speculation`` field of request bodies."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from fastapi import Request
 from fastapi.responses import JSONResponse
 
+from sglang_dspark.engine import routes
 from sglang_dspark.engine.speculation import carried
 from sglang_dspark.speculation import Speculation
 
 FIELD = "speculation"
-POLICY_KEY = "dspark_policy"
 UNSERVED_ROUTES = (
     # They would change the target and leave the drafter, and the draft K/V of cached prefixes, behind.
     "/update_weights_from_disk",
@@ -27,42 +26,15 @@ ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 def mount(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Add our routes and the middleware for the ``speculation`` field to SGLang's application.
 
-    Hooked before the application starts, thus inside SGLang's own API-key middleware.
+    Hooked before the application starts, thus inside SGLang's own API-key middleware. Where the target decodes alone,
+    only the routes: requests are served as without the plugin.
     """
     from sglang.srt.entrypoints.http_server import app
-    from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    app.add_api_route("/dspark/stats", _stats, methods=["GET"])
-    app.add_api_route("/dspark/policy", auth_level(AuthLevel.ADMIN_OPTIONAL)(_switch_policy), methods=["POST"])
-    app.add_middleware(SpeculationMiddleware)
-
-
-async def _stats(request: Request) -> JSONResponse:
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    states = await get_global_state().tokenizer_manager.get_internal_state()
-    return JSONResponse(states[0]["dspark"])
-
-
-async def _switch_policy(request: Request) -> JSONResponse:
-    """``{"policy": "static", "verify_len": 3}``: another verify policy from the next step on."""
-    from sglang.srt.entrypoints.http_server import get_global_state
-    from sglang.srt.managers.io_struct import SetInternalStateReq
-
-    try:
-        fields = json.loads(await request.body())
-    except ValueError:
-        fields = None
-    if not isinstance(fields, dict):
-        return _bad_request('the body must be a JSON object like {"policy": "auto"}', param="policy")
-    manager = get_global_state().tokenizer_manager
-    manager.auto_create_handle_loop()
-    # SGLang's own channel for changing a running scheduler; hooks.py takes our key out at the other end.
-    answers = await manager.set_internal_state_communicator(SetInternalStateReq(server_args={POLICY_KEY: fields}))
-    for answer in answers:
-        if not answer.updated:
-            return _bad_request(answer.server_args[POLICY_KEY], param="policy")
-    return JSONResponse(answers[0].server_args[POLICY_KEY])
+    target_only = getattr(server_args, "dspark_target_only", None)
+    routes.add(app, target_only)
+    if target_only is None:
+        app.add_middleware(SpeculationMiddleware)
 
 
 class SpeculationMiddleware:
@@ -145,5 +117,4 @@ def _rewrite(body: bytes, path: str) -> bytes:
 
 
 def _bad_request(message: str, param: str | None = FIELD) -> JSONResponse:
-    error = {"object": "error", "message": message, "type": "BadRequestError", "param": param, "code": 400}
-    return JSONResponse({**error, "error": error}, status_code=400)
+    return routes.error_response(400, message, param)

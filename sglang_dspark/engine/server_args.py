@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from copy import copy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, add_flags, flag_name, flag_texts
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.pairing import check_architecture, check_target
+from sglang_dspark.draft.reduced_vocabulary import load_token_ids
+from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine import hooks
-from sglang_dspark.errors import ConfigError
+from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +44,43 @@ def _add_cli_args(result: Any, parser: Any) -> None:
 
 
 def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
-    if (namespace.speculative_algorithm or "").upper() == "DSPARK":
-        # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
-        check_draft_path(namespace.speculative_draft_model_path, DSparkConfig.resolve(flag_texts(namespace)).draft_free)
-        _choose_attention_backend(namespace)
-        if namespace.sampling_backend not in (None, "pytorch"):
-            raise ConfigError(
-                f"DSPARK cannot run with --sampling-backend={namespace.sampling_backend}; "
-                "verification follows the law of the pytorch backend: drop the flag"
-            )
-    token = _flag_texts.set(flag_texts(namespace))
-    try:
+    if (namespace.speculative_algorithm or "").upper() != "DSPARK":
         return original(cls, namespace)
+    texts = flag_texts(namespace)
+    fallback = DSparkConfig.resolve(texts).fallback
+    token = _flag_texts.set(texts)
+    try:
+        return _with_dspark(original, cls, copy(namespace))
+    except (CheckpointError, UnservedError) as error:
+        if fallback != "target-only":
+            raise
+        return _target_only(original, cls, namespace, str(error))
     finally:
         _flag_texts.reset(token)
+
+
+def _with_dspark(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
+    # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
+    check_drafter(namespace.speculative_draft_model_path, DSparkConfig.resolve(flag_texts(namespace)).draft_free)
+    _choose_attention_backend(namespace)
+    if namespace.sampling_backend not in (None, "pytorch"):
+        raise ConfigError(
+            f"DSPARK cannot run with --sampling-backend={namespace.sampling_backend}; "
+            "verification follows the law of the pytorch backend: drop the flag"
+        )
+    return original(cls, namespace)
+
+
+def _target_only(original: Callable[..., Any], cls: type, namespace: Any, reason: str) -> Any:
+    """The arguments of a plain server, which says in our routes why it is one."""
+    for field in fields(cls):
+        if field.name.startswith("speculative_"):
+            setattr(namespace, field.name, field.default)
+    server_args = original(cls, namespace)
+    server_args.dspark_target_only = reason
+    hooks.install_routes()
+    logger.warning("DSPARK: effective decode path target-only, without speculation: %s", reason)
+    return server_args
 
 
 def _choose_attention_backend(namespace: Any) -> None:
@@ -63,12 +90,12 @@ def _choose_attention_backend(namespace: Any) -> None:
         namespace.attention_backend = ATTENTION_BACKEND.get(device)
 
 
-def check_draft_path(path: str | None, draft_free: bool) -> None:
-    """Refuse a draft path that is missing, absent where a folder was meant, or of no use.
+def check_drafter(path: str | None, draft_free: bool) -> None:
+    """Refuse a drafter that is missing, damaged or of no use, before the target is loaded.
 
     Raises:
-        ConfigError: no path, or an absolute or relative folder without ``config.json``; or a path where no drafter is
-            to be served.
+        ConfigError: no path was given; or one where no drafter is to be served.
+        CheckpointError: a file is missing or damaged, or the tensors do not fit ``config.json``.
     """
     flag = "--speculative-draft-model-path"
     if draft_free:
@@ -82,9 +109,10 @@ def check_draft_path(path: str | None, draft_free: bool) -> None:
             f"DSPARK needs a drafter: pass {flag} with a DeepSpec-format checkpoint of your target, "
             f"or {flag_name('draft_free')} to serve requests with presets alone"
         )
-    looks_local = path.startswith((".", "/", "~")) or Path(path).exists()
-    if looks_local and not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"{flag}={path!r} holds no config.json; pass the folder of a DeepSpec-format checkpoint")
+    if not (Path(path) / "config.json").is_file():
+        raise CheckpointError(f"{flag}={path!r} holds no config.json; pass the folder of a DeepSpec-format checkpoint")
+    check_draft_model(path)
+    load_token_ids(path, DraftConfig.from_pretrained(path).vocab_size)
 
 
 def validate(server_args: Any) -> None:
@@ -93,7 +121,9 @@ def validate(server_args: Any) -> None:
     Raises:
         ConfigError: names the flag, its value and the remedy.
     """
-    check_draft_path(server_args.speculative_draft_model_path, _config().draft_free)
+    check_drafter(server_args.speculative_draft_model_path, _config().draft_free)
+    if server_args.device not in ATTENTION_BACKEND:
+        raise UnservedError(f"DSPARK cannot run with --device={server_args.device}; pass cpu or cuda")
     for refusal in _refusals(server_args):
         raise ConfigError(refusal)
 
@@ -142,8 +172,6 @@ def _refusals(args: Any) -> Iterator[str]:
         if refused:
             yield f"DSPARK cannot run with {flag}={value}; {remedy}"
     expected = ATTENTION_BACKEND.get(args.device)
-    if expected is None:
-        yield f"DSPARK cannot run with --device={args.device}; pass cpu or cuda"
     for backend in attention_backends_of(view):
         if backend != expected:
             yield (
@@ -166,7 +194,7 @@ def complete(server_args: Any) -> None:
     draft = None if config.draft_free else DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
     target = server_args.get_model_config()
     if target.quantization is not None or getattr(target.hf_config, "quantization_config", None) is not None:
-        raise ConfigError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
+        raise UnservedError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
     if draft is None:
         check_architecture(target.hf_text_config)
     else:

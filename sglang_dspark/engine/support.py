@@ -6,10 +6,16 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
+from sglang_dspark import __version__
 from sglang_dspark.errors import EngineError
 
 SUPPORTED_SGLANG = "0.5.15.post1"
 FIRST_WITH_BUILT_IN_DSPARK = Version("0.5.16.dev0")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a server is made of."""
+    return {"sglang_dspark": __version__} | {name: version(name) for name in ("sglang", "torch")}
 
 
 def installed_sglang() -> str:

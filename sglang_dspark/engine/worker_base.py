@@ -21,6 +21,7 @@ from sglang_dspark.engine.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.logprobs import with_logprobs
+from sglang_dspark.engine.request_counts import count
 from sglang_dspark.worker.state import Rounds
 
 Publish = Callable[[torch.Tensor], None]
@@ -76,8 +77,16 @@ class SpecWorkerBase(BaseSpecWorker):
         """
 
     @abstractmethod
-    def report(self) -> dict[str, Any]:
-        """JSON for ``GET /dspark/stats``."""
+    def report(self, history_s: int = 0) -> dict[str, Any]:
+        """JSON for ``GET /dspark/stats``; ``history_s``: seconds to list one by one."""
+
+    @abstractmethod
+    def capabilities(self) -> dict[str, Any]:
+        """JSON for ``GET /dspark/capabilities``."""
+
+    @abstractmethod
+    def export_metrics(self, labels: dict[str, Any]) -> None:
+        """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
 
     @abstractmethod
     def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
@@ -133,6 +142,7 @@ class SpecWorkerBase(BaseSpecWorker):
             # Under overlap a request that has just ended takes part in one more step, whose tokens nobody gets.
             running = [index for index, req in enumerate(batch.reqs) if is_running(req)]
             if running:
+                count(batch.reqs, result.rounds, result.rounds.verify_lens.tolist(), running)
                 self.on_rounds(result.rounds, running, [committed[index] - 1 for index in running])
             record_traces(batch.reqs, result.rounds, committed)
 

@@ -79,19 +79,24 @@ class StepTimes:
         belief = self._beliefs.get(_bucket(requests)) or _Belief(self.table.gamma)
         return belief.doubt(drafts)
 
-    def observe(self, kind: StepKind, measured_ms: float) -> None:
-        """Learn from one step."""
+    def observe(self, kind: StepKind, measured_ms: float) -> float:
+        """Learn from one step.
+
+        Returns:
+            Milliseconds that were expected of it, the machine's speed included.
+        """
         self._num_steps += 1
         belief = self._beliefs.setdefault(_bucket(kind.requests), _Belief(self.table.gamma))
         times = self.load(kind.requests)
         column = times.room_for(kind.num_tokens)
         drafts, table_ms = float(times.drafts[column]), float(times.at(kind.context, (kind.depth, column)))
-        belief.observe(drafts, math.log(measured_ms / table_ms), self._num_steps)
+        expected = belief.observe(drafts, math.log(measured_ms / table_ms), self._num_steps)
         self._speed = belief.speed
         predicted_ms = table_ms * math.exp(belief.error(drafts))
         self._weight = 0.98 * self._weight + 1
         self.measured_ms += (measured_ms - self.measured_ms) / self._weight
         self.predicted_ms += (predicted_ms - self.predicted_ms) / self._weight
+        return table_ms * math.exp(expected)
 
     def report(self) -> dict[str, Any]:
         """JSON form. ``correction``: factor on the table by requests (powers of two) and drafts per request."""
@@ -137,8 +142,12 @@ class _Belief:
         doubt: Array = np.sqrt(np.maximum(variances + variances[drafts] - 2 * shared, 0.0))
         return doubt
 
-    def observe(self, drafts: float, log_ratio: float, step: int) -> None:
-        """Account for a step that took ``exp(log_ratio)`` times what the table says."""
+    def observe(self, drafts: float, log_ratio: float, step: int) -> float:
+        """Account for a step that took ``exp(log_ratio)`` times what the table says.
+
+        Returns:
+            The logarithm that was expected.
+        """
         self._variances += self._drift
         # Of the machine's speed less is known when steps with other loads came in between.
         elsewhere = step - self._last_step - 1
@@ -148,12 +157,14 @@ class _Belief:
         seen = np.zeros(len(self._mean))
         seen[0], seen[1 + low], seen[2 + low] = 1.0, low + 1 - drafts, drafts - low
         shared = self._covariance @ seen
-        surprise = min(max(log_ratio - float(seen @ self._mean), -_MAX_SURPRISE), _MAX_SURPRISE)
+        expected = float(seen @ self._mean)
+        surprise = min(max(log_ratio - expected, -_MAX_SURPRISE), _MAX_SURPRISE)
         gain = shared / (float(seen @ shared) + _NOISE**2)
         self._mean += gain * surprise
         errors = self._mean[1:]
         np.maximum(np.minimum(errors, _MAX_LOG_ERROR, out=errors), -_MAX_LOG_ERROR, out=errors)
         self._covariance -= gain[:, None] * shared
+        return expected
 
 
 def _bucket(requests: int) -> int:

@@ -101,7 +101,7 @@ class SimulatedServer:
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
         kind = StepKind(bs, num_tokens, choice.depth, context)
         self._timed = (kind, ms) if choice.drafted is None else None
-        rounds = Rounds(ids, choice, drafted.depths, lens, drafted.predictions, None)
+        rounds = Rounds(ids, choice, drafted.depths, lens, drafted.predictions, None, copied=[0] * bs)
         return ms, _Result(list(requests), rounds, np.minimum(whole, lens.numpy()))
 
     def prefill(self, requests: Sequence[Request]) -> tuple[float, _Result]:

@@ -1,9 +1,31 @@
-"""Token counters of speculative decoding. Pure host code, fed from results that SGLang copies to the host anyway."""
+"""Counts decode steps as they are observed. Pure host code, fed from results that SGLang copies to the host anyway."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+
+import numpy as np
+
+from sglang_dspark.stats.predicted import PredictedSurvival
+from sglang_dspark.stats.sums import (
+    COPIED,
+    COPIED_ACCEPTED,
+    COPIED_ROUNDS,
+    COPIED_VERIFIED,
+    DRAFTED,
+    MEASURED_MS,
+    NUM_LOADS,
+    NUM_SCALARS,
+    PARKED_STEPS,
+    PLAIN_STEPS,
+    PREDICTED_MS,
+    STEPS,
+    TIMED_STEPS,
+    Figures,
+    Sums,
+    load_of,
+)
 
 LOW_ACCEPT_LENGTH = 1.15
 """Mean tokens per round below which a drafter is as good as noise. A drafter that was wired with a wrong convention
@@ -12,33 +34,32 @@ LOW_ACCEPT_ROUNDS = 2000
 
 
 class Counters:
-    """Sums over decode rounds; a round is one request in one step.
+    """Collects :class:`Sums`. A step costs a few list entries and one per request, whatever is reported of them.
+
+    Args:
+        gamma: drafts per block.
+        predicted: sums over predicted survivals, kept by whoever predicts; None where nobody does.
 
     Attributes:
-        steps: decode steps.
-        plain_steps: those of them in which nothing was drafted.
-        rounds: requests, summed over the steps.
-        drafted: draft tokens that the drafter proposed.
-        copied: draft tokens that presets proposed.
-        verified: draft tokens that went through the target, whoever proposed them.
-        accepted: draft tokens that the target kept.
-        copied_accepted: those of them that presets proposed.
-        committed: tokens gained: accepted drafts and one correction or bonus token per round.
-        verified_at, accepted_at: the drafter's by position in the block, position 0 first.
+        steps_by_policy: decode steps by the policy that chose them.
     """
 
-    def __init__(self, gamma: int) -> None:
-        self.steps = self.plain_steps = self.rounds = self.drafted = self.verified = self.accepted = 0
-        self.copied = self.copied_accepted = 0
-        self.verified_at = [0] * gamma
-        self.accepted_at = [0] * gamma
+    def __init__(self, gamma: int, predicted: PredictedSurvival | None = None) -> None:
+        self._width = gamma + 1
+        self._predicted = predicted or PredictedSurvival(gamma)
+        # Lists: adding to one entry of an array takes three times as long.
+        self._loads = [[0.0] * (NUM_SCALARS + self._width**2) for _ in range(NUM_LOADS)]
+        self.steps_by_policy: Counter[str] = Counter()
 
     def record(
         self,
         draft_lens: Sequence[int],
         verify_lens: Sequence[int],
         accept_lens: Sequence[int],
-        copied_lens: Sequence[int],
+        *,
+        policy: str,
+        parked: bool = False,
+        copied_lens: Sequence[int] | None = None,
     ) -> None:
         """Add one step.
 
@@ -46,59 +67,56 @@ class Counters:
             draft_lens: drafts that the drafter proposed per request.
             verify_lens: drafts verified per request.
             accept_lens: drafts accepted per request (bonus not included).
-            copied_lens: drafts that presets proposed per request, 0 where the drafter was asked.
+            policy: name of the policy that chose the step.
+            parked: whether speculation rested when it was chosen.
+            copied_lens: drafts that presets proposed per request, 0 where the drafter was asked; None for none.
         """
-        self.steps += 1
-        self.plain_steps += not any(draft_lens) and not any(copied_lens)
-        self.rounds += len(verify_lens)
-        self.drafted += sum(draft_lens)
-        self.verified += sum(verify_lens)
-        self.accepted += sum(accept_lens)
-        for verified, accepted, copied in zip(verify_lens, accept_lens, copied_lens, strict=True):
-            if copied:
-                self.copied += copied
-                self.copied_accepted += accepted
+        row, width = self._loads[load_of(len(verify_lens))], self._width
+        drafted = sum(draft_lens)
+        row[STEPS] += 1
+        row[PLAIN_STEPS] += not (drafted or any(copied_lens or ()))
+        row[PARKED_STEPS] += parked
+        row[DRAFTED] += drafted
+        for request, (verified, accepted) in enumerate(zip(verify_lens, accept_lens, strict=True)):
+            if copied_lens is None or not copied_lens[request]:
+                row[NUM_SCALARS + verified * width + accepted] += 1
                 continue
-            for position in range(verified):
-                self.verified_at[position] += 1
-                self.accepted_at[position] += position < accepted
+            row[COPIED] += copied_lens[request]
+            row[COPIED_ROUNDS] += 1
+            row[COPIED_VERIFIED] += verified
+            row[COPIED_ACCEPTED] += accepted
+        self.steps_by_policy[policy] += 1
 
-    @property
-    def committed(self) -> int:
-        """Tokens gained, bonus included."""
-        return self.accepted + self.rounds
+    def record_time(self, requests: int, measured_ms: float, predicted_ms: float | None) -> None:
+        """Add the time of one step of ``requests`` requests; ``predicted_ms`` was expected before it, None without."""
+        row = self._loads[load_of(requests)]
+        row[TIMED_STEPS] += 1
+        row[MEASURED_MS] += measured_ms
+        row[PREDICTED_MS] += predicted_ms or 0.0
+
+    def sums(self) -> Sums:
+        """All sums up to now, a copy."""
+        return Sums(np.array(self._loads), self._predicted.sums())
 
     @property
     def accept_length(self) -> float | None:
-        """Mean tokens per round, bonus included; None before the first round."""
-        return self.committed / self.rounds if self.rounds else None
+        """Mean tokens per round since the start, bonus included; None before the first round."""
+        return self._total().accept_length
 
     @property
     def looks_miswired(self) -> bool:
         """Whether enough drafts were verified to say that the drafter does not predict this target."""
-        rounds = self.verified_at[0]
-        accepted = self.accepted - self.copied_accepted
-        return rounds >= LOW_ACCEPT_ROUNDS and (accepted + rounds) / rounds < LOW_ACCEPT_LENGTH
+        positions = self._total().positions()
+        rounds, accepted = positions[0, 0], positions[2].sum()
+        return bool(rounds >= LOW_ACCEPT_ROUNDS and (accepted + rounds) / rounds < LOW_ACCEPT_LENGTH)
 
-    def report(self) -> dict[str, Any]:
-        """JSON form. ``survival``: share of verified drafts accepted through that position, None where none was."""
-        return {
-            "steps": self.steps,
-            "plain_steps": self.plain_steps,
-            "rounds": self.rounds,
-            "drafted_tokens": self.drafted,
-            "copied_tokens": self.copied,
-            "copied_accepted_tokens": self.copied_accepted,
-            "verified_tokens": self.verified,
-            "accepted_tokens": self.accepted,
-            "committed_tokens": self.committed,
-            "accept_length": self.accept_length,
-            "survival": [a / v if v else None for a, v in zip(self.accepted_at, self.verified_at, strict=True)],
-        }
+    def _total(self) -> Figures:
+        return self.sums().total()
 
     def __str__(self) -> str:
-        length = self.accept_length
+        total = self._total()
+        counts, length = total.counts(), total.accept_length
         return (
-            f"drafted {self.drafted}, verified {self.verified}, accepted {self.accepted}, committed {self.committed}, "
-            f"accept length {'-' if length is None else format(length, '.2f')}"
+            f"drafted {counts['drafted_tokens']}, verified {total.verified}, accepted {total.accepted}, "
+            f"committed {total.committed}, accept length {'-' if length is None else format(length, '.2f')}"
         )

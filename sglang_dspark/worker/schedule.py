@@ -32,6 +32,7 @@ from sglang_dspark.prefix_scheduler.request_gains import RequestGains
 from sglang_dspark.prefix_scheduler.selection import above_threshold, early_stop, random_lens, top_prefixes
 from sglang_dspark.prefix_scheduler.sps_table import Array, SpsTable
 from sglang_dspark.prefix_scheduler.step_times import StepKind, StepTimes
+from sglang_dspark.stats.predicted import PredictedSurvival
 from sglang_dspark.worker.host_index import host_floats, host_index
 from sglang_dspark.worker.state import Drafted, Rounds
 
@@ -57,6 +58,8 @@ class Schedule:
             nothing to gain from shallow blocks, or from leaving requests out. Set before :meth:`start`.
         coefficients: [2, max_verify] float32, scale and shift of the calibration; without a confidence head, acceptance
             by position in row 0.
+        predicted: survivals as they were predicted, against what came of them.
+        timed: the step whose time :meth:`choose` took last, None where there was none to take.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class Schedule:
         self.times: StepTimes | None = None
         self.survivals: LaggedSurvivals | None = None
         self.gains = RequestGains()
+        self.predicted = PredictedSurvival(max_verify)
+        self.timed: TimedStep | None = None
         self.whole_batches = False
         self._notes: list[_Note] = []
         self._entered = 0.0
@@ -113,6 +118,22 @@ class Schedule:
         options = self.options.with_policy(fields)
         self.policy = self._make_policy(options)
         self.options = options
+
+    def why_not(self, policy: str) -> str | None:
+        """Why this server cannot switch to a policy; None where it can."""
+        fields: dict[str, Any] = {"policy": policy}
+        if policy == "threshold":
+            fields["confidence_threshold"] = 0.5
+        try:
+            self._make_policy(self.options.with_policy(fields))
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    @staticmethod
+    def reads_live_values(policy: str) -> bool:
+        """Whether a policy needs the confidences of the step itself on the host."""
+        return policy in (Rule.EARLY_STOP.value, Rule.THRESHOLD.value)
 
     def _make_policy(self, options: DSparkConfig) -> Policy:
         if self.max_verify == 0 and options.schedule not in ("static", "off"):
@@ -154,8 +175,7 @@ class Schedule:
         """
         now = time.perf_counter()
         kind = self._kinds[0]
-        if kind is not None and self.times is not None:
-            self.times.observe(kind, (now - self._entered) * 1e3)
+        self.timed = None if kind is None else self._take_time(kind, (now - self._entered) * 1e3)
         self._entered = now
         self._context = context
         choice = self.policy.choose(len(requests), context)
@@ -164,6 +184,15 @@ class Schedule:
             least = self.policy.least_gain(len(requests), choice.depth, context)
             choice = choice.for_some(self.gains.worth_drafting(requests, least), len(requests))
         return choice if limits is None else choice.within(limits)
+
+    def _take_time(self, kind: StepKind, measured_ms: float) -> TimedStep:
+        expected_ms = None if self.times is None else self.times.observe(kind, measured_ms)
+        return TimedStep(kind.requests, measured_ms, expected_ms)
+
+    @property
+    def parked(self) -> bool:
+        """Whether speculation rests because plain steps are faster."""
+        return isinstance(self.policy, AutoPolicy) and self.policy.parked
 
     def interrupt(self) -> None:
         """Something other than a decode step runs: the time until the next one is not a step's."""
@@ -303,6 +332,7 @@ class Schedule:
         logits, survival = (
             np.concatenate([note.prediction(which, self.max_verify) for note in predicted]) for which in (0, 1)
         )
+        self.predicted.observe(survival, *_outcomes(predicted))
         if self.calibration is not None and self.options.online_calibration:
             # What lies past the drafted depth was not verified, and is not read.
             self.calibration.observe(np.nan_to_num(logits), *_outcomes(predicted), num_steps=len(predicted))
@@ -332,8 +362,16 @@ class Schedule:
             "policy": self.policy.name,
             "schedule": self.policy.report(),
             "calibration": None if self.calibration is None else self.calibration.report(),
-            "conditional_acceptance": self.positions.conditional().tolist(),
         }
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """How long a step of so many requests took, and what was expected; None without measured step times."""
+
+    requests: int
+    measured_ms: float
+    expected_ms: float | None
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ class Rounds:
         predictions: as in :class:`Drafted`.
         traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
         copied: drafts that a preset proposed, per request; those requests count as not drafted.
+        policy, parked: name of the policy that chose, and whether it let speculation rest.
     """
 
     requests: list[str]
@@ -143,3 +144,5 @@ class Rounds:
     predictions: torch.Tensor | None
     traced: torch.Tensor | None
     copied: Sequence[int]
+    policy: str = "auto"
+    parked: bool = False

@@ -26,6 +26,9 @@ from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.prefix_scheduler.policies import Choice
 from sglang_dspark.stats.counters import Counters
+from sglang_dspark.stats.history import History
+from sglang_dspark.stats.metrics import Metrics
+from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.draft_attention import block_attend
 from sglang_dspark.worker.draft_cache import DraftCache
 from sglang_dspark.worker.host_index import host_index
@@ -51,7 +54,8 @@ class DSparkWorker(SpecWorkerBase):
         self.on_gpu = self.device.type == "cuda"
         lag = int(self.on_gpu and not self.server_args.disable_overlap_schedule)
         self.schedule = Schedule(self.options, self.max_verify, self.make_calibration(), self.device, lag)
-        self.counters = Counters(self.gamma)
+        self.counters = Counters(self.gamma, self.schedule.predicted)
+        self.history = History(self.counters)
         self.asked = OptionsReader(self.max_verify)
         self.preset_texts = PresetTexts(self.max_verify)
         self.graphs: StepGraphs | None = None
@@ -98,6 +102,7 @@ class DSparkWorker(SpecWorkerBase):
             self.graphs = self.capture_graphs()
             self.schedule.whole_batches = self.graphs is not None
         self.schedule.start(load_or_measure(self))
+        logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
     def capture_graphs(self) -> StepGraphs | None:
         """Decode steps as CUDA graphs; None where they run launch by launch."""
@@ -155,6 +160,8 @@ class DSparkWorker(SpecWorkerBase):
                 predictions=drafted.predictions,
                 traced=copy_drafts(step, drafted.block) if asked.traced else None,
                 copied=[0] * len(step) if copies is None else copies.lens,
+                policy=self.schedule.policy.name,
+                parked=self.schedule.parked,
             ),
         )
 
@@ -266,17 +273,21 @@ class DSparkWorker(SpecWorkerBase):
 
     def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
         verify_lens = rounds.verify_lens.tolist()
+        self.history.tick()
         self.counters.record(
             [rounds.drafted[request] for request in running],
             [verify_lens[request] for request in running],
             accept_lens,
-            [rounds.copied[request] for request in running],
+            policy=rounds.policy,
+            parked=rounds.parked,
+            copied_lens=[rounds.copied[request] for request in running],
         )
         self.schedule.observe(rounds, running, accept_lens)
         now = time.monotonic()
-        if now - self._logged_at >= _LOG_INTERVAL_S:
-            self._logged_at = now
-            logger.info("DSPARK: %s", self.counters)
+        if now - self._logged_at < _LOG_INTERVAL_S:
+            return
+        self._logged_at = now
+        logger.info("DSPARK: %s", self.counters)
         if self.counters.looks_miswired and not self._warned:
             self._warned = True
             logger.warning(
@@ -286,8 +297,26 @@ class DSparkWorker(SpecWorkerBase):
                 self.counters.accept_length,
             )
 
-    def report(self) -> dict[str, Any]:
-        return {"block_size": self.gamma, **self.counters.report(), **self.schedule.report()}
+    def report(self, history_s: int = 0) -> dict[str, Any]:
+        known = {"block_size": self.gamma, "max_running_requests": self.max_running_requests}
+        # The schedule first: it learns from what it has only noted so far.
+        report = known | self.schedule.report() | self.history.report()
+        return report | {"history": self.history.series(history_s)} if history_s else report
+
+    @property
+    def max_running_requests(self) -> int:
+        """Requests that a step may have."""
+        return int(self.target_worker.model_runner.max_running_requests)
+
+    def capabilities(self) -> dict[str, Any]:
+        return capabilities(self)
+
+    def export_metrics(self, labels: dict[str, Any]) -> None:
+        Metrics(self.counters, self.history, self.schedule_state, self.max_running_requests, labels).start()
+
+    def schedule_state(self) -> tuple[str, bool]:
+        """Name of the policy, and whether speculation rests."""
+        return self.schedule.policy.name, self.schedule.parked
 
     def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
         self.schedule.switch(fields)

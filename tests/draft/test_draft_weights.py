@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dspark.draft.weights import load_draft_model, save_draft_model
+from sglang_dspark.draft.weights import check_draft_model, load_draft_model, save_draft_model
 from sglang_dspark.errors import CheckpointError
 
 EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -188,3 +188,13 @@ def test_half_precision_spares_the_confidence_head_and_the_rotary_table(make_che
     assert torch.equal(model.confidence.proj.weight, stored["confidence_head.proj.weight"])
     assert model.rotary.inv_freq.dtype == torch.float32
     assert not any("inv_freq" in name for name in model.state_dict())
+
+
+def test_a_look_finds_what_loading_would(make_checkpoint):
+    check_draft_model(make_checkpoint())
+    path = make_checkpoint(drop=("fc.weight",))
+    with pytest.raises(CheckpointError, match=r"missing fc\.weight"):
+        check_draft_model(path)
+    (path / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        check_draft_model(path)

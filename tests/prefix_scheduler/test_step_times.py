@@ -171,3 +171,11 @@ def test_the_report_is_json_and_compares_the_last_steps():
     assert report["predicted_ms"] == pytest.approx(table_ms(times, kind(3)), rel=0.02)
     assert list(report["correction"]) == ["8"]
     assert len(report["correction"]["8"]) == GAMMA + 1
+
+
+def test_a_step_is_told_what_was_expected_of_it():
+    times = StepTimes(compute_bound())
+    expected = table_ms(times, kind(3))
+    assert times.observe(kind(3), 1.5 * expected) == pytest.approx(expected)
+    learn(times, {3: 1.5}, 30)
+    assert times.observe(kind(3), 99.0) == pytest.approx(1.5 * expected, rel=0.01)

@@ -15,6 +15,18 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
 DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
 
+GUARDED = (
+    *DSPARK,
+    "--enable-metrics",
+    "--chat-template",
+    "chatml",
+    "--api-key",
+    "user-key",
+    "--admin-api-key",
+    "admin-key",
+)
+"""A server with metrics, an API key, an admin key, and an idea of what a chat is."""
+
 Launch = Callable[..., LaunchedServer]
 """``launch(*flags)`` of the fixture: a float32 server of the golden target with these flags."""
 

@@ -133,6 +133,8 @@ STARTUP = [
     (["--speculative-dspark-verify-len", "two"], "--speculative-dspark-verify-len='two'"),
     (["--speculative-dspark-schedule", "fast"], "--speculative-dspark-schedule='fast'"),
     (["--speculative-dspark-confidence-sts-path", "./no-such.json"], "no-such.json"),
+    (["--speculative-dspark-fallback", "plain"], "--speculative-dspark-fallback='plain'"),
+    (["--speculative-dspark-fallback", "target-only", "--page-size", "16"], "--page-size=16"),
 ]
 
 DRAFT_FREE = [

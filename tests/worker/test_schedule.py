@@ -232,3 +232,39 @@ def test_live_rules_within_limits(options, free):
         assert lens_within(made, choice, limits, step=step) == expected
         bounded = lens_within(made, choice, Limits((3, 3, 3), (0, 0, 0), (0.0, 0.5, 0.5)), step=step)
         assert bounded == [got[0], min(got[1], 1), 0]
+
+
+def test_predicted_survivals_are_kept_with_what_came_of_them():
+    made = schedule()
+    survival = torch.tensor([[0.9, 0.6, 0.3], [0.8, 0.5, 0.1]])
+    step = rounds(Choice(Rule.TOP, GAMMA, 4), [GAMMA] * 2, [3, 1], torch.zeros(2, GAMMA), survival)
+    made.observe(step, [0, 1], [2, 1])
+    made.learn()
+    drafts, predicted, survived = made.predicted.sums()
+    assert drafts.tolist() == [2, 1, 1]
+    assert predicted == pytest.approx([1.7, 0.6, 0.3])
+    assert survived.tolist() == [2, 1, 0]
+
+
+def test_the_time_of_a_step_is_known_when_the_next_one_is_chosen():
+    for with_table in (True, False):
+        made = schedule(with_table=with_table, schedule="static", verify_len=2)
+        choice = made.choose(["a", "b"], 64.0)
+        assert made.timed is None
+        made.took(choice, 2, 6)
+        made.choose(["a", "b"], 64.0)
+        assert made.timed.requests == 2
+        assert made.timed.measured_ms > 0
+        assert (made.timed.expected_ms is None) == (not with_table)
+        made.took(choice, 2, 6)
+        made.interrupt()
+        made.choose(["a", "b"], 64.0)
+        assert made.timed is None
+
+
+def test_what_cannot_be_switched_to_says_why():
+    made = schedule(with_table=False, with_head=False, schedule="static")
+    assert made.why_not("off") is made.why_not("static") is None
+    assert "measured step times" in made.why_not("auto")
+    assert "confidence head" in made.why_not("threshold")
+    assert schedule().why_not("threshold") is None

@@ -1,0 +1,53 @@
+"""Questions of the HTTP process to the scheduler process, over SGLang's channel for changing a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dspark.errors import ConfigError
+
+KEY = "dspark"
+"""Where a question and its answer lie among the server arguments that the channel was made for."""
+
+
+async def ask(manager: Any, question: str, fields: dict[str, Any]) -> Any:
+    """The scheduler's answer, of rank 0 where there are several.
+
+    Args:
+        manager: SGLang's ``TokenizerManager``.
+        question: ``stats``, ``policy`` or ``capabilities``.
+        fields: what belongs to it.
+
+    Raises:
+        ConfigError: the scheduler refuses.
+    """
+    from sglang.srt.managers.io_struct import SetInternalStateReq
+
+    manager.auto_create_handle_loop()
+    request = SetInternalStateReq(server_args={KEY: {"question": question, "fields": fields}})
+    reply = (await manager.set_internal_state_communicator(request))[0]
+    if not reply.updated:
+        raise ConfigError(reply.server_args[KEY])
+    return reply.server_args[KEY]
+
+
+def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Hook around the scheduler's end of the channel; what is not ours goes on to SGLang."""
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    asked = recv_req.server_args.get(KEY)
+    if asked is None:
+        return original(scheduler, recv_req)
+    worker, fields = scheduler.draft_worker, asked["fields"]
+    try:
+        match asked["question"]:
+            case "stats":
+                found = worker.report(**fields)
+            case "policy":
+                found = worker.switch_policy(fields)
+            case _:
+                found = worker.capabilities()
+    except ConfigError as error:
+        return SetInternalStateReqOutput(updated=False, server_args={KEY: str(error)})
+    return SetInternalStateReqOutput(updated=True, server_args={KEY: found})

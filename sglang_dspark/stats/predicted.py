@@ -1,0 +1,45 @@
+"""Predicted survivals against what verification observed, by position in the block."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_dspark.stats.sums import Array
+
+
+class PredictedSurvival:
+    """Sums over verified drafts whose survival was predicted before the outcome was known.
+
+    A draft that was not verified says nothing, and whether it was verified was decided before its outcome: what is
+    summed is fair to the predictions.
+
+    Args:
+        gamma: most drafts that a step verifies per request.
+    """
+
+    def __init__(self, gamma: int) -> None:
+        self._positions = np.arange(gamma)
+        self._sums = np.zeros((3, gamma))
+
+    def observe(self, survival: Array, verified: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
+        """Add rounds.
+
+        Args:
+            survival: [n, gamma] predicted; what lies past the verified drafts is not read.
+            verified: [n] drafts verified.
+            accepted: [n] drafts accepted.
+        """
+        seen = verified[:, None] > self._positions
+        # A replaced array, not a changed one: a thread may be reading the sums.
+        self._sums = self._sums + np.stack(
+            [
+                seen.sum(0),
+                np.where(seen, survival, 0.0).sum(0),
+                (accepted[:, None] > self._positions).sum(0),
+            ]
+        )
+
+    def sums(self) -> Array:
+        """[3, gamma] number of drafts, sum of the predictions, drafts that survived; never written to again."""
+        return self._sums

@@ -1,0 +1,171 @@
+"""The live page in a real browser, against real servers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from urllib.parse import urlsplit
+
+import pytest
+from golden_server import GUARDED, greedy, output_ids
+
+selenium = pytest.importorskip("selenium", reason="pip install selenium")
+from selenium import webdriver  # noqa: E402
+from selenium.webdriver.chrome.service import Service  # noqa: E402
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None, reason="needs Chromium: apt-get install chromium chromium-driver"
+)
+
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update"),
+)
+
+
+class Page:
+    """One tab of a browser."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def open(self, server, *, width=1280, scheme="light"):
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        self.driver.get(server.url + "/dspark")
+
+    def text(self, element):
+        return self.driver.find_element(By.ID, element).text
+
+    def run(self, script):
+        return self.driver.execute_script("return " + script)
+
+    def wait(self, condition, what):
+        WebDriverWait(self.driver, 20, 0.2).until(lambda driver: condition(), what)
+
+    def wait_for_state(self, state):
+        self.wait(lambda: self.run("document.body.dataset.state") == state, f"the page never became {state}")
+
+    def errors(self):
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+    def hosts(self):
+        """Where requests went since the last call."""
+        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        sent = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        return {urlsplit(url).netloc for url in sent if not url.startswith("data:")}
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+@pytest.fixture
+def page(browser):
+    made = Page(browser)
+    yield made
+    browser.execute_script("sessionStorage.clear()")
+    browser.get("about:blank")
+    made.errors()
+    made.hosts()
+
+
+def traffic(server):
+    output_ids(server, [greedy([5 + i, 9, 20 + i, 7], 48) for i in range(12)], 6)
+
+
+def test_it_shows_the_statistics(dspark, page):
+    traffic(dspark)
+    page.open(dspark)
+    page.wait_for_state("live")
+
+    def agrees():
+        stats = dspark.get_json("/dspark/stats")
+        recent = stats["recent"]
+        return (
+            page.text("tile-accept") == f"{recent['accept_length']:.2f}"
+            and page.text("tile-verify") == f"{recent['verify_length']:.2f}"
+            and page.text("tile-load") == f"{recent['running_requests']:.1f}"
+            and page.text("tile-waste") == f"{100 * recent['wasted_verify_fraction']:.0f} %"
+            and f"{stats['committed_tokens']:,}" in page.text("facts-server")
+        )
+
+    page.wait(agrees, "the page and /dspark/stats never agreed")
+    assert page.run("[...document.querySelectorAll('.chart')].filter(c => !c.querySelector('svg')).length") == 0
+    bars = page.run("document.querySelectorAll('#chart-survival .column').length")
+    assert bars == sum(value is not None for value in dspark.get_json("/dspark/stats")["recent"]["survival"])
+    assert "policy auto" in page.text("chips")
+    assert "vanilla, rank" in page.text("facts-drafter")
+    assert page.errors() == []
+    assert page.hosts() == {urlsplit(dspark.url).netloc}
+
+
+def test_the_figures_move(dspark, page):
+    page.open(dspark)
+    page.wait_for_state("live")
+    before = page.text("facts-server")
+    traffic(dspark)
+    committed = dspark.get_json("/dspark/stats")["committed_tokens"]
+    assert f"{committed:,}" not in before
+    page.wait(lambda: f"{committed:,}" in page.text("facts-server"), "the page stood still")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_it_fits_and_follows_the_scheme(dspark, page, width, scheme):
+    traffic(dspark)
+    page.open(dspark, width=width, scheme=scheme)
+    page.wait_for_state("live")
+    assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    red = int(page.run("getComputedStyle(document.body).backgroundColor").removeprefix("rgb(").split(",")[0])
+    assert (red < 64) == (scheme == "dark")
+
+
+def test_every_panel_explains_itself(dspark, page):
+    page.open(dspark)
+    page.wait_for_state("live")
+    silent = "[...document.querySelectorAll('#tiles article, .charts h2')].filter(n => !(n.dataset.tip?.length > 40))"
+    assert page.run(f"{silent}.length") == 0
+    page.run("document.querySelector('#tiles [data-tip]').focus()")
+    assert "Tokens committed" in page.text("tip")
+
+
+def test_a_silent_server_is_said_to_be_silent(dspark, page):
+    page.open(dspark)
+    page.wait_for_state("live")
+    offline = {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    page.driver.execute_cdp_cmd("Network.enable", {})
+    page.driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
+    page.wait_for_state("lost")
+    assert "does not answer" in page.text("notice")
+    page.driver.execute_cdp_cmd("Network.emulateNetworkConditions", {**offline, "offline": False})
+    page.wait_for_state("live")
+    assert not page.driver.find_element(By.ID, "notice").is_displayed()
+
+
+def test_it_asks_for_the_key(launch, page):
+    guarded = launch(*GUARDED)
+    page.open(guarded)
+    page.wait_for_state("locked")
+    assert page.errors() == []
+    page.driver.find_element(By.ID, "key").send_keys("wrong\n")
+    page.wait(lambda: "refused" in page.text("key-form"), "a wrong key was not refused")
+    page.driver.find_element(By.ID, "key").send_keys("user-key\n")
+    page.wait_for_state("live")
+    page.driver.refresh()
+    page.wait_for_state("live")

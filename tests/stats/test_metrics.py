@@ -1,0 +1,87 @@
+"""Prometheus metrics: every figure, its labels, and the dashboard's queries."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from sglang_dspark.stats.counters import Counters
+from sglang_dspark.stats.history import History
+from sglang_dspark.stats.metrics import Metrics
+from sglang_dspark.stats.predicted import PredictedSurvival
+
+GRAFANA = Path(__file__).parents[2] / "docker" / "grafana" / "dspark.json"
+LABELS = {"model_name": "m", "tp_rank": 0}
+
+
+class Exporter:
+    def __init__(self):
+        self.predicted = PredictedSurvival(3)
+        self.counters = Counters(3, self.predicted)
+        self.state = ("auto", False)
+        self.registry = CollectorRegistry()
+        history = History(self.counters)
+        self.metrics = Metrics(self.counters, history, lambda: self.state, 16, LABELS, self.registry)
+
+    def value(self, name, **labels):
+        return self.registry.get_sample_value(f"sglang:dspark_{name}", {"model_name": "m", "tp_rank": "0", **labels})
+
+
+@pytest.fixture
+def exporter():
+    made = Exporter()
+    made.counters.record([3, 3, 3], [3, 2, 0], [3, 1, 0], policy="auto")
+    made.counters.record([0], [0], [0], policy="static", parked=True)
+    made.counters.record_time(3, 40.0, 50.0)
+    made.predicted.observe(np.full((3, 3), 0.75), np.array([3, 2, 0]), np.array([3, 1, 0]))
+    return made
+
+
+def test_counters_and_gauges(exporter):
+    exporter.metrics.update()
+    assert exporter.value("verified_tokens_total", load="4") == 5
+    assert exporter.value("wasted_tokens_total", load="4") == 1
+    assert exporter.value("request_steps_total", load="1") == exporter.value("parked_steps_total", load="1") == 1
+    assert exporter.value("committed_tokens_total", load="4") == 7
+    assert exporter.value("step_seconds_measured_total", load="4") == pytest.approx(0.04)
+    assert exporter.value("policy_steps_total", policy="static") == 1
+    assert [exporter.value("position_accepted_total", position=str(p)) for p in range(3)] == [2, 1, 1]
+    assert [exporter.value("position_tested_total", position=str(p)) for p in range(3)] == [2, 2, 1]
+    assert exporter.value("position_predicted_survival_total", position="1") == 1.5
+    assert exporter.value("accept_length") == 2.0
+    assert exporter.value("occupancy") == 2 / 16
+    assert exporter.value("predicted_step_seconds") == pytest.approx(0.05)
+    assert exporter.value("calibration_error", position="1") == pytest.approx(0.75 - 0.5)
+    assert exporter.value("policy", policy="auto") == 1
+    assert exporter.value("policy", policy="off") == exporter.value("parked") == 0
+
+
+def test_counters_follow_and_never_fall(exporter):
+    exporter.metrics.update()
+    exporter.metrics.update()
+    assert exporter.value("steps_total", load="4") == 1
+    exporter.counters.record([3, 3, 3], [1, 1, 1], [0, 0, 0], policy="auto")
+    exporter.state = ("static", True)
+    exporter.metrics.update()
+    assert exporter.value("steps_total", load="4") == 2
+    assert exporter.value("policy", policy="static") == exporter.value("parked") == 1
+    assert exporter.value("policy", policy="auto") == 0
+
+
+def test_what_was_not_seen_is_a_gap():
+    idle = Exporter()
+    idle.metrics.update()
+    assert math.isnan(idle.value("accept_length"))
+    assert math.isnan(idle.value("survival", position="2"))
+    assert idle.value("tokens_per_second") == 0
+
+
+def test_every_metric_of_the_dashboard_exists(exporter):
+    exporter.metrics.update()
+    exposed = {sample.name for family in exporter.registry.collect() for sample in family.samples}
+    named = set(re.findall(r"sglang:dspark_\w+", GRAFANA.read_text()))
+    assert len(named) > 10
+    assert named - exposed == set()
