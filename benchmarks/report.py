@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from figures.latency import promise
 from figures.style import DARK, LIGHT, name
 from figures.throughput import crossover_text
 from paired_ratio import frame_baselines, paired_ratios, summarise
+from PIL import Image
 from plot_sweep import Drawing, drawings
 from serving.frontier import crossovers, is_measured_against_plain, user_ratios
 from serving.results import read_sweep
@@ -31,6 +33,7 @@ from sglang_dspark.errors import ConfigError, DSparkError
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 DPI = 120
+NUM_COLORS = 96
 
 HOW_TO_READ = {
     "throughput_vs_concurrency": (
@@ -172,7 +175,7 @@ def _speed_table(frame: pd.DataFrame) -> TableOf:
     pairs = paired_ratios(frame, "output_tok_s", baselines)
     ratios = summarise(pairs).set_index(["config", "load"]) if not pairs.empty else pd.DataFrame()
     rows = []
-    for (load, config), cells in frame.groupby(["load", "config"], sort=False):
+    for load, config, cells in _by_load(frame):
         ratio = ratios.loc[(config, load)] if (config, load) in ratios.index else None
         rows.append(
             [
@@ -201,11 +204,11 @@ def _latency_table(frame: pd.DataFrame) -> TableOf:
 
 def _speculation_table(frame: pd.DataFrame) -> TableOf:
     speculative = frame[frame["accept_length"].notna() | frame["decode_rounds"].notna()]
-    columns = ["accept_length", "mean_verify_len", "wasted_share", "parked_share"]
-    header = ["load", "configuration", "accept length", "verify length", "wasted", "parked"]
+    columns = ["accept_length", "mean_verify_len", "wasted_share", "plain_share"]
+    header = ["load", "configuration", "accept length", "verify length", "wasted", "not drafted"]
     note = (
-        "Accept length counts the target's own token. Wasted: share of verified drafts that were rejected. Parked:"
-        " share of steps without drafting."
+        "Accept length counts the target's own token. Wasted: share of verified drafts that were rejected. Not"
+        " drafted: share of steps in which nothing was, as on a parked server."
     )
     return TableOf("Speculation", note, header, _cells(speculative, columns))
 
@@ -236,10 +239,18 @@ def _agreement_table(agreement: dict[str, Any]) -> TableOf:
     return TableOf("Texts", note, ["configuration", "load", "compared with", "load", "identical"], rows)
 
 
+def _by_load(frame: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Load, configuration and rows, with the configurations in the same order at every load."""
+    order = list(frame["config"].unique())
+    for load, rows in frame.groupby("load", sort=False):
+        parts = dict(iter(rows.groupby("config")))
+        yield from ((str(load), label, parts[label]) for label in order if label in parts)
+
+
 def _cells(frame: pd.DataFrame, columns: list[str]) -> list[list[str]]:
     return [
         [load, name(frame, config), *(_median(cells, column) for column in columns)]
-        for (load, config), cells in frame.groupby(["load", "config"], sort=False)
+        for load, config, cells in _by_load(frame)
     ]
 
 
@@ -253,10 +264,12 @@ def _median(cells: pd.DataFrame, column: str) -> str:
 
 
 def _image(draw: Drawing, frame: pd.DataFrame, look: dict[str, Any]) -> str:
-    buffer = io.BytesIO()
+    drawn, small = io.BytesIO(), io.BytesIO()
     with mpl.rc_context(look):
-        draw(frame).savefig(buffer, dpi=DPI, format="png")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        draw(frame).savefig(drawn, dpi=DPI, format="png")
+    # A figure has few colours: with a palette it takes a third of the space.
+    Image.open(drawn).convert("RGB").quantize(NUM_COLORS).save(small, "png", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

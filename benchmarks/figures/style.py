@@ -52,7 +52,7 @@ def styles(frame: pd.DataFrame) -> dict[str, dict[str, Any]]:
         elif policy == "auto":
             style |= {"color": AUTO, "linewidth": 3, "markersize": 6, "zorder": 5}
         elif policy == "static" and length in lengths:
-            place = lengths.index(length) / max(len(lengths) - 1, 1)
+            place = lengths.index(length) / (len(lengths) - 1) if len(lengths) > 1 else 0.5
             style |= {"color": mpl.colormaps[FIXED](low + (high - low) * place)}
         else:
             style |= {"color": SAME.get(policy) or next(others)}

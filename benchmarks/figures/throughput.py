@@ -66,7 +66,7 @@ def crossover_text(frame: pd.DataFrame, found: list[Crossover]) -> str:
     crossed = [c for c in found if c.users is not None]
     if crossed:
         places = ", ".join(f"{name(frame, c.config)} beyond about {c.users:.2g} users" for c in crossed)
-        return f"✖ plain overtakes {places}"
+        return f"✖ plain overtakes {places} (interpolated)"
     if all(c.ratio_at_most >= 1 for c in found):
         most = int(closed_loop(frame)["concurrency"].max())
         return f"No crossover: all of them stay ahead of plain up to {most} users"

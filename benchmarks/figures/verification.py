@@ -17,9 +17,9 @@ def verification_vs_concurrency(frame: pd.DataFrame) -> Figure:
     titles = {
         "mean_verify_len": "Drafts verified per request and step",
         "accept_length": "Tokens that a step adds to a request (accept length)",
-        "parked_share": "Share of steps in which nothing was drafted (parked)",
+        "plain_share": "Share of steps in which nothing was drafted (parked)",
     }
-    limits = {"mean_verify_len": (0, None), "accept_length": (1, None), "parked_share": (-0.04, 1.04)}
+    limits = {"mean_verify_len": (0, None), "accept_length": (1, None), "plain_share": (-0.04, 1.04)}
     for axes, (column, title) in zip(panels, titles.items(), strict=True):
         _draw(axes, frame, column, limits[column])
         axes.set_title(title)

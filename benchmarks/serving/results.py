@@ -43,7 +43,7 @@ def complete(frame: pd.DataFrame) -> pd.DataFrame:
     ]
     derived = {
         "mean_verify_len": ("verified", "decode_rounds"),
-        "parked_share": ("plain_steps", "steps"),
+        "plain_share": ("plain_steps", "steps"),
     }
     for column, (part, whole) in derived.items():
         if column not in frame and {part, whole} <= set(frame.columns):

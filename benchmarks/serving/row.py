@@ -81,7 +81,7 @@ class SweepRow:
         tpot_p50_ms, tpot_p95_ms, tpot_p99_ms: percentiles over the requests.
         mean_verify_len: drafts verified per request and step.
         wasted_share: share of the verified drafts that were rejected, 0 to 1.
-        parked_share: share of the decode steps in which nothing was drafted, 0 to 1.
+        plain_share: share of the decode steps in which nothing was drafted, as on a parked server, 0 to 1.
         sla_ttft_ms, sla_tpot_ms: what was promised to every request.
         sla_met_share: share of the requests for which it was kept, 0 to 1.
         goodput_req_s, goodput_tok_s: those requests, and their output tokens, per second of the round.
@@ -134,7 +134,7 @@ class SweepRow:
     tpot_p99_ms: float | None
     mean_verify_len: float | None
     wasted_share: float | None
-    parked_share: float | None
+    plain_share: float | None
     sla_ttft_ms: float | None
     sla_tpot_ms: float | None
     sla_met_share: float | None
@@ -213,7 +213,7 @@ def _speculation(observation: Observation) -> dict[str, Any]:
     counts = observation.counts
     if counts is None:
         return {
-            **dict.fromkeys((*STAT_KEYS, "mean_verify_len", "wasted_share", "parked_share")),
+            **dict.fromkeys((*STAT_KEYS, "mean_verify_len", "wasted_share", "plain_share")),
             "accept_length": observation.accept_length,
         }
     rounds, verified, steps = counts["decode_rounds"], counts["verified"], counts["steps"]
@@ -222,7 +222,7 @@ def _speculation(observation: Observation) -> dict[str, Any]:
         "accept_length": counts["committed"] / rounds if rounds else None,
         "mean_verify_len": verified / rounds if rounds else None,
         "wasted_share": 1 - counts["accepted"] / verified if verified else None,
-        "parked_share": counts["plain_steps"] / steps if steps else None,
+        "plain_share": counts["plain_steps"] / steps if steps else None,
     }
 
 

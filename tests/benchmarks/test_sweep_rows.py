@@ -49,7 +49,7 @@ def test_row_of_a_round():
     assert row.itl_p99_ms == pytest.approx(500 + 0.98 * 1500)
     assert row.server_cpu_ms_per_tok == pytest.approx(200)
     assert row.accept_length == 3.0
-    assert (row.mean_verify_len, row.wasted_share, row.parked_share) == (3.0, pytest.approx(1 / 3), 0.0)
+    assert (row.mean_verify_len, row.wasted_share, row.plain_share) == (3.0, pytest.approx(1 / 3), 0.0)
     assert row.in_flight == pytest.approx((2.5 + 4) / 4)
     assert row.per_user_tok_s_p5 == pytest.approx(1 + 0.05 * (9 / 2.5 - 1))
     assert (row.ttft_p50_ms, row.tpot_p50_ms) == pytest.approx((750, 625))
@@ -149,7 +149,7 @@ def test_files_of_older_releases_are_completed_from_their_counts():
     older = {"config": "s3", "concurrency": 2, "verified": 12, "accepted": 8, "decode_rounds": 4, "steps": 3}
     frame = complete(pd.DataFrame([older | {"plain_steps": 0}, dict.fromkeys(older) | {"concurrency": 1}]))
     assert frame["load"].tolist() == ["2 users", "1 user"]
-    assert (frame["mean_verify_len"][0], frame["parked_share"][0]) == (3.0, 0.0)
+    assert (frame["mean_verify_len"][0], frame["plain_share"][0]) == (3.0, 0.0)
     assert frame["wasted_share"][0] == pytest.approx(1 / 3) and pd.isna(frame["wasted_share"][1])
     assert "goodput_tok_s" not in frame
 
