@@ -63,7 +63,8 @@ def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -
         Columns ``config, baseline, load, round, ratio``.
 
     Raises:
-        ConfigError: the sweep has no such figure.
+        ConfigError: the sweep has no such figure, or it is not above 0 everywhere (goodput may be 0), so that geometric
+            means of its ratios mean nothing.
     """
     if metric not in frame.select_dtypes("number").columns:
         numbers = ", ".join(frame.select_dtypes("number").columns)
@@ -73,6 +74,10 @@ def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -
     pairs = cells[cells["config"] != cells["baseline"]].merge(
         references, left_on=["baseline", "load", "round"], right_on=["of", "load", "round"]
     )
+    if (pairs[[metric, "reference"]] <= 0).any(axis=None):
+        raise ConfigError(
+            f"--metric {metric} is 0 or less in some rounds; ratios to nothing mean nothing, see the table"
+        )
     pairs["ratio"] = pairs[metric] / pairs["reference"]
     return pairs.dropna(subset=["ratio"])[["config", "baseline", "load", "round", "ratio"]]
 

@@ -47,7 +47,7 @@ from sglang_dspark.errors import DSparkError
 
 DEFAULT_CONCURRENCY = "1,2,4,8"
 
-SHOWN = ("output_tok_s", "goodput_tok_s", "server_cpu_ms_per_tok")
+SHOWN = ("output_tok_s", "server_cpu_ms_per_tok")
 """Metrics whose ratios are printed at the end of a sweep."""
 
 
@@ -153,7 +153,7 @@ def main(**options: Any) -> None:
     try:
         agreements = run_sweep(_sweep(options), output, options["existing"], console)
         frame = read_sweep(output / "sweep.csv")
-        metrics = [metric for metric in SHOWN if frame[metric].notna().any()]
+        metrics = [metric for metric in SHOWN if (known := frame[metric].dropna()).any() and (known > 0).all()]
         summaries = {metric: summarise(paired_ratios(frame, metric, frame_baselines(frame))) for metric in metrics}
     except DSparkError as error:
         raise click.ClickException(str(error)) from error

@@ -26,6 +26,7 @@ from serving.load import Load, poisson_arrivals
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
 from serving.remaining import RemainingTime, in_words
 from serving.request_log import RequestLog
+from serving.results import read_sweep
 from serving.resume import prepare_output
 from serving.row import Observation, Origin, RowWriter, SweepRow, make_row
 from serving.schedule import Cell, interleave, still_to_measure
@@ -196,11 +197,10 @@ def run_sweep(sweep: Sweep, output: Path, existing: str, console: Console) -> li
                     log.write(cell, replies)
                     rows.write(row)
                     say(_line(row, cell.load))
-        greedy = sweep.sampling.temperature == 0
-        served = [(c.label, c.policy, c.dtype) for c in sweep.configurations]
-        labels = {label for label, _, _ in served}
-        answers = [answer for answer in log.answers if answer.config in labels]
-        agreements = compare(answers, choose_baselines(served)) if greedy else []
+        # Of the file: earlier runs may have measured other configurations.
+        served = read_sweep(output / "sweep.csv")[["config", "policy", "dtype"]].drop_duplicates()
+        baselines = choose_baselines(list(served.itertuples(index=False, name=None)))
+        agreements = compare(log.answers, baselines) if sweep.sampling.temperature == 0 else []
     provenance.write_json(output / "agreement.json", {"agreements": [agreement.document() for agreement in agreements]})
     record["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
     provenance.write_json(output / "provenance.json", record)

@@ -78,6 +78,13 @@ def test_metric_must_be_a_number_of_the_sweep():
         paired_ratios(sweep([2.0]), "versions", {"p": "p", "s": "p"})
 
 
+def test_ratios_to_nothing_are_refused():
+    frame = sweep([2.0] * 3)
+    frame.loc[0, "output_tok_s"] = 0
+    with pytest.raises(ConfigError, match="0 or less"):
+        ratios_of(frame)
+
+
 def test_command_prints_the_table(tmp_path):
     path = tmp_path / "sweep.csv"
     sweep([1.25] * 3).to_csv(path, index=False)

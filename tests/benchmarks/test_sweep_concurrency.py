@@ -202,8 +202,15 @@ def test_finished_sweep_starts_no_server_and_can_be_extended(sweep):
     assert result.exit_code == 0 and FakeServer.pids == []
     result, _ = sweep("--config", "again=plain", *options, "--rounds", "2")
     assert result.exit_code == 0, result.output
-    assert sorted(cells_of(output)) == [(name, 1, 0, n) for name in ("again", "plain@bfloat16") for n in (0, 1)]
-    assert set(json.loads((output / "provenance.json").read_text())["configurations"]) == {"again", "plain@bfloat16"}
+    result, _ = sweep("--config", "third=plain", *options[2:], "--rounds", "1")
+    assert result.exit_code == 0, result.output
+    agreements = json.loads((output / "agreement.json").read_text())["agreements"]
+    assert {a["config"] for a in agreements} == {"again", "third"}  # those of earlier runs as well
+    assert sorted(cells_of(output)) == [(name, 1, 0, n) for name in ("again", "plain@bfloat16") for n in (0, 1)] + [
+        ("third", 1, 0, 0)
+    ]
+    record = json.loads((output / "provenance.json").read_text())
+    assert set(record["configurations"]) == {"again", "plain@bfloat16", "third"} and len(record["earlier_runs"]) == 3
 
 
 @pytest.mark.parametrize(
