@@ -17,6 +17,9 @@ STAT_KEYS = {
 }
 """Column -> counter of ``GET /dspark/stats``."""
 
+NEWER_STAT_KEYS = {"parked_steps": "parked_steps"}
+"""The same for counters that older servers (``--url``) do not have."""
+
 
 def read_counters(server: Server, configuration: Configuration) -> dict[str, int] | None:
     """Counters since the start of the server by column; None for a server without DSPARK."""
@@ -25,7 +28,8 @@ def read_counters(server: Server, configuration: Configuration) -> dict[str, int
     report = server.get_json("/dspark/stats")
     if configuration.policy == EXTERNAL and not report:
         return None
-    return {column: report[key] for column, key in STAT_KEYS.items()}
+    newer = {column: report[key] for column, key in NEWER_STAT_KEYS.items() if key in report}
+    return {column: report[key] for column, key in STAT_KEYS.items()} | newer
 
 
 def read_accept_length(server: Server, configuration: Configuration) -> float | None:

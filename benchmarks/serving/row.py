@@ -81,7 +81,8 @@ class SweepRow:
         tpot_p50_ms, tpot_p95_ms, tpot_p99_ms: percentiles over the requests.
         mean_verify_len: drafts verified per request and step.
         wasted_share: share of the verified drafts that were rejected, 0 to 1.
-        plain_share: share of the decode steps in which nothing was drafted, as on a parked server, 0 to 1.
+        plain_share: share of the decode steps in which nothing was drafted, for whatever reason, 0 to 1.
+        parked_steps: decode steps while speculation rested because plain steps are faster; parked_share: their share.
         sla_ttft_ms, sla_tpot_ms: what was promised to every request.
         sla_met_share: share of the requests for which it was kept, 0 to 1.
         goodput_req_s, goodput_tok_s: those requests, and their output tokens, per second of the round.
@@ -135,6 +136,8 @@ class SweepRow:
     mean_verify_len: float | None
     wasted_share: float | None
     plain_share: float | None
+    parked_steps: int | None
+    parked_share: float | None
     sla_ttft_ms: float | None
     sla_tpot_ms: float | None
     sla_met_share: float | None
@@ -213,12 +216,17 @@ def _speculation(observation: Observation) -> dict[str, Any]:
     counts = observation.counts
     if counts is None:
         return {
-            **dict.fromkeys((*STAT_KEYS, "mean_verify_len", "wasted_share", "plain_share")),
+            **dict.fromkeys(
+                (*STAT_KEYS, "mean_verify_len", "wasted_share", "plain_share", "parked_steps", "parked_share")
+            ),
             "accept_length": observation.accept_length,
         }
     rounds, verified, steps = counts["decode_rounds"], counts["verified"], counts["steps"]
+    parked = counts.get("parked_steps")
     return {
         **counts,
+        "parked_steps": parked,
+        "parked_share": parked / steps if parked is not None and steps else None,
         "accept_length": counts["committed"] / rounds if rounds else None,
         "mean_verify_len": verified / rounds if rounds else None,
         "wasted_share": 1 - counts["accepted"] / verified if verified else None,

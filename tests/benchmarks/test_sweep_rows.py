@@ -53,7 +53,9 @@ def test_row_of_a_round():
     assert row.in_flight == pytest.approx((2.5 + 4) / 4)
     assert row.per_user_tok_s_p5 == pytest.approx(1 + 0.05 * (9 / 2.5 - 1))
     assert (row.ttft_p50_ms, row.tpot_p50_ms) == pytest.approx((750, 625))
-    assert row.rate is None and row.goodput_req_s is None
+    assert row.rate is None and row.goodput_req_s is None and row.parked_share is None
+    parked = make_row(CELL, REPLIES, Observation(None, STATS | {"parked_steps": 2}), NO_SLA, ORIGIN)
+    assert (parked.parked_steps, parked.parked_share) == (2, pytest.approx(2 / 3))
     assert (row.num_requests, row.num_tokens, row.num_prompt_tokens) == (2, 13, 10)
 
 
