@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from figures.style import closed_loop, end_labels, figure_of, name, per_config, spread, users_axis
+from figures.style import closed_loop, end_labels, figure_of, name, per_config, rate_axis, spread, users_axis
 
 
 def latency_vs_rate(frame: pd.DataFrame) -> Figure:
@@ -21,7 +21,7 @@ def latency_vs_rate(frame: pd.DataFrame) -> Figure:
     for axes, (column, title) in zip(panels, titles.items(), strict=True):
         _draw(axes, frame, column, "rate", (0, None))
         axes.set_title(title)
-    panels[-1].set_xlabel("requests per second that arrive (Poisson)")
+    rate_axis(panels[-1], frame)
     return figure
 
 
@@ -29,18 +29,16 @@ def goodput_vs_load(frame: pd.DataFrame) -> Figure:
     """Share of the requests that were served as promised, over users and, where measured, over the rate of arrivals."""
     kept = frame[frame["sla_met_share"].notna()]
     kinds = [
-        ("concurrency", "users at the same time", closed_loop(kept)),
-        ("rate", "requests per second that arrive (Poisson)", kept[kept["rate"].notna()]),
+        ("concurrency", users_axis, closed_loop(kept)),
+        ("rate", rate_axis, kept[kept["rate"].notna()]),
     ]
     shown = [kind for kind in kinds if not kind[2].empty]
     figure, panels = figure_of(kept, len(shown), 1 + 4.0 * len(shown), share_x=False)
-    for axes, (by, unit, rows) in zip(panels, shown, strict=True):
+    for axes, (by, scale, rows) in zip(panels, shown, strict=True):
         _draw(axes, rows, "sla_met_share", by, (-0.04, 1.04))
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-        if by == "concurrency":
-            users_axis(axes, rows)
-        axes.set_xlabel(unit)
-    panels[0].set_title(f"Share of the requests with {promise(kept)}")
+        scale(axes, rows)
+    panels[0].set_title(f"Share of the requests with\n{promise(kept)}")
     return figure
 
 

@@ -97,16 +97,26 @@ def figure_of(
 
 def users_axis(axes: Axes, frame: pd.DataFrame) -> None:
     """Numbers of users, evenly spaced by doubling."""
+    load_axis(axes, closed_loop(frame)["concurrency"], "users at the same time")
+
+
+def rate_axis(axes: Axes, frame: pd.DataFrame) -> None:
+    """Rates of arrival, evenly spaced by doubling."""
+    load_axis(axes, frame["rate"].dropna(), "requests per second that arrive (Poisson)")
+
+
+def load_axis(axes: Axes, values: pd.Series, label: str) -> None:
+    """An axis with a tick at every measured value, and room for single points."""
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(sorted(closed_loop(frame)["concurrency"].astype(float).unique())))
+    axes.xaxis.set_major_locator(FixedLocator(sorted(values.astype(float).unique())))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.margins(x=0.03)
-    axes.set_xlabel("users at the same time")
+    axes.set_xlabel(label)
 
 
 def end_labels(axes: Axes, labels: Sequence[tuple[float, str, Any]], gap: float = 0.058) -> None:
-    """Names at the right edge, at the height of the last point of each line, pushed apart where they would overlap.
+    """Names at the right edge, at the height where each line ends, pushed apart where they would overlap.
 
     Called when the limits of the axes are final.
 
@@ -115,7 +125,14 @@ def end_labels(axes: Axes, labels: Sequence[tuple[float, str, Any]], gap: float 
         gap: between two labels, as a share of the height of the panel.
     """
     low, high = axes.get_ylim()
-    wanted = sorted(((height - low) / (high - low), text, color) for height, text, color in labels)
+    # Lines that end in one point get one label: a list of names at one height says nothing.
+    ends: dict[float, list[tuple[str, Any]]] = {}
+    for height, text, color in labels:
+        ends.setdefault(round((height - low) / (high - low), 3), []).append((text, color))
+    wanted = [
+        (share, "all" if len(names) == len(labels) > 1 else ",\n".join(text for text, _ in names), names[0][1])
+        for share, names in sorted(ends.items())
+    ]
     places = spread_out([share for share, _, _ in wanted], gap)
     for place, (share, text, color) in zip(places, wanted, strict=True):
         axes.annotate(

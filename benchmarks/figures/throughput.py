@@ -60,17 +60,17 @@ def _draw_ratios(axes: Axes, frame: pd.DataFrame, ratios: pd.DataFrame) -> None:
 
 
 def crossover_text(frame: pd.DataFrame, found: list[Crossover]) -> str:
-    """Where plain overtakes what speculates, in words; empty where nothing does."""
-    if not found:
-        return ""
-    crossed = [c for c in found if c.users is not None]
+    """Where plain overtakes what speculates, in words; empty where nothing speculates."""
+    crossed = [f"{name(frame, c.config)} beyond about {c.users:.2g} users" for c in found if c.users is not None]
+    behind = [name(frame, c.config) for c in found if c.users is None and c.ratio_at_most < 1]
+    parts = []
     if crossed:
-        places = ", ".join(f"{name(frame, c.config)} beyond about {c.users:.2g} users" for c in crossed)
-        return f"✖ plain overtakes {places} (interpolated)"
-    if all(c.ratio_at_most >= 1 for c in found):
-        most = int(closed_loop(frame)["concurrency"].max())
-        return f"No crossover: all of them stay ahead of plain up to {most} users"
-    return ""
+        parts.append(f"✖ plain overtakes {', '.join(crossed)} (interpolated)")
+    if behind:
+        parts.append(f"behind plain from the start: {', '.join(behind)}")
+    if found and not parts:
+        parts.append(f"No crossover: all are ahead of plain at {int(closed_loop(frame)['concurrency'].max())} users")
+    return "; ".join(parts)
 
 
 def throughput_vs_user_speed(frame: pd.DataFrame) -> Figure:

@@ -63,12 +63,4 @@ def _draw(axes: Axes, frame: pd.DataFrame, column: str, limits: tuple[float, flo
         axes.plot(points.index.to_numpy(float), points["median"], label=label, **style)
         ends.append((points["median"].iloc[-1], name(frame, label), style["color"]))
     axes.set_ylim(*limits)
-    # Lines that coincide get one label: a list of names at one height says nothing.
-    by_height: dict[float, list[tuple[str, str]]] = {}
-    for height, text, color in ends:
-        by_height.setdefault(round(height, 3), []).append((text, color))
-    joined = [
-        (height, "all" if len(names) == len(ends) > 1 else ", ".join(n for n, _ in names), names[0][1])
-        for height, names in by_height.items()
-    ]
-    end_labels(axes, joined, gap=0.085)
+    end_labels(axes, ends, gap=0.085)

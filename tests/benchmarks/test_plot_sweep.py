@@ -11,7 +11,7 @@ import report
 from click.testing import CliRunner
 from figures.latency import goodput_vs_load, latency_vs_rate
 from figures.style import DARK, LIGHT, caption, spread_out, styles
-from figures.throughput import throughput_vs_concurrency, throughput_vs_user_speed
+from figures.throughput import crossover_text, throughput_vs_concurrency, throughput_vs_user_speed
 from figures.verification import verification_vs_concurrency, waste_vs_load
 from plot_sweep import drawings, main
 from serving.frontier import crossovers, pareto, user_ratios
@@ -102,6 +102,21 @@ def test_crossover_is_interpolated_between_doublings_of_users():
     assert crossing(0.5, 2.0, 0.5) == [pytest.approx(8)]  # for good: what counts is the last time
     assert crossing(2.0, 0.5, 2.0) == [None] == crossing(0.9, 0.8, 0.7) == crossing(2.0, 2.0, 1.0)
     assert crossing(2.0, 0.5, 0.5, policy="off") == []
+
+
+def test_words_about_the_crossover():
+    def text(*gains):
+        frame = complete(sweep())
+        frame.loc[frame["policy"] == "static", "output_tok_s"] *= frame["concurrency"].map(
+            dict(zip(USERS, gains, strict=True))
+        )
+        frame = frame[frame["policy"] != "auto"]
+        return crossover_text(frame, crossovers(user_ratios(frame, {"static:7@float32": "plain@float32"})))
+
+    assert text(1, 1, 1) == "✖ plain overtakes static:7 beyond about 4 users (interpolated)"
+    assert text(0.4, 0.8, 1) == "behind plain from the start: static:7"
+    assert text(1, 1, 4) == "No crossover: all are ahead of plain at 16 users"
+    assert crossover_text(complete(sweep()), []) == ""
 
 
 def test_pareto_frontier_holds_what_nothing_beats():
