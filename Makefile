@@ -6,10 +6,14 @@ RUN := $(VENV)/bin/python
 # What `make evidence` measures: the bundled pair, unless TARGET and DRAFT name another one.
 SMOLLM2 := $(HOME)/.cache/sglang-dspark/smollm2-135m-instruct
 PAIR = --target $(or $(TARGET),$(SMOLLM2)) --draft $(or $(DRAFT),sglang_dspark/drafters/smollm2-135m-instruct)
-RESULTS ?= benchmarks/results
+# Not benchmarks/results, whose files the documents quote; a sweep would refuse to mix with those of another commit.
+RESULTS ?= results
+SWEEP ?= $(RESULTS)/quick_sweep
+# More options for sweep_concurrency.py, e.g. --existing replace, which measures anew what another commit has measured.
+SWEEP_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor test check format evidence gpu lock clean
+.PHONY: help env demo doctor test check format sweep evidence gpu lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,28 +43,40 @@ format: env ## sort imports and format
 	$(RUN) -m ruff check --select I --fix
 	$(RUN) -m ruff format
 
+# Fails with a sentence where no prompt file is named; builds the bundled target where no other one is.
+PREPARE = $(if $(PROMPTS),$(if $(TARGET),@:,$(RUN) -c 'from sglang_dspark.demo.smollm2 import build; \
+	build("$(SMOLLM2)", progress=print)'),$(error name JSONL files of {"turns": [text, ...]}: make $@ PROMPTS="a.jsonl b.jsonl"))
+
+sweep: env ## five minutes: plain and DSPARK at 1 and 4 users on your prompts, with a report
+	$(PREPARE)
+	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(SWEEP) \
+		--config plain --config auto --concurrency 1,4 --num-prompts 4 --max-tokens 64 --rounds 2 $(SWEEP_FLAGS)
+	$(RUN) benchmarks/report.py $(SWEEP)
+
 evidence: env ## the long proofs and sweeps behind the README's numbers
-	$(if $(PROMPTS),,$(error name JSONL files of {"turns": [text, ...]}: make evidence PROMPTS="a.jsonl b.jsonl"))
-	$(if $(TARGET),,$(RUN) -c 'from sglang_dspark.demo.smollm2 import build; build("$(SMOLLM2)", progress=print)')
+	$(PREPARE)
+	@mkdir -p $(RESULTS)
 	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/identity.json
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/sweep \
 		--config plain --config auto --config static:5 --config static:4 --config static:3 --config static:2 \
-		--config static:1 --concurrency 1,2,4,8,16 --max-tokens 96 --ignore-eos --rounds 6
+		--config static:1 --concurrency 1,2,4,8,16 --max-tokens 96 --ignore-eos --rounds 6 $(SWEEP_FLAGS)
 	$(RUN) benchmarks/paired_ratio.py $(RESULTS)/sweep/sweep.csv --against-best auto@bfloat16
 	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/sweep/sweep.csv
+	$(RUN) benchmarks/report.py $(RESULTS)/sweep
 
 # Attention and sampling of the plain server are those that DSPARK runs on, so that a ratio shows speculation alone.
 GPU_FLAGS = --attention-backend triton --sampling-backend pytorch --max-running-requests 64
 
 gpu: env ## with an NVIDIA GPU: kernel tests and benchmarks, a sweep of 1 to 64 users
-	$(if $(PROMPTS),,$(error name JSONL files of {"turns": [text, ...]}: make gpu PROMPTS="a.jsonl b.jsonl"))
-	$(if $(TARGET),,$(RUN) -c 'from sglang_dspark.demo.smollm2 import build; build("$(SMOLLM2)", progress=print)')
+	$(PREPARE)
+	@mkdir -p $(RESULTS)/gpu
 	$(RUN) -m pytest tests/kernels
 	$(RUN) benchmarks/kernels/run.py --output $(RESULTS)/gpu/kernels.json
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/sweep --device cuda \
 		--config plain --config auto --config static:5 --config static:3 --concurrency 1,4,16,64 --num-prompts 128 \
-		--rounds 4 --server-flags "$(GPU_FLAGS)"
+		--rounds 4 --server-flags "$(GPU_FLAGS)" $(SWEEP_FLAGS)
 	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/gpu/sweep/sweep.csv
+	$(RUN) benchmarks/report.py $(RESULTS)/gpu/sweep
 
 lock: env ## write constraints.txt from the environment as it is
 	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m uv pip freeze --exclude-editable; } > constraints.new

@@ -1,4 +1,4 @@
-"""Ratios of each configuration of a sweep to its baseline, paired by concurrency and round.
+"""Ratios of each configuration of a sweep to its baseline, paired by load and round.
 
     python benchmarks/paired_ratio.py RESULTS/sweep.csv
     python benchmarks/paired_ratio.py RESULTS/sweep.csv --metric per_user_tok_s --baseline static:7@float32
@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import bootstrap
 from serving.configurations import choose_baselines
+from serving.results import read_sweep
 
 from sglang_dspark.errors import ConfigError, DSparkError
 
@@ -34,23 +35,11 @@ NUM_RESAMPLES = 9999
 SEED = 0
 
 
-def read_sweep(path: Path) -> pd.DataFrame:
-    """Rows of a ``sweep.csv``.
-
-    Raises:
-        ConfigError: the file has no rows.
-    """
-    frame = pd.read_csv(path)
-    if frame.empty:
-        raise ConfigError(f"{path} has no rows; run benchmarks/sweep_concurrency.py to the end of a round first")
-    return frame
-
-
 def frame_baselines(frame: pd.DataFrame, baseline: str | None = None) -> dict[str, str]:
     """Label of the configuration that each one is compared with, by label.
 
     Args:
-        frame: rows of a sweep.
+        frame: rows of a sweep, as :func:`serving.results.read_sweep` gives them.
         baseline: one label for all; default: the plain configuration of the same dtype.
 
     Raises:
@@ -66,33 +55,38 @@ def frame_baselines(frame: pd.DataFrame, baseline: str | None = None) -> dict[st
 
 
 def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -> pd.DataFrame:
-    """One row per configuration other than a baseline, concurrency and round.
+    """One row per configuration other than a baseline, load and round.
 
     Rounds in which one of the two has no value are left out (a sweep that was cut short).
 
     Returns:
-        Columns ``config, baseline, concurrency, round, ratio``.
+        Columns ``config, baseline, load, round, ratio``.
 
     Raises:
-        ConfigError: the sweep has no such figure.
+        ConfigError: the sweep has no such figure, or it is not above 0 everywhere (goodput may be 0), so that geometric
+            means of its ratios mean nothing.
     """
     if metric not in frame.select_dtypes("number").columns:
         numbers = ", ".join(frame.select_dtypes("number").columns)
         raise ConfigError(f"--metric {metric!r} is not a figure of the sweep; use one of {numbers}")
-    cells = frame[["config", "concurrency", "round", metric]].assign(baseline=frame["config"].map(baselines))
+    cells = frame[["config", "load", "round", metric]].assign(baseline=frame["config"].map(baselines))
     references = cells.rename(columns={"config": "of", metric: "reference"}).drop(columns="baseline")
     pairs = cells[cells["config"] != cells["baseline"]].merge(
-        references, left_on=["baseline", "concurrency", "round"], right_on=["of", "concurrency", "round"]
+        references, left_on=["baseline", "load", "round"], right_on=["of", "load", "round"]
     )
+    if (pairs[[metric, "reference"]] <= 0).any(axis=None):
+        raise ConfigError(
+            f"--metric {metric} is 0 or less in some rounds; ratios to nothing mean nothing, see the table"
+        )
     pairs["ratio"] = pairs[metric] / pairs["reference"]
-    return pairs.dropna(subset=["ratio"])[["config", "baseline", "concurrency", "round", "ratio"]]
+    return pairs.dropna(subset=["ratio"])[["config", "baseline", "load", "round", "ratio"]]
 
 
 def ratios_to_the_best(frame: pd.DataFrame, metric: str, label: str) -> pd.DataFrame:
-    """Ratios of one configuration to the best of the others at each concurrency, by geometric mean over the rounds.
+    """Ratios of one configuration to the best of the others at each load, by geometric mean over the rounds.
 
     Returns:
-        As :func:`paired_ratios`; the baseline is another one at every concurrency.
+        As :func:`paired_ratios`; the baseline is another one at every load.
 
     Raises:
         ConfigError: the sweep has no such configuration, or no other.
@@ -103,7 +97,7 @@ def ratios_to_the_best(frame: pd.DataFrame, metric: str, label: str) -> pd.DataF
             f"--against-best {label!r} needs that and another one in the sweep, found {', '.join(labels)}"
         )
     parts = []
-    for _, cells in frame.groupby("concurrency", sort=False):
+    for _, cells in frame.groupby("load", sort=False):
         others = cells[cells["config"] != label]
         best = np.log(others[metric]).groupby(others["config"]).mean().idxmax()
         pair = cells[cells["config"].isin([label, best])]
@@ -112,22 +106,22 @@ def ratios_to_the_best(frame: pd.DataFrame, metric: str, label: str) -> pd.DataF
 
 
 def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Geometric mean and spread of the ratios of every configuration and concurrency.
+    """Geometric mean and spread of the ratios of every configuration and load.
 
     Returns:
-        Columns ``config, baseline, concurrency, rounds, ratio, low, high, smallest, largest, above``. ``low`` and
+        Columns ``config, baseline, load, rounds, ratio, low, high, smallest, largest, above``. ``low`` and
         ``high`` bound the bootstrap interval of the mean and are NaN below :data:`MIN_ROUNDS`; ``above`` counts ratios
         above 1.
     """
     records = []
-    for (config, baseline, concurrency), group in pairs.groupby(["config", "baseline", "concurrency"], sort=False):
+    for (config, baseline, load), group in pairs.groupby(["config", "baseline", "load"], sort=False):
         ratios = group["ratio"].to_numpy()
         low, high = _interval(np.log(ratios))
         records.append(
             {
                 "config": config,
                 "baseline": baseline,
-                "concurrency": concurrency,
+                "load": load,
                 "rounds": len(ratios),
                 "ratio": float(np.exp(np.log(ratios).mean())),
                 "low": low,
@@ -145,12 +139,12 @@ def ratio_table(summary: pd.DataFrame, metric: str) -> Table:
     table = Table(title=f"{metric}: ratio to the baseline, paired by round")
     for name in ("config", "baseline"):
         table.add_column(name)
-    for name in ("concurrency", "rounds", "ratio", f"{CONFIDENCE:.0%} interval", "range", "above 1"):
+    for name in ("load", "rounds", "ratio", f"{CONFIDENCE:.0%} interval", "range", "above 1"):
         table.add_column(name, justify="right")
     for row in summary.itertuples():
         interval = "-" if np.isnan(row.low) else f"{row.low:.3f} .. {row.high:.3f}"
         table.add_row(
-            *(row.config, row.baseline, str(row.concurrency), str(row.rounds), f"{row.ratio:.3f}", interval),
+            *(row.config, row.baseline, row.load, str(row.rounds), f"{row.ratio:.3f}", interval),
             *(f"{row.smallest:.3f} .. {row.largest:.3f}", f"{row.above}/{row.rounds}"),
         )
     return table
@@ -171,11 +165,11 @@ def _interval(logs: np.ndarray) -> tuple[float, float]:
     return float(np.exp(result.confidence_interval.low)), float(np.exp(result.confidence_interval.high))
 
 
-@click.command(help="Ratios of each configuration of a sweep to its baseline, paired by concurrency and round.")
+@click.command(help="Ratios of each configuration of a sweep to its baseline, paired by load and round.")
 @click.argument("sweep", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--metric", default="output_tok_s", show_default=True, help="A numeric column of the sweep.")
 @click.option("--baseline", help="Label to compare with. Default: the plain configuration of the same dtype.")
-@click.option("--against-best", help="Label to compare with the best of the others at each concurrency.")
+@click.option("--against-best", help="Label to compare with the best of the others at each load.")
 def main(sweep: Path, metric: str, baseline: str | None, against_best: str | None) -> None:
     """Command line; see the module."""
     if baseline and against_best:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any
+
+from serving.load import Load
 
 EXCERPT = 24
 """Characters shown on each side of the place where two texts part."""
@@ -16,7 +19,7 @@ class Answer:
     """What a configuration wrote for a prompt; the key fields tell it from every other answer of the sweep."""
 
     config: str
-    concurrency: int
+    load: Load
     round: int
     slot: int
     prompt_index: int
@@ -37,12 +40,12 @@ class Split:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Texts of a configuration against those of another (or of itself at another concurrency), prompt by prompt."""
+    """Texts of a configuration against those of another (or of itself at another load), prompt by prompt."""
 
     config: str
-    concurrency: int
+    load: Load
     baseline: str
-    baseline_concurrency: int
+    baseline_load: Load
     compared: int
     identical: int
     splits: list[Split] = field(default_factory=list)
@@ -52,26 +55,31 @@ class Agreement:
         """Share of identical texts, 0 to 1."""
         return self.identical / self.compared
 
+    def document(self) -> dict[str, Any]:
+        """Entry of ``agreement.json``."""
+        loads = {"load": str(self.load), "baseline_load": str(self.baseline_load)}
+        return {**asdict(self), **loads, "share": self.share}
+
 
 def compare(answers: Sequence[Answer], baselines: Mapping[str, str]) -> list[Agreement]:
-    """Compare every configuration with its baseline at the same concurrency.
+    """Compare every configuration with its baseline at the same load.
 
-    The baseline itself is compared with its own texts at the lowest concurrency: in 16 bits the shape of a batch alone
-    moves logits, so its share is what a configuration without any error may be expected to reach.
+    The baseline itself is compared with its own texts at the first load: in 16 bits the shape of a batch alone moves
+    logits, so its share is what a configuration without any error may be expected to reach.
 
     Args:
         answers: all answers of a sweep.
         baselines: label of the configuration to compare with, by label.
     """
-    by_cell: dict[tuple[str, int], dict[tuple[int, int], Answer]] = {}
-    for answer in answers:
-        by_cell.setdefault((answer.config, answer.concurrency), {})[answer.round, answer.slot] = answer
-    lowest = min(concurrency for _, concurrency in by_cell)
+    by_cell: dict[tuple[str, Load], list[Answer]] = {}
+    for answer in sorted(answers, key=lambda answer: (answer.round, answer.slot)):
+        by_cell.setdefault((answer.config, answer.load), []).append(answer)
+    first = next(iter(answers)).load if answers else None
     agreements = []
-    for (config, concurrency), cell in sorted(by_cell.items(), key=lambda entry: (baselines[entry[0][0]], entry[0])):
-        other = (config, lowest) if baselines[config] == config else (baselines[config], concurrency)
-        if other != (config, concurrency) and other in by_cell:
-            agreements.append(_compare_cells(config, concurrency, cell, *other, by_cell[other]))
+    for (config, load), cell in sorted(by_cell.items(), key=lambda entry: (baselines[entry[0][0]], entry[0][0])):
+        other = (config, first) if baselines[config] == config else (baselines[config], load)
+        if other != (config, load) and other in by_cell:
+            agreements.append(_compare_cells(config, load, cell, *other, by_cell[other]))
     return [agreement for agreement in agreements if agreement.compared]
 
 
@@ -80,21 +88,31 @@ def split_at(expected: str, found: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(expected, found, strict=False)))
 
 
+def _by_prompt(cell: Sequence[Answer]) -> dict[tuple[int, int], Answer]:
+    """Answers by prompt and how often it was asked before: rounds of unequal loads differ in their prompts."""
+    asked: Counter[int] = Counter()
+    by_prompt = {}
+    for answer in cell:
+        by_prompt[answer.prompt_index, asked[answer.prompt_index]] = answer
+        asked[answer.prompt_index] += 1
+    return by_prompt
+
+
 def _compare_cells(
     config: str,
-    concurrency: int,
-    cell: Mapping[Any, Answer],
+    load: Load,
+    cell: Sequence[Answer],
     baseline: str,
-    baseline_concurrency: int,
-    reference: Mapping[Any, Answer],
+    baseline_load: Load,
+    reference: Sequence[Answer],
 ) -> Agreement:
     splits = []
-    shared = sorted(cell.keys() & reference.keys())
+    found_answers, expected_answers = _by_prompt(cell), _by_prompt(reference)
+    shared = sorted(found_answers.keys() & expected_answers.keys())
     for key in shared:
-        expected, found = reference[key].text, cell[key].text
-        if expected != found or reference[key].num_tokens != cell[key].num_tokens:
-            at = split_at(expected, found)
+        expected, found = expected_answers[key], found_answers[key]
+        if expected.text != found.text or expected.num_tokens != found.num_tokens:
+            at = split_at(expected.text, found.text)
             window = slice(max(0, at - EXCERPT), at + EXCERPT)
-            splits.append(Split(cell[key].round, cell[key].prompt_index, at, expected[window], found[window]))
-    identical = len(shared) - len(splits)
-    return Agreement(config, concurrency, baseline, baseline_concurrency, len(shared), identical, splits)
+            splits.append(Split(found.round, found.prompt_index, at, expected.text[window], found.text[window]))
+    return Agreement(config, load, baseline, baseline_load, len(shared), len(shared) - len(splits), splits)

@@ -1,11 +1,11 @@
-"""Closed-loop client: a fixed number of users, each of whom sends the next prompt when the last answer is complete."""
+"""Streaming clients of an OpenAI API: a fixed number of users (closed loop), or arrivals by the clock (open loop)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,6 +22,26 @@ FLUSH_TIMEOUT_S = 60
 
 class ReplyError(DSparkError):
     """The server answered with an error, or its stream ended early."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where prompts are sent.
+
+    Attributes:
+        url: base URL, without a trailing slash.
+        model: the name under which the server knows its model.
+        api_key: sent as bearer token; None where the server has none.
+    """
+
+    url: str
+    model: str = "default"
+    api_key: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """HTTP headers of every request."""
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +66,8 @@ class Reply:
 
     Attributes:
         prompt_index: line of the prompt file.
-        sent_s: when the request was sent.
+        sent_s: when the request was sent; in an open loop when it was due, so that a client that falls behind does
+            not flatter the server.
         chunks_s: arrival of every chunk with text; under speculation a chunk holds the tokens of one step.
         done_s: arrival of the chunk that gave the finish reason, thus of the last token.
         num_tokens: generated tokens, by the server's ``usage``.
@@ -68,9 +89,14 @@ class Reply:
         return (self.chunks_s[0] if self.chunks_s else self.done_s) - self.sent_s
 
     @property
+    def total_s(self) -> float:
+        """Time from sending to the last token."""
+        return self.done_s - self.sent_s
+
+    @property
     def tpot_s(self) -> float | None:
         """Mean time per output token after the first; None when nothing came after the first chunk."""
-        elapsed_s = self.done_s - self.sent_s - self.ttft_s
+        elapsed_s = self.total_s - self.ttft_s
         return elapsed_s / (self.num_tokens - 1) if self.num_tokens > 1 and elapsed_s > 0 else None
 
     @property
@@ -79,82 +105,125 @@ class Reply:
         return [later - earlier for earlier, later in pairwise(self.chunks_s)]
 
 
-def ask_all(
-    url: str,
+def ask_closed(
+    endpoint: Endpoint,
     prompts: Sequence[Prompt],
     concurrency: int,
     sampling: Sampling,
     on_reply: Callable[[], None] = lambda: None,
 ) -> list[Reply]:
-    """Answers to ``prompts``, in the order of the prompts, with ``concurrency`` users.
+    """Answers to ``prompts``, in their order, with ``concurrency`` users who wait for their answers.
 
     Args:
-        url: base URL of the server.
         on_reply: called after every answer.
 
     Raises:
         ReplyError: one of the requests failed; the others are cancelled.
     """
-    return asyncio.run(_ask_all(url, prompts, concurrency, sampling, on_reply))
+    todo = iter(enumerate(prompts))
+
+    async def user(ask: _Ask, todo: Iterator[tuple[int, Prompt]]) -> None:
+        for slot, prompt in todo:
+            await ask(slot, prompt, None)
+
+    def users(ask: _Ask) -> list[_Sender]:
+        return [user(ask, todo) for _ in range(min(concurrency, len(prompts)))]
+
+    return asyncio.run(_gather(endpoint, sampling, users, on_reply))
 
 
-def flush_cache(url: str) -> None:
+def ask_open(
+    endpoint: Endpoint,
+    prompts: Sequence[Prompt],
+    arrivals_s: Sequence[float],
+    sampling: Sampling,
+    on_reply: Callable[[], None] = lambda: None,
+) -> list[Reply]:
+    """Answers to ``prompts``, in their order, each sent at its time whatever the server does.
+
+    Args:
+        arrivals_s: seconds from the start, one per prompt, ascending.
+        on_reply: called after every answer.
+
+    Raises:
+        ReplyError: one of the requests failed; the others are cancelled.
+    """
+
+    async def visitor(ask: _Ask, slot: int, start_s: float) -> None:
+        due_s = start_s + arrivals_s[slot]
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        await ask(slot, prompts[slot], due_s)
+
+    def visitors(ask: _Ask) -> list[_Sender]:
+        start_s = time.perf_counter()
+        return [visitor(ask, slot, start_s) for slot in range(len(prompts))]
+
+    return asyncio.run(_gather(endpoint, sampling, visitors, on_reply))
+
+
+def flush_cache(endpoint: Endpoint) -> None:
     """Empty the server's radix cache.
 
     Raises:
         ReplyError: the server refused or cannot be reached.
     """
     try:
-        asyncio.run(_flush_cache(url))
+        asyncio.run(_flush_cache(endpoint))
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise ReplyError(f"{url}/flush_cache: {type(error).__name__}: {error}") from error
+        raise ReplyError(f"{endpoint.url}/flush_cache: {type(error).__name__}: {error}") from error
 
 
-async def _flush_cache(url: str) -> None:
+async def _flush_cache(endpoint: Endpoint) -> None:
     timeout = aiohttp.ClientTimeout(total=2 * FLUSH_TIMEOUT_S)
     async with (
-        aiohttp.ClientSession(timeout=timeout) as session,
+        aiohttp.ClientSession(timeout=timeout, headers=endpoint.headers) as session,
         # The server waits until its last batch is done; without a timeout it refuses right after a request.
-        session.post(f"{url}/flush_cache", params={"timeout": FLUSH_TIMEOUT_S}) as response,
+        session.post(f"{endpoint.url}/flush_cache", params={"timeout": FLUSH_TIMEOUT_S}) as response,
     ):
         await _check(response)
 
 
-async def _ask_all(
-    url: str,
-    prompts: Sequence[Prompt],
-    concurrency: int,
+_Ask = Callable[[int, Prompt, float | None], Awaitable[None]]
+"""Sends a prompt and files the answer: slot, prompt, when it was due (None: now)."""
+_Sender = Coroutine[Any, Any, None]
+
+
+async def _gather(
+    endpoint: Endpoint,
     sampling: Sampling,
+    senders: Callable[[_Ask], list[_Sender]],
     on_reply: Callable[[], None],
 ) -> list[Reply]:
     replies: dict[int, Reply] = {}
-    todo = iter(enumerate(prompts))
+    timeout = aiohttp.ClientTimeout(total=sampling.timeout_s)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=endpoint.headers) as session:
 
-    async def user(session: aiohttp.ClientSession, todo: Iterator[tuple[int, Prompt]]) -> None:
-        for slot, prompt in todo:
-            replies[slot] = await _ask(session, url, prompt, sampling)
+        async def ask(slot: int, prompt: Prompt, due_s: float | None) -> None:
+            replies[slot] = await _ask(session, endpoint, prompt, sampling, due_s)
             on_reply()
 
-    timeout = aiohttp.ClientTimeout(total=sampling.timeout_s)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(concurrency, len(prompts))):
-                    group.create_task(user(session, todo))
+                for sender in senders(ask):
+                    group.create_task(sender)
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             if isinstance(first, ReplyError):
                 raise first from None
-            raise ReplyError(f"{url}: {type(first).__name__}: {first}") from first
-    return [replies[slot] for slot in range(len(prompts))]
+            raise ReplyError(f"{endpoint.url}: {type(first).__name__}: {first}") from first
+    return [replies[slot] for slot in sorted(replies)]
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, prompt: Prompt, sampling: Sampling) -> Reply:
+async def _ask(
+    session: aiohttp.ClientSession, endpoint: Endpoint, prompt: Prompt, sampling: Sampling, due_s: float | None
+) -> Reply:
     chunks_s: list[float] = []
     pieces: list[str] = []
     done_s, usage = None, None
-    sent_s = time.perf_counter()
-    async with session.post(url + (RAW_PATH if sampling.raw else CHAT_PATH), json=_body(prompt, sampling)) as response:
+    sent_s = time.perf_counter() if due_s is None else due_s
+    url = endpoint.url + (RAW_PATH if sampling.raw else CHAT_PATH)
+    async with session.post(url, json=_body(prompt, sampling, endpoint.model)) as response:
         await _check(response)
         async for event in _events(response):
             now_s = time.perf_counter()
@@ -167,7 +236,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, prompt: Prompt, samplin
                 if choice.get("finish_reason"):
                     done_s = now_s
     if done_s is None or usage is None:
-        raise ReplyError(f"{url}: the stream of prompt {prompt.index} ended without a finish reason or usage")
+        raise ReplyError(f"{endpoint.url}: the stream of prompt {prompt.index} ended without a finish reason or usage")
     return Reply(
         prompt_index=prompt.index,
         sent_s=sent_s,
@@ -179,14 +248,15 @@ async def _ask(session: aiohttp.ClientSession, url: str, prompt: Prompt, samplin
     )
 
 
-def _body(prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
+def _body(prompt: Prompt, sampling: Sampling, model: str) -> dict[str, Any]:
     content = {"prompt": prompt.text} if sampling.raw else {"messages": [{"role": "user", "content": prompt.text}]}
     return {
         **content,
-        "model": "default",
+        "model": model,
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        "ignore_eos": sampling.ignore_eos,
+        # Not part of OpenAI's API; servers that do not know it would refuse the request.
+        **({"ignore_eos": True} if sampling.ignore_eos else {}),
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -11,12 +11,14 @@ from sglang_dspark.config import SCHEDULES
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.launch import dspark_flags
 
-PLAIN = "plain"
-POLICIES = (PLAIN, *SCHEDULES)
+PLAIN, DFLASH, EXTERNAL = "plain", "dflash", "external"
+POLICIES = (PLAIN, DFLASH, *SCHEDULES)
 DTYPES = ("float32", "bfloat16", "float16")
 GRAMMAR = "[NAME=]POLICY[:ARGUMENT][@DTYPE] [SERVER FLAGS]"
+URL_GRAMMAR = "NAME[@DTYPE]=URL"
 
 _HEAD = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<policy>[a-z-]+)(?::(?P<argument>[^@\s]+))?(?:@(?P<dtype>\w+))?")
+_EXTERNAL = re.compile(r"(?P<name>[\w.+-]+)(?:@(?P<dtype>\w+))?=(?P<url>https?://\S+)")
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,12 @@ class Configuration:
 
     Attributes:
         label: what tables and figures call it; unique within a sweep.
-        policy: ``plain`` (no speculation) or a DSPARK schedule.
+        policy: ``plain`` (no speculation), ``dflash`` (SGLang's own DFLASH), a DSPARK schedule, or ``external`` (a
+            server that somebody else runs).
         argument: the verify length of ``static``, the confidence threshold of ``threshold``; else empty.
         dtype: ``--dtype`` of the server.
         extra_flags: further arguments of the server.
+        url: of an external server; else empty.
     """
 
     label: str
@@ -36,11 +40,12 @@ class Configuration:
     argument: str
     dtype: str
     extra_flags: tuple[str, ...] = ()
+    url: str = ""
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the server runs without speculation."""
-        return self.policy == PLAIN
+    def is_dspark(self) -> bool:
+        """Whether this is a server of ours that runs DSPARK."""
+        return self.policy in SCHEDULES
 
     @property
     def verify_len(self) -> int | None:
@@ -49,28 +54,33 @@ class Configuration:
 
     @property
     def policy_fields(self) -> dict[str, str | int | float] | None:
-        """Body of ``POST /dspark/policy`` for a running server; None without speculation."""
-        if self.is_plain:
+        """Body of ``POST /dspark/policy`` for a running server; None without DSPARK."""
+        if not self.is_dspark:
             return None
         if not self.argument:
             return {"policy": self.policy}
         value = int(self.argument) if self.policy == "static" else float(self.argument)
         return {"policy": self.policy, "verify_len" if self.policy == "static" else "confidence_threshold": value}
 
-    def server_flags(self, draft: str | None) -> tuple[str, ...]:
+    def server_flags(self, draft: str | None, dflash_draft: str | None = None) -> tuple[str, ...]:
         """Arguments of ``sglang.launch_server`` for this configuration; the server is told its policy while it runs.
 
         Args:
-            draft: folder of the draft checkpoint.
+            draft: folder of the DSPARK draft checkpoint.
+            dflash_draft: folder of the DFlash draft checkpoint.
 
         Raises:
             ConfigError: the configuration speculates and there is no drafter.
         """
         flags = ["--dtype", self.dtype]
-        if not self.is_plain:
+        if self.is_dspark:
             if draft is None:
                 raise ConfigError(f"--config {self.label} speculates; pass --draft with a checkpoint for the target")
             flags += dspark_flags(draft)
+        elif self.policy == DFLASH:
+            if dflash_draft is None:
+                raise ConfigError(f"--config {self.label}: pass --dflash-draft with a DFlash checkpoint for the target")
+            flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", dflash_draft]
         return (*flags, *self.extra_flags)
 
 
@@ -101,17 +111,42 @@ def parse_configuration(text: str, default_dtype: str) -> Configuration:
     return Configuration(label, policy, argument, dtype, extra_flags)
 
 
-def parse_configurations(texts: Sequence[str], default_dtype: str) -> list[Configuration]:
-    """Read every ``--config`` of a command line.
+def parse_external(text: str, default_dtype: str) -> Configuration:
+    """Read one ``--url``, e.g. ``vllm=http://localhost:8000`` or ``vllm@float16=http://localhost:8000``.
+
+    Args:
+        text: :data:`URL_GRAMMAR`.
+        default_dtype: used when the text names none. Nobody checks it: it says which servers are compared.
 
     Raises:
-        ConfigError: one of them is malformed, or two share a label.
+        ConfigError: the text does not follow the grammar.
     """
-    configurations = [parse_configuration(text, default_dtype) for text in texts]
+    match = _EXTERNAL.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--url {text!r} is not of the form {URL_GRAMMAR}, e.g. vllm=http://localhost:8000")
+    dtype = match["dtype"] or default_dtype
+    if dtype not in DTYPES:
+        raise ConfigError(f"--url {text!r}: unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+    url = match["url"].rstrip("/").removesuffix("/v1")
+    return Configuration(match["name"], EXTERNAL, "", dtype, url=url)
+
+
+def parse_configurations(texts: Sequence[str], urls: Sequence[str], default_dtype: str) -> list[Configuration]:
+    """Read every ``--config`` and ``--url`` of a command line.
+
+    Raises:
+        ConfigError: one of them is malformed, two share a label, or there is none.
+    """
+    configurations = [
+        *(parse_configuration(text, default_dtype) for text in texts),
+        *(parse_external(text, default_dtype) for text in urls),
+    ]
+    if not configurations:
+        raise ConfigError("nothing to measure; pass --config (e.g. plain, auto) or --url NAME=URL")
     labels = [configuration.label for configuration in configurations]
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError(f"--config {label} is given twice; name one of them, e.g. `again={texts[0]}`")
+            raise ConfigError(f"--config {label} is given twice; give one of them a name, e.g. `again=plain`")
     return configurations
 
 

@@ -1,4 +1,4 @@
-"""All servers of a sweep: started once, and only the one under test runs."""
+"""All servers of a sweep: started once, and of those that we started only the one under test runs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Self
 
-from serving.client import ReplyError, flush_cache
+from serving.client import Endpoint, ReplyError, flush_cache
+from serving.external import ExternalServer
 from sglang_dspark.errors import LaunchError
 from sglang_dspark.launch import LaunchedServer
+
+Server = LaunchedServer | ExternalServer
 
 
 class Fleet:
@@ -20,12 +23,12 @@ class Fleet:
     An idle SGLang scheduler polls without pause, unless told ``--sleep-on-idle``, and takes up to a core from the
     server that is being measured. So every server but that one is suspended (SIGSTOP to its process group) and uses no
     CPU time at all. It resumes where it was; SGLang's watchdog only counts while a batch is running, and there is none
-    between rounds.
+    between rounds. External servers are left alone.
     """
 
     def __init__(
         self,
-        servers: Mapping[str, LaunchedServer],
+        servers: Mapping[str, Server],
         on_start: Callable[[str], None] = lambda label: None,
     ) -> None:
         """Describe the fleet; the servers start, one after the other, when the ``with`` block is entered.
@@ -43,6 +46,7 @@ class Fleet:
 
         Raises:
             LaunchError: one of them did not start; those before it are stopped.
+            DSparkError: an external one does not answer.
         """
         with ExitStack() as stack:
             for label, server in self._unique():
@@ -59,12 +63,12 @@ class Fleet:
     ) -> None:
         self._stack.close()
 
-    def _unique(self) -> list[tuple[str, LaunchedServer]]:
+    def _unique(self) -> list[tuple[str, Server]]:
         first = {id(server): label for label, server in reversed(self._servers.items())}
         return [(label, server) for label, server in self._servers.items() if first[id(server)] == label]
 
     @contextmanager
-    def awake(self, label: str) -> Iterator[LaunchedServer]:
+    def awake(self, label: str) -> Iterator[tuple[Server, Endpoint]]:
         """Let one server run, with an empty radix cache, for the duration of the ``with`` block.
 
         Raises:
@@ -72,16 +76,23 @@ class Fleet:
         """
         server = self._servers[label]
         _signal_group(server, signal.SIGCONT)
+        endpoint = server.endpoint if isinstance(server, ExternalServer) else Endpoint(server.url)
         try:
             # The answer also proves that the server has come back to its loop before the clock starts.
-            flush_cache(server.url)
-            yield server
+            if not isinstance(server, ExternalServer) or server.can_flush:
+                flush_cache(endpoint)
+            yield server, endpoint
         except ReplyError as error:
-            raise LaunchError(f"{label}: {error}\nEnd of {server.log_path}:\n{server.log_tail()}") from error
+            raise LaunchError(f"{label}: {error}{_last_words(server)}") from error
         finally:
             _signal_group(server, signal.SIGSTOP)
 
 
-def _signal_group(server: LaunchedServer, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(server.pid, number)
+def _last_words(server: Server) -> str:
+    return "" if isinstance(server, ExternalServer) else f"\nEnd of {server.log_path}:\n{server.log_tail()}"
+
+
+def _signal_group(server: Server, number: signal.Signals) -> None:
+    if server.pid is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, number)

@@ -22,10 +22,20 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def commit() -> str:
-    """Commit of this repository, followed by ``-dirty`` when tracked files differ from it; ``unknown`` outside git."""
+    """Commit of this repository, and ``-dirty`` when the measured code differs from it; ``unknown`` outside git."""
     sha = _output("git", "-C", str(REPOSITORY), "rev-parse", "HEAD")
-    changes = _output("git", "-C", str(REPOSITORY), "status", "--porcelain", "--untracked-files=no")
-    return f"{sha}{'-dirty' if changes else ''}" if sha else "unknown"
+    return f"{sha}{'-dirty' if _changes() else ''}" if sha else "unknown"
+
+
+def changes_digest() -> str:
+    """SHA-256 of the changes to the measured code since the commit; empty without any. Tells two dirty trees apart."""
+    changes = _changes()
+    return hashlib.sha256(changes.encode()).hexdigest() if changes else ""
+
+
+def _changes() -> str:
+    # A sweep may write its results into the repository, and texts about them change no figure.
+    return _output("git", "-C", str(REPOSITORY), "diff", "HEAD", "--", ":!benchmarks/results", ":!*.md")
 
 
 def versions() -> dict[str, str]:

@@ -15,19 +15,10 @@ from typing import Any, Self
 import numpy as np
 
 from serving.client import Reply
+from serving.counters import STAT_KEYS
 from serving.cpu_time import CpuTime
 from serving.schedule import Cell
-
-STAT_KEYS = {
-    "drafted": "drafted_tokens",
-    "verified": "verified_tokens",
-    "accepted": "accepted_tokens",
-    "committed": "committed_tokens",
-    "decode_rounds": "rounds",
-    "steps": "steps",
-    "plain_steps": "plain_steps",
-}
-"""Column -> counter of ``GET /dspark/stats``."""
+from serving.sla import Sla, goodput
 
 
 @dataclass(frozen=True)
@@ -55,20 +46,21 @@ class Origin:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One round of one configuration at one concurrency. Empty where a figure does not exist.
+    """One round of one configuration at one load. Empty where a figure does not exist.
 
     Attributes:
-        policy: ``plain`` or a DSPARK schedule.
-        concurrency: users, each with one request at a time.
-        round: counted from 0; rounds of equal number had equal prompts.
-        output_tok_s: generated tokens of all users per second of the round.
+        policy: ``plain``, ``dflash``, ``external`` or a DSPARK schedule.
+        concurrency: closed loop: users, each with one request at a time.
+        round: counted from 0; rounds of equal number and load had equal prompts, and equal arrivals in an open loop.
+        output_tok_s: generated tokens of all users per second of the round, which in an open loop lasts from the first
+            arrival to the last token.
         per_user_tok_s: mean over the requests of tokens per second from sending to the last token. The time to the
             first token is part of it: a starved HTTP process delivers the first chunks late and all at once, and then a
             speed counted from the first chunk is a fiction (``1000 / tpot_ms`` is that speed).
         config: label of the configuration.
         verify_len: drafts verified per request and step, where fixed.
         dtype: of the target and the drafter.
-        position: when the configuration ran among those of its round and concurrency, from 0.
+        position: when the configuration ran among those of its round and load, from 0.
         wall_s: length of the round.
         ttft_ms: mean time to first token.
         tpot_ms: mean over the requests of the time per output token after the first.
@@ -82,10 +74,22 @@ class SweepRow:
         num_requests, num_tokens, num_prompt_tokens: what the round consisted of.
         prompt_set, model, draft, commit, versions, cpu, gpu: see :class:`Origin`.
         timestamp: end of the round, UTC.
+        rate: open loop: requests per second that arrived on average (Poisson).
+        in_flight: requests that were in the server, averaged over the round.
+        per_user_tok_s_p5: 5th percentile of the requests' speeds: 95 % were served faster.
+        ttft_p50_ms, ttft_p95_ms, ttft_p99_ms: percentiles over the requests.
+        tpot_p50_ms, tpot_p95_ms, tpot_p99_ms: percentiles over the requests.
+        mean_verify_len: drafts verified per request and step.
+        wasted_share: share of the verified drafts that were rejected, 0 to 1.
+        plain_share: share of the decode steps in which nothing was drafted, for whatever reason, 0 to 1.
+        parked_steps: decode steps while speculation rested because plain steps are faster; parked_share: their share.
+        sla_ttft_ms, sla_tpot_ms: what was promised to every request.
+        sla_met_share: share of the requests for which it was kept, 0 to 1.
+        goodput_req_s, goodput_tok_s: those requests, and their output tokens, per second of the round.
     """
 
     policy: str
-    concurrency: int
+    concurrency: int | None
     round: int
     output_tok_s: float
     per_user_tok_s: float
@@ -99,8 +103,8 @@ class SweepRow:
     itl_p50_ms: float | None
     itl_p95_ms: float | None
     itl_p99_ms: float | None
-    server_cpu_ms_per_tok: float
-    other_cpu_share: float
+    server_cpu_ms_per_tok: float | None
+    other_cpu_share: float | None
     accept_length: float | None
     drafted: int | None
     verified: int | None
@@ -120,64 +124,126 @@ class SweepRow:
     cpu: str
     gpu: str
     timestamp: str
+    rate: float | None
+    in_flight: float
+    per_user_tok_s_p5: float
+    ttft_p50_ms: float
+    ttft_p95_ms: float
+    ttft_p99_ms: float
+    tpot_p50_ms: float | None
+    tpot_p95_ms: float | None
+    tpot_p99_ms: float | None
+    mean_verify_len: float | None
+    wasted_share: float | None
+    plain_share: float | None
+    parked_steps: int | None
+    parked_share: float | None
+    sla_ttft_ms: float | None
+    sla_tpot_ms: float | None
+    sla_met_share: float | None
+    goodput_req_s: float | None
+    goodput_tok_s: float | None
 
 
 COLUMNS = tuple(field.name for field in fields(SweepRow))
 
 
-def make_row(
-    cell: Cell, replies: Sequence[Reply], cpu_time: CpuTime, stats: Mapping[str, int] | None, origin: Origin
-) -> SweepRow:
-    """Summarise one round.
+@dataclass(frozen=True)
+class Observation:
+    """What was seen of a server while a round ran.
 
-    Args:
-        cell: what was measured.
-        replies: all answers of the round, at least one.
-        cpu_time: used during the round.
-        stats: change of the server's counters during the round, by column; None for a server without DSPARK.
-        origin: where the sweep ran.
+    Attributes:
+        cpu_time: used during the round; None for an external server.
+        counts: change of the server's counters by column; None for a server without DSPARK.
+        accept_length: as SGLang's own algorithms report it; None where nobody does.
     """
+
+    cpu_time: CpuTime | None = None
+    counts: Mapping[str, int] | None = None
+    accept_length: float | None = None
+
+
+def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla: Sla, origin: Origin) -> SweepRow:
+    """Summarise one round of at least one answer."""
     wall_s = max(reply.done_s for reply in replies) - min(reply.sent_s for reply in replies)
     num_tokens = sum(reply.num_tokens for reply in replies)
-    tpots_s = [reply.tpot_s for reply in replies if reply.tpot_s is not None]
-    gaps_ms = [1e3 * gap for reply in replies for gap in reply.gaps_s]
-    p50, p95, p99 = np.percentile(gaps_ms, [50, 95, 99]).tolist() if gaps_ms else [None] * 3
-    configuration = cell.configuration
+    speeds = [reply.num_tokens / reply.total_s for reply in replies]
+    tpots_ms = [1e3 * reply.tpot_s for reply in replies if reply.tpot_s is not None]
+    ttfts_ms = [1e3 * reply.ttft_s for reply in replies]
+    configuration, cpu_time, kept = cell.configuration, observation.cpu_time, goodput(replies, wall_s, sla)
     return SweepRow(
         policy=configuration.policy,
-        concurrency=cell.concurrency,
+        concurrency=cell.load.concurrency,
+        rate=cell.load.rate,
         round=cell.round,
         output_tok_s=num_tokens / wall_s,
-        per_user_tok_s=fmean(reply.num_tokens / (reply.done_s - reply.sent_s) for reply in replies),
+        per_user_tok_s=fmean(speeds),
+        per_user_tok_s_p5=float(np.percentile(speeds, 5)),
+        in_flight=sum(reply.total_s for reply in replies) / wall_s,
         config=configuration.label,
         verify_len=configuration.verify_len,
         dtype=configuration.dtype,
         position=cell.position,
         wall_s=wall_s,
-        ttft_ms=1e3 * fmean(reply.ttft_s for reply in replies),
-        tpot_ms=1e3 * fmean(tpots_s) if tpots_s else None,
-        itl_p50_ms=p50,
-        itl_p95_ms=p95,
-        itl_p99_ms=p99,
-        server_cpu_ms_per_tok=1e3 * cpu_time.server_s / num_tokens,
-        other_cpu_share=cpu_time.others_s / wall_s / (os.cpu_count() or 1),
-        accept_length=stats["committed"] / stats["decode_rounds"] if stats and stats["decode_rounds"] else None,
-        **(stats or dict.fromkeys(STAT_KEYS)),
+        ttft_ms=fmean(ttfts_ms),
+        tpot_ms=fmean(tpots_ms) if tpots_ms else None,
+        **_percentiles("ttft", ttfts_ms),
+        **_percentiles("tpot", tpots_ms),
+        **_percentiles("itl", [1e3 * gap for reply in replies for gap in reply.gaps_s]),
+        server_cpu_ms_per_tok=1e3 * cpu_time.server_s / num_tokens if cpu_time else None,
+        other_cpu_share=cpu_time.others_s / wall_s / (os.cpu_count() or 1) if cpu_time else None,
+        **_speculation(observation),
         num_requests=len(replies),
         num_tokens=num_tokens,
         num_prompt_tokens=sum(reply.num_prompt_tokens for reply in replies),
         **asdict(origin),
         timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
+        sla_ttft_ms=sla.ttft_ms,
+        sla_tpot_ms=sla.tpot_ms,
+        sla_met_share=kept.met_share,
+        goodput_req_s=kept.req_s,
+        goodput_tok_s=kept.tok_s,
     )
+
+
+def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    at = (50, 95, 99)
+    found = np.percentile(values, at).tolist() if len(values) else [None] * len(at)
+    return {f"{name}_p{share}_ms": value for share, value in zip(at, found, strict=True)}
+
+
+def _speculation(observation: Observation) -> dict[str, Any]:
+    counts = observation.counts
+    if counts is None:
+        return {
+            **dict.fromkeys(
+                (*STAT_KEYS, "mean_verify_len", "wasted_share", "plain_share", "parked_steps", "parked_share")
+            ),
+            "accept_length": observation.accept_length,
+        }
+    rounds, verified, steps = counts["decode_rounds"], counts["verified"], counts["steps"]
+    parked = counts.get("parked_steps")
+    return {
+        **counts,
+        "parked_steps": parked,
+        "parked_share": parked / steps if parked is not None and steps else None,
+        "accept_length": counts["committed"] / rounds if rounds else None,
+        "mean_verify_len": verified / rounds if rounds else None,
+        "wasted_share": 1 - counts["accepted"] / verified if verified else None,
+        "plain_share": counts["plain_steps"] / steps if steps else None,
+    }
 
 
 class RowWriter:
     """Writes ``sweep.csv`` row by row, so that a sweep that is cut short keeps what it measured."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w", newline="", encoding="utf-8")
+        """Open the file for appending; a new one gets its header."""
+        is_new = not path.exists() or path.stat().st_size == 0
+        self._file = path.open("a", newline="", encoding="utf-8")
         self._writer = csv.DictWriter(self._file, COLUMNS, lineterminator="\n")
-        self._writer.writeheader()
+        if is_new:
+            self._writer.writeheader()
 
     def __enter__(self) -> Self:
         return self

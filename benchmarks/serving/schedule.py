@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from serving.configurations import Configuration
+from serving.load import Load
 
 WARM_UP_ROUND = -1
+
+CellKey = tuple[str, Load, int]
+"""Label of the configuration, load, round."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: a configuration at a concurrency in a round.
+    """One measurement: a configuration at a load in a round.
 
     Attributes:
-        position: when it runs among the configurations of its round and concurrency, from 0.
+        position: when it runs among the configurations of its round and load, from 0.
     """
 
     configuration: Configuration
-    concurrency: int
+    load: Load
     round: int
     position: int
+
+    @property
+    def key(self) -> CellKey:
+        """What tells the cell from every other of its sweep."""
+        return self.configuration.label, self.load, self.round
 
     @property
     def is_warm_up(self) -> bool:
@@ -29,18 +38,18 @@ class Cell:
         return self.round == WARM_UP_ROUND
 
 
-def interleave(configurations: Sequence[Configuration], concurrencies: Sequence[int], num_rounds: int) -> list[Cell]:
+def interleave(configurations: Sequence[Configuration], loads: Sequence[Load], num_rounds: int) -> list[Cell]:
     """All cells in the order in which they run, the warm-up round first.
 
     A shared machine drifts within minutes, so configurations that are compared run right after one another, and the
-    starting one moves on from round to round and from concurrency to concurrency: over as many rounds as there are
+    starting one moves on from round to round and from load to load: over as many rounds as there are
     configurations each one has been at every position.
     """
     cells = []
     for round_index in range(WARM_UP_ROUND, num_rounds):
-        for offset, concurrency in enumerate(concurrencies):
+        for offset, load in enumerate(loads):
             order = rotate(configurations, round_index + offset)
-            cells += [Cell(c, concurrency, round_index, position) for position, c in enumerate(order)]
+            cells += [Cell(c, load, round_index, position) for position, c in enumerate(order)]
     return cells
 
 
@@ -48,3 +57,11 @@ def rotate(items: Sequence[Configuration], by: int) -> list[Configuration]:
     """``items`` from position ``by`` (modulo their number) on, then those before it."""
     start = by % len(items)
     return [*items[start:], *items[:start]]
+
+
+def still_to_measure(cells: Sequence[Cell], measured: Container[CellKey]) -> list[Cell]:
+    """Cells that have no row yet, after the warm-up of every configuration and load among them."""
+    open_cells = [cell for cell in cells if not cell.is_warm_up and cell.key not in measured]
+    warmed = {(cell.configuration.label, cell.load) for cell in open_cells}
+    warm_ups = [cell for cell in cells if cell.is_warm_up and (cell.configuration.label, cell.load) in warmed]
+    return [*warm_ups, *open_cells]

@@ -4,7 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from click.testing import CliRunner
-from paired_ratio import frame_baselines, main, paired_ratios, ratios_to_the_best, read_sweep, summarise
+from paired_ratio import frame_baselines, main, paired_ratios, ratios_to_the_best, summarise
+from serving.results import complete, read_sweep
 
 from sglang_dspark.errors import ConfigError
 
@@ -18,7 +19,7 @@ def sweep(ratios, *, concurrency=4):
         for config, policy, factor in (("p", "plain", 1.0), ("s", "static", ratio)):
             row = {"config": config, "policy": policy, "dtype": "float32", "concurrency": concurrency, "round": index}
             rows.append(row | {"output_tok_s": speed * factor, "versions": "x=1"})
-    return pd.DataFrame(rows)
+    return complete(pd.DataFrame(rows))
 
 
 def ratios_of(frame, **options):
@@ -27,7 +28,7 @@ def ratios_of(frame, **options):
 
 def test_pairing_removes_the_drift():
     (row,) = summarise(ratios_of(sweep([1.1] * 6))).itertuples()
-    assert (row.config, row.baseline, row.concurrency, row.rounds, row.above) == ("s", "p", 4, 6, 6)
+    assert (row.config, row.baseline, row.load, row.rounds, row.above) == ("s", "p", "4 users", 6, 6)
     assert (row.ratio, row.low, row.high) == pytest.approx((1.1, 1.1, 1.1))
 
 
@@ -43,7 +44,7 @@ def test_interval_covers_the_true_ratio_about_as_often_as_it_says():
     random, covered = np.random.default_rng(0), 0
     for _ in range(40):
         logs = random.normal(0.2, 0.1, 20)
-        pairs = pd.DataFrame({"config": "s", "baseline": "p", "concurrency": 1, "ratio": np.exp(logs)})
+        pairs = pd.DataFrame({"config": "s", "baseline": "p", "load": "1 user", "ratio": np.exp(logs)})
         (row,) = summarise(pairs).itertuples()
         covered += row.low <= np.exp(0.2) <= row.high
     assert 33 <= covered <= 40
@@ -55,10 +56,10 @@ def test_too_few_rounds_have_no_interval(rounds):
     assert row.ratio == pytest.approx(2.0) and np.isnan(row.low) and np.isnan(row.high)
 
 
-def test_concurrencies_are_summarised_apart():
+def test_loads_are_summarised_apart():
     frame = pd.concat([sweep([2.0, 2.0], concurrency=1), sweep([0.5, 0.5], concurrency=8)])
-    summary = summarise(ratios_of(frame)).set_index("concurrency")
-    assert summary["ratio"].to_dict() == pytest.approx({1: 2.0, 8: 0.5})
+    summary = summarise(ratios_of(frame)).set_index("load")
+    assert summary["ratio"].to_dict() == pytest.approx({"1 user": 2.0, "8 users": 0.5})
 
 
 def test_round_without_partner_is_left_out():
@@ -75,6 +76,13 @@ def test_baseline_can_be_chosen():
 def test_metric_must_be_a_number_of_the_sweep():
     with pytest.raises(ConfigError, match="output_tok_s"):
         paired_ratios(sweep([2.0]), "versions", {"p": "p", "s": "p"})
+
+
+def test_ratios_to_nothing_are_refused():
+    frame = sweep([2.0] * 3)
+    frame.loc[0, "output_tok_s"] = 0
+    with pytest.raises(ConfigError, match="0 or less"):
+        ratios_of(frame)
 
 
 def test_command_prints_the_table(tmp_path):
@@ -94,12 +102,12 @@ def test_sweep_without_rows_or_pairs_is_refused(tmp_path):
     assert result.exit_code == 1 and "no pair" in result.output
 
 
-def test_best_of_the_others_is_another_one_at_every_concurrency():
+def test_best_of_the_others_is_another_one_at_every_load():
     slow, fast = sweep([0.8] * 6, concurrency=1), sweep([1.3] * 6, concurrency=8)
     ours = [part[part["config"] == "p"].assign(config="auto", policy="auto") for part in (slow, fast)]
     frame = pd.concat([slow, fast, *(part.assign(output_tok_s=part["output_tok_s"] * 1.1) for part in ours)])
     summary = summarise(ratios_to_the_best(frame, "output_tok_s", "auto"))
-    assert summary[["concurrency", "baseline"]].to_numpy().tolist() == [[1, "p"], [8, "s"]]
+    assert summary[["load", "baseline"]].to_numpy().tolist() == [["1 user", "p"], ["8 users", "s"]]
     assert summary["ratio"].tolist() == pytest.approx([1.1, 1.1 / 1.3])
     with pytest.raises(ConfigError, match="none"):
         ratios_to_the_best(frame, "output_tok_s", "none")

@@ -5,12 +5,16 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import numpy as np
 import pandas as pd
 import psutil
 import pytest
 import sweep_concurrency
 from click.testing import CliRunner
 from fake_engine import FakeEngine, served
+from serving import provenance
+from serving import sweep as sweep_module
+from serving.load import poisson_arrivals
 from serving.row import COLUMNS
 
 
@@ -55,14 +59,16 @@ def sweep(tmp_path, monkeypatch):
     """Runs a sweep with the given options; returns click's result and the folder of results."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"prompt [{index}]"]}) + "\n" for index in range(9)))
-    monkeypatch.setattr(sweep_concurrency, "LaunchedServer", FakeServer)
+    monkeypatch.setattr(sweep_module, "LaunchedServer", FakeServer)
     monkeypatch.setattr(sweep_concurrency.signal, "signal", lambda *_: None)
     monkeypatch.setattr(FakeServer, "flags_seen", [])
     monkeypatch.setattr(FakeServer, "pids", [])
     monkeypatch.setattr(FakeServer, "policies", [])
 
-    def run(*options):
-        with served(FakeEngine()) as url:
+    monkeypatch.setattr(provenance, "changes_digest", lambda: "")  # others may edit the tree while the tests run
+
+    def run(*options, engine=None):
+        with served(engine or FakeEngine()) as url:
             monkeypatch.setattr(FakeServer, "url", url)
             arguments = ["--target", "folder/target", "--prompts", str(prompts), "--output", str(tmp_path / "out")]
             return CliRunner().invoke(sweep_concurrency.main, [*arguments, *options]), tmp_path / "out"
@@ -126,6 +132,10 @@ def test_server_admits_all_users(sweep):
     ("options", "complaint"),
     [
         (("--config", "static:3"), "--draft"),
+        (("--config", "dflash", "--dflash-draft", "x"), "--device cuda"),
+        (("--config", "plain", "--rate", "0,1"), "0,1"),
+        (("--config", "plain", "--rate", "fast"), "fast"),
+        ((), "nothing to measure"),
         (("--config", "plain", "--concurrency", "1,x"), "1,x"),
         (("--config", "plain", "--concurrency", "2,2"), "2,2"),
         (("--config", "unknown"), "unknown"),
@@ -135,3 +145,144 @@ def test_options_that_cannot_work_are_refused_before_a_server_starts(sweep, opti
     result, _ = sweep(*options)
     assert result.exit_code != 0 and complaint in result.output
     assert FakeServer.pids == []
+
+
+TWO = ("--config", "plain", "--config", "static:3", "--draft", "folder/draft", "--num-prompts", "2")
+
+
+def cells_of(output):
+    frame = pd.read_csv(output / "sweep.csv")
+    return list(zip(frame["config"], frame["concurrency"], frame["rate"].fillna(0), frame["round"], strict=True))
+
+
+def test_open_loop_has_rows_of_its_own(sweep, monkeypatch):
+    monkeypatch.setattr(sweep_module, "WARM_UP_S", 0.05)
+    options = ("--concurrency", "2", "--rate", "40,80", "--rate-seconds", "0.25", "--rounds", "2")
+    result, output = sweep(*TWO, *options, "--sla-ttft-ms", "60000")
+    assert result.exit_code == 0, result.output
+    frame = pd.read_csv(output / "sweep.csv")
+    assert len(frame) == 12
+    opened = frame[frame["concurrency"].isna()]
+    assert opened.groupby("rate")["num_requests"].unique().map(list).to_dict() == {40.0: [10], 80.0: [20]}
+    # The arrivals are the same for both configurations: the rounds last about as long.
+    arrival_s = [sum(np.diff(poisson_arrivals(80.0, 20, (index + 1, 80_000_000)))) for index in (0, 1)]
+    for index in (0, 1):
+        walls = opened[(opened["rate"] == 80) & (opened["round"] == index)]["wall_s"]
+        assert (walls > arrival_s[index]).all() and (walls < arrival_s[index] + 1).all()
+    assert (frame["sla_met_share"] == 1).all() and (frame["goodput_tok_s"] == frame["output_tok_s"]).all()
+    assert "80 req/s" in result.output and "within the SLA" in result.output
+
+
+def test_interrupted_sweep_goes_on_where_it_stopped(sweep):
+    options = (*TWO, "--concurrency", "1,2", "--rounds", "2")
+    _, output = sweep(*options)
+    everything, path = cells_of(output), output / "sweep.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:4], lines[4][:30]]))  # three rows, and one that was being written
+    before, FakeServer.policies[:] = lines[1:4], []
+    result, _ = sweep(*options)
+    assert result.exit_code == 0, result.output
+    assert "3 cells are measured already, 5 are left" in result.output
+    assert path.read_text().splitlines(keepends=True)[1:4] == before
+    assert cells_of(output) == everything
+    requests = [json.loads(line) for line in (output / "requests.jsonl").read_text().splitlines()]
+    keys = [(r["config"], r["concurrency"], r["round"], r["slot"]) for r in requests]
+    assert len(keys) == len(set(keys)) == 2 * 2 * (2 + 4)
+    agreements = json.loads((output / "agreement.json").read_text())["agreements"]
+    assert all(a["share"] == 1.0 for a in agreements) and {a["compared"] for a in agreements} == {4, 8}
+    record = json.loads((output / "provenance.json").read_text())
+    assert len(record["earlier_runs"]) == 1 and record["earlier_runs"][0]["differences"] == []
+
+
+def test_finished_sweep_starts_no_server_and_can_be_extended(sweep):
+    options = ("--config", "plain", "--num-prompts", "2", "--concurrency", "1")
+    _, output = sweep(*options, "--rounds", "1")
+    FakeServer.pids.clear()
+    result, _ = sweep(*options, "--rounds", "1")
+    assert result.exit_code == 0 and FakeServer.pids == []
+    result, _ = sweep("--config", "again=plain", *options, "--rounds", "2")
+    assert result.exit_code == 0, result.output
+    result, _ = sweep("--config", "third=plain", *options[2:], "--rounds", "1")
+    assert result.exit_code == 0, result.output
+    agreements = json.loads((output / "agreement.json").read_text())["agreements"]
+    assert {a["config"] for a in agreements} == {"again", "third"}  # those of earlier runs as well
+    assert sorted(cells_of(output)) == [(name, 1, 0, n) for name in ("again", "plain@bfloat16") for n in (0, 1)] + [
+        ("third", 1, 0, 0)
+    ]
+    record = json.loads((output / "provenance.json").read_text())
+    assert set(record["configurations"]) == {"again", "plain@bfloat16", "third"} and len(record["earlier_runs"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (("--max-tokens", "7"), "sampling"),
+        (("--server-flags", "--page-size 1"), "plain@bfloat16"),
+        (("--sla-tpot-ms", "5"), "sla"),
+    ],
+)
+def test_other_terms_are_not_mixed_unless_told_to(sweep, change, named):
+    options = ("--config", "plain", "--num-prompts", "2", "--concurrency", "1", "--rounds", "1")
+    _, output = sweep(*options)
+    before = (output / "sweep.csv").read_text()
+    FakeServer.pids.clear()
+    result, _ = sweep(*options, *change, "--rounds", "2")
+    assert result.exit_code == 1 and named in result.output and "--existing replace" in result.output
+    assert (output / "sweep.csv").read_text() == before and FakeServer.pids == []
+    result, _ = sweep(*options, *change, "--rounds", "2", "--existing", "mix")
+    assert result.exit_code == 0, result.output
+    assert (output / "sweep.csv").read_text().startswith(before) and len(cells_of(output)) == 2
+    (earlier,) = json.loads((output / "provenance.json").read_text())["earlier_runs"]
+    assert named in earlier["differences"][0]
+    result, _ = sweep(*options, *change, "--existing", "replace")
+    assert result.exit_code == 0 and len(cells_of(output)) == 1
+
+
+def test_other_commit_is_not_mixed(sweep, monkeypatch):
+    options = ("--config", "plain", "--num-prompts", "2", "--concurrency", "1", "--rounds", "1")
+    sweep(*options)
+    monkeypatch.setattr(provenance, "commit", lambda: "another")
+    result, _ = sweep(*options, "--rounds", "2")
+    assert result.exit_code == 1 and "commit" in result.output and "another now" in result.output
+
+
+def test_results_of_an_older_release_are_left_alone(sweep):
+    _, output = sweep(*TWO, "--concurrency", "1", "--rounds", "1")
+    (output / "sweep.csv").write_text("policy,concurrency,round\nplain,1,0\n")
+    result, _ = sweep(*TWO, "--concurrency", "1", "--rounds", "1")
+    assert result.exit_code == 1 and "other columns" in result.output
+
+
+@pytest.mark.parametrize("is_sglang", [True, False])
+def test_running_server_is_measured_beside_the_others(sweep, monkeypatch, is_sglang):
+    ours, engine = FakeEngine(), FakeEngine()
+    engine.can_flush = engine.has_dspark = is_sglang
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    options = ("--config", "plain", "--concurrency", "2", "--rounds", "1", "--num-prompts", "4")
+    with served(engine) as url:
+        result, output = sweep(*options, "--url", f"theirs={url}", engine=ours)
+    assert result.exit_code == 0, result.output
+    frame = pd.read_csv(output / "sweep.csv").set_index("config")
+    assert frame["policy"].to_dict() == {"plain@bfloat16": "plain", "theirs": "external"}
+    theirs = frame.loc["theirs"]
+    assert pd.isna(theirs["server_cpu_ms_per_tok"]) and theirs["num_tokens"] == 12
+    assert theirs["accept_length"] == 2.0 if is_sglang else pd.isna(theirs["accept_length"])
+    assert {body["model"] for _, body in engine.bodies} == {"fake-model"} and set(engine.keys) == {"Bearer secret"}
+    assert {body["model"] for _, body in ours.bodies} == {"default"} and set(ours.keys) == {None}
+    record = (output / "provenance.json").read_text()
+    assert json.loads(record)["cache_not_emptied"] == ([] if is_sglang else ["theirs"])
+    assert "secret" not in record and ("prefix cache" in result.output) == (not is_sglang)
+
+
+def test_sweep_of_running_servers_alone_needs_no_checkpoint(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["one two"]}\n')
+    with served(FakeEngine()) as url:
+        where = ("--url", f"theirs={url}", "--prompts", str(prompts), "--output", str(tmp_path / "out"))
+        options = (*where, "--concurrency", "1", "--rounds", "1", "--num-prompts", "1")
+        result = CliRunner().invoke(sweep_concurrency.main, options)
+    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(sweep_concurrency.main, (*options, "--existing", "mix", "--rounds", "2"))
+    assert result.exit_code == 1 and "--url" in result.output  # nobody is there any more
+    result = CliRunner().invoke(sweep_concurrency.main, (*options, "--config", "plain"))
+    assert result.exit_code == 1 and "pass --target" in result.output

@@ -51,7 +51,7 @@ class FakeServer:
 
 @pytest.fixture
 def servers(monkeypatch):
-    monkeypatch.setattr(fleet_module, "flush_cache", lambda url: None)
+    monkeypatch.setattr(fleet_module, "flush_cache", lambda endpoint: None)
     return {"a": FakeServer(), "b": FakeServer()}
 
 
@@ -59,8 +59,8 @@ def test_all_but_the_chosen_server_are_suspended(servers):
     started = []
     with Fleet(servers, started.append) as fleet:
         assert servers["a"].is_suspended and servers["b"].is_suspended
-        with fleet.awake("b") as server:
-            assert server is servers["b"]
+        with fleet.awake("b") as (server, endpoint):
+            assert server is servers["b"] and endpoint.url == server.url
             assert servers["a"].is_suspended and not servers["b"].is_suspended
         assert servers["b"].is_suspended
     assert started == ["a", "b"]

@@ -2,10 +2,20 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
-from serving.configurations import Configuration, choose_baselines, parse_configuration, parse_configurations
+from scipy.stats import expon, kstest
+from serving.configurations import (
+    Configuration,
+    choose_baselines,
+    parse_configuration,
+    parse_configurations,
+    parse_external,
+)
+from serving.load import Load, loads, poisson_arrivals
 from serving.prompts import Prompt, load_mixed_prompts, load_prompts, round_prompts
-from serving.schedule import WARM_UP_ROUND, interleave
+from serving.remaining import RemainingTime
+from serving.schedule import WARM_UP_ROUND, interleave, still_to_measure
 
 from sglang_dspark.errors import ConfigError
 
@@ -62,8 +72,8 @@ def test_malformed_configurations_are_refused(text, complaint):
 
 def test_equal_labels_are_refused():
     with pytest.raises(ConfigError, match="again="):
-        parse_configurations(["plain", "plain"], "float32")
-    assert len(parse_configurations(["plain", "again=plain"], "float32")) == 2
+        parse_configurations(["plain", "plain"], [], "float32")
+    assert len(parse_configurations(["plain", "again=plain"], [], "float32")) == 2
 
 
 def test_baseline_is_the_plain_configuration_of_the_same_dtype():
@@ -78,22 +88,22 @@ def test_baseline_is_the_plain_configuration_of_the_same_dtype():
 
 def test_every_configuration_runs_equally_often_at_every_position():
     configurations = [PLAIN, STATIC, OTHER]
-    cells = [cell for cell in interleave(configurations, [1, 8], 6) if not cell.is_warm_up]
+    cells = [cell for cell in interleave(configurations, loads([1, 8], []), 6) if not cell.is_warm_up]
     assert len(cells) == 3 * 2 * 6
-    for concurrency in (1, 8):
-        seen = Counter((cell.configuration, cell.position) for cell in cells if cell.concurrency == concurrency)
+    for load in (Load(1), Load(8)):
+        seen = Counter((cell.configuration, cell.position) for cell in cells if cell.load == load)
         assert set(seen.values()) == {2} and len(seen) == 9
 
 
 def test_cells_that_are_compared_run_in_a_row():
-    cells = interleave([PLAIN, STATIC, OTHER], [1, 8], 2)
+    cells = interleave([PLAIN, STATIC, OTHER], loads([1], [2.0]), 2)
     groups = [cells[start : start + 3] for start in range(0, len(cells), 3)]
     for group in groups:
-        assert len({(cell.concurrency, cell.round) for cell in group}) == 1
+        assert len({(cell.load, cell.round) for cell in group}) == 1
         assert {cell.configuration for cell in group} == {PLAIN, STATIC, OTHER}
         assert [cell.position for cell in group] == [0, 1, 2]
-    assert [(group[0].round, group[0].concurrency) for group in groups] == [
-        *((WARM_UP_ROUND, 1), (WARM_UP_ROUND, 8), (0, 1), (0, 8), (1, 1), (1, 8)),
+    assert [(group[0].round, str(group[0].load)) for group in groups] == [
+        (index, load) for index in (WARM_UP_ROUND, 0, 1) for load in ("1 user", "2 req/s")
     ]
 
 
@@ -132,3 +142,75 @@ def test_missing_and_empty_prompt_files_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ConfigError, match="empty"):
         load_prompts(tmp_path / "empty.jsonl")
+
+
+def test_poisson_arrivals_have_the_rate_and_the_spread_of_the_process():
+    rate, count = 4.0, 20_000
+    times_s = np.array(poisson_arrivals(rate, count, (1, 2)))
+    gaps_s = np.diff(times_s)
+    assert times_s[0] == 0 and (gaps_s > 0).all()
+    # Exponential: mean and standard deviation are 1 / rate (standard error 0.7 %), and no memory.
+    assert gaps_s.mean() == pytest.approx(1 / rate, rel=0.03)
+    assert gaps_s.std() == pytest.approx(1 / rate, rel=0.05)
+    assert abs(np.corrcoef(gaps_s[:-1], gaps_s[1:])[0, 1]) < 0.03
+    assert kstest(gaps_s, expon(scale=1 / rate).cdf).pvalue > 1e-3
+    # Arrivals per second: variance equals mean.
+    per_second = np.bincount(times_s.astype(int))[:-1]
+    assert per_second.var() / per_second.mean() == pytest.approx(1, abs=0.1)
+
+
+def test_arrivals_repeat_for_equal_seeds_only():
+    assert poisson_arrivals(2.0, 9, (0, 1)) == poisson_arrivals(2.0, 9, (0, 1)) != poisson_arrivals(2.0, 9, (1, 1))
+
+
+def test_interrupted_sweep_measures_the_rest_after_its_warm_up():
+    cells = interleave([PLAIN, STATIC], loads([1, 8], []), 2)
+    done = {cell.key for cell in cells if cell.round == 0 or cell.load == Load(1) or cell.configuration == PLAIN}
+    rest = still_to_measure(cells, done)
+    assert [(c.configuration.label, c.load.concurrency, c.round) for c in rest] == [
+        ("static", 8, WARM_UP_ROUND),
+        ("static", 8, 1),
+    ]
+    assert still_to_measure(cells, {cell.key for cell in cells}) == []
+
+
+def test_remaining_time_scales_what_was_seen():
+    cells = {(c.configuration.label, str(c.load)): c for c in interleave([PLAIN, STATIC], loads([1, 4], [2.0]), 1)}
+    remaining = RemainingTime(lambda cell: 8)
+    assert remaining.predict([cells["plain", "1 user"]]) is None
+    assert remaining.predict([cells["plain", "2 req/s"]]) == 4.0  # eight arrivals at two per second
+    remaining.note(cells["plain", "1 user"], 16.0)
+    assert remaining.predict([cells["plain", "1 user"], cells["static", "1 user"]]) == 32.0
+    assert remaining.predict([cells["plain", "4 users"]]) == 4.0  # two answers of two seconds for each user
+    remaining.note(cells["static", "1 user"], 8.0)
+    assert remaining.predict([cells["static", "1 user"]]) == 8.0
+
+
+def test_external_server_is_named_by_its_url():
+    configuration = parse_external("vllm@float16=http://host:8000/v1/", "bfloat16")
+    assert (configuration.label, configuration.policy, configuration.dtype) == ("vllm", "external", "float16")
+    assert configuration.url == "http://host:8000" and configuration.policy_fields is None
+    assert parse_external("x=https://host", "bfloat16").dtype == "bfloat16"
+    assert [c.label for c in parse_configurations(["plain"], ["x=http://host"], "float32")] == ["plain@float32", "x"]
+
+
+@pytest.mark.parametrize("text", ["http://host:8000", "x=host:8000", "=http://host", "x@int8=http://host"])
+def test_malformed_url_is_refused(text):
+    with pytest.raises(ConfigError, match="--url"):
+        parse_external(text, "bfloat16")
+
+
+def test_a_sweep_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="nothing to measure"):
+        parse_configurations([], [], "float32")
+
+
+def test_dflash_is_served_by_its_own_drafter():
+    configuration = parse_configuration("dflash", "bfloat16")
+    assert configuration.server_flags("DRAFT", "DFLASH_DRAFT") == (
+        *("--dtype", "bfloat16", "--speculative-algorithm", "DFLASH"),
+        *("--speculative-draft-model-path", "DFLASH_DRAFT"),
+    )
+    assert configuration.policy_fields is None
+    with pytest.raises(ConfigError, match="--dflash-draft"):
+        configuration.server_flags("DRAFT")

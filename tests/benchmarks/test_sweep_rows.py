@@ -8,13 +8,18 @@ import pytest
 from serving import provenance
 from serving.client import Reply
 from serving.configurations import Configuration
+from serving.counters import STAT_KEYS
 from serving.cpu_time import CpuTime
+from serving.load import Load
 from serving.request_log import RequestLog
-from serving.row import COLUMNS, STAT_KEYS, Origin, RowWriter, make_row
+from serving.results import complete
+from serving.row import COLUMNS, Observation, Origin, RowWriter, make_row
 from serving.schedule import Cell
+from serving.sla import Sla
 
 ORIGIN = Origin("set.jsonl", "target", "draft", "abc", "sglang=1 torch=2", "cpu, 2 cores", "")
-CELL = Cell(Configuration("s3", "static", "3", "float32"), 2, 5, 1)
+CELL = Cell(Configuration("s3", "static", "3", "float32"), Load(2), 5, 1)
+NO_SLA = Sla()
 REPLIES = [
     Reply(0, sent_s=10.0, chunks_s=(10.5, 11.0, 11.5), done_s=12.5, num_tokens=9, num_prompt_tokens=4, text="a b c"),
     Reply(1, sent_s=10.0, chunks_s=(11.0, 13.0), done_s=14.0, num_tokens=4, num_prompt_tokens=6, text="d e"),
@@ -29,9 +34,11 @@ STATS = {
     "plain_steps": 0,
 }
 
+OBSERVED = Observation(CpuTime(server_s=2.6, others_s=1.0), STATS)
+
 
 def test_row_of_a_round():
-    row = make_row(CELL, REPLIES, CpuTime(server_s=2.6, others_s=1.0), STATS, ORIGIN)
+    row = make_row(CELL, REPLIES, OBSERVED, NO_SLA, ORIGIN)
     assert (row.policy, row.verify_len, row.concurrency, row.round, row.position) == ("static", 3, 2, 5, 1)
     assert row.wall_s == 4.0
     assert row.output_tok_s == pytest.approx(13 / 4)
@@ -42,12 +49,19 @@ def test_row_of_a_round():
     assert row.itl_p99_ms == pytest.approx(500 + 0.98 * 1500)
     assert row.server_cpu_ms_per_tok == pytest.approx(200)
     assert row.accept_length == 3.0
+    assert (row.mean_verify_len, row.wasted_share, row.plain_share) == (3.0, pytest.approx(1 / 3), 0.0)
+    assert row.in_flight == pytest.approx((2.5 + 4) / 4)
+    assert row.per_user_tok_s_p5 == pytest.approx(1 + 0.05 * (9 / 2.5 - 1))
+    assert (row.ttft_p50_ms, row.tpot_p50_ms) == pytest.approx((750, 625))
+    assert row.rate is None and row.goodput_req_s is None and row.parked_share is None
+    parked = make_row(CELL, REPLIES, Observation(None, STATS | {"parked_steps": 2}), NO_SLA, ORIGIN)
+    assert (parked.parked_steps, parked.parked_share) == (2, pytest.approx(2 / 3))
     assert (row.num_requests, row.num_tokens, row.num_prompt_tokens) == (2, 13, 10)
 
 
 def test_row_without_speculation_leaves_its_figures_empty():
     single = replace(REPLIES[0], num_tokens=1, chunks_s=(12.5,))
-    row = make_row(CELL, [single], CpuTime(1, 0), None, ORIGIN)
+    row = make_row(CELL, [single], Observation(CpuTime(1, 0)), NO_SLA, ORIGIN)
     assert row.accept_length is None and all(getattr(row, column) is None for column in STAT_KEYS)
     assert row.tpot_ms is None and row.itl_p50_ms is None
 
@@ -58,24 +72,31 @@ def test_schema_starts_with_the_columns_that_others_rely_on():
 
 
 def test_csv_reads_back(tmp_path):
-    row = make_row(CELL, REPLIES, CpuTime(2.6, 1.0), STATS, ORIGIN)
+    row = make_row(CELL, REPLIES, OBSERVED, NO_SLA, ORIGIN)
     path = tmp_path / "sweep.csv"
     with RowWriter(path) as rows:
         rows.write(row)
         assert len(pd.read_csv(path)) == 1  # on disk before the sweep ends
-        rows.write(make_row(CELL, REPLIES, CpuTime(2.6, 1.0), None, ORIGIN))
+        rows.write(make_row(replace(CELL, load=Load(rate=1.5)), REPLIES, Observation(), NO_SLA, ORIGIN))
     frame = pd.read_csv(path)
     assert tuple(frame.columns) == COLUMNS
     assert frame["output_tok_s"].tolist() == pytest.approx([3.25, 3.25])
     assert frame["versions"][0] == ORIGIN.versions
     assert frame["drafted"][0] == 28 and pd.isna(frame["drafted"][1])
+    assert complete(frame)["load"].tolist() == ["2 users", "1.5 req/s"]
 
 
 def test_request_log_keeps_answers_and_times(tmp_path):
     with RequestLog(tmp_path / "requests.jsonl") as log:
         log.write(CELL, REPLIES)
     first, second = (json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines())
-    assert (first["config"], first["concurrency"], first["round"], first["slot"]) == ("s3", 2, 5, 0)
+    assert (first["config"], first["concurrency"], first["rate"], first["round"], first["slot"]) == (
+        "s3",
+        2,
+        None,
+        5,
+        0,
+    )
     assert first["chunks_s"] == [0.5, 1.0, 1.5] and first["done_s"] == 2.5
     assert second["text"] == "d e" == log.answers[1].text
 
@@ -99,3 +120,49 @@ def test_json_is_replaced_in_one_step(tmp_path):
     provenance.write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 2}
     assert [p.name for p in tmp_path.iterdir()] == ["provenance.json"]
+
+
+def test_goodput_counts_the_requests_that_met_both_promises():
+    # Times to first token: 500 and 1000 ms; times per further token: 250 and 1000 ms; the round took 4 s.
+    def kept(**limits):
+        row = make_row(CELL, REPLIES, OBSERVED, Sla(**limits), ORIGIN)
+        return row.sla_met_share, row.goodput_req_s, row.goodput_tok_s
+
+    assert kept(ttft_ms=1000, tpot_ms=1000) == (1.0, 0.5, 13 / 4)  # the limit itself is kept
+    assert kept(ttft_ms=999) == (0.5, 0.25, 9 / 4)
+    assert kept(tpot_ms=300) == (0.5, 0.25, 9 / 4)
+    assert kept(ttft_ms=1000, tpot_ms=249) == (0.0, 0.0, 0.0)
+    row = make_row(CELL, REPLIES, OBSERVED, Sla(ttft_ms=700), ORIGIN)
+    assert (row.sla_ttft_ms, row.sla_tpot_ms) == (700, None)
+
+
+def test_answer_of_one_token_cannot_break_the_promise_per_further_token():
+    single = replace(REPLIES[0], num_tokens=1, chunks_s=(12.5,))
+    assert Sla(tpot_ms=1).is_met(single) and not Sla(ttft_ms=2000, tpot_ms=1).is_met(single)
+
+
+def test_server_of_somebody_else_has_no_cpu_time():
+    row = make_row(CELL, REPLIES, Observation(accept_length=2.5), NO_SLA, ORIGIN)
+    assert row.server_cpu_ms_per_tok is None and row.other_cpu_share is None
+    assert row.accept_length == 2.5 and row.verified is None
+
+
+def test_files_of_older_releases_are_completed_from_their_counts():
+    older = {"config": "s3", "concurrency": 2, "verified": 12, "accepted": 8, "decode_rounds": 4, "steps": 3}
+    frame = complete(pd.DataFrame([older | {"plain_steps": 0}, dict.fromkeys(older) | {"concurrency": 1}]))
+    assert frame["load"].tolist() == ["2 users", "1 user"]
+    assert (frame["mean_verify_len"][0], frame["plain_share"][0]) == (3.0, 0.0)
+    assert frame["wasted_share"][0] == pytest.approx(1 / 3) and pd.isna(frame["wasted_share"][1])
+    assert "goodput_tok_s" not in frame
+
+
+def test_log_keeps_complete_cells_only_when_a_sweep_goes_on(tmp_path):
+    path, cut_short = tmp_path / "requests.jsonl", replace(CELL, round=6)
+    with RequestLog(path) as log:
+        log.write(CELL, REPLIES)
+        log.write(cut_short, REPLIES)
+    with path.open("a") as file:
+        file.write('{"config": "s3", "conc')
+    with RequestLog(path, {CELL.key}) as log:
+        assert [answer.round for answer in log.answers] == [5, 5]
+    assert len(path.read_text().splitlines()) == 2

@@ -1,0 +1,293 @@
+"""One page about a sweep: figures, tables, how to read them, and where the numbers come from.
+
+    python benchmarks/report.py RESULTS
+
+Reads ``sweep.csv``, and ``provenance.json`` and ``agreement.json`` where they are, and writes ``report.html`` beside
+them: one file, nothing is loaded from elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import jinja2
+import matplotlib as mpl
+import pandas as pd
+from figures.latency import promise
+from figures.style import DARK, LIGHT, name
+from figures.throughput import crossover_text
+from paired_ratio import frame_baselines, paired_ratios, summarise
+from PIL import Image
+from plot_sweep import Drawing, drawings
+from serving.frontier import crossovers, is_measured_against_plain, user_ratios
+from serving.results import read_sweep
+
+from sglang_dspark.errors import ConfigError, DSparkError
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+DPI = 120
+NUM_COLORS = 96
+
+HOW_TO_READ = {
+    "throughput_vs_concurrency": (
+        "Above: what the machine delivers to all users together. Below: the same as a multiple of plain SGLang. Each"
+        " round compares two neighbours in time, so that drift of the machine drops out. A line in the shaded zone"
+        " loses to plain serving; a cross marks where it enters that zone."
+    ),
+    "throughput_vs_user_speed": (
+        "The trade-off of serving: more users get more out of the machine, and each of them waits longer. A curve that"
+        " lies further up and to the right is better for both. The grey staircase is the Pareto frontier: nothing that"
+        " was measured beats its corners in both directions."
+    ),
+    "verification_vs_concurrency": (
+        "What speculation does. The verify length of auto should fall as users are added, because verification gets"
+        " dearer; the accept length says how many tokens a step yields; parked steps draft nothing."
+    ),
+    "waste_vs_load": (
+        "Verified drafts that the target rejected cost time and yield nothing. On an idle machine that time is nearly"
+        " free, so high waste at the left is no fault; at the right it is."
+    ),
+    "latency_vs_rate": (
+        "Requests arrive by chance, whatever the server does. As long as it keeps up, the lines are flat; where they"
+        " turn up, requests queue. More capacity shows as a bend further to the right."
+    ),
+    "goodput_vs_load": (
+        "Throughput that breaks its promise is worth nothing to a user who is promised something. A server is fit for"
+        " the loads at which its line stays near 100 %."
+    ),
+}
+"""Figure -> what a stranger should look for."""
+
+
+@dataclass(frozen=True)
+class TableOf:
+    """A table of the page: header cells, rows of texts, and a sentence on how to read it."""
+
+    title: str
+    note: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+def render(folder: Path) -> str:
+    """The page about the sweep in ``folder``.
+
+    Raises:
+        ConfigError: there is no sweep, or it has no rows.
+    """
+    path = folder / "sweep.csv"
+    if not path.exists():
+        raise ConfigError(f"{folder} has no sweep.csv; pass the --output folder of benchmarks/sweep_concurrency.py")
+    frame = read_sweep(path)
+    provenance, agreement = (_read_json(folder / name) for name in ("provenance.json", "agreement.json"))
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        title=f"{frame['model'].iloc[0]}: {frame['config'].nunique()} configurations, {frame['load'].nunique()} loads",
+        findings=findings(frame),
+        figures=[
+            {
+                "name": draw.__name__,
+                "text": HOW_TO_READ[draw.__name__],
+                "light": _image(draw, frame, LIGHT),
+                "dark": _image(draw, frame, DARK),
+            }
+            for draw in drawings(frame)
+        ],
+        tables=tables(frame, agreement),
+        facts=facts(frame, provenance),
+        absent=frame.attrs["absent"],
+        record=json.dumps(provenance, indent=2) if provenance else "",
+    )
+
+
+def findings(frame: pd.DataFrame) -> list[str]:
+    """What the numbers say, in sentences: the gain of each adaptive configuration, where plain wins, what is noise."""
+    baselines = frame_baselines(frame)
+    sentences = []
+    if is_measured_against_plain(frame, baselines):
+        pairs = paired_ratios(frame, "output_tok_s", baselines)
+        summary = summarise(pairs) if not pairs.empty else pd.DataFrame()
+        adaptive = set(frame.loc[frame["policy"].isin(["auto", "early-stop", "threshold"]), "config"])
+        for config, rows in summary.groupby("config", sort=False) if adaptive else ():
+            if config in adaptive:
+                parts = [
+                    f"{row.ratio:.2f} ({row.smallest:.2f} to {row.largest:.2f}) at {row.load}"
+                    for row in rows.itertuples()
+                ]
+                sentences.append(f"{name(frame, config)} delivers, in times of plain serving: {', '.join(parts)}.")
+        slower = [f"{name(frame, row.config)} at {row.load}" for row in summary.itertuples() if row.largest < 1]
+        if slower:
+            sentences.append(f"Slower than plain serving in every round: {', '.join(slower)}.")
+        crossing = crossover_text(frame, crossovers(user_ratios(frame, baselines)))
+        if crossing:
+            sentences.append(f"{crossing}.")
+    rounds = frame["round"].nunique()
+    if rounds < 5:
+        sentences.append(
+            f"{rounds} rounds are too few for an interval of confidence: ranges are the smallest and largest round."
+        )
+    return sentences
+
+
+def tables(frame: pd.DataFrame, agreement: dict[str, Any]) -> list[TableOf]:
+    """The tables of the page; one without data is left out."""
+    found = [
+        _speed_table(frame),
+        _latency_table(frame),
+        _speculation_table(frame),
+        _goodput_table(frame),
+        _agreement_table(agreement),
+    ]
+    return [table for table in found if table.rows]
+
+
+def facts(frame: pd.DataFrame, provenance: dict[str, Any]) -> list[tuple[str, str]]:
+    """Where the numbers come from, as name and value."""
+    first = frame.iloc[0]
+    sampling = provenance.get("sampling", {})
+    asked = ", ".join(f"{key} {value}" for key, value in sampling.items())
+    drafts = ", ".join(draft for draft in frame["draft"].dropna().unique() if draft)
+    pairs = [
+        ("target", first["model"]),
+        ("drafter", drafts),
+        ("hardware", ", ".join(text for text in (first["gpu"], first["cpu"]) if isinstance(text, str))),
+        ("prompts", first["prompt_set"]),
+        ("requests", asked),
+        ("versions", first["versions"]),
+        ("commit", ", ".join(str(commit) for commit in frame["commit"].unique())),
+        ("measured", f"{frame['timestamp'].min()} to {frame['timestamp'].max()}"),
+        ("command", provenance.get("command", "")),
+    ]
+    return [(key, str(value)) for key, value in pairs if value]
+
+
+def _speed_table(frame: pd.DataFrame) -> TableOf:
+    baselines = frame_baselines(frame)
+    pairs = paired_ratios(frame, "output_tok_s", baselines)
+    ratios = summarise(pairs).set_index(["config", "load"]) if not pairs.empty else pd.DataFrame()
+    rows = []
+    for load, config, cells in _by_load(frame):
+        ratio = ratios.loc[(config, load)] if (config, load) in ratios.index else None
+        rows.append(
+            [
+                *(load, name(frame, config), _median(cells, "output_tok_s"), _median(cells, "per_user_tok_s")),
+                _median(cells, "per_user_tok_s_p5"),
+                f"{ratio['ratio']:.2f}" if ratio is not None else "-",
+                f"{ratio['smallest']:.2f} to {ratio['largest']:.2f}" if ratio is not None else "",
+            ]
+        )
+    names = ", ".join(sorted({name(frame, label) for label in baselines.values()}))
+    note = f"Tokens per second, median of the rounds. Ratio to {names}, paired by round."
+    return TableOf(
+        "Speed", note, ["load", "configuration", "all users", "one user", "slowest 5 %", "ratio", "range"], rows
+    )
+
+
+def _latency_table(frame: pd.DataFrame) -> TableOf:
+    columns = ["ttft_ms", "ttft_p95_ms", "tpot_ms", "tpot_p95_ms", "itl_p50_ms", "itl_p95_ms", "itl_p99_ms"]
+    header = ["load", "configuration", "TTFT mean", "p95", "TPOT mean", "p95", "ITL p50", "p95", "p99"]
+    note = (
+        "Milliseconds, median of the rounds. TTFT: time to first token. TPOT: time per further token. ITL: time between"
+        " two arrivals of text; under speculation one arrival brings several tokens, so ITL is longer than TPOT."
+    )
+    return TableOf("Latency", note, header, _cells(frame, columns))
+
+
+def _speculation_table(frame: pd.DataFrame) -> TableOf:
+    speculative = frame[frame["accept_length"].notna() | frame["decode_rounds"].notna()]
+    columns = ["accept_length", "mean_verify_len", "wasted_share", "plain_share"]
+    header = ["load", "configuration", "accept length", "verify length", "wasted", "not drafted"]
+    note = (
+        "Accept length counts the target's own token. Wasted: share of verified drafts that were rejected. Not"
+        " drafted: share of steps in which nothing was, as on a parked server."
+    )
+    return TableOf("Speculation", note, header, _cells(speculative, columns))
+
+
+def _goodput_table(frame: pd.DataFrame) -> TableOf:
+    if "sla_met_share" not in frame or frame["sla_met_share"].isna().all():
+        return TableOf("Goodput", "", [], [])
+    kept = frame[frame["sla_met_share"].notna()]
+    header = ["load", "configuration", "share kept", "requests/s", "tokens/s"]
+    note = f"What was delivered with {promise(kept)}."
+    return TableOf("Goodput", note, header, _cells(kept, ["sla_met_share", "goodput_req_s", "goodput_tok_s"]))
+
+
+def _agreement_table(agreement: dict[str, Any]) -> TableOf:
+    rows = []
+    for entry in agreement.get("agreements", []):
+        # Older files name users; across numbers of users they compared unequal prompts, so those entries are left out.
+        load = entry.get("load") or f"{entry['concurrency']} users"
+        other = entry.get("baseline_load") or f"{entry['baseline_concurrency']} users"
+        if "load" in entry or load == other:
+            rows.append(
+                [entry["config"], load, entry["baseline"], other, f"{entry['identical']} of {entry['compared']}"]
+            )
+    note = (
+        "Greedy texts that are identical to the baseline's. In float32 all have to be; in 16 bits the shape of a batch"
+        " alone moves near-ties, so compare with how often the baseline agrees with itself at another load."
+    )
+    return TableOf("Texts", note, ["configuration", "load", "compared with", "load", "identical"], rows)
+
+
+def _by_load(frame: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Load, configuration and rows, with the configurations in the same order at every load."""
+    order = list(frame["config"].unique())
+    for load, rows in frame.groupby("load", sort=False):
+        parts = dict(iter(rows.groupby("config")))
+        yield from ((str(load), label, parts[label]) for label in order if label in parts)
+
+
+def _cells(frame: pd.DataFrame, columns: list[str]) -> list[list[str]]:
+    return [
+        [load, name(frame, config), *(_median(cells, column) for column in columns)]
+        for load, config, cells in _by_load(frame)
+    ]
+
+
+def _median(cells: pd.DataFrame, column: str) -> str:
+    value = cells[column].median() if column in cells else float("nan")
+    if pd.isna(value):
+        return "-"
+    if column.endswith("_share"):
+        return f"{value:.0%}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _image(draw: Drawing, frame: pd.DataFrame, look: dict[str, Any]) -> str:
+    drawn, small = io.BytesIO(), io.BytesIO()
+    with mpl.rc_context(look):
+        draw(frame).savefig(drawn, dpi=DPI, format="png")
+    # A figure has few colours: with a palette it takes a third of the space.
+    Image.open(drawn).convert("RGB").quantize(NUM_COLORS).save(small, "png", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+@click.command(help="One page about a sweep: figures, tables, how to read them, and where the numbers come from.")
+@click.argument("results", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: RESULTS/report.html.")
+def main(results: Path, output: Path | None) -> None:
+    """Command line; see the module."""
+    path = output or results / "report.html"
+    try:
+        path.write_text(render(results), encoding="utf-8")
+    except DSparkError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(path)
+
+
+if __name__ == "__main__":
+    main()

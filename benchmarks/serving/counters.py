@@ -1,0 +1,46 @@
+"""What the servers of a sweep count themselves."""
+
+from __future__ import annotations
+
+from serving.configurations import DFLASH, EXTERNAL, Configuration
+from serving.external import ExternalServer
+from serving.fleet import Server
+
+STAT_KEYS = {
+    "drafted": "drafted_tokens",
+    "verified": "verified_tokens",
+    "accepted": "accepted_tokens",
+    "committed": "committed_tokens",
+    "decode_rounds": "rounds",
+    "steps": "steps",
+    "plain_steps": "plain_steps",
+}
+"""Column -> counter of ``GET /dspark/stats``."""
+
+NEWER_STAT_KEYS = {"parked_steps": "parked_steps"}
+"""The same for counters that older servers (``--url``) do not have."""
+
+
+def read_counters(server: Server, configuration: Configuration) -> dict[str, int] | None:
+    """Counters since the start of the server by column; None for a server without DSPARK."""
+    if not configuration.is_dspark and configuration.policy != EXTERNAL:
+        return None
+    report = server.get_json("/dspark/stats")
+    if configuration.policy == EXTERNAL and not report:
+        return None
+    newer = {column: report[key] for column, key in NEWER_STAT_KEYS.items() if key in report}
+    return {column: report[key] for column, key in STAT_KEYS.items()} | newer
+
+
+def read_accept_length(server: Server, configuration: Configuration) -> float | None:
+    """Accept length since the cache was flushed, as SGLang's own algorithms report it; None where nobody reports it.
+
+    SGLang counts in units of its decode log interval (40 steps), so the last few steps of a round are missing.
+    """
+    if configuration.policy not in (DFLASH, EXTERNAL):
+        return None
+    if isinstance(server, ExternalServer) and not server.can_flush:
+        return None
+    states = server.get_json("/server_info").get("internal_states") or [{}]
+    length = states[0].get("avg_spec_accept_length")
+    return None if length is None else float(length)

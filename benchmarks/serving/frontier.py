@@ -1,0 +1,86 @@
+"""What the figures point out: the best trade-offs, and where plain serving overtakes speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from serving.configurations import PLAIN
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points that no other point beats in both coordinates, from the left to the right.
+
+    A point is beaten by one that is at least as large in both and larger in one; of equal points the first counts.
+    """
+    best, frontier = -np.inf, []
+    for index in sorted(range(len(points)), key=lambda i: (-points[i][0], -points[i][1], i)):
+        if points[index][1] > best:
+            best = points[index][1]
+            frontier.append(index)
+    return frontier[::-1]
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Where a configuration stops being faster than its baseline as users are added.
+
+    Attributes:
+        users: interpolated on a logarithmic axis of users; None when the ratio stays on one side of 1.
+        ratio_at_least, ratio_at_most: at the fewest and the most users that were measured.
+    """
+
+    config: str
+    users: float | None
+    ratio_at_least: float
+    ratio_at_most: float
+
+
+def user_ratios(frame: pd.DataFrame, baselines: dict[str, str], metric: str = "output_tok_s") -> pd.DataFrame:
+    """Ratios to the baseline in the closed loop, paired by round.
+
+    Returns:
+        One row per configuration other than a baseline and number of users, in ascending order of users: columns
+        ``config, policy, concurrency, ratio`` (geometric mean), ``low, high`` (smallest and largest round).
+    """
+    closed = frame[frame["concurrency"].notna()]
+    table = closed.pivot_table(index=["concurrency", "round"], columns="config", values=metric, sort=True)
+    policies = closed.drop_duplicates("config").set_index("config")["policy"]
+    records = []
+    for config, baseline in baselines.items():
+        if config == baseline or config not in table or baseline not in table:
+            continue
+        logs = np.log(table[config] / table[baseline]).dropna().groupby("concurrency")
+        for users, values in logs:
+            low, middle, high = np.exp([values.min(), values.mean(), values.max()])
+            records.append((config, policies[config], int(users), middle, low, high))
+    return pd.DataFrame(records, columns=["config", "policy", "concurrency", "ratio", "low", "high"])
+
+
+def crossovers(ratios: pd.DataFrame) -> list[Crossover]:
+    """Where each configuration falls behind its baseline for good; ``off`` drafts nothing and is left out.
+
+    Args:
+        ratios: of :func:`user_ratios`.
+    """
+    found = []
+    for config, points in ratios[ratios["policy"] != "off"].groupby("config", sort=False):
+        users = np.log2(points["concurrency"].to_numpy(dtype=float))
+        logs = np.log(points["ratio"].to_numpy(dtype=float))
+        at = None
+        ahead = np.flatnonzero(logs >= 0)
+        if len(ahead) and ahead[-1] + 1 < len(logs):
+            last = ahead[-1]
+            share = logs[last] / (logs[last] - logs[last + 1])
+            at = float(2 ** (users[last] + share * (users[last + 1] - users[last])))
+        found.append(Crossover(str(config), at, float(np.exp(logs[0])), float(np.exp(logs[-1]))))
+    return found
+
+
+def is_measured_against_plain(frame: pd.DataFrame, baselines: dict[str, str]) -> bool:
+    """Whether every baseline is plain serving."""
+    policies = frame.drop_duplicates("config").set_index("config")["policy"]
+    return all(policies[label] == PLAIN for label in set(baselines.values()))

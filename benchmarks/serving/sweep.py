@@ -1,0 +1,283 @@
+"""A whole sweep: servers, cells in their order, files."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from serving import provenance
+from serving.agreement import Agreement, compare
+from serving.client import Reply, Sampling, ask_closed, ask_open
+from serving.configurations import DFLASH, EXTERNAL, Configuration, choose_baselines
+from serving.counters import read_accept_length, read_counters
+from serving.cpu_time import CpuTime
+from serving.external import ExternalServer
+from serving.fleet import Fleet, Server
+from serving.load import Load, poisson_arrivals
+from serving.prompts import Prompt, load_mixed_prompts, round_prompts
+from serving.remaining import RemainingTime, in_words
+from serving.request_log import RequestLog
+from serving.results import read_sweep
+from serving.resume import prepare_output
+from serving.row import Observation, Origin, RowWriter, SweepRow, make_row
+from serving.schedule import Cell, interleave, still_to_measure
+from serving.sla import Sla
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
+
+CPU_MAX_REQUESTS = 16
+"""Requests that ``CPU_FLAGS`` admit; a sweep with more users raises the limit."""
+
+PROMPTS_PER_USER = 2
+
+WARM_UP_S = 5.0
+"""Arrivals of an open loop that a warm-up round takes."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What to measure.
+
+    Attributes:
+        target, draft, dflash_draft: checkpoint folders; the target is None when every server is external.
+        device: ``cpu`` or ``cuda``.
+        loads: load points.
+        num_rounds: recorded rounds per configuration and load.
+        num_prompts: prompts per round, at least; every user gets :data:`PROMPTS_PER_USER` or more.
+        rate_seconds: how long requests arrive in a round of an open loop, at least.
+        server_flags: further arguments of every server.
+        api_key: of external servers.
+    """
+
+    target: str | None
+    draft: str | None
+    dflash_draft: str | None
+    device: str
+    configurations: list[Configuration]
+    loads: list[Load]
+    num_rounds: int
+    num_prompts: int
+    rate_seconds: float
+    prompts_paths: tuple[Path, ...]
+    sampling: Sampling
+    sla: Sla
+    server_flags: tuple[str, ...]
+    api_key: str | None
+
+    def servers(self, labels: set[str]) -> dict[str, Server]:
+        """The servers of some configurations by label, not started yet."""
+        used = [c for c in self.configurations if c.label in labels]
+        launched = [c for c in used if c.policy != EXTERNAL]
+        by_flags = {flags: self._launched(flags) for flags in dict.fromkeys(map(self.flags, launched))}
+        return {c.label: self._external(c) if c.policy == EXTERNAL else by_flags[self.flags(c)] for c in used}
+
+    def flags(self, configuration: Configuration) -> tuple[str, ...]:
+        """Arguments of the configuration's server.
+
+        Raises:
+            ConfigError: it cannot run.
+        """
+        if configuration.policy == EXTERNAL:
+            return ()
+        if self.target is None:
+            raise ConfigError(f"--config {configuration.label} starts a server; pass --target with its checkpoint")
+        if configuration.policy == DFLASH and self.device == "cpu":
+            raise ConfigError(
+                f"--config {configuration.label}: SGLang's DFLASH does not run on a CPU (its cache allocation and"
+                " verification are Triton kernels); pass --device cuda, or leave it out"
+            )
+        return (*configuration.server_flags(self.draft, self.dflash_draft), *self.server_flags)
+
+    def cells(self) -> list[Cell]:
+        """Everything in its order, the warm-up round first."""
+        return interleave(self.configurations, self.loads, self.num_rounds)
+
+    def num_prompts_of(self, cell: Cell) -> int:
+        """Prompts of a cell. A warm-up round only has to see every batch size once."""
+        users, rate = cell.load.concurrency, cell.load.rate
+        if rate is not None:
+            seconds = WARM_UP_S if cell.is_warm_up else self.rate_seconds
+            return max(2 if cell.is_warm_up else self.num_prompts, math.ceil(rate * seconds))
+        assert users is not None, "a load has users or a rate"
+        return users if cell.is_warm_up else max(self.num_prompts, PROMPTS_PER_USER * users)
+
+    def origin(self) -> Origin:
+        """Columns that say where the rows come from."""
+        return Origin(
+            prompt_set="+".join(path.stem for path in self.prompts_paths),
+            model=_name(self.target),
+            draft=_name(self.draft),
+            commit=provenance.commit(),
+            versions=" ".join(f"{name}={number}" for name, number in provenance.versions().items()),
+            cpu=provenance.cpu(),
+            gpu=provenance.gpu(),
+        )
+
+    def describe(self, origin: Origin) -> dict[str, Any]:
+        """``provenance.json`` of a sweep that starts now."""
+        return {
+            "command": provenance.command(),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "finished": None,
+            "commit": origin.commit,
+            "changes": provenance.changes_digest(),
+            "versions": provenance.versions(),
+            "hardware": provenance.hardware(),
+            "target": _name(self.target),
+            "draft": _name(self.draft),
+            "dflash_draft": _name(self.dflash_draft),
+            "device": self.device,
+            "prompts": [{"file": path.name, "sha256": provenance.file_digest(path)} for path in self.prompts_paths],
+            "num_prompts": self.num_prompts,
+            "rate_seconds": self.rate_seconds,
+            "sampling": asdict(self.sampling),
+            "sla": asdict(self.sla),
+            "configurations": {
+                c.label: {"url": c.url}
+                if c.policy == EXTERNAL
+                else {
+                    "server_flags": [provenance.portable(flag) for flag in self.flags(c)],
+                    "policy": c.policy_fields,
+                }
+                for c in self.configurations
+            },
+        }
+
+    def _launched(self, flags: tuple[str, ...]) -> LaunchedServer:
+        assert self.target is not None, "flags() has refused this"
+        if self.device == "cpu":
+            limit = str(max([CPU_MAX_REQUESTS, *(load.concurrency or 0 for load in self.loads)]))
+            return LaunchedServer(self.target, *CPU_FLAGS, "--max-running-requests", limit, *flags, env=CPU_ENV)
+        return LaunchedServer(self.target, *flags)
+
+    def _external(self, configuration: Configuration) -> ExternalServer:
+        return ExternalServer(configuration.url, self.api_key)
+
+
+def run_sweep(sweep: Sweep, output: Path, existing: str, console: Console) -> list[Agreement]:
+    """Measure what ``output`` does not hold yet, and write the files that sweep_concurrency.py lists.
+
+    Args:
+        existing: see :func:`serving.resume.prepare_output`.
+
+    Returns:
+        How far the texts of the configurations agree; empty unless decoding was greedy.
+
+    Raises:
+        ConfigError: options, prompts or earlier results cannot work.
+        LaunchError: a server did not start, failed a request or died.
+    """
+    prompts = load_mixed_prompts(sweep.prompts_paths)
+    # Before the servers start: the tree may change while they run.
+    origin = sweep.origin()
+    measured, record = prepare_output(output, sweep.describe(origin), existing)
+    cells = still_to_measure(sweep.cells(), measured)
+    if measured:
+        open_cells = sum(not cell.is_warm_up for cell in cells)
+        console.print(f"{len(measured)} cells are measured already, {open_cells} are left", highlight=False)
+    servers = sweep.servers({cell.configuration.label for cell in cells})
+    provenance.write_json(output / "provenance.json", record)
+    with RequestLog(output / "requests.jsonl", measured) as log:
+        with RowWriter(output / "sweep.csv") as rows, _progress(console) as progress:
+            progress.add_task("starting servers", total=None, left="")
+            say = partial(progress.console.print, highlight=False)
+            with Fleet(servers, lambda label: say(f"starting {label}")) as fleet:
+                record["cache_not_emptied"] = _warn_of_caches(servers, say)
+                for cell, row, replies in _measure_all(sweep, cells, prompts, fleet, origin, progress):
+                    # The row last: it says that the cell is complete.
+                    log.write(cell, replies)
+                    rows.write(row)
+                    say(_line(row, cell.load))
+        # Of the file: earlier runs may have measured other configurations.
+        served = read_sweep(output / "sweep.csv")[["config", "policy", "dtype"]].drop_duplicates()
+        baselines = choose_baselines(list(served.itertuples(index=False, name=None)))
+        agreements = compare(log.answers, baselines) if sweep.sampling.temperature == 0 else []
+    provenance.write_json(output / "agreement.json", {"agreements": [agreement.document() for agreement in agreements]})
+    record["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
+    provenance.write_json(output / "provenance.json", record)
+    return agreements
+
+
+def _measure_all(
+    sweep: Sweep, cells: Sequence[Cell], prompts: Sequence[Prompt], fleet: Fleet, origin: Origin, progress: Progress
+) -> Iterator[tuple[Cell, SweepRow, list[Reply]]]:
+    """Measure cell by cell; the warm-up round is left out of the results."""
+    task, remaining = progress.task_ids[0], RemainingTime(sweep.num_prompts_of)
+    progress.reset(task, total=len(cells))
+    for index, cell in enumerate(cells):
+        kind = "warm-up" if cell.is_warm_up else f"round {cell.round}"
+        left = in_words(remaining.predict(cells[index:]))
+        progress.update(task, description=f"{kind}, {cell.load}, {cell.configuration.label}", left=left)
+        start_s = time.monotonic()
+        chosen = round_prompts(prompts, cell.round, sweep.num_prompts_of(cell))
+        on_reply = partial(progress.advance, task, 1 / len(chosen))
+        row, replies = _measure(sweep, cell, chosen, fleet, origin, on_reply)
+        remaining.note(cell, time.monotonic() - start_s)
+        if not cell.is_warm_up:
+            yield cell, row, replies
+
+
+def _measure(
+    sweep: Sweep,
+    cell: Cell,
+    prompts: Sequence[Prompt],
+    fleet: Fleet,
+    origin: Origin,
+    on_reply: Callable[[], None],
+) -> tuple[SweepRow, list[Reply]]:
+    configuration = cell.configuration
+    with fleet.awake(configuration.label) as (server, endpoint):
+        if not isinstance(server, ExternalServer) and configuration.policy_fields is not None:
+            server.post_json("/dspark/policy", configuration.policy_fields)
+        counts_before = read_counters(server, configuration)
+        cpu_before = CpuTime.read(server.pid) if server.pid is not None else None
+        if cell.load.rate is not None:
+            seed = (cell.round + 1, round(1e6 * cell.load.rate))
+            arrivals_s = poisson_arrivals(cell.load.rate, len(prompts), seed)
+            replies = ask_open(endpoint, prompts, arrivals_s, sweep.sampling, on_reply)
+        else:
+            replies = ask_closed(endpoint, prompts, cell.load.concurrency or 1, sweep.sampling, on_reply)
+        cpu_time = CpuTime.read(server.pid) - cpu_before if cpu_before is not None else None
+        counts_after = read_counters(server, configuration)
+        accept_length = read_accept_length(server, configuration)
+    counts = None
+    if counts_before is not None and counts_after is not None:
+        counts = {name: counts_after[name] - counts_before[name] for name in counts_after}
+    return make_row(cell, replies, Observation(cpu_time, counts, accept_length), sweep.sla, origin), replies
+
+
+def _warn_of_caches(servers: dict[str, Server], say: Callable[[str], None]) -> list[str]:
+    """Labels of external servers whose prefix cache cannot be emptied."""
+    labels = [label for label, s in servers.items() if isinstance(s, ExternalServer) and not s.can_flush]
+    for label in labels:
+        say(f"{label} does not answer POST /flush_cache: prompts that come again may be served from its prefix cache")
+    return labels
+
+
+def _line(row: SweepRow, load: Load) -> str:
+    accept = f", accept length {row.accept_length:.2f}" if row.accept_length else ""
+    goodput = f", {row.sla_met_share:.0%} within the SLA" if row.sla_met_share is not None else ""
+    others = row.other_cpu_share or 0
+    return (
+        f"round {row.round}, {load!s:>9}, {row.config}: {row.output_tok_s:.1f} tok/s, "
+        f"{row.per_user_tok_s:.1f} per user{accept}{goodput}"
+        f"{f' (others used {others:.0%} of the CPU)' if others > 0.1 else ''}"
+    )
+
+
+def _progress(console: Console) -> Progress:
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
+    return Progress(*columns, console=console, transient=True)
+
+
+def _name(path: str | None) -> str:
+    return Path(path).resolve().name if path else ""
