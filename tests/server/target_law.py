@@ -47,10 +47,14 @@ class TargetLaw:
 
     @torch.inference_mode()
     def _next_probs(self, prefixes: list[Tokens]) -> torch.Tensor:
-        logits = self._model(torch.tensor([[*self._prompt, *prefix] for prefix in prefixes])).logits[:, -1]
+        logits = self._next_logits(prefixes)
         columns = {f"{name}s": [value] * len(prefixes) for name, value in self._parameters.items()}
         rows = SamplingRows.from_lists(**columns, seeds=[None] * len(prefixes))
         return target_probs(logits, rows.law).double()
+
+    def _next_logits(self, prefixes: list[Tokens]) -> torch.Tensor:
+        logits: torch.Tensor = self._model(torch.tensor([[*self._prompt, *prefix] for prefix in prefixes])).logits
+        return logits[:, -1]
 
 
 def p_value(sample: Sequence[Tokens], cells: dict[Cell, float]) -> float:

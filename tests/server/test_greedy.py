@@ -110,14 +110,17 @@ def test_prefix_hit_keeps_the_accept_length(dspark):
     assert second["spec_accept_length"] == first["spec_accept_length"] > 2
 
 
+# A pool that cannot hold the running requests, and a context that they grow out of.
+TIGHT = ["--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01"]
+
+
 def test_retraction_and_context_limit(launch):
     """A pool that cannot hold the running requests, and requests that grow into the context limit.
 
     With a block of 7 a step reserves 16 slots past the committed length, rows of req_to_token have room for 12 by
     default: without more headroom the neighbour's first slots would be overwritten.
     """
-    flags = ["--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01"]
-    dspark, plain = launch(*DSPARK, *flags), launch(*flags)
+    dspark, plain = launch(*DSPARK, *TIGHT), launch(*TIGHT)
     rng = random.Random(3)
     # Stop tokens off: every request runs to its limit.
     bodies = [
@@ -132,6 +135,21 @@ def test_retraction_and_context_limit(launch):
     assert output_ids(dspark, with_options(bodies), 16) == expected
     assert "KV cache pool is full. Retract requests." in dspark.log_path.read_text()
     assert_pool_is_whole(dspark)
+
+
+def test_retracted_requests_keep_their_counts_and_grammars(launch, dspark):
+    """What penalties have counted and grammars have read comes back with the second prefill."""
+    tight = launch(*DSPARK, *TIGHT)
+    bodies = []
+    for i, prompt in enumerate(prompts(24, seed=8)):
+        body = greedy(prompt[:60], 60)
+        body["sampling_params"] |= {"ignore_eos": True, "frequency_penalty": 0.4, "repetition_penalty": 1.1}
+        if i % 3 == 0:
+            body["sampling_params"]["regex"] = "(red|blue|green|cat|dog|bird)+"
+        bodies.append(body)
+    answers = generate(tight, bodies, 16)
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    assert [answer["output_ids"] for answer in answers] == output_ids(dspark, bodies, 3)
 
 
 def test_abort_in_mid_stream(dspark, plain):

@@ -38,6 +38,10 @@ def test_greedy_text_is_the_targets(parallel, name):
     golden = json.loads((DRAFT / "golden.json").read_text())["cases"]
     rng = random.Random(1)
     bodies = [greedy(prompt, rng.choice((1, 5, 30, 64))) for prompt in prompts(40, seed=1)]
+    for body in bodies[::4]:
+        body["sampling_params"] |= {"frequency_penalty": 0.5, "repetition_penalty": 1.2}
+    for body in bodies[1::4]:
+        body["sampling_params"]["regex"] = "(red|blue|green|cat|dog|bird)+"
     with policy(parallel, "off"):
         expected = output_ids(parallel, bodies)
     with policy(parallel, name):

@@ -1,0 +1,120 @@
+"""The slots of requests with adjustments: set up by prefills, kept through steps, taken back from the finished."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_dspark.engine.adjustments import Adjustments, adjustment_of, has_adjustment
+
+VOCAB = 20
+
+
+class Request:
+    """What is read of SGLang's request."""
+
+    def __init__(self, output_ids: list[int] | None = None, **parameters: Any) -> None:
+        self.sampling_params = SamplingParams(**parameters)
+        self.output_ids = output_ids or []
+        self.tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids={2, VOCAB + 5})
+        self.grammar = None
+        self.is_retracted = self.ended = False
+
+    def finished(self) -> bool:
+        return self.ended
+
+
+def batch_of(*reqs: Request) -> Any:
+    return SimpleNamespace(reqs=list(reqs), has_grammar=False)
+
+
+def prefill(adjustments: Adjustments, *reqs: Request) -> torch.Tensor:
+    logits = torch.zeros(len(reqs), VOCAB)
+    adjustments.begin(batch_of(*reqs), logits)
+    return logits
+
+
+def step(adjustments: Adjustments, *reqs: Request) -> torch.Tensor:
+    """Logits [bs, V] of a step that verifies nothing, from 0."""
+    logits, indptr = torch.zeros(len(reqs), VOCAB), torch.arange(len(reqs) + 1)
+    nothing = torch.zeros(len(reqs), dtype=torch.int64)
+    plan = SimpleNamespace(requests=indptr[:-1], columns=nothing, input_ids=nothing, indptr=indptr)
+    adjustments.apply(batch_of(*reqs), plan, None, logits)
+    return logits
+
+
+@pytest.fixture
+def adjustments() -> Adjustments:
+    return Adjustments(VOCAB, torch.device("cpu"))
+
+
+def test_batches_without_adjustments_are_nobodys_concern(adjustments):
+    plain, greedy = Request(), Request(temperature=0.0, stop=["x"], frequency_penalty=0.0)
+    assert not adjustments.concern_prefill(batch_of(plain, greedy))
+    assert not adjustments.concern_step(batch_of(plain, greedy))
+    penalised = Request(presence_penalty=1.0)
+    assert adjustments.concern_prefill(batch_of(plain, penalised))
+    prefill(adjustments, penalised)
+    assert adjustments.concern_step(batch_of(plain, penalised))
+    assert not adjustments.concern_step(batch_of(plain))
+
+
+def test_counts_follow_the_request_through_changing_batches(adjustments):
+    reqs = [Request(frequency_penalty=float(1 + i % 2)) for i in range(20)]  # more than the first table holds
+    prefill(adjustments, *reqs)
+    plain = Request()
+    for i, req in enumerate(reqs):
+        adjustments.count([plain, req], torch.tensor([[5, 5], [i % VOCAB, -1]]))
+    shuffled = [*reversed(reqs), plain]
+    expected = torch.zeros(21, VOCAB)
+    for row, i in enumerate(reversed(range(20))):
+        expected[row, i] = -float(1 + i % 2)
+    assert torch.equal(step(adjustments, *shuffled), expected)
+
+
+def test_slots_of_the_finished_are_used_again(adjustments):
+    first = [Request(presence_penalty=1.0) for _ in range(8)]
+    prefill(adjustments, *first)
+    adjustments.count(first, torch.full((8, 1), 3))
+    first[2].ended = first[5].is_retracted = True
+    later = [Request(presence_penalty=0.5) for _ in range(2)]
+    assert torch.equal(prefill(adjustments, *later), torch.zeros(2, VOCAB))  # nothing of the former owners
+    assert adjustments._table is not None and len(adjustments._table) == 8
+    adjusted = step(adjustments, *first, *later)
+    kept = [row for row in range(8) if row not in (2, 5)]
+    assert (adjusted[kept, 3] == -1).all()
+    assert (adjusted[[2, 5, 8, 9]] == 0).all()
+
+
+def test_a_retracted_request_starts_from_its_output(adjustments):
+    req = Request(frequency_penalty=1.0)
+    prefill(adjustments, req)
+    adjustments.count([req], torch.tensor([[4, 4, 7]]))
+    # The last step's tokens were dropped with the retraction.
+    req.output_ids = [4]
+    req.is_retracted = True
+    prefill(adjustments, Request(presence_penalty=1.0))
+    req.is_retracted = False
+    assert prefill(adjustments, req)[0].nonzero().tolist() == [[4]]
+    adjustments.count([req], torch.tensor([9]).view(1, 1))
+    assert step(adjustments, req)[0].nonzero().flatten().tolist() == [4, 9]
+
+
+def test_what_ends_the_text_before_min_new_tokens(adjustments):
+    req = Request(min_new_tokens=2, stop_token_ids=[7, -3])
+    assert sorted(adjustment_of(req, VOCAB).stop_token_ids) == [1, 2, 7]
+    assert prefill(adjustments, req)[0].isinf().nonzero().flatten().tolist() == [1, 2, 7]
+    adjustments.count([req], torch.tensor([[3, 3]]))
+    assert not step(adjustments, req).isinf().any()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [({}, False), ({"logit_bias": {}}, False), ({"logit_bias": {"3": 1.0}}, True), ({"repetition_penalty": 0.9}, True)],
+)
+def test_which_requests_have_adjustments(parameters, expected):
+    assert has_adjustment(Request(**parameters)) == expected

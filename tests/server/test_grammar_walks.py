@@ -1,0 +1,89 @@
+"""Following a grammar along drafts: masks as if every row had been reached token by token, and the state left alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from byte_tokenizer import save_byte_tokenizer
+from sglang.srt.constrained.llguidance_backend import GuidanceBackend
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
+from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+from transformers import AutoTokenizer
+
+from sglang_dspark.engine.grammars import masks_of
+
+VOCAB, EOS, THINK_END = 256, 1, 2
+REGEX = "[ab]{2}(c|d)+e?"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoTokenizer.from_pretrained(save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Any) -> dict[str, Any]:
+    """A grammar of each engine at its start; to be copied."""
+    xgrammar = XGrammarGrammarBackend(tokenizer, VOCAB, [EOS]).dispatch_regex(REGEX)
+    reasoner = ReasonerGrammarObject(xgrammar.copy(), THINK_END)
+    reasoner.maybe_init_reasoning(True)
+    llguidance = GuidanceBackend(tokenizer, n_vocab=VOCAB).dispatch_regex(REGEX)
+    return {"xgrammar": xgrammar, "reasoner": reasoner, "llguidance": llguidance}
+
+
+def after(grammar: Any, tokens: list[int]) -> Any:
+    advanced = grammar.copy()
+    for token in tokens:
+        advanced.accept_token(token)
+    return advanced
+
+
+def mask_of(grammar: Any) -> list[int]:
+    mask = grammar.allocate_vocab_mask(VOCAB, 1, "cpu")
+    grammar.fill_vocab_mask(mask, 0)
+    return mask[0].tolist()
+
+
+# Committed text, drafts, and how many rows the grammar reaches: the last one judges the draft that it forbids.
+WALKS = [
+    ("", "abcd", 5),
+    ("", "", 1),
+    ("a", "bcx", 3),
+    ("ab", "xc", 1),
+    ("abc", "de<eos>a", 3),
+    ("abcde", "<eos>", 1),
+]
+
+
+@pytest.mark.parametrize(("committed", "drafted", "rows"), WALKS)
+@pytest.mark.parametrize("engine", ["xgrammar", "llguidance", "reasoner"])
+def test_masks_along_the_drafts(tokenizer, grammars, engine, committed, drafted, rows):
+    before = [THINK_END] if engine == "reasoner" else []
+    before += tokenizer(committed).input_ids
+    drafts = tokenizer(drafted).input_ids
+    reqs = [SimpleNamespace(grammar=g) for g in (None, after(grammars[engine], before), None)]
+    for _ in range(2):  # the second walk starts where the first one did
+        found, masks = masks_of(reqs, [[5, 6], [7, *drafts], [8]], VOCAB)
+        assert found == list(range(2, 2 + rows))
+        for row, mask in enumerate(masks.tolist()):
+            assert mask == mask_of(after(grammars[engine], [*before, *drafts[:row]]))
+
+
+def test_a_grammar_without_a_say_masks_nothing(tokenizer, grammars):
+    ended = after(grammars["xgrammar"], [*tokenizer("abc").input_ids, EOS])
+    finished = after(grammars["xgrammar"], [])
+    finished.finished = True
+    reqs = [SimpleNamespace(grammar=g) for g in (None, ended, finished)]
+    assert masks_of(reqs, [[1], [1, 2], [1]], VOCAB) == ([], None)
+
+
+def test_thinking_is_not_masked(tokenizer, grammars):
+    """Before the end of its thoughts a reasoning model may write anything; the grammar begins behind them."""
+    drafts = [*tokenizer("zz").input_ids, THINK_END, *tokenizer("ax").input_ids]
+    _, masks = masks_of([SimpleNamespace(grammar=after(grammars["reasoner"], []))], [[9, *drafts]], VOCAB)
+    assert (masks[:3] == -1).all()
+    assert len(masks) == 5  # up to the row that judges the x
+    for row in (3, 4):
+        assert masks[row].tolist() == mask_of(after(grammars["reasoner"], drafts[:row]))

@@ -1,0 +1,425 @@
+"""Every request feature that SGLang has without speculation: the DSPARK server answers what the plain server answers.
+
+The plain server schedules synchronously: under overlap SGLang counts penalties one token late.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xgrammar
+from byte_tokenizer import save_byte_tokenizer
+from golden_server import DRAFT, DSPARK, TARGET, generate, greedy, output_ids, policy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from target_law import TargetLaw, p_value
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sglang_dspark.launch import LaunchedServer
+
+# Plain SGLang cannot run xgrammar on a CPU; without whitespace, because the golden target would write nothing else.
+ENGINE = ("--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace")
+LOGPROB_TOL = 2e-4  # float32, logits of another batch shape
+PROMPTS = [case["prompt_ids"] for case in json.loads((DRAFT / "golden.json").read_text())["cases"]][:4]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+TAGS = {
+    "structures": [{"begin": "{", "schema": {"type": "integer"}, "end": "}"}],
+    "triggers": ["{"],
+}
+
+# Sampling parameters, and fields of the request.
+FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing": ({}, {}),
+    "frequency-penalty": ({"frequency_penalty": 0.8}, {}),
+    "frequency-reward": ({"frequency_penalty": -0.3}, {}),
+    "presence-penalty": ({"presence_penalty": 1.5}, {}),
+    "repetition-penalty": ({"repetition_penalty": 1.6}, {}),
+    "repetition-reward": ({"repetition_penalty": 0.7}, {}),
+    "additive-penalties": ({"frequency_penalty": 0.5, "presence_penalty": 0.5, "min_new_tokens": 20}, {}),
+    "min-new-tokens": ({"min_new_tokens": 40, "logit_bias": {"1": 30.0}}, {}),
+    "logit-bias": ({"logit_bias": {"5": 4.0, "21": -100.0}}, {}),
+    "stop-string": ({"stop": ["zz", "ksw"]}, {}),
+    "stop-string-kept": ({"stop": "2w", "no_stop_trim": True}, {}),
+    "stop-token-ids": ({"stop_token_ids": [21, 39]}, {}),
+    "stop-regex": ({"stop_regex": "s[a-z][^a-z]k"}, {}),
+    "ignore-eos": ({"ignore_eos": True, "max_new_tokens": 90}, {}),
+    "regex": ({"regex": "[a-z]{3,9}(, [a-z]+){2}"}, {}),
+    "json-schema": ({"json_schema": json.dumps(PERSON)}, {}),
+    "ebnf": ({"ebnf": 'root ::= item+\nitem ::= "ab" | "cde" | [0-9]'}, {}),
+    "regex-with-penalties": ({"regex": "[a-z ]{40}", "frequency_penalty": 0.5, "presence_penalty": 0.3}, {}),
+    "two-samples": ({"n": 2}, {}),
+    "logprobs": ({}, {"return_logprob": True}),
+    "top-logprobs": ({}, {"return_logprob": True, "top_logprobs_num": 3}),
+    "prompt-logprobs": ({}, {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}),
+    "some-prompt-logprobs": ({}, {"return_logprob": True, "logprob_start_len": 3}),
+    "logprobs-of-named-tokens": ({}, {"return_logprob": True, "token_ids_logprob": [3, 7, 250]}),
+    "logprobs-under-penalties": ({"frequency_penalty": 0.5}, {"return_logprob": True, "top_logprobs_num": 2}),
+    "logprobs-of-a-regex": ({"regex": "[a-z]{12}"}, {"return_logprob": True}),
+    "priority": ({}, {"priority": 3}),
+    "streamed-interval": ({"stream_interval": 4}, {}),
+}
+
+
+def body(feature: str, prompt: list[int]) -> dict[str, Any]:
+    parameters, fields = FEATURES[feature]
+    request = greedy(prompt, 48, **fields)
+    request["sampling_params"] |= parameters
+    return request
+
+
+@pytest.fixture(scope="module")
+def lettered(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Flags for texts of letters."""
+    tokenizer = save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return ("--tokenizer-path", str(tokenizer), *ENGINE)
+
+
+@pytest.fixture
+def dspark_letters(launch, lettered) -> LaunchedServer:
+    return launch(*DSPARK, *lettered)
+
+
+@pytest.fixture
+def plain_letters(launch, lettered) -> LaunchedServer:
+    return launch(*lettered, "--disable-overlap-schedule")
+
+
+@pytest.fixture(scope="module")
+def answers(launch, lettered) -> dict[str, dict[str, Any]]:
+    """Answers by server and feature, of many concurrent requests that all want something else."""
+    bodies = [body(feature, prompt) for prompt in PROMPTS for feature in FEATURES]
+    found = {}
+    for name, flags in {"plain": ("--disable-overlap-schedule",), "dspark": DSPARK}.items():
+        server = launch(*flags, *lettered)
+        if name == "dspark":
+            with policy(server, "random"):
+                results = generate(server, bodies, 12)
+        else:
+            results = generate(server, bodies, 12)
+        found[name] = {feature: results[i :: len(FEATURES)] for i, feature in enumerate(FEATURES)}
+    return found
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_answers_equal_those_of_the_plain_server(answers, feature):
+    for answer, expected in zip(answers["dspark"][feature], answers["plain"][feature], strict=True):
+        for one, other in zip(as_list(answer), as_list(expected), strict=True):
+            assert one["output_ids"] == other["output_ids"]
+            assert one["text"] == other["text"]
+            assert one["meta_info"]["finish_reason"] == other["meta_info"]["finish_reason"]
+            names = {name for name in other["meta_info"] if "logprobs" in name}
+            assert bool(names) == ("logprobs" in feature)
+            for name in names:
+                assert_close(one["meta_info"][name], other["meta_info"][name])
+
+
+def as_list(answer: Any) -> list[Any]:
+    return answer if isinstance(answer, list) else [answer]
+
+
+def assert_close(value: Any, expected: Any) -> None:
+    if isinstance(expected, list):
+        assert len(value) == len(expected)
+        for one, other in zip(value, expected, strict=True):
+            assert_close(one, other)
+    elif isinstance(expected, float):
+        assert math.isclose(value, expected, rel_tol=LOGPROB_TOL, abs_tol=LOGPROB_TOL)
+    else:
+        assert value == expected
+
+
+def test_the_features_do_something(answers):
+    """A feature that both servers ignored would pass the comparison."""
+    texts = {feature: [as_list(a)[0]["output_ids"] for a in found] for feature, found in answers["plain"].items()}
+    same = {feature for feature, found in texts.items() if found == texts["nothing"]}
+    assert same == {name for name in FEATURES if name == "nothing" or "sample" in name or "prompt" in name} | {
+        *("logprobs", "top-logprobs", "logprobs-of-named-tokens", "priority", "streamed-interval")
+    }
+    for answer in answers["dspark"]["json-schema"]:
+        if answer["meta_info"]["finish_reason"]["type"] == "stop":
+            assert set(json.loads(answer["text"])) == {"name", "age"}
+
+
+class LiteralDecoder:
+    """The golden target token by token, with every rule of the adjustments in float64 and a grammar of xgrammar's."""
+
+    def __init__(self) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(TARGET)
+        self._tokens = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=256, stop_token_ids=[1])
+
+    @torch.inference_mode()
+    def text(self, prompt: list[int], num_tokens: int, **parameters: Any) -> list[int]:
+        matcher = None
+        if "regex" in parameters:
+            compiled = xgrammar.GrammarCompiler(self._tokens).compile_regex(parameters["regex"])
+            matcher = xgrammar.GrammarMatcher(compiled)
+        output: list[int] = []
+        while len(output) < num_tokens and (not output or output[-1] != 1):
+            logits = self._model(torch.tensor([[*prompt, *output]])).logits[0, -1].double().tolist()
+            logits = [self._adjusted(token, logit, output, parameters) for token, logit in enumerate(logits)]
+            if matcher is not None:
+                mask = xgrammar.allocate_token_bitmask(1, len(logits))
+                matcher.fill_next_token_bitmask(mask)
+                allowed = [mask[0, token // 32] >> (token % 32) & 1 for token in range(len(logits))]
+                logits = [logit if ok else -math.inf for logit, ok in zip(logits, allowed, strict=True)]
+            output.append(max(range(len(logits)), key=logits.__getitem__))
+            assert matcher is None or matcher.accept_token(output[-1])
+        return output
+
+    @staticmethod
+    def _adjusted(token: int, logit: float, output: list[int], parameters: dict[str, Any]) -> float:
+        occurrences = output.count(token)
+        if occurrences:
+            logit -= parameters.get("frequency_penalty", 0) * occurrences + parameters.get("presence_penalty", 0)
+        if token == 1 and len(output) < parameters.get("min_new_tokens", 0):
+            return -math.inf
+        if occurrences:
+            repetition = parameters.get("repetition_penalty", 1)
+            logit = logit * repetition if logit < 0 else logit / repetition
+        return logit + parameters.get("logit_bias", {}).get(str(token), 0)
+
+
+TOGETHER: list[dict[str, Any]] = [
+    {"frequency_penalty": 0.4, "presence_penalty": 0.6, "repetition_penalty": 1.3},
+    {"frequency_penalty": -0.2, "repetition_penalty": 1.5, "min_new_tokens": 30, "logit_bias": {"1": 9.0, "26": 1.5}},
+    {"regex": "(red|blue|cat|dog|small)+"},
+    {"regex": "(red|blue|green|cat|dog|bird)+", "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+]
+
+
+@pytest.mark.parametrize("name", ["random", "auto"])
+def test_everything_together_equals_a_literal_loop(dspark, name):
+    """Penalties of all kinds at once, whose order the plain server leaves open, and xgrammar, which it cannot run."""
+    decoder = LiteralDecoder()
+    bodies = []
+    for prompt in PROMPTS:
+        for parameters in [{}, *TOGETHER]:
+            request = greedy(prompt, 40)
+            request["sampling_params"] |= parameters
+            bodies.append(request)
+    with policy(dspark, name):
+        texts = output_ids(dspark, bodies, 6)
+    for request, tokens in zip(bodies, texts, strict=True):
+        parameters = {k: v for k, v in request["sampling_params"].items() if k in {key for t in TOGETHER for key in t}}
+        assert tokens == decoder.text(request["input_ids"], 40, **parameters)
+
+
+def test_sampled_text_under_adjustments_follows_the_law(dspark):
+    """The first two tokens of many samples, against the law of the target after a literal adjustment."""
+    decoder, prompt, num = LiteralDecoder(), PROMPTS[2], 4096
+    parameters = {"temperature": 2.0, "frequency_penalty": 1.5, "repetition_penalty": 1.4, "logit_bias": {"39": 2.0}}
+    depth = 3
+    request = {"input_ids": prompt, "sampling_params": {**parameters, "max_new_tokens": depth, "ignore_eos": True}}
+    request["sampling_params"]["n"] = 64
+    with policy(dspark, "random"):
+        drawn = [tuple(a["output_ids"]) for group in generate(dspark, [request] * (num // 64), 4) for a in group]
+    cells = PenalisedLaw(TARGET, prompt, decoder, parameters).cells(depth, min_prob=10 / num)
+    assert len(cells) > 20
+    assert p_value(drawn, cells) > 1e-4
+    unpenalised = {"temperature": 2.0, "logit_bias": {"39": 2.0}}
+    assert p_value(drawn, PenalisedLaw(TARGET, prompt, decoder, unpenalised).cells(depth, min_prob=10 / num)) < 1e-4
+
+
+class PenalisedLaw(TargetLaw):
+    """The law of continuations under adjustments."""
+
+    def __init__(self, target: Path, prompt: list[int], decoder: LiteralDecoder, parameters: dict[str, Any]) -> None:
+        super().__init__(target, prompt, temperature=parameters["temperature"])
+        self._decoder, self._adjustments = decoder, parameters
+
+    def _next_logits(self, prefixes: list[tuple[int, ...]]) -> torch.Tensor:
+        rows = super()._next_logits(prefixes).tolist()
+        return torch.tensor(
+            [
+                [self._decoder._adjusted(t, logit, list(prefix), self._adjustments) for t, logit in enumerate(row)]
+                for prefix, row in zip(prefixes, rows, strict=True)
+            ]
+        )
+
+
+def test_seeded_text_under_adjustments_does_not_depend_on_policy_or_load(dspark):
+    bodies = []
+    for i, prompt in enumerate(PROMPTS * 3):
+        request = greedy(prompt, 24)
+        request["sampling_params"] |= {"temperature": 1.5, "sampling_seed": i, "frequency_penalty": 0.5}
+        if i % 2:
+            request["sampling_params"]["regex"] = "(red|blue|cat|dog|small)+"
+        bodies.append(request)
+    texts = []
+    for name, concurrency in (("off", 1), ("random", 8), ("auto", 4)):
+        with policy(dspark, name):
+            texts.append(output_ids(dspark, bodies, concurrency))
+    assert texts[0] == texts[1] == texts[2]
+    assert len({tuple(text) for text in texts[0]}) > 8
+
+
+def test_requests_with_features_are_drafted_too(dspark):
+    """Nothing falls back to plain decoding."""
+    request = greedy(PROMPTS[0], 60)
+    request["sampling_params"] |= {"frequency_penalty": 0.01, "regex": "[a-z]*"}
+    before = dspark.get_json("/dspark/stats")
+    with policy(dspark, "static"):
+        output_ids(dspark, [request])
+        after = dspark.get_json("/dspark/stats")
+    rounds, accepted = (after[key] - before[key] for key in ("rounds", "accepted_tokens"))
+    assert 0 < rounds < 60
+    assert accepted > rounds
+
+
+def test_streams_say_the_same_and_count_their_tokens(dspark_letters, plain_letters):
+    request = {
+        "model": "m",
+        "prompt": PROMPTS[1],
+        "max_tokens": 40,
+        "temperature": 0,
+        "frequency_penalty": 0.5,
+        "logprobs": 2,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    streams = [read_stream(server, request) for server in (dspark_letters, plain_letters)]
+    texts = ["".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) for chunks in streams]
+    assert texts[0] == texts[1] != ""
+    usages = [next(chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")) for chunks in streams]
+    assert usages[0] == usages[1]
+    logprobs = [
+        [
+            value
+            for chunk in chunks
+            for c in chunk["choices"]
+            if c.get("logprobs")
+            for value in c["logprobs"]["token_logprobs"]
+        ]
+        for chunks in streams
+    ]
+    assert_close(*logprobs)
+    assert len(logprobs[0]) == usages[0]["completion_tokens"]
+
+
+def read_stream(server: LaunchedServer, request: dict[str, Any]) -> list[dict[str, Any]]:
+    data = json.dumps(request).encode()
+    call = urllib.request.Request(f"{server.url}/v1/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(call, timeout=60) as response:
+        lines = [line.decode().removeprefix("data: ").strip() for line in response if line.startswith(b"data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+CHATS: dict[str, dict[str, Any]] = {
+    "logprobs": {"logprobs": True, "top_logprobs": 2},
+    "json-schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}},
+    "json-object": {"response_format": {"type": "json_object"}},
+    "penalties": {"presence_penalty": 0.5, "logit_bias": {"11": 2}},
+    "structural-tag": {"response_format": {"type": "structural_tag", **TAGS}},
+    "tool": {
+        "tools": [{"type": "function", "function": {"name": "save", "parameters": PERSON}}],
+        "tool_choice": "required",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", CHATS)
+def test_chats(dspark_letters, plain_letters, kind):
+    messages = [{"role": "user", "content": "a person, please"}]
+    request = {"model": "m", "messages": messages, "max_tokens": 40, "temperature": 0, **CHATS[kind]}
+    choice, expected = (
+        server.post_json("/v1/chat/completions", request)["choices"][0] for server in (dspark_letters, plain_letters)
+    )
+    for message in (choice["message"], expected["message"]):
+        for call in message["tool_calls"] or ():
+            del call["id"]
+    assert choice["message"] == expected["message"]
+    assert choice["finish_reason"] == expected["finish_reason"]
+    if kind == "logprobs":
+        assert_close(*([token["logprob"] for token in c["logprobs"]["content"]] for c in (choice, expected)))
+
+
+def test_prompt_up_to_the_context_limit(dspark_letters, plain_letters):
+    """The last tokens of the context, with counts and logprobs along the whole prompt."""
+    prompt = (PROMPTS[0] * 200)[:1000]
+    request = greedy(prompt, 23, return_logprob=True, logprob_start_len=990)
+    request["sampling_params"] |= {"frequency_penalty": 0.3, "ignore_eos": True}
+    answer, expected = (server.post_json("/generate", request) for server in (dspark_letters, plain_letters))
+    assert answer["output_ids"] == expected["output_ids"]
+    assert_close(answer["meta_info"]["input_token_logprobs"], expected["meta_info"]["input_token_logprobs"])
+
+
+def test_nothing_is_left_behind_by_a_flush(dspark_letters):
+    request = greedy(PROMPTS[0], 24)
+    request["sampling_params"] |= {"frequency_penalty": 0.8}
+    before = output_ids(dspark_letters, [request])
+    dspark_letters.flush_cache()
+    assert output_ids(dspark_letters, [request]) == before
+
+
+good_or_bad = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0, 0.0, 0.7, 1, 3.5, -1, "hot", None]),
+        "top_k": st.sampled_from([-1, 1, 5, 10**6, 0, -2, 1.5, None]),
+        "top_p": st.sampled_from([1.0, 0.3, 1e-6, 0.0, 1.2, "x"]),
+        "min_p": st.sampled_from([0.0, 0.5, 1.0, -0.1, 2]),
+        "frequency_penalty": st.sampled_from([0, 0.5, -2, 2, 2.1, -3, "a", None]),
+        "presence_penalty": st.sampled_from([0, 1.5, -2, 5, [1]]),
+        "repetition_penalty": st.sampled_from([1, 1.0, 0.1, 2, 0, -1, 3, None]),
+        "min_new_tokens": st.sampled_from([0, 1, 3, 4, 100, -1, None]),
+        "max_new_tokens": st.sampled_from([1, 3, 4, 0, -1]),
+        "logit_bias": st.sampled_from([{}, {"3": 1.0}, {"3": -100, "255": 100}, {"256": 1.0}, {"-1": 1}, {"x": 1}, 3]),
+        "stop": st.sampled_from(["a", ["a", "b"], [], "", None, 3]),
+        "stop_token_ids": st.sampled_from([[1], [3, 4], [], None, "a"]),
+        "regex": st.sampled_from(["[a-c]+", "(", "", None]),
+        "json_schema": st.sampled_from(['{"type": "integer"}', "{", None]),
+        "ebnf": st.sampled_from(['root ::= "a"', "root :=", None]),
+        "sampling_seed": st.sampled_from([0, 7, -1, 2**63 - 1, None, "x"]),
+        "n": st.sampled_from([1, 2, 0, "x"]),
+        "ignore_eos": st.sampled_from([True, False, None]),
+        "skip_special_tokens": st.sampled_from([True, False]),
+        "no_such_parameter": st.just(1),
+    },
+)
+good_or_bad_fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "return_logprob": st.sampled_from([True, False, None, "x"]),
+        "top_logprobs_num": st.sampled_from([0, 1, 5]),
+        "logprob_start_len": st.sampled_from([-1, 0, 2, 4]),
+        "token_ids_logprob": st.sampled_from([[3], [3, 250], None]),
+        "stream": st.sampled_from([False, None]),
+    },
+)
+tried: list[int] = []
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(parameters=good_or_bad, fields=good_or_bad_fields)
+def test_any_parameters_get_the_status_of_the_plain_server(dspark_letters, plain_letters, parameters, fields):
+    request = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, **parameters}, **fields}
+    code, expected = (status(server, request) for server in (dspark_letters, plain_letters))
+    tried.append(code)
+    assert code == expected < 500
+
+
+def test_the_server_is_none_the_worse_for_it(dspark_letters, plain_letters):
+    codes = {code: tried.count(code) for code in sorted(set(tried))}
+    print(f"{len(tried)} requests of random parameters: {codes}")  # noqa: T201
+    bodies = [greedy(prompt, 32) for prompt in PROMPTS]
+    assert output_ids(dspark_letters, bodies) == output_ids(plain_letters, bodies)
+
+
+def status(server: LaunchedServer, request: dict[str, Any]) -> int:
+    try:
+        server.post_json("/generate", request)
+    except urllib.error.HTTPError as error:
+        return error.code
+    return 200
