@@ -78,18 +78,26 @@ def test_summarization_copies_what_followed(dspark, name):
 
 
 def test_classification_proposes_the_rest_of_a_label(dspark):
-    """The text goes on ``red stone . the large stone finds the red ...``."""
+    """The text goes on ``red stone . the large stone finds the ...``, and nothing but presets is verified."""
     case = CASES[0]
-    labels = ["large stone finds the", "stone . the large boat"]
-    text, rounds = traced(dspark, greedy(case["prompt_ids"], 40), preset="classification", candidates=labels)
+    labels = {"large stone finds the": [7, 21, 29, 33], "stone . the large boat": [21, 39, 33, 7, 23]}
+    with policy(dspark, "static", verify_len=0):
+        text, rounds = traced(dspark, greedy(case["prompt_ids"], 40), preset="classification", candidates=list(labels))
     assert text == case["output_ids"][:40]
-    copied = [entry for entry in rounds if entry["copied"]]
-    assert {entry["anchor"] for entry in rounds if entry["anchor"] == 7} == {entry["anchor"] for entry in copied} & {7}
-    by_anchor = {7: [21, 29, 33], 21: [39, 33, 7, 23]}
-    for entry in copied:
-        # Inside of a label its rest is proposed; at its first token all of it.
-        assert any(entry["draft"] == rest[len(rest) - len(entry["draft"]) :] for rest in by_anchor.values())
-    assert any(entry["draft"] == [21, 29, 33] and entry["accepted"] == 3 for entry in copied)
+    for entry in rounds:
+        output = text[: entry["start"] + 1 - len(case["prompt_ids"])]
+        begun = [
+            label[place:]
+            for place in (4, 3, 2, 1)
+            for label in labels.values()
+            if place < len(label) and output[-place:] == label[:place]
+        ]
+        assert entry["draft"] == (begun[0] if begun else [])
+        assert entry["verified"] == len(entry["draft"])
+    whole = [entry for entry in rounds[:-1] if 1 < len(entry["draft"]) == entry["accepted"]]
+    partly = [entry for entry in rounds[:-1] if entry["accepted"] < len(entry["draft"])]
+    assert whole
+    assert partly
 
 
 def test_copies_are_counted_apart(dspark):
@@ -140,10 +148,8 @@ def test_presets_of_the_openai_routes(dspark):
 NUM_SAMPLES, DEPTH = 2048, 4
 SAMPLED = {
     "summarization": {"preset": "summarization", "min_ngram": 1, "max_ngram": 3},
-    "short copies": {"preset": "summarization", "min_ngram": 1, "max_ngram": 1, "max_draft": 1},
     "classification": {"preset": "classification", "candidates": ["stone finds the", "the red stone", "red stone ."]},
     "confidence": {"confidence_threshold": 0.6},
-    "capped": {"max_verify": 2},
 }
 
 
