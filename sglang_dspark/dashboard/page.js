@@ -7,7 +7,7 @@ const NONE = "–";
 const known = (value) => value !== null && value !== undefined;
 const fixed = (digits) => (value) => (known(value) ? value.toFixed(digits) : NONE);
 const number = (value) => {
-  if (!known(value)) return NONE;
+  if (!value) return known(value) ? "0" : NONE;
   return value >= 100 ? Math.round(value).toLocaleString("en") : value >= 10 ? value.toFixed(1) : value.toFixed(2);
 };
 const percent = (value) => (known(value) ? `${(100 * value).toFixed(value < 0.1 && value > 0 ? 1 : 0)} %` : NONE);
@@ -279,9 +279,13 @@ function draw() {
     node.textContent = span === recent ? "last minute" : "since start";
   });
   chips(idle);
+  readPointer();
 }
 
-const compact = (value) => (value >= 10000 ? `${value / 1000}k` : `${+value.toFixed(2)}`);
+const compact = (value) => {
+  if (value >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
+  return value >= 10000 ? `${+(value / 1000).toPrecision(3)}k` : `${+value.toFixed(2)}`;
+};
 
 function drawSpan(span) {
   const waste = span.by_load.filter((load) => load.verified_tokens);
@@ -333,7 +337,7 @@ given its predecessors: ${percent(span.conditional_acceptance[position])}`,
       columns: counts.map(([name, count]) => ({
         name,
         value: count,
-        text: number(count),
+        text: compact(count),
         tip: `${plural(count, "token")} ${name}\n${number(ratio(count, span.rounds))} per request and step`,
       })),
     });
@@ -524,14 +528,23 @@ $("span").addEventListener("click", (event) => {
 
 // ---- words that appear under the pointer -------------------------------------------------------------------------------
 
-function showTip(words, x, y) {
+let pointer = null; // over a chart: {host, x, y}
+
+// What the chart under the pointer says there; again after every drawing, which moves the chart on.
+function readPointer() {
+  if (!pointer) return;
+  const drawn = pointer.host.firstElementChild?.tagName === "svg";
+  showTip(drawn && pointer.host.read(pointer.x), pointer.x, pointer.y, true);
+}
+
+function showTip(words, x, y, above) {
   const tip = $("tip");
   tip.hidden = !words;
   if (!words) return;
   tip.textContent = words;
   const room = 12;
   const left = Math.min(Math.max(x + 14, room), window.innerWidth - tip.offsetWidth - room);
-  const below = y + 18 + tip.offsetHeight < window.innerHeight;
+  const below = !above && y + 18 + tip.offsetHeight < window.innerHeight;
   tip.style.left = `${Math.max(left, room)}px`;
   tip.style.top = `${below ? y + 18 : Math.max(y - tip.offsetHeight - 12, room)}px`;
 }
@@ -548,14 +561,15 @@ for (const node of document.querySelectorAll("[data-tip]")) {
 }
 for (const host of document.querySelectorAll(".chart")) {
   const read = (event) => {
-    const words = host.read && host.firstElementChild?.tagName === "svg" ? host.read(event.clientX) : "";
-    showTip(words, event.clientX, event.clientY);
+    pointer = { host, x: event.clientX, y: event.clientY };
+    readPointer();
   };
   host.addEventListener("pointermove", read);
   host.addEventListener("pointerdown", read);
   host.addEventListener("pointerleave", () => {
+    pointer = null;
     showTip("");
-    if (stats && document.body.dataset.state === "live") draw();
+    if (stats) draw();
   });
 }
 window.addEventListener("resize", () => stats && draw());

@@ -301,6 +301,9 @@ class DSparkWorker(SpecWorkerBase):
         known = {"block_size": self.gamma, "max_running_requests": self.max_running_requests}
         # The schedule first: it learns from what it has only noted so far.
         report = known | self.schedule.report() | self.history.report()
+        for span in (report, report["recent"]):
+            running = span["running_requests"]
+            span["occupancy"] = None if running is None else running / self.max_running_requests
         return report | {"history": self.history.series(history_s)} if history_s else report
 
     @property

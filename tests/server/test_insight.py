@@ -53,6 +53,7 @@ def test_statistics_add_up(dspark):
         assert stats[key] == sum(load[key] for load in stats["by_load"])
     assert stats["steps"] == sum(stats["steps_by_policy"].values())
     assert 1 <= stats["running_requests"] <= stats["max_running_requests"] == 16
+    assert stats["occupancy"] == stats["running_requests"] / 16
     assert stats["measured_step_ms"] > 0 and stats["predicted_step_ms"] > 0
     observed, conditional = stats["survival"], stats["conditional_acceptance"]
     assert observed[0] == conditional[0]
