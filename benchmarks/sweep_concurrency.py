@@ -31,7 +31,6 @@ from paired_ratio import frame_baselines, paired_ratios, ratio_table, read_sweep
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from serving import provenance
 from serving.agreement import Agreement, compare
 from serving.client import Reply, Sampling, ask_all
 from serving.configurations import GRAMMAR, Configuration, choose_baselines, parse_configurations
@@ -42,6 +41,7 @@ from serving.request_log import RequestLog
 from serving.row import STAT_KEYS, Origin, RowWriter, SweepRow, make_row
 from serving.schedule import Cell, interleave
 
+from sglang_dspark import provenance
 from sglang_dspark.errors import DSparkError
 from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 

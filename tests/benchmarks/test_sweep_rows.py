@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
-from serving import provenance
 from serving.client import Reply
 from serving.configurations import Configuration
 from serving.cpu_time import CpuTime
 from serving.request_log import RequestLog
 from serving.row import COLUMNS, STAT_KEYS, Origin, RowWriter, make_row
 from serving.schedule import Cell
+
+from sglang_dspark import provenance
 
 ORIGIN = Origin("set.jsonl", "target", "draft", "abc", "sglang=1 torch=2", "cpu, 2 cores", "")
 CELL = Cell(Configuration("s3", "static", "3", "float32"), 2, 5, 1)
