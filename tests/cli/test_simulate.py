@@ -85,3 +85,11 @@ def test_a_table_needs_acceptance(run, tmp_path):
 def test_a_policy_that_does_not_exist(run, tmp_path):
     result = run("simulate", "--table", write_table(tmp_path), "--conditional", "0.5,0.5", "--policies", "fast")
     assert (result.exit_code, "'fast' is no policy" in result.output) == (1, True)
+
+
+def test_published_numbers_stand_beside_ours(run):
+    result = run("simulate", "--published")
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines()]
+    assert ["DSpark", "math", "5.57", "5.56", "-0.1%"] in rows
+    assert any(row[:3] == ["V4-Flash", "200", "3.48"] for row in rows)

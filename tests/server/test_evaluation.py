@@ -1,5 +1,6 @@
 """``evaluate`` on a real server against the server's own counters."""
 
+import itertools
 import json
 
 import pytest
@@ -9,13 +10,15 @@ from golden_server import policy
 from sglang_dspark.cli import main
 from sglang_dspark.simulator.blocks import RecordedBlocks
 
-NUM_PROMPTS, MAX_TOKENS, GAMMA = 12, 40, 7
+MAX_TOKENS, GAMMA = 40, 7
+FIRST, SECOND = ("red", "old", "quick"), ("cat", "river", "lamp", "bird")
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_accept_length_agrees_with_the_counters(dspark, tmp_path, temperature):
     prompts, output, blocks = (tmp_path / name for name in ("set.jsonl", "out.json", "blocks.jsonl"))
-    prompts.write_text("".join(json.dumps({"turns": [f"t{n + 5} t{n + 9} t20"]}) + "\n" for n in range(NUM_PROMPTS)))
+    texts = [f"{first} {second} sees the {second}" for first, second in itertools.product(FIRST, SECOND)]
+    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
     options = ["--url", dspark.url, "--prompts", str(prompts), "--raw", "--temperature", str(temperature)]
     options += ["--max-tokens", str(MAX_TOKENS), "--output", str(output), "--blocks", str(blocks)]
     with policy(dspark, "static"):
@@ -29,15 +32,15 @@ def test_accept_length_agrees_with_the_counters(dspark, tmp_path, temperature):
     )
     assert measured["rounds"] == rounds
     # The counters know nothing of stop tokens: what follows one in a block, and a bonus after it, they count.
-    most_more = NUM_PROMPTS * (GAMMA + 1)
+    most_more = len(texts) * (GAMMA + 1)
     assert 0 <= committed - measured["accept_length"] * rounds <= most_more
-    assert 0 <= accepted - measured["survival"][0] * rounds
+    assert accepted >= measured["survival"][0] * rounds
     assert len(RecordedBlocks.load(blocks).accepted) <= rounds
     assert len(measured["confidence"]) == GAMMA
 
 
 def test_a_server_that_does_not_verify_whole_blocks(dspark, tmp_path):
-    (tmp_path / "set.jsonl").write_text('{"turns": ["t5 t9"]}\n')
+    (tmp_path / "set.jsonl").write_text('{"turns": ["red cat"]}\n')
     with policy(dspark, "static", verify_len=2):
         result = CliRunner().invoke(
             main, ["evaluate", "--url", dspark.url, "--prompts", str(tmp_path / "set.jsonl"), "--raw"]
