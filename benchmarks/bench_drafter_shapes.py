@@ -25,8 +25,8 @@ from dspark_kernels import RoundKeys, SamplingRows
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from serving import provenance
 
+from sglang_dspark import provenance
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids

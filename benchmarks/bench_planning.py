@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from serving import provenance
 
+from sglang_dspark import provenance
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable, geometric_grid

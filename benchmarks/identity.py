@@ -22,10 +22,10 @@ import click
 import torch
 from rich.console import Console
 from rich.table import Table
-from serving import provenance
 from serving.prompts import load_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang_dspark import provenance
 from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
 NEAR_TIE = 1e-4

@@ -25,10 +25,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-FOLDER = Path(__file__).resolve().parent
-sys.path.append(str(FOLDER.parent))
+from sglang_dspark import provenance
 
-from serving import provenance  # noqa: E402 - shared by all benchmarks, one folder up
+FOLDER = Path(__file__).resolve().parent
 
 _QUICK_SAMPLES, _SAMPLES = 20, 200
 

@@ -14,7 +14,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from serving import provenance
 from serving.agreement import Agreement, compare
 from serving.client import Reply, Sampling, ask_closed, ask_open
 from serving.configurations import DFLASH, EXTERNAL, Configuration, choose_baselines
@@ -31,6 +30,7 @@ from serving.resume import prepare_output
 from serving.row import Observation, Origin, RowWriter, SweepRow, make_row
 from serving.schedule import Cell, interleave, still_to_measure
 from serving.sla import Sla
+from sglang_dspark import provenance
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 

@@ -15,6 +15,21 @@ TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What came back for a prompt.
+
+    Attributes:
+        trace: its decode rounds.
+        num_tokens: output tokens, as the server counts them.
+        stopped: whether a stop token ended it, not its length.
+    """
+
+    trace: Trace
+    num_tokens: int
+    stopped: bool
+
+
+@dataclass(frozen=True)
 class TraceClient:
     """How a server is asked.
 
@@ -46,8 +61,8 @@ class TraceClient:
             )
         return info["model_path"], info["speculative_draft_model_path"]
 
-    def ask_all(self, prompts: Sequence[str], concurrency: int, on_answer: Callable[[], None]) -> list[Trace]:
-        """Traces of the answers, in the order of the prompts.
+    def ask_all(self, prompts: Sequence[str], concurrency: int, on_answer: Callable[[], None]) -> list[Answer]:
+        """The answers with their traces, in the order of the prompts.
 
         Args:
             concurrency: requests at a time.
@@ -66,16 +81,16 @@ class TraceClient:
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
-        traces = [answer.result() for answer in answers]
+        done = [answer.result() for answer in answers]
         # An answer that ends with its first token has no rounds, and then no trace either.
-        if all(trace is None for trace in traces):
+        if not any(answer.trace for answer in done):
             raise ConfigError(
                 f"--url {self.url}: no answer has a dspark_trace; serve with the sglang-dspark plugin and give "
                 "--max-tokens above 1"
             )
-        return [trace or [] for trace in traces]
+        return done
 
-    def _ask(self, prompt: str) -> Trace | None:
+    def _ask(self, prompt: str) -> Answer:
         options = {"speculation": {"trace": True}}
         if self.raw:
             parameters = {"max_new_tokens": self.max_tokens, "temperature": self.temperature}
@@ -90,8 +105,9 @@ class TraceClient:
                 **options,
             }
             answer = self._request("/v1/chat/completions", body)["choices"][0]
-        trace: Trace | None = answer["meta_info"].get("dspark_trace")
-        return trace
+        meta = answer["meta_info"]
+        stopped = (meta.get("finish_reason") or {}).get("type") == "stop"
+        return Answer(meta.get("dspark_trace") or [], meta.get("completion_tokens", 0), stopped)
 
     def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         return JsonClient("--url", self.url, "a DSPARK", TIMEOUT_S, self.api_key).request(path, body)

@@ -46,7 +46,7 @@ class BlockRounds:
                 'POST /dspark/policy {"policy": "static"}'
             )
         return cls(
-            np.array([_confidence(entry) for _, entry in whole]),
+            np.array([round_confidence(entry) for _, entry in whole]),
             np.array([entry["accepted"] for _, entry in whole]),
             np.array([prompt for prompt, _ in whole]),
         )
@@ -76,7 +76,12 @@ class BlockRounds:
         return type(self)(self.logits[mask], self.accepted[mask], self.prompt[mask])
 
 
-def _confidence(entry: dict[str, Any]) -> list[float]:
+def round_confidence(entry: dict[str, Any]) -> list[float]:
+    """The raw logits of a round, one per draft.
+
+    Raises:
+        ConfigError: it has none, or another number.
+    """
     confidence = entry.get("confidence")
     if confidence is None:
         raise ConfigError(

@@ -13,6 +13,7 @@ COMMANDS = {
     "calibrate": "sglang_dspark.cli.calibrate:calibrate",
     "demo": "sglang_dspark.cli.demo:demo",
     "doctor": "sglang_dspark.cli.doctor:doctor",
+    "evaluate": "sglang_dspark.cli.evaluate:evaluate",
     "profile": "sglang_dspark.cli.profile:profile",
     "simulate": "sglang_dspark.cli.simulate:simulate",
     "train": "sglang_dspark.cli.train:train",

@@ -11,13 +11,10 @@ from sglang_dspark.cli.outputs import check_outputs
 from sglang_dspark.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from sglang_dspark.calibration.held_out import PositionErrors
     from sglang_dspark.calibration.survival import Floats
-    from sglang_dspark.calibration.trace_client import TraceClient
-    from sglang_dspark.calibration.traces import Trace
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
@@ -76,8 +73,9 @@ def calibrate(
     check_outputs(output, plot)
     client = TraceClient(url.rstrip("/"), max_tokens, temperature, raw, api_key)
     target, draft = client.pair()
-    traces = _ask(console, client, prompts, concurrency)
-    fit, test = BlockRounds.from_traces(traces).split(len(prompts), held_out)
+    with progress_bar(console, "prompts", len(prompts)) as advance:
+        answers = client.ask_all(prompts, concurrency, advance)
+    fit, test = BlockRounds.from_traces([answer.trace for answer in answers]).split(len(prompts), held_out)
     with console.status("fitting temperatures"):
         temperatures = fit_sts(fit.logits, fit.accepted)
     measured = HeldOut.measure(test, temperatures)
@@ -103,11 +101,6 @@ def calibrate(
 
         reliability_figure(measured, f"{draft} on {prompt_file.name}, {fitted}").savefig(plot, dpi=_DPI)
         console.print(plot, soft_wrap=True)
-
-
-def _ask(console: Console, client: TraceClient, prompts: list[str], concurrency: int) -> list[Trace]:
-    with progress_bar(console, "prompts", len(prompts)) as advance:
-        return client.ask_all(prompts, concurrency, advance)
 
 
 def _table(temperatures: Floats, positions: list[PositionErrors]) -> Table:

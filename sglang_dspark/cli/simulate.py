@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sglang_dspark.cli import simulation_tables as tables
 from sglang_dspark.cli.outputs import check_outputs
 from sglang_dspark.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from sglang_dspark.prefix_scheduler.sps_table import SpsTable
     from sglang_dspark.simulator.blocks import BlockSource
-    from sglang_dspark.simulator.check import Comparison
     from sglang_dspark.simulator.costs import Prefill
     from sglang_dspark.simulator.crossover import CrossoverModel
-    from sglang_dspark.simulator.sweep import Conditions, Point
+    from sglang_dspark.simulator.sweep import Conditions
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _SHARE = click.FloatRange(0, 1, min_open=True)
@@ -62,6 +61,7 @@ def _numbers(kind: type) -> Any:
 @click.option("--repeats", type=_COUNT, default=2, show_default=True, help="Simulations per point, averaged.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--check", "sweep_file", type=_FILE, help="Compare with this sweep.csv of real servers instead.")
+@click.option("--published", is_flag=True, help="What the DSpark paper publishes beside what this code makes of it.")
 @click.option("--example", is_flag=True, help="The crossover model instead; also what comes without --table.")
 @click.option("--first", type=_SHARE, default=0.9, show_default=True, help="Its acceptance of the first draft.")
 @click.option("--decay", type=_SHARE, default=0.97, show_default=True, help="Its factor from draft to draft.")
@@ -80,7 +80,9 @@ def simulate(ctx: click.Context, /, **options: Any) -> None:
 
     console = Console(highlight=False)
     check_outputs(None, options["plot"])
-    if options["example"] or not (options["table_file"] or options["sweep_file"]):
+    if options["published"]:
+        _published(console)
+    elif options["example"] or not (options["table_file"] or options["sweep_file"]):
         _example(console, options)
     elif options["table_file"] is None:
         raise click.UsageError("--check needs the --table of the machine that the sweep ran on")
@@ -91,21 +93,13 @@ def simulate(ctx: click.Context, /, **options: Any) -> None:
 
 
 def _example(console: Console, options: dict[str, Any]) -> None:
-    from sglang_dspark.simulator.crossover import POLICIES, CrossoverModel
+    from sglang_dspark.simulator.crossover import CrossoverModel
 
     for given in ("csv_file", "plot"):
         if options[given]:
             raise click.UsageError("the crossover model is printed; --csv and --plot need --table")
     model = CrossoverModel(*(options[name] for name in ("first", "decay", "block", "capacity")))
-    table = _new_table("users", "policy", "verify", "accept length", "one user", "to plain", "wasted")
-    for users in options["users"] or _EXAMPLE_USERS:
-        plain = model.point("plain", users)
-        for policy in POLICIES:
-            point = model.point(policy, users)
-            ratio = f"{point.user_speed / plain.user_speed:.2f}"
-            cells = (f"{point.accept_length:.2f}", f"{point.user_speed:.2f}", ratio, f"{point.wasted:.0%}")
-            table.add_row(str(users), policy, str(point.verify_len), *cells, end_section=policy == POLICIES[-1])
-    console.print(table)
+    console.print(tables.of_model(model, options["users"] or _EXAMPLE_USERS))
     console.print(_verdict(model))
 
 
@@ -114,6 +108,17 @@ def _verdict(model: CrossoverModel) -> str:
         f"Blocks of {model.block} with a first acceptance of {model.first:g}, decay {model.decay:g}, on a machine for "
         f"{model.capacity} tokens per step: whole blocks lose to plain decoding from {model.crossover:.0f} users on."
     )
+
+
+def _published(console: Console) -> None:
+    from sglang_dspark.simulator import published
+
+    console.print(tables.of_accept_lengths(published.accept_lengths()))
+    console.print(tables.of_thresholds(published.threshold_sweep()))
+    with console.status("simulating"):
+        points = published.budgets()
+    console.print(tables.of_budgets(points))
+    console.print("What differs, and why: docs/simulation.md")
 
 
 def _sweep(console: Console, options: dict[str, Any]) -> None:
@@ -129,7 +134,7 @@ def _sweep(console: Console, options: dict[str, Any]) -> None:
     policies = (options["policies"] or f"auto,early-stop,static:{table.gamma},off").split(",")
     with progress_bar(console, "points", len(policies) * len(users or options["rates"])) as advance:
         points = sweep(conditions, policies, users, options["rates"], advance)
-    console.print(_points_table(points))
+    console.print(tables.of_points(points))
     prefill = conditions.costs.prefill
     caption = (
         f"{_key(table)}; {blocks.name}; prompts of {options['prompt_tokens']} tokens, answers of "
@@ -152,7 +157,7 @@ def _check(console: Console, options: dict[str, Any]) -> None:
     table, blocks, points = _table(options), _blocks(options), read_sweep(options["sweep_file"])
     with progress_bar(console, "points", len(points)) as advance:
         comparisons = compare(points, table, blocks, _prefill(options, table), advance)
-    console.print(_comparison_table(comparisons))
+    console.print(tables.of_comparisons(comparisons, _TOLERANCE))
     within = sum(abs(comparison.error) <= _TOLERANCE for comparison in comparisons)
     at_speed = sum(abs(comparison.error_at_speed) <= _TOLERANCE for comparison in comparisons)
     console.print(
@@ -211,56 +216,3 @@ def _conditions(options: dict[str, Any], table: SpsTable, blocks: BlockSource) -
 def _key(table: SpsTable) -> str:
     target, draft = (table.key.get(name, "?").partition(":")[0] for name in ("target", "draft"))
     return f"{target} with drafter {draft}, {table.key.get('dtype', '?')}, on {table.key.get('device', '?')}"
-
-
-def _points_table(points: list[Point]) -> Table:
-    load = "users" if points[0].users is not None else "arrivals/s"
-    table = _new_table(
-        "policy", load, "tok/s", "one user", "TTFT ms", "TPOT ms", "accept length", "verify", "wasted", "parked"
-    )
-    for index, point in enumerate(points):
-        f = point.figures
-        table.add_row(
-            point.policy,
-            str(point.users if point.users is not None else f"{point.rate:g}"),
-            f"{f.output_tok_s:.1f}",
-            f"{f.user_tok_s:.1f}",
-            f"{f.ttft_ms:.0f}",
-            f"{f.tpot_ms:.1f}",
-            f"{f.accept_length:.2f}",
-            f"{f.verify_len:.2f}",
-            f"{f.wasted:.0%}",
-            f"{f.parked:.0%}",
-            end_section=points[min(index + 1, len(points) - 1)].policy != point.policy,
-        )
-    return table
-
-
-def _comparison_table(comparisons: list[Comparison]) -> Table:
-    table = _new_table(
-        "users", "policy", "tok/s", "rounds", "simu- lated", "error", "step ms", "simu- lated", "error at it"
-    )
-    for c in comparisons:
-        m, mark = c.measured, "" if abs(c.error) <= _TOLERANCE else "*"
-        table.add_row(
-            str(m.users),
-            m.policy,
-            f"{m.tok_s:.1f}",
-            f"{m.slowest:.0f}-{m.fastest:.0f}",
-            f"{c.tok_s:.1f}",
-            f"{c.error:+.1%}{mark}",
-            f"{m.step_ms:.1f}",
-            f"{c.step_ms:.1f}",
-            f"{c.error_at_speed:+.1%}",
-        )
-    return table
-
-
-def _new_table(*headings: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
-    return table

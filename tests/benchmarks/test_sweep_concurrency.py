@@ -12,10 +12,11 @@ import pytest
 import sweep_concurrency
 from click.testing import CliRunner
 from fake_engine import FakeEngine, served
-from serving import provenance
 from serving import sweep as sweep_module
 from serving.load import poisson_arrivals
 from serving.row import COLUMNS
+
+from sglang_dspark import provenance
 
 
 class FakeServer:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
-from serving import provenance
 from serving.client import Reply
 from serving.configurations import Configuration
 from serving.counters import STAT_KEYS
@@ -16,6 +15,8 @@ from serving.results import complete
 from serving.row import COLUMNS, Observation, Origin, RowWriter, make_row
 from serving.schedule import Cell
 from serving.sla import Sla
+
+from sglang_dspark import provenance
 
 ORIGIN = Origin("set.jsonl", "target", "draft", "abc", "sglang=1 torch=2", "cpu, 2 cores", "")
 CELL = Cell(Configuration("s3", "static", "3", "float32"), Load(2), 5, 1)

@@ -58,7 +58,8 @@ class TraceServer(ThreadingHTTPServer):
             if self.has_head:
                 entry["confidence"] = [STRETCH * logit for logit in logits]
             trace += [entry, *[None] * accepted]
-        return {"dspark_trace": trace} if self.has_traces else {}
+        counts = {"completion_tokens": len(trace), "finish_reason": {"type": "length"}}
+        return counts | ({"dspark_trace": trace} if self.has_traces else {})
 
 
 class Handler(BaseHTTPRequestHandler):

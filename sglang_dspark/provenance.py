@@ -15,14 +15,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 PACKAGES = ("sglang-dspark", "sglang", "torch", "transformers", "triton")
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def commit() -> str:
     """Commit of this repository, and ``-dirty`` when the measured code differs from it; ``unknown`` outside git."""
+    if not (REPOSITORY / ".git").exists():  # installed, perhaps into a folder of somebody else's repository
+        return "unknown"
     sha = _output("git", "-C", str(REPOSITORY), "rev-parse", "HEAD")
     return f"{sha}{'-dirty' if _changes() else ''}" if sha else "unknown"
 
@@ -64,7 +64,8 @@ def gpu() -> str:
 
 def hardware() -> dict[str, Any]:
     """CPU, GPU and memory of this machine."""
-    return {"cpu": cpu(), "gpu": gpu(), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1)}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu(), "gpu": gpu(), "memory_gib": round(memory / 2**30, 1)}
 
 
 def command(argv: Sequence[str] = sys.argv) -> str:

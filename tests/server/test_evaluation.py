@@ -1,0 +1,49 @@
+"""``evaluate`` on a real server against the server's own counters."""
+
+import itertools
+import json
+
+import pytest
+from click.testing import CliRunner
+from golden_server import policy
+
+from sglang_dspark.cli import main
+from sglang_dspark.simulator.blocks import RecordedBlocks
+
+MAX_TOKENS, GAMMA = 40, 7
+FIRST, SECOND = ("red", "old", "quick"), ("cat", "river", "lamp", "bird")
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_accept_length_agrees_with_the_counters(dspark, tmp_path, temperature):
+    prompts, output, blocks = (tmp_path / name for name in ("set.jsonl", "out.json", "blocks.jsonl"))
+    texts = [f"{first} {second} sees the {second}" for first, second in itertools.product(FIRST, SECOND)]
+    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
+    options = ["--url", dspark.url, "--prompts", str(prompts), "--raw", "--temperature", str(temperature)]
+    options += ["--max-tokens", str(MAX_TOKENS), "--output", str(output), "--blocks", str(blocks)]
+    with policy(dspark, "static"):
+        before = dspark.get_json("/dspark/stats")
+        result = CliRunner().invoke(main, ["evaluate", *options])
+        after = dspark.get_json("/dspark/stats")
+    assert result.exit_code == 0, result.output
+    [measured] = json.loads(output.read_text())["results"]
+    rounds, committed, accepted = (
+        after[key] - before[key] for key in ("rounds", "committed_tokens", "accepted_tokens")
+    )
+    assert measured["rounds"] == rounds
+    # The counters know nothing of stop tokens: what follows one in a block, and a bonus after it, they count.
+    most_more = len(texts) * (GAMMA + 1)
+    assert 0 <= committed - measured["accept_length"] * rounds <= most_more
+    assert accepted >= measured["survival"][0] * rounds
+    assert len(RecordedBlocks.load(blocks).accepted) <= rounds
+    assert len(measured["confidence"]) == GAMMA
+
+
+def test_a_server_that_does_not_verify_whole_blocks(dspark, tmp_path):
+    (tmp_path / "set.jsonl").write_text('{"turns": ["red cat"]}\n')
+    with policy(dspark, "static", verify_len=2):
+        result = CliRunner().invoke(
+            main, ["evaluate", "--url", dspark.url, "--prompts", str(tmp_path / "set.jsonl"), "--raw"]
+        )
+    assert result.exit_code == 1
+    assert "did not verify a whole block" in result.output
