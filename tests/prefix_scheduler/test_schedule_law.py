@@ -16,6 +16,7 @@ from step_tables import make_table
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.prefix_scheduler import policies
 from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.worker import schedule as schedule_module
@@ -111,6 +112,7 @@ def meddling(schedule, step, out_tokens):
         schedule.policy._steps_to_probe = 0
 
 
+MEAN_ACCEPTANCE = 0.6
 OPTIONS = {
     "static": DSparkConfig(schedule="static", verify_len=2),
     "early-stop": DSparkConfig(schedule="early-stop"),
@@ -126,13 +128,16 @@ def model():
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_text_follows_the_target(model, name):
+def test_the_text_follows_the_target(model, name, monkeypatch):
+    # Blocks are too short here for the usual short block, and the acceptance in each step is about this.
+    monkeypatch.setattr(policies, "ADAPTIVE_LOW_BLOCK", 1)
+    monkeypatch.setattr(policies, "ADAPTIVE_ACCEPTANCE", MEAN_ACCEPTANCE)
     schedule = make_schedule(OPTIONS[name])
     anchors, out_tokens, choices = serve(model, schedule)
     assert model.law_p_value(anchors, out_tokens) > ALPHA
     assert schedule.calibration.num_refits > 10
-    if name != "static":
-        assert all((torch.cat([lens for _, lens in choices]) == n).any() for n in range(3))
+    chosen = set(torch.cat([lens for _, lens in choices]).tolist())
+    assert chosen == {"static": {2}, "adaptive-block": {1, GAMMA}}.get(name, set(range(GAMMA + 1)))
 
 
 def every_kind_of_ask(anchors):
