@@ -45,7 +45,14 @@ def install_in_front_end() -> None:
                 "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
                 HookType.AFTER,
                 requests.check_request,
-                "features that DSPARK does not serve yet answer HTTP 400 instead of being dropped",
+                "features that DSPARK does not serve, and tokens that do not exist, answer HTTP 400",
+            ),
+            Hook(
+                "refuse-wrong-types",
+                "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+                HookType.AROUND,
+                requests.check_types,
+                "a sampling parameter of a wrong type must not get as far as the scheduler",
             ),
             Hook(
                 "report-counts",

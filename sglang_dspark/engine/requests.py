@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_dspark.engine import speculation
@@ -34,12 +35,35 @@ def _refusals(request: GenerateReqInput, vocab_size: int) -> Iterator[str]:
     if not request.return_logprob:
         return
     # SGLang looks these up without a check, in the process that serves everybody.
-    number = request.top_logprobs_num or 0
-    if not 0 <= number <= vocab_size:
-        yield f"top_logprobs_num={_shown(number)} is not a number of tokens; pass 0 to {vocab_size}"
-    for token in request.token_ids_logprob or ():
-        if not 0 <= token < vocab_size:
-            yield f"token_ids_logprob names {_shown(token)}, which is no token; pass ids from 0 to {vocab_size - 1}"
+    for name, least, most in (("top_logprobs_num", 0, vocab_size), ("logprob_start_len", -1, None)):
+        value = getattr(request, name)
+        if not isinstance(value, int) or value < least or (most is not None and value > most):
+            yield f"{name}={_shown(value)} is out of range; pass an integer from {least}" + (
+                f" to {most}" if most else ""
+            )
+    named = request.token_ids_logprob
+    if named is None:
+        return
+    if not isinstance(named, list) or not all(isinstance(token, int) and 0 <= token < vocab_size for token in named):
+        yield f"token_ids_logprob={_shown(named)}; pass a list of token ids from 0 to {vocab_size - 1}"
+
+
+def check_types(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse sampling parameters of a wrong type, which would otherwise be found out by the scheduler, and end it.
+
+    Around SGLang's making of the object that travels to the scheduler.
+
+    Raises:
+        ValueError: names the parameter; SGLang answers HTTP 400.
+    """
+    try:
+        tokenized = original(manager, *args, **kwargs)
+        parameters = msgspec.to_builtins(tokenized.sampling_params, str_keys=True)
+        # What custom_params may hold is for those to say who read it.
+        msgspec.convert({**parameters, "custom_params": None}, type(tokenized.sampling_params))
+    except (TypeError, msgspec.ValidationError) as error:
+        raise ValueError(f"sampling_params: {error}") from error
+    return tokenized
 
 
 def _shown(value: Any) -> str:

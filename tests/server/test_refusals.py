@@ -39,12 +39,40 @@ def test_request_fields_that_are_not_served():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("token_ids_logprob", [3, 256]), ("token_ids_logprob", [-1]), ("top_logprobs_num", 257), ("top_logprobs_num", -1)],
+    [
+        ("token_ids_logprob", [3, 256]),
+        ("token_ids_logprob", [-1]),
+        ("token_ids_logprob", "ab"),
+        ("top_logprobs_num", 257),
+        ("top_logprobs_num", -1),
+        ("logprob_start_len", "x"),
+    ],
 )
 def test_logprobs_of_what_is_no_token(dspark, field, value):
     message = refused(dspark, "/generate", greedy([5, 6, 7], 4, return_logprob=True, **{field: value}))
     assert field in message
     assert "pass" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sampling_seed", "x"),
+        ("top_k", 1.5),
+        ("temperature", "hot"),
+        ("logit_bias", {"5": "much"}),
+        ("logit_bias", 3),
+        ("stop", 3),
+        ("stop_token_ids", [[1]]),
+        ("presence_penalty", [1]),
+        ("no_such_parameter", 1),
+    ],
+)
+def test_parameters_of_a_wrong_type(dspark, field, value):
+    """Some of them SGLang answers with an internal error, others would end the scheduler."""
+    body = greedy([5, 6, 7], 4)
+    body["sampling_params"][field] = value
+    assert "sampling_params: " in refused(dspark, "/generate", body)
 
 
 @pytest.mark.parametrize(

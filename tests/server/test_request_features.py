@@ -9,6 +9,7 @@ import json
 import math
 import urllib.error
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -363,58 +364,63 @@ def test_nothing_is_left_behind_by_a_flush(dspark_letters):
     assert output_ids(dspark_letters, [request]) == before
 
 
-good_or_bad = st.fixed_dictionaries(
+# Values of the right types, in and out of range; wrong types are in test_refusals.py.
+PARAMETERS = st.fixed_dictionaries(
     {},
     optional={
-        "temperature": st.sampled_from([0, 0.0, 0.7, 1, 3.5, -1, "hot", None]),
-        "top_k": st.sampled_from([-1, 1, 5, 10**6, 0, -2, 1.5, None]),
-        "top_p": st.sampled_from([1.0, 0.3, 1e-6, 0.0, 1.2, "x"]),
+        "temperature": st.sampled_from([0, 0.0, 0.7, 1, 3.5, -1, None]),
+        "top_k": st.sampled_from([-1, 1, 5, 10**6, 0, -2, None]),
+        "top_p": st.sampled_from([1.0, 0.3, 1e-6, 0.0, 1.2]),
         "min_p": st.sampled_from([0.0, 0.5, 1.0, -0.1, 2]),
-        "frequency_penalty": st.sampled_from([0, 0.5, -2, 2, 2.1, -3, "a", None]),
-        "presence_penalty": st.sampled_from([0, 1.5, -2, 5, [1]]),
+        "frequency_penalty": st.sampled_from([0, 0.5, -2, 2, 2.1, -3, None]),
+        "presence_penalty": st.sampled_from([0, 1.5, -2, 5]),
         "repetition_penalty": st.sampled_from([1, 1.0, 0.1, 2, 0, -1, 3, None]),
         "min_new_tokens": st.sampled_from([0, 1, 3, 4, 100, -1, None]),
         "max_new_tokens": st.sampled_from([1, 3, 4, 0, -1]),
-        "logit_bias": st.sampled_from([{}, {"3": 1.0}, {"3": -100, "255": 100}, {"256": 1.0}, {"-1": 1}, {"x": 1}, 3]),
-        "stop": st.sampled_from(["a", ["a", "b"], [], "", None, 3]),
-        "stop_token_ids": st.sampled_from([[1], [3, 4], [], None, "a"]),
-        "regex": st.sampled_from(["[a-c]+", "(", "", None]),
+        "logit_bias": st.sampled_from([{}, {"3": 1.0}, {"3": -100, "255": 100}, {"256": 1.0}, {"-1": 1}, {"x": 1}]),
+        "stop": st.sampled_from(["a", ["a", "b"], [], None]),
+        "stop_token_ids": st.sampled_from([[1], [3, 4], [], None]),
+        "regex": st.sampled_from(["[a-c]+", "(", None]),
         "json_schema": st.sampled_from(['{"type": "integer"}', "{", None]),
         "ebnf": st.sampled_from(['root ::= "a"', "root :=", None]),
-        "sampling_seed": st.sampled_from([0, 7, -1, 2**63 - 1, None, "x"]),
-        "n": st.sampled_from([1, 2, 0, "x"]),
+        "sampling_seed": st.sampled_from([0, 7, -1, 2**63 - 1, None]),
+        "n": st.sampled_from([1, 2]),
         "ignore_eos": st.sampled_from([True, False, None]),
         "skip_special_tokens": st.sampled_from([True, False]),
-        "no_such_parameter": st.just(1),
     },
 )
-good_or_bad_fields = st.fixed_dictionaries(
+FIELDS = st.fixed_dictionaries(
     {},
     optional={
-        "return_logprob": st.sampled_from([True, False, None, "x"]),
+        "return_logprob": st.sampled_from([True, False, None]),
         "top_logprobs_num": st.sampled_from([0, 1, 5]),
-        "logprob_start_len": st.sampled_from([-1, 0, 2, 4]),
-        "token_ids_logprob": st.sampled_from([[3], [3, 250], None]),
+        "logprob_start_len": st.sampled_from([-1, 0, 2, 3, 4]),
         "stream": st.sampled_from([False, None]),
     },
 )
-tried: list[int] = []
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(parameters=good_or_bad, fields=good_or_bad_fields)
-def test_any_parameters_get_the_status_of_the_plain_server(dspark_letters, plain_letters, parameters, fields):
-    request = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, **parameters}, **fields}
-    code, expected = (status(server, request) for server in (dspark_letters, plain_letters))
-    tried.append(code)
-    assert code == expected < 500
+def test_any_parameters_get_the_status_of_the_plain_server(dspark_letters, plain_letters):
+    """And leave a neighbour's text alone."""
+    codes: Counter[int] = Counter()
+    different: list[Any] = []
 
+    @settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(parameters=PARAMETERS, fields=FIELDS)
+    def try_one(parameters: dict[str, Any], fields: dict[str, Any]) -> None:
+        request = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, **parameters}, **fields}
+        code, expected = (status(server, request) for server in (dspark_letters, plain_letters))
+        codes[code] += 1
+        if code != expected or code >= 500:
+            different.append((code, expected, request))
 
-def test_the_server_is_none_the_worse_for_it(dspark_letters, plain_letters):
-    codes = {code: tried.count(code) for code in sorted(set(tried))}
-    print(f"{len(tried)} requests of random parameters: {codes}")  # noqa: T201
     bodies = [greedy(prompt, 32) for prompt in PROMPTS]
-    assert output_ids(dspark_letters, bodies) == output_ids(plain_letters, bodies)
+    expected = output_ids(plain_letters, bodies)
+    try_one()
+    print(f"{codes.total()} requests of random parameters, by status: {dict(codes)}")  # noqa: T201
+    assert different == []
+    assert min(codes[200], codes[400]) > 30
+    assert output_ids(dspark_letters, bodies) == expected
 
 
 def status(server: LaunchedServer, request: dict[str, Any]) -> int:
