@@ -278,7 +278,6 @@ function draw() {
   document.querySelectorAll(".span-name").forEach((node) => {
     node.textContent = span === recent ? "last minute" : "since start";
   });
-  chips(idle);
   readPointer();
 }
 
@@ -390,9 +389,9 @@ function drawFacts() {
   );
 }
 
-function chips(idle) {
+function chips() {
   const list = [[`policy ${stats.policy}${known(stats.schedule.verify_len) ? ` ${stats.schedule.verify_len}` : ""}`, "plain"]];
-  if (idle) list.push(["idle", ""]);
+  if (stats.recent.steps === 0) list.push(["idle", ""]);
   else if (stats.schedule.parked) list.push(["parked: plain steps are faster", "wait"]);
   else if (stats.policy === "off") list.push(["not speculating", "wait"]);
   else list.push(["speculating", "good"]);
@@ -471,6 +470,7 @@ async function poll() {
   lostSince = null;
   notice("");
   state("live");
+  chips();
   draw();
   return true;
 }

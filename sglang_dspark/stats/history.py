@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.stats.sums import Figures, Sums
 
@@ -83,5 +81,5 @@ class History:
 
 
 def _rates(figures: Figures, seconds: float) -> dict[str, float]:
-    span = np.maximum(seconds, 1e-9)
-    return {"tokens_per_s": float(figures.committed / span), "steps_per_s": float(figures.steps / span)}
+    span = max(seconds, 1e-9)
+    return {"tokens_per_s": figures.committed / span, "steps_per_s": figures.steps / span}

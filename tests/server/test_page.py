@@ -59,8 +59,8 @@ class Page:
         """Where requests went since the last call."""
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
-        # The browser's own first tab is made of chrome:// pages.
-        return {urlsplit(url).netloc for url in sent if not url.startswith(("data:", "chrome:"))}
+        # The browser's own first tab is made of chrome:// and chrome-untrusted:// pages.
+        return {urlsplit(url).netloc for url in sent if urlsplit(url).scheme in ("http", "https", "ws", "wss")}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,8 @@ def test_a_silent_server_is_said_to_be_silent(dspark, page):
     page.driver.execute_cdp_cmd("Network.emulateNetworkConditions", offline)
     page.wait_for_state("lost")
     assert "does not answer" in page.text("notice")
+    page.run("window.dispatchEvent(new Event('resize'))")
+    assert page.text("chips") == "no answer"
     page.driver.execute_cdp_cmd("Network.emulateNetworkConditions", {**offline, "offline": False})
     page.wait_for_state("live")
     assert not page.driver.find_element(By.ID, "notice").is_displayed()
