@@ -69,6 +69,9 @@ def _numbers(kind: type) -> Any:
 @click.option("--capacity", type=_COUNT, default=128, show_default=True, help="Its tokens per step at no extra cost.")
 @click.option("--csv", "csv_file", type=_FILE, help="Where the figures go (CSV).")
 @click.option("--plot", type=_FILE, help="Where a figure goes (PNG).")
+@click.option(
+    "--html", type=_FILE, help="Where a page with sliders goes: the crossover model, or with --table a server."
+)
 @click.pass_context
 def simulate(ctx: click.Context, /, **options: Any) -> None:
     """What a server would do under a load, from its step times and its drafter's acceptance.
@@ -101,6 +104,11 @@ def _example(console: Console, options: dict[str, Any]) -> None:
     model = CrossoverModel(*(options[name] for name in ("first", "decay", "block", "capacity")))
     console.print(tables.of_model(model, options["users"] or _EXAMPLE_USERS))
     console.print(_verdict(model))
+    if options["html"]:
+        from sglang_dspark.simulator.page import crossover_page
+
+        options["html"].write_text(crossover_page(), encoding="utf-8")
+        console.print(options["html"], soft_wrap=True)
 
 
 def _verdict(model: CrossoverModel) -> str:
@@ -144,6 +152,15 @@ def _sweep(console: Console, options: dict[str, Any]) -> None:
     if options["csv_file"]:
         write_csv(options["csv_file"], points)
         console.print(options["csv_file"], soft_wrap=True)
+    if options["html"]:
+        from sglang_dspark.simulator.page import simulation_page
+
+        if not users:
+            raise click.UsageError("--html shows numbers of users; drop --rate")
+        with progress_bar(console, "points of the page", 3 * len(users)) as advance:
+            page = simulation_page(conditions, users, f"DSPARK on {_key(table)}", caption, advance)
+        options["html"].write_text(page, encoding="utf-8")
+        console.print(options["html"], soft_wrap=True)
     if options["plot"]:
         from sglang_dspark.simulator.sweep_plot import sweep_figure
 
