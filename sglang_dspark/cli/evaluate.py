@@ -129,10 +129,11 @@ def _provenance(files: Sequence[Path], **protocol: Any) -> dict[str, Any]:
 def _ask(console: Console, client: Any, sets: dict[str, list[str]], concurrency: int) -> list[MeasuredSet]:
     from sglang_dspark.evaluation.measured_set import MeasuredSet
 
+    gamma = client.block_size()
     measured = []
     with progress_bar(console, "prompts", sum(map(len, sets.values()))) as advance:
         for name, prompts in sets.items():
-            measured.append(MeasuredSet.from_answers(name, client.ask_all(prompts, concurrency, advance)))
+            measured.append(MeasuredSet.from_answers(name, client.ask_all(prompts, concurrency, advance), gamma))
     return measured
 
 
