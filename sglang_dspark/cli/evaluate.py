@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sglang_dspark.cli.outputs import check_outputs
+from sglang_dspark.cli.outputs import check_folders, check_outputs
 from sglang_dspark.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def evaluate(
 
     console = Console(highlight=False)
     check_outputs(output, plot)
+    check_folders({"--csv": csv_file, "--blocks": blocks_file})
     sets = {path.stem: read_prompts(path, limit) for path in files}
     if len(sets) < len(files):
         raise click.UsageError("two of the --prompts have the same name, which is that of their set; rename one")
