@@ -61,6 +61,14 @@ class TraceClient:
             )
         return info["model_path"], info["speculative_draft_model_path"]
 
+    def block_size(self) -> int:
+        """Drafts per block of the server.
+
+        Raises:
+            ConfigError: nobody answers.
+        """
+        return int(self._request("/dspark/stats")["block_size"])
+
     def ask_all(self, prompts: Sequence[str], concurrency: int, on_answer: Callable[[], None]) -> list[Answer]:
         """The answers with their traces, in the order of the prompts.
 

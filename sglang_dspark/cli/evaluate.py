@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from sglang_dspark.cli.outputs import check_outputs
+from sglang_dspark.cli.outputs import check_folders, check_outputs
 from sglang_dspark.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ def evaluate(
 
     console = Console(highlight=False)
     check_outputs(output, plot)
+    check_folders({"--csv": csv_file, "--blocks": blocks_file})
     sets = {path.stem: read_prompts(path, limit) for path in files}
     if len(sets) < len(files):
         raise click.UsageError("two of the --prompts have the same name, which is that of their set; rename one")
@@ -129,10 +130,11 @@ def _provenance(files: Sequence[Path], **protocol: Any) -> dict[str, Any]:
 def _ask(console: Console, client: Any, sets: dict[str, list[str]], concurrency: int) -> list[MeasuredSet]:
     from sglang_dspark.evaluation.measured_set import MeasuredSet
 
+    gamma = client.block_size()
     measured = []
     with progress_bar(console, "prompts", sum(map(len, sets.values()))) as advance:
         for name, prompts in sets.items():
-            measured.append(MeasuredSet.from_answers(name, client.ask_all(prompts, concurrency, advance)))
+            measured.append(MeasuredSet.from_answers(name, client.ask_all(prompts, concurrency, advance), gamma))
     return measured
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sglang_dspark.cli import simulation_tables as tables
-from sglang_dspark.cli.outputs import check_outputs
+from sglang_dspark.cli.outputs import check_folders, check_outputs
 from sglang_dspark.cli.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -69,6 +69,9 @@ def _numbers(kind: type) -> Any:
 @click.option("--capacity", type=_COUNT, default=128, show_default=True, help="Its tokens per step at no extra cost.")
 @click.option("--csv", "csv_file", type=_FILE, help="Where the figures go (CSV).")
 @click.option("--plot", type=_FILE, help="Where a figure goes (PNG).")
+@click.option(
+    "--html", type=_FILE, help="Where a page with sliders goes: the crossover model, or with --table a server."
+)
 @click.pass_context
 def simulate(ctx: click.Context, /, **options: Any) -> None:
     """What a server would do under a load, from its step times and its drafter's acceptance.
@@ -80,27 +83,43 @@ def simulate(ctx: click.Context, /, **options: Any) -> None:
 
     console = Console(highlight=False)
     check_outputs(None, options["plot"])
+    check_folders({"--csv": options["csv_file"], "--html": options["html"]})
     if options["published"]:
+        _refuse(options, "--published prints tables", "csv_file", "plot", "html")
         _published(console)
     elif options["example"] or not (options["table_file"] or options["sweep_file"]):
+        _refuse(
+            options, "the crossover model is printed, or goes to --html; the others need --table", "csv_file", "plot"
+        )
         _example(console, options)
     elif options["table_file"] is None:
         raise click.UsageError("--check needs the --table of the machine that the sweep ran on")
     elif options["sweep_file"]:
+        _refuse(options, "--check takes its load from the sweep, and writes --csv", "users", "rates", "plot", "html")
         _check(console, options)
     else:
         _sweep(console, options)
 
 
+def _refuse(options: dict[str, Any], why: str, *names: str) -> None:
+    """Options that would have no effect."""
+    given = [name for name in names if options[name]]
+    if given:
+        flags = {"csv_file": "--csv", "rates": "--rate"}
+        raise click.UsageError(f"{why}; drop {flags.get(given[0], '--' + given[0])}")
+
+
 def _example(console: Console, options: dict[str, Any]) -> None:
     from sglang_dspark.simulator.crossover import CrossoverModel
 
-    for given in ("csv_file", "plot"):
-        if options[given]:
-            raise click.UsageError("the crossover model is printed; --csv and --plot need --table")
     model = CrossoverModel(*(options[name] for name in ("first", "decay", "block", "capacity")))
     console.print(tables.of_model(model, options["users"] or _EXAMPLE_USERS))
     console.print(_verdict(model))
+    if options["html"]:
+        from sglang_dspark.simulator.page import crossover_page
+
+        options["html"].write_text(crossover_page(), encoding="utf-8")
+        console.print(options["html"], soft_wrap=True)
 
 
 def _verdict(model: CrossoverModel) -> str:
@@ -126,6 +145,8 @@ def _sweep(console: Console, options: dict[str, Any]) -> None:
 
     if options["users"] and options["rates"]:
         raise click.UsageError("--users is a closed loop and --rate an open one; give one of them")
+    if options["rates"]:
+        _refuse(options, "the page of --html shows numbers of users, not --rate", "html")
     users = () if options["rates"] else options["users"] or (1, 2, 4, 8, 16)
     table, blocks = _table(options), _blocks(options)
     if blocks is None:
@@ -144,6 +165,13 @@ def _sweep(console: Console, options: dict[str, Any]) -> None:
     if options["csv_file"]:
         write_csv(options["csv_file"], points)
         console.print(options["csv_file"], soft_wrap=True)
+    if options["html"]:
+        from sglang_dspark.simulator.page import simulation_page
+
+        with progress_bar(console, "points of the page", 3 * len(users)) as advance:
+            page = simulation_page(conditions, users, f"DSPARK on {_key(table)}", caption, advance)
+        options["html"].write_text(page, encoding="utf-8")
+        console.print(options["html"], soft_wrap=True)
     if options["plot"]:
         from sglang_dspark.simulator.sweep_plot import sweep_figure
 
@@ -154,7 +182,8 @@ def _sweep(console: Console, options: dict[str, Any]) -> None:
 def _check(console: Console, options: dict[str, Any]) -> None:
     from sglang_dspark.simulator.check import compare, host_ms, read_sweep, write_csv
 
-    table, blocks, points = _table(options), _blocks(options), read_sweep(options["sweep_file"])
+    table, blocks = _table(options), _blocks(options)
+    points = read_sweep(options["sweep_file"], table.key.get("dtype"))
     with progress_bar(console, "points", len(points)) as advance:
         comparisons = compare(points, table, blocks, _prefill(options, table), advance)
     console.print(tables.of_comparisons(comparisons, _TOLERANCE))

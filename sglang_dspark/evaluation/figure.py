@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL_INCHES = (4.6, 3.6)
+# Thresholds below 0.3 hardly cut anything: their labels would lie on each other.
+_FIRST_LABEL = 3
 
 
 def evaluation_figure(sets: Sequence[MeasuredSet], caption: str) -> Figure:
@@ -41,7 +43,7 @@ def evaluation_figure(sets: Sequence[MeasuredSet], caption: str) -> Figure:
             [row["verified"] for row in sweep], [row["accept_length"] for row in sweep], color=color, marker="."
         )
         if index == 0:
-            for row in sweep:
+            for row in sweep[_FIRST_LABEL:-1]:
                 place = row["verified"], row["accept_length"]
                 thresholds.annotate(f"{row['threshold']:g}", place, xytext=(3, -9), textcoords="offset points", size=7)
         _draw_reliability(reliability, measured, color)

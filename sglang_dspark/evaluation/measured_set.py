@@ -46,8 +46,11 @@ class MeasuredSet:
     answer: Ints
 
     @classmethod
-    def from_answers(cls, name: str, answers: Sequence[Answer]) -> Self:
+    def from_answers(cls, name: str, answers: Sequence[Answer], gamma: int) -> Self:
         """Collect the rounds.
+
+        Args:
+            gamma: drafts of a whole block.
 
         Raises:
             ConfigError: there are none, or some were verified in part.
@@ -58,11 +61,14 @@ class MeasuredSet:
             for position, entry in enumerate(answer.trace)
             if entry
         ]
-        gamma = max((len(entry["draft"]) for _, _, entry in rounds), default=0)
         cut = sum(entry["verified"] < gamma for _, _, entry in rounds)
-        if gamma == 0 or cut:
+        if not rounds:
             raise ConfigError(
-                f"{name}: {cut or 'all'} of {len(rounds)} rounds did not verify a whole block of drafts, so that the "
+                f"{name}: every answer ended with its first token; give other prompts or more --max-tokens"
+            )
+        if cut:
+            raise ConfigError(
+                f"{name}: {cut} of {len(rounds)} rounds did not verify a whole block of drafts, so that the "
                 "accept length is the schedule's as much as the drafter's; start the server with "
                 "--speculative-dspark-schedule static and without --speculative-dspark-verify-len, or switch it with "
                 'POST /dspark/policy {"policy": "static"}'

@@ -85,22 +85,29 @@ class Comparison:
         return self.tok_s / self.slowdown / self.measured.tok_s - 1
 
 
-def read_sweep(path: Path) -> list[Measured]:
+def read_sweep(path: Path, dtype: str | None = None) -> list[Measured]:
     """The points of a ``sweep.csv``, by concurrency.
 
+    Args:
+        dtype: that of the step times: rows of servers in another one are left out. None takes all.
+
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or has no such rows.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = [_numbers(row) for row in csv.DictReader(file)]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"--check {path}: {error!r}; give a sweep.csv of benchmarks/sweep_concurrency.py") from error
+    rows = [row for row in rows if dtype in (None, row["dtype"])]
     if not rows:
-        raise ConfigError(f"--check {path} has no rows; give a sweep.csv of benchmarks/sweep_concurrency.py")
+        raise ConfigError(
+            f"--check {path} has no rows of {dtype or 'any'} servers; give a sweep.csv of benchmarks/sweep_concurrency.py "
+            "and a table of the same dtype"
+        )
 
     def place(row: Row) -> tuple[int, str]:
-        return int(row["concurrency"]), row["config"].partition("@")[0]
+        return int(row["concurrency"]), row["policy"]
 
     rows.sort(key=place)
     return [_measured(policy, users, list(group)) for (users, policy), group in groupby(rows, key=place)]
@@ -109,7 +116,12 @@ def read_sweep(path: Path) -> list[Measured]:
 def _numbers(row: Row) -> Row:
     numbers = {name: float(row[name]) for name in _NUMBERS}
     counts = {name: float(row[name] or "nan") for name in _COUNTS}
-    return {"config": row["config"], **numbers, **counts}
+    policy = row["policy"]
+    if policy == "static":
+        policy = f"static:{int(row['verify_len'])}"
+    elif policy == "threshold":  # whose argument stands in the label alone
+        policy = row["config"].partition("@")[0].rpartition("=")[2]
+    return {"policy": policy, "dtype": row["dtype"], **numbers, **counts}
 
 
 def _measured(policy: str, users: int, rows: Sequence[Row]) -> Measured:

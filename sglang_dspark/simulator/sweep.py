@@ -76,9 +76,16 @@ class Point:
 
 
 def simulate_point(
-    conditions: Conditions, policy: str, users: int | None = None, rate: float | None = None
+    conditions: Conditions, policy: str, users: int | None = None, rate: float | None = None, lanes: int = 0
 ) -> tuple[Point, Outcome]:
-    """Warm the schedule up, as a server that has been running, and measure; also the last repeat in detail."""
+    """Warm the schedule up, as a server that has been running, and measure.
+
+    Args:
+        lanes: steps to keep in detail.
+
+    Returns:
+        The figures, and the last repeat.
+    """
     workload = conditions.workload(users, rate)
     outcomes = []
     for repeat in range(conditions.repeats):
@@ -89,6 +96,7 @@ def simulate_point(
             overlap=conditions.overlap,
             max_running=conditions.max_running,
             seed=conditions.seed + repeat,
+            lanes=lanes,
         )
         if not policy.startswith(("static", "off")):
             server.serve(replace(workload, num_requests=-(-workload.num_requests // 2)))

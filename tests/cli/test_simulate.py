@@ -68,13 +68,28 @@ def test_the_check_names_how_many_points_agree(run, tmp_path):
         (("--users", "1,x"), "is not a list of numbers"),
         (("--users", "0"), "not above 0"),
         (("--table", "sps.json", "--users", "1", "--rate", "1"), "give one of them"),
-        (("--csv", "out.csv"), "need --table"),
+        (("--csv", "out.csv"), "need --table; drop --csv"),
+        (("--published", "--html", "x.html"), "drop --html"),
+        (("--table", "sps.json", "--check", "sweep.csv", "--rate", "1"), "drop --rate"),
     ],
 )
 def test_options_that_do_not_go_together(run, options, says):
     result = run("simulate", *options)
     assert result.exit_code == 2
     assert says in result.output
+
+
+def test_pages_are_written(run, tmp_path):
+    options = ("--table", write_table(tmp_path), "--conditional", "0.8,0.7", "--policies", "off", "--users", "1,2")
+    for name, arguments in {"model": (), "server": options}.items():
+        path = tmp_path / f"{name}.html"
+        assert run("simulate", *arguments, "--html", path).exit_code == 0
+        assert path.read_text().startswith("<!doctype html>")
+
+
+def test_a_folder_that_does_not_exist(run, tmp_path):
+    result = run("simulate", "--html", tmp_path / "none" / "out.html")
+    assert (result.exit_code, "there is no folder" in result.output) == (1, True)
 
 
 def test_a_table_needs_acceptance(run, tmp_path):

@@ -66,6 +66,9 @@ class Handler(BaseHTTPRequestHandler):
     server: TraceServer
 
     def do_GET(self):
+        if self.path == "/dspark/stats":
+            self._answer({"block_size": GAMMA})
+            return
         assert self.path == "/server_info"
         pair = {"model_path": "org/Target-1B", "speculative_draft_model_path": "/models/draft-1b"}
         self._answer({"speculative_algorithm": self.server.algorithm, **pair})

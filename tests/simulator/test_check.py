@@ -46,6 +46,15 @@ def test_acceptance_is_recovered_from_the_fixed_lengths():
         assert survival == pytest.approx(step, abs=0.02)
 
 
+def test_servers_of_another_dtype_are_left_out():
+    path = RESULTS / "one_user" / "sweep.csv"  # a plain server in either
+    both, one = read_sweep(path), read_sweep(path, "bfloat16")
+    slow, fast = (next(p.tok_s for p in points if p.policy == "plain") for points in (both, one))
+    assert slow < fast
+    with pytest.raises(ConfigError, match="no rows of float16 servers"):
+        read_sweep(path, "float16")
+
+
 def test_files_that_are_no_sweep(tmp_path):
     (tmp_path / "sweep.csv").write_text("a,b\n1,2\n")
     for path in (tmp_path / "sweep.csv", tmp_path / "none.csv"):
