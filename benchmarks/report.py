@@ -86,7 +86,7 @@ def render(folder: Path) -> str:
     if not path.exists():
         raise ConfigError(f"{folder} has no sweep.csv; pass the --output folder of benchmarks/sweep_concurrency.py")
     frame = read_sweep(path)
-    provenance, agreement = (_read_json(folder / name) for name in ("provenance.json", "agreement.json"))
+    provenance, agreement = (_read_json(folder / file) for file in ("provenance.json", "agreement.json"))
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )

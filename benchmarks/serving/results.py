@@ -35,6 +35,8 @@ def complete(frame: pd.DataFrame) -> pd.DataFrame:
     frame.attrs["absent"] = [column for column in COLUMNS if column not in frame]
     if "rate" not in frame:
         frame["rate"] = float("nan")
+    if "model" in frame:
+        frame["model"] = frame["model"].fillna("a model served elsewhere")
     # Whole numbers again: a column with empty cells is read as floats.
     frame["concurrency"] = frame["concurrency"].astype("Int64")
     frame["load"] = [

@@ -61,7 +61,7 @@ _REMEDY = (
 
 TERMS = (
     *("commit", "changes", "versions", "hardware", "target", "draft", "dflash_draft", "prompts", "sampling", "sla"),
-    *("device", "num_prompts", "rate_seconds"),
+    *("device", "cpu_flags", "num_prompts", "rate_seconds"),
 )
 """Keys of ``provenance.json`` that have to be equal for rows to be comparable."""
 

@@ -136,6 +136,8 @@ class Sweep:
             "draft": _name(self.draft),
             "dflash_draft": _name(self.dflash_draft),
             "device": self.device,
+            # More users later would mean other servers.
+            "cpu_flags": [*CPU_FLAGS, *self._admitted()] if self.device == "cpu" else None,
             "prompts": [{"file": path.name, "sha256": provenance.file_digest(path)} for path in self.prompts_paths],
             "num_prompts": self.num_prompts,
             "rate_seconds": self.rate_seconds,
@@ -155,9 +157,12 @@ class Sweep:
     def _launched(self, flags: tuple[str, ...]) -> LaunchedServer:
         assert self.target is not None, "flags() has refused this"
         if self.device == "cpu":
-            limit = str(max([CPU_MAX_REQUESTS, *(load.concurrency or 0 for load in self.loads)]))
-            return LaunchedServer(self.target, *CPU_FLAGS, "--max-running-requests", limit, *flags, env=CPU_ENV)
+            return LaunchedServer(self.target, *CPU_FLAGS, *self._admitted(), *flags, env=CPU_ENV)
         return LaunchedServer(self.target, *flags)
+
+    def _admitted(self) -> tuple[str, str]:
+        limit = max([CPU_MAX_REQUESTS, *(load.concurrency or 0 for load in self.loads)])
+        return "--max-running-requests", str(limit)
 
     def _external(self, configuration: Configuration) -> ExternalServer:
         return ExternalServer(configuration.url, self.api_key)

@@ -195,6 +195,7 @@ def test_caption_says_what_was_measured_and_where():
     text = caption(complete(sweep()))
     for part in ("target, float32 on some CPU, 2 cores", "set.jsonl", "3 rounds", "sglang=1", "commit 0123456789ab"):
         assert part in text
+    assert caption(complete(sweep().assign(model=np.nan))).startswith("a model served elsewhere, float32 on")
 
 
 def test_command_writes_all_figures(tmp_path):

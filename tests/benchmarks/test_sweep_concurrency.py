@@ -239,6 +239,14 @@ def test_other_terms_are_not_mixed_unless_told_to(sweep, change, named):
     assert result.exit_code == 0 and len(cells_of(output)) == 1
 
 
+def test_more_users_than_the_servers_admitted_are_other_terms(sweep):
+    options = ("--config", "plain", "--num-prompts", "1", "--rounds", "1")
+    sweep(*options, "--concurrency", "1")
+    assert sweep(*options, "--concurrency", "1,2")[0].exit_code == 0
+    result, _ = sweep(*options, "--concurrency", "1,17")
+    assert result.exit_code == 1 and "cpu_flags" in result.output
+
+
 def test_other_commit_is_not_mixed(sweep, monkeypatch):
     options = ("--config", "plain", "--num-prompts", "2", "--concurrency", "1", "--rounds", "1")
     sweep(*options)
