@@ -17,6 +17,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, add_flags, flag_name, flag_texts
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.hub import local_folder
 from sglang_dspark.draft.pairing import check_architecture, check_target
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 from sglang_dspark.draft.weights import check_draft_model
@@ -61,7 +62,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> A
 
 def _with_dspark(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
     # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
-    check_drafter(namespace.speculative_draft_model_path, DSparkConfig.resolve(flag_texts(namespace)).draft_free)
+    namespace.speculative_draft_model_path = find_drafter(namespace, DSparkConfig.resolve(flag_texts(namespace)))
     _choose_attention_backend(namespace)
     if namespace.sampling_backend not in (None, "pytorch"):
         raise ConfigError(
@@ -90,29 +91,31 @@ def _choose_attention_backend(namespace: Any) -> None:
         namespace.attention_backend = ATTENTION_BACKEND.get(device)
 
 
-def check_drafter(path: str | None, draft_free: bool) -> None:
-    """Refuse a drafter that is missing, damaged or of no use, before the target is loaded.
+def find_drafter(args: Any, config: DSparkConfig) -> str | None:
+    """Folder of the drafter that ``args`` name, checked before the target is loaded; None where none is to be served.
 
     Raises:
         ConfigError: no path was given; or one where no drafter is to be served.
-        CheckpointError: a file is missing or damaged, or the tensors do not fit ``config.json``.
+        CheckpointError: there is no such checkpoint, a file is missing or damaged, or the tensors do not fit
+            ``config.json``.
     """
-    flag = "--speculative-draft-model-path"
-    if draft_free:
+    flag, path = "--speculative-draft-model-path", args.speculative_draft_model_path
+    if config.draft_free:
         if path is not None:
             raise ConfigError(
                 f"{flag}={path} names a drafter, and {flag_name('draft_free')} serves without one; drop one of them"
             )
-        return
+        return None
     if not path:
         raise ConfigError(
             f"DSPARK needs a drafter: pass {flag} with a DeepSpec-format checkpoint of your target, "
             f"or {flag_name('draft_free')} to serve requests with presets alone"
         )
-    if not (Path(path) / "config.json").is_file():
-        raise CheckpointError(f"{flag}={path!r} holds no config.json; pass the folder of a DeepSpec-format checkpoint")
-    check_draft_model(path)
-    load_token_ids(path, DraftConfig.from_pretrained(path).vocab_size)
+    revision = args.speculative_draft_model_revision
+    folder = local_folder(path, flag=flag, revision=revision, cache_dir=args.download_dir)
+    check_draft_model(folder)
+    load_token_ids(folder, DraftConfig.from_pretrained(folder).vocab_size)
+    return folder
 
 
 def validate(server_args: Any) -> None:
@@ -121,7 +124,7 @@ def validate(server_args: Any) -> None:
     Raises:
         ConfigError: names the flag, its value and the remedy.
     """
-    check_drafter(server_args.speculative_draft_model_path, _config().draft_free)
+    server_args.speculative_draft_model_path = find_drafter(server_args, _config())
     if server_args.device not in ATTENTION_BACKEND:
         raise UnservedError(f"DSPARK cannot run with --device={server_args.device}; pass cpu or cuda")
     for refusal in _refusals(server_args):

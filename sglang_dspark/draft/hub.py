@@ -1,0 +1,41 @@
+"""Draft checkpoints by the name that they have on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from sglang_dspark.errors import CheckpointError
+
+_FILES = ["*.json", "*.safetensors"]
+
+
+def local_folder(name: str, *, flag: str, revision: str | None = None, cache_dir: str | None = None) -> str:
+    """Folder of the checkpoint ``name``: a folder already, or the name of a repository, which is then downloaded.
+
+    Args:
+        flag: that gave the name, for messages.
+        revision: branch, tag or commit of the repository.
+        cache_dir: where it is kept; None for the hub's own cache.
+
+    Raises:
+        CheckpointError: neither a folder with a ``config.json`` nor a repository that can be had.
+    """
+    folder = Path(name).expanduser()
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            raise CheckpointError(
+                f"{flag}={name!r} holds no config.json; pass the folder of a DeepSpec-format checkpoint"
+            )
+        return str(folder)
+    try:
+        return snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=_FILES)
+    except HFValidationError:
+        reason = "there is no such folder, and no repository can have this name"
+    except LocalEntryNotFoundError:
+        reason = "there is no such folder, and no repository of this name in the local cache or within reach"
+    except HfHubHTTPError as error:
+        reason = f"there is no such folder, and the hub says: {str(error).splitlines()[0]}"
+    raise CheckpointError(f"{flag}={name!r}: {reason}; pass a folder or the name of a DeepSpec-format checkpoint")

@@ -1,0 +1,58 @@
+"""Drafters named as on the hub, from its cache; nothing is reached over a network."""
+
+import pytest
+from huggingface_hub import constants
+
+from sglang_dspark.draft.hub import local_folder
+from sglang_dspark.errors import CheckpointError
+
+FLAG = "--speculative-draft-model-path"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def cached(root, name, revision, commit):
+    """A repository as the hub's client keeps it."""
+    repository = root / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / revision).write_text(commit)
+    return snapshot
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    (tmp_path / "org" / "name" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert local_folder("org/name", flag=FLAG) == "org/name"
+
+
+def test_a_name_is_looked_up_in_the_cache(tmp_path):
+    main = cached(tmp_path, "org/name", "main", "a" * 40)
+    tagged = cached(tmp_path, "org/name", "v2", "b" * 40)
+    assert local_folder("org/name", flag=FLAG, cache_dir=str(tmp_path)) == str(main)
+    assert local_folder("org/name", flag=FLAG, cache_dir=str(tmp_path), revision="v2") == str(tagged)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("org/absent", "no repository of this name in the local cache"),
+        ("/absent/folder", "no repository can have this name"),
+        ("a/b/c", "no repository can have this name"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(tmp_path, name, complaint):
+    with pytest.raises(CheckpointError, match=complaint) as error:
+        local_folder(name, flag=FLAG, cache_dir=str(tmp_path))
+    assert f"{FLAG}={name!r}" in str(error.value)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no config\.json"):
+        local_folder(str(tmp_path), flag=FLAG)
