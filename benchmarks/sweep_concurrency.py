@@ -47,7 +47,7 @@ from sglang_dspark.errors import DSparkError
 
 DEFAULT_CONCURRENCY = "1,2,4,8"
 
-SHOWN = ("output_tok_s", "server_cpu_ms_per_tok")
+SHOWN = ("output_tok_s", "loaded_tok_s", "server_cpu_ms_per_tok")
 """Metrics whose ratios are printed at the end of a sweep."""
 
 

@@ -75,6 +75,8 @@ class SweepRow:
         prompt_set, model, draft, commit, versions, cpu, gpu: see :class:`Origin`.
         timestamp: end of the round, UTC.
         rate: open loop: requests per second that arrived on average (Poisson).
+        loaded_tok_s: closed loop: generated tokens per second while every user had a request. A round ends when its
+            slowest answer does; what the last users get while the others are done says nothing about the load.
         in_flight: requests that were in the server, averaged over the round.
         per_user_tok_s_p5: 5th percentile of the requests' speeds: 95 % were served faster.
         ttft_p50_ms, ttft_p95_ms, ttft_p99_ms: percentiles over the requests.
@@ -125,6 +127,7 @@ class SweepRow:
     gpu: str
     timestamp: str
     rate: float | None
+    loaded_tok_s: float | None
     in_flight: float
     per_user_tok_s_p5: float
     ttft_p50_ms: float
@@ -175,6 +178,7 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla
         policy=configuration.policy,
         concurrency=cell.load.concurrency,
         rate=cell.load.rate,
+        loaded_tok_s=None if cell.load.concurrency is None else loaded_throughput(replies),
         round=cell.round,
         output_tok_s=num_tokens / wall_s,
         per_user_tok_s=fmean(speeds),
@@ -204,6 +208,22 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla
         goodput_req_s=kept.req_s,
         goodput_tok_s=kept.tok_s,
     )
+
+
+def loaded_throughput(replies: Sequence[Reply]) -> float | None:
+    """Tokens per second from the first prompt until a user finds no more prompts; None when no text came until then.
+
+    Tokens of an answer count evenly at the chunks that brought them.
+    """
+    start, last_sent = (extreme(reply.sent_s for reply in replies) for extreme in (min, max))
+    end = min(reply.done_s for reply in replies if reply.done_s >= last_sent)
+    shares = (
+        reply.num_tokens * sum(chunk <= end for chunk in reply.chunks_s) / len(reply.chunks_s)
+        for reply in replies
+        if reply.chunks_s
+    )
+    tokens = sum(shares)
+    return tokens / (end - start) if tokens else None
 
 
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:

@@ -52,6 +52,9 @@ def test_row_of_a_round():
     assert row.accept_length == 3.0
     assert (row.mean_verify_len, row.wasted_share, row.plain_share) == (3.0, pytest.approx(1 / 3), 0.0)
     assert row.in_flight == pytest.approx((2.5 + 4) / 4)
+    # The first user is done after 2.5 s, when the other one has half of its tokens.
+    assert row.loaded_tok_s == pytest.approx((9 + 2) / 2.5)
+    assert make_row(replace(CELL, load=Load(rate=2.0)), REPLIES, OBSERVED, NO_SLA, ORIGIN).loaded_tok_s is None
     assert row.per_user_tok_s_p5 == pytest.approx(1 + 0.05 * (9 / 2.5 - 1))
     assert (row.ttft_p50_ms, row.tpot_p50_ms) == pytest.approx((750, 625))
     assert row.rate is None and row.goodput_req_s is None and row.parked_share is None
