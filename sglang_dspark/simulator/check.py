@@ -102,8 +102,8 @@ def read_sweep(path: Path, dtype: str | None = None) -> list[Measured]:
     rows = [row for row in rows if dtype in (None, row["dtype"])]
     if not rows:
         raise ConfigError(
-            f"--check {path} has no rows of {dtype or 'any'} servers; give a sweep.csv of benchmarks/sweep_concurrency.py "
-            "and a table of the same dtype"
+            f"--check {path} has no rows of {dtype or 'any'} servers; give a sweep.csv of "
+            "benchmarks/sweep_concurrency.py, and a table of the same dtype"
         )
 
     def place(row: Row) -> tuple[int, str]:
