@@ -78,12 +78,13 @@ class SimulatedServer:
         self.schedule = Schedule(options, gamma, calibration, _CPU)
         self.schedule.whole_batches = bool(costs.table.tiers)
         self.schedule.start(costs.table)
-        self._step = 0
+        self._step = self._workloads = 0
         # The step behind, as the schedule is to learn of its time; a prefill in between makes it unmeasurable.
         self._timed: tuple[StepKind, float] | None = None
 
     def serve(self, workload: Workload) -> Outcome:
         """Serve a workload from an empty queue to the last token. What the schedule learned is kept."""
+        self._workloads += 1
         return _Episode(self, workload, self._rng).run()
 
     def decode(self, requests: Sequence[Request]) -> tuple[float, _Result]:
@@ -92,7 +93,8 @@ class SimulatedServer:
             self.schedule.times.observe(*self._timed)
         self._step += 1
         bs, context = len(requests), sum(request.context for request in requests) / len(requests)
-        ids = [str(request.index) for request in requests]
+        # Every workload counts its requests from 0.
+        ids = [f"{self._workloads}.{request.index}" for request in requests]
         choice = self.schedule.choose(ids, context)
         logits, whole = self.blocks.draw([request.index for request in requests], self._rng)
         drafted, lens = self._draft(choice, bs, logits)
