@@ -16,6 +16,7 @@ from step_tables import make_table
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.prefix_scheduler import policies
 from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.worker import schedule as schedule_module
@@ -125,14 +126,18 @@ def model():
     return ConfidentPair()
 
 
+# Lengths that a policy must have come to; of the others, 0 to 2.
+LENGTHS = {"static": {2}, "adaptive-block": {1, 3}}
+
+
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_text_follows_the_target(model, name):
+def test_the_text_follows_the_target(model, name, monkeypatch):
+    monkeypatch.setattr(policies, "ADAPTIVE_LOW_BLOCK", 1)
     schedule = make_schedule(OPTIONS[name])
     anchors, out_tokens, choices = serve(model, schedule)
     assert model.law_p_value(anchors, out_tokens) > ALPHA
     assert schedule.calibration.num_refits > 10
-    if name != "static":
-        assert all((torch.cat([lens for _, lens in choices]) == n).any() for n in range(3))
+    assert set(torch.cat([lens for _, lens in choices]).tolist()) >= LENGTHS.get(name, {0, 1, 2})
 
 
 def every_kind_of_ask(anchors):
