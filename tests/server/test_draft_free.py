@@ -12,7 +12,7 @@ from test_sampled import ALPHA, HOT, PROMPT, sample
 
 CASES = GOLDEN_TRACE["cases"]
 FLAGS = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-draft-free")
-NUM_SAMPLES, DEPTH = 2048, 4
+NUM_SAMPLES, DEPTH = 1024, 4
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def test_presets_of_the_openai_routes(dspark):
     assert dspark.get_json("/dspark/stats")["copied_accepted_tokens"] > before
 
 
-NUM_SAMPLES, DEPTH = 2048, 4
+NUM_SAMPLES, DEPTH = 1024, 4
 SAMPLED = {
     "summarization": {"preset": "summarization", "min_ngram": 1, "max_ngram": 3},
     "classification": {"preset": "classification", "candidates": ["stone finds the", "the red stone", "red stone ."]},
