@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from sglang_dspark.engine.speculation import OptionsReader
 from sglang_dspark.engine.target import Target
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
+from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.policies import Choice
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.stats.history import History
@@ -118,15 +120,11 @@ class DSparkWorker(SpecWorkerBase):
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
-        requests = [req.rid for req in batch.reqs]
-        # Of the host: under overlap it does not know yet what the step under way commits.
-        context = sum(req.kv_committed_len for req in batch.reqs) / len(requests)
-        rows = self.sampling.read(batch.reqs)
+        rows, asked = self.sampling.read(batch.reqs), self.asked.read(batch.reqs)
         adjusted = self.adjustments.concern_step(batch)
         step = read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step, adjusted=adjusted)
-        asked = self.asked.read(batch.reqs)
         copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
-        choice = self.agreement.share(self.schedule.choose(requests, context, asked.limits_with(copies)))
+        choice = self.choose(batch.reqs, asked.limits_with(copies))
         if choice.drafted:
             rows = self.drafted_sampling.read([batch.reqs[request] for request in choice.drafted])
         stages = self.stages(step, choice)
@@ -153,7 +151,7 @@ class DSparkWorker(SpecWorkerBase):
             speculative_num_draft_tokens=accepted.out_tokens.shape[1],
             new_seq_lens=accepted.new_seq_lens,
             rounds=Rounds(
-                requests=requests,
+                requests=[req.rid for req in batch.reqs],
                 choice=choice,
                 drafted=drafted.depths,
                 verify_lens=plan.verify_lens[: len(step)].clone(),
@@ -164,6 +162,15 @@ class DSparkWorker(SpecWorkerBase):
                 parked=self.schedule.parked,
             ),
         )
+
+    def choose(self, reqs: Sequence[Any], limits: Limits | None) -> Choice:
+        """How deep to draft and how much to verify, and what is known by now of the steps before."""
+        # Of the host: under overlap it does not know yet what the step under way commits.
+        context = sum(req.kv_committed_len for req in reqs) / len(reqs)
+        choice = self.schedule.choose([req.rid for req in reqs], context, limits)
+        if (timed := self.schedule.timed) is not None:
+            self.counters.record_time(timed.requests, timed.measured_ms, timed.expected_ms)
+        return self.agreement.share(choice)
 
     def stages(self, step: DecodeBatch, choice: Choice) -> DSparkWorker | GraphStages:
         """Who takes the stages of this step: its CUDA graphs where it fits into them, else the methods below."""
