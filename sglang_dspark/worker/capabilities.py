@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 def capabilities(worker: DSparkWorker) -> dict[str, Any]:
     """JSON: the decode path and why, versions, checkpoints, policies and features."""
-    args, draft = worker.server_args, worker.draft_config
-    model = worker.target_worker.model_runner.model_config
-    vocabulary = worker.heads.vocabulary
+    args, runner = worker.server_args, worker.target_worker.model_runner
+    model, drafter = runner.model_config, worker.describe_drafter()
+    drafting = "requests with a preset speculate" if drafter is None else "the drafter fits the target"
     return {
         "effective_decode_path": "dspark",
-        "reason": "selected by --speculative-algorithm, and the drafter fits the target",
+        "reason": f"selected by --speculative-algorithm, and {drafting}",
         "versions": versions(),
         "device": torch.cuda.get_device_name() if worker.on_gpu else "cpu",
-        "dtype": str(worker.target.dtype).removeprefix("torch."),
+        "dtype": str(runner.dtype).removeprefix("torch."),
         "target": {
             "path": args.model_path,
             "name": args.served_model_name,
@@ -33,16 +33,7 @@ def capabilities(worker: DSparkWorker) -> dict[str, Any]:
             "vocab_size": model.hf_text_config.vocab_size,
             "context_length": model.context_len,
         },
-        "drafter": {
-            "path": args.speculative_draft_model_path,
-            "block_size": draft.block_size,
-            "num_hidden_layers": draft.num_hidden_layers,
-            "target_layer_ids": list(draft.target_layer_ids),
-            "markov_head_type": draft.markov_head_type if draft.markov_rank else None,
-            "markov_rank": draft.markov_rank,
-            "confidence_head": draft.enable_confidence_head,
-            "vocab_size": draft.vocab_size if vocabulary is None else len(vocabulary.token_ids),
-        },
+        "drafter": drafter,
         "block_size": worker.gamma,
         "max_verify": worker.max_verify,
         "max_running_requests": worker.max_running_requests,
@@ -62,18 +53,25 @@ def capabilities(worker: DSparkWorker) -> dict[str, Any]:
 
 def in_one_line(found: dict[str, Any]) -> str:
     """The same for the log."""
-    drafter, features = found["drafter"], found["features"]
-    markov = f"{drafter['markov_head_type']} Markov head of rank {drafter['markov_rank']}"
+    features, drafter = found["features"], _drafter_in_words(found["drafter"])
     available = [name for name, policy in found["policies"].items() if policy["available"]]
     return (
         f"effective decode path {found['effective_decode_path']} ({found['reason']}); policy {found['policy']} of "
-        f"{', '.join(available)}; drafter {drafter['path']}: block size {drafter['block_size']}, "
-        f"{drafter['num_hidden_layers']} layers, taps {drafter['target_layer_ids']}, "
-        f"{markov if drafter['markov_rank'] else 'no Markov head'}, "
-        f"{'a' if drafter['confidence_head'] else 'no'} confidence head, {drafter['vocab_size']} tokens; "
+        f"{', '.join(available)}; {drafter}; "
         f"attention {features['attention_backend']}, CUDA graphs {'on' if features['cuda_graphs'] else 'off'}, "
         f"overlap {'on' if features['overlap'] else 'off'}; "
         + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    )
+
+
+def _drafter_in_words(drafter: dict[str, Any] | None) -> str:
+    if drafter is None:
+        return "no drafter"
+    markov = f"{drafter['markov_head_type']} Markov head of rank {drafter['markov_rank']}"
+    return (
+        f"drafter {drafter['path']}: block size {drafter['block_size']}, {drafter['num_hidden_layers']} layers, taps "
+        f"{drafter['target_layer_ids']}, {markov if drafter['markov_rank'] else 'no Markov head'}, "
+        f"{'a' if drafter['confidence_head'] else 'no'} confidence head, {drafter['vocab_size']} tokens"
     )
 
 

@@ -30,6 +30,9 @@ class DraftFreeWorker(DSparkWorker):
     def make_calibration(self) -> None:
         return None
 
+    def describe_drafter(self) -> None:
+        return None
+
     @property
     def graph_depth(self) -> int:
         """Plain steps only: those with copied drafts are launched."""
@@ -42,6 +45,7 @@ class DraftFreeWorker(DSparkWorker):
         if self.on_gpu:
             self.graphs = self.capture_graphs()
         self.schedule.start(None)
+        self.announce()
 
     def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
         """The target's K/V is all there is."""

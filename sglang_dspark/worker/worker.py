@@ -104,6 +104,10 @@ class DSparkWorker(SpecWorkerBase):
             self.graphs = self.capture_graphs()
             self.schedule.whole_batches = self.graphs is not None
         self.schedule.start(load_or_measure(self))
+        self.announce()
+
+    def announce(self) -> None:
+        """Say in the log what this server can do."""
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
     def capture_graphs(self) -> StepGraphs | None:
@@ -317,6 +321,20 @@ class DSparkWorker(SpecWorkerBase):
     def max_running_requests(self) -> int:
         """Requests that a step may have."""
         return int(self.target_worker.model_runner.max_running_requests)
+
+    def describe_drafter(self) -> dict[str, Any] | None:
+        """JSON: what is known of the checkpoint; None without a drafter."""
+        draft, vocabulary = self.draft_config, self.heads.vocabulary
+        return {
+            "path": self.server_args.speculative_draft_model_path,
+            "block_size": draft.block_size,
+            "num_hidden_layers": draft.num_hidden_layers,
+            "target_layer_ids": list(draft.target_layer_ids),
+            "markov_head_type": draft.markov_head_type if draft.markov_rank else None,
+            "markov_rank": draft.markov_rank,
+            "confidence_head": draft.enable_confidence_head,
+            "vocab_size": draft.vocab_size if vocabulary is None else len(vocabulary.token_ids),
+        }
 
     def capabilities(self) -> dict[str, Any]:
         return capabilities(self)

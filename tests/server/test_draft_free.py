@@ -76,3 +76,12 @@ def test_what_needs_a_drafter_is_refused(draft_free, path, body, named):
         draft_free.post_json(path, body)
     assert caught.value.code == 400
     assert named in caught.value.read().decode()
+
+
+def test_the_server_says_what_it_is(draft_free):
+    found = draft_free.get_json("/dspark/capabilities")
+    assert (found["effective_decode_path"], found["drafter"]) == ("dspark", None)
+    assert "requests with a preset speculate" in found["reason"]
+    available = {name for name, policy in found["policies"].items() if policy["available"]}
+    assert available == {"auto", "off"}
+    assert "no drafter" in draft_free.log_path.read_text()
