@@ -45,7 +45,7 @@ def install_in_front_end() -> None:
                 "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
                 HookType.AFTER,
                 requests.check_request,
-                "features that DSPARK does not serve, and tokens that do not exist, answer HTTP 400",
+                "features that DSPARK does not serve answer HTTP 400",
             ),
             Hook(
                 "refuse-wrong-types",

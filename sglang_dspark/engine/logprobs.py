@@ -56,6 +56,13 @@ def with_logprobs(
     return filled
 
 
+def named_in_all(token_ids_logprobs: list[list[int] | None]) -> list[list[int] | None]:
+    """Tokens named by each request of a batch; none at all instead of None where another request names some."""
+    if all(named is None for named in token_ids_logprobs):
+        return token_ids_logprobs
+    return [named or [] for named in token_ids_logprobs]
+
+
 def _logprobs(
     logits: torch.Tensor, indptr: torch.Tensor, index: torch.Tensor, width: int, temperatures: torch.Tensor
 ) -> torch.Tensor:

@@ -20,7 +20,7 @@ from sglang_dspark.engine.batch import DSparkBatchResult, SamplingReader, is_run
 from sglang_dspark.engine.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.draft_input import DSparkDraftInput
-from sglang_dspark.engine.logprobs import with_logprobs
+from sglang_dspark.engine.logprobs import named_in_all, with_logprobs
 from sglang_dspark.engine.request_counts import count
 from sglang_dspark.worker.state import Rounds
 
@@ -159,6 +159,9 @@ class SpecWorkerBase(BaseSpecWorker):
     @torch.no_grad()
     def _prefill(self, batch: Any, publish: Publish) -> Any:
         batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        if batch.return_logprob:
+            # SGLang fails on batches of which some requests name tokens and others want logprobs of their prompt alone.
+            batch.token_ids_logprobs = named_in_all(batch.token_ids_logprobs)
         forward_batch = ForwardBatch.init_new(batch, self._target_worker.model_runner)
         rows = self.sampling.read(batch.reqs)
         adjusted = self.adjustments.concern_prefill(batch)
