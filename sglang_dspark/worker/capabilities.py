@@ -24,7 +24,7 @@ def capabilities(worker: DSparkWorker) -> dict[str, Any]:
         "effective_decode_path": "dspark",
         "reason": f"selected by --speculative-algorithm, and {drafting}",
         "versions": versions(),
-        "device": torch.cuda.get_device_name() if worker.on_gpu else "cpu",
+        "device": torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu",
         "dtype": str(runner.dtype).removeprefix("torch."),
         "target": {
             "path": args.model_path,

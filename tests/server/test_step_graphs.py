@@ -14,8 +14,8 @@ from golden_server import DRAFT, DSPARK, TARGET, generate, greedy, output_ids, p
 from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
 EMULATION = Path(__file__).parent / "emulated_graphs"
-CASES = json.loads((DRAFT / "golden.json").read_text())["cases"]
-TOKENS = 8  # an interpreted step takes a tenth of a second
+CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:3]
+TOKENS = 6  # an interpreted step takes a tenth of a second
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +63,33 @@ def test_text_does_not_depend_on_the_policy(graphs, settings):
         assert output_ids(graphs, bodies(), 2) == expected()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"max_verify": 1}, {"enabled": False}, {"confidence_threshold": 0.5}, {"preset": "summarization", "min_ngram": 1}],
+    ids=str,
+)
+def test_text_does_not_depend_on_options(graphs, options):
+    """Of one of two requests in a batch."""
+    asked = bodies()
+    asked[::2] = [body | {"speculation": options} for body in asked[::2]]
+    assert output_ids(graphs, asked, 2) == expected()
+
+
+def test_adjusted_logits_are_not_judged_by_a_graph(graphs):
+    """A bias that forbids a token of the golden text keeps it out; a neighbour has its own text."""
+    [first, second] = bodies()[:2]
+    forbidden = expected()[0][1]
+    biased = first | {"sampling_params": {**first["sampling_params"], "logit_bias": {str(forbidden): -100.0}}}
+    for name in ("static", "off"):
+        with policy(graphs, name):
+            changed, kept = output_ids(graphs, [biased, second], 2)
+        assert forbidden not in changed
+        assert kept == expected()[1]
+
+
 def test_more_requests_than_were_captured(graphs):
     """Steps that fit no tier run launch by launch."""
-    assert output_ids(graphs, bodies(), 6) == expected()
+    assert output_ids(graphs, bodies(), 3) == expected()
 
 
 def test_greedy_neighbours_of_sampled_requests(graphs):
