@@ -358,7 +358,7 @@ function facts(id, rows) {
 
 function drawFacts() {
   const { drafter, features, versions, target, policies } = capabilities;
-  facts("facts-drafter", [
+  facts("facts-drafter", drafter === null ? [["none", "requests with a preset speculate"]] : [
     ["path", drafter.path],
     ["block size", `${stats.block_size}${stats.block_size < drafter.block_size ? ` of ${drafter.block_size}` : ""}`],
     ["layers", drafter.num_hidden_layers],
