@@ -9,9 +9,11 @@ from typing import Any
 NO_PRESET, SUMMARIZATION, CLASSIFICATION = PRESETS = ("none", "summarization", "classification")
 
 _MOST_DRAFTS = 65535
-# Every n-gram length costs an index entry per token of the prompt.
 _MOST_NGRAM = 16
+# Every n-gram length costs an index entry per token of the prompt.
+_MOST_NGRAM_LENGTHS = 8
 _MOST_CANDIDATES = 1000
+_LONGEST_CANDIDATE = 200  # characters: a beginning is looked for token by token in every step
 
 # Which presets read a key; given without one of them, it would have no effect.
 _READERS = {
@@ -53,6 +55,8 @@ def _candidates(value: Any) -> tuple[str, ...]:
     is_list = isinstance(value, list | tuple) and 0 < len(value) <= _MOST_CANDIDATES
     if not is_list or not all(isinstance(label, str) and label.strip() for label in value):
         raise ValueError(f"must be a list of 1 to {_MOST_CANDIDATES} strings that are not blank")
+    if any(len(label) > _LONGEST_CANDIDATE for label in value):
+        raise ValueError(f"must be strings of at most {_LONGEST_CANDIDATE} characters")
     if any("\ud800" <= character <= "\udfff" for label in value for character in label):
         raise ValueError("must be text that UTF-8 can encode")
     return tuple(value)
@@ -126,6 +130,11 @@ class Speculation:
             raise ValueError(
                 f"speculation.min_ngram={self.min_ngram} exceeds speculation.max_ngram={self.max_ngram}; "
                 "lower the one or raise the other"
+            )
+        if self.max_ngram - self.min_ngram >= _MOST_NGRAM_LENGTHS:
+            raise ValueError(
+                f"speculation.min_ngram={self.min_ngram} to speculation.max_ngram={self.max_ngram} are more than "
+                f"{_MOST_NGRAM_LENGTHS} lengths to look up; raise the one or lower the other"
             )
         if self.preset == CLASSIFICATION and not self.candidates:
             raise ValueError(

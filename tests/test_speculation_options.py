@@ -37,7 +37,8 @@ def good_fields(draw):
         required["candidates"] = st.lists(labels, min_size=1, max_size=4)
     value = draw(st.fixed_dictionaries(required, optional=optional))
     if preset == "summarization" and draw(st.booleans()):
-        value["min_ngram"], value["max_ngram"] = sorted((draw(lengths), draw(lengths)))
+        value["min_ngram"], most = sorted((draw(lengths), draw(lengths)))
+        value["max_ngram"] = min(most, value["min_ngram"] + 7)
     return value
 
 
@@ -87,6 +88,8 @@ def test_whatever_comes_is_parsed_or_refused_by_name(value):
         ({"max_draft": 3}, "speculation.max_draft belongs to the preset summarization or classification"),
         ({"preset": "summarization", "max_draft": 0}, "speculation.max_draft must be an integer from 1"),
         ({"preset": "summarization", "min_ngram": 6}, "speculation.min_ngram=6 exceeds speculation.max_ngram=5"),
+        ({"preset": "summarization", "min_ngram": 1, "max_ngram": 9}, "max_ngram=9 are more than 8 lengths"),
+        ({"preset": "classification", "candidates": ["a" * 201]}, "must be strings of at most 200"),
         ({"preset": "summarization", "max_ngram": 17}, "speculation.max_ngram must be an integer from 1 to 16"),
         ({"preset": "summarization", "candidates": ["a"]}, "speculation.candidates belongs to the preset class"),
         ({"preset": "classification"}, "speculation.candidates is missing"),

@@ -28,6 +28,7 @@ import numpy as np
 
 from sglang_dspark.calibration.metrics import ece
 from sglang_dspark.calibration.survival import Bools, Floats, Ints, sigmoid, survived
+from sglang_dspark.draft.hub import checkpoint_name
 from sglang_dspark.errors import ConfigError
 
 VERSION = 1
@@ -187,13 +188,13 @@ def _check_temperatures(path: Path, values: tuple[float, ...], gamma: int) -> tu
 
 
 def _check_name(path: Path, key: str, measured: str | None, served: str | None) -> None:
-    if measured is not None and served is not None and _last_part(measured) != _last_part(served):
+    if (
+        measured is not None
+        and served is not None
+        and checkpoint_name(measured).lower() != checkpoint_name(served).lower()
+    ):
         remedy = f"but {served!r} is served; calibrate this pair, or remove the key if they are the same weights"
         raise _error(path, key, measured, remedy)
-
-
-def _last_part(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2].lower()
 
 
 def _error(path: Path, key: str, value: Any, remedy: str) -> ConfigError:

@@ -12,6 +12,13 @@ from sglang_dspark.errors import CheckpointError
 _FILES = ["*.json", "*.safetensors"]
 
 
+def checkpoint_name(path: str | Path) -> str:
+    """What a checkpoint is called wherever it lies: its folder, or the repository of which the folder is a snapshot."""
+    folder = Path(path)
+    repository = folder.parent.parent.name if folder.parent.name == "snapshots" else ""
+    return repository.rpartition("--")[2] if repository.startswith("models--") else folder.name
+
+
 def local_folder(name: str, *, flag: str, revision: str | None = None, cache_dir: str | None = None) -> str:
     """Folder of the checkpoint ``name``: a folder already, or the name of a repository, which is then downloaded.
 

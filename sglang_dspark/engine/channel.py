@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.stats.history import HISTORY_S
 
 KEY = "dspark"
 """Where a question and its answer lie among the server arguments that the channel was made for."""
@@ -39,15 +40,20 @@ def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     asked = recv_req.server_args.get(KEY)
     if asked is None:
         return original(scheduler, recv_req)
-    worker, fields = scheduler.draft_worker, asked["fields"]
     try:
-        match asked["question"]:
-            case "stats":
-                found = worker.report(**fields)
-            case "policy":
-                found = worker.switch_policy(fields)
-            case _:
-                found = worker.capabilities()
+        found = _found(scheduler.draft_worker, asked)
     except ConfigError as error:
         return SetInternalStateReqOutput(updated=False, server_args={KEY: str(error)})
     return SetInternalStateReqOutput(updated=True, server_args={KEY: found})
+
+
+def _found(worker: Any, asked: Any) -> Any:
+    # SGLang's own route to this channel passes on whatever a client wrote.
+    match asked:
+        case {"question": "stats", "fields": {"history_s": int(seconds)}}:
+            return worker.report(min(max(seconds, 0), HISTORY_S))
+        case {"question": "policy", "fields": dict(fields)}:
+            return worker.switch_policy(fields)
+        case {"question": "capabilities"}:
+            return worker.capabilities()
+    raise ConfigError(f"{KEY}: no question that the scheduler answers; use the routes below /dspark")

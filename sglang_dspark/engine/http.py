@@ -13,7 +13,7 @@ from sglang_dspark.speculation import Speculation
 
 FIELD = "speculation"
 UNSERVED_ROUTES = (
-    # They would change the target and leave the drafter, and the draft K/V of cached prefixes, behind.
+    # They would change or drop the target, and leave the drafter and the draft K/V of cached prefixes behind.
     "/update_weights_from_disk",
     "/update_weights_from_distributed",
     "/update_weights_from_tensor",
@@ -50,7 +50,7 @@ class SpeculationMiddleware:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"] if scope["type"] == "http" else ""
         if path in UNSERVED_ROUTES:
-            message = f"DSPARK does not serve {path} yet; restart the server with the new weights"
+            message = f"DSPARK does not serve {path} yet; restart the server instead"
             await _bad_request(message, param=None)(scope, receive, send)
             return
         if path not in ROUTES or scope["method"] != "POST":

@@ -127,6 +127,8 @@ def validate(server_args: Any) -> None:
     server_args.speculative_draft_model_path = find_drafter(server_args, _config())
     if server_args.device not in ATTENTION_BACKEND:
         raise UnservedError(f"DSPARK cannot run with --device={server_args.device}; pass cpu or cuda")
+    if (quantization := server_args.quantization) is not None:
+        raise UnservedError(f"DSPARK cannot run with --quantization={quantization}; serve an unquantised target")
     for refusal in _refusals(server_args):
         raise ConfigError(refusal)
 
@@ -149,7 +151,7 @@ def _refusals(args: Any) -> Iterator[str]:
         ("--enable-lmcache", True, args.enable_lmcache, "drop the flag"),
         ("--enable-two-batch-overlap", True, args.enable_two_batch_overlap, "drop the flag"),
         ("--enable-pdmux", True, args.enable_pdmux, "drop the flag"),
-        ("--quantization", args.quantization, args.quantization is not None, "serve an unquantised target"),
+        ("--grpc-mode", True, args.grpc_mode, "drop the flag: requests are checked on their way through HTTP"),
         (
             "--grammar-backend",
             args.grammar_backend,

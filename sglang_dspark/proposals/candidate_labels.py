@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 Tokens = tuple[int, ...]
 
@@ -17,11 +18,13 @@ class CandidateLabels:
     """
 
     def __init__(self, labels: Iterable[Tokens]) -> None:
-        self._rests: dict[Tokens, Tokens] = {}
+        self._root = _Node()
+        self._longest = 0  # tokens of a beginning, which lacks at least the last one
         for label in labels:
-            for place in range(1, len(label)):
-                self._rests.setdefault(label[:place], label[place:])
-        self._longest = max(map(len, self._rests), default=0)
+            node = self._root
+            for place, token in enumerate(label[:-1], start=1):
+                node = node.following.setdefault(token, _Node(label, place))
+            self._longest = max(self._longest, len(label) - 1)
         self._tail: list[int] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -30,11 +33,28 @@ class CandidateLabels:
 
     def propose(self, most: int) -> list[int]:
         """Up to ``most`` tokens of the rest of the label whose longest beginning the output ends with."""
-        for length in range(len(self._tail), 0, -1):
-            rest = self._rests.get(tuple(self._tail[-length:]))
-            if rest is not None:
-                return list(rest[:most])
+        for start in range(len(self._tail)):
+            node = self._find(self._tail[start:])
+            if node is not None:
+                return list(node.label[node.place : node.place + most])
         return []
+
+    def _find(self, beginning: Sequence[int]) -> _Node | None:
+        node = self._root
+        for token in beginning:
+            if token not in node.following:
+                return None
+            node = node.following[token]
+        return node
+
+
+@dataclass
+class _Node:
+    """A beginning: the first ``place`` tokens of ``label``; ``following`` are the longer ones by their next token."""
+
+    label: Tokens = ()
+    place: int = 0
+    following: dict[int, _Node] = field(default_factory=dict)
 
 
 def spellings(label: str, encode: Callable[[str], Sequence[int]]) -> list[Tokens]:

@@ -106,9 +106,18 @@ class Counters:
     @property
     def looks_miswired(self) -> bool:
         """Whether enough drafts were verified to say that the drafter does not predict this target."""
+        return self._drafter_rounds()[0] >= LOW_ACCEPT_ROUNDS and self.drafter_accept_length < LOW_ACCEPT_LENGTH
+
+    @property
+    def drafter_accept_length(self) -> float:
+        """Mean tokens per round in which drafts of the drafter were verified; 1 before the first."""
+        rounds, accepted = self._drafter_rounds()
+        return (accepted + rounds) / rounds if rounds else 1.0
+
+    def _drafter_rounds(self) -> tuple[int, int]:
+        """Rounds in which drafts of the drafter were verified, and how many of the drafts were kept."""
         positions = self._total().positions()
-        rounds, accepted = positions[0, 0], positions[2].sum()
-        return bool(rounds >= LOW_ACCEPT_ROUNDS and (accepted + rounds) / rounds < LOW_ACCEPT_LENGTH)
+        return int(positions[0, 0]), int(positions[2].sum())
 
     def _total(self) -> Figures:
         return self.sums().total()

@@ -19,6 +19,7 @@ from dspark_kernels import DraftBlock, SamplingRows
 from sglang_dspark import __version__
 from sglang_dspark.config import flag_name
 from sglang_dspark.draft import reduced_vocabulary
+from sglang_dspark.draft.hub import checkpoint_name
 from sglang_dspark.engine.batch import read_decode_batch
 from sglang_dspark.engine.dummy_batch import DummyBatch
 from sglang_dspark.errors import ConfigError
@@ -171,7 +172,7 @@ def _digest(model_path: str) -> str:
     """Identity of a checkpoint's shape: its name, and what its small files say, without the place where it lies."""
     files = [Path(model_path) / name for name in ("config.json", reduced_vocabulary.FILE)]
     content = b"".join(file.read_bytes() for file in files if file.is_file())
-    return f"{Path(model_path).name}:{hashlib.sha256(content).hexdigest()[:12]}"
+    return f"{checkpoint_name(model_path)}:{hashlib.sha256(content).hexdigest()[:12]}"
 
 
 def _cpu_name() -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from dspark_kernels import Accepted, DraftBlock, RoundKeys, SamplingRows
+from dspark_kernels import Accepted, AdjustmentTable, DraftBlock, RoundKeys, SamplingRows, adjust
 from dspark_kernels.plan import VerifyRows, plan_top, plan_uniform
 from dspark_kernels.prepare import PreparedStep, StepRequests, prepare
 
@@ -84,13 +84,21 @@ class StepGraphs:
         )
 
     def _compile_the_rest(self) -> None:
-        """Run the kernels between the graphs once in every form: none shall be compiled while requests wait."""
+        """Run the kernels between the graphs once: none shall be compiled while requests wait.
+
+        But for those of copied drafts, whose steps run launch by launch anyway.
+        """
         for rows, plain in self.verify:
             slots, out = self.slots_of(rows), self.rows_of(rows)
             drafts = None if plain else self.drafts[:slots]
             plan_uniform(0 if plain else self.depth, drafts, self.requests_of(slots), rows, out)
             if not plain:
                 plan_top(self.predictions[1, :slots], 0, self.drafts[:slots], self.requests_of(slots), rows, out)
+        rows, plain = min(self.verify)
+        slots, plan = self.slots_of(rows), self.plan_of(rows, plain)
+        table = AdjustmentTable.empty(1, self._logits.shape[1], self.worker.device)
+        nobody = torch.full((slots,), -1, device=self.worker.device)
+        adjust(self._logits[:rows], table, nobody, plan.requests, plan.columns, plan.input_ids, plan.indptr)
         if self.depth > 0 and self.tiers.sampled:
             slots = self.tiers.sampled[0]
             most_rows = self.tiers.token_rows(slots * (self.depth + 1))
@@ -263,6 +271,7 @@ class GraphStages:
             assert drafts is not None
             if choice.singles_out:
                 graphs.predictions[1, :requests] = self._worker.schedule.ranked(choice, drafted)
+            self._worker.agreement.adopt(graphs.predictions[1, :requests])
             plan_top(graphs.predictions[1, : len(drafts)], choice.budget, drafts, given, self._rows, out)
         return graphs.plan_of(self._rows, self._plain)
 

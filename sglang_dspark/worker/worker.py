@@ -21,7 +21,7 @@ from sglang_dspark.engine.batch import DSparkBatchResult, copy_drafts, read_deco
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.graphs import graph_request_slots
 from sglang_dspark.engine.logprobs import with_logprobs
-from sglang_dspark.engine.speculation import OptionsReader
+from sglang_dspark.engine.speculation import BatchOptions, OptionsReader
 from sglang_dspark.engine.target import Target
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
@@ -128,6 +128,8 @@ class DSparkWorker(SpecWorkerBase):
         adjusted = self.adjustments.concern_step(batch)
         step = read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step, adjusted=adjusted)
         copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
+        if self.waits(batch, asked):
+            self.schedule.interrupt()
         choice = self.choose(batch.reqs, asked.limits_with(copies))
         if choice.drafted:
             rows = self.drafted_sampling.read([batch.reqs[request] for request in choice.drafted])
@@ -166,6 +168,10 @@ class DSparkWorker(SpecWorkerBase):
                 parked=self.schedule.parked,
             ),
         )
+
+    def waits(self, batch: Any, asked: BatchOptions) -> bool:
+        """Whether the host has waited for the step before, and the time between two choices is not an earlier one's."""
+        return self.on_gpu and bool(asked.presets or batch.has_grammar)
 
     def choose(self, reqs: Sequence[Any], limits: Limits | None) -> Choice:
         """How deep to draft and how much to verify, and what is known by now of the steps before."""
@@ -305,7 +311,7 @@ class DSparkWorker(SpecWorkerBase):
                 "DSPARK: the accept length stays at %.2f. The drafter hardly predicts this target: was it trained for "
                 "it, and with DeepSpec's conventions (0-based target_layer_ids whose output is tapped, anchor in "
                 "slot 0)? Output stays exact but decoding is slower than without speculation.",
-                self.counters.accept_length,
+                self.counters.drafter_accept_length,
             )
 
     def report(self, history_s: int = 0) -> dict[str, Any]:

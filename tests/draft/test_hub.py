@@ -3,7 +3,7 @@
 import pytest
 from huggingface_hub import constants
 
-from sglang_dspark.draft.hub import local_folder
+from sglang_dspark.draft.hub import checkpoint_name, local_folder
 from sglang_dspark.errors import CheckpointError
 
 FLAG = "--speculative-draft-model-path"
@@ -56,3 +56,18 @@ def test_what_cannot_be_had_is_refused_by_name(tmp_path, name, complaint):
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no config\.json"):
         local_folder(str(tmp_path), flag=FLAG)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/models/drafter", "drafter"),
+        ("/models/drafter/", "drafter"),
+        ("org/drafter", "drafter"),
+        ("/hub/models--org--a-drafter/snapshots/0123", "a-drafter"),
+        ("/my/snapshots/0123", "0123"),
+        ("drafter", "drafter"),
+    ],
+)
+def test_a_checkpoint_has_the_same_name_wherever_it_lies(path, name):
+    assert checkpoint_name(path) == name
