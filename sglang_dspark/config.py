@@ -100,8 +100,8 @@ class DSparkConfig:
     )
     sps_table_path: str | None = _knob(
         str,
-        "Table of measured step times: loaded when the file exists, else measured at start-up and written there. "
-        "Without the flag it is kept below ~/.cache/sglang-dspark.",
+        "Table of measured step times: loaded when the file exists, else measured at start-up and written there, under "
+        "the policies `auto` and `early-stop`. Without the flag it is kept below ~/.cache/sglang-dspark.",
     )
     draft_free: bool = _knob(
         _switch,

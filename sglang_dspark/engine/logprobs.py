@@ -6,7 +6,7 @@ as temperature 1. With ``SGLANG_RETURN_ORIGINAL_LOGPROB`` the temperature is lef
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from sglang.srt.environ import envs
 
 from sglang_dspark.engine.batch import copy_to_host
 from sglang_dspark.worker.host_index import host_index
+
+# Rows whose log-probabilities are computed together: 160 MB with 152k tokens.
+_MOST_ROWS = 256
 
 
 def with_logprobs(
@@ -36,24 +39,38 @@ def with_logprobs(
     """
     if not batch.return_logprob:
         return output
-    width = 1 if tokens.ndim == 1 else tokens.shape[1]
+    width, bs = 1 if tokens.ndim == 1 else tokens.shape[1], len(batch.reqs)
+    chosen = torch.zeros(tokens.shape, device=tokens.device)
+    top = named = None
+    if any(batch.top_logprobs_nums):
+        top = _Lists([torch.empty(0)] * (bs * width), [torch.empty(0, dtype=torch.int64)] * (bs * width))
+    if any(ids is not None for ids in batch.token_ids_logprobs):
+        named = _Lists([torch.empty(0)] * (bs * width), [[]] * (bs * width))
     wanted = [i for i, req in enumerate(batch.reqs) if req.return_logprob]
-    index = host_index(wanted, tokens.device)
-    logprobs = _logprobs(output.next_token_logits, indptr, index, width, temperatures)
-    chosen = torch.zeros(tokens.shape, device=logprobs.device)
-    chosen[index] = logprobs.gather(1, tokens[index].clamp_min(0).view(-1, 1)).view(tokens[index].shape)
+    at_a_time = max(1, _MOST_ROWS // width)
+    for start in range(0, len(wanted), at_a_time):
+        requests = wanted[start : start + at_a_time]
+        index = host_index(requests, tokens.device)
+        logprobs = _logprobs(output.next_token_logits, indptr, index, width, temperatures)
+        chosen[index] = logprobs.gather(1, tokens[index].clamp_min(0).view(-1, 1)).view(tokens[index].shape)
+        if top is not None:
+            _fill_top(top, logprobs, width, requests, batch.top_logprobs_nums)
+        if named is not None:
+            _fill_named(named, logprobs, width, requests, batch.token_ids_logprobs)
     filled = replace(output, next_token_logprobs=chosen)
-
-    top_ks = [batch.top_logprobs_nums[i] for i in wanted]
-    if any(top_ks):
-        values, ids = (copy_to_host(part) for part in logprobs.topk(max(top_ks), dim=-1))
-        filled.next_token_top_logprobs_val = _by_token(len(batch.reqs), width, wanted, top_ks, values)
-        filled.next_token_top_logprobs_idx = _by_token(len(batch.reqs), width, wanted, top_ks, ids)
-    if any(batch.token_ids_logprobs[i] is not None for i in wanted):
-        filled.next_token_token_ids_logprobs_val, filled.next_token_token_ids_logprobs_idx = _of_named_tokens(
-            batch, logprobs, width, wanted
-        )
+    if top is not None:
+        filled.next_token_top_logprobs_val, filled.next_token_top_logprobs_idx = top.values, top.ids
+    if named is not None:
+        filled.next_token_token_ids_logprobs_val, filled.next_token_token_ids_logprobs_idx = named.values, named.ids
     return filled
+
+
+@dataclass
+class _Lists:
+    """Log-probabilities and their tokens, one entry per request and slot; empty where nobody asked."""
+
+    values: list[torch.Tensor]
+    ids: list[Any]
 
 
 def named_in_all(token_ids_logprobs: list[list[int] | None]) -> list[list[int] | None]:
@@ -75,27 +92,27 @@ def _logprobs(
     return scaled.log_softmax(-1).clamp_min_(torch.finfo(torch.float32).min)
 
 
-def _by_token(bs: int, width: int, wanted: list[int], top_ks: list[int], rows: torch.Tensor) -> list[torch.Tensor]:
-    """[bs * width] lists: of ``rows`` [m * width, k] the first entries that each request asked for, none for others."""
-    parts = [rows.new_empty(0)] * (bs * width)
-    for place, (request, top_k) in enumerate(zip(wanted, top_ks, strict=True)):
+def _fill_top(lists: _Lists, logprobs: torch.Tensor, width: int, requests: list[int], top_ks: list[int]) -> None:
+    """Enter the most likely tokens of ``logprobs`` [m * width, V], for each of m requests as many as it asked for."""
+    most = max(top_ks[request] for request in requests)
+    values, ids = (copy_to_host(part) for part in logprobs.topk(most, dim=-1))
+    for place, request in enumerate(requests):
         for slot in range(width):
-            parts[request * width + slot] = rows[place * width + slot, :top_k]
-    return parts
+            row, top_k = place * width + slot, top_ks[request]
+            lists.values[request * width + slot], lists.ids[request * width + slot] = (
+                values[row, :top_k],
+                ids[row, :top_k],
+            )
 
 
-def _of_named_tokens(
-    batch: Any, logprobs: torch.Tensor, width: int, wanted: list[int]
-) -> tuple[list[torch.Tensor], list[list[int]]]:
-    """Values and ids [bs * width] of the tokens that requests named."""
-    values = [torch.empty(0)] * (len(batch.reqs) * width)
-    ids: list[list[int]] = [[]] * (len(batch.reqs) * width)
-    for place, request in enumerate(wanted):
-        named = batch.token_ids_logprobs[request]
-        if not named:
+def _fill_named(
+    lists: _Lists, logprobs: torch.Tensor, width: int, requests: list[int], named: list[list[int] | None]
+) -> None:
+    """Enter the tokens that the m requests of ``logprobs`` [m * width, V] named."""
+    for place, request in enumerate(requests):
+        tokens = named[request]
+        if not tokens:
             continue
-        found = copy_to_host(logprobs[place * width : (place + 1) * width, host_index(named, logprobs.device)])
+        found = copy_to_host(logprobs[place * width : (place + 1) * width, host_index(tokens, logprobs.device)])
         for slot in range(width):
-            values[request * width + slot] = found[slot]
-            ids[request * width + slot] = named
-    return values, ids
+            lists.values[request * width + slot], lists.ids[request * width + slot] = found[slot], tokens
