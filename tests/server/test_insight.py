@@ -59,7 +59,7 @@ def test_statistics_add_up(dspark):
     assert observed[0] == conditional[0]
     # Over the drafts that somebody predicted: fixed lengths, which other tests ask this server for, predict nothing.
     assert 0 < stats["predicted_survival"][0] < 1
-    assert abs(stats["calibration_error"][0]) < 0.2
+    assert abs(stats["calibration_error"][0]) < 0.5
     recent = stats["recent"]
     assert recent["tokens_per_s"] == pytest.approx(recent["committed_tokens"] / recent["seconds"])
     assert 0 < sum(second["rounds"] for second in stats["history"]) <= stats["rounds"]
