@@ -71,6 +71,7 @@ class Drafter:
             drafter=model,
             draft_config=config,
             device=torch.device("cpu"),
+            mask_token_id=config.mask_token_id,
             cache=self._cache,
             heads=ProposalHeads(model, ids),
             on_gpu=False,
