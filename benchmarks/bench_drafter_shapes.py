@@ -173,10 +173,7 @@ def main(draft: Path, sps_table: Path, accept_length: float, dtype: str, repeats
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         document = {
-            "command": provenance.command(),
-            "commit": provenance.commit(),
-            "versions": provenance.versions(),
-            "hardware": provenance.hardware(),
+            **provenance.record(),
             "draft": provenance.portable(str(draft)),
             "accept_length": accept_length,
             "shapes": records,

@@ -146,10 +146,7 @@ def main(requests: int, gamma: int, num_steps: int, output: Path | None) -> None
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         document = {
-            "command": provenance.command(),
-            "commit": provenance.commit(),
-            "versions": provenance.versions(),
-            "hardware": provenance.hardware(),
+            **provenance.record(),
             "requests": requests,
             "gamma": gamma,
             "parts": records,

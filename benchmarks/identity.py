@@ -193,10 +193,7 @@ def main(
                 results.append(run_scenario(scenario, server, prompts, expected, judge, max_tokens))
                 console.print({k: v for k, v in results[-1].items() if k != "splits"})
     report = {
-        "command": provenance.command(),
-        "commit": provenance.commit(),
-        "versions": provenance.versions(),
-        "hardware": provenance.hardware(),
+        **provenance.record(),
         "prompts": [file.name for file in files],
         "max_tokens": max_tokens,
         "scenarios": results,

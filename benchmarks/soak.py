@@ -206,10 +206,7 @@ def main(
     errors = {name: count for name, count in tally.answers.items() if name.split()[-1].startswith("5")}
     growth = _growth(tally.samples)
     report = {
-        "command": provenance.command(),
-        "commit": provenance.commit(),
-        "versions": provenance.versions(),
-        "hardware": provenance.hardware(),
+        **provenance.record(),
         "minutes": minutes,
         "users": USERS,
         "answers": dict(sorted(tally.answers.items())),

@@ -73,6 +73,11 @@ def command(argv: Sequence[str] = sys.argv) -> str:
     return shlex.join(["python", *(portable(word) for word in argv)])
 
 
+def record() -> dict[str, Any]:
+    """All of it, as a result file begins."""
+    return {"command": command(), "commit": commit(), "versions": versions(), "hardware": hardware()}
+
+
 def portable(text: str) -> str:
     """``text`` without the folders of this machine: paths in the repository become relative, others keep their name."""
     if not text.startswith("/"):

@@ -108,10 +108,7 @@ def main(output: Path, quick: bool, only: str, limit_s: float) -> None:
     console.print(result_table(records))
     output.parent.mkdir(parents=True, exist_ok=True)
     document = {
-        "command": provenance.command(),
-        "commit": provenance.commit(),
-        "versions": provenance.versions(),
-        "hardware": provenance.hardware(),
+        **provenance.record(),
         "floors": floors[0],
         "cases": records,
     }

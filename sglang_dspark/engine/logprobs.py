@@ -98,11 +98,8 @@ def _fill_top(lists: _Lists, logprobs: torch.Tensor, width: int, requests: list[
     values, ids = (copy_to_host(part) for part in logprobs.topk(most, dim=-1))
     for place, request in enumerate(requests):
         for slot in range(width):
-            row, top_k = place * width + slot, top_ks[request]
-            lists.values[request * width + slot], lists.ids[request * width + slot] = (
-                values[row, :top_k],
-                ids[row, :top_k],
-            )
+            row, entry, top_k = place * width + slot, request * width + slot, top_ks[request]
+            lists.values[entry], lists.ids[entry] = values[row, :top_k], ids[row, :top_k]
 
 
 def _fill_named(

@@ -62,7 +62,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> A
 
 def _with_dspark(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
     # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
-    namespace.speculative_draft_model_path = find_drafter(namespace, DSparkConfig.resolve(flag_texts(namespace)))
+    namespace.speculative_draft_model_path = find_drafter(namespace, _config())
     _choose_attention_backend(namespace)
     if namespace.sampling_backend not in (None, "pytorch"):
         raise ConfigError(
