@@ -117,11 +117,8 @@ def _provenance(files: Sequence[Path], **protocol: Any) -> dict[str, Any]:
     from sglang_dspark import provenance
 
     return {
-        "command": provenance.command(),
+        **provenance.record(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": provenance.commit(),
-        "versions": provenance.versions(),
-        "hardware": provenance.hardware(),
         "prompts": [{"file": path.name, "sha256": provenance.file_digest(path)} for path in files],
         "protocol": protocol,
     }

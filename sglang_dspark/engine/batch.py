@@ -11,25 +11,16 @@ from dspark_kernels import DraftBlock, RoundKeys, SamplingRows
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.engine import speculation
+from sglang_dspark.engine.last_batch import LastBatch
 from sglang_dspark.worker.state import DecodeBatch, Rounds
 
 
-class SamplingReader:
+class SamplingReader(LastBatch[SamplingRows]):
     """Sampling parameters of a batch, rebuilt only when its requests change."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(self._rows_of)
         self._device = device
-        # The objects, not their ids: a client may use a request id again with other parameters.
-        self._reqs: list[Any] = []
-        self._rows: SamplingRows | None = None
-
-    def read(self, reqs: Sequence[Any]) -> SamplingRows:
-        """Rows of ``reqs``, in order."""
-        same = len(reqs) == len(self._reqs) and all(a is b for a, b in zip(reqs, self._reqs, strict=True))
-        if self._rows is None or not same:
-            self._rows = self._rows_of(reqs)
-            self._reqs = list(reqs)
-        return self._rows
 
     def _rows_of(self, reqs: Sequence[Any]) -> SamplingRows:
         parameters = [req.sampling_params for req in reqs]

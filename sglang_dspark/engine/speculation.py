@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dspark.engine.last_batch import LastBatch
 from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.proposals.candidate_labels import join_labels, spellings, split_labels
 from sglang_dspark.proposals.proposer import Proposer, make_proposer
@@ -110,7 +111,7 @@ class BatchOptions:
         return Limits(most, copies.lens, limits.thresholds)
 
 
-class OptionsReader:
+class OptionsReader(LastBatch[BatchOptions]):
     """Options of a batch, read again only when its requests change.
 
     Args:
@@ -118,19 +119,11 @@ class OptionsReader:
     """
 
     def __init__(self, max_verify: int) -> None:
+        super().__init__(self._options_of)
         self._max_verify = max_verify
-        # The objects, not their ids: a client may use a request id again with other options.
-        self._reqs: list[Any] = []
-        self._options = self._options_of(())
 
-    def read(self, reqs: Sequence[Any]) -> BatchOptions:
-        """Options of ``reqs``, in order."""
-        if len(reqs) != len(self._reqs) or any(a is not b for a, b in zip(reqs, self._reqs, strict=True)):
-            self._reqs = list(reqs)
-            self._options = self._options_of(tuple(read(req) for req in reqs))
-        return self._options
-
-    def _options_of(self, each: tuple[Speculation, ...]) -> BatchOptions:
+    def _options_of(self, reqs: Sequence[Any]) -> BatchOptions:
+        each = tuple(map(read, reqs))
         limits = (options.verify_limit for options in each)
         most = tuple(self._max_verify if limit is None else min(limit, self._max_verify) for limit in limits)
         bounds = tuple(options.confidence_threshold or 0.0 for options in each)
