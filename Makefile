@@ -32,7 +32,7 @@ doctor: env ## is this installation able to serve?
 	$(RUN) -m sglang_dspark doctor
 
 test: env ## all tests that need no GPU
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: env ## lint, formatting and types
 	$(RUN) -m ruff check

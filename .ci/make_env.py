@@ -62,6 +62,9 @@ def install_with_uv() -> bool:
     options = ["--python", str(PYTHON), "--constraint", str(CONSTRAINTS), "--build-constraint", str(CONSTRAINTS)]
     # pip takes the best version that any index has; uv by itself stops at the first index that knows the name.
     options += ["--index-strategy", "unsafe-best-match"]
+    # As pip does. Without bytecode, and where none may be written later, each of a server's processes compiles 7,000
+    # modules when it starts, which doubles the time to start it.
+    options += ["--compile-bytecode"]
     return run("-m", "uv", "pip", "install", *options, *PROJECT, env=os.environ | uv_settings())
 
 

@@ -2,6 +2,11 @@
 
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch is imported. Threads of several processes that wait for each other on the same cores wait long.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
 import torch
 
 for name in [name for name in os.environ if name.startswith("SGLANG_DSPARK_") or name == "SGLANG_PLUGINS"]:
@@ -16,3 +21,8 @@ if not torch.cuda.is_available():
     triton.knobs.runtime.interpret = True
     # For this process alone: servers that tests start would inherit the variable.
     del os.environ["TRITON_INTERPRET"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those with servers first: a slow file that came last would keep one of two processes busy alone."""
+    items.sort(key=lambda item: "server" not in item.path.parent.parts)
