@@ -92,8 +92,8 @@ class StepTimes:
 
         Args:
             measured_ms: from the choice of this step to that of the next.
-            host_ms: the part of it that the table knows nothing of, where that is known: what the scheduler does between
-                two steps while the device waits. Other steps of as many requests will take as long for it.
+            host_ms: the part of it that the table knows nothing of, where that can be told: what the scheduler does
+                between two steps while nothing is computed. Other steps of as many requests will take as long for it.
 
         Returns:
             Milliseconds that were expected of it, the machine's speed included.
@@ -115,8 +115,10 @@ class StepTimes:
         return table_ms * math.exp(expected) + mean_host_ms
 
     def report(self) -> dict[str, Any]:
-        """JSON form. By requests (powers of two): ``host_ms`` between steps, and ``correction``, factors on the table by
-        drafts per request."""
+        """JSON form.
+
+        By requests (powers of two): ``host_ms`` between steps, ``correction`` factors on the table by drafts per request.
+        """
         seen = self._num_steps > 0
         grid = np.arange(self.table.gamma + 1.0)
         return {
