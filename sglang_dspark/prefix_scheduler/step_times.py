@@ -117,7 +117,7 @@ class StepTimes:
     def report(self) -> dict[str, Any]:
         """JSON form.
 
-        By requests (powers of two): ``host_ms`` between steps, ``correction`` factors on the table by drafts per request.
+        By requests (powers of two): ``host_ms`` between steps; ``correction``, factors on the table by drafts.
         """
         seen = self._num_steps > 0
         grid = np.arange(self.table.gamma + 1.0)
