@@ -17,6 +17,8 @@ _ERROR, _ERROR_DRIFT = 0.15, 0.0015
 _NOISE = 0.1
 # More than this is a hiccup of the machine, and counts as this much.
 _MAX_SURPRISE = 0.25
+# Weight of a step's host time in its running mean, and the most that one step may say it is, in milliseconds over that.
+_HOST_WEIGHT, _MAX_HOST_RISE_MS = 0.05, 5.0
 # A correction stays within this factor; an error beyond it calls for a new table.
 _MAX_LOG_ERROR = math.log(1.5)
 
@@ -41,6 +43,7 @@ class StepTimes:
     def __init__(self, table: SpsTable) -> None:
         self.table = table
         self._beliefs: dict[int, _Belief] = {}
+        self._host_ms: dict[int, float] = {}
         self._num_steps = 0
         self._speed = 0.0
         self.measured_ms = self.predicted_ms = self._weight = 0.0
@@ -52,12 +55,17 @@ class StepTimes:
     def step_ms(self, requests: int, context: float) -> Array:
         """[gamma + 1, n] milliseconds by depth and by the token counts of :meth:`load`.
 
-        The speed of the machine is left out: it does not change which step is best.
+        Times of the machine that measured the table: its speed does not change which step is best.
         """
         times = self.table.times(requests)
         ms: Array = times.at(context)
-        belief = self._beliefs.get(_bucket(requests))
-        return ms if belief is None else ms * np.exp(belief.error(times.drafts))
+        bucket = _bucket(requests)
+        if bucket in self._beliefs:
+            ms = ms * np.exp(self._beliefs[bucket].error(times.drafts))
+        if self._host_ms:
+            nearest = min(self._host_ms, key=lambda known: abs(known - bucket))
+            ms = ms + self._host_ms[nearest] * math.exp(-self._speed)
+        return ms
 
     def one(self, requests: int, drafts: int, depth: int, context: float) -> float:
         """Milliseconds of one step that drafts to ``depth`` and verifies ``drafts`` drafts in all."""
@@ -79,33 +87,45 @@ class StepTimes:
         belief = self._beliefs.get(_bucket(requests)) or _Belief(self.table.gamma)
         return belief.doubt(drafts)
 
-    def observe(self, kind: StepKind, measured_ms: float) -> float:
+    def observe(self, kind: StepKind, measured_ms: float, host_ms: float = 0.0) -> float:
         """Learn from one step.
+
+        Args:
+            measured_ms: from the choice of this step to that of the next.
+            host_ms: the part of it that the table knows nothing of, where that can be told: what the scheduler does
+                between two steps while nothing is computed. Other steps of as many requests will take as long for it.
 
         Returns:
             Milliseconds that were expected of it, the machine's speed included.
         """
         self._num_steps += 1
-        belief = self._beliefs.setdefault(_bucket(kind.requests), _Belief(self.table.gamma))
+        bucket = _bucket(kind.requests)
+        belief = self._beliefs.setdefault(bucket, _Belief(self.table.gamma))
         times = self.load(kind.requests)
         column = times.room_for(kind.num_tokens)
         drafts, table_ms = float(times.drafts[column]), float(times.at(kind.context, (kind.depth, column)))
-        expected = belief.observe(drafts, math.log(measured_ms / table_ms), self._num_steps)
+        expected = belief.observe(drafts, math.log((measured_ms - host_ms) / table_ms), self._num_steps)
         self._speed = belief.speed
-        predicted_ms = table_ms * math.exp(belief.error(drafts))
+        mean_host_ms = self._host_ms.setdefault(bucket, host_ms)
+        self._host_ms[bucket] += _HOST_WEIGHT * min(host_ms - mean_host_ms, _MAX_HOST_RISE_MS)
+        predicted_ms = table_ms * math.exp(belief.error(drafts)) + mean_host_ms
         self._weight = 0.98 * self._weight + 1
         self.measured_ms += (measured_ms - self.measured_ms) / self._weight
         self.predicted_ms += (predicted_ms - self.predicted_ms) / self._weight
-        return table_ms * math.exp(expected)
+        return table_ms * math.exp(expected) + mean_host_ms
 
     def report(self) -> dict[str, Any]:
-        """JSON form. ``correction``: factor on the table by requests (powers of two) and drafts per request."""
+        """JSON form.
+
+        By requests (powers of two): ``host_ms`` between steps; ``correction``, factors on the table by drafts.
+        """
         seen = self._num_steps > 0
         grid = np.arange(self.table.gamma + 1.0)
         return {
             "measured_ms": self.measured_ms if seen else None,
             "predicted_ms": self.predicted_ms if seen else None,
             "common_factor": math.exp(self._speed),
+            "host_ms": {str(1 << bucket): round(ms, 3) for bucket, ms in sorted(self._host_ms.items())},
             "correction": {
                 str(1 << bucket): np.exp(belief.error(grid)).round(4).tolist()
                 for bucket, belief in sorted(self._beliefs.items())

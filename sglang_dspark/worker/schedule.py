@@ -82,7 +82,8 @@ class Schedule:
         self.timed: TimedStep | None = None
         self.whole_batches = False
         self._notes: list[_Note] = []
-        self._entered = 0.0
+        self._entered = self._chosen = 0.0
+        self._staged_ms: float | None = None
         self._kinds: deque[StepKind | None] = deque([None] * (lag + 1), maxlen=lag + 1)
         self._context = 0.0
         self.coefficients = self._copy_coefficients()
@@ -178,15 +179,21 @@ class Schedule:
         self.timed = None if kind is None else self._take_time(kind, (now - self._entered) * 1e3)
         self._entered = now
         self._context = context
+        choice = self._choose(requests, context)
+        self._chosen = time.perf_counter()
+        return choice if limits is None else choice.within(limits)
+
+    def _choose(self, requests: Sequence[str], context: float) -> Choice:
         choice = self.policy.choose(len(requests), context)
         leaves_out = choice.depth > 0 and choice.forced is None and len(requests) > 1 and not self.whole_batches
         if leaves_out and isinstance(self.policy, AutoPolicy):
             least = self.policy.least_gain(len(requests), choice.depth, context)
             choice = choice.for_some(self.gains.worth_drafting(requests, least), len(requests))
-        return choice if limits is None else choice.within(limits)
+        return choice
 
     def _take_time(self, kind: StepKind, measured_ms: float) -> TimedStep:
-        expected_ms = None if self.times is None else self.times.observe(kind, measured_ms)
+        host_ms = 0.0 if self._staged_ms is None else max(0.0, measured_ms - self._staged_ms)
+        expected_ms = None if self.times is None else self.times.observe(kind, measured_ms, host_ms)
         return TimedStep(kind.requests, measured_ms, expected_ms)
 
     @property
@@ -202,6 +209,15 @@ class Schedule:
         """The step under way verifies this many tokens; its time is a whole batch's, unless it drafts for some only."""
         usual = choice.drafted is None and not choice.has_copies
         self._kinds.append(StepKind(requests, num_tokens, choice.depth, self._context) if usual else None)
+
+    def staged(self) -> None:
+        """The stages of the step have run.
+
+        On a CPU they were done before the call returned, so the rest of the time until the next step is the host's; a
+        GPU works on while the host goes on, and how much of the host's time it waits for does not show here.
+        """
+        if self.device.type == "cpu":
+            self._staged_ms = (time.perf_counter() - self._chosen) * 1e3
 
     def survival(
         self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None

@@ -148,6 +148,7 @@ class DSparkWorker(SpecWorkerBase):
         publish(accepted.new_seq_lens)
         self.adjustments.count(batch.reqs, accepted.out_tokens)
         stages.commit(plan, accepted, captured)
+        self.schedule.staged()
         return DSparkBatchResult(
             logits_output=with_logprobs(batch, output, plan.indptr, accepted.out_tokens, step.rows.law.temperatures),
             next_token_ids=accepted.out_tokens.reshape(-1),

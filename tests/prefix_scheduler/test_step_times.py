@@ -38,7 +38,30 @@ def learn(times, factors, steps, noise=0.0, seed=0, period=1):
 def test_without_observations_times_are_the_tables():
     times = StepTimes(compute_bound())
     assert (times.step_ms(R, CONTEXT) == times.load(R).at(CONTEXT)).all()
-    assert times.report() == {"measured_ms": None, "predicted_ms": None, "common_factor": 1.0, "correction": {}}
+    nothing = {"measured_ms": None, "predicted_ms": None, "common_factor": 1.0, "host_ms": {}, "correction": {}}
+    assert times.report() == nothing
+
+
+@pytest.mark.parametrize("speed", [1.0, 2.0])
+def test_time_between_steps_is_the_same_for_all_of_them(speed):
+    """The machine's speed concerns both alike, so that the ratio of two steps is what would be measured."""
+    times, other_load = StepTimes(compute_bound()), StepTimes(compute_bound()).step_ms(4 * R, CONTEXT)
+    before, host_ms = times.step_ms(R, CONTEXT), 5.0
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        measured_ms = speed * table_ms(times, kind(2)) * math.exp(0.02 * rng.standard_normal()) + host_ms
+        expected_ms = times.observe(kind(2), measured_ms, host_ms)
+    assert expected_ms == pytest.approx(measured_ms, rel=0.1)
+    assert times.step_ms(R, CONTEXT) == pytest.approx(before + host_ms / speed, rel=0.05)
+    assert times.step_ms(4 * R, CONTEXT) == pytest.approx(other_load + host_ms / speed, rel=0.05)
+
+
+def test_a_long_pause_between_two_steps_is_no_rule():
+    times = StepTimes(compute_bound())
+    for step in range(100):
+        pause_ms = 1000.0 if step == 60 else 0.0
+        times.observe(kind(2), table_ms(times, kind(2)) + 3.0 + pause_ms, 3.0 + pause_ms)
+        assert times.report()["host_ms"][str(R)] < 3.5
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.6, 3.0])

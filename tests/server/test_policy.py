@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.error
 
 import pytest
+import torch
 from golden_server import greedy, output_ids, policy
 
 PROMPTS = [[5 + i, 9, 20 + i, 7] for i in range(16)]
@@ -19,6 +20,8 @@ def test_auto_is_the_default_and_reports_what_it_knows(dspark):
     assert len(schedule["lagged_survival"]) == stats["block_size"] == 7
     assert schedule["step_time"]["measured_ms"] > 0
     assert schedule["step_time"]["predicted_ms"] > 0
+    if not torch.cuda.is_available():
+        assert min(schedule["step_time"]["host_ms"].values()) > 0
     assert len(stats["calibration"]["scale"]) == 7
 
 

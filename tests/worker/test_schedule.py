@@ -262,6 +262,17 @@ def test_the_time_of_a_step_is_known_when_the_next_one_is_chosen():
         assert made.timed is None
 
 
+def test_on_a_cpu_the_host_time_is_what_the_stages_do_not_take(monkeypatch):
+    clock = iter([0.0, 0.001, 0.021, 0.030, 0.031])  # choose, chosen, staged; choose, chosen
+    monkeypatch.setattr("sglang_dspark.worker.schedule.time.perf_counter", lambda: next(clock))
+    made = schedule()
+    made.took(made.choose(["a", "b"], 64.0), 2, 6)
+    made.staged()
+    made.choose(["a", "b"], 64.0)
+    assert made.timed.measured_ms == pytest.approx(30)
+    assert made.times.report()["host_ms"] == {"2": pytest.approx(10)}
+
+
 def test_what_cannot_be_switched_to_says_why():
     made = schedule(with_table=False, with_head=False, schedule="static")
     assert made.why_not("off") is made.why_not("static") is None
