@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import random
 import threading
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sglang_dspark.http_client import open_directly
 from sglang_dspark.launch import LaunchedServer
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
+CASES: list[dict[str, Any]] = json.loads((DRAFT / "golden.json").read_text())["cases"]
+VOCAB = range(3, 60)  # ids that the golden target's training text used
 DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
 
 GUARDED = (
@@ -35,6 +43,17 @@ def generate(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: 
     """Answers of ``POST /generate`` in order, ``concurrency`` requests at a time."""
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(lambda body: server.post_json("/generate", body), bodies))
+
+
+def call(server: LaunchedServer, path: str, key: str | None = None, body: Any = None) -> tuple[int, str]:
+    """Status and text of the answer to GET, or POST with a body, whatever the status."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with open_directly(urllib.request.Request(server.url + path, data, headers), timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 def output_ids(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int = 8) -> list[list[int]]:
@@ -82,3 +101,29 @@ def in_background(function: Callable[[], Any]) -> threading.Thread:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     return thread
+
+
+def prompts(num: int, seed: int) -> list[list[int]]:
+    """Random prompts of very different lengths; every third starts with the same 40 tokens."""
+    rng = random.Random(seed)
+    shared = rng.choices(VOCAB, k=40)
+    lengths = (1, 3, 17, 40, 90, 130)
+    return [(shared if i % 3 == 0 else []) + rng.choices(VOCAB, k=rng.choice(lengths)) for i in range(num)]
+
+
+def mixed_bodies(num: int, seed: int) -> list[dict[str, Any]]:
+    """Greedy requests of very different lengths."""
+    rng = random.Random(seed)
+    return [greedy(prompt, rng.choice((1, 2, 5, 8, 30, 64))) for prompt in prompts(num, seed)]
+
+
+def assert_pool_is_whole(server: LaunchedServer) -> None:
+    """After the requests and a flush every K/V slot is free again. SGLang checks for leaks itself when it is idle."""
+    deadline = time.monotonic() + 60
+    while server.get_json("/v1/loads")["loads"][0]["num_running_reqs"] > 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    server.flush_cache()
+    time.sleep(1.0)
+    assert server.post_json("/generate", greedy([5, 6, 7], 4))["output_ids"]
+    assert "memory leak" not in server.log_path.read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_server import DRAFT, DSPARK, TARGET, generate, greedy, output_ids
+from golden_server import CASES, DRAFT, DSPARK, TARGET, generate, greedy, output_ids
 
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel
@@ -33,7 +33,7 @@ VARIANTS = {
 }
 STATIC = ("--speculative-dspark-schedule", "static")
 LONG_BLOCK = {"block_size": 24, "markov_head_type": "vanilla"}
-PROMPT = json.loads((DRAFT / "golden.json").read_text())["cases"][1]["prompt_ids"]
+PROMPT = CASES[1]["prompt_ids"]
 
 
 def random_drafter(folder: Path, **changes) -> Path:

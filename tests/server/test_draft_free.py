@@ -5,14 +5,22 @@ from __future__ import annotations
 import urllib.error
 
 import pytest
-from golden_server import TARGET, generate, greedy, output_ids, policy, with_options
+from golden_server import (
+    CASES,
+    TARGET,
+    assert_pool_is_whole,
+    generate,
+    greedy,
+    mixed_bodies,
+    output_ids,
+    policy,
+    with_options,
+)
+from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
 from target_law import TargetLaw, p_value
-from test_greedy import GOLDEN_TRACE, assert_pool_is_whole, mixed_bodies
-from test_sampled import ALPHA, HOT, PROMPT, sample
 
-CASES = GOLDEN_TRACE["cases"]
 FLAGS = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-draft-free")
-NUM_SAMPLES, DEPTH = 1024, 4
+NUM_SAMPLES = 1024
 
 
 @pytest.fixture

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import pytest
-from golden_server import DRAFT, DSPARK, generate, greedy, in_background, output_ids, policy, with_options
-
-GOLDEN_TRACE = json.loads((DRAFT / "golden.json").read_text())
-VOCAB = range(3, 60)  # ids that the golden target's training text used
+from golden_server import (
+    CASES,
+    DSPARK,
+    assert_pool_is_whole,
+    generate,
+    greedy,
+    in_background,
+    mixed_bodies,
+    output_ids,
+    policy,
+    prompts,
+    with_options,
+)
 
 # Each drives the server into another corner. In float32 the target's own text depends on none of them.
 CORNERS = {
@@ -29,22 +37,9 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
-def prompts(num: int, seed: int) -> list[list[int]]:
-    """Random prompts of very different lengths; every third starts with the same 40 tokens."""
-    rng = random.Random(seed)
-    shared = rng.choices(VOCAB, k=40)
-    lengths = (1, 3, 17, 40, 90, 130)
-    return [(shared if i % 3 == 0 else []) + rng.choices(VOCAB, k=rng.choice(lengths)) for i in range(num)]
-
-
-def mixed_bodies(num: int, seed: int) -> list[dict[str, Any]]:
-    rng = random.Random(seed)
-    return [greedy(prompt, rng.choice((1, 2, 5, 8, 30, 64))) for prompt in prompts(num, seed)]
-
-
 def test_golden_traces(dspark):
     """Drafts, verified and accepted counts, and text of every golden case."""
-    for case in GOLDEN_TRACE["cases"]:
+    for case in CASES:
         with policy(dspark, "static"):
             [answer] = generate(dspark, [greedy(case["prompt_ids"], 64, speculation={"trace": True})], 1)
         assert answer["output_ids"] == case["output_ids"]
@@ -101,55 +96,13 @@ def test_text_while_policies_change_under_load(dspark, plain):
 
 def test_prefix_hit_keeps_the_accept_length(dspark):
     """Draft K/V of a cached prefix is there as well: the second run is served from the cache and accepts as much."""
-    prompt = GOLDEN_TRACE["cases"][1]["prompt_ids"] * 3
+    prompt = CASES[1]["prompt_ids"] * 3
     dspark.flush_cache()
     with policy(dspark, "static"):  # under auto the accept length follows measured times
         first, second = (generate(dspark, [greedy(prompt, 48)], 1)[0]["meta_info"] for _ in range(2))
     assert first["cached_tokens"] == 0
     assert second["cached_tokens"] >= len(prompt) - 1
     assert second["spec_accept_length"] == first["spec_accept_length"] > 2
-
-
-# A pool that cannot hold the running requests, and a context that they grow out of.
-TIGHT = ["--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01"]
-
-
-def test_retraction_and_context_limit(launch):
-    """A pool that cannot hold the running requests, and requests that grow into the context limit.
-
-    With a block of 7 a step reserves 16 slots past the committed length, rows of req_to_token have room for 12 by
-    default: without more headroom the neighbour's first slots would be overwritten.
-    """
-    dspark, plain = launch(*DSPARK, *TIGHT), launch(*TIGHT)
-    rng = random.Random(3)
-    # Stop tokens off: every request runs to its limit.
-    bodies = [
-        {
-            "input_ids": rng.choices(VOCAB, k=k),
-            "sampling_params": {"temperature": 0, "max_new_tokens": n, "ignore_eos": True},
-        }
-        for k, n in [(90, 37), (100, 27), (120, 7), (110, 17), (60, 67), (30, 97), (10, 117), (119, 8)] * 3
-    ]
-    expected = output_ids(plain, bodies, 16)
-    assert output_ids(dspark, bodies, 16) == expected
-    assert output_ids(dspark, with_options(bodies), 16) == expected
-    assert "KV cache pool is full. Retract requests." in dspark.log_path.read_text()
-    assert_pool_is_whole(dspark)
-
-
-def test_retracted_requests_keep_their_counts_and_grammars(launch, dspark):
-    """What penalties have counted and grammars have read comes back with the second prefill."""
-    tight = launch(*DSPARK, *TIGHT)
-    bodies = []
-    for i, prompt in enumerate(prompts(24, seed=8)):
-        body = greedy(prompt[:60], 60)
-        body["sampling_params"] |= {"ignore_eos": True, "frequency_penalty": 0.4, "repetition_penalty": 1.1}
-        if i % 3 == 0:
-            body["sampling_params"]["regex"] = "(red|blue|green|cat|dog|bird)+"
-        bodies.append(body)
-    answers = generate(tight, bodies, 16)
-    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
-    assert [answer["output_ids"] for answer in answers] == output_ids(dspark, bodies, 3)
 
 
 def test_abort_in_mid_stream(dspark, plain):
@@ -180,7 +133,7 @@ def test_parallel_samples(dspark, plain):
 
 def test_stop_inside_an_accepted_block(dspark, plain):
     """A stop token in the middle of a block ends the text there, and nothing after it is returned."""
-    case = GOLDEN_TRACE["cases"][0]
+    case = CASES[0]
     bodies = []
     for stop in sorted(set(case["output_ids"])):
         body = greedy(case["prompt_ids"], 64)
@@ -189,17 +142,3 @@ def test_stop_inside_an_accepted_block(dspark, plain):
     answers, expected = generate(dspark, bodies, 4), generate(plain, bodies, 4)
     assert [a["output_ids"] for a in answers] == [a["output_ids"] for a in expected]
     assert [a["meta_info"]["finish_reason"] for a in answers] == [a["meta_info"]["finish_reason"] for a in expected]
-
-
-def assert_pool_is_whole(server) -> None:
-    """After the requests and a flush every K/V slot is free again. SGLang checks for leaks itself when it is idle."""
-    import time
-
-    deadline = time.monotonic() + 60
-    while server.get_json("/v1/loads")["loads"][0]["num_running_reqs"] > 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    server.flush_cache()
-    time.sleep(1.0)
-    assert server.post_json("/generate", greedy([5, 6, 7], 4))["output_ids"]
-    assert "memory leak" not in server.log_path.read_text()

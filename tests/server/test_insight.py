@@ -1,40 +1,17 @@
-"""What a running server says of itself: statistics, Prometheus metrics, capabilities, and who may ask."""
+"""What a running server says of itself: statistics, capabilities, and the counts of every answer."""
 
 from __future__ import annotations
 
 import json
 import re
-import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from golden_server import DRAFT, DSPARK, GUARDED, TARGET, greedy, output_ids, policy
-from prometheus_client.parser import text_string_to_metric_families
+from golden_server import DRAFT, DSPARK, TARGET, call, greedy, output_ids, policy
 
 from sglang_dspark import __version__
-from sglang_dspark.http_client import open_directly
 
-GRAFANA = Path(__file__).parents[2] / "docker" / "grafana" / "dspark.json"
 PROMPTS = [[5 + i, 9, 20 + i, 7] for i in range(16)]
-
-
-@pytest.fixture
-def guarded(launch):
-    return launch(*GUARDED)
-
-
-def call(server, path, key=None, body=None):
-    """Status and text of the answer to GET, or POST with a body."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with open_directly(urllib.request.Request(server.url + path, data, headers), timeout=60) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
 
 
 def test_statistics_add_up(dspark):
@@ -99,49 +76,6 @@ def test_capabilities(dspark):
     assert line and "block size 7" in line[0] and "policy auto" in line[0]
 
 
-def test_who_may_ask(guarded):
-    for path in ("/dspark/stats", "/dspark/capabilities"):
-        assert [call(guarded, path, key)[0] for key in (None, "wrong", "user-key")] == [401, 401, 200]
-    switch = {"policy": "static", "verify_len": 2}
-    assert [call(guarded, "/dspark/policy", key, switch)[0] for key in (None, "user-key")] == [401, 401]
-    assert json.loads(call(guarded, "/dspark/stats", "user-key")[1])["policy"] == "auto"
-    try:
-        assert call(guarded, "/dspark/policy", "admin-key", switch)[0] == 200
-        assert json.loads(call(guarded, "/dspark/stats", "user-key")[1])["policy"] == "static"
-    finally:
-        assert call(guarded, "/dspark/policy", "admin-key", {"policy": "auto"})[0] == 200
-
-
-def test_the_page_alone_needs_no_key(guarded):
-    status, page = call(guarded, "/dspark")
-    assert status == 200
-    assert 'data-needs-key="yes"' in page
-    assert call(guarded, "/dspark/")[0] == 401
-    assert call(guarded, "/dspark", body={})[0] == 401
-
-
-def test_metrics_equal_the_statistics(guarded):
-    for i in range(3):
-        call(guarded, "/generate", "user-key", greedy([5 + i, 6, 7], 40))
-    stats = json.loads(call(guarded, "/dspark/stats", "user-key")[1])
-    totals = ("steps", "drafted_tokens", "verified_tokens", "accepted_tokens", "wasted_tokens", "committed_tokens")
-    expected = {f"sglang:dspark_{name}_total": stats[name] for name in totals}
-    deadline = time.monotonic() + 10
-    while True:
-        text = call(guarded, "/metrics")[1]
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        found = {name: sum(sample.value for sample in samples if sample.name == name) for name in expected}
-        if found == expected or time.monotonic() > deadline:
-            break
-        time.sleep(0.3)
-    assert found == expected
-    labels = {sample.name: set(sample.labels) for sample in samples}
-    assert labels["sglang:dspark_accept_length"] == labels["sglang:gen_throughput"]
-    assert labels["sglang:dspark_steps_total"] == labels["sglang:gen_throughput"] | {"load"}
-    named = set(re.findall(r"sglang:\w+", GRAFANA.read_text()))
-    assert named - labels.keys() == set()
-
-
 def test_a_damaged_drafter_with_a_fallback_is_the_target_alone(launch, plain, tmp_path):
     damaged = tmp_path / "drafter"
     damaged.mkdir()
@@ -191,10 +125,3 @@ def last_answer(server, body):
         return server.post_json("/generate", body)
     lines = call(server, "/generate", body=body)[1].split("\n\n")
     return json.loads([line for line in lines if line.startswith("data: {")][-1].removeprefix("data: "))
-
-
-def test_openai_answers_carry_the_counts_where_sglang_carries_meta_info(guarded):
-    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 16, "temperature": 0}
-    answer = json.loads(call(guarded, "/v1/chat/completions", "user-key", body | {"return_meta_info": True})[1])
-    counts = answer["choices"][0]["meta_info"]["dspark"]
-    assert counts["accepted_tokens"] + counts["rounds"] >= answer["usage"]["completion_tokens"] - 1

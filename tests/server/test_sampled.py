@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_server import DRAFT, DSPARK, TARGET, generate, greedy, in_background, output_ids, policy
+from golden_server import CASES, DRAFT, DSPARK, TARGET, greedy, in_background, output_ids, policy
 from safetensors.torch import load_file, save_file
+from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
 from target_law import TargetLaw, p_value
 
-ALPHA = 1e-4
-CASES = json.loads((DRAFT / "golden.json").read_text())["cases"]
-PROMPT = CASES[2]["prompt_ids"]
-NUM_SAMPLES, DEPTH = 4096, 4  # the first token comes from prefill, the others from a block
-# The golden pair is confident and agrees with itself: hot enough that drafts and target differ at every position.
-HOT = 2.0
+NUM_SAMPLES = 2048
 
 KINDS: dict[str, dict[str, float]] = {
     "temperature": {"temperature": HOT},
@@ -29,25 +24,13 @@ KINDS: dict[str, dict[str, float]] = {
 }
 
 
-def sample(server: Any, parameters: dict[str, float], num: int = NUM_SAMPLES, **fields: Any) -> list[tuple[int, ...]]:
-    """``num`` independent continuations of PROMPT."""
-    group = 64
-    body = {
-        "input_ids": PROMPT,
-        "sampling_params": {**parameters, "max_new_tokens": DEPTH, "n": group, "ignore_eos": True},
-        **fields,
-    }
-    answers = generate(server, [body] * (num // group), 4)
-    return [tuple(choice["output_ids"]) for answer in answers for choice in answer]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_law_of_the_text(dspark, kind):
     law = TargetLaw(TARGET, PROMPT, **KINDS[kind]).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
     assert len(law) > 20
     with policy(dspark, "random"):
         before = dspark.get_json("/dspark/stats")
-        assert p_value(sample(dspark, KINDS[kind]), law) > ALPHA
+        assert p_value(sample(dspark, KINDS[kind], NUM_SAMPLES), law) > ALPHA
         after = dspark.get_json("/dspark/stats")
     rejected = 1 - (after["accepted_tokens"] - before["accepted_tokens"]) / (
         after["verified_tokens"] - before["verified_tokens"]
@@ -70,12 +53,12 @@ def test_law_under_every_policy(dspark, settings):
     """Verify lengths follow from confidences, and these from drafts: none of that may show in the text."""
     law = TargetLaw(TARGET, PROMPT, **KINDS["temperature"]).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
     with policy(dspark, **settings):
-        assert p_value(sample(dspark, KINDS["temperature"]), law) > ALPHA
+        assert p_value(sample(dspark, KINDS["temperature"], NUM_SAMPLES), law) > ALPHA
 
 
 def test_law_test_has_power(dspark):
     """The same test rejects a temperature that is 6 % off, and a filter that was ignored."""
-    drawn = sample(dspark, {"temperature": HOT})
+    drawn = sample(dspark, {"temperature": HOT}, NUM_SAMPLES)
     for wrong in ({"temperature": 0.94 * HOT}, {"temperature": HOT, "top_p": 0.9}):
         assert p_value(drawn, TargetLaw(TARGET, PROMPT, **wrong).cells(DEPTH, min_prob=10 / NUM_SAMPLES)) < ALPHA
 
@@ -85,10 +68,10 @@ def test_greedy_and_sampled_requests_share_batches(dspark, plain):
     bodies = [greedy(case["prompt_ids"], 64) for case in CASES] * 6
     texts: list[list[int]] = []
     thread = in_background(lambda: texts.extend(output_ids(dspark, bodies, 4)))
-    drawn = sample(dspark, KINDS["temperature"], 2048)
+    drawn = sample(dspark, KINDS["temperature"], NUM_SAMPLES)
     thread.join()
     assert texts == output_ids(plain, bodies, 4)
-    law = TargetLaw(TARGET, PROMPT, **KINDS["temperature"]).cells(DEPTH, min_prob=10 / 2048)
+    law = TargetLaw(TARGET, PROMPT, **KINDS["temperature"]).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
     assert p_value(drawn, law) > ALPHA
 
 

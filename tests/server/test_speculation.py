@@ -5,12 +5,20 @@ from __future__ import annotations
 import random
 
 import pytest
-from golden_server import OPTIONS, TARGET, generate, greedy, output_ids, policy, with_options
+from golden_server import (
+    CASES,
+    OPTIONS,
+    TARGET,
+    VOCAB,
+    generate,
+    greedy,
+    mixed_bodies,
+    output_ids,
+    policy,
+    with_options,
+)
+from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
 from target_law import TargetLaw, p_value
-from test_greedy import GOLDEN_TRACE, VOCAB, mixed_bodies
-from test_sampled import ALPHA, HOT, PROMPT, sample
-
-CASES = GOLDEN_TRACE["cases"]
 
 
 def traced(server, body, **options):
@@ -145,7 +153,7 @@ def test_presets_of_the_openai_routes(dspark):
     assert dspark.get_json("/dspark/stats")["copied_accepted_tokens"] > before
 
 
-NUM_SAMPLES, DEPTH = 1024, 4
+NUM_SAMPLES = 1024
 SAMPLED = {
     "summarization": {"preset": "summarization", "min_ngram": 1, "max_ngram": 3},
     "classification": {"preset": "classification", "candidates": ["stone finds the", "the red stone", "red stone ."]},

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
-from golden_server import DRAFT, DSPARK, generate, greedy, output_ids, policy
+from golden_server import CASES, DSPARK, VOCAB, generate, greedy, output_ids, policy
 
 # Unlike a GPU server, a CPU server needs two things of its environment for --tp-size 2, with or without DSPARK: a build
 # of torch that knows CUDA takes NCCL for usable unless the library cannot be found, and SGLang does not share one NUMA
@@ -16,7 +15,6 @@ ENVIRONMENT = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
     "TORCH_COMPILE_DISABLE": "1",
 }
-VOCAB = range(3, 60)  # ids that the golden target's training text used
 
 
 @pytest.fixture
@@ -35,7 +33,6 @@ def prompts(num: int, seed: int) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["auto", "random", "early-stop", "static"])
 def test_greedy_text_is_the_targets(parallel, name):
     """Partial sums put the ranks' logits a few last bits off a single server's; that decides no token here."""
-    golden = json.loads((DRAFT / "golden.json").read_text())["cases"]
     rng = random.Random(1)
     bodies = [greedy(prompt, rng.choice((1, 5, 30, 64))) for prompt in prompts(40, seed=1)]
     for body in bodies[::4]:
@@ -45,8 +42,8 @@ def test_greedy_text_is_the_targets(parallel, name):
     with policy(parallel, "off"):
         expected = output_ids(parallel, bodies)
     with policy(parallel, name):
-        assert output_ids(parallel, [greedy(case["prompt_ids"], 64) for case in golden]) == [
-            case["output_ids"] for case in golden
+        assert output_ids(parallel, [greedy(case["prompt_ids"], 64) for case in CASES]) == [
+            case["output_ids"] for case in CASES
         ]
         assert output_ids(parallel, bodies) == expected
 

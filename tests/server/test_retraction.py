@@ -1,0 +1,47 @@
+"""A pool too small for its requests, and a context that they grow out of: the text is still the target's."""
+
+from __future__ import annotations
+
+import random
+
+from golden_server import DSPARK, VOCAB, assert_pool_is_whole, generate, greedy, output_ids, prompts, with_options
+
+TIGHT = ["--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01"]
+
+
+def test_retraction_and_context_limit(launch):
+    """A pool that cannot hold the running requests, and requests that grow into the context limit.
+
+    With a block of 7 a step reserves 16 slots past the committed length, rows of req_to_token have room for 12 by
+    default: without more headroom the neighbour's first slots would be overwritten.
+    """
+    dspark, plain = launch(*DSPARK, *TIGHT), launch(*TIGHT)
+    rng = random.Random(3)
+    # Stop tokens off: every request runs to its limit.
+    bodies = [
+        {
+            "input_ids": rng.choices(VOCAB, k=k),
+            "sampling_params": {"temperature": 0, "max_new_tokens": n, "ignore_eos": True},
+        }
+        for k, n in [(90, 37), (100, 27), (120, 7), (110, 17), (60, 67), (30, 97), (10, 117), (119, 8)] * 3
+    ]
+    expected = output_ids(plain, bodies, 16)
+    assert output_ids(dspark, bodies, 16) == expected
+    assert output_ids(dspark, with_options(bodies), 16) == expected
+    assert "KV cache pool is full. Retract requests." in dspark.log_path.read_text()
+    assert_pool_is_whole(dspark)
+
+
+def test_retracted_requests_keep_their_counts_and_grammars(launch, dspark):
+    """What penalties have counted and grammars have read comes back with the second prefill."""
+    tight = launch(*DSPARK, *TIGHT)
+    bodies = []
+    for i, prompt in enumerate(prompts(24, seed=8)):
+        body = greedy(prompt[:60], 60)
+        body["sampling_params"] |= {"ignore_eos": True, "frequency_penalty": 0.4, "repetition_penalty": 1.1}
+        if i % 3 == 0:
+            body["sampling_params"]["regex"] = "(red|blue|green|cat|dog|bird)+"
+        bodies.append(body)
+    answers = generate(tight, bodies, 16)
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    assert [answer["output_ids"] for answer in answers] == output_ids(dspark, bodies, 3)
