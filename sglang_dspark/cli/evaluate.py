@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sglang_dspark.cli.checkpoint import Checkpoint
 from sglang_dspark.cli.outputs import check_folders, check_outputs
 from sglang_dspark.cli.progress import progress_bar
 
@@ -20,14 +21,13 @@ if TYPE_CHECKING:
     from sglang_dspark.evaluation.measured_set import MeasuredSet
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _DPI = 150
 
 
 @click.command(short_help="Accept length, acceptance by position and calibration of a drafter on sets of prompts.")
 @click.option("--url", help="A running DSPARK server.  [default: http://127.0.0.1:30000]")
-@click.option("--target", type=_FOLDER, help="Or in this process: folder of the target; also without the Markov head.")
-@click.option("--draft", type=_FOLDER, help="Its drafter.")
+@click.option("--target", type=Checkpoint(), help="Or in this process: the target; also without the Markov head.")
+@click.option("--draft", type=Checkpoint(), help="Its drafter.")
 @click.option("--prompts", "files", type=_FILE, multiple=True, required=True, help="JSONL, a set each; repeatable.")
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many prompts of each set.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Longest answer.")

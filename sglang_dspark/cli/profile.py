@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from sglang_dspark.prefix_scheduler.sps_table import SpsTable
 
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _DPI = 150
 
@@ -26,15 +25,15 @@ _DPI = 150
     short_help="Measure how long decode steps take on this machine, print and plot the table.",
     context_settings={"ignore_unknown_options": True},
 )
-@click.option("--target", type=_FOLDER, help="Target to measure; starts a server with it.")
-@click.option("--draft", type=_FOLDER, help="Its drafter.")
+@click.option("--target", help="Target to measure, as --model-path; starts a server with it.")
+@click.option("--draft", help="Its drafter, as --speculative-draft-model-path.")
 @click.option("--output", type=_FILE, help="Where the table goes, for --speculative-dspark-sps-table-path.")
 @click.option("--table", "table_file", type=_FILE, help="Print this table instead of measuring one.")
 @click.option("--plot", type=_FILE, help="Where a figure goes (PNG).")
 @click.argument("server_flags", nargs=-1, type=click.UNPROCESSED)
 def profile(
-    target: Path | None,
-    draft: Path | None,
+    target: str | None,
+    draft: str | None,
     output: Path | None,
     table_file: Path | None,
     plot: Path | None,
@@ -76,7 +75,7 @@ def profile(
         console.print(plot, soft_wrap=True)
 
 
-def _measure(console: Console, target: Path, draft: Path, output: Path, server_flags: tuple[str, ...]) -> None:
+def _measure(console: Console, target: str, draft: str, output: Path, server_flags: tuple[str, ...]) -> None:
     import torch
 
     from sglang_dspark.config import flag_name

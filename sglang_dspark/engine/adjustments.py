@@ -10,6 +10,7 @@ from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens
 
 from sglang_dspark.engine.batch import is_running
 from sglang_dspark.engine.grammars import masks_of
+from sglang_dspark.engine.last_batch import LastBatch
 from sglang_dspark.worker.host_index import host_index
 from sglang_dspark.worker.state import VerifyPlan
 
@@ -28,9 +29,7 @@ class Adjustments:
         self._table: AdjustmentTable | None = None
         self._slots: dict[Any, int] = {}
         self._free: list[int] = []
-        # Of the last batch, because the next one is most often the same.
-        self._reqs: list[Any] = []
-        self._index: torch.Tensor | None = None
+        self._index = LastBatch(self._index_of)
 
     def concern_prefill(self, batch: Any) -> bool:
         """Whether any request of a prefill has its logits adjusted."""
@@ -42,7 +41,7 @@ class Adjustments:
 
     def begin(self, batch: Any, logits: torch.Tensor) -> None:
         """Set up the requests of a prefill and adjust the logits [bs, V] of the tokens that it draws."""
-        self._reqs = []
+        self._index.forget()
         for req in filter(has_adjustment, batch.reqs):
             slot = self._slot_for(req)
             assert self._table is not None
@@ -91,13 +90,11 @@ class Adjustments:
 
     def _slots_of(self, reqs: Sequence[Any]) -> torch.Tensor | None:
         """[bs] int64, -1 for requests without a slot; None where none has one."""
-        if not self._slots:
-            return None
-        if len(reqs) != len(self._reqs) or any(a is not b for a, b in zip(reqs, self._reqs, strict=True)):
-            slots = [self._slots.get(req, -1) for req in reqs]
-            self._index = host_index(slots, self._device) if max(slots, default=-1) >= 0 else None
-            self._reqs = list(reqs)
-        return self._index
+        return self._index.read(reqs) if self._slots else None
+
+    def _index_of(self, reqs: Sequence[Any]) -> torch.Tensor | None:
+        slots = [self._slots.get(req, -1) for req in reqs]
+        return host_index(slots, self._device) if max(slots, default=-1) >= 0 else None
 
     def _slot_for(self, req: Any) -> int:
         if req in self._slots:

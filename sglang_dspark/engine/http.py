@@ -19,6 +19,7 @@ UNSERVED_ROUTES = (
     "/update_weights_from_tensor",
     "/update_weights_from_ipc",
     "/release_memory_occupation",
+    "/resume_memory_occupation",
 )
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 

@@ -18,13 +18,18 @@ class LastBatch(Generic[T]):
     def __init__(self, make: Callable[[Sequence[Any]], T]) -> None:
         self._make = make
         # The objects, not their ids: a client may use a request id again with other parameters.
-        self._reqs: list[Any] = []
-        self._value: T | None = None
+        self._last: tuple[list[Any], T] | None = None
 
     def read(self, reqs: Sequence[Any]) -> T:
         """The value of ``reqs``."""
-        same = len(reqs) == len(self._reqs) and all(a is b for a, b in zip(reqs, self._reqs, strict=True))
-        if self._value is None or not same:
-            self._value = self._make(reqs)
-            self._reqs = list(reqs)
-        return self._value
+        if self._last is not None:
+            last, value = self._last
+            if len(reqs) == len(last) and all(a is b for a, b in zip(reqs, last, strict=True)):
+                return value
+        value = self._make(reqs)
+        self._last = list(reqs), value
+        return value
+
+    def forget(self) -> None:
+        """What the value is made of, besides the requests, has changed."""
+        self._last = None

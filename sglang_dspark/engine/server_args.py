@@ -17,12 +17,12 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, add_flags, flag_name, flag_texts
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.hub import local_folder
 from sglang_dspark.draft.pairing import check_architecture, check_target
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine import hooks
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
+from sglang_dspark.hub import DRAFT_FILES, local_folder
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def find_drafter(args: Any, config: DSparkConfig) -> str | None:
             f"or {flag_name('draft_free')} to serve requests with presets alone"
         )
     revision = args.speculative_draft_model_revision
-    folder = local_folder(path, flag=flag, revision=revision, cache_dir=args.download_dir)
+    folder = local_folder(path, flag=flag, files=DRAFT_FILES, revision=revision, cache_dir=args.download_dir)
     check_draft_model(folder)
     load_token_ids(folder, DraftConfig.from_pretrained(folder).vocab_size)
     return folder

@@ -40,7 +40,7 @@ def capabilities(worker: DSparkWorker) -> dict[str, Any]:
         "policy": worker.schedule.policy.name,
         "policies": {name: _policy(worker, name) for name in SCHEDULES},
         "features": {
-            "speculation_fields": [field.name for field in fields(Speculation)],
+            "speculation_fields": _speculation_fields(has_head=worker.schedule.calibration is not None),
             "cuda_graphs": worker.graphs is not None,
             "overlap": not args.disable_overlap_schedule,
             "attention_backend": args.attention_backend,
@@ -73,6 +73,11 @@ def _drafter_in_words(drafter: dict[str, Any] | None) -> str:
         f"{drafter['target_layer_ids']}, {markov if drafter['markov_rank'] else 'no Markov head'}, "
         f"{'a' if drafter['confidence_head'] else 'no'} confidence head, {drafter['vocab_size']} tokens"
     )
+
+
+def _speculation_fields(*, has_head: bool) -> list[str]:
+    names = [field.name for field in fields(Speculation)]
+    return names if has_head else [name for name in names if name != "confidence_threshold"]
 
 
 def _policy(worker: DSparkWorker, name: str) -> dict[str, Any]:

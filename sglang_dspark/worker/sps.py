@@ -19,10 +19,10 @@ from dspark_kernels import DraftBlock, SamplingRows
 from sglang_dspark import __version__
 from sglang_dspark.config import flag_name
 from sglang_dspark.draft import reduced_vocabulary
-from sglang_dspark.draft.hub import checkpoint_name
 from sglang_dspark.engine.batch import read_decode_batch
 from sglang_dspark.engine.dummy_batch import DummyBatch
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.hub import checkpoint_name
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.prefix_scheduler.sps_profiler import measure
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable, geometric_grid

@@ -22,7 +22,7 @@ def test_only_rounds_that_verified_the_whole_block_count():
         [],
         [None, entry(0, 0, (), num_drafts=0), entry(1, 1, (0.0,), num_drafts=1), entry(confidence=(3.0, 4.0))],
     ]
-    rounds = BlockRounds.from_traces(traces)
+    rounds = BlockRounds.from_traces(traces, gamma=2)
     assert rounds.logits.tolist() == [[0.5, -1.5], [0.5, -1.5], [3.0, 4.0]]
     assert rounds.accepted.tolist() == [0, 2, 1]
     assert rounds.prompt.tolist() == [0, 0, 2]
@@ -32,6 +32,7 @@ def test_only_rounds_that_verified_the_whole_block_count():
     ("traces", "says"),
     [
         ([[entry(verified=1)]], "none of 1 rounds verified its whole block of drafts; .* static"),
+        ([[entry(1, 1, (0.5,), num_drafts=1)]], "none of 1 rounds verified its whole block"),
         ([[None], []], "none of 0 rounds"),
         ([[entry(confidence=None)]], 'no "confidence": the drafter has no confidence head'),
         ([[entry(confidence=(1.0,))]], "1 confidences for 2 drafts"),
@@ -39,12 +40,12 @@ def test_only_rounds_that_verified_the_whole_block_count():
 )
 def test_traces_that_cannot_be_used(traces, says):
     with pytest.raises(ConfigError, match=says):
-        BlockRounds.from_traces(traces)
+        BlockRounds.from_traces(traces, gamma=2)
 
 
 @pytest.mark.parametrize(("num_prompts", "held_out"), [(2, 0.5), (10, 0.3), (97, 0.25), (4, 0.9)])
 def test_the_split_is_by_prompt_and_of_the_share(num_prompts, held_out):
-    rounds = BlockRounds.from_traces([[entry(accepted=n % 3) for n in range(5)]] * num_prompts)
+    rounds = BlockRounds.from_traces([[entry(accepted=n % 3) for n in range(5)]] * num_prompts, gamma=2)
     fit, test = rounds.split(num_prompts, held_out)
     assert not set(fit.prompt) & set(test.prompt)
     assert len(fit.accepted) + len(test.accepted) == len(rounds.accepted)
@@ -54,11 +55,11 @@ def test_the_split_is_by_prompt_and_of_the_share(num_prompts, held_out):
 
 
 def test_a_split_without_rounds_on_one_side():
-    rounds = BlockRounds.from_traces([[entry()], [entry()]])
+    rounds = BlockRounds.from_traces([[entry()], [entry()]], gamma=2)
     with pytest.raises(ConfigError, match=r"--held-out 0.3 of 2 prompts leaves no round in the held-out part"):
         rounds.split(2, 0.3)
     with pytest.raises(ConfigError, match="in the fit part"):
-        BlockRounds.from_traces([[], [entry()]]).split(2, 0.5)
+        BlockRounds.from_traces([[], [entry()]], gamma=2).split(2, 0.5)
 
 
 def test_prompts_of_both_forms_each_once(tmp_path):

@@ -20,7 +20,7 @@ class TraceServer(ThreadingHTTPServer):
     Attributes:
         requests: ``(path, headers, body)`` of every POST.
         algorithm: what the server claims to decode with.
-        verified: drafts verified per round.
+        drafted, verified: drafts per round.
         has_head: whether the rounds carry confidence.
         has_traces: whether the answers carry rounds.
     """
@@ -33,7 +33,7 @@ class TraceServer(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.algorithm: str | None = "DSPARK"
-        self.verified = GAMMA
+        self.drafted = self.verified = GAMMA
         self.has_head = self.has_traces = True
 
     def __enter__(self) -> Self:
@@ -49,11 +49,11 @@ class TraceServer(ThreadingHTTPServer):
         draw = random.Random(prompt)
         trace: list[dict[str, Any] | None] = [None]
         for _ in range(ROUNDS_PER_ANSWER):
-            logits = [draw.gauss(1.0, 1.5) for _ in range(GAMMA)]
+            logits = [draw.gauss(1.0, 1.5) for _ in range(self.drafted)]
             accepted = 0
             while accepted < self.verified and draw.random() < 1 / (1 + math.exp(-logits[accepted])):
                 accepted += 1
-            entry = {"start": len(trace), "anchor": 0, "draft": [0] * GAMMA, "verified": self.verified}
+            entry = {"start": len(trace), "anchor": 0, "draft": [0] * self.drafted, "verified": self.verified}
             entry["accepted"] = accepted
             if self.has_head:
                 entry["confidence"] = [STRETCH * logit for logit in logits]

@@ -92,4 +92,7 @@ def test_the_server_says_what_it_is(draft_free):
     assert "requests with a preset speculate" in found["reason"]
     available = {name for name, policy in found["policies"].items() if policy["available"]}
     assert available == {"auto", "off"}
+    served = set(found["features"]["speculation_fields"])
+    assert {"preset", "trace"} <= served
+    assert "confidence_threshold" not in served
     assert "no drafter" in draft_free.log_path.read_text()

@@ -1,7 +1,8 @@
-"""Draft checkpoints by the name that they have on the Hugging Face hub."""
+"""Checkpoints by the name that they have on the Hugging Face hub."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -9,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from sglang_dspark.errors import CheckpointError
 
-_FILES = ["*.json", "*.safetensors"]
+DRAFT_FILES = ("*.json", "*.safetensors")
 
 
 def checkpoint_name(path: str | Path) -> str:
@@ -19,11 +20,19 @@ def checkpoint_name(path: str | Path) -> str:
     return repository.rpartition("--")[2] if repository.startswith("models--") else folder.name
 
 
-def local_folder(name: str, *, flag: str, revision: str | None = None, cache_dir: str | None = None) -> str:
+def local_folder(
+    name: str,
+    *,
+    flag: str,
+    files: Sequence[str] | None = None,
+    revision: str | None = None,
+    cache_dir: str | None = None,
+) -> str:
     """Folder of the checkpoint ``name``: a folder already, or the name of a repository, which is then downloaded.
 
     Args:
         flag: that gave the name, for messages.
+        files: patterns of what is downloaded; None for everything.
         revision: branch, tag or commit of the repository.
         cache_dir: where it is kept; None for the hub's own cache.
 
@@ -33,16 +42,16 @@ def local_folder(name: str, *, flag: str, revision: str | None = None, cache_dir
     folder = Path(name).expanduser()
     if folder.exists():
         if not (folder / "config.json").is_file():
-            raise CheckpointError(
-                f"{flag}={name!r} holds no config.json; pass the folder of a DeepSpec-format checkpoint"
-            )
+            raise CheckpointError(f"{flag}={name!r} holds no config.json; pass the folder of a checkpoint")
         return str(folder)
     try:
-        return snapshot_download(name, revision=revision, cache_dir=cache_dir, allow_patterns=_FILES)
+        return snapshot_download(
+            name, revision=revision, cache_dir=cache_dir, allow_patterns=None if files is None else list(files)
+        )
     except HFValidationError:
         reason = "there is no such folder, and no repository can have this name"
     except LocalEntryNotFoundError:
         reason = "there is no such folder, and no repository of this name in the local cache or within reach"
     except HfHubHTTPError as error:
         reason = f"there is no such folder, and the hub says: {str(error).splitlines()[0]}"
-    raise CheckpointError(f"{flag}={name!r}: {reason}; pass a folder or the name of a DeepSpec-format checkpoint")
+    raise CheckpointError(f"{flag}={name!r}: {reason}; pass the folder of a checkpoint or its name on the hub")

@@ -1,10 +1,13 @@
-"""Drafters named as on the hub, from its cache; nothing is reached over a network."""
+"""Checkpoints named as on the hub, from its cache; nothing is reached over a network."""
 
+import click
 import pytest
+from click.testing import CliRunner
 from huggingface_hub import constants
 
-from sglang_dspark.draft.hub import checkpoint_name, local_folder
+from sglang_dspark.cli.checkpoint import Checkpoint
 from sglang_dspark.errors import CheckpointError
+from sglang_dspark.hub import checkpoint_name, local_folder
 
 FLAG = "--speculative-draft-model-path"
 
@@ -71,3 +74,18 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
 )
 def test_a_checkpoint_has_the_same_name_wherever_it_lies(path, name):
     assert checkpoint_name(path) == name
+
+
+def test_options_take_a_name_or_a_folder(tmp_path, monkeypatch):
+    snapshot = cached(tmp_path, "org/name", "main", "c" * 40)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+
+    @click.command()
+    @click.option("--target", type=Checkpoint())
+    def command(target):
+        click.echo(target)
+
+    for value in ("org/name", str(snapshot)):
+        assert CliRunner().invoke(command, ["--target", value]).output == f"{snapshot}\n"
+    refused = CliRunner().invoke(command, ["--target", "org/absent"])
+    assert "--target='org/absent': there is no such folder" in str(refused.exception)
