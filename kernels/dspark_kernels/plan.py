@@ -38,7 +38,6 @@ class VerifyRows:
     Attributes:
         verify_lens: [bs] int64, drafts verified.
         indptr: [bs + 1] int64, first row of each request.
-        indptr_int32: the same, for attention kernels.
         requests: [N] int64, request of each row.
         columns: [N] int64, place of each row in its request's window: 0 is the anchor; depth + 1 in padding.
         input_ids: [N] int64.
@@ -48,7 +47,6 @@ class VerifyRows:
 
     verify_lens: torch.Tensor
     indptr: torch.Tensor
-    indptr_int32: torch.Tensor
     requests: torch.Tensor
     columns: torch.Tensor
     input_ids: torch.Tensor
@@ -58,11 +56,8 @@ class VerifyRows:
     @classmethod
     def empty(cls, bs: int, num_tokens: int, device: torch.device | str) -> VerifyRows:
         """Buffers that planning fills."""
-
-        def new(size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.empty(size, dtype=dtype, device=device)
-
-        return cls(new(bs), new(bs + 1), new(bs + 1, torch.int32), *(new(num_tokens) for _ in range(5)))
+        sizes = (bs, bs + 1, *[num_tokens] * 5)
+        return cls(*(torch.empty(size, dtype=torch.int64, device=device) for size in sizes))
 
 
 def plan_top_ref(
@@ -128,7 +123,6 @@ def _flatten_ref(
     found = VerifyRows(
         verify_lens=lens,
         indptr=indptr,
-        indptr_int32=indptr.to(torch.int32),
         requests=request,
         columns=torch.where(is_row, column, depth + 1),
         input_ids=window[request, column] * is_row,
@@ -176,7 +170,6 @@ def _plan_kernel(
     req_to_token_ptr,
     verify_lens_ptr,
     indptr_ptr,
-    indptr_int32_ptr,
     requests_ptr,
     columns_ptr,
     input_ids_ptr,
@@ -225,10 +218,8 @@ def _plan_kernel(
     total = tl.sum(num_rows, 0)
     tl.store(verify_lens_ptr + request, lens.to(tl.int64), mask=mine)
     tl.store(indptr_ptr + request, start.to(tl.int64), mask=mine)
-    tl.store(indptr_int32_ptr + request, start, mask=mine)
     # Every program writes the same number: cheaper than finding out which one should.
     tl.store(indptr_ptr + bs, total.to(tl.int64))
-    tl.store(indptr_int32_ptr + bs, total)
 
     is_anchor = to_read & (start < num_tokens)
     tl.store(requests_ptr + start, request.to(tl.int64), mask=is_anchor)
@@ -344,7 +335,6 @@ def _launch(
         requests.req_to_token,
         out.verify_lens,
         out.indptr,
-        out.indptr_int32,
         out.requests,
         out.columns,
         out.input_ids,

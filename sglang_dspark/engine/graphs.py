@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from sglang.srt.model_executor.runner_utils import model_capture_mode
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
 
 from sglang_dspark.engine.verify import DSparkVerifyInput
+from sglang_dspark.worker.state import DecodeBatch, VerifyPlan
 
 T = TypeVar("T")
 
@@ -85,56 +86,38 @@ def graph_request_slots(model_runner: Any) -> list[int]:
     return sizes
 
 
-@dataclass(frozen=True)
-class VerifyInputs:
-    """Where a captured verification forward reads its batch. All int64.
-
-    Attributes:
-        input_ids, positions, slots: [N] of the flattened rows.
-        indptr: [R + 1] first row of each request.
-        req_pool_indices, prefix_lens: [R].
-    """
-
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    indptr: torch.Tensor
-    req_pool_indices: torch.Tensor
-    prefix_lens: torch.Tensor
-
-
 def static_verify(
-    model_runner: Any, inputs: VerifyInputs, width: int, logits: torch.Tensor
+    model_runner: Any, step: DecodeBatch, plan: VerifyPlan, logits: torch.Tensor
 ) -> Callable[[], tuple[Any, torch.Tensor]]:
-    """The target's forward over ``inputs``, to be captured.
+    """The target's forward over the rows of ``plan``, to be captured.
 
     Args:
-        width: bound on the rows of a request.
+        step, plan: buffers that stay where they are.
         logits: [N, V] float32, where the logits go.
 
     Returns:
         A function that returns what :func:`sglang_dspark.engine.verify.run_verify` does.
     """
-    num_tokens, num_requests = len(inputs.input_ids), len(inputs.prefix_lens)
+    num_tokens = len(plan.input_ids)
     layout = DSparkVerifyInput(
-        draft_token=inputs.input_ids,
-        positions=inputs.positions,
-        draft_token_num=width,
+        draft_token=plan.input_ids,
+        positions=plan.positions,
+        draft_token_num=plan.width,
         capture_hidden_mode=CaptureHiddenMode.FULL,
-        indptr=inputs.indptr,
+        indptr=plan.indptr,
     )
     forward_batch = ForwardBatch(
         forward_mode=ForwardMode.TARGET_VERIFY,
         global_forward_mode=ForwardMode.TARGET_VERIFY,
-        batch_size=num_requests,
-        input_ids=inputs.input_ids,
-        positions=inputs.positions,
-        out_cache_loc=inputs.slots,
-        req_pool_indices=inputs.req_pool_indices,
-        seq_lens=inputs.prefix_lens,
-        orig_seq_lens=inputs.prefix_lens,
+        batch_size=len(step),
+        input_ids=plan.input_ids,
+        positions=plan.positions,
+        out_cache_loc=plan.slots,
+        req_pool_indices=step.req_pool_indices,
+        seq_lens=step.prefix_lens,
+        orig_seq_lens=step.prefix_lens,
         seq_lens_sum=num_tokens,  # for backends that plan on the host; ours does not
-        num_token_non_padded=torch.tensor(num_tokens, dtype=torch.int32, device=inputs.input_ids.device),
+        num_token_non_padded=torch.tensor(num_tokens, dtype=torch.int32, device=plan.input_ids.device),
         num_token_non_padded_cpu=num_tokens,
         next_token_logits_buffer=logits,
         spec_algorithm=model_runner.spec_algorithm,
@@ -147,7 +130,7 @@ def static_verify(
         with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)):
             set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
             set_is_extend_in_batch(False)
-            output = model_runner.model.forward(inputs.input_ids, inputs.positions, forward_batch)
+            output = model_runner.model.forward(plan.input_ids, plan.positions, forward_batch)
         return replace(output, hidden_states=None), output.hidden_states
 
     return run

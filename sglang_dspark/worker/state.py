@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from dspark_kernels import DraftBlock, RoundKeys, SamplingRows
+from dspark_kernels import DraftBlock, RoundKeys, SamplingRows, StepRequests
 
 from sglang_dspark.prefix_scheduler.policies import Choice
 from sglang_dspark.worker.host_index import host_index
@@ -30,6 +30,11 @@ class DecodeBatch:
 
     def __len__(self) -> int:
         return self.anchors.shape[0]
+
+    @property
+    def requests(self) -> StepRequests:
+        """The same for the kernels, all requests real."""
+        return StepRequests(self.anchors, self.prefix_lens, self.req_pool_indices, self.req_to_token)
 
     def take(self, index: torch.Tensor, rows: SamplingRows) -> DecodeBatch:
         """The step of the requests ``index`` [m] int64 alone; ``rows`` are their sampling parameters."""

@@ -16,7 +16,7 @@ from dspark_kernels import Accepted, AdjustmentTable, DraftBlock, RoundKeys, Sam
 from dspark_kernels.plan import VerifyRows, plan_top, plan_uniform
 from dspark_kernels.prepare import PreparedStep, StepRequests, prepare
 
-from sglang_dspark.engine.graphs import Capture, Captured, VerifyInputs, capturing, static_verify
+from sglang_dspark.engine.graphs import Capture, Captured, capturing, static_verify
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.worker.state import DecodeBatch, Drafted, VerifyPlan
 from sglang_dspark.worker.tiers import Tiers
@@ -46,7 +46,7 @@ class StepGraphs:
         self.tiers = Tiers.of(request_slots, self.depth)
         most = self.tiers.requests[-1]
         num_rows = max((most, *self.tiers.tokens))
-        self.prepared = _zeroed(PreparedStep.empty(most, worker.gamma, 1, device))
+        self.prepared = _zeroed(PreparedStep.empty(most, worker.gamma, device))
         self.step_number = torch.zeros((), dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(most, device=device)
         self.coefficients = worker.schedule.coefficients.clone()
@@ -112,7 +112,7 @@ class StepGraphs:
         worker, step = self.worker, self._static_step(slots, sampled)
 
         def run() -> DraftBlock:
-            block = worker.draft_block(step, self.depth, with_confidence=True)
+            block = worker.draft_block(step, self.depth, with_confidence=True, layout=self.prepared.block(slots))
             self.drafts[:slots] = block.tokens
             self.predictions[:, :slots] = worker.schedule.predict(
                 block.confidence_logits, slots, self.depth, self.coefficients
@@ -123,16 +123,8 @@ class StepGraphs:
 
     def _capture_verify(self, capture: Capture, rows: int, plain: bool) -> None:
         worker, plan, step = self.worker, self.plan_of(rows, plain), self._static_step(self.slots_of(rows), False)
-        inputs = VerifyInputs(
-            input_ids=plan.input_ids,
-            positions=plan.positions,
-            slots=plan.slots,
-            indptr=plan.indptr,
-            req_pool_indices=step.req_pool_indices,
-            prefix_lens=step.prefix_lens,
-        )
         runner = worker.target_worker.model_runner
-        verify = capture(static_verify(runner, inputs, plan.width, self._logits[:rows]))
+        verify = capture(static_verify(runner, step, plan, self._logits[:rows]))
         self.verify[rows, plain] = verify
         if worker.agreement.needed:
             return  # ranks settle the outcome between the forward and the commit
@@ -156,7 +148,6 @@ class StepGraphs:
         return VerifyRows(
             verify_lens=whole.verify_lens[:slots],
             indptr=whole.indptr[: slots + 1],
-            indptr_int32=whole.indptr_int32[: slots + 1],
             requests=whole.requests[:rows],
             columns=whole.columns[:rows],
             input_ids=whole.input_ids[:rows],
@@ -166,18 +157,7 @@ class StepGraphs:
 
     def plan_of(self, rows: int, plain: bool) -> VerifyPlan:
         """The same as a plan."""
-        part = self.rows_of(rows)
-        return VerifyPlan(
-            verify_lens=part.verify_lens,
-            lens_cpu=None,
-            width=1 if plain else self.depth + 1,
-            indptr=part.indptr,
-            requests=part.requests,
-            columns=part.columns,
-            input_ids=part.input_ids,
-            positions=part.positions,
-            slots=part.slots,
-        )
+        return VerifyPlan(lens_cpu=None, width=1 if plain else self.depth + 1, **vars(self.rows_of(rows)))
 
     def requests_of(self, slots: int) -> StepRequests:
         """The staged requests, padded to ``slots``."""
@@ -215,8 +195,7 @@ class StepGraphs:
         rows = slots if plain else self.tiers.token_rows(requests + drafts)
         if rows is None:
             return None
-        given = StepRequests(step.anchors, step.prefix_lens, step.req_pool_indices, step.req_to_token)
-        prepare(given, self.worker.gamma, 1, self.worker.mask_token_id, out=self.prepared)
+        prepare(step.requests, self.worker.gamma, self.worker.mask_token_id, out=self.prepared)
         return GraphStages(self, slots, rows, plain)
 
 

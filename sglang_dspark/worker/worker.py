@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dspark_kernels import Accepted, DraftBlock, SamplingRows, accept, markov_sample
+from dspark_kernels import Accepted, DraftBlock, SamplingRows, accept, markov_sample, prepare, prepare_ref
 from dspark_kernels.kv_inject import CommitRows
 
 from sglang_dspark.calibration.online import OnlineCalibration
@@ -207,14 +207,22 @@ class DSparkWorker(SpecWorkerBase):
             return Drafted(block, None, depths)
         return Drafted(block, self.schedule.predict(block.confidence_logits, len(step), choice.depth), depths)
 
-    def draft_block(self, step: DecodeBatch, depth: int, with_confidence: bool) -> DraftBlock:
-        """Run the drafter over the blocks of all requests of ``step`` and sample their first ``depth`` slots."""
+    def draft_block(
+        self,
+        step: DecodeBatch,
+        depth: int,
+        with_confidence: bool,
+        layout: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> DraftBlock:
+        """Run the drafter over the blocks of all requests of ``step`` and sample their first ``depth`` slots.
+
+        Args:
+            layout: ids and positions [bs, gamma] of the blocks, where they are laid out already.
+        """
         bs, gamma, drafter = len(step), self.gamma, self.drafter
-        ids = torch.full((bs, gamma), self.mask_token_id, device=self.device)
-        ids[:, 0] = step.anchors
-        positions = (step.prefix_lens[:, None] + torch.arange(gamma, device=self.device)).view(-1)
+        ids, positions = layout or self.lay_out_blocks(step)
         attend = block_attend(self.cache, step, gamma, self.draft_config)
-        hidden = drafter.forward_block(drafter.embed(ids.view(-1)), positions, attend).view(bs, gamma, -1)
+        hidden = drafter.forward_block(drafter.embed(ids.view(-1)), positions.view(-1), attend).view(bs, gamma, -1)
         # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
         hidden = hidden[:, :depth].reshape(bs * depth, -1)
@@ -230,6 +238,11 @@ class DSparkWorker(SpecWorkerBase):
             self.heads.vocabulary,
             self.heads.weights if self.on_gpu else None,
         )
+
+    def lay_out_blocks(self, step: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and positions [bs, gamma] of the blocks: the anchor, and masks after it."""
+        lay_out = prepare if self.on_gpu else prepare_ref
+        return lay_out(step.requests, self.gamma, self.mask_token_id).block(len(step))
 
     def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
         """Choose which drafts are verified, and lay their tokens out."""

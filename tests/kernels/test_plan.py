@@ -190,7 +190,7 @@ def test_any_small_plan(data):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on a GPU")
 def test_a_captured_step_follows_its_buffers(device):
     num_slots, depth, tier = 24, 5, 80
-    staged = PreparedStep.empty(num_slots, depth, depth + 1, device)
+    staged = PreparedStep.empty(num_slots, depth, device)
     survival, drafts = survivals(num_slots, depth, device), drafts_of(num_slots, depth, device)
     budget, accepted = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(num_slots, device=device).long()
     layers, heads, head_dim = 2, 3, 64
@@ -205,7 +205,7 @@ def test_a_captured_step_follows_its_buffers(device):
         kv_inject(projected, norm, 1e-6, inv_freq, plan.positions, plan.slots, *pools, kept)
         return plan
 
-    prepare(step_requests(1, depth, device), depth, depth + 1, 0, staged)
+    prepare(step_requests(1, depth, device), depth, 0, staged)
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -213,7 +213,7 @@ def test_a_captured_step_follows_its_buffers(device):
         plan = step()
     for bs, allowed in ((1, 3), (17, 30), (24, 56), (9, 0)):
         requests = replace(step_requests(bs, depth, device), req_to_token=table)
-        prepare(requests, depth, depth + 1, 0, staged)
+        prepare(requests, depth, 0, staged)
         budget.fill_(allowed)
         accepted.fill_(1)
         for pool in pools:
