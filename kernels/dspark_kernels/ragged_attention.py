@@ -8,7 +8,7 @@ similar length share a call, and everything that is the same for all layers is l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,8 @@ class ContextGroup:
         num_requests, num_queries, num_keys: R, m and n after padding; n counts keys from the pool.
         slots: [R * n] int64 pool rows of the keys.
         queries: [R * m] int64 query rows, padding repeats a row; None where the group is the whole batch unpadded.
-        kept: [R * m] int64 places whose outputs are no padding; None with ``queries``.
+        kept: int64 places among R * m whose outputs are no padding; None with ``queries``.
+        rows: int64 query rows of these places; None where the group is the whole batch, whose rows are in order.
         mask: [R, 1, heads per K/V head * m, n + extra] added to the scores; None where every query sees every key.
     """
 
@@ -35,7 +36,25 @@ class ContextGroup:
     slots: torch.Tensor
     queries: torch.Tensor | None
     kept: torch.Tensor | None
+    rows: torch.Tensor | None
     mask: torch.Tensor | None
+    _gathered: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False, compare=False)
+
+    def gathered(self, k_pool: torch.Tensor, v_pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [R, n, kv_heads, hd] of one layer, in memory that the next layer of that width uses again.
+
+        An allocation of their size may be handed back to the system when it is freed, and then every layer would pay
+        for its pages anew: up to twice the time of the whole attention.
+        """
+        width = k_pool[0].numel()
+        if width not in self._gathered:
+            self._gathered[width] = (k_pool.new_empty(len(self.slots), width), v_pool.new_empty(len(self.slots), width))
+        out = self._gathered[width]
+        for pool, buffer in zip((k_pool, v_pool), out, strict=True):
+            # Whole pool rows; indexing [slots, kv_heads, hd] directly takes ten times as long.
+            torch.index_select(pool.view(pool.shape[0], -1), 0, self.slots, out=buffer)
+        k, v = (buffer.view(self.num_requests, self.num_keys, *k_pool.shape[1:]) for buffer in out)
+        return k, v
 
 
 def group_contexts(
@@ -76,14 +95,17 @@ def group_contexts(
         places = torch.arange(m)
         padded = len(members) < len(rows) or bool((queries < m).any())
         first = torch.tensor([starts[request] for request in members])
+        rows_of_queries = (first[:, None] + torch.minimum(places, queries[:, None] - 1)).view(-1)
+        kept = (places < queries[:, None]).view(-1).nonzero().squeeze(1) if padded else None
         groups.append(
             ContextGroup(
                 num_requests=len(members),
                 num_queries=m,
                 num_keys=n,
                 slots=_slots(req_to_token, torch.tensor([rows[request] for request in members]), keys, n),
-                queries=(first[:, None] + torch.minimum(places, queries[:, None] - 1)).view(-1) if padded else None,
-                kept=(places < queries[:, None]).view(-1).nonzero().squeeze(1) if padded else None,
+                queries=rows_of_queries if padded else None,
+                kept=kept,
+                rows=rows_of_queries[kept] if kept is not None and len(members) < len(rows) else None,
                 mask=_mask(keys, queries, n, m, causal, heads_per_kv, extra_keys, dtype),
             )
         )
@@ -136,24 +158,20 @@ def attend_groups(
     Returns:
         [N, heads, hd] in q's dtype.
     """
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if len(groups) > 1 else q
     for group in groups:
         picked = q if group.queries is None else q.index_select(0, group.queries)
-        k, v = (
-            # A copy of whole pool rows; indexing [slots, kv_heads, hd] directly takes ten times as long.
-            pool.view(pool.shape[0], -1)
-            .index_select(0, group.slots)
-            .view(group.num_requests, group.num_keys, *pool.shape[1:])
-            for pool in (k_pool, v_pool)
-        )
+        k, v = group.gathered(k_pool, v_pool)
         if extra_kv is not None:
             extra_k, extra_v = (x if group.queries is None else x.index_select(0, group.queries) for x in extra_kv)
             shape = (group.num_requests, group.num_queries, *k.shape[2:])
             k, v = torch.cat([k, extra_k.view(shape)], dim=1), torch.cat([v, extra_v.view(shape)], dim=1)
         attended = _attend(picked, k, v, group, scale)
-        if group.queries is None or group.kept is None:
+        if group.kept is not None:
+            attended = attended.index_select(0, group.kept)
+        if group.rows is None:
             return attended
-        out.index_copy_(0, group.queries[group.kept], attended.index_select(0, group.kept))
+        out.index_copy_(0, group.rows, attended)
     return out
 
 

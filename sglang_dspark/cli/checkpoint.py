@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 
-class Checkpoint(click.ParamType):
+class Checkpoint(click.ParamType):  # type: ignore[type-arg]  # generic in some releases of click, not in others
     """A folder, or a name on the Hugging Face hub, whose files are downloaded; the folder in both cases.
 
     The same values as of ``--model-path`` and ``--speculative-draft-model-path``.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +33,7 @@ from sglang_dspark.prefix_scheduler.step_times import StepKind, StepTimes
 from sglang_dspark.stats.predicted import PredictedSurvival
 from sglang_dspark.worker.host_index import host_floats, host_index
 from sglang_dspark.worker.state import Drafted, Rounds
+from sglang_dspark.worker.step_clock import StepClock
 
 # Learning from a step costs 0.1 ms however few requests it had: so many steps are taken together.
 LEARN_STEPS = 8
@@ -59,7 +58,7 @@ class Schedule:
         coefficients: [2, max_verify] float32, scale and shift of the calibration; without a confidence head, acceptance
             by position in row 0.
         predicted: survivals as they were predicted, against what came of them.
-        timed: the step whose time :meth:`choose` took last, None where there was none to take.
+        clock: takes the time of steps.
     """
 
     def __init__(
@@ -79,12 +78,9 @@ class Schedule:
         self.survivals: LaggedSurvivals | None = None
         self.gains = RequestGains()
         self.predicted = PredictedSurvival(max_verify)
-        self.timed: TimedStep | None = None
+        self.clock = StepClock(lag, synchronous=device.type == "cpu")
         self.whole_batches = False
         self._notes: list[_Note] = []
-        self._entered = self._chosen = 0.0
-        self._staged_ms: float | None = None
-        self._kinds: deque[StepKind | None] = deque([None] * (lag + 1), maxlen=lag + 1)
         self._context = 0.0
         self.coefficients = self._copy_coefficients()
         self._num_refits = 0
@@ -174,13 +170,10 @@ class Schedule:
             context: mean context tokens per request.
             limits: what the requests ask for themselves; None when nobody asks for anything.
         """
-        now = time.perf_counter()
-        kind = self._kinds[0]
-        self.timed = None if kind is None else self._take_time(kind, (now - self._entered) * 1e3)
-        self._entered = now
+        self.clock.enter(self.times)
         self._context = context
         choice = self._choose(requests, context)
-        self._chosen = time.perf_counter()
+        self.clock.begin_stages()
         return choice if limits is None else choice.within(limits)
 
     def _choose(self, requests: Sequence[str], context: float) -> Choice:
@@ -191,33 +184,15 @@ class Schedule:
             choice = choice.for_some(self.gains.worth_drafting(requests, least), len(requests))
         return choice
 
-    def _take_time(self, kind: StepKind, measured_ms: float) -> TimedStep:
-        host_ms = 0.0 if self._staged_ms is None else max(0.0, measured_ms - self._staged_ms)
-        expected_ms = None if self.times is None else self.times.observe(kind, measured_ms, host_ms)
-        return TimedStep(kind.requests, measured_ms, expected_ms)
-
     @property
     def parked(self) -> bool:
         """Whether speculation rests because plain steps are faster."""
         return isinstance(self.policy, AutoPolicy) and self.policy.parked
 
-    def interrupt(self) -> None:
-        """Something other than a decode step runs: the time until the next one is not a step's."""
-        self._kinds.extend([None] * len(self._kinds))
-
     def took(self, choice: Choice, requests: int, num_tokens: int) -> None:
         """The step under way verifies this many tokens; its time is a whole batch's, unless it drafts for some only."""
         usual = choice.drafted is None and not choice.has_copies
-        self._kinds.append(StepKind(requests, num_tokens, choice.depth, self._context) if usual else None)
-
-    def staged(self) -> None:
-        """The stages of the step have run.
-
-        On a CPU they were done before the call returned, so the rest of the time until the next step is the host's; a
-        GPU works on while the host goes on, and how much of the host's time it waits for does not show here.
-        """
-        if self.device.type == "cpu":
-            self._staged_ms = (time.perf_counter() - self._chosen) * 1e3
+        self.clock.took(StepKind(requests, num_tokens, choice.depth, self._context) if usual else None)
 
     def survival(
         self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
@@ -379,15 +354,6 @@ class Schedule:
             "schedule": self.policy.report(),
             "calibration": None if self.calibration is None else self.calibration.report(),
         }
-
-
-@dataclass(frozen=True)
-class TimedStep:
-    """How long a step of so many requests took, and what was expected; None without measured step times."""
-
-    requests: int
-    measured_ms: float
-    expected_ms: float | None
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class DSparkWorker(SpecWorkerBase):
         step = read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step, adjusted=adjusted)
         copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
         if self.waits(batch, asked):
-            self.schedule.interrupt()
+            self.schedule.clock.interrupt()
         choice = self.choose(batch.reqs, asked.limits_with(copies))
         if choice.drafted:
             rows = self.drafted_sampling.read([batch.reqs[request] for request in choice.drafted])
@@ -148,7 +148,7 @@ class DSparkWorker(SpecWorkerBase):
         publish(accepted.new_seq_lens)
         self.adjustments.count(batch.reqs, accepted.out_tokens)
         stages.commit(plan, accepted, captured)
-        self.schedule.staged()
+        self.schedule.clock.end_stages()
         return DSparkBatchResult(
             logits_output=with_logprobs(batch, output, plan.indptr, accepted.out_tokens, step.rows.law.temperatures),
             next_token_ids=accepted.out_tokens.reshape(-1),
@@ -179,7 +179,7 @@ class DSparkWorker(SpecWorkerBase):
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(req.kv_committed_len for req in reqs) / len(reqs)
         choice = self.schedule.choose([req.rid for req in reqs], context, limits)
-        if (timed := self.schedule.timed) is not None:
+        if (timed := self.schedule.clock.last) is not None:
             self.counters.record_time(timed.requests, timed.measured_ms, timed.expected_ms)
         return self.agreement.share(choice)
 
@@ -300,7 +300,7 @@ class DSparkWorker(SpecWorkerBase):
         self.cache.inject(self.drafter, self.target.features(input_ids, captured), positions, slots, rows)
 
     def before_other_work(self) -> None:
-        self.schedule.interrupt()
+        self.schedule.clock.interrupt()
 
     def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
         verify_lens = rounds.verify_lens.tolist()

@@ -60,7 +60,7 @@ def flattened(lens, drafts, requests, num_tokens, depth):
     rows += [(bs - 1, depth + 1, 0, 0, 0)] * (num_tokens - len(rows))
     padded_lens = [*lens, *[0] * (bs - len(lens))]
     int64 = [torch.tensor(values) for values in (padded_lens, indptr)]
-    return VerifyRows(*int64, int64[1].to(torch.int32), *torch.tensor(rows).unbind(1))
+    return VerifyRows(*int64, *torch.tensor(rows).unbind(1))
 
 
 def assert_same(plan, expected):

@@ -250,26 +250,26 @@ def test_the_time_of_a_step_is_known_when_the_next_one_is_chosen():
     for with_table in (True, False):
         made = schedule(with_table=with_table, schedule="static", verify_len=2)
         choice = made.choose(["a", "b"], 64.0)
-        assert made.timed is None
+        assert made.clock.last is None
         made.took(choice, 2, 6)
         made.choose(["a", "b"], 64.0)
-        assert made.timed.requests == 2
-        assert made.timed.measured_ms > 0
-        assert (made.timed.expected_ms is None) == (not with_table)
+        assert made.clock.last.requests == 2
+        assert made.clock.last.measured_ms > 0
+        assert (made.clock.last.expected_ms is None) == (not with_table)
         made.took(choice, 2, 6)
-        made.interrupt()
+        made.clock.interrupt()
         made.choose(["a", "b"], 64.0)
-        assert made.timed is None
+        assert made.clock.last is None
 
 
 def test_on_a_cpu_the_host_time_is_what_the_stages_do_not_take(monkeypatch):
-    clock = iter([0.0, 0.001, 0.021, 0.030, 0.031])  # choose, chosen, staged; choose, chosen
-    monkeypatch.setattr("sglang_dspark.worker.schedule.time.perf_counter", lambda: next(clock))
+    clock = iter([0.0, 0.001, 0.021, 0.030, 0.031])  # a step is chosen, staged, committed; the next is
+    monkeypatch.setattr("sglang_dspark.worker.step_clock.time.perf_counter", lambda: next(clock))
     made = schedule()
     made.took(made.choose(["a", "b"], 64.0), 2, 6)
-    made.staged()
+    made.clock.end_stages()
     made.choose(["a", "b"], 64.0)
-    assert made.timed.measured_ms == pytest.approx(30)
+    assert made.clock.last.measured_ms == pytest.approx(30)
     assert made.times.report()["host_ms"] == {"2": pytest.approx(10)}
 
 
