@@ -39,6 +39,7 @@ def test_a_target_with_a_chat_template_is_talked_to(run, stub_sglang, target, dr
 
 def test_a_server_that_does_not_start_ends_the_demo(run, stub_sglang, draft, tmp_path):
     (tmp_path / "die").mkdir()
+    (tmp_path / "die" / "config.json").write_text("{}")
     result = run("demo", "--target", tmp_path / "die", "--draft", draft, "--cache-dir", tmp_path)
     assert result.exit_code == 1
     assert "Error: the server ended with exit status 1" in result.output
