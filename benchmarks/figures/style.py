@@ -130,8 +130,7 @@ def end_labels(axes: Axes, labels: Sequence[tuple[float, str, Any]], gap: float 
     for height, text, color in labels:
         ends.setdefault(round((height - low) / (high - low), 3), []).append((text, color))
     wanted = [
-        (share, "all" if len(names) == len(labels) > 1 else ",\n".join(text for text, _ in names), names[0][1])
-        for share, names in sorted(ends.items())
+        (share, _joined([text for text, _ in names], len(labels)), names[0][1]) for share, names in sorted(ends.items())
     ]
     places = spread_out([share for share, _, _ in wanted], gap)
     for place, (share, text, color) in zip(places, wanted, strict=True):
@@ -147,6 +146,13 @@ def end_labels(axes: Axes, labels: Sequence[tuple[float, str, Any]], gap: float 
             fontweight="bold",
             arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0},
         )
+
+
+def _joined(names: Sequence[str], num_lines: int) -> str:
+    """One label for several lines: a long list would cover its neighbours."""
+    if len(names) == num_lines > 1:
+        return "all"
+    return f"{len(names)} others" if len(names) > 3 else ",\n".join(names)
 
 
 def spread_out(shares: Sequence[float], gap: float) -> list[float]:

@@ -10,9 +10,10 @@ import pytest
 import report
 from click.testing import CliRunner
 from figures.latency import goodput_vs_load, latency_vs_rate
-from figures.style import DARK, LIGHT, caption, spread_out, styles
+from figures.style import DARK, LIGHT, caption, end_labels, spread_out, styles
 from figures.throughput import crossover_text, throughput_vs_concurrency, throughput_vs_user_speed
 from figures.verification import verification_vs_concurrency, waste_vs_load
+from matplotlib.figure import Figure
 from plot_sweep import drawings, main
 from serving.frontier import crossovers, pareto, user_ratios
 from serving.results import complete
@@ -253,3 +254,15 @@ def test_report_of_an_older_file_says_what_is_missing(tmp_path, monkeypatch):
 def test_folder_without_a_sweep_is_refused(tmp_path):
     result = CliRunner().invoke(report.main, [str(tmp_path)])
     assert result.exit_code == 1 and "no sweep.csv" in result.output
+
+
+def test_lines_that_end_in_one_point_share_a_label():
+    def labels(*ends):
+        axes = Figure().subplots()
+        axes.set_ylim(0, 1)
+        end_labels(axes, [(height, text, "k") for height, text in ends])
+        return {text.get_text() for text in axes.texts}
+
+    assert labels((0.5, "a"), (0.5, "b")) == {"all"}
+    assert labels((0.5, "a"), (0.5, "b"), (0.7, "c")) == {"a,\nb", "c"}
+    assert labels(*((0.5, name) for name in "abcd"), (0.7, "e")) == {"4 others", "e"}
