@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,7 @@ class Drafter:
             heads=ProposalHeads(model, ids),
             on_gpu=False,
         )
+        self._worker.lay_out_blocks = partial(DSparkWorker.lay_out_blocks, self._worker)
         self._steps = {users: _step(users) for users in USERS}
         self._features = {
             users: torch.randn(users * COMMITTED, config.num_taps * shape[1]).to(dtype) for users in USERS

@@ -85,8 +85,11 @@ def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -
 def ratios_to_the_best(frame: pd.DataFrame, metric: str, label: str) -> pd.DataFrame:
     """Ratios of one configuration to the best of the others at each load, by geometric mean over the rounds.
 
+    Every round is compared with the configuration that was the best in all the other rounds: one that was picked by the
+    round itself would be the luckiest there, and no configuration, however good, could keep up with it.
+
     Returns:
-        As :func:`paired_ratios`; the baseline is another one at every load.
+        As :func:`paired_ratios`; the baseline is the best over all rounds, another one at every load.
 
     Raises:
         ConfigError: the sweep has no such configuration, or no other.
@@ -98,11 +101,19 @@ def ratios_to_the_best(frame: pd.DataFrame, metric: str, label: str) -> pd.DataF
         )
     parts = []
     for _, cells in frame.groupby("load", sort=False):
-        others = cells[cells["config"] != label]
-        best = np.log(others[metric]).groupby(others["config"]).mean().idxmax()
-        pair = cells[cells["config"].isin([label, best])]
-        parts.append(paired_ratios(pair, metric, frame_baselines(pair, str(best))))
+        for number, in_round in cells.groupby("round"):
+            elsewhere = cells[cells["round"] != number]
+            best = _best(elsewhere if len(elsewhere) else cells, metric, label)
+            pair = in_round[in_round["config"].isin([label, best])]
+            ratios = paired_ratios(pair, metric, dict.fromkeys([label, best], best))
+            parts.append(ratios.assign(baseline=_best(cells, metric, label)))
     return pd.concat(parts)
+
+
+def _best(cells: pd.DataFrame, metric: str, label: str) -> str:
+    """The configuration other than ``label`` with the highest geometric mean."""
+    others = cells[cells["config"] != label]
+    return str(np.log(others[metric]).groupby(others["config"]).mean().idxmax())
 
 
 def summarise(pairs: pd.DataFrame) -> pd.DataFrame:

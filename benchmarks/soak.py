@@ -2,11 +2,11 @@ r"""Does a server stay whole under mixed traffic? Real servers, 16 users, everyt
 
     python benchmarks/soak.py --target T --draft D --prompts FILE --minutes 30 --output RESULTS/soak.json
 
-The target alone answers the probes first. Then a DSPARK server gets requests of random kinds: greedy probes, whose
-texts are compared, sampled and seeded ones, penalties, grammars, presets, caps, tiny and huge prompts, streams that the
-client drops, while its policy keeps changing. At the end the K/V pool has to be as empty as at the start, no answer may
-have been an HTTP 5xx, no probe another text, and the memory of the processes must not have grown with time. Then the
-scheduler is killed, and the server has to end.
+The target alone answers the probes first. Then a DSPARK server gets requests of random kinds for so many minutes, and
+until every probe has been asked: greedy probes in turn, whose texts are compared, sampled and seeded ones, penalties,
+grammars, presets, caps, tiny and huge prompts, streams that the client drops, while its policy keeps changing. At the
+end the K/V pool has to be as empty as at the start, no answer may have been an HTTP 5xx, no probe another text, and the
+memory of the processes must not have grown with time. Then the scheduler is killed, and the server has to end.
 
 float32, so that a text does not depend on the batch; near-ties are not told from errors here, ``identity.py`` does.
 """
@@ -89,22 +89,30 @@ class Traffic:
         self._server, self._probes, self._expected = server, probes, expected
         self._words = sorted({token for probe in probes for token in probe})
         self._random = random.Random(0)
+        self._num_asked = 0  # probes
         self.tally = Tally()
 
     async def run(self, seconds: float) -> None:
-        """Send requests for so long, and wait for the last answers."""
-        self._end = time.monotonic() + seconds
+        """Send requests for so long and until every probe was asked, and wait for the last answers."""
+        self._start = time.monotonic()
+        self._end = self._start + seconds
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as group:
             for _ in range(USERS):
                 group.create_task(self._user(session))
             group.create_task(self._switch(session))
-            group.create_task(self._watch(seconds))
+            group.create_task(self._watch())
+
+    def _goes_on(self) -> bool:
+        return time.monotonic() < self._end or self._num_asked < len(self._probes)
 
     async def _user(self, session: aiohttp.ClientSession) -> None:
-        while time.monotonic() < self._end:
+        while self._goes_on():
             kind = self._random.choice(KINDS)
             index = self._random.randrange(len(self._probes))
+            if kind == "probe":
+                index = self._num_asked % len(self._probes)
+                self._num_asked += 1
             body = self._body(kind, index)
             async with session.post(self._server.url + "/generate", json=body) as response:
                 if kind == "dropped":
@@ -133,15 +141,15 @@ class Traffic:
         return body
 
     async def _switch(self, session: aiohttp.ClientSession) -> None:
-        while time.monotonic() < self._end:
+        while self._goes_on():
             policy = self._random.choice(POLICIES)
             async with session.post(self._server.url + "/dspark/policy", json=policy) as response:
                 self.tally.answers[f"policy {response.status}"] += 1
             await asyncio.sleep(POLICY_S)
 
-    async def _watch(self, seconds: float) -> None:
-        while time.monotonic() < self._end:
-            self.tally.samples.append((seconds - (self._end - time.monotonic()), _memory_mib(self._server.pid)))
+    async def _watch(self) -> None:
+        while self._goes_on():
+            self.tally.samples.append((time.monotonic() - self._start, _memory_mib(self._server.pid)))
             await asyncio.sleep(SAMPLE_S)
 
 
@@ -211,6 +219,7 @@ def main(
         "users": USERS,
         "answers": dict(sorted(tally.answers.items())),
         "server_errors": errors,
+        "probes": len(asked),
         "wrong_probes": tally.wrong,
         "tokens_in_pool": {"before": before, "after": after},
         "memory_growth": growth,

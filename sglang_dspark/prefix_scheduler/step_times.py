@@ -57,20 +57,21 @@ class StepTimes:
 
         Times of the machine that measured the table: its speed does not change which step is best.
         """
-        times, belief = self.table.times(requests), self._beliefs.get(_bucket(requests))
-        ms: Array = times.at(context)
-        if belief is not None:
-            ms = ms * np.exp(belief.error(times.drafts))
-        return ms + self._between_ms(requests)
+        times = self.table.times(requests)
+        ms: Array = self._corrected(times.at(context), requests, times.drafts)
+        return ms
 
     def one(self, requests: int, drafts: int, depth: int, context: float) -> float:
         """Milliseconds of one step that drafts to ``depth`` and verifies ``drafts`` drafts in all, out of those."""
-        times, belief = self.table.times(requests), self._beliefs.get(_bucket(requests))
+        times = self.table.times(requests)
         column = times.column(drafts / requests)
-        ms = float(times.at(context, (depth, column)))
-        if belief is not None:
-            ms *= math.exp(belief.error(float(times.drafts[column])))
-        return ms + self._between_ms(requests)
+        return float(self._corrected(float(times.at(context, (depth, column))), requests, float(times.drafts[column])))
+
+    def _corrected(self, table_ms: Any, requests: int, drafts: Any) -> Any:
+        """What the table says of steps with so many drafts per request, numbers or arrays, as it turned out to be."""
+        belief = self._beliefs.get(_bucket(requests))
+        factor = 1.0 if belief is None else np.exp(belief.error(drafts))
+        return table_ms * factor + self._between_ms(requests)
 
     def _between_ms(self, requests: int) -> float:
         """Host time of a step, as of the nearest load that was seen, on the machine that measured the table."""

@@ -111,3 +111,17 @@ def test_best_of_the_others_is_another_one_at_every_load():
     assert summary["ratio"].tolist() == pytest.approx([1.1, 1.1 / 1.3])
     with pytest.raises(ConfigError, match="none"):
         ratios_to_the_best(frame, "output_tok_s", "none")
+
+
+def test_best_of_the_others_is_not_picked_by_the_round_that_it_is_compared_in():
+    """Equal configurations and noise: picked afterwards, the best of seven is ahead of the eighth."""
+    rng, fair, afterwards = np.random.default_rng(0), [], []
+    one = sweep([1.0] * 6).query("config == 'p'")
+    frame = pd.concat([one.assign(config=name, policy=name) for name in "abcdefgh"])
+    for _ in range(25):
+        frame["output_tok_s"] = np.exp(rng.normal(0, 0.1, len(frame)))
+        fair.append(np.log(ratios_to_the_best(frame, "output_tok_s", "a")["ratio"]).mean())
+        means = np.log(frame["output_tok_s"]).groupby(frame["config"]).mean()
+        afterwards.append(means["a"] - means.drop("a").max())
+    assert np.mean(fair) == pytest.approx(0.0, abs=0.02)
+    assert np.mean(afterwards) < -0.04

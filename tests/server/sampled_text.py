@@ -15,12 +15,14 @@ DEPTH = 4  # the first token comes from prefill, the others from a block
 HOT = 2.0
 
 
-def sample(server: LaunchedServer, parameters: dict[str, float], num: int, **fields: Any) -> list[tuple[int, ...]]:
-    """``num`` independent continuations of PROMPT."""
+def sample(
+    server: LaunchedServer, parameters: dict[str, Any], num: int, depth: int = DEPTH, **fields: Any
+) -> list[tuple[int, ...]]:
+    """``num`` independent continuations of PROMPT by ``depth`` tokens."""
     group = 64
     body = {
         "input_ids": PROMPT,
-        "sampling_params": {**parameters, "max_new_tokens": DEPTH, "n": group, "ignore_eos": True},
+        "sampling_params": {**parameters, "max_new_tokens": depth, "n": group, "ignore_eos": True},
         **fields,
     }
     answers = generate(server, [body] * (num // group), 4)

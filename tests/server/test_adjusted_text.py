@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import xgrammar
-from golden_server import CASES, TARGET, generate, greedy, output_ids, policy
+from golden_server import CASES, TARGET, greedy, output_ids, policy
+from sampled_text import ALPHA, HOT, PROMPT, sample
 from target_law import TargetLaw, p_value
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,18 +84,15 @@ def test_everything_together_equals_a_literal_loop(dspark, name):
 
 def test_sampled_text_under_adjustments_follows_the_law(dspark):
     """The first two tokens of many samples, against the law of the target after a literal adjustment."""
-    decoder, prompt, num = LiteralDecoder(), PROMPTS[2], 4096
-    parameters = {"temperature": 2.0, "frequency_penalty": 1.5, "repetition_penalty": 1.4, "logit_bias": {"39": 8.0}}
-    depth = 3
-    request = {"input_ids": prompt, "sampling_params": {**parameters, "max_new_tokens": depth, "ignore_eos": True}}
-    request["sampling_params"]["n"] = 64
+    decoder, num, depth = LiteralDecoder(), 4096, 3
+    parameters = {"temperature": HOT, "frequency_penalty": 1.5, "repetition_penalty": 1.4, "logit_bias": {"39": 8.0}}
     with policy(dspark, "random"):
-        drawn = [tuple(a["output_ids"]) for group in generate(dspark, [request] * (num // 64), 4) for a in group]
-    cells = PenalisedLaw(TARGET, prompt, decoder, parameters).cells(depth, min_prob=10 / num)
+        drawn = sample(dspark, parameters, num, depth)
+    cells = PenalisedLaw(TARGET, PROMPT, decoder, parameters).cells(depth, min_prob=10 / num)
     assert len(cells) > 20
-    assert p_value(drawn, cells) > 1e-4
-    unpenalised = {"temperature": 2.0, "logit_bias": {"39": 8.0}}
-    assert p_value(drawn, PenalisedLaw(TARGET, prompt, decoder, unpenalised).cells(depth, min_prob=10 / num)) < 1e-4
+    assert p_value(drawn, cells) > ALPHA
+    unpenalised = {"temperature": HOT, "logit_bias": {"39": 8.0}}
+    assert p_value(drawn, PenalisedLaw(TARGET, PROMPT, decoder, unpenalised).cells(depth, min_prob=10 / num)) < ALPHA
 
 
 class PenalisedLaw(TargetLaw):
