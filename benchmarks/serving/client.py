@@ -59,6 +59,11 @@ class Sampling:
     raw: bool = False
     timeout_s: float = 600.0
 
+    @property
+    def path(self) -> str:
+        """Route that prompts are sent to."""
+        return RAW_PATH if self.raw else CHAT_PATH
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -222,8 +227,9 @@ async def _ask(
     pieces: list[str] = []
     done_s, usage = None, None
     sent_s = time.perf_counter() if due_s is None else due_s
-    url = endpoint.url + (RAW_PATH if sampling.raw else CHAT_PATH)
-    async with session.post(url, json=_body(prompt, sampling, endpoint.model)) as response:
+    async with session.post(
+        endpoint.url + sampling.path, json=request_body(prompt, sampling, endpoint.model)
+    ) as response:
         await _check(response)
         async for event in _events(response):
             now_s = time.perf_counter()
@@ -248,7 +254,8 @@ async def _ask(
     )
 
 
-def _body(prompt: Prompt, sampling: Sampling, model: str) -> dict[str, Any]:
+def request_body(prompt: Prompt, sampling: Sampling, model: str = "default") -> dict[str, Any]:
+    """What is sent to :attr:`Sampling.path` for a streamed answer."""
     content = {"prompt": prompt.text} if sampling.raw else {"messages": [{"role": "user", "content": prompt.text}]}
     return {
         **content,

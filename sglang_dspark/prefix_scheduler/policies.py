@@ -25,8 +25,9 @@ MIN_GAIN = 0.01
 SWITCH_AT = 0.08
 # But not before it has seen this many rounds: what is known of a drafter before that is a guess.
 FIRST_LOOK_ROUNDS = 64
-# Steps that an outlook holds for: what it is made of changes slowly, and making it is most of the work of a choice.
-OUTLOOK_STEPS = 4
+# Steps that an outlook holds for: what it is made of changes slowly, survivals once in so many steps, and making it is
+# most of the work of a choice.
+OUTLOOK_STEPS = 8
 # Now and then a step serves to learn something (a probe): after so many steps, and not before all that the last probe
 # cost is at most this share of the throughput since.
 PROBE_STEPS = 32
@@ -229,6 +230,20 @@ class AdaptiveBlockPolicy:
 
 
 @dataclass
+class _Held:
+    """What is known of steps with a number of requests, for the next few of them.
+
+    Attributes:
+        made: step at which it was found out.
+        share_ms: milliseconds of the draft stage that the last request adds, by depth.
+    """
+
+    made: int
+    outlook: Outlook
+    share_ms: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass
 class AutoPolicy:
     """``auto``: the fastest step by measured times and earlier survivals; a plain step where that is the fastest.
 
@@ -242,7 +257,7 @@ class AutoPolicy:
     name: str = "auto"
     needs_confidence: bool = True
     parked: bool = False
-    _outlooks: dict[int, tuple[int, Outlook]] = field(default_factory=dict, init=False)
+    _held: dict[int, _Held] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
     _advantage: float = field(default=0.0, init=False)
     _steps_to_probe: float = field(default=PROBE_STEPS, init=False)
@@ -272,21 +287,27 @@ class AutoPolicy:
 
     def _outlook(self, requests: int, context: float) -> Outlook:
         self._steps += 1
-        made, ahead = self._outlooks.get(requests, (0, None))
-        if ahead is None or self._steps - made >= OUTLOOK_STEPS:
+        held = self._held.get(requests)
+        if held is None or self._steps - held.made >= OUTLOOK_STEPS:
             ahead = outlook(self.times, self.survivals, requests, context, self._depth, self._drafts)
-            self._outlooks[requests] = self._steps, ahead
-        return ahead
+            self._held[requests] = held = _Held(self._steps, ahead)
+        return held.outlook
 
     def least_gain(self, requests: int, depth: int, context: float) -> float:
-        """Accepted drafts that a request must bring per round to be worth its share of the draft stage."""
-        if self._last is None:
+        """Accepted drafts that a request must bring per round to be worth its share of the draft stage.
+
+        Of a step of as many requests as the last choice was made for.
+        """
+        held, last = self._held.get(requests), self._last
+        if held is None or last is None:
             return 0.0
-        draft_ms = [
-            self.times.one(count, 0, depth, context) - self.times.one(count, 0, 0, context)
-            for count in (requests - 1, requests)
-        ]
-        return max(0.0, draft_ms[1] - draft_ms[0]) * self._last.tokens_per_ms
+        if depth not in held.share_ms:
+            draft_ms = [
+                self.times.one(count, 0, depth, context) - self.times.one(count, 0, 0, context)
+                for count in (requests - 1, requests)
+            ]
+            held.share_ms[depth] = max(0.0, draft_ms[1] - draft_ms[0])
+        return held.share_ms[depth] * last.tokens_per_ms
 
     def _take_side(self, gain: float) -> None:
         """Park, or speculate again, when the other side has been ahead by enough for long enough."""

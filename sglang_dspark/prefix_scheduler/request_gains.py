@@ -21,7 +21,7 @@ class RequestGains:
 
     def __init__(self) -> None:
         self._gains: dict[Hashable, float] = {}
-        self._idle_steps: dict[Hashable, int] = {}
+        self._idle_steps: dict[Hashable, int] = {}  # of those that are left out
 
     def worth_drafting(self, requests: Sequence[Hashable], least: float) -> list[int]:
         """Places in ``requests`` of those that bring at least ``least`` accepted drafts per round.
@@ -29,16 +29,14 @@ class RequestGains:
         A request without history is worth it, and so is one that was left out for :data:`RETRY_STEPS`. Requests that
         are not among ``requests`` are forgotten.
         """
-        self._gains = {key: self._gains[key] for key in requests if key in self._gains}
-        self._idle_steps = {key: self._idle_steps.get(key, 0) for key in requests}
-        chosen = []
-        for place, key in enumerate(requests):
-            if self._gains.get(key, least) >= least or self._idle_steps[key] >= RETRY_STEPS:
-                self._idle_steps[key] = 0
-                chosen.append(place)
-            else:
-                self._idle_steps[key] += 1
-        return chosen
+        gains, present = self._gains, set(requests)
+        if not gains.keys() <= present:
+            self._gains = gains = {key: gain for key, gain in gains.items() if key in present}
+        idle = {key: self._idle_steps.get(key, 0) for key, gain in gains.items() if gain < least}
+        self._idle_steps = {key: steps + 1 for key, steps in idle.items() if steps < RETRY_STEPS}
+        if not self._idle_steps:
+            return list(range(len(requests)))
+        return [place for place, key in enumerate(requests) if key not in self._idle_steps]
 
     def observe(self, requests: Sequence[Hashable], survival: Array, typical: float) -> None:
         """Add a round of each request.
