@@ -26,16 +26,16 @@ def cases(device: torch.device) -> list[Case]:
 
 
 def _case(device: torch.device, sampled: bool, bs: int, vocab_size: int) -> Case:
-    generator = torch.Generator(device).manual_seed(0)
+    torch.manual_seed(0)
     num_rows = bs * (_GAMMA + 1)
-    drafts = torch.randint(vocab_size, (bs, _GAMMA), generator=generator, device=device)
-    logits = torch.randn(num_rows, vocab_size, generator=generator, device=device, dtype=torch.bfloat16)
+    drafts = torch.randint(vocab_size, (bs, _GAMMA), device=device)
+    logits = torch.randn(num_rows, vocab_size, device=device, dtype=torch.bfloat16)
     # The others, of mean weight exp(1/2), make half of p_t; the draft is surer of itself: half of its tokens are kept.
     half = math.log(vocab_size) + 0.5
     logits.view(bs, _GAMMA + 1, vocab_size)[:, :_GAMMA].scatter_(2, drafts[..., None], half if sampled else 6.0)
     law = None
     if sampled:
-        scores = torch.randn(bs, _GAMMA, vocab_size, generator=generator, device=device)
+        scores = torch.randn(bs, _GAMMA, vocab_size, device=device)
         scores.scatter_(2, drafts[..., None], half + 3.0)
         law = DraftLaw(scores, scores.logsumexp(-1))
     verify_lens = torch.full((bs,), _GAMMA, dtype=torch.int64, device=device)

@@ -8,7 +8,8 @@ Slots are read from SGLang's ``req_to_token`` table, and lengths from the device
 for it and no value of the host, so it can be captured in a CUDA graph.
 
 All query heads that share a K/V head, and all rows of a request, are one tile: the context is read once per K/V head,
-where a kernel that works head by head reads it once per query head. Few requests with long contexts would leave most of
+where a kernel that works head by head reads it once per query head. Groups of heads whose tile would be too large are
+shared out among programs. Few requests with long contexts would leave most of
 a GPU idle, so the context is split over several programs and their parts are combined afterwards (flash-decoding).
 
 Bytes moved: 2 * kv_heads * hd * (context + rows) of K and V, and twice the queries; the floor is that over the memory
@@ -25,8 +26,10 @@ import triton
 import triton.language as tl
 
 _MIN_DOT = 16  # smallest tile side of tl.dot
-_BLOCK_N = 64
 _MAX_SPLITS = 32
+_MAX_TILE = 16_384  # elements of a program's queries, beyond which registers and shared memory do not suffice
+_FOUR_WARPS_TILE = 4096  # elements that four warps hold in their registers
+_WIDE_HEAD = 128  # head dimension beyond which only half as many keys are taken at a time
 
 
 def window_attention_ref(
@@ -105,14 +108,18 @@ def _window_attention_kernel(
     HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # >= GROUP times the most rows of a request
+    SHARE: tl.constexpr,  # heads of a group that a program takes
+    BLOCK_M: tl.constexpr,  # >= SHARE times the most rows of a request
     BLOCK_W: tl.constexpr,  # >= the most rows of a request
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # >= HEAD_DIM
 ):
-    # One program per request, K/V head and split; its query rows are the request's rows times the heads of the group.
+    # One program per request, share of a K/V head's group, and split; its query rows are the request's rows times the
+    # heads of the share.
+    shares: tl.constexpr = (GROUP + SHARE - 1) // SHARE
     request = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) // shares
+    first_head = tl.program_id(1) % shares * SHARE
     split = tl.program_id(2)
     start = tl.load(indptr_ptr + request).to(tl.int64)
     length = (tl.load(indptr_ptr + request + 1) - start).to(tl.int32)
@@ -120,9 +127,10 @@ def _window_attention_kernel(
         dims = tl.arange(0, BLOCK_D)
         in_head = dims < HEAD_DIM
         rows = tl.arange(0, BLOCK_M)
-        place = rows // GROUP
-        is_row = place < length
-        head = kv_head * GROUP + rows % GROUP
+        place = rows // SHARE
+        in_group = first_head + rows % SHARE
+        is_row = (place < length) & (in_group < GROUP)
+        head = kv_head * GROUP + in_group
         row_heads = (start + place) * (NUM_KV_HEADS * GROUP) + head
         q_mask = is_row[:, None] & in_head[None, :]
         q_offsets = (start + place) * q_stride + head * HEAD_DIM
@@ -257,7 +265,9 @@ def window_attention(
         lse = torch.empty((splits, num_rows, num_heads), dtype=torch.float32, device=q.device)
     bs = prefix_lens.shape[0]
     block_d = max(_MIN_DOT, triton.next_power_of_2(head_dim))
-    _window_attention_kernel[(bs, num_kv_heads, splits)](
+    share = _heads_per_program(group, width, block_d)
+    block_m = max(_MIN_DOT, triton.next_power_of_2(width * share))
+    _window_attention_kernel[(bs, num_kv_heads * triton.cdiv(group, share), splits)](
         q,
         k,
         v,
@@ -280,10 +290,12 @@ def window_attention(
         HEAD_DIM=head_dim,
         CAUSAL=causal,
         SPLITS=splits,
-        BLOCK_M=max(_MIN_DOT, triton.next_power_of_2(width * group)),
+        SHARE=share,
+        BLOCK_M=block_m,
         BLOCK_W=max(_MIN_DOT, triton.next_power_of_2(width)),
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=64 if block_d <= _WIDE_HEAD else 32,
         BLOCK_D=block_d,
+        num_warps=4 if block_m * block_d <= _FOUR_WARPS_TILE else 8,
     )
     if splits > 1:
         _combine_kernel[(num_rows * num_heads,)](
@@ -299,6 +311,14 @@ def window_attention(
             BLOCK_D=block_d,
         )
     return out
+
+
+def _heads_per_program(group: int, width: int, block_d: int) -> int:
+    """Query heads of a K/V head that share a tile: all of them, unless it were too large."""
+    share = group
+    while share > 1 and triton.next_power_of_2(width * share) * block_d > _MAX_TILE:
+        share = triton.cdiv(share, 2)
+    return share
 
 
 def _with_whole_rows(x: torch.Tensor) -> torch.Tensor:

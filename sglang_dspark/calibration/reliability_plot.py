@@ -19,7 +19,7 @@ FEWEST_ROUNDS = 20
 
 
 def reliability_figure(held_out: HeldOut, caption: str) -> Figure:
-    """One panel per draft: observed against predicted prefix survival, before and after.
+    """One panel per draft: observed against predicted prefix survival, before, after, and with shifts.
 
     Areas of dots are proportional to rounds.
 
@@ -39,6 +39,7 @@ def reliability_figure(held_out: HeldOut, caption: str) -> Figure:
         for predicted, color, label in (
             (held_out.before, "tab:red", "before"),
             (held_out.after, "tab:blue", "after"),
+            (held_out.shifted, "tab:green", "shifted"),
         ):
             bins = reliability_bins(predicted[:, k], held_out.outcomes[:, k])
             _draw(axes, bins, color, f"{label}: ECE {bins.ece:.1%}")

@@ -10,6 +10,7 @@ from typing import Any
 from sglang_dspark.calibration.traces import Trace
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.http_client import JsonClient
+from sglang_dspark.hub import checkpoint_name
 
 TIMEOUT_S = 600.0
 
@@ -48,7 +49,7 @@ class TraceClient:
     api_key: str | None = None
 
     def pair(self) -> tuple[str, str]:
-        """``(target, draft)`` paths as the server was started with them.
+        """``(target, draft)``: the names of what is served, wherever it lies.
 
         Raises:
             ConfigError: nobody answers, or the server does not decode with DSPARK.
@@ -59,7 +60,7 @@ class TraceClient:
                 f"--url {self.url}: the server runs with --speculative-algorithm {info.get('speculative_algorithm')}; "
                 "start it with --speculative-algorithm DSPARK"
             )
-        return info["model_path"], info["speculative_draft_model_path"]
+        return checkpoint_name(info["model_path"]), checkpoint_name(info["speculative_draft_model_path"])
 
     def block_size(self) -> int:
         """Drafts per block of the server.

@@ -63,6 +63,7 @@ def calibrate(
     from rich.console import Console
 
     from sglang_dspark.calibration.held_out import HeldOut
+    from sglang_dspark.calibration.online import fit_once
     from sglang_dspark.calibration.sts import StsCalibration, fit_sts
     from sglang_dspark.calibration.trace_client import TraceClient
     from sglang_dspark.calibration.traces import BlockRounds
@@ -79,13 +80,14 @@ def calibrate(
     fit, test = rounds.split(len(prompts), held_out)
     with console.status("fitting temperatures"):
         temperatures = fit_sts(fit.logits, fit.accepted)
-    measured = HeldOut.measure(test, temperatures)
+    measured = HeldOut.measure(test, temperatures, fit_once(fit.logits, fit.accepted))
     positions = measured.positions()
     console.print(_table(temperatures, positions))
     fitted = f"fitted to {len(fit.logits)} rounds, measured on {len(test.logits)} rounds of other prompts"
     console.print(
-        f"Prefix survival, {fitted}. pairs: rounds that tested the draft; noise: about the ECE of perfect predictions "
-        "on as many rounds."
+        f"Prefix survival, {fitted}. pairs: rounds that tested the draft; shifted: with a scale and a shift per "
+        "position, as a server calibrates itself while it runs; noise: about the ECE of perfect predictions on as many "
+        "rounds."
     )
     StsCalibration(
         tuple(temperatures.tolist()),
@@ -108,8 +110,8 @@ def _table(temperatures: Floats, positions: list[PositionErrors]) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table(box=SIMPLE)
-    for heading in ("draft", "pairs", "T", "ECE before", "after", "noise", "AUC", "Brier before", "after"):
+    table = Table(box=SIMPLE, padding=(0, 1), pad_edge=False)
+    for heading in ("draft", "pairs", "T", "ECE before", "after", "shifted", "noise", "AUC", "Brier before", "after"):
         table.add_column(heading, justify="right", no_wrap=True)
     for draft, (temperature, errors) in enumerate(zip(temperatures, positions, strict=True), start=1):
         table.add_row(
@@ -118,6 +120,7 @@ def _table(temperatures: Floats, positions: list[PositionErrors]) -> Table:
             f"{temperature:.3f}",
             f"{errors.ece_before:.2%}",
             f"{errors.ece_after:.2%}",
+            f"{errors.ece_shifted:.2%}",
             f"{errors.ece_noise:.2%}",
             "-" if errors.auc is None else f"{errors.auc:.3f}",
             f"{errors.brier_before:.4f}",

@@ -102,7 +102,7 @@ def evaluate(
         from sglang_dspark.calibration.trace_client import TraceClient
 
         client = TraceClient((url or "http://127.0.0.1:30000").rstrip("/"), max_tokens, temperature, raw, api_key)
-        about |= dict(zip(("target", "draft"), (Path(path).name for path in client.pair()), strict=True))
+        about |= dict(zip(("target", "draft"), client.pair(), strict=True))
         measured = _ask(console, client, sets, concurrency)
         for table in _tables(measured):
             console.print(table)

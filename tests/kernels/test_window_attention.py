@@ -1,5 +1,7 @@
 """Attention of few query rows per request, on the CPU and as a Triton kernel, against dense attention in float64."""
 
+import sys
+
 import pytest
 import torch
 from dspark_kernels.ragged_attention import attend_groups, group_contexts
@@ -74,6 +76,18 @@ def test_kernel_equals_reference(prefix_lens, query_lens, shape, causal, splits,
     out = window_attention(*case, width=max(query_lens), splits=splits, **how)
     rows = slice(0, sum(query_lens))
     torch.testing.assert_close(out[rows], window_attention_ref(*case, **how)[rows], **FP32_TOL)
+
+
+@pytest.mark.parametrize("max_tile", [16 * 64, 32 * 64, 64 * 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (14, 2), (5, 1)])
+def test_groups_of_heads_are_shared_out(heads, kv_heads, max_tile, device, monkeypatch):
+    """Shares of one head up to all of a group, and a last share that is not full."""
+    monkeypatch.setattr(sys.modules[window_attention.__module__], "_MAX_TILE", max_tile)
+    case = window_case((33, 0, 70), (4, 7, 1), (heads, kv_heads, 64), device)
+    for causal, splits in ((True, 1), (False, 2)):
+        out = window_attention(*case, width=7, causal=causal, scale=0.125, splits=splits)
+        expected = window_attention_ref(*case, causal=causal, scale=0.125)
+        torch.testing.assert_close(out[:12], expected[:12], **FP32_TOL)
 
 
 def test_kernel_in_16_bit(device):

@@ -1,0 +1,187 @@
+"""Do the kernels compile for GPUs that are not here, and do they fit on them?
+
+    python benchmarks/kernels/compile_for.py
+    python benchmarks/kernels/compile_for.py --capability 89 --output RESULTS/compiled.json
+
+Every launch of the cases that run.py times is compiled down to machine code for each compute capability, and nothing is
+run. That needs no GPU: Triton's compiler and assembler come with its wheel. What they say of registers, of stack (where
+registers do not suffice) and of shared memory is printed; a kernel that wants more shared memory than a block of that
+GPU can have fails here as it would there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import click
+import torch
+import triton
+from dspark_kernels import markov_walk
+from harness import Case
+from rich.console import Console
+from rich.table import Table
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from sglang_dspark import provenance
+
+FOLDER = Path(__file__).resolve().parent
+# Shared memory that a block can ask for, in bytes (CUDA programming guide, technical specifications by capability).
+SHARED_BYTES = {
+    80: 166_912,  # A100
+    86: 101_376,  # A10, A40, RTX 3090
+    89: 101_376,  # L4, L40S, RTX 4090
+    90: 232_448,  # H100, H200
+    100: 232_448,  # B200
+    120: 101_376,  # RTX 5090, RTX PRO 6000
+}
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One form of a kernel.
+
+    Attributes:
+        kernel: name of the function.
+        capability: compute capability, e.g. 90.
+        cases: that launch it.
+        warps: per program.
+        registers: per thread.
+        stack_bytes: per thread: values that found no register.
+        shared_bytes: per program.
+    """
+
+    kernel: str
+    capability: int
+    cases: list[str]
+    warps: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether a block of that GPU can have so much shared memory."""
+        return self.shared_bytes <= SHARED_BYTES[self.capability]
+
+
+class _AbsentGpu:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability  # compiled kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def _compiling_only(capability: int) -> Iterator[list[tuple[str, CompiledKernel]]]:
+    """Launches within compile their kernels and end there, for tensors without memory too."""
+    found: list[tuple[str, CompiledKernel]] = []
+    launch, interpreting = JITFunction.run, triton.knobs.runtime.interpret
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> CompiledKernel:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        found.append((self.__name__, kernel))
+        return kernel
+
+    driver.set_active(_AbsentGpu(capability))
+    room, walk = SHARED_BYTES[capability], sys.modules[markov_walk.__module__]
+    with patch.object(JITFunction, "run", compile_only), patch.object(walk, "shared_bytes", lambda device: room):
+        # Wrappers leave tensors that are not on a GPU to the torch form, unless kernels are interpreted. Ours are not:
+        # that was decided when they were defined.
+        triton.knobs.runtime.interpret = True
+        try:
+            yield found
+        finally:
+            triton.knobs.runtime.interpret = interpreting
+
+
+def compile_cases(cases: list[Case], capability: int) -> list[Compiled]:
+    """Every form of every kernel that the cases launch."""
+    by_form: dict[tuple[str, str], tuple[CompiledKernel, list[str]]] = {}
+    for case in cases:
+        with _compiling_only(capability) as found:
+            case.run()
+        for name, kernel in found:
+            _, users = by_form.setdefault((name, kernel.hash), (kernel, []))
+            if case.name not in users:
+                users.append(case.name)
+    return [
+        Compiled(name, capability, users, kernel.metadata.num_warps, *_usage(kernel), kernel.metadata.shared)
+        for (name, _), (kernel, users) in by_form.items()
+    ]
+
+
+def _usage(kernel: CompiledKernel) -> tuple[int, int]:
+    """Registers and bytes of stack per thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(_CUOBJDUMP), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert usage is not None, text
+    return int(usage[1]), int(usage[2])
+
+
+def result_table(kernels: list[Compiled]) -> Table:
+    """Kernels for the terminal."""
+    table = Table(title="compiled, not run")
+    table.add_column("kernel")
+    table.add_column("cases", overflow="fold")
+    for name in ("sm", "warps", "registers", "stack bytes", "shared bytes", "room"):
+        table.add_column(name, justify="right")
+    for k in kernels:
+        room = SHARED_BYTES[k.capability]
+        figures = (k.capability, k.warps, k.registers, k.stack_bytes or "", k.shared_bytes or "")
+        table.add_row(k.kernel, ", ".join(k.cases), *map(str, figures), f"{room}" if k.fits else f"[red]{room}[/red]")
+    return table
+
+
+@click.command(help=__doc__)
+@click.option(
+    "--capability",
+    "capabilities",
+    multiple=True,
+    type=click.Choice([str(number) for number in SHARED_BYTES]),
+    help="Compute capability times ten, e.g. 90. Default: all of them.",
+)
+@click.option("--only", default="", help="Modules to compile, without bench_, separated by commas; all by default.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
+def main(capabilities: tuple[str, ...], only: str, output: Path | None) -> None:
+    """Command line; see the module."""
+    modules = [f"bench_{name}" for name in only.split(",")] if only else sorted(p.stem for p in FOLDER.glob("bench_*"))
+    cases = [case for module in modules for case in importlib.import_module(module).cases(torch.device("meta"))]
+    with torch.inference_mode():
+        kernels = [kernel for number in capabilities or SHARED_BYTES for kernel in compile_cases(cases, int(number))]
+    Console(width=None if sys.stdout.isatty() else 160).print(result_table(kernels))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        provenance.write_json(output, {**provenance.record(), "kernels": [asdict(kernel) for kernel in kernels]})
+    if too_large := sorted({f"{k.kernel} on sm_{k.capability}" for k in kernels if not k.fits}):
+        raise click.ClickException(f"more shared memory than there is: {', '.join(too_large)}")
+
+
+if __name__ == "__main__":
+    main()

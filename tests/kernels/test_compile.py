@@ -1,0 +1,34 @@
+"""Every kernel compiles to machine code for GPUs that are not here, and asks for no more than they have."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "kernels" / "dspark_kernels"
+
+
+def kernels() -> set[str]:
+    """Functions that Triton compiles and that are launched; others are helpers of theirs."""
+    sources = "".join(path.read_text() for path in KERNELS.glob("*.py"))
+    return {name for name in re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE) if f"{name}[" in sources}
+
+
+# The least shared memory that a GPU has which SGLang serves on, and the GPU that the figures are from.
+@pytest.mark.parametrize("capability", [89, 90])
+def test_every_kernel_compiles_and_fits(capability, tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernels" / "compile_for.py")]
+    options = ["--capability", str(capability), "--output", str(tmp_path / "compiled.json")]
+    result = subprocess.run(
+        command + options, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    compiled = json.loads((tmp_path / "compiled.json").read_text())["kernels"]
+    assert {kernel["kernel"] for kernel in compiled} == kernels()
+    assert len(kernels()) > 10
+    assert all(0 < kernel["registers"] <= 255 for kernel in compiled)
