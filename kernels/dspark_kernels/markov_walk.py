@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -251,7 +251,8 @@ def shared_bytes(device: torch.device) -> int:
     """Shared memory that a program can have: 99 KB on an L4 or an RTX 4090, more than twice that on an H100."""
     if device.type != "cuda":
         return _STAGES_BYTES
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # the stub lacks the attribute
+    return int(properties.shared_memory_per_block_optin)
 
 
 @cache

@@ -45,7 +45,8 @@ class HeldOut:
     def measure(cls, rounds: BlockRounds, temperatures: Floats, shifted: LogisticMap) -> Self:
         """Predict with the raw head, with temperatures [gamma], and with a scale and a shift per position."""
         logits = (rounds.logits, rounds.logits / temperatures, shifted(rounds.logits))
-        return cls(*(prefix_survival(sigmoid(z)) for z in logits), survived(rounds.accepted, len(temperatures)))
+        before, after, with_shifts = (prefix_survival(sigmoid(z)) for z in logits)
+        return cls(before, after, with_shifts, survived(rounds.accepted, len(temperatures)))
 
     def positions(self) -> list[PositionErrors]:
         """Errors by position, first draft first."""

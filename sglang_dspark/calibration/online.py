@@ -147,8 +147,8 @@ def fit_once(logits: Floats, accepted: Ints) -> LogisticMap:
     pairs = PositionWindow(gamma, len(logits), num_fields=2)
     tested = reached(np.full(len(logits), gamma), accepted, gamma)
     pairs.append(tested, logits, survived(accepted, gamma))
-    start = LogisticMap(np.ones(gamma), np.zeros(gamma))
-    return start.refined(start.scale, *pairs.values, pairs.filled, FIT_STEPS)
+    start, (window_logits, outcomes) = LogisticMap(np.ones(gamma), np.zeros(gamma)), pairs.values
+    return start.refined(start.scale, window_logits, outcomes, pairs.filled, FIT_STEPS)
 
 
 class _RoundHistory:
