@@ -9,6 +9,9 @@ PAIR = --target $(or $(TARGET),$(SMOLLM2)) --draft $(or $(DRAFT),sglang_dspark/d
 # Not benchmarks/results, whose files the documents quote; a sweep would refuse to mix with those of another commit.
 RESULTS ?= results
 SWEEP ?= $(RESULTS)/quick_sweep
+# For policy_turns.py; the first is compared with the best of the others.
+POLICIES := --config auto --config static:1 --config static:2 --config static:3 --config static:4 --config static:5 \
+	--config threshold:0.6
 # More options for sweep_concurrency.py, e.g. --existing replace, which measures anew what another commit has measured.
 SWEEP_FLAGS ?=
 
@@ -60,9 +63,10 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/sweep \
 		--config plain --config auto --config static:5 --config static:4 --config static:3 --config static:2 \
 		--config static:1 --concurrency 1,2,4,8,16 --max-tokens 96 --ignore-eos --rounds 6 $(SWEEP_FLAGS)
-	$(RUN) benchmarks/paired_ratio.py $(RESULTS)/sweep/sweep.csv --against-best auto@bfloat16
 	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/sweep/sweep.csv
 	$(RUN) benchmarks/report.py $(RESULTS)/sweep
+	$(RUN) benchmarks/policy_turns.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/turns $(POLICIES) \
+		--concurrency 1,2,4,8,16
 
 # Attention and sampling of the plain server are those that DSPARK runs on, so that a ratio shows speculation alone.
 GPU_FLAGS = --attention-backend triton --sampling-backend pytorch --max-running-requests 64
@@ -75,6 +79,8 @@ gpu: env ## with an NVIDIA GPU: kernel tests and benchmarks, a sweep of 1 to 64 
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/sweep --device cuda \
 		--config plain --config auto --config static:5 --config static:3 --concurrency 1,4,16,64 --num-prompts 128 \
 		--rounds 4 --server-flags "$(GPU_FLAGS)" $(SWEEP_FLAGS)
+	$(RUN) benchmarks/policy_turns.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/turns --device cuda $(POLICIES) \
+		--concurrency 1,4,16,64 --rounds 6 --server-flags "$(GPU_FLAGS)"
 	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/gpu/sweep/sweep.csv
 	$(RUN) benchmarks/report.py $(RESULTS)/gpu/sweep
 

@@ -10,8 +10,7 @@ prompts are in the prefix cache, every turn of a round starts the same requests 
 are being served, so there is no tail of the last answers. Steps that verify differently and nothing else make the
 difference. For what a user sees, prefill and all, and against a plain server, there is ``sweep_concurrency.py``.
 
-RESULTS gets ``turns.csv``, one row per policy, load and round, and ``provenance.json``. A command with other loads adds
-its rows to those of the same commit.
+RESULTS, a new folder, gets ``turns.csv``, one row per policy, load and round, and ``provenance.json``.
 """
 
 from __future__ import annotations
@@ -125,6 +124,7 @@ class Turns:
 
 
 def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Load by load, so that a run that is cut short keeps what it measured."""
     is_new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -171,7 +171,10 @@ def main(**options: Any) -> None:
         record = provenance.record() | {
             "prompts": [{"file": path.name, "sha256": provenance.file_digest(path)} for path in options["files"]]
         }
+        if (output / "turns.csv").exists():
+            raise ConfigError(f"--output {output} holds turns already; name another folder")
         output.mkdir(parents=True, exist_ok=True)
+        provenance.write_json(output / "provenance.json", record)
         flags = [*dspark_flags(options["draft"]), "--dtype", options["dtype"], *options["server_flags"].split()]
         device_flags, env = (CPU_FLAGS, CPU_ENV) if options["device"] == "cpu" else ((), None)
         with LaunchedServer(options["target"], *device_flags, *flags, env=env) as server:
@@ -181,7 +184,6 @@ def main(**options: Any) -> None:
                 rows = asyncio.run(turns.run(configurations, users, options["rounds"]))
                 _append(output / "turns.csv", rows)
                 console.print(f"{users} users measured", highlight=False)
-        provenance.write_json(output / "provenance.json", record)
         frame = read_sweep(output / "turns.csv")
     except DSparkError as error:
         raise click.ClickException(str(error)) from error
