@@ -33,6 +33,7 @@ from paired_ratio import ratio_table, ratios_to_the_best, summarise
 from rich.console import Console
 from serving.client import Sampling, request_body
 from serving.configurations import Configuration, parse_configurations
+from serving.load import user_counts
 from serving.prompts import Prompt, load_mixed_prompts
 from serving.results import read_sweep
 
@@ -152,7 +153,7 @@ def _policies(texts: Sequence[str], dtype: str) -> list[Configuration]:
 @click.option("--draft", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--prompts", "files", type=click.Path(path_type=Path), multiple=True, required=True)
 @click.option("--config", "configs", multiple=True, required=True, help="A policy, as in sweep_concurrency.py.")
-@click.option("--concurrency", default="1,4,16", show_default=True, help="Numbers of users.")
+@click.option("--concurrency", default="1,4,16", show_default=True, callback=user_counts, help="Numbers of users.")
 @click.option("--rounds", default=20, show_default=True, type=click.IntRange(1))
 @click.option("--seconds", default=2.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Of a turn.")
 @click.option("--num-prompts", default=48, show_default=True, type=click.IntRange(1))
@@ -180,7 +181,7 @@ def main(**options: Any) -> None:
         with LaunchedServer(options["target"], *device_flags, *flags, env=env) as server:
             sampling = Sampling(options["max_tokens"], temperature=0.0, ignore_eos=True, raw=options["raw_prompts"])
             turns = Turns(server, prompts, options["seconds"], sampling)
-            for users in map(int, options["concurrency"].split(",")):
+            for users in options["concurrency"]:
                 rows = asyncio.run(turns.run(configurations, users, options["rounds"]))
                 _append(output / "turns.csv", rows)
                 console.print(f"{users} users measured", highlight=False)

@@ -37,15 +37,13 @@ from rich.table import Table
 from serving.agreement import Agreement
 from serving.client import Sampling
 from serving.configurations import GRAMMAR, URL_GRAMMAR, parse_configurations
-from serving.load import loads
+from serving.load import DEFAULT_CONCURRENCY, loads, user_counts
 from serving.results import read_sweep
 from serving.resume import MIX, REPLACE, RESUME
 from serving.sla import Sla
 from serving.sweep import PROMPTS_PER_USER, Sweep, run_sweep
 
 from sglang_dspark.errors import DSparkError
-
-DEFAULT_CONCURRENCY = "1,2,4,8"
 
 SHOWN = ("output_tok_s", "loaded_tok_s", "server_cpu_ms_per_tok")
 """Metrics whose ratios are printed at the end of a sweep."""
@@ -62,15 +60,6 @@ def _agreement_table(agreements: Sequence[Agreement]) -> Table:
         identical = f"{a.identical}/{a.compared}"
         table.add_row(a.config, str(a.load), a.baseline, str(a.baseline_load), identical, place + texts)
     return table
-
-
-def _integers(context: click.Context, parameter: click.Parameter, text: str | None) -> list[int]:
-    if text is None:
-        return []
-    numbers = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
-    if min(numbers) < 1 or len(set(numbers)) < len(numbers):
-        raise click.BadParameter(f"{text!r} is not a list of different positive numbers such as {DEFAULT_CONCURRENCY}")
-    return numbers
 
 
 def _rates(context: click.Context, parameter: click.Parameter, text: str | None) -> list[float]:
@@ -96,7 +85,7 @@ def _rates(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of configurations that name none.")
 @click.option(
     "--concurrency",
-    callback=_integers,
+    callback=user_counts,
     help=f"Closed loop: numbers of users. Default: {DEFAULT_CONCURRENCY}, none with --rate.",
 )
 @click.option("--rate", "rates", callback=_rates, help="Open loop: requests per second, e.g. 0.5,1,2.")

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import click
 import numpy as np
+
+DEFAULT_CONCURRENCY = "1,2,4,8"
 
 
 @dataclass(frozen=True)
@@ -51,3 +54,13 @@ def poisson_arrivals(rate: float, num_requests: int, seed: Sequence[int]) -> lis
     """
     gaps_s = np.random.default_rng(seed).exponential(1 / rate, num_requests)
     return (np.cumsum(gaps_s) - gaps_s[0]).tolist()
+
+
+def user_counts(context: click.Context, parameter: click.Parameter, text: str | None) -> list[int]:
+    """Callback of ``--concurrency``: the numbers in ``1,2,4``; none without a text."""
+    if text is None:
+        return []
+    numbers = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if min(numbers) < 1 or len(set(numbers)) < len(numbers):
+        raise click.BadParameter(f"{text!r} is not a list of different positive numbers such as {DEFAULT_CONCURRENCY}")
+    return numbers
