@@ -8,9 +8,9 @@ Slots are read from SGLang's ``req_to_token`` table, and lengths from the device
 for it and no value of the host, so it can be captured in a CUDA graph.
 
 All query heads that share a K/V head, and all rows of a request, are one tile: the context is read once per K/V head,
-where a kernel that works head by head reads it once per query head. Groups of heads whose tile would be too large are
-shared out among programs. Few requests with long contexts would leave most of
-a GPU idle, so the context is split over several programs and their parts are combined afterwards (flash-decoding).
+where a kernel that works head by head reads it once per query head. A group of heads whose tile would be too large is
+shared out among programs. Few requests with long contexts would leave most of a GPU idle, so the context is split over
+several programs and their parts are combined afterwards (flash-decoding).
 
 Bytes moved: 2 * kv_heads * hd * (context + rows) of K and V, and twice the queries; the floor is that over the memory
 bandwidth. With S splits, 8 * S bytes per query element come on top.

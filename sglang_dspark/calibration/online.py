@@ -24,7 +24,7 @@ second keeps its cost, about 0.4 ms with 64 requests, below 30 us per call."""
 NEWTON_STEPS = 4
 """Per refit; each starts where the last one ended."""
 FIT_STEPS = 200
-"""Of a fit that does not start near its end: several times what it takes until nothing moves in the third digit."""
+"""Of a fit that does not start near its end; more of them move nothing in the third digit."""
 REPORT_ROUNDS = 4096
 """Rounds behind the reported errors. With 20 bins even perfect predictions show an ECE of up to 0.02 on that many."""
 
