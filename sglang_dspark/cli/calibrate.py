@@ -97,6 +97,7 @@ def calibrate(
         num_samples=len(fit.logits),
         ece_before=tuple(position.ece_before for position in positions),
         ece_after=tuple(position.ece_after for position in positions),
+        ece_shifted=tuple(position.ece_shifted for position in positions),
     ).save(output)
     console.print(f"\n--speculative-dspark-confidence-sts-path {output}", soft_wrap=True)
     if plot is not None:
