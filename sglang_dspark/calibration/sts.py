@@ -14,8 +14,8 @@ The file is a JSON object::
       "ece_shifted": [0.012, ...]            with a scale and a shift per position instead
     }
 
-All keys but ``version``, ``target``, ``draft`` and ``ece_shifted`` are also those of the DSPARK built into later versions
-of SGLang.
+All keys but ``version``, ``target``, ``draft`` and ``ece_shifted`` are also those of the DSPARK built into later
+versions of SGLang.
 """
 
 from __future__ import annotations

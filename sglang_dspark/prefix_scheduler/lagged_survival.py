@@ -41,16 +41,26 @@ class LaggedSurvivals:
         A cut block says nothing about the positions past its end (NaN there): they are filled with the mean ratio of
         the rounds at hand.
         """
-        if np.isnan(survival).any():
-            mean = self.mean()
-            ratio = mean[1:] / np.maximum(mean[:-1], 1e-9)
-            survival = survival.copy()
-            for position in range(1, survival.shape[1]):
-                column, before = survival[:, position], survival[:, position - 1]
-                np.copyto(column, before * ratio[position - 1], where=np.isnan(column))
-        self._rounds = np.concatenate([self._rounds, survival])[-max(WINDOW_ROUNDS, len(survival)) :]
+        self._rounds = np.concatenate([self._rounds, self._whole(survival)])[-max(WINDOW_ROUNDS, len(survival)) :]
         self.num_observed += len(survival)
         self._gains.clear()
+
+    def revise(self, survival: Array) -> None:
+        """Take rounds observed before as they would be predicted now, and forget all others, the prior too."""
+        self._rounds = self._whole(survival)
+        self._gains.clear()
+
+    def _whole(self, survival: Array) -> Array:
+        """``survival`` with cut blocks completed."""
+        if not np.isnan(survival).any():
+            return survival
+        mean = self.mean()
+        ratio = mean[1:] / np.maximum(mean[:-1], 1e-9)
+        survival = survival.copy()
+        for position in range(1, survival.shape[1]):
+            column, before = survival[:, position], survival[:, position - 1]
+            np.copyto(column, before * ratio[position - 1], where=np.isnan(column))
+        return survival
 
     def mean(self) -> Array:
         """[gamma] mean survival by position over the rounds that estimates use."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.calibration.survival import prefix_survival, sigmoid
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.prefix_scheduler.lagged_survival import LaggedSurvivals
+from sglang_dspark.prefix_scheduler.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
 from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.policies import (
     AdaptiveBlockPolicy,
@@ -32,6 +31,7 @@ from sglang_dspark.prefix_scheduler.sps_table import Array, SpsTable
 from sglang_dspark.prefix_scheduler.step_times import StepKind, StepTimes
 from sglang_dspark.stats.predicted import PredictedSurvival
 from sglang_dspark.worker.host_index import host_floats, host_index
+from sglang_dspark.worker.outcomes import Note, outcomes_of, weighted
 from sglang_dspark.worker.state import Drafted, Rounds
 from sglang_dspark.worker.step_clock import StepClock
 
@@ -80,8 +80,9 @@ class Schedule:
         self.predicted = PredictedSurvival(max_verify)
         self.clock = StepClock(lag, synchronous=device.type == "cpu")
         self.whole_batches = False
-        self._notes: list[_Note] = []
+        self._notes: list[Note] = []
         self._context = 0.0
+        self._predictions = np.empty((2, 0, max_verify))  # the last rounds: logits, and survivals as predicted
         self.coefficients = self._copy_coefficients()
         self._num_refits = 0
         self.policy: Policy = FixedPolicy(0, "off")
@@ -303,7 +304,7 @@ class Schedule:
         if isinstance(self.policy, AdaptiveBlockPolicy):
             verified = rounds.verify_lens.tolist()
             self.policy.observe(sum(verified[running[i]] for i in drafted), sum(accept_lens[i] for i in drafted))
-        self._notes.append(_Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
+        self._notes.append(Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
         # A parked server's probe is all that it gets to see for long.
         if len(self._notes) >= LEARN_STEPS or rounds.choice.weight > 1:
             self.learn()
@@ -313,7 +314,7 @@ class Schedule:
         notes, self._notes = self._notes, []
         if not notes:
             return
-        self.positions.observe(*_outcomes(notes))
+        self.positions.observe(*weighted(notes, *outcomes_of(notes)))
         predicted = [note for note in notes if note.rounds.predictions is not None]
         if self.calibration is None:
             self.coefficients = self._copy_coefficients()
@@ -323,18 +324,38 @@ class Schedule:
         logits, survival = (
             np.concatenate([note.prediction(which, self.max_verify) for note in predicted]) for which in (0, 1)
         )
-        self.predicted.observe(survival, *_outcomes(predicted))
+        self.predicted.observe(survival, *outcomes_of(predicted))
+        renewed = self.calibration is None
         if self.calibration is not None and self.options.online_calibration:
             # What lies past the drafted depth was not verified, and is not read.
-            self.calibration.observe(np.nan_to_num(logits), *_outcomes(predicted), num_steps=len(predicted))
-            if self.calibration.num_refits != self._num_refits:
+            counted = weighted(predicted, np.nan_to_num(logits), *outcomes_of(predicted))
+            self.calibration.observe(*counted, num_steps=sum(note.rounds.choice.weight for note in predicted))
+            if renewed := self.calibration.num_refits != self._num_refits:
                 self._num_refits = self.calibration.num_refits
                 self.coefficients = self._copy_coefficients()
         if self.survivals is not None:
             ids = [note.rounds.requests[request] for note in predicted for request in note.requests]
             self.gains.observe(ids, survival, float(self.survivals.mean().sum()))
-            weights = [note.rounds.choice.weight for note in predicted for _ in note.requests]
-            self.survivals.observe(np.repeat(survival, weights, axis=0))
+            self._observe_survivals(self.survivals, np.stack(weighted(predicted, logits, survival)), renewed)
+
+    def _observe_survivals(self, survivals: LaggedSurvivals, predictions: Array, renewed: bool) -> None:
+        """Add rounds [2, n, max_verify], logits and survivals, to those that budgets are based on.
+
+        When confidences are ``renewed``, all of them are predicted again: a drafter that promises what never comes
+        would otherwise be believed until its last promise has left the window.
+        """
+        survivals.observe(predictions[1])
+        self._predictions = np.concatenate([self._predictions, predictions], axis=1)[:, -WINDOW_ROUNDS:]
+        if renewed:
+            survivals.revise(self._predict_again(*self._predictions))
+
+    def _predict_again(self, logits: Array, survival: Array) -> Array:
+        """[n, max_verify] survivals of earlier rounds as they would be predicted now; NaN past the drafted depth."""
+        if self.calibration is None:
+            return np.where(np.isnan(survival), np.nan, self.positions.conditional().cumprod())
+        again = prefix_survival(sigmoid(self.calibration.scale * logits + self.calibration.shift))
+        # A broken head's NaN was predicted to be rejected, and stays that.
+        return np.where(np.isnan(logits), survival, again)
 
     def _copy_coefficients(self) -> torch.Tensor:
         """[2, max_verify] scale and shift of the calibration; without a head, acceptance by position in row 0."""
@@ -354,31 +375,3 @@ class Schedule:
             "schedule": self.policy.report(),
             "calibration": None if self.calibration is None else self.calibration.report(),
         }
-
-
-@dataclass(frozen=True)
-class _Note:
-    """A step's outcome: requests that were drafted and are still running, and drafts accepted of each."""
-
-    rounds: Rounds
-    requests: list[int]
-    accept_lens: list[int]
-
-    def prediction(self, which: int, width: int) -> Array:
-        """[n, width] logits (0) or survivals (1), NaN past the drafted depth."""
-        assert self.rounds.predictions is not None
-        values = self.rounds.predictions[which].numpy()
-        padded = np.full((len(self.requests), width), np.nan)
-        padded[:, : values.shape[1]] = values[self.rows]
-        return padded
-
-    @property
-    def rows(self) -> slice | list[int]:
-        """Index of the requests; a slice, which is much faster than a list, where they are all of the step's."""
-        return slice(None) if len(self.requests) == len(self.rounds.requests) else self.requests
-
-
-def _outcomes(notes: Sequence[_Note]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Drafts verified and accepted, [n] each, of all requests of all notes."""
-    verified = np.concatenate([note.rounds.verify_lens.numpy()[note.rows] for note in notes])
-    return verified, np.concatenate([note.accept_lens for note in notes])

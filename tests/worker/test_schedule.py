@@ -11,7 +11,7 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable
-from sglang_dspark.worker.schedule import Schedule
+from sglang_dspark.worker.schedule import LEARN_STEPS, Schedule
 from sglang_dspark.worker.state import Drafted, Rounds
 
 GAMMA = 3
@@ -43,6 +43,10 @@ def predictions(logits, survival):
         return None
     unknown = torch.full_like(survival if logits is None else logits, torch.nan)
     return torch.stack([unknown if part is None else part for part in (logits, survival)])
+
+
+def tokens(requests, depth):
+    return DraftBlock(torch.zeros(requests, depth, dtype=torch.int64), None, None)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +159,31 @@ def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
     )
     assert (lens.tolist(), total) == ([2, 0], 2)
     assert made.choose(["r2", "r3"], 64.0).drafted is None
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+@pytest.mark.parametrize("users", [1, 4])
+def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(users, with_head):
+    """However sure its head is. After the first look, 64 rounds, nothing that was believed before keeps it going."""
+    made, ids, rng = schedule(with_head=with_head), [f"r{index}" for index in range(users)], np.random.default_rng(0)
+    parked = []
+    for accepts, steps in ((0, 2000), (GAMMA, 4000)):
+        for step in range(steps):
+            choice = made.choose(ids, 64.0)
+            parked.append(made.parked)
+            made.clock.interrupt()
+            if choice.depth == 0:
+                continue
+            logits = torch.from_numpy(rng.normal(3.0, 1.0, (users, choice.depth))).float() if with_head else None
+            drafted = [choice.depth * (choice.drafted is None or r in choice.drafted) for r in range(users)]
+            foretold = made.predict(logits, users, choice.depth)
+            lens, _ = made.verify_lens(choice, Drafted(tokens(users, choice.depth), foretold, drafted), step)
+            outcome = Rounds(ids, choice, drafted, lens, foretold, None, [0] * users)
+            made.observe(outcome, list(range(users)), np.minimum(lens.numpy(), accepts).tolist())
+    bad, good = parked[:2000], parked[2000:]
+    assert bad.index(True) <= 64 // users + LEARN_STEPS
+    assert all(bad[bad.index(True) :])
+    assert not any(good[-1000:])
 
 
 def test_adaptive_blocks_follow_the_last_steps():
