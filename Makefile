@@ -68,8 +68,9 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(RUN) benchmarks/policy_turns.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/turns $(POLICIES) \
 		--concurrency 1,2,4,8,16
 
-# Attention and sampling of the plain server are those that DSPARK runs on, so that a ratio shows speculation alone.
-GPU_FLAGS = --attention-backend triton --sampling-backend pytorch --max-running-requests 64
+# The plain server is restricted as one with DSPARK is, so that a ratio shows speculation alone. Both are loaded at once.
+GPU_FLAGS = --attention-backend triton --sampling-backend pytorch --disable-prefill-cuda-graph --mem-fraction-static 0.3 \
+	--max-running-requests 64 --cuda-graph-max-bs-decode 64
 
 gpu: env ## with an NVIDIA GPU: kernel tests and benchmarks, a sweep of 1 to 64 users
 	$(PREPARE)
@@ -79,10 +80,10 @@ gpu: env ## with an NVIDIA GPU: kernel tests and benchmarks, a sweep of 1 to 64 
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/sweep --device cuda \
 		--config plain --config auto --config static:5 --config static:3 --concurrency 1,4,16,64 --num-prompts 128 \
 		--rounds 4 --server-flags "$(GPU_FLAGS)" $(SWEEP_FLAGS)
-	$(RUN) benchmarks/policy_turns.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/turns --device cuda $(POLICIES) \
-		--concurrency 1,4,16,64 --rounds 6 --server-flags "$(GPU_FLAGS)"
 	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/gpu/sweep/sweep.csv
 	$(RUN) benchmarks/report.py $(RESULTS)/gpu/sweep
+	$(RUN) benchmarks/policy_turns.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/turns --device cuda $(POLICIES) \
+		--concurrency 1,4,16,64 --rounds 6 --server-flags "$(GPU_FLAGS)"
 
 lock: env ## write constraints.txt from the environment as it is
 	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m uv pip freeze --exclude-editable; } > constraints.new

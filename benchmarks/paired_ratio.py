@@ -66,9 +66,7 @@ def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -
         ConfigError: the sweep has no such figure, or it is not above 0 everywhere (goodput may be 0), so that geometric
             means of its ratios mean nothing.
     """
-    if metric not in frame.select_dtypes("number").columns:
-        numbers = ", ".join(frame.select_dtypes("number").columns)
-        raise ConfigError(f"--metric {metric!r} is not a figure of the sweep; use one of {numbers}")
+    _check_metric(frame, metric)
     cells = frame[["config", "load", "round", metric]].assign(baseline=frame["config"].map(baselines))
     references = cells.rename(columns={"config": "of", metric: "reference"}).drop(columns="baseline")
     pairs = cells[cells["config"] != cells["baseline"]].merge(
@@ -80,6 +78,12 @@ def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -
         )
     pairs["ratio"] = pairs[metric] / pairs["reference"]
     return pairs.dropna(subset=["ratio"])[["config", "baseline", "load", "round", "ratio"]]
+
+
+def _check_metric(frame: pd.DataFrame, metric: str) -> None:
+    if metric not in frame.select_dtypes("number").columns:
+        numbers = ", ".join(frame.select_dtypes("number").columns)
+        raise ConfigError(f"--metric {metric!r} is not a figure of the sweep; use one of {numbers}")
 
 
 def ratios_to_the_best(frame: pd.DataFrame, metric: str, label: str) -> pd.DataFrame:
@@ -94,6 +98,7 @@ def ratios_to_the_best(frame: pd.DataFrame, metric: str, label: str) -> pd.DataF
     Raises:
         ConfigError: the sweep has no such configuration, or no other.
     """
+    _check_metric(frame, metric)
     labels = list(frame["config"].unique())
     if label not in labels or len(labels) == 1:
         raise ConfigError(

@@ -2,7 +2,7 @@ r"""Which policy decodes fastest? One server, and policies that take turns of a 
 
     python benchmarks/policy_turns.py --target TARGET --draft DRAFT --prompts FILE --output RESULTS \
         --config auto --config static:3 --config static:5 --concurrency 1,4,16 --rounds 20
-    python benchmarks/paired_ratio.py RESULTS/turns.csv --against-best auto@bfloat16
+    python benchmarks/paired_ratio.py RESULTS/turns.csv --metric decode_tok_s --against-best auto@bfloat16
 
 A machine that others use too changes its speed by tens of percent within a minute, which is as long as a round of
 ``sweep_concurrency.py`` takes all configurations. Here a turn is two seconds, and what policies do alike is left out:

@@ -51,7 +51,17 @@ def test_commands_exist(command):
     assert command in targets or command in COMMANDS
 
 
-def test_local_links_lead_somewhere():
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert links
-    assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_local_links_lead_somewhere(document):
+    """To files that exist, and to headings that a page has."""
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()) if "://" not in link]
+    for link in links:
+        name, _, heading = link.partition("#")
+        page = document.parent / name if name else document
+        assert page.exists(), link
+        if heading and page.suffix == ".md":
+            titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link

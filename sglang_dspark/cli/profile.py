@@ -79,9 +79,10 @@ def _measure(console: Console, target: str, draft: str, output: Path, server_fla
     import torch
 
     from sglang_dspark.config import flag_name
-    from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
+    from sglang_dspark.launch import CPU_DEVICE_FLAGS, LaunchedServer, dspark_flags
 
-    device_flags, env = ((), {}) if torch.cuda.is_available() else (CPU_FLAGS, dict(CPU_ENV))
+    on_gpu = torch.cuda.is_available()
+    device_flags, env = ((), {}) if on_gpu else (CPU_DEVICE_FLAGS, {"SGLANG_USE_CPU_ENGINE": "1"})
     flags = (*device_flags, *dspark_flags(draft), flag_name("sps_table_path"), str(output.resolve()), *server_flags)
     with console.status("starting a server") as status:
 

@@ -80,7 +80,7 @@ def _load(path: Path, key: dict[str, str]) -> SpsTable | None:
 def _measure(worker: DSparkWorker, key: dict[str, str]) -> SpsTable:
     runner = worker.target_worker.model_runner
     window = worker.max_verify + 1
-    most = min(int(runner.max_running_requests), runner.req_to_token_pool.size, _MAX_REQUESTS)
+    most = _most_requests(worker)
     room = min(runner.model_config.context_len, runner.token_to_kv_pool.size) - window
     contexts = sorted({max(1, min(context, room)) for context in _CONTEXTS})
     limit_s = LIMIT_S[worker.device.type]
@@ -116,6 +116,12 @@ def _measure(worker: DSparkWorker, key: dict[str, str]) -> SpsTable:
             progress=progress,
             clock=lambda: worker.agreement.share(time.perf_counter()),
         )
+
+
+def _most_requests(worker: DSparkWorker) -> int:
+    """Requests of the largest step that is measured. SGLang derives what it admits from the memory that is free."""
+    runner = worker.target_worker.model_runner
+    return min(int(runner.max_running_requests), runner.req_to_token_pool.size, _MAX_REQUESTS)
 
 
 class _Steps:
@@ -159,7 +165,7 @@ def _key(worker: DSparkWorker) -> dict[str, str]:
         "draft": _digest(args.speculative_draft_model_path),
         "dtype": str(worker.target.dtype).removeprefix("torch."),
         "max_verify": str(worker.max_verify),
-        "max_running_requests": str(worker.target_worker.model_runner.max_running_requests),
+        "max_requests": str(_most_requests(worker)),
         "cuda_graphs": "none" if worker.graphs is None else worker.graphs.tiers.digest,
         "tp_size": str(args.tp_size),
         "torch": torch.__version__,
