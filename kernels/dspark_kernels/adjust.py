@@ -93,7 +93,7 @@ class AdjustmentTable:
         """Let ``slot`` be that of a request with this output. Copies to the device without waiting."""
         for part in (self.counts, self.stops, self.bias):
             part[slot].zero_()
-        self.num_outputs[slot] = len(output_ids)
+        self.num_outputs[slot].fill_(len(output_ids))  # an assignment to one element would copy, and wait
         self.parameters[slot] = self._on_device(
             [adjustment.frequency, adjustment.presence, adjustment.repetition, float(adjustment.min_new_tokens)]
         )

@@ -51,7 +51,8 @@ def _cut_(probs: torch.Tensor, law: LawParams) -> None:
     """Zero the tokens of ``probs`` [n, V] that top-k and top-p remove, in place."""
     head = _largest_probs(probs, law)
     num_kept = _kept_in_head(head, law).sum(-1, keepdim=True)
-    lowest = head.gather(-1, num_kept - 1)
+    # Padding rows may hold NaN, of which nothing is kept.
+    lowest = head.gather(-1, (num_kept - 1).clamp_min(0))
     lowest.masked_fill_(~_is_cut(law)[:, None], 0.0)
     probs.masked_fill_(probs < lowest, 0.0)
 

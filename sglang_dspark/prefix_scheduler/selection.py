@@ -32,7 +32,7 @@ def top_prefixes(survival: torch.Tensor, budget: int) -> torch.Tensor:
     # Laid out position by position, a stable sort breaks ties in the order stated above.
     ranked = survival.T.reshape(-1).sort(descending=True, stable=True)
     admitted = torch.zeros(depth * bs, dtype=torch.int64, device=survival.device)
-    admitted[ranked.indices[:budget]] = 1
+    admitted.index_fill_(0, ranked.indices[:budget], 1)  # an assignment would copy the 1 from the host, and wait
     return (admitted.view(depth, bs) * (survival.T >= 0)).sum(0)
 
 

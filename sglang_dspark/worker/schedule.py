@@ -83,7 +83,7 @@ class Schedule:
         self._notes: list[Note] = []
         self._context = 0.0
         self._predictions = np.empty((2, 0, max_verify))  # the last rounds: logits, and survivals as predicted
-        self.coefficients = self._copy_coefficients()
+        self.coefficients = self._last_coefficients = self._copy_coefficients()
         self._num_refits = 0
         self.policy: Policy = FixedPolicy(0, "off")
 
@@ -317,7 +317,7 @@ class Schedule:
         self.positions.observe(*weighted(notes, *outcomes_of(notes)))
         predicted = [note for note in notes if note.rounds.predictions is not None]
         if self.calibration is None:
-            self.coefficients = self._copy_coefficients()
+            self._renew_coefficients()
         if not predicted:
             return
         # Depths differ where policies cut blocks short.
@@ -332,7 +332,7 @@ class Schedule:
             self.calibration.observe(*counted, num_steps=sum(note.rounds.choice.weight for note in predicted))
             if renewed := self.calibration.num_refits != self._num_refits:
                 self._num_refits = self.calibration.num_refits
-                self.coefficients = self._copy_coefficients()
+                self._renew_coefficients()
         if self.survivals is not None:
             ids = [note.rounds.requests[request] for note in predicted for request in note.requests]
             self.gains.observe(ids, survival, float(self.survivals.mean().sum()))
@@ -356,6 +356,10 @@ class Schedule:
         again = prefix_survival(sigmoid(self.calibration.scale * logits + self.calibration.shift))
         # A broken head's NaN was predicted to be rejected, and stays that.
         return np.where(np.isnan(logits), survival, again)
+
+    def _renew_coefficients(self) -> None:
+        """The last ones are kept: a forward that was launched may not have read them yet."""
+        self._last_coefficients, self.coefficients = self.coefficients, self._copy_coefficients()
 
     def _copy_coefficients(self) -> torch.Tensor:
         """[2, max_verify] scale and shift of the calibration; without a head, acceptance by position in row 0."""
