@@ -128,6 +128,8 @@ def ragged_attention(backend, q, k, v, layer, batch):
         scale=layer.scaling,
         splits=2,
     )
+    # On a GPU the rows of padding hold what lay in their memory: the worst that this can be.
+    attended[int(layout.indptr[-1]) :] = float("nan")
     return attended.view(q.shape)
 
 
