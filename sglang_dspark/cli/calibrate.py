@@ -112,7 +112,8 @@ def _table(temperatures: Floats, positions: list[PositionErrors]) -> Table:
     from rich.table import Table
 
     table = Table(box=SIMPLE, padding=(0, 1), pad_edge=False)
-    for heading in ("draft", "pairs", "T", "ECE before", "after", "shifted", "noise", "AUC", "Brier before", "after"):
+    headings = ("draft", "pairs", "T", "ECE\nbefore", "ECE\nafter", "ECE\nshifted", "ECE\nnoise", "AUC")
+    for heading in (*headings, "Brier\nbefore", "Brier\nafter"):
         table.add_column(heading, justify="right", no_wrap=True)
     for draft, (temperature, errors) in enumerate(zip(temperatures, positions, strict=True), start=1):
         table.add_row(
