@@ -35,7 +35,7 @@ class LawParams:
     max_kept: int
     any_min_p: bool
 
-    def expand(self, row_index: torch.Tensor) -> "LawParams":
+    def expand(self, row_index: torch.Tensor | slice) -> "LawParams":
         """Parameters of the rows ``row_index`` [m] int64, repeats allowed. The host bounds stay as they are."""
         return LawParams(
             self.temperatures[row_index],

@@ -143,3 +143,14 @@ def test_logits_are_left_alone_and_probabilities_are_float32(dtype):
     assert torch.equal(logits, before)
     assert probs.dtype == torch.float32
     torch.testing.assert_close(probs.sum(-1), torch.ones(4))
+
+
+@pytest.mark.parametrize("elements", [1, 3000, 9999])
+def test_rows_are_filtered_block_by_block_to_the_same_bits(monkeypatch, elements):
+    """Blocks of one row and of several, the last one shorter."""
+    logits = torch.randn(len(MATRIX), 1111, generator=torch.Generator().manual_seed(0))
+    columns = [*(list(column) for column in zip(*MATRIX, strict=True)), [None] * len(MATRIX)]
+    params = SamplingRows.from_lists(*columns).law
+    whole = target_probs(logits, params)
+    monkeypatch.setattr(target_law, "_MAX_ELEMENTS", elements)
+    assert torch.equal(target_probs(logits, params), whole)
