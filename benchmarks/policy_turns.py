@@ -67,9 +67,9 @@ class Turns:
             for number in range(-1, num_rounds):
                 for position, configuration in enumerate(order.sample(configurations, len(configurations))):
                     await self._json(session, "/dspark/policy", configuration.policy_fields)
-                    row = await self._turn(session, users, number * users)
+                    turn = await self._turn(session, users, number * users)
                     if number >= 0:
-                        rows.append(self._row(configuration, users, number, position, row))
+                        rows.append(self._row(configuration, users, number, position, turn))
         return rows
 
     async def _turn(self, session: aiohttp.ClientSession, users: int, first: int) -> dict[str, float]:
