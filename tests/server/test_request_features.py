@@ -12,6 +12,8 @@ import urllib.request
 from collections import Counter
 from typing import Any
 
+import httpx
+import openai
 import pytest
 from byte_tokenizer import save_byte_tokenizer
 from golden_server import CASES, DSPARK, generate, greedy, output_ids, policy
@@ -219,6 +221,48 @@ def test_chats(dspark_letters, plain_letters, kind):
     assert choice["finish_reason"] == expected["finish_reason"]
     if kind == "logprobs":
         assert_close(*([token["logprob"] for token in c["logprobs"]["content"]] for c in (choice, expected)))
+
+
+SPECULATION: dict[str, dict[str, Any] | None] = {
+    "nothing": None,
+    "disabled": {"enabled": False},
+    "capped": {"max_verify": 2, "trace": True},
+    "preset": {"preset": "summarization", "min_ngram": 1, "max_ngram": 3},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", SPECULATION)
+def test_the_official_client(dspark_letters, plain_letters, kind, stream):
+    """Whatever ``extra_body`` asks of speculation, text, reason and usage are the plain server's."""
+    field = SPECULATION[kind]
+    answer = ask_officially(dspark_letters, stream, {} if field is None else {"speculation": field})
+    assert answer == ask_officially(plain_letters, stream, {})
+    assert all(text for text, _, _ in answer)
+
+
+def ask_officially(server: LaunchedServer, stream: bool, extra_body: dict[str, Any]) -> list[tuple[str, Any, int]]:
+    """Text, finish reason and number of tokens of a chat and of a completion."""
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="unused", http_client=httpx.Client(trust_env=False))
+    how: dict[str, Any] = {"model": "m", "max_tokens": 40, "temperature": 0, "extra_body": extra_body}
+    if stream:
+        how |= {"stream": True, "stream_options": {"include_usage": True}}
+    found = []
+    for answer in (
+        client.chat.completions.create(messages=[{"role": "user", "content": "the dog sees the cat"}], **how),
+        client.completions.create(prompt="the dog sees the cat . the dog", **how),
+    ):
+        chunks = list(answer) if stream else [answer]
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+        pieces = [getattr(choice, "delta", None) or getattr(choice, "message", None) or choice for choice in choices]
+        text = "".join(getattr(piece, "content", None) or getattr(piece, "text", None) or "" for piece in pieces)
+        found.append((text, choices[-1].finish_reason, chunks[-1].usage.completion_tokens))
+    return found
+
+
+def test_the_official_client_is_told_what_is_wrong(dspark_letters):
+    with pytest.raises(openai.BadRequestError, match="max_verify"):
+        ask_officially(dspark_letters, False, {"speculation": {"max_verify": -1}})
 
 
 def test_prompt_up_to_the_context_limit(dspark_letters, plain_letters):
