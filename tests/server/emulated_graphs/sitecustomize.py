@@ -113,8 +113,8 @@ def ragged_attention(backend, q, k, v, layer, batch):
     pool, layout = backend.token_to_kv_pool, batch.spec_info
     k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
     pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
-    # Rows of padding write to slot 0, NaN from the second layer on. A GPU's kernels mask what they read of it; steps that
-    # run launch by launch here are attended by the CPU's gather, which does not have to expect that.
+    # Rows of padding write to slot 0, NaN from the second layer on. A GPU's kernels mask what they read of it; steps
+    # that run launch by launch are attended by the CPU's gather here, which does not have to expect that.
     for buffer in (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)):
         buffer[0] = 0
     attended = window_attention(
