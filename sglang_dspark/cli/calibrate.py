@@ -111,7 +111,7 @@ def _table(temperatures: Floats, positions: list[PositionErrors]) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table(box=SIMPLE, padding=(0, 1), pad_edge=False)
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))  # fits 80 columns
     headings = ("draft", "pairs", "T", "ECE\nbefore", "ECE\nafter", "ECE\nshifted", "ECE\nnoise", "AUC")
     for heading in (*headings, "Brier\nbefore", "Brier\nafter"):
         table.add_column(heading, justify="right", no_wrap=True)
