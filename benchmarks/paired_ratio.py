@@ -106,12 +106,13 @@ def ratios_to_the_best(frame: pd.DataFrame, metric: str, label: str) -> pd.DataF
         )
     parts = []
     for _, cells in frame.groupby("load", sort=False):
+        overall = _best(cells, metric, label)
         for number, in_round in cells.groupby("round"):
             elsewhere = cells[cells["round"] != number]
-            best = _best(elsewhere if len(elsewhere) else cells, metric, label)
+            best = _best(elsewhere, metric, label) if len(elsewhere) else overall
             pair = in_round[in_round["config"].isin([label, best])]
             ratios = paired_ratios(pair, metric, dict.fromkeys([label, best], best))
-            parts.append(ratios.assign(baseline=_best(cells, metric, label)))
+            parts.append(ratios.assign(baseline=overall))
     return pd.concat(parts)
 
 

@@ -27,7 +27,7 @@ import click
 import torch
 import triton
 from dspark_kernels import markov_walk
-from harness import Case
+from harness import Case, bench_modules
 from rich.console import Console
 from rich.table import Table
 from triton.backends.compiler import GPUTarget
@@ -37,7 +37,6 @@ from triton.runtime.jit import JITFunction
 
 from sglang_dspark import provenance
 
-FOLDER = Path(__file__).resolve().parent
 # Shared memory that a block can ask for, in bytes (CUDA programming guide, technical specifications by capability).
 SHARED_BYTES = {
     80: 166_912,  # A100
@@ -171,8 +170,9 @@ def result_table(kernels: list[Compiled]) -> Table:
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
 def main(capabilities: tuple[str, ...], only: str, output: Path | None) -> None:
     """Command line; see the module."""
-    modules = [f"bench_{name}" for name in only.split(",")] if only else sorted(p.stem for p in FOLDER.glob("bench_*"))
-    cases = [case for module in modules for case in importlib.import_module(module).cases(torch.device("meta"))]
+    cases = [
+        case for module in bench_modules(only) for case in importlib.import_module(module).cases(torch.device("meta"))
+    ]
     with torch.inference_mode():
         kernels = [kernel for number in capabilities or SHARED_BYTES for kernel in compile_cases(cases, int(number))]
     Console(width=None if sys.stdout.isatty() else 160).print(result_table(kernels))

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import torch
 
@@ -75,6 +76,21 @@ class Timing:
     p90_us: float
     samples: int
     note: str = ""
+
+
+def bench_modules(only: str) -> list[str]:
+    """Modules with cases: those that ``only`` names, without bench_ and separated by commas, or all of them.
+
+    Raises:
+        ClickException: there is no module of such a name.
+    """
+    modules = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
+    if not only:
+        return modules
+    wanted = [f"bench_{name.strip()}" for name in only.split(",")]
+    if unknown := sorted(set(wanted) - set(modules)):
+        raise click.ClickException(f"--only names {', '.join(unknown)}; there are {', '.join(modules)}")
+    return wanted
 
 
 def measure_floors(num_samples: int) -> Floors:

@@ -20,14 +20,12 @@ from typing import Any
 
 import click
 import torch
-from harness import measure_module
+from harness import bench_modules, measure_module
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from sglang_dspark import provenance
-
-FOLDER = Path(__file__).resolve().parent
 
 _QUICK_SAMPLES, _SAMPLES = 20, 200
 
@@ -83,12 +81,7 @@ def main(output: Path, quick: bool, only: str, limit_s: float) -> None:
     """Command line; see the module."""
     if not torch.cuda.is_available():
         raise click.ClickException("kernels are timed on an NVIDIA GPU, and PyTorch sees none on this machine")
-    modules = sorted(path.stem for path in FOLDER.glob("bench_*.py"))
-    if only:
-        wanted = [f"bench_{name.strip()}" for name in only.split(",")]
-        if unknown := sorted(set(wanted) - set(modules)):
-            raise click.ClickException(f"--only names {', '.join(unknown)}; there are {', '.join(modules)}")
-        modules = wanted
+    modules = bench_modules(only)
     num_samples = _QUICK_SAMPLES if quick else _SAMPLES
     console = Console()
     floors, problem = run_apart("", None, num_samples, limit_s)
