@@ -8,6 +8,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 for name in [name for name in os.environ if name.startswith("SGLANG_DSPARK_") or name == "SGLANG_PLUGINS"]:
     del os.environ[name]
@@ -21,6 +22,11 @@ if not torch.cuda.is_available():
     triton.knobs.runtime.interpret = True
     # For this process alone: servers that tests start would inherit the variable.
     del os.environ["TRITON_INTERPRET"]
+
+
+# How long an example takes says nothing here: servers of other tests run beside it.
+settings.register_profile("shared-machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared-machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

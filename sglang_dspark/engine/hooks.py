@@ -91,7 +91,7 @@ def install_routes() -> None:
 
 def install_in_scheduler(device: str) -> None:
     """Hooks of the scheduler process; called before any memory pool exists."""
-    from sglang_dspark.engine import request_counts
+    from sglang_dspark.engine import finish, request_counts
 
     hooks = [
         Hook(
@@ -118,6 +118,13 @@ def install_in_scheduler(device: str) -> None:
             "counters and traces need drafts and verify lengths where the accepted tokens are on the host anyway",
         ),
         Hook(
+            "end-token-by-token",
+            "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+            HookType.AROUND,
+            finish.token_by_token,
+            "of several ends among the tokens of a step, the first one counts",
+        ),
+        Hook(
             "attach-counts",
             "sglang.srt.managers.scheduler_components.batch_result_processor."
             "SchedulerBatchResultProcessor._maybe_collect_routed_experts",
@@ -131,6 +138,13 @@ def install_in_scheduler(device: str) -> None:
             HookType.AROUND,
             channel.answer,
             "the routes below /dspark reach the scheduler through SGLang's channel for changing a running server",
+        ),
+        Hook(
+            "pause",
+            "sglang.srt.managers.scheduler.Scheduler.pause_generation",
+            HookType.AFTER,
+            _pause,
+            "decoding may go on after a pause without a prefill: the pause is not the time of a step",
         ),
         Hook(
             "export-metrics",
@@ -220,6 +234,10 @@ def _observe_results(original: Callable[..., Any], processor: Any, result: Any, 
     predicted = original(processor, result, batch)
     processor.model_worker.observe(result, batch)
     return predicted
+
+
+def _pause(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    scheduler.draft_worker.before_other_work()
 
 
 def _export_metrics(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:

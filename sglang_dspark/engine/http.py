@@ -49,7 +49,7 @@ class SpeculationMiddleware:
         self.app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        path = scope["path"] if scope["type"] == "http" else ""
+        path = routes.without_root(scope["path"], scope.get("root_path", "")) if scope["type"] == "http" else ""
         if path in UNSERVED_ROUTES:
             message = f"DSPARK does not serve {path} yet; restart the server instead"
             await _bad_request(message, param=None)(scope, receive, send)

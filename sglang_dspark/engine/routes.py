@@ -37,6 +37,12 @@ def add(app: Any, target_only: str | None) -> None:
     app.add_api_route("/dspark/policy", policy, methods=["POST"])
 
 
+def without_root(path: str, root_path: str) -> str:
+    """The path of a route, given what a server behind a proxy gets to see (``--fastapi-root-path``)."""
+    root_path = root_path.rstrip("/")
+    return path.removeprefix(root_path) if path.startswith(f"{root_path}/") else path
+
+
 class Routes:
     """Routes of a server that decodes with DSPARK; the scheduler answers."""
 
@@ -86,11 +92,14 @@ class TargetOnlyRoutes:
 
 
 async def _page() -> HTMLResponse:
+    page, policy = dashboard.page(needs_key=bool(_server_args().api_key))
+    return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
+
+
+def _server_args() -> Any:
     from sglang.srt.entrypoints.http_server import get_global_state
 
-    server_args = get_global_state().tokenizer_manager.server_args
-    page, policy = dashboard.page(needs_key=bool(server_args.api_key))
-    return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
+    return get_global_state().tokenizer_manager.server_args
 
 
 async def _ask(question: str, fields: dict[str, Any]) -> JSONResponse:
@@ -116,4 +125,5 @@ def page_needs_no_key(decision: Any, *, method: str, path: str, **credentials: A
     """
     from sglang.srt.utils.auth import AuthDecision
 
-    return AuthDecision(allowed=True) if method == "GET" and path == PAGE else None
+    is_page = method == "GET" and path.endswith(PAGE) and without_root(path, _server_args().fastapi_root_path) == PAGE
+    return AuthDecision(allowed=True) if is_page else None

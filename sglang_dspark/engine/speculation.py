@@ -72,10 +72,14 @@ def settle(manager: Any, request: Any) -> None:
 
 def read(req: Any) -> Speculation:
     """Options of a scheduler-side request. What no front end of ours has checked asks for nothing."""
-    try:
-        return _read(req.sampling_params.custom_params)
-    except ValueError:
-        return Speculation()
+    if not hasattr(req, "dspark_options"):
+        # Kept: a thousand candidate labels take milliseconds to check.
+        try:
+            req.dspark_options = _read(req.sampling_params.custom_params)
+        except ValueError:
+            req.dspark_options = Speculation()
+    options: Speculation = req.dspark_options
+    return options
 
 
 def proposer_of(req: Any, options: Speculation) -> Proposer:

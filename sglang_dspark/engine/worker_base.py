@@ -65,7 +65,7 @@ class SpecWorkerBase(BaseSpecWorker):
 
     @abstractmethod
     def before_other_work(self) -> None:
-        """Called when the batch ahead is not a decode step."""
+        """Called when what comes next is not a decode step."""
 
     @abstractmethod
     def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:

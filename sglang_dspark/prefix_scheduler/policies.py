@@ -249,11 +249,13 @@ class AutoPolicy:
 
     Attributes:
         times, survivals: what it knows; both are fed from outside.
+        whole_batches: whether a step that drafts for one request drafts for all, as CUDA graphs do.
         parked: whether speculation rests because plain steps are faster.
     """
 
     times: StepTimes
     survivals: LaggedSurvivals
+    whole_batches: bool = False
     name: str = "auto"
     needs_confidence: bool = True
     parked: bool = False
@@ -333,7 +335,8 @@ class AutoPolicy:
             choice, ms, committed = _step(rival, requests), rival.ms, rival.committed
         elif self.parked:
             choice = Choice(Rule.TOP, gamma, gamma, forced=probed, drafted=(probed,), weight=PARKED_PROBE_WEIGHT)
-            draft_ms = self.times.one(1, 0, gamma, context) - self.times.one(1, 0, 0, context)
+            count = requests if self.whole_batches else 1
+            draft_ms = self.times.one(count, 0, gamma, context) - self.times.one(count, 0, 0, context)
             ms, committed = self.times.one(requests, gamma, 0, context) + draft_ms, usual.committed
         else:
             choice = _step(usual, requests)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import uuid
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,7 +115,8 @@ class SpsTable:
         }
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
+        # A name of its own: servers that share a cache may write the same table at the same time.
+        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
 

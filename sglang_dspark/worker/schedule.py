@@ -161,7 +161,7 @@ class Schedule:
             )
         if options.schedule == "early-stop":
             return LivePolicy(Rule.EARLY_STOP, self.max_verify)
-        return AutoPolicy(self.times, self.survivals)
+        return AutoPolicy(self.times, self.survivals, self.whole_batches)
 
     def choose(self, requests: Sequence[str], context: float, limits: Limits | None = None) -> Choice:
         """Decide the step ahead, and take the time of the one behind.
@@ -191,8 +191,14 @@ class Schedule:
         return isinstance(self.policy, AutoPolicy) and self.policy.parked
 
     def took(self, choice: Choice, requests: int, num_tokens: int) -> None:
-        """The step under way verifies this many tokens; its time is a whole batch's, unless it drafts for some only."""
+        """The step under way verifies this many tokens; its time is a whole batch's, unless it drafts for some only.
+
+        Args:
+            num_tokens: rows of the verify forward, those of padding included: what a tier costs is known by its size.
+        """
         usual = choice.drafted is None and not choice.has_copies
+        # A plain step is known by its requests, however many rows they are padded to.
+        num_tokens = num_tokens if choice.depth else requests
         self.clock.took(StepKind(requests, num_tokens, choice.depth, self._context) if usual else None)
 
     def survival(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -48,24 +50,42 @@ def load_or_measure(worker: DSparkWorker) -> SpsTable | None:
     """
     options = worker.options
     key = _key(worker)
-    if options.sps_table_path is not None:
-        path = Path(options.sps_table_path).expanduser()
-    else:
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-        path = CACHE.expanduser() / f"{digest}.json"
+    named = None if options.sps_table_path is None else Path(options.sps_table_path).expanduser()
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    path = named or _cache_folder() / f"{digest}.json"
     # Rank 0's file and measurements count: on several machines the other ranks have files and clocks of their own.
     table = worker.agreement.share(_load(path, key) if worker.tp_rank == 0 else None)
     if table is not None or options.schedule not in _NEEDS_TABLE:
         return table
     table = worker.agreement.share(_measure(worker, key))
     if worker.tp_rank == 0:
-        table.save(path)
-        logger.info("DSPARK: step times written to %s", path)
+        _save(table, path, named is not None)
     return table
 
 
+def _cache_folder() -> Path:
+    try:
+        return CACHE.expanduser()
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir()) / "sglang-dspark" / "sps"
+
+
+def _save(table: SpsTable, path: Path, named: bool) -> None:
+    try:
+        table.save(path)
+    except OSError as error:
+        if named:
+            raise ConfigError(
+                f"{flag_name('sps_table_path')}={str(path)!r} cannot be written: {error.strerror}; name a file in a "
+                "folder that this server may write to"
+            ) from error
+        logger.warning("DSPARK: step times cannot be kept, the next start measures them again: %s", error)
+    else:
+        logger.info("DSPARK: step times written to %s", path)
+
+
 def _load(path: Path, key: dict[str, str]) -> SpsTable | None:
-    if not path.exists():
+    if not os.access(path, os.F_OK):  # False, too, where the folder may not be looked into
         return None
     table = SpsTable.load(path)
     if difference := table.mismatch(key):

@@ -66,7 +66,9 @@ def sweep(tmp_path, monkeypatch):
     monkeypatch.setattr(FakeServer, "pids", [])
     monkeypatch.setattr(FakeServer, "policies", [])
 
-    monkeypatch.setattr(provenance, "changes_digest", lambda: "")  # others may edit the tree while the tests run
+    # Others may edit and commit while the tests run.
+    monkeypatch.setattr(provenance, "changes_digest", lambda: "")
+    monkeypatch.setattr(provenance, "commit", lambda: "this")
 
     def run(*options, engine=None):
         with served(engine or FakeEngine()) as url:
@@ -169,7 +171,7 @@ def test_open_loop_has_rows_of_its_own(sweep, monkeypatch):
     arrival_s = [sum(np.diff(poisson_arrivals(80.0, 20, (index + 1, 80_000_000)))) for index in (0, 1)]
     for index in (0, 1):
         walls = opened[(opened["rate"] == 80) & (opened["round"] == index)]["wall_s"]
-        assert (walls > arrival_s[index]).all() and (walls < arrival_s[index] + 1).all()
+        assert (walls > arrival_s[index]).all() and (walls < arrival_s[index] + 10).all()
     assert (frame["sla_met_share"] == 1).all() and (frame["goodput_tok_s"] == frame["output_tok_s"]).all()
     assert "80 req/s" in result.output and "within the SLA" in result.output
 

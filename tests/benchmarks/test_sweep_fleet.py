@@ -41,12 +41,14 @@ class FakeServer:
 
     @property
     def is_suspended(self):
-        deadline = time.monotonic() + 0.5
-        while time.monotonic() < deadline:
-            if psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
-                return True
+        return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+
+    def becomes(self, suspended):
+        """Signals take their time."""
+        deadline = time.monotonic() + 10
+        while self.is_suspended != suspended and time.monotonic() < deadline:
             time.sleep(0.01)
-        return False
+        return self.is_suspended == suspended
 
 
 @pytest.fixture
@@ -58,11 +60,11 @@ def servers(monkeypatch):
 def test_all_but_the_chosen_server_are_suspended(servers):
     started = []
     with Fleet(servers, started.append) as fleet:
-        assert servers["a"].is_suspended and servers["b"].is_suspended
+        assert servers["a"].becomes(suspended=True) and servers["b"].becomes(suspended=True)
         with fleet.awake("b") as (server, endpoint):
             assert server is servers["b"] and endpoint.url == server.url
-            assert servers["a"].is_suspended and not servers["b"].is_suspended
-        assert servers["b"].is_suspended
+            assert servers["a"].becomes(suspended=True) and servers["b"].becomes(suspended=False)
+        assert servers["b"].becomes(suspended=True)
     assert started == ["a", "b"]
     assert servers["a"].ended_by_itself and servers["b"].ended_by_itself
 

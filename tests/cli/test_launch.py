@@ -81,12 +81,12 @@ def test_a_server_that_dies_is_reported_with_its_log(tmp_path):
 def test_a_server_that_never_answers_is_given_up_and_stopped(tmp_path):
     log = tmp_path / "log"
     seen = []
-    server = LaunchedServer("hang", log_path=log, startup_timeout_s=0.5, progress=lambda *state: seen.append(state))
-    with pytest.raises(LaunchError, match=r"did not answer within 0\.5 s"), server:
+    server = LaunchedServer("hang", log_path=log, startup_timeout_s=3, progress=lambda *state: seen.append(state))
+    with pytest.raises(LaunchError, match="did not answer within 3 s"), server:
         pass
     assert wait_until_dead(server.pid)
     assert wait_until_dead(child_in(log))
-    assert seen[-1][0] <= 0.5
+    assert seen[-1][0] <= 3
     assert seen[-1][1] == f"child {child_in(log)}"
 
 

@@ -9,7 +9,7 @@ from sglang_dspark.engine.http import SpeculationMiddleware
 from sglang_dspark.speculation import Speculation
 
 
-def send(body, path="/generate", chunk=7):
+def send(body, path="/generate", chunk=7, **scope):
     """What the application behind the middleware receives, or the status and message of a refusal."""
     seen, sent = {}, []
 
@@ -27,7 +27,8 @@ def send(body, path="/generate", chunk=7):
     async def respond(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": path, "headers": [(b"content-length", str(len(body)).encode())]}
+    headers = [(b"content-length", str(len(body)).encode())]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers, **scope}
     asyncio.run(SpeculationMiddleware(application)(scope, receive, respond))
     if sent:
         return sent[0]["status"], json.loads(sent[1]["body"])["message"]
@@ -43,6 +44,11 @@ def test_bodies_without_the_field_pass_untouched(body):
 def test_other_routes_pass_untouched():
     body = b'{"speculation": 1}'
     assert send(body, path="/v1/embeddings", chunk=len(body)) == body
+
+
+@pytest.mark.parametrize(("root", "path"), [("/x/y", "/x/y/generate"), ("/x/", "/x/generate"), ("/x", "/generate")])
+def test_behind_a_proxy_paths_begin_with_its_prefix(root, path):
+    assert send(b'{"speculation": 1}', path, root_path=root)[0] == 400
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -9,6 +9,7 @@ from golden_server import (
     CASES,
     TARGET,
     assert_pool_is_whole,
+    call,
     generate,
     greedy,
     mixed_bodies,
@@ -19,7 +20,10 @@ from golden_server import (
 from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
 from target_law import TargetLaw, p_value
 
-FLAGS = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-draft-free")
+FLAGS = (
+    *("--speculative-algorithm", "DSPARK", "--speculative-dspark-draft-free"),
+    *("--fastapi-root-path", "/behind/a/proxy"),
+)
 NUM_SAMPLES = 1024
 
 
@@ -96,3 +100,13 @@ def test_the_server_says_what_it_is(draft_free):
     assert {"preset", "trace"} <= served
     assert "confidence_threshold" not in served
     assert "no drafter" in draft_free.log_path.read_text()
+
+
+def test_routes_behind_a_proxy(draft_free):
+    """The proxy takes its prefix off, and the application sees it all the same."""
+    assert call(draft_free, "/dspark")[0] == 200
+    assert call(draft_free, "/dspark/stats")[0] == 200
+    status, answer = call(draft_free, "/generate", body=greedy([5, 6], 2, speculation={"no_such_key": 1}))
+    assert status == 400
+    assert "no_such_key" in answer
+    assert call(draft_free, "/update_weights_from_disk", body={"model_path": str(TARGET)})[0] == 400

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -20,6 +21,7 @@ from golden_server import CASES, DSPARK, generate, greedy, output_ids, policy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang_dspark.http_client import open_directly
 from sglang_dspark.launch import LaunchedServer
 
 # Plain SGLang cannot run xgrammar on a CPU; without whitespace, because the golden target would write nothing else.
@@ -156,6 +158,36 @@ def test_the_features_do_something(answers):
             assert set(json.loads(answer["text"])) == {"name", "age"}
 
 
+def test_of_several_ends_in_a_block_the_first_counts(dspark_letters, plain_letters):
+    """A stop token, and a few tokens later the most tokens that were asked for, or a stop string."""
+    bodies = []
+    for prompt in PROMPTS:
+        [answer] = generate(plain_letters, [greedy(prompt, 48)], 1)
+        ids, text = answer["output_ids"], answer["text"]
+        assert len(ids) == len(text) == 48
+        for stop in sorted(set(ids)):
+            place = ids.index(stop)
+            for end in range(place + 2, min(place + 7, 48)):
+                bodies.append(stopping(prompt, max_new_tokens=end, stop_token_ids=[stop]))
+                if text.index(text[end - 1 : end + 1]) == end - 1:
+                    bodies.append(stopping(prompt, stop=text[end - 1 : end + 1], stop_token_ids=[stop]))
+            bodies.append(stopping(prompt, stop_regex=f"{re.escape(text[place])}$"))
+    expected = generate(plain_letters, bodies, 8)
+    with policy(dspark_letters, "static"):
+        answers = generate(dspark_letters, bodies, 8)
+    for key in ("output_ids", "text"):
+        assert [answer[key] for answer in answers] == [answer[key] for answer in expected]
+    reasons, rightly = ([answer["meta_info"]["finish_reason"] for answer in found] for found in (answers, expected))
+    assert reasons == rightly
+    assert {type(reason["matched"]) for reason in reasons} == {int, str}  # none ended for its length
+
+
+def stopping(prompt: list[int], **parameters: Any) -> dict[str, Any]:
+    request = greedy(prompt, 48)
+    request["sampling_params"] |= parameters
+    return request
+
+
 def test_streams_say_the_same_and_count_their_tokens(dspark_letters, plain_letters):
     request = {
         "model": "m",
@@ -189,7 +221,7 @@ def test_streams_say_the_same_and_count_their_tokens(dspark_letters, plain_lette
 def read_stream(server: LaunchedServer, request: dict[str, Any]) -> list[dict[str, Any]]:
     data = json.dumps(request).encode()
     call = urllib.request.Request(f"{server.url}/v1/completions", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(call, timeout=60) as response:
+    with open_directly(call, timeout=60) as response:
         lines = [line.decode().removeprefix("data: ").strip() for line in response if line.startswith(b"data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 

@@ -156,7 +156,7 @@ def test_presets_of_the_openai_routes(dspark):
 NUM_SAMPLES = 1024
 SAMPLED = {
     "summarization": {"preset": "summarization", "min_ngram": 1, "max_ngram": 3},
-    "classification": {"preset": "classification", "candidates": ["stone finds the", "the red stone", "red stone ."]},
+    "classification": {"preset": "classification", "candidates": ["stone finds the", "the stone .", "red stone ."]},
     "confidence": {"confidence_threshold": 0.6},
 }
 

@@ -96,13 +96,16 @@ def browser():
         pytest.skip("chromium and chromium-driver are not installed")
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    with tempfile.TemporaryDirectory() as profile:
+    # Processes of the browser may still write while it goes.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"):
             options.add_argument(argument)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         started = webdriver.Chrome(options, webdriver.ChromeService(driver))
-        yield started
-        started.quit()
+        try:
+            yield started
+        finally:
+            started.quit()
 
 
 @pytest.fixture(params=["model", "server"])

@@ -1,0 +1,40 @@
+"""Where a text ends, when a step brings several tokens of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def token_by_token(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
+    """Hook around SGLang's look at a request for its end, so that the first end counts, as without speculation.
+
+    SGLang looks at the tokens of a step together, at their number first, then at the grammar, at stop strings, and at
+    stop tokens: a stop token would not be seen when the tokens after it fill the request up, complete its grammar, or
+    hold a stop string, and what follows it would be returned. A regular expression may match a text and not a longer
+    one.
+
+    Args:
+        req: a ``Req``; ``output_ids`` end with the step's tokens.
+        new_accepted_len: how many these are.
+    """
+    parameters, grammar = req.sampling_params, req.grammar
+    alone = new_accepted_len <= 1 or req.finished() or req.to_finish
+    ends_otherwise = (
+        len(req.output_ids) >= parameters.max_new_tokens
+        or parameters.stop_strs
+        or parameters.stop_regex_strs
+        or (grammar is not None and grammar.is_terminated())
+    )
+    if alone or not ends_otherwise:
+        original(req, new_accepted_len)
+        return
+    run = req.output_ids[-new_accepted_len:]
+    del req.output_ids[-new_accepted_len:]
+    while run and not req.finished():
+        req.output_ids.append(run.pop(0))
+        # The grammar has read the whole run already, which ends where the grammar does.
+        req.grammar = None if run else grammar
+        original(req, 1)
+    req.grammar = grammar
+    req.output_ids.extend(run)
