@@ -157,6 +157,21 @@ def test_probes_of_a_parked_server_get_rarer_the_more_they_cost():
         assert set(between) == {math.ceil(max(PROBE_STEPS, extra_ms / 10 / PROBE_SHARE))}
 
 
+def test_probes_are_rarer_where_drafting_for_one_drafts_for_all():
+    """Drafting takes 1 ms per request, a plain step 10."""
+    table = make_table(lambda r, d, c: 10 + 0 * r, lambda r, d, c: 1.0 * r)
+
+    def steps_between(whole_batches):
+        policy = make_policy(table, confidence=0.05)
+        policy.whole_batches = whole_batches
+        policy.parked = True
+        steps, _ = at_probes(run(policy, 4000, requests=16), PLAIN)
+        return set(np.diff(steps))
+
+    assert steps_between(False) == {PROBE_STEPS}
+    assert steps_between(True) == {math.ceil(1.6 / PROBE_SHARE)}
+
+
 def run_and_time(policy, steps, truth, requests=4):
     """Whole-batch steps take ``truth(choice)`` times what the table says."""
     for _ in range(steps):

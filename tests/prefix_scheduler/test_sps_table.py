@@ -212,3 +212,15 @@ def test_a_file_of_something_else_is_refused(tmp_path, text):
 )
 def test_the_grid_of_requests_doubles_up_to_the_last(last, grid):
     assert geometric_grid(last) == grid
+
+
+def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    path = tmp_path / "table.json"
+    memory_bound().save(path)
+    before = path.read_text()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        compute_bound().save(tmp_path / "file" / "table.json")
+    compute_bound().save(path)
+    assert path.read_text() != before
+    assert {entry.name for entry in tmp_path.iterdir()} == {"table.json", "file"}

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from golden_server import GUARDED, call, greedy
+from golden_server import GUARDED, call, greedy, in_background
 from prometheus_client.parser import text_string_to_metric_families
 
 GRAFANA = Path(__file__).parents[2] / "docker" / "grafana" / "dspark.json"
@@ -67,3 +67,24 @@ def test_openai_answers_carry_the_counts_where_sglang_carries_meta_info(guarded)
     answer = json.loads(call(guarded, "/v1/chat/completions", "user-key", body | {"return_meta_info": True})[1])
     counts = answer["choices"][0]["meta_info"]["dspark"]
     assert counts["accepted_tokens"] + counts["rounds"] >= answer["usage"]["completion_tokens"] - 1
+
+
+def test_a_pause_is_not_the_time_of_a_step(guarded):
+    def timed_s():
+        samples = (s for family in text_string_to_metric_families(call(guarded, "/metrics")[1]) for s in family.samples)
+        return sum(s.value for s in samples if s.name == "sglang:dspark_step_seconds_measured_total")
+
+    time.sleep(1.5)  # metrics are brought up to date once in a second
+    before, started, pause_s = timed_s(), time.monotonic(), 3.0
+    body = greedy([5, 6, 7], 400)
+    body["sampling_params"]["ignore_eos"] = True
+    request = in_background(lambda: call(guarded, "/generate", "user-key", body))
+    time.sleep(0.3)
+    assert call(guarded, "/pause_generation", "admin-key", {"mode": "in_place"})[0] == 200
+    time.sleep(pause_s)
+    assert request.is_alive()
+    assert call(guarded, "/continue_generation", "admin-key", {})[0] == 200
+    request.join()
+    lasted_s = time.monotonic() - started
+    time.sleep(1.5)
+    assert 0 < timed_s() - before < lasted_s - 0.9 * pause_s

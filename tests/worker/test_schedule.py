@@ -308,3 +308,14 @@ def test_what_cannot_be_switched_to_says_why():
     assert "measured step times" in made.why_not("auto")
     assert "confidence head" in made.why_not("threshold")
     assert schedule().why_not("threshold") is None
+
+
+def test_a_plain_step_is_timed_as_one_however_many_rows_it_is_padded_to(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "sglang_dspark.prefix_scheduler.step_times.StepTimes.observe", lambda _, kind, *ms: seen.append(kind)
+    )
+    made = schedule(schedule="off")
+    made.took(made.choose(["a", "b", "c"], 64.0), 3, 4)
+    made.choose(["a", "b", "c"], 64.0)
+    assert [(kind.requests, kind.num_tokens, kind.depth) for kind in seen] == [(3, 3, 0)]
