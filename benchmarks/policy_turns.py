@@ -5,10 +5,11 @@ r"""Which policy decodes fastest? One server, and policies that take turns of a 
     python benchmarks/paired_ratio.py RESULTS/turns.csv --metric decode_tok_s --against-best auto@bfloat16
 
 A machine that others use too changes its speed by tens of percent within a minute, which is as long as a round of
-``sweep_concurrency.py`` takes all configurations. Here a turn is two seconds, and what policies do alike is left out:
-prompts are in the prefix cache, every turn of a round starts the same requests anew, and the clock runs while all users
-are being served, so there is no tail of the last answers. Steps that verify differently and nothing else make the
-difference. For what a user sees, prefill and all, and against a plain server, there is ``sweep_concurrency.py``.
+``sweep_concurrency.py`` takes all configurations. Here a turn is a second or two, and what policies do alike is left
+out: every turn of a round decodes the same number of tokens of the same texts, prompts are in the prefix cache, and the
+clock runs while all users are being served, so there is no tail of the last answers. Steps that verify differently and
+nothing else make the difference. For what a user sees, prefill and all, and against a plain server, there is
+``sweep_concurrency.py``.
 
 RESULTS, a new folder, gets ``turns.csv``, one row per policy, load and round, and ``provenance.json``.
 """
@@ -23,7 +24,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
 COUNTERS = ("committed_tokens", "rounds", "verified_tokens", "accepted_tokens", "steps", "plain_steps", "parked_steps")
-LEAD_IN_S = 0.5  # until all users are being served
+LEAD_IN_TOKENS = 8  # of each user, until all are being served
+HEADROOM = 4  # times the tokens of a turn that an answer may have: users do not advance alike, and none shall end
+POLL_S = 0.01  # a turn's end is found out so soon
 SEED = 0
 
 
@@ -51,47 +53,52 @@ class Turns:
 
     Args:
         prompts: taken in turn; each round begins with another one.
-        seconds: of a turn, lead-in not included.
-        sampling: how all prompts are asked.
+        tokens: that a turn decodes for each user, in the mean over the users; those of the lead-in not included.
+        raw: whether prompts are sent as they are, without the chat template.
     """
 
-    def __init__(self, server: LaunchedServer, prompts: Sequence[Prompt], seconds: float, sampling: Sampling) -> None:
-        self._server, self._prompts, self._seconds, self._sampling = server, prompts, seconds, sampling
+    def __init__(self, server: LaunchedServer, prompts: Sequence[Prompt], tokens: int, *, raw: bool) -> None:
+        self._server, self._prompts, self._tokens = server, prompts, tokens
+        most = HEADROOM * (LEAD_IN_TOKENS + tokens)
+        self._sampling = Sampling(most, temperature=0.0, ignore_eos=True, raw=raw)
 
     async def run(self, configurations: Sequence[Configuration], users: int, num_rounds: int) -> list[dict[str, Any]]:
-        """One row per configuration and round; a first round, with the prefills, is not among them."""
+        """One row per configuration and round; a first round is not among them."""
         order, rows = random.Random(SEED), []
         timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(self._server.url, timeout=timeout, connector=connector) as session:
             await asyncio.gather(*(self._ask(session, prompt, max_tokens=1) for prompt in self._prompts))
             for number in range(-1, num_rounds):
+                asked = [self._prompts[(number * users + user) % len(self._prompts)] for user in range(users)]
                 for position, configuration in enumerate(order.sample(configurations, len(configurations))):
                     await self._json(session, "/dspark/policy", configuration.policy_fields)
-                    turn = await self._turn(session, users, number * users)
+                    turn = await self._turn(session, asked)
                     if number >= 0:
                         rows.append(self._row(configuration, users, number, position, turn))
         return rows
 
-    async def _turn(self, session: aiohttp.ClientSession, users: int, first: int) -> dict[str, float]:
-        """Change of the counters, and ``seconds``, while ``users`` users are being served."""
-        stopped = asyncio.Event()
-
-        async def user(start: int) -> None:
-            for prompt in islice(cycle(self._prompts), start % len(self._prompts), None, users):
-                if stopped.is_set():
-                    return
-                await self._ask(session, prompt)
-
+    async def _turn(self, session: aiohttp.ClientSession, prompts: Sequence[Prompt]) -> dict[str, float]:
+        """Change of the counters, and ``seconds``, while ``prompts`` are answered as far as a turn goes."""
+        idle = await self._json(session, "/dspark/stats")
         async with asyncio.TaskGroup() as group:
-            for index in range(users):
-                group.create_task(user(first + index))
-            await asyncio.sleep(LEAD_IN_S)
-            before, started = await self._json(session, "/dspark/stats"), time.perf_counter()
-            await asyncio.sleep(self._seconds)
-            after, seconds = await self._json(session, "/dspark/stats"), time.perf_counter() - started
-            stopped.set()
+            for prompt in prompts:
+                group.create_task(self._ask(session, prompt))
+            before, started = await self._progress(session, idle, len(prompts) * LEAD_IN_TOKENS)
+            after, ended = await self._progress(session, before, len(prompts) * self._tokens)
             await self._json(session, "/abort_request", {"rid": "", "abort_all": True})
-        return {name: after[name] - before[name] for name in COUNTERS} | {"seconds": seconds}
+        return {name: after[name] - before[name] for name in COUNTERS} | {"seconds": ended - started}
+
+    async def _progress(
+        self, session: aiohttp.ClientSession, since: dict[str, Any], tokens: int
+    ) -> tuple[dict[str, Any], float]:
+        """Statistics, and the time, when so many more tokens are committed. Asks seldom: each question costs time."""
+        started = time.perf_counter()
+        while True:
+            stats, now = await self._json(session, "/dspark/stats"), time.perf_counter()
+            done = stats["committed_tokens"] - since["committed_tokens"]
+            if done >= tokens:
+                return stats, now
+            await asyncio.sleep(max(POLL_S, 0.9 * (now - started) * (tokens - done) / max(done, 1)) if done else POLL_S)
 
     async def _ask(self, session: aiohttp.ClientSession, prompt: Prompt, max_tokens: int | None = None) -> None:
         sampling = self._sampling if max_tokens is None else replace(self._sampling, max_tokens=max_tokens)
@@ -155,9 +162,8 @@ def _policies(texts: Sequence[str], dtype: str) -> list[Configuration]:
 @click.option("--config", "configs", multiple=True, required=True, help="A policy, as in sweep_concurrency.py.")
 @click.option("--concurrency", default="1,4,16", show_default=True, callback=user_counts, help="Numbers of users.")
 @click.option("--rounds", default=20, show_default=True, type=click.IntRange(1))
-@click.option("--seconds", default=2.0, show_default=True, type=click.FloatRange(0, min_open=True), help="Of a turn.")
+@click.option("--tokens", default=48, show_default=True, type=click.IntRange(1), help="Of a turn, for each user.")
 @click.option("--num-prompts", default=48, show_default=True, type=click.IntRange(1))
-@click.option("--max-tokens", default=96, show_default=True, type=click.IntRange(1))
 @click.option("--raw-prompts", is_flag=True, help="Send the text as it is, without the chat template.")
 @click.option("--dtype", default="bfloat16", show_default=True)
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
@@ -179,8 +185,7 @@ def main(**options: Any) -> None:
         flags = [*dspark_flags(options["draft"]), "--dtype", options["dtype"], *options["server_flags"].split()]
         device_flags, env = (CPU_FLAGS, CPU_ENV) if options["device"] == "cpu" else ((), None)
         with LaunchedServer(options["target"], *device_flags, *flags, env=env) as server:
-            sampling = Sampling(options["max_tokens"], temperature=0.0, ignore_eos=True, raw=options["raw_prompts"])
-            turns = Turns(server, prompts, options["seconds"], sampling)
+            turns = Turns(server, prompts, options["tokens"], raw=options["raw_prompts"])
             for users in options["concurrency"]:
                 rows = asyncio.run(turns.run(configurations, users, options["rounds"]))
                 _append(output / "turns.csv", rows)
