@@ -83,7 +83,7 @@ gpu: env ## with an NVIDIA GPU: kernel tests and benchmarks, a sweep of 1 to 64 
 	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/gpu/sweep/sweep.csv
 	$(RUN) benchmarks/report.py $(RESULTS)/gpu/sweep
 	$(RUN) benchmarks/policy_turns.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/turns --device cuda $(POLICIES) \
-		--concurrency 1,4,16,64 --rounds 10 --tokens 192 --server-flags "$(GPU_FLAGS)"
+		--concurrency 1,4,16,64 --rounds 10 --seconds 0.05 --max-tokens 2000 --server-flags "$(GPU_FLAGS)"
 
 lock: env ## write constraints.txt from the environment as it is
 	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m uv pip freeze --exclude-editable; } > constraints.new

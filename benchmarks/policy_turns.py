@@ -1,15 +1,18 @@
-r"""Which policy decodes fastest? One server, and policies that take turns of a few seconds on the same texts.
+r"""Which policy decodes fastest? One server, and policies that take turns of a few steps while it decodes.
 
     python benchmarks/policy_turns.py --target TARGET --draft DRAFT --prompts FILE --output RESULTS \
         --config auto --config static:3 --config static:5 --concurrency 1,4,16 --rounds 20
     python benchmarks/paired_ratio.py RESULTS/turns.csv --metric decode_tok_s --against-best auto@bfloat16
 
-A machine that others use too changes its speed by tens of percent within a minute, which is as long as a round of
-``sweep_concurrency.py`` takes all configurations. Here a turn is a second or two, and what policies do alike is left
-out: every turn of a round decodes the same number of tokens of the same texts, prompts are in the prefix cache, and the
-clock runs while all users are being served, so there is no tail of the last answers. Steps that verify differently and
-nothing else make the difference. For what a user sees, prefill and all, and against a plain server, there is
-``sweep_concurrency.py``.
+A machine that others use too changes its speed by ten percent from one second to the next, and some texts are easier to
+draft than others. Against the one, a turn is a fraction of a second: policies are switched while requests are being
+decoded, and the server says with every switch what it has counted until then. Against the other, a round decodes the
+same texts as often as there are policies, which change places every time, so that each has its turn at every part of
+the texts. Prompts are in the prefix cache, and nothing is counted before all users are being served or after the first
+answer has ended. What is left are steps that verify differently. For what a user sees, prefill and all, and against a
+plain server, there is ``sweep_concurrency.py``.
+
+The server runs without overlap scheduling, so that a step is counted before the next one is chosen.
 
 RESULTS, a new folder, gets ``turns.csv``, one row per policy, load and round, and ``provenance.json``.
 """
@@ -21,7 +24,6 @@ import csv
 import json
 import random
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,9 +44,10 @@ from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
 COUNTERS = ("committed_tokens", "rounds", "verified_tokens", "accepted_tokens", "steps", "plain_steps", "parked_steps")
-LEAD_IN_TOKENS = 8  # of each user, until all are being served
-HEADROOM = 4  # times the tokens of a turn that an answer may have: users do not advance alike, and none shall end
-POLL_S = 0.01  # a turn's end is found out so soon
+COUNTED = ("uptime_s", *COUNTERS)
+NO_OVERLAP = "--disable-overlap-schedule"
+LEAD_IN_TOKENS = 3  # of each user in the mean, until all are being served
+POLL_S = 0.05
 SEED = 0
 
 
@@ -53,52 +56,73 @@ class Turns:
 
     Args:
         prompts: taken in turn; each round begins with another one.
-        tokens: that a turn decodes for each user, in the mean over the users; those of the lead-in not included.
-        raw: whether prompts are sent as they are, without the chat template.
+        seconds: of a turn.
+        cycles: turns that each policy has while the same answers are being decoded.
+        sampling: how all prompts are asked; answers have to last for all turns.
     """
 
-    def __init__(self, server: LaunchedServer, prompts: Sequence[Prompt], tokens: int, *, raw: bool) -> None:
-        self._server, self._prompts, self._tokens = server, prompts, tokens
-        most = HEADROOM * (LEAD_IN_TOKENS + tokens)
-        self._sampling = Sampling(most, temperature=0.0, ignore_eos=True, raw=raw)
+    def __init__(
+        self, server: LaunchedServer, prompts: Sequence[Prompt], seconds: float, cycles: int, sampling: Sampling
+    ) -> None:
+        self._server, self._prompts, self._sampling = server, prompts, sampling
+        self._seconds, self._cycles = seconds, cycles
 
     async def run(self, configurations: Sequence[Configuration], users: int, num_rounds: int) -> list[dict[str, Any]]:
-        """One row per configuration and round; a first round is not among them."""
-        order, rows = random.Random(SEED), []
+        """One row per configuration and round; what comes before the first round is not counted."""
+        shuffle, rows = random.Random(SEED), []
         timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(self._server.url, timeout=timeout, connector=connector) as session:
             await asyncio.gather(*(self._ask(session, prompt, max_tokens=1) for prompt in self._prompts))
-            for number in range(-1, num_rounds):
-                asked = [self._prompts[(number * users + user) % len(self._prompts)] for user in range(users)]
-                for position, configuration in enumerate(order.sample(configurations, len(configurations))):
-                    await self._json(session, "/dspark/policy", configuration.policy_fields)
-                    turn = await self._turn(session, asked)
-                    if number >= 0:
-                        rows.append(self._row(configuration, users, number, position, turn))
+            await self._decode(session, self._prompts[:users], configurations)
+            for number in range(num_rounds):
+                prompts = [self._prompts[(number * users + user) % len(self._prompts)] for user in range(users)]
+                order = shuffle.sample(configurations, len(configurations))
+                sums = {configuration.label: dict.fromkeys(COUNTED, 0.0) for configuration in order}
+                for shift in range(len(order)):
+                    await self._decode(session, prompts, order[shift:] + order[:shift], sums)
+                rows += [self._row(each, users, number, sums[each.label]) for each in configurations]
         return rows
 
-    async def _turn(self, session: aiohttp.ClientSession, prompts: Sequence[Prompt]) -> dict[str, float]:
-        """Change of the counters, and ``seconds``, while ``prompts`` are answered as far as a turn goes."""
-        idle = await self._json(session, "/dspark/stats")
-        async with asyncio.TaskGroup() as group:
-            for prompt in prompts:
-                group.create_task(self._ask(session, prompt))
-            before, started = await self._progress(session, idle, len(prompts) * LEAD_IN_TOKENS)
-            after, ended = await self._progress(session, before, len(prompts) * self._tokens)
-            await self._json(session, "/abort_request", {"rid": "", "abort_all": True})
-        return {name: after[name] - before[name] for name in COUNTERS} | {"seconds": ended - started}
+    async def _decode(
+        self,
+        session: aiohttp.ClientSession,
+        prompts: Sequence[Prompt],
+        order: Sequence[Configuration],
+        sums: dict[str, dict[str, float]] | None = None,
+    ) -> None:
+        """Decode answers to ``prompts``, policies taking turns in this order, and add what they did to ``sums``."""
+        counted = sums or {each.label: dict.fromkeys(COUNTED, 0.0) for each in order}
+        try:
+            async with asyncio.TaskGroup() as group:
+                begun = await self._switch(session, order[0])
+                answers = [group.create_task(self._ask(session, prompt)) for prompt in prompts]
+                while (await self._tokens(session)) - begun["committed_tokens"] < LEAD_IN_TOKENS * len(prompts):
+                    await asyncio.sleep(POLL_S)
+                await self._take_turns(session, list(order) * self._cycles, counted)
+                if any(answer.done() for answer in answers):
+                    raise DSparkError("an answer ended before all policies had had their turns; raise --max-tokens")
+                await self._json(session, "/abort_request", {"rid": "", "abort_all": True})
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
 
-    async def _progress(
-        self, session: aiohttp.ClientSession, since: dict[str, Any], tokens: int
-    ) -> tuple[dict[str, Any], float]:
-        """Statistics, and the time, when so many more tokens are committed. Asks seldom: each question costs time."""
-        started = time.perf_counter()
-        while True:
-            stats, now = await self._json(session, "/dspark/stats"), time.perf_counter()
-            done = stats["committed_tokens"] - since["committed_tokens"]
-            if done >= tokens:
-                return stats, now
-            await asyncio.sleep(max(POLL_S, 0.9 * (now - started) * (tokens - done) / max(done, 1)) if done else POLL_S)
+    async def _take_turns(
+        self, session: aiohttp.ClientSession, turns: Sequence[Configuration], counted: dict[str, dict[str, float]]
+    ) -> None:
+        before = await self._switch(session, turns[0])
+        for turn, following in zip(turns, [*turns[1:], turns[0]], strict=True):
+            await asyncio.sleep(self._seconds)
+            after = await self._switch(session, following)
+            for name in COUNTED:
+                counted[turn.label][name] += after[name] - before[name]
+            before = after
+
+    async def _switch(self, session: aiohttp.ClientSession, configuration: Configuration) -> dict[str, float]:
+        """What the server has counted until it switched."""
+        answer = await self._json(session, "/dspark/policy", configuration.policy_fields)
+        return dict(answer["until_now"])
+
+    async def _tokens(self, session: aiohttp.ClientSession) -> int:
+        return int((await self._json(session, "/dspark/stats"))["committed_tokens"])
 
     async def _ask(self, session: aiohttp.ClientSession, prompt: Prompt, max_tokens: int | None = None) -> None:
         sampling = self._sampling if max_tokens is None else replace(self._sampling, max_tokens=max_tokens)
@@ -113,21 +137,19 @@ class Turns:
         return json.loads(content) if content else None
 
     @staticmethod
-    def _row(
-        configuration: Configuration, users: int, number: int, position: int, turn: dict[str, float]
-    ) -> dict[str, Any]:
+    def _row(configuration: Configuration, users: int, number: int, counts: dict[str, float]) -> dict[str, Any]:
         return {
             "config": configuration.label,
             "policy": configuration.policy,
             "dtype": configuration.dtype,
             "concurrency": users,
             "round": number,
-            "position": position,
-            "decode_tok_s": turn["committed_tokens"] / turn["seconds"],
-            "ms_per_step": 1e3 * turn["seconds"] / turn["steps"],
-            "accept_length": turn["committed_tokens"] / turn["rounds"],
-            "mean_verify_len": turn["verified_tokens"] / turn["rounds"],
-            **turn,
+            "decode_tok_s": counts["committed_tokens"] / counts["uptime_s"],
+            "ms_per_step": 1e3 * counts["uptime_s"] / counts["steps"],
+            "accept_length": counts["committed_tokens"] / counts["rounds"],
+            "mean_verify_len": counts["verified_tokens"] / counts["rounds"],
+            "seconds": counts["uptime_s"],
+            **{name: round(counts[name]) for name in COUNTERS},
         }
 
 
@@ -162,8 +184,10 @@ def _policies(texts: Sequence[str], dtype: str) -> list[Configuration]:
 @click.option("--config", "configs", multiple=True, required=True, help="A policy, as in sweep_concurrency.py.")
 @click.option("--concurrency", default="1,4,16", show_default=True, callback=user_counts, help="Numbers of users.")
 @click.option("--rounds", default=20, show_default=True, type=click.IntRange(1))
-@click.option("--tokens", default=48, show_default=True, type=click.IntRange(1), help="Of a turn, for each user.")
+@click.option("--seconds", default=0.2, show_default=True, type=click.FloatRange(0, min_open=True), help="Of a turn.")
+@click.option("--cycles", default=3, show_default=True, type=click.IntRange(1), help="Turns of a policy per answer.")
 @click.option("--num-prompts", default=48, show_default=True, type=click.IntRange(1))
+@click.option("--max-tokens", default=512, show_default=True, type=click.IntRange(1), help="Of an answer.")
 @click.option("--raw-prompts", is_flag=True, help="Send the text as it is, without the chat template.")
 @click.option("--dtype", default="bfloat16", show_default=True)
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
@@ -182,10 +206,17 @@ def main(**options: Any) -> None:
             raise ConfigError(f"--output {output} holds turns already; name another folder")
         output.mkdir(parents=True, exist_ok=True)
         provenance.write_json(output / "provenance.json", record)
-        flags = [*dspark_flags(options["draft"]), "--dtype", options["dtype"], *options["server_flags"].split()]
+        flags = [
+            *dspark_flags(options["draft"]),
+            "--dtype",
+            options["dtype"],
+            NO_OVERLAP,
+            *options["server_flags"].split(),
+        ]
         device_flags, env = (CPU_FLAGS, CPU_ENV) if options["device"] == "cpu" else ((), None)
         with LaunchedServer(options["target"], *device_flags, *flags, env=env) as server:
-            turns = Turns(server, prompts, options["tokens"], raw=options["raw_prompts"])
+            sampling = Sampling(options["max_tokens"], temperature=0.0, ignore_eos=True, raw=options["raw_prompts"])
+            turns = Turns(server, prompts, options["seconds"], options["cycles"], sampling)
             for users in options["concurrency"]:
                 rows = asyncio.run(turns.run(configurations, users, options["rounds"]))
                 _append(output / "turns.csv", rows)

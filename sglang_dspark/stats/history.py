@@ -31,6 +31,11 @@ class History:
         # A second without a step needs no entry: its sums are those of the next second that has one.
         self._seconds: deque[tuple[int, Sums]] = deque([(int(self._start), counters.sums())], maxlen=HISTORY_S + 1)
 
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._start
+
     def tick(self) -> None:
         """To be called before a step is counted."""
         second = int(self._clock())

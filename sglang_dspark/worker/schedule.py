@@ -86,6 +86,7 @@ class Schedule:
         self.coefficients = self._last_coefficients = self._copy_coefficients()
         self._num_refits = 0
         self.policy: Policy = FixedPolicy(0, "off")
+        self._auto: AutoPolicy | None = None  # keeps what it decided while another policy is in force
 
     def start(self, table: SpsTable | None) -> None:
         """Begin with the configured policy. Without a drafter, ``auto`` drafts nothing: there are presets alone.
@@ -97,6 +98,7 @@ class Schedule:
             self.times = StepTimes(table)
             depths = (table.gamma,) if self.whole_batches else draft_depths(table.draft_ms)
             self.survivals = LaggedSurvivals(self.max_verify, depths)
+            self._auto = AutoPolicy(self.times, self.survivals, self.whole_batches)
         self.policy = self._make_policy(self.options)
 
     @property
@@ -154,14 +156,12 @@ class Schedule:
                 return AdaptiveBlockPolicy(self.max_verify)
             case "random":
                 return LivePolicy(Rule.RANDOM, self.max_verify, needs_confidence=False)
-        if self.times is None or self.survivals is None:
+        if self._auto is None:
             raise ConfigError(
                 f"policy={options.schedule!r} needs measured step times, which this server has not taken; start it "
                 "with --speculative-dspark-schedule auto"
             )
-        if options.schedule == "early-stop":
-            return LivePolicy(Rule.EARLY_STOP, self.max_verify)
-        return AutoPolicy(self.times, self.survivals, self.whole_batches)
+        return self._auto if options.schedule == "auto" else LivePolicy(Rule.EARLY_STOP, self.max_verify)
 
     def choose(self, requests: Sequence[str], context: float, limits: Limits | None = None) -> Choice:
         """Decide the step ahead, and take the time of the one behind.

@@ -370,4 +370,5 @@ class DSparkWorker(SpecWorkerBase):
         self.schedule.switch(fields)
         policy = self.schedule.policy
         logger.info("DSPARK: policy %s from now on", policy.name)
-        return {"policy": policy.name, "schedule": policy.report()}
+        until_now = {"uptime_s": self.history.uptime_s, **self.counters.sums().total().counts()}
+        return {"policy": policy.name, "schedule": policy.report(), "until_now": until_now}

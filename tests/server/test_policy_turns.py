@@ -4,26 +4,44 @@ import asyncio
 import sys
 from pathlib import Path
 
-from golden_server import assert_pool_is_whole, policy
+import pytest
+from golden_server import DSPARK, assert_pool_is_whole, policy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from policy_turns import Turns
+from policy_turns import NO_OVERLAP, Turns
+from serving.client import Sampling
 from serving.configurations import parse_configurations
 from serving.prompts import Prompt
 
+from sglang_dspark.errors import DSparkError
 
-def test_every_policy_gets_its_turn_and_nothing_runs_on_after_it(dspark):
-    prompts = [Prompt(index, "the red cat " * (index + 1)) for index in range(3)]
+PROMPTS = [Prompt(index, "the red cat " * (index + 1)) for index in range(3)]
+
+
+@pytest.fixture
+def server(launch):
+    return launch(*DSPARK, NO_OVERLAP)
+
+
+def measured(server, max_tokens):
     configurations = parse_configurations(["static:2", "off"], (), "float32")
-    turns = Turns(dspark, prompts, 60, raw=True)
-    with policy(dspark, "auto"):
-        rows = asyncio.run(turns.run(configurations, users=2, num_rounds=2))
-    assert {(row["round"], row["policy"]) for row in rows} == {(n, name) for n in (0, 1) for name in ("off", "static")}
-    assert len(rows) == 4
+    turns = Turns(server, PROMPTS, 0.05, 2, Sampling(max_tokens, temperature=0.0, ignore_eos=True, raw=True))
+    with policy(server, "auto"):
+        return asyncio.run(turns.run(configurations, users=2, num_rounds=2))
+
+
+def test_every_policy_gets_its_turns_and_nothing_runs_on_after_them(server):
+    rows = measured(server, 900)
+    assert [(row["round"], row["policy"]) for row in rows] == [(0, "static"), (0, "off"), (1, "static"), (1, "off")]
     for row in rows:
         assert row["mean_verify_len"] == (2 if row["policy"] == "static" else 0)
         assert row["committed_tokens"] == row["rounds"] + row["accepted_tokens"]
-        assert 1.5 < row["rounds"] / row["steps"] <= 2  # both users, all the time
-        assert 120 <= row["committed_tokens"] < 240
+        assert row["rounds"] == 2 * row["steps"]  # both users, all the time
         assert row["decode_tok_s"] == row["committed_tokens"] / row["seconds"] > 0
-    assert_pool_is_whole(dspark)  # waits for requests that still run
+        assert 4 * 0.05 < row["seconds"] < 20
+    assert_pool_is_whole(server)  # waits for requests that still run
+
+
+def test_answers_that_do_not_last_for_all_turns(server):
+    with pytest.raises(DSparkError, match="raise --max-tokens"):
+        measured(server, 12)
