@@ -72,7 +72,7 @@ class Server:
         rounds = Rounds(self._ids, choice, [depth] * requests, lens, None, None, [0] * requests)
         if depth > 0:
             logits = torch.from_numpy(self._rng.normal(1.5, 1.0, size=(requests, depth))).float()
-            predictions = self._timed("Schedule.predict", lambda: schedule.predict(logits, requests, depth))
+            predictions = self._timed("Forecast.predict", lambda: schedule.forecast.predict(logits, requests, depth))
             drafted = Drafted(None, predictions, [depth] * requests)
             lens, _ = self._timed("Schedule.verify_lens", lambda: schedule.verify_lens(choice, drafted, self._step))
             rounds = Rounds(self._ids, choice, [depth] * requests, lens, predictions, None, [0] * requests)
@@ -87,8 +87,8 @@ class Server:
 
     def _knowledge(self) -> tuple[Any, Any]:
         assert self._schedule.times is not None
-        assert self._schedule.survivals is not None
-        return self._schedule.times, self._schedule.survivals
+        assert self._schedule.forecast.lagged is not None
+        return self._schedule.times, self._schedule.forecast.lagged
 
     def _timed(self, part: str, run: Callable[[], T]) -> T:
         before = time.perf_counter_ns()

@@ -19,10 +19,8 @@ class DummyBatch:
     """``requests`` running requests with ``context`` committed tokens each.
 
     As a context manager it borrows rows of ``req_to_token`` and slots of the pool, which nothing uses yet, and clears
-    the rows at the end. Requests take turns at the slots, as they do when they decode together.
-
-    Attributes:
-        batch: the ``ScheduleBatch``; make a new one for every step with :meth:`fresh`, a step consumes it.
+    the rows at the end. Requests take turns at the slots, as they do when they decode together. A step consumes its
+    batch: take a :meth:`fresh` one for each.
     """
 
     def __init__(self, target_worker: Any, requests: int, context: int, window: int) -> None:

@@ -1,7 +1,8 @@
-"""Every patch that DSPARK applies to SGLang: where, why, and the check that it took effect.
+"""Every patch that DSPARK applies to a serving SGLang: where, why, and the check that it took effect.
 
 SGLang applies hooks through its ``HookRegistry``, which logs a failed patch and goes on; :func:`_install` raises
-instead. All of them are installed only when DSPARK was selected, each in the one process that needs it.
+instead. All of them are installed only when DSPARK was selected, each in the one process that needs it. Our flags are
+there before anything is selected, see ``server_args.install_flags``.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class SimulatedServer:
         confidence = None if logits is None else torch.from_numpy(logits[:, :depth]).float()
         predictions = None
         if self.schedule.policy.needs_confidence:
-            predictions = self.schedule.predict(confidence, bs, depth)
+            predictions = self.schedule.forecast.predict(confidence, bs, depth)
         drafted = Drafted(DraftBlock(torch.zeros(bs, depth), None, confidence), predictions, depths)
         if choice.is_uniform(bs):
             return drafted, torch.full((bs,), depth)

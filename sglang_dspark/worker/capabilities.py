@@ -40,12 +40,13 @@ def capabilities(worker: DSparkWorker) -> dict[str, Any]:
         "policy": worker.schedule.policy.name,
         "policies": {name: _policy(worker, name) for name in SCHEDULES},
         "features": {
-            "speculation_fields": _speculation_fields(has_head=worker.schedule.calibration is not None),
+            "speculation_fields": _speculation_fields(has_head=worker.schedule.forecast.calibration is not None),
             "cuda_graphs": worker.graphs is not None,
             "overlap": not args.disable_overlap_schedule,
             "attention_backend": args.attention_backend,
             "tensor_parallel_size": args.tp_size,
-            "online_calibration": worker.schedule.calibration is not None and worker.options.online_calibration,
+            "online_calibration": worker.schedule.forecast.calibration is not None
+            and worker.options.online_calibration,
             "prometheus": bool(args.enable_metrics),
         },
     }

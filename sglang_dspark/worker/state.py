@@ -101,6 +101,13 @@ class Drafted:
         return 0 if self.predictions is None else self.predictions.shape[2]
 
     @property
+    def device(self) -> torch.device:
+        """Where the drafts are."""
+        tensor = self.predictions if self.block is None else self.block.tokens
+        assert tensor is not None, "a plain step has no drafts"
+        return tensor.device
+
+    @property
     def survival(self) -> torch.Tensor | None:
         """[bs, depth] of ``predictions``."""
         return None if self.predictions is None else self.predictions[1]

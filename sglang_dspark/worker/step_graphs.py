@@ -18,6 +18,7 @@ from dspark_kernels.prepare import PreparedStep, StepRequests, prepare
 
 from sglang_dspark.engine.graphs import Capture, Captured, capturing, static_verify
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
+from sglang_dspark.worker.candidates import ranked
 from sglang_dspark.worker.state import DecodeBatch, Drafted, VerifyPlan
 from sglang_dspark.worker.tiers import Tiers
 
@@ -49,8 +50,8 @@ class StepGraphs:
         self.prepared = _zeroed(PreparedStep.empty(most, worker.gamma, device))
         self.step_number = torch.zeros((), dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(most, device=device)
-        self.coefficients = worker.schedule.coefficients.clone()
-        self._copied_coefficients = worker.schedule.coefficients
+        self.coefficients = worker.schedule.forecast.coefficients.clone()
+        self._copied_coefficients = worker.schedule.forecast.coefficients
         self.drafts = torch.zeros((most, self.depth), dtype=torch.int64, device=device)
         self.predictions = torch.zeros((2, most, self.depth), device=device)
         self._rows = _zeroed(VerifyRows.empty(most, num_rows, device))
@@ -125,7 +126,7 @@ class StepGraphs:
         def run() -> DraftBlock:
             block = worker.draft_block(step, self.depth, with_confidence=True, layout=self.prepared.block(slots))
             self.drafts[:slots] = block.tokens
-            self.predictions[:, :slots] = worker.schedule.predict(
+            self.predictions[:, :slots] = worker.schedule.forecast.predict(
                 block.confidence_logits, slots, self.depth, self.coefficients
             )
             return block
@@ -190,7 +191,7 @@ class StepGraphs:
 
     def refresh_coefficients(self) -> None:
         """Take over what calibration has learned."""
-        latest = self.worker.schedule.coefficients
+        latest = self.worker.schedule.forecast.coefficients
         if self._copied_coefficients is not latest:
             self.coefficients.copy_(latest)
             self._copied_coefficients = latest
@@ -229,7 +230,7 @@ class GraphStages:
             block = self._worker.draft_block(step, graphs.depth, with_confidence)
             graphs.drafts[:requests] = block.tokens
             if with_confidence:
-                graphs.predictions[:, :requests] = self._worker.schedule.predict(
+                graphs.predictions[:, :requests] = self._worker.schedule.forecast.predict(
                     block.confidence_logits, requests, graphs.depth
                 )
         else:
@@ -260,7 +261,7 @@ class GraphStages:
         else:
             assert drafts is not None
             if choice.singles_out:
-                graphs.predictions[1, :requests] = self._worker.schedule.ranked(choice, drafted)
+                graphs.predictions[1, :requests] = ranked(choice, drafted)
             self._worker.agreement.adopt(graphs.predictions[1, :requests])
             plan_top(graphs.predictions[1, : len(drafts)], choice.budget, drafts, given, self._rows, out)
         return graphs.plan_of(self._rows, self._plain)

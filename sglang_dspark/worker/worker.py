@@ -56,7 +56,7 @@ class DSparkWorker(SpecWorkerBase):
         self.on_gpu = self.device.type == "cuda"
         lag = int(self.on_gpu and not self.server_args.disable_overlap_schedule)
         self.schedule = Schedule(self.options, self.max_verify, self.make_calibration(), self.device, lag)
-        self.counters = Counters(self.gamma, self.schedule.predicted)
+        self.counters = Counters(self.gamma, self.schedule.forecast.predicted)
         self.history = History(self.counters)
         self.asked = OptionsReader(self.max_verify)
         self.preset_texts = PresetTexts(self.max_verify)
@@ -205,7 +205,7 @@ class DSparkWorker(SpecWorkerBase):
             depths = [choice.depth * (request in choice.drafted) for request in range(len(step))]
         if not with_confidence:
             return Drafted(block, None, depths)
-        return Drafted(block, self.schedule.predict(block.confidence_logits, len(step), choice.depth), depths)
+        return Drafted(block, self.schedule.forecast.predict(block.confidence_logits, len(step), choice.depth), depths)
 
     def draft_block(
         self,

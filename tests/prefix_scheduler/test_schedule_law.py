@@ -19,6 +19,7 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.prefix_scheduler import policies
 from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
+from sglang_dspark.worker import candidates
 from sglang_dspark.worker import schedule as schedule_module
 from sglang_dspark.worker.schedule import Schedule
 from sglang_dspark.worker.state import Copies, Drafted, Rounds
@@ -51,7 +52,7 @@ def drafted_by(block, schedule, choice):
         part = torch.tensor(choice.drafted)
         some = DraftBlock(block.tokens[part], block.probs[part], block.confidence_logits[part])
         block, depths = some.spread(part, BS), [choice.depth * (r in choice.drafted) for r in range(BS)]
-    return Drafted(block, schedule.predict(block.confidence_logits, BS, choice.depth), depths)
+    return Drafted(block, schedule.forecast.predict(block.confidence_logits, BS, choice.depth), depths)
 
 
 def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=lambda anchors: (None, None)):
@@ -135,7 +136,7 @@ def test_the_text_follows_the_target(model, name, monkeypatch):
     schedule = make_schedule(OPTIONS[name])
     anchors, out_tokens, choices = serve(model, schedule)
     assert model.law_p_value(anchors, out_tokens) > ALPHA
-    assert schedule.calibration.num_refits > 10
+    assert schedule.forecast.calibration.num_refits > 10
     chosen = set(torch.cat([lens for _, lens in choices]).tolist())
     assert chosen == {"static": {2}, "adaptive-block": {1, GAMMA}}.get(name, set(range(GAMMA + 1)))
 
@@ -170,7 +171,7 @@ def test_the_text_follows_the_target_whatever_requests_ask_for(model, name):
 
 def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
     """The same server with drafts judged by their successor's confidence."""
-    honest = schedule_module.above_threshold
+    honest = candidates.above_threshold
 
     def ahead(confidence, threshold):
         return honest(torch.cat([confidence[:, 1:], confidence[:, -1:]], dim=1), threshold)
@@ -179,7 +180,7 @@ def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
         return Limits((GAMMA,) * BS, (0,) * BS, (0.6,) * BS), None
 
     for rule, exact in ((ahead, False), (honest, True)):
-        monkeypatch.setattr(schedule_module, "above_threshold", rule)
+        monkeypatch.setattr(candidates, "above_threshold", rule)
         anchors, out_tokens, _ = serve(model, make_schedule(DSparkConfig(schedule="static")), ask=bounded)
         assert (model.law_p_value(anchors, out_tokens) > ALPHA) == exact
 

@@ -11,7 +11,8 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable
-from sglang_dspark.worker.schedule import LEARN_STEPS, Schedule
+from sglang_dspark.worker.forecast import LEARN_STEPS
+from sglang_dspark.worker.schedule import Schedule
 from sglang_dspark.worker.state import Drafted, Rounds
 
 GAMMA = 3
@@ -80,8 +81,8 @@ def test_a_switch_takes_effect_at_once():
 def test_survival_is_the_product_of_calibrated_confidences():
     made = schedule()
     logits = torch.tensor([[0.0, 2.0, -1.0]])
-    torch.testing.assert_close(made.survival(logits, 1, 3), torch.sigmoid(logits).cumprod(1))
-    torch.testing.assert_close(made.survival(logits[:, :2], 1, 2), torch.sigmoid(logits[:, :2]).cumprod(1))
+    torch.testing.assert_close(made.forecast.survival(logits, 1, 3), torch.sigmoid(logits).cumprod(1))
+    torch.testing.assert_close(made.forecast.survival(logits[:, :2], 1, 2), torch.sigmoid(logits[:, :2]).cumprod(1))
 
 
 def test_without_a_head_survival_follows_the_observed_acceptance():
@@ -89,7 +90,7 @@ def test_without_a_head_survival_follows_the_observed_acceptance():
     choice = Choice(Rule.TOP, GAMMA, 4 * GAMMA)
     for _ in range(300):  # the first draft always, the second never
         made.observe(rounds(choice, [GAMMA] * 4, [GAMMA] * 4), [0, 1, 2, 3], [1] * 4)
-    survival = made.survival(None, 2, GAMMA)
+    survival = made.forecast.survival(None, 2, GAMMA)
     assert survival.shape == (2, GAMMA)
     assert survival[0, 0] > 0.99
     assert survival[0, 1] < 0.01
@@ -100,14 +101,14 @@ def test_only_drafted_requests_that_still_run_are_learned_from():
     choice = Choice(Rule.TOP, GAMMA, GAMMA, forced=1, drafted=(1,))
     logits, survival = torch.zeros(3, GAMMA), torch.full((3, GAMMA), 0.5)
     step = rounds(choice, [0, GAMMA, 0], [0, GAMMA, 0], logits, survival)
-    before = made.positions.conditional().copy()
+    before = made.forecast.positions.conditional().copy()
     made.observe(step, [0, 2], [0, 0])  # the drafted one has ended
-    made.learn()
-    assert (made.positions.conditional() == before).all()
+    made.forecast.learn()
+    assert (made.forecast.positions.conditional() == before).all()
     made.observe(step, [0, 1, 2], [0, GAMMA, 0])
-    made.learn()
-    assert (made.positions.conditional() > before).all()
-    assert made.calibration.report()["pairs"] == [1] * GAMMA
+    made.forecast.learn()
+    assert (made.forecast.positions.conditional() > before).all()
+    assert made.forecast.calibration.report()["pairs"] == [1] * GAMMA
 
 
 def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
@@ -115,11 +116,11 @@ def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
     choice = Choice(Rule.TOP, 2, 2)
     for _ in range(200):
         made.observe(rounds(choice, [2], [2], torch.zeros(1, 2), torch.tensor([[0.5, 0.25]])), [0], [2])
-    assert made.calibration.report()["pairs"] == [200, 200, 0]
-    survival = made.survival(torch.zeros(1, GAMMA), 1, GAMMA)[0]
+    assert made.forecast.calibration.report()["pairs"] == [200, 200, 0]
+    survival = made.forecast.survival(torch.zeros(1, GAMMA), 1, GAMMA)[0]
     assert survival[1] > 0.9
     assert survival[2] / survival[1] == pytest.approx(0.5)
-    mean = made.survivals.mean()
+    mean = made.forecast.lagged.mean()
     assert 0 < mean[2] < mean[1]
 
 
@@ -138,7 +139,9 @@ def test_calibration_can_be_frozen():
     choice = Choice(Rule.TOP, GAMMA, GAMMA)
     for _ in range(200):
         made.observe(rounds(choice, [GAMMA], [GAMMA], torch.full((1, GAMMA), 3.0), None), [0], [0])
-    torch.testing.assert_close(made.survival(torch.zeros(1, GAMMA), 1, GAMMA), torch.tensor([[0.5, 0.25, 0.125]]))
+    torch.testing.assert_close(
+        made.forecast.survival(torch.zeros(1, GAMMA), 1, GAMMA), torch.tensor([[0.5, 0.25, 0.125]])
+    )
 
 
 def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
@@ -176,7 +179,7 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
                 continue
             logits = torch.from_numpy(rng.normal(3.0, 1.0, (users, choice.depth))).float() if with_head else None
             drafted = [choice.depth * (choice.drafted is None or r in choice.drafted) for r in range(users)]
-            foretold = made.predict(logits, users, choice.depth)
+            foretold = made.forecast.predict(logits, users, choice.depth)
             lens, _ = made.verify_lens(choice, Drafted(tokens(users, choice.depth), foretold, drafted), step)
             outcome = Rounds(ids, choice, drafted, lens, foretold, None, [0] * users)
             made.observe(outcome, list(range(users)), np.minimum(lens.numpy(), accepts).tolist())
@@ -268,8 +271,8 @@ def test_predicted_survivals_are_kept_with_what_came_of_them():
     survival = torch.tensor([[0.9, 0.6, 0.3], [0.8, 0.5, 0.1]])
     step = rounds(Choice(Rule.TOP, GAMMA, 4), [GAMMA] * 2, [3, 1], torch.zeros(2, GAMMA), survival)
     made.observe(step, [0, 1], [2, 1])
-    made.learn()
-    drafts, predicted, survived = made.predicted.sums()
+    made.forecast.learn()
+    drafts, predicted, survived = made.forecast.predicted.sums()
     assert drafts.tolist() == [2, 1, 1]
     assert predicted == pytest.approx([1.7, 0.6, 0.3])
     assert survived.tolist() == [2, 1, 0]
