@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_dspark.prefix_scheduler.policies import Choice
+from sglang_dspark.prefix_scheduler.choice import Choice
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable
 
 

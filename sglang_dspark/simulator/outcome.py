@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from sglang_dspark.prefix_scheduler.policies import Choice
+from sglang_dspark.prefix_scheduler.choice import Choice
 from sglang_dspark.simulator.workload import Request
 
 

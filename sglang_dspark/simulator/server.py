@@ -13,7 +13,7 @@ from dspark_kernels import DraftBlock
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.prefix_scheduler.policies import PLAIN, Choice
+from sglang_dspark.prefix_scheduler.choice import PLAIN, Choice
 from sglang_dspark.prefix_scheduler.step_times import StepKind
 from sglang_dspark.simulator.blocks import BlockSource, Ints
 from sglang_dspark.simulator.costs import Costs

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_dspark.prefix_scheduler.choice import Choice
 from sglang_dspark.prefix_scheduler.limits import Limits
-from sglang_dspark.prefix_scheduler.policies import Choice
 from sglang_dspark.prefix_scheduler.selection import above_threshold
 from sglang_dspark.worker.host_index import host_floats, host_index
 from sglang_dspark.worker.state import Drafted

@@ -10,18 +10,11 @@ import torch
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.prefix_scheduler.auto_policy import AutoPolicy, draft_depths
+from sglang_dspark.prefix_scheduler.choice import Choice, Rule
 from sglang_dspark.prefix_scheduler.lagged_survival import LaggedSurvivals
 from sglang_dspark.prefix_scheduler.limits import Limits
-from sglang_dspark.prefix_scheduler.policies import (
-    AdaptiveBlockPolicy,
-    AutoPolicy,
-    Choice,
-    FixedPolicy,
-    LivePolicy,
-    Policy,
-    Rule,
-    draft_depths,
-)
+from sglang_dspark.prefix_scheduler.policies import AdaptiveBlockPolicy, FixedPolicy, LivePolicy, Policy
 from sglang_dspark.prefix_scheduler.selection import above_threshold, early_stop, random_lens, top_prefixes
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable
 from sglang_dspark.prefix_scheduler.step_times import StepKind, StepTimes
@@ -160,16 +153,17 @@ class Schedule:
 
     def _choose(self, requests: Sequence[str], context: float) -> Choice:
         choice = self.policy.choose(len(requests), context)
-        leaves_out = choice.depth > 0 and choice.forced is None and len(requests) > 1 and not self.whole_batches
-        if leaves_out and isinstance(self.policy, AutoPolicy):
-            least = self.policy.least_gain(len(requests), choice.depth, context)
-            choice = choice.for_some(self.forecast.gains.worth_drafting(requests, least), len(requests))
-        return choice
+        if choice.depth == 0 or choice.forced is not None or len(requests) == 1 or self.whole_batches:
+            return choice
+        least = self.policy.least_gain(len(requests), choice.depth, context)
+        if least == 0:
+            return choice
+        return choice.for_some(self.forecast.gains.worth_drafting(requests, least), len(requests))
 
     @property
     def parked(self) -> bool:
         """Whether speculation rests because plain steps are faster."""
-        return isinstance(self.policy, AutoPolicy) and self.policy.parked
+        return self.policy.parked
 
     def took(self, choice: Choice, requests: int, num_tokens: int) -> None:
         """The step under way verifies this many tokens; its time is a whole batch's, unless it drafts for some only.
@@ -224,9 +218,8 @@ class Schedule:
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
             return
-        if isinstance(self.policy, AdaptiveBlockPolicy):
-            verified = rounds.verify_lens.tolist()
-            self.policy.observe(sum(verified[running[i]] for i in drafted), sum(accept_lens[i] for i in drafted))
+        verified = rounds.verify_lens.tolist()
+        self.policy.observe(sum(verified[running[i]] for i in drafted), sum(accept_lens[i] for i in drafted))
         self.forecast.note(Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
 
     def report(self) -> dict[str, Any]:

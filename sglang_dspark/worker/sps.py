@@ -25,7 +25,7 @@ from sglang_dspark.engine.batch import read_decode_batch
 from sglang_dspark.engine.dummy_batch import DummyBatch
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
-from sglang_dspark.prefix_scheduler.policies import Choice, Rule
+from sglang_dspark.prefix_scheduler.choice import Choice, Rule
 from sglang_dspark.prefix_scheduler.sps_profiler import measure
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable, geometric_grid
 from sglang_dspark.worker.state import Drafted

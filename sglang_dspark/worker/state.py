@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from dspark_kernels import DraftBlock, RoundKeys, SamplingRows, StepRequests
 
-from sglang_dspark.prefix_scheduler.policies import Choice
+from sglang_dspark.prefix_scheduler.choice import Choice
 from sglang_dspark.worker.host_index import host_index
 
 

@@ -25,8 +25,8 @@ from sglang_dspark.engine.speculation import BatchOptions, OptionsReader
 from sglang_dspark.engine.target import Target
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
+from sglang_dspark.prefix_scheduler.choice import Choice
 from sglang_dspark.prefix_scheduler.limits import Limits
-from sglang_dspark.prefix_scheduler.policies import Choice
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.stats.history import History
 from sglang_dspark.stats.metrics import Metrics

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from step_tables import GAMMA
 
+from sglang_dspark.prefix_scheduler.auto_policy import AutoPolicy, draft_depths
+from sglang_dspark.prefix_scheduler.choice import Choice
 from sglang_dspark.prefix_scheduler.lagged_survival import LaggedSurvivals
-from sglang_dspark.prefix_scheduler.policies import AutoPolicy, Choice, draft_depths
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable
 from sglang_dspark.prefix_scheduler.step_times import StepKind, StepTimes
 from sglang_dspark.simulator.costs import Costs, Prefill

@@ -7,23 +7,20 @@ import numpy as np
 import pytest
 from step_tables import GAMMA, compute_bound, costly_drafts, make_table, memory_bound
 
-from sglang_dspark.prefix_scheduler.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
-from sglang_dspark.prefix_scheduler.policies import (
+from sglang_dspark.prefix_scheduler.auto_policy import (
     FIRST_LOOK_ROUNDS,
     MIN_GAIN,
     OUTLOOK_STEPS,
     PARKED_PROBE_WEIGHT,
-    PLAIN,
     PROBE_SHARE,
     PROBE_STEPS,
     SWITCH_AT,
     AutoPolicy,
-    Choice,
-    FixedPolicy,
-    LivePolicy,
-    Rule,
     draft_depths,
 )
+from sglang_dspark.prefix_scheduler.choice import PLAIN, Choice, Rule
+from sglang_dspark.prefix_scheduler.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
+from sglang_dspark.prefix_scheduler.policies import FixedPolicy, LivePolicy
 from sglang_dspark.prefix_scheduler.step_times import StepKind, StepTimes
 
 CONTEXT = 300.0

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_dspark.prefix_scheduler.choice import PLAIN, Choice, Rule
 from sglang_dspark.prefix_scheduler.limits import Limits
-from sglang_dspark.prefix_scheduler.policies import PLAIN, Choice, Rule
 
 DEPTH = 4
 

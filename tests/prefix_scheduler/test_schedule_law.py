@@ -17,8 +17,8 @@ from step_tables import make_table
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.prefix_scheduler import policies
+from sglang_dspark.prefix_scheduler.choice import Choice, Rule
 from sglang_dspark.prefix_scheduler.limits import Limits
-from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.worker import candidates
 from sglang_dspark.worker import schedule as schedule_module
 from sglang_dspark.worker.schedule import Schedule

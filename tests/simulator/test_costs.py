@@ -3,7 +3,7 @@
 import pytest
 from step_tables import GAMMA, make_table
 
-from sglang_dspark.prefix_scheduler.policies import PLAIN, Choice, Rule
+from sglang_dspark.prefix_scheduler.choice import PLAIN, Choice, Rule
 from sglang_dspark.simulator.blocks import ConditionalAcceptance
 from sglang_dspark.simulator.costs import Costs, Prefill
 from sglang_dspark.simulator.server import SimulatedServer

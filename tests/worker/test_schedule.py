@@ -8,8 +8,8 @@ from dspark_kernels import DraftBlock
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.prefix_scheduler.choice import Choice, Rule
 from sglang_dspark.prefix_scheduler.limits import Limits
-from sglang_dspark.prefix_scheduler.policies import Choice, Rule
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable
 from sglang_dspark.worker.forecast import LEARN_STEPS
 from sglang_dspark.worker.schedule import Schedule
