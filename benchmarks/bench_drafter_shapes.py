@@ -28,12 +28,12 @@ from rich.progress import track
 from rich.table import Table
 
 from sglang_dspark import provenance
+from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable
-from sglang_dspark.worker.draft_cache import DraftCache
-from sglang_dspark.worker.state import DecodeBatch
+from sglang_dspark.step.state import DecodeBatch
 from sglang_dspark.worker.worker import DSparkWorker
 
 CONTEXT = 128  # tokens per request

@@ -28,8 +28,8 @@ from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable, geometric_grid
 from sglang_dspark.prefix_scheduler.step_times import StepKind
+from sglang_dspark.step.state import Drafted, Rounds
 from sglang_dspark.worker.schedule import Schedule
-from sglang_dspark.worker.state import Drafted, Rounds
 
 STEPS_PER_TURN = 50
 WARM_UP_TURNS = 4

@@ -57,6 +57,13 @@ def test_only_engine_imports_sglang():
     assert offenders == []
 
 
+def test_the_seam_does_not_lean_on_the_worker():
+    """But for the module that tells SGLang which worker to make."""
+    engine = python_files(PACKAGE / "engine")
+    leaning = {path.name for path in engine if "sglang_dspark.worker" in path.read_text()}
+    assert leaning == {"registration.py"}
+
+
 def test_kernels_import_only_torch_and_triton():
     allowed = KERNEL_IMPORTS | sys.stdlib_module_names
     offenders = {

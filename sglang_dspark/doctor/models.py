@@ -64,7 +64,7 @@ def _describe_target(target: Any) -> str:
 
 
 def _describe_memory(model: DraftModel) -> str:
-    from sglang_dspark.worker.draft_cache import bytes_per_token
+    from sglang_dspark.draft.cache import bytes_per_token
 
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters)

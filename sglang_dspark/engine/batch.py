@@ -12,7 +12,7 @@ from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.engine import speculation
 from sglang_dspark.engine.last_batch import LastBatch
-from sglang_dspark.worker.state import DecodeBatch, Rounds
+from sglang_dspark.step.state import DecodeBatch, Rounds
 
 
 class SamplingReader(LastBatch[SamplingRows]):

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.runner_utils import model_capture_mode
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
 
 from sglang_dspark.engine.verify import DSparkVerifyInput
-from sglang_dspark.worker.state import DecodeBatch, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 T = TypeVar("T")
 

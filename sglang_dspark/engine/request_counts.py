@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang_dspark.worker.state import Rounds
+from sglang_dspark.step.state import Rounds
 
 
 def count(reqs: Sequence[Any], rounds: Rounds, verify_lens: Sequence[int], running: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.proposals.candidate_labels import join_labels, spellings, split_labels
 from sglang_dspark.proposals.proposer import Proposer, make_proposer
 from sglang_dspark.speculation import CLASSIFICATION, NO_PRESET, Speculation
-from sglang_dspark.worker.state import Copies
+from sglang_dspark.step.state import Copies
 
 OPTIONS_KEY = "dspark"
 _CANDIDATES_KEY = "dspark_candidates"

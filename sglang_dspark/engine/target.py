@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from sglang_dspark.draft.cache import bytes_per_token
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.worker.draft_cache import bytes_per_token
 
 logger = logging.getLogger(__name__)
 

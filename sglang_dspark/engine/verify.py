@@ -10,7 +10,7 @@ from dspark_kernels.ragged_attention import ContextGroup, group_contexts
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-from sglang_dspark.worker.state import DecodeBatch, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 
 @dataclass

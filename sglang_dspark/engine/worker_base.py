@@ -22,7 +22,7 @@ from sglang_dspark.engine.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.logprobs import named_in_all, with_logprobs
 from sglang_dspark.engine.request_counts import count
-from sglang_dspark.worker.state import Rounds
+from sglang_dspark.step.state import Rounds
 
 Publish = Callable[[torch.Tensor], None]
 

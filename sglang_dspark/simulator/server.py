@@ -19,8 +19,8 @@ from sglang_dspark.simulator.blocks import BlockSource, Ints
 from sglang_dspark.simulator.costs import Costs
 from sglang_dspark.simulator.outcome import Lane, Outcome
 from sglang_dspark.simulator.workload import Request, Workload
+from sglang_dspark.step.state import Drafted, Rounds
 from sglang_dspark.worker.schedule import Schedule
-from sglang_dspark.worker.state import Drafted, Rounds
 
 _CPU = torch.device("cpu")
 

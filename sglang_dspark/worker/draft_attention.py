@@ -7,9 +7,9 @@ from dspark_kernels.ragged_attention import attend_groups, group_contexts
 from dspark_kernels.window_attention import num_splits, window_attention
 
 from sglang_dspark.draft.backbone import Attend
+from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.worker.draft_cache import DraftCache
-from sglang_dspark.worker.state import DecodeBatch
+from sglang_dspark.step.state import DecodeBatch
 
 
 def block_attend(cache: DraftCache, step: DecodeBatch, gamma: int, config: DraftConfig) -> Attend:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from dspark_kernels import Accepted
 
-from sglang_dspark.worker.state import VerifyPlan
+from sglang_dspark.step.state import VerifyPlan
 from sglang_dspark.worker.worker import DSparkWorker
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.prefix_scheduler.sps_table import Array
-from sglang_dspark.worker.state import Rounds
+from sglang_dspark.step.state import Rounds
 
 
 @dataclass(frozen=True)

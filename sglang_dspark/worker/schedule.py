@@ -18,10 +18,10 @@ from sglang_dspark.prefix_scheduler.policies import AdaptiveBlockPolicy, FixedPo
 from sglang_dspark.prefix_scheduler.selection import above_threshold, early_stop, random_lens, top_prefixes
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable
 from sglang_dspark.prefix_scheduler.step_times import StepKind, StepTimes
+from sglang_dspark.step.state import Drafted, Rounds
 from sglang_dspark.worker.candidates import Bounds, ranked
 from sglang_dspark.worker.forecast import Forecast
 from sglang_dspark.worker.outcomes import Note
-from sglang_dspark.worker.state import Drafted, Rounds
 from sglang_dspark.worker.step_clock import StepClock
 
 

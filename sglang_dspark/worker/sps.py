@@ -28,7 +28,7 @@ from sglang_dspark.hub import checkpoint_name
 from sglang_dspark.prefix_scheduler.choice import Choice, Rule
 from sglang_dspark.prefix_scheduler.sps_profiler import measure
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable, geometric_grid
-from sglang_dspark.worker.state import Drafted
+from sglang_dspark.step.state import Drafted
 
 if TYPE_CHECKING:
     from sglang_dspark.worker.worker import DSparkWorker

@@ -18,8 +18,8 @@ from dspark_kernels.prepare import PreparedStep, StepRequests, prepare
 
 from sglang_dspark.engine.graphs import Capture, Captured, capturing, static_verify
 from sglang_dspark.prefix_scheduler.choice import Choice, Rule
+from sglang_dspark.step.state import DecodeBatch, Drafted, VerifyPlan
 from sglang_dspark.worker.candidates import ranked
-from sglang_dspark.worker.state import DecodeBatch, Drafted, VerifyPlan
 from sglang_dspark.worker.tiers import Tiers
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang_dspark.worker.state import DecodeBatch, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 
 def uniform_plan(decode: DecodeBatch, draft_tokens: torch.Tensor | None, verify_len: int) -> VerifyPlan:

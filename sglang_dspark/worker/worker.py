@@ -14,6 +14,7 @@ from dspark_kernels.kv_inject import CommitRows
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.sts import StsCalibration
+from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
@@ -30,14 +31,13 @@ from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.stats.history import History
 from sglang_dspark.stats.metrics import Metrics
+from sglang_dspark.step.host_index import host_index
+from sglang_dspark.step.state import DecodeBatch, Drafted, Rounds, VerifyPlan
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.draft_attention import block_attend
-from sglang_dspark.worker.draft_cache import DraftCache
-from sglang_dspark.worker.host_index import host_index
 from sglang_dspark.worker.preset_texts import PresetTexts
 from sglang_dspark.worker.schedule import Schedule
 from sglang_dspark.worker.sps import load_or_measure
-from sglang_dspark.worker.state import DecodeBatch, Drafted, Rounds, VerifyPlan
 from sglang_dspark.worker.step_graphs import GraphStages, StepGraphs
 from sglang_dspark.worker.verify_plan import ragged_plan, uniform_plan
 

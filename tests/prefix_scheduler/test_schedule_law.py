@@ -19,10 +19,10 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.prefix_scheduler import policies
 from sglang_dspark.prefix_scheduler.choice import Choice, Rule
 from sglang_dspark.prefix_scheduler.limits import Limits
+from sglang_dspark.step.state import Copies, Drafted, Rounds
 from sglang_dspark.worker import candidates
 from sglang_dspark.worker import schedule as schedule_module
 from sglang_dspark.worker.schedule import Schedule
-from sglang_dspark.worker.state import Copies, Drafted, Rounds
 
 ALPHA = 1e-4
 BS, NUM_STEPS, GAMMA = 32, 400, 3

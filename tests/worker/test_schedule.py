@@ -11,9 +11,9 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.prefix_scheduler.choice import Choice, Rule
 from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable
+from sglang_dspark.step.state import Drafted, Rounds
 from sglang_dspark.worker.forecast import LEARN_STEPS
 from sglang_dspark.worker.schedule import Schedule
-from sglang_dspark.worker.state import Drafted, Rounds
 
 GAMMA = 3
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingRows
 
-from sglang_dspark.worker.state import DecodeBatch
+from sglang_dspark.step.state import DecodeBatch
 from sglang_dspark.worker.verify_plan import ragged_plan, uniform_plan
 
 GAMMA = 3
