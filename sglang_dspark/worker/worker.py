@@ -112,10 +112,9 @@ class DSparkWorker(SpecWorkerBase):
 
     def capture_graphs(self) -> StepGraphs | None:
         """Decode steps as CUDA graphs; None where they run launch by launch."""
-        runner = self.target_worker.model_runner
-        slots = graph_request_slots(runner)
-        if reason := runner.attn_backend.unserved if slots else "CUDA graphs are off":
-            logger.info("DSPARK: decode steps run launch by launch: %s", reason)
+        slots = graph_request_slots(self.target_worker.model_runner)
+        if not slots:
+            logger.info("DSPARK: decode steps run launch by launch: CUDA graphs are off")
             return None
         graphs = StepGraphs(self, slots)
         graphs.capture()

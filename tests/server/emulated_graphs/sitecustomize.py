@@ -82,7 +82,6 @@ def emulate(module):
     torch.cuda.mem_get_info = lambda: (0, 0)
     module.DSparkWorker.__init__ = initialise
     module.graph_request_slots = lambda runner: REQUEST_SLOTS
-    CpuVerifyBackend.unserved = None
     CpuVerifyBackend.forward_extend = forward_extend
     module.load_or_measure = step_times
 
