@@ -231,8 +231,7 @@ def complete(server_args: Any) -> None:
     server_args.speculative_num_draft_tokens = config.max_verify(gamma) + 1
     server_args.speculative_num_steps = 1
     server_args.speculative_eagle_topk = 1
-    # Verification draws from the law of the pytorch sampling backend; the first token after a prefill must follow the
-    # same law (FlashInfer's joint top-k/top-p differs from it).
+    # All tokens are drawn by the law of this one; FlashInfer's joint top-k/top-p is another.
     server_args.sampling_backend = "pytorch"
     # SGLang holds prefills of DFLASH servers back until several slots are free; a plain server does not.
     if server_args.min_free_slots_delay is None:

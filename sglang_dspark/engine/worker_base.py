@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from dspark_kernels import SamplingRows, draw
+from dspark_kernels import draw
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
@@ -163,13 +163,11 @@ class SpecWorkerBase(BaseSpecWorker):
             # SGLang fails on batches of which some requests name tokens and others want logprobs of their prompt alone.
             batch.token_ids_logprobs = named_in_all(batch.token_ids_logprobs)
         forward_batch = ForwardBatch.init_new(batch, self._target_worker.model_runner)
-        rows = self.sampling.read(batch.reqs)
-        adjusted = self.adjustments.concern_prefill(batch)
         # SGLang's sampler knows no seeds, no output before a retraction, and no grammar's masks on a CPU.
-        draws = (adjusted or rows.any_seeded or batch.return_logprob) and not batch.is_prefill_only
+        draws = not batch.is_prefill_only
         result = self._target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=draws)
         if draws:
-            self._draw_first(batch, rows, result, adjusted)
+            self._draw_first(batch, result)
         result.new_seq_lens = batch.seq_lens
         publish(batch.seq_lens)
         # Before the scheduler may hand the prompt to the radix cache: a later prefix hit reuses these draft rows.
@@ -182,10 +180,10 @@ class SpecWorkerBase(BaseSpecWorker):
         )
         return result
 
-    def _draw_first(self, batch: Any, rows: SamplingRows, result: Any, adjusted: bool) -> None:
+    def _draw_first(self, batch: Any, result: Any) -> None:
         """Draw the token after each prompt, and after a retraction the next one, into ``result``."""
-        output = result.logits_output
-        if adjusted:
+        rows, output = self.sampling.read(batch.reqs), result.logits_output
+        if self.adjustments.concern_prefill(batch):
             self.adjustments.begin(batch, output.next_token_logits)
         positions = batch.seq_lens.to(torch.int64)
         keys = round_keys(batch, positions, seed=self._target_worker.random_seed, step=self.step)
