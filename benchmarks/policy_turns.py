@@ -81,6 +81,8 @@ class Turns:
                 for shift in range(len(order)):
                     await self._decode(session, prompts, order[shift:] + order[:shift], sums)
                 rows += [self._row(each, users, number, sums[each.label]) for each in configurations]
+                if any(row["rounds"] != users * row["steps"] for row in rows):
+                    raise DSparkError(f"the server did not decode for all {users} users at a time; ask for fewer")
         return rows
 
     async def _decode(
@@ -97,13 +99,18 @@ class Turns:
                 begun = await self._switch(session, order[0])
                 answers = [group.create_task(self._ask(session, prompt)) for prompt in prompts]
                 while (await self._tokens(session)) - begun["committed_tokens"] < LEAD_IN_TOKENS * len(prompts):
+                    self._check_that_none_ended(answers)
                     await asyncio.sleep(POLL_S)
                 await self._take_turns(session, list(order) * self._cycles, counted)
-                if any(answer.done() for answer in answers):
-                    raise DSparkError("an answer ended before all policies had had their turns; raise --max-tokens")
+                self._check_that_none_ended(answers)
                 await self._json(session, "/abort_request", {"rid": "", "abort_all": True})
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
+
+    @staticmethod
+    def _check_that_none_ended(answers: Sequence[asyncio.Task[None]]) -> None:
+        if any(answer.done() for answer in answers):
+            raise DSparkError("an answer ended before all policies had had their turns; raise --max-tokens")
 
     async def _take_turns(
         self, session: aiohttp.ClientSession, turns: Sequence[Configuration], counted: dict[str, dict[str, float]]

@@ -1,1 +1,1 @@
-"""The DSpark draft model in plain torch: checkpoint format, backbone, Markov head and confidence head."""
+"""The DSpark draft model in plain torch: checkpoint format, backbone, K/V, Markov head and confidence head."""

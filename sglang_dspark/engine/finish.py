@@ -18,17 +18,10 @@ def token_by_token(original: Callable[..., None], req: Any, new_accepted_len: in
         req: a ``Req``; ``output_ids`` end with the step's tokens.
         new_accepted_len: how many these are.
     """
-    parameters, grammar = req.sampling_params, req.grammar
-    alone = new_accepted_len <= 1 or req.finished() or req.to_finish
-    ends_otherwise = (
-        len(req.output_ids) >= parameters.max_new_tokens
-        or parameters.stop_strs
-        or parameters.stop_regex_strs
-        or (grammar is not None and grammar.is_terminated())
-    )
-    if alone or not ends_otherwise:
+    if new_accepted_len <= 1 or req.finished() or req.to_finish or not _several_ends(req, new_accepted_len):
         original(req, new_accepted_len)
         return
+    grammar = req.grammar
     run = req.output_ids[-new_accepted_len:]
     del req.output_ids[-new_accepted_len:]
     while run and not req.finished():
@@ -38,3 +31,16 @@ def token_by_token(original: Callable[..., None], req: Any, new_accepted_len: in
         original(req, 1)
     req.grammar = grammar
     req.output_ids.extend(run)
+
+
+def _several_ends(req: Any, new_accepted_len: int) -> bool:
+    """Whether something other than a stop token may end the request among its last tokens."""
+    parameters, grammar = req.sampling_params, req.grammar
+    if len(req.output_ids) >= parameters.max_new_tokens or parameters.stop_regex_strs:
+        return True
+    if grammar is not None and grammar.is_terminated():
+        return True
+    if not parameters.stop_strs:
+        return False
+    tail = req.tail_str(new_accepted_len)
+    return any(stop in tail for stop in parameters.stop_strs)

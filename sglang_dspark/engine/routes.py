@@ -38,9 +38,12 @@ def add(app: Any, target_only: str | None) -> None:
 
 
 def without_root(path: str, root_path: str) -> str:
-    """The path of a route, given what a server behind a proxy gets to see (``--fastapi-root-path``)."""
-    root_path = root_path.rstrip("/")
-    return path.removeprefix(root_path) if path.startswith(f"{root_path}/") else path
+    """The path that routes are found by, as Starlette sees it.
+
+    Behind a proxy (``--fastapi-root-path``) uvicorn puts the proxy's prefix before every path, as it is.
+    """
+    rest = path.removeprefix(root_path)
+    return rest if rest.startswith("/") else path
 
 
 class Routes:

@@ -67,7 +67,7 @@ def _with_dspark(original: Callable[..., Any], cls: type, namespace: Any) -> Any
     if namespace.sampling_backend not in (None, "pytorch"):
         raise ConfigError(
             f"DSPARK cannot run with --sampling-backend={namespace.sampling_backend}; "
-            "verification follows the law of the pytorch backend: drop the flag"
+            "its tokens follow the law of the pytorch backend: drop the flag"
         )
     return original(cls, namespace)
 

@@ -163,7 +163,8 @@ class SpecWorkerBase(BaseSpecWorker):
             # SGLang fails on batches of which some requests name tokens and others want logprobs of their prompt alone.
             batch.token_ids_logprobs = named_in_all(batch.token_ids_logprobs)
         forward_batch = ForwardBatch.init_new(batch, self._target_worker.model_runner)
-        # SGLang's sampler knows no seeds, no output before a retraction, and no grammar's masks on a CPU.
+        # First tokens are ours: SGLang's sampler knows no seeds, no output before a retraction, and no grammar's masks
+        # on a CPU.
         draws = not batch.is_prefill_only
         result = self._target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=draws)
         if draws:

@@ -94,6 +94,10 @@ class AutoPolicy(Policy):
             return self._probe(self._last, requests, context)
         return _step(self._last, requests)
 
+    def look_anew(self) -> None:
+        """Forget what was worked out from what was known some time ago."""
+        self._held.clear()
+
     def _outlook(self, requests: int, context: float) -> Outlook:
         self._steps += 1
         held = self._held.get(requests)

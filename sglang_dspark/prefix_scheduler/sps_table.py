@@ -117,8 +117,12 @@ class SpsTable:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own: servers that share a cache may write the same table at the same time.
         partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        try:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, path: str | Path) -> SpsTable:

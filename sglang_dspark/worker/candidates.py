@@ -30,7 +30,7 @@ class Bounds:
 
     @classmethod
     def of(cls, limits: Limits, drafted: Drafted) -> Bounds:
-        """Apply ``limits`` to what was drafted."""
+        """Apply ``limits``, which :meth:`Choice.within` has cut to what the step drafts, to the drafts themselves."""
         device = drafted.device
         most, num_copied = host_index((limits.most, limits.copied), device)
         copied = num_copied > 0

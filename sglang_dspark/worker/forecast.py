@@ -33,7 +33,8 @@ class Forecast:
         positions: acceptance by position.
         predicted: survivals as they were predicted, against what came of them.
         gains: what the drafts of every request bring.
-        lagged: survivals of the last rounds, which budgets are based on; None where no policy asks for them.
+        lagged: survivals of the last rounds, which budgets are based on; None until the schedule has a table of step
+            times to weigh them with.
     """
 
     def __init__(

@@ -37,6 +37,8 @@ class Schedule:
             the step so many before.
 
     Attributes:
+        options: the server's, with the policy in force.
+        policy: the policy in force.
         whole_batches: whether all requests are drafted to the full depth in any case, as in CUDA graphs: then there is
             nothing to gain from shallow blocks, or from leaving requests out. Set before :meth:`start`.
         forecast: how likely drafts are to survive.
@@ -92,6 +94,8 @@ class Schedule:
         options = self.options.with_policy(fields)
         self.policy = self._make_policy(options)
         self.options = options
+        if self._auto is not None:
+            self._auto.look_anew()
 
     def why_not(self, policy: str) -> str | None:
         """Why this server cannot switch to a policy; None where it can."""

@@ -54,7 +54,8 @@ def load_or_measure(worker: DSparkWorker) -> SpsTable | None:
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     path = named or _cache_folder() / f"{digest}.json"
     # Rank 0's file and measurements count: on several machines the other ranks have files and clocks of their own.
-    table = worker.agreement.share(_load(path, key) if worker.tp_rank == 0 else None)
+    usable = os.access(path, os.R_OK if named is None else os.F_OK)  # a cache that cannot be read is none
+    table = worker.agreement.share(_load(path, key) if usable and worker.tp_rank == 0 else None)
     if table is not None or options.schedule not in _NEEDS_TABLE:
         return table
     table = worker.agreement.share(_measure(worker, key))
@@ -84,9 +85,7 @@ def _save(table: SpsTable, path: Path, named: bool) -> None:
         logger.info("DSPARK: step times written to %s", path)
 
 
-def _load(path: Path, key: dict[str, str]) -> SpsTable | None:
-    if not os.access(path, os.F_OK):  # False, too, where the folder may not be looked into
-        return None
+def _load(path: Path, key: dict[str, str]) -> SpsTable:
     table = SpsTable.load(path)
     if difference := table.mismatch(key):
         raise ConfigError(

@@ -46,7 +46,9 @@ def test_other_routes_pass_untouched():
     assert send(body, path="/v1/embeddings", chunk=len(body)) == body
 
 
-@pytest.mark.parametrize(("root", "path"), [("/x/y", "/x/y/generate"), ("/x/", "/x/generate"), ("/x", "/generate")])
+@pytest.mark.parametrize(
+    ("root", "path"), [("/x/y", "/x/y/generate"), ("/x/", "/x//generate"), ("/", "//generate"), ("/x", "/generate")]
+)
 def test_behind_a_proxy_paths_begin_with_its_prefix(root, path):
     assert send(b'{"speculation": 1}', path, root_path=root)[0] == 400
 

@@ -322,3 +322,13 @@ def test_a_plain_step_is_timed_as_one_however_many_rows_it_is_padded_to(monkeypa
     made.took(made.choose(["a", "b", "c"], 64.0), 3, 4)
     made.choose(["a", "b", "c"], 64.0)
     assert [(kind.requests, kind.num_tokens, kind.depth) for kind in seen] == [(3, 3, 0)]
+
+
+def test_auto_goes_on_where_it_was_after_another_policy():
+    made = schedule()
+    first = made.policy
+    first.parked = True
+    made.switch({"policy": "static"})
+    made.switch({"policy": "auto"})
+    assert made.policy is first
+    assert made.parked

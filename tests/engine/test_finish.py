@@ -1,0 +1,81 @@
+"""Where a text ends: of a step's several tokens, as if they had come one by one."""
+
+from types import SimpleNamespace
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_dspark.engine.finish import token_by_token
+
+LETTERS = "abcdefgh"  # of tokens 0 to 7
+EOS = 7
+TOKENIZER = SimpleNamespace(
+    decode=lambda ids: "".join(LETTERS[i] for i in ids),
+    encode=lambda text, **_: [LETTERS.index(letter) for letter in text],
+    eos_token_id=EOS,
+    additional_stop_token_ids=None,
+)
+
+
+class Grammar:
+    """Complete after so many tokens, all of which it has read."""
+
+    def __init__(self, length):
+        self.length, self.seen = length, 0
+
+    def read(self, tokens):
+        """Those of ``tokens`` that still belong to it."""
+        read = tokens[: self.length - self.seen]
+        self.seen += len(read)
+        return read
+
+    def is_terminated(self):
+        return self.seen >= self.length
+
+
+def request(max_new_tokens, grammar_length, **stops):
+    parameters = SamplingParams(max_new_tokens=max_new_tokens, **stops)
+    parameters.normalize(TOKENIZER)
+    req = Req("r", "", [0], parameters, vocab_size=len(LETTERS))
+    req.tokenizer = TOKENIZER
+    req.grammar = None if grammar_length is None else Grammar(grammar_length)
+    return req
+
+
+def end(req, runs, update):
+    """What is returned of a text that comes in ``runs``, and why it ended."""
+    for tokens in runs:
+        run = tokens if req.grammar is None else req.grammar.read(tokens)
+        req.output_ids.extend(run)
+        before = len(req.output_ids)
+        update(req, len(run))
+        assert len(req.output_ids) == before
+        if req.finished():
+            return list(req.output_ids_through_stop), req.finished_reason.to_json()
+    return list(req.output_ids), None
+
+
+@settings(max_examples=500)
+@given(
+    runs=st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=6), min_size=1, max_size=4),
+    max_new_tokens=st.integers(1, 20),
+    grammar_length=st.none() | st.integers(1, 12),
+    stop_token_ids=st.lists(st.integers(0, 7), max_size=2),
+    stop=st.lists(st.text(LETTERS, min_size=1, max_size=3), max_size=2),
+    stop_regex=st.sampled_from([[], ["b$"], ["[cd]e"], ["^a"]]),
+)
+@example([[1, EOS, 2]], 3, None, [], [], [])
+@example([[EOS, 1, 2]], 9, None, [], ["bc"], [])
+@example([[1, 2]], 9, None, [], [], ["b$"])
+@example([[1, 2, 3]], 9, 3, [1], [], [])
+def test_the_first_end_counts(runs, max_new_tokens, grammar_length, stop_token_ids, stop, stop_regex):
+    wanted = {"stop_token_ids": stop_token_ids, "stop": stop, "stop_regex": stop_regex}
+    one_by_one = [[token] for run in runs for token in run]
+    expected = end(request(max_new_tokens, grammar_length, **wanted), one_by_one, Req.update_finish_state)
+
+    def update(req, count):
+        token_by_token(Req.update_finish_state, req, count)
+
+    assert end(request(max_new_tokens, grammar_length, **wanted), runs, update) == expected
