@@ -81,6 +81,24 @@ def plan_top_ref(
     return _flatten_ref(lens, real, draft_tokens[:, :depth], requests, num_tokens, out)
 
 
+def plan_lens_ref(
+    verify_lens: torch.Tensor,  # [bs] int64
+    draft_tokens: torch.Tensor | None,  # [bs, at least the longest length] int
+    requests: StepRequests,
+    num_tokens: int,
+) -> VerifyRows:
+    """Lay out given lengths, in plain torch. No host sync.
+
+    Args:
+        draft_tokens: may be None where all lengths are 0.
+        requests: all real.
+        num_tokens: sum of the lengths, and an anchor for every request.
+    """
+    real, _ = _real_requests(requests, requests.anchors.device)
+    drafts = requests.anchors.new_empty((len(requests), 0)) if draft_tokens is None else draft_tokens
+    return _flatten_ref(verify_lens, real, drafts, requests, num_tokens, None)
+
+
 def plan_uniform_ref(
     verify_len: int,
     draft_tokens: torch.Tensor | None,  # [bs, at least verify_len] int

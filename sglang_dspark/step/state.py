@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from dspark_kernels import DraftBlock, RoundKeys, SamplingRows, StepRequests
+from dspark_kernels import DraftBlock, RoundKeys, SamplingRows, StepRequests, VerifyRows
 
 from sglang_dspark.prefix_scheduler.choice import Choice
 from sglang_dspark.step.host_index import host_index
@@ -120,18 +120,16 @@ class Drafted:
 
 
 @dataclass(frozen=True)
-class VerifyPlan:
-    """Which drafts are verified, and the flattened tokens. Set by ``worker.verify_plan``."""
+class VerifyPlan(VerifyRows):
+    """Which drafts are verified, and the flattened tokens.
 
-    verify_lens: torch.Tensor  # [bs] int64, drafts verified per request, 0..depth
-    lens_cpu: list[int] | None  # the same on the host, where the worker runs there
-    width: int  # bound on the rows of a request, anchor included
-    indptr: torch.Tensor  # [bs + 1] int64, first row of each request
-    requests: torch.Tensor  # [N] int64, request of each row
-    columns: torch.Tensor  # [N] int64, place of each row in its request's window: 0 is the anchor
-    input_ids: torch.Tensor  # [N] int64
-    positions: torch.Tensor  # [N] int64
-    slots: torch.Tensor  # [N] int64
+    Attributes:
+        lens_cpu: ``verify_lens`` on the host, where the worker runs there.
+        width: bound on the rows of a request, anchor included.
+    """
+
+    lens_cpu: list[int] | None
+    width: int
 
 
 @dataclass(frozen=True)
