@@ -5,7 +5,14 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from dspark_kernels.kv_inject import CommitRows, kv_inject
-from dspark_kernels.plan import VerifyRows, plan_top, plan_top_ref, plan_uniform, plan_uniform_ref
+from dspark_kernels.plan import (
+    VerifyRows,
+    plan_lens_ref,
+    plan_top,
+    plan_top_ref,
+    plan_uniform,
+    plan_uniform_ref,
+)
 from dspark_kernels.prepare import PreparedStep, StepRequests, prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,6 +135,16 @@ def test_uniform_verifies_as_many_drafts_of_everyone(bs, verify_len, device):
     requests = step_requests(bs, 16, device)
     for spare in (0, 7):
         check_uniform(verify_len, drafts, requests, bs * (verify_len + 1) + spare, bs, verify_len)
+
+
+@pytest.mark.parametrize(("bs", "depth"), SIZES)
+def test_given_lengths(bs, depth, device):
+    lens = torch.randint(0, depth + 1, (bs,), generator=torch.Generator().manual_seed(1))
+    requests, drafts, num_tokens = step_requests(bs, depth, device), drafts_of(bs, depth, device), bs + int(lens.sum())
+    expected = flattened(lens.tolist(), drafts, requests, num_tokens, depth)
+    assert_same(plan_lens_ref(lens.to(device), drafts, requests, num_tokens), expected)
+    none = plan_lens_ref(torch.zeros_like(lens).to(device), None, requests, bs)
+    assert_same(none, flattened([0] * bs, drafts, requests, bs, depth))
 
 
 def test_buffers_are_written_in_full(device):
