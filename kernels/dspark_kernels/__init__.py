@@ -17,6 +17,7 @@ from .plan import VerifyRows, plan_lens_ref, plan_top, plan_top_ref, plan_unifor
 from .prepare import PreparedStep, StepRequests, prepare, prepare_ref
 from .sampling_params import LawParams, SamplingRows
 from .target_law import target_probs
+from .to_device import to_device
 from .token_draw import draw, inverse_cdf, seeded_argmax
 from .token_mask import mask_tokens
 
@@ -70,5 +71,6 @@ __all__ = [
     "race_exponential",
     "seeded_argmax",
     "target_probs",
+    "to_device",
     "uniform",
 ]

@@ -25,6 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .to_device import to_device
+
 _TILE = 1024
 _FREQUENCY, _PRESENCE, _REPETITION, _MIN_NEW_TOKENS = range(4)
 
@@ -107,8 +109,7 @@ class AdjustmentTable:
             self.bias[slot].index_copy_(0, tokens, self._on_device([float(v) for v in adjustment.logit_bias.values()]))
 
     def _on_device(self, values: Sequence[int] | Sequence[float]) -> torch.Tensor:
-        host = torch.tensor(values)
-        return host.pin_memory().to(self.counts.device, non_blocking=True) if self.counts.is_cuda else host
+        return to_device(torch.tensor(values), self.counts.device)
 
     def count(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Add new output. No host sync.

@@ -11,6 +11,8 @@ from functools import cached_property
 
 import torch
 
+from .to_device import to_device
+
 NO_TOP_K = 1 << 30  # SGLang's encoding of "no top-k"
 GREEDY_TEMPERATURE = 1e-6  # below this SGLang decodes greedily
 
@@ -94,8 +96,8 @@ class SamplingRows:
         groups = [[i for i, request in enumerate(requests) if request.rule == rule] for rule in _RULES]
         order = [i for group in groups for i in group]
 
-        floats = _to_device([[r.temperature, r.top_p, r.min_p] for r in requests], torch.float32, device)
-        ints = _to_device([[r.top_k, r.seed, i] for r, i in zip(requests, order, strict=True)], torch.int64, device)
+        floats = _columns([[r.temperature, r.top_p, r.min_p] for r in requests], torch.float32, device)
+        ints = _columns([[r.top_k, r.seed, i] for r, i in zip(requests, order, strict=True)], torch.int64, device)
         law = LawParams(
             temperatures=floats[0],
             top_ks=ints[0],
@@ -195,11 +197,8 @@ class _Request:
         self.seed = 0 if seed is None else ((seed + 2**63) % 2**64) - 2**63
 
 
-def _to_device(
+def _columns(
     rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | str
 ) -> tuple[torch.Tensor, ...]:
-    """Rows of three host values as three [n] device tensors, in one copy that does not wait."""
-    host = torch.tensor(rows, dtype=dtype).view(-1, 3).t().contiguous()
-    if torch.device(device).type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True).unbind(0)
+    """Rows of three host values as three [n] device tensors, in one copy."""
+    return to_device(torch.tensor(rows, dtype=dtype).view(-1, 3).t().contiguous(), device).unbind(0)

@@ -11,8 +11,8 @@ from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens
 from sglang_dspark.engine.batch import is_running
 from sglang_dspark.engine.grammars import masks_of
 from sglang_dspark.engine.last_batch import LastBatch
-from sglang_dspark.step.host_index import host_index
 from sglang_dspark.step.state import VerifyPlan
+from sglang_dspark.step.transfers import host_index
 
 _FIRST_SLOTS = 8  # of the table, which doubles when more requests have adjustments
 

@@ -7,12 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from dspark_kernels import DraftBlock, RoundKeys, SamplingRows
+from dspark_kernels import Accepted, DraftBlock, RoundKeys, SamplingRows
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.engine import speculation
+from sglang_dspark.engine.draft_input import DSparkDraftInput
 from sglang_dspark.engine.last_batch import LastBatch
-from sglang_dspark.step.state import DecodeBatch, Rounds
+from sglang_dspark.engine.logprobs import with_logprobs
+from sglang_dspark.step.state import DecodeBatch, Rounds, VerifyPlan
+from sglang_dspark.step.transfers import copy_to_host
 
 
 class SamplingReader(LastBatch[SamplingRows]):
@@ -77,14 +80,33 @@ class DSparkBatchResult(GenerationBatchResult):
         super().copy_to_cpu(*args, **kwargs)
 
 
-def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy without waiting; the source stays allocated until the current stream has read it."""
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    tensor.record_stream(torch.cuda.current_stream(tensor.device))
-    return host
+def decode_result(
+    batch: Any,
+    step: DecodeBatch,
+    plan: VerifyPlan,
+    output: Any,
+    accepted: Accepted,
+    rounds: Rounds,
+    *,
+    in_graphs: bool,
+) -> DSparkBatchResult:
+    """What the scheduler gets of a decode step.
+
+    Args:
+        output: SGLang's ``LogitsProcessorOutput`` of the verification.
+        in_graphs: whether CUDA graphs were replayed.
+    """
+    assert accepted.new_seq_lens is not None
+    return DSparkBatchResult(
+        logits_output=with_logprobs(batch, output, plan.indptr, accepted.out_tokens, step.rows.law.temperatures),
+        next_token_ids=accepted.out_tokens.reshape(-1),
+        accept_lens=(accepted.accepted_lens + 1).to(torch.int32),
+        can_run_cuda_graph=in_graphs,
+        next_draft_input=DSparkDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
+        speculative_num_draft_tokens=accepted.out_tokens.shape[1],
+        new_seq_lens=accepted.new_seq_lens,
+        rounds=rounds,
+    )
 
 
 def is_running(req: Any) -> bool:

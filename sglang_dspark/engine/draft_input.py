@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dspark_kernels import to_device
 from sglang.srt.mem_cache.common import alloc_token_slots
 from sglang.srt.server_args import get_global_server_args
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
@@ -66,10 +67,7 @@ class DSparkDraftInput(SpecInput):
             starts = np.repeat(np.cumsum(counts) - counts, counts)
             columns = np.repeat(allocated, counts) + np.arange(total) - starts
             table = batch.req_to_token_pool.req_to_token
-            where = torch.from_numpy(np.stack([rows, columns]))
-            if table.is_cuda:
-                # A copy from pageable memory would wait for the stream, and with it for the previous forward.
-                where = where.pin_memory().to(table.device, non_blocking=True)
+            where = to_device(torch.from_numpy(np.stack([rows, columns])), table.device)
             table[where[0], where[1]] = slots.to(table.dtype)
             for req, length in zip(reqs, reserved.tolist(), strict=True):
                 req.kv_allocated_len = length

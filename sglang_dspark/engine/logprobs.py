@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.environ import envs
 
-from sglang_dspark.engine.batch import copy_to_host
-from sglang_dspark.step.host_index import host_index
+from sglang_dspark.step.transfers import copy_to_host, host_index
 
 # Rows whose log-probabilities are computed together: 160 MB with 152k tokens.
 _MOST_ROWS = 256

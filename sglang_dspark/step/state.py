@@ -13,7 +13,7 @@ import torch
 from dspark_kernels import DraftBlock, RoundKeys, SamplingRows, StepRequests, VerifyRows
 
 from sglang_dspark.prefix_scheduler.choice import Choice
-from sglang_dspark.step.host_index import host_index
+from sglang_dspark.step.transfers import host_index
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from dspark_kernels import to_device
 from torch import Tensor
 
-from sglang_dspark.train.rows import CorpusRow, padded_ids, to_device
+from sglang_dspark.train.rows import CorpusRow, padded_ids
 from sglang_dspark.train.target import TargetStates
 
 

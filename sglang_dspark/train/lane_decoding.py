@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
+from dspark_kernels import to_device
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from sglang_dspark.train.rows import CorpusRow, to_device
+from sglang_dspark.train.rows import CorpusRow
 from sglang_dspark.train.target import GROUPED_FAMILIES, Target
 
 logger = logging.getLogger(__name__)

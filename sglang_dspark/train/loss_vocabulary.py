@@ -13,10 +13,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+from dspark_kernels import to_device
 from torch import Tensor
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.train.rows import to_device
 
 
 @dataclass(frozen=True)

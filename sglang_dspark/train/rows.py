@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from dspark_kernels import to_device
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -102,11 +103,6 @@ def kept_bytes(target: Target, rows: Sequence[CorpusRow]) -> int:
     """Memory that `keep_states` takes."""
     width = (len(target.tap_ids) + 1) * target.hidden_size
     return sum(len(row.input_ids) - 1 for row in rows) * width * target.dtype.itemsize
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor`, made on the CPU, on `device`. A plain copy to a GPU would wait for all work that is queued there."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def padded_ids(rows: Sequence[CorpusRow]) -> Tensor:

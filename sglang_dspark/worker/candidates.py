@@ -9,8 +9,8 @@ import torch
 from sglang_dspark.prefix_scheduler.choice import Choice
 from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.prefix_scheduler.selection import above_threshold
-from sglang_dspark.step.host_index import host_floats, host_index
 from sglang_dspark.step.state import Drafted
+from sglang_dspark.step.transfers import host_floats, host_index
 
 # Survival of a draft that is verified whatever its confidence, and of one that must not be: outside of [0, 1].
 _FORCED, _EXCLUDED = 2.0, -1.0

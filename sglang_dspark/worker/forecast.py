@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from dspark_kernels import to_device
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.survival import prefix_survival, sigmoid
@@ -143,6 +144,4 @@ class Forecast:
             host = torch.from_numpy(np.stack([self.positions.conditional(), np.zeros(self._max_verify)])).float()
         else:
             host = torch.from_numpy(np.stack([self.calibration.scale, self.calibration.shift])).float()
-        if self._device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self._device, non_blocking=True)
+        return to_device(host, self._device)

@@ -11,8 +11,8 @@ from dspark_kernels import Accepted
 
 from sglang_dspark.engine.speculation import BatchOptions, proposer_of
 from sglang_dspark.proposals.proposer import Proposer
-from sglang_dspark.step.host_index import host_index
 from sglang_dspark.step.state import Copies, DecodeBatch
+from sglang_dspark.step.transfers import host_index
 
 
 @dataclass

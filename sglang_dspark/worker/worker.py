@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,18 @@ from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.engine.batch import DSparkBatchResult, copy_drafts, read_decode_batch
-from sglang_dspark.engine.draft_input import DSparkDraftInput
+from sglang_dspark.engine.batch import DSparkBatchResult, copy_drafts, decode_result, read_decode_batch
 from sglang_dspark.engine.graphs import graph_request_slots
-from sglang_dspark.engine.logprobs import with_logprobs
 from sglang_dspark.engine.speculation import BatchOptions, OptionsReader
 from sglang_dspark.engine.target import Target
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.prefix_scheduler.choice import Choice
-from sglang_dspark.prefix_scheduler.limits import Limits
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.stats.history import History
 from sglang_dspark.stats.metrics import Metrics
-from sglang_dspark.step.host_index import host_index
-from sglang_dspark.step.state import DecodeBatch, Drafted, Rounds, VerifyPlan
+from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, Rounds, VerifyPlan
+from sglang_dspark.step.transfers import host_index
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.draft_attention import block_attend
 from sglang_dspark.worker.preset_texts import PresetTexts
@@ -127,9 +123,7 @@ class DSparkWorker(SpecWorkerBase):
         adjusted = self.adjustments.concern_step(batch)
         step = read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step, adjusted=adjusted)
         copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
-        if self.waits(batch, asked):
-            self.schedule.clock.interrupt()
-        choice = self.choose(batch.reqs, asked.limits_with(copies))
+        choice = self.choose(batch, asked, copies)
         if choice.drafted:
             rows = self.drafted_sampling.read([batch.reqs[request] for request in choice.drafted])
         stages = self.stages(step, choice)
@@ -148,36 +142,30 @@ class DSparkWorker(SpecWorkerBase):
         self.adjustments.count(batch.reqs, accepted.out_tokens)
         stages.commit(plan, accepted, captured)
         self.schedule.clock.end_stages()
-        return DSparkBatchResult(
-            logits_output=with_logprobs(batch, output, plan.indptr, accepted.out_tokens, step.rows.law.temperatures),
-            next_token_ids=accepted.out_tokens.reshape(-1),
-            accept_lens=(accepted.accepted_lens + 1).to(torch.int32),
-            can_run_cuda_graph=stages is not self,
-            next_draft_input=DSparkDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
-            speculative_num_draft_tokens=accepted.out_tokens.shape[1],
-            new_seq_lens=accepted.new_seq_lens,
-            rounds=Rounds(
-                requests=[req.rid for req in batch.reqs],
-                choice=choice,
-                drafted=drafted.depths,
-                verify_lens=plan.verify_lens[: len(step)].clone(),
-                predictions=drafted.predictions,
-                traced=copy_drafts(step, drafted.block) if asked.traced else None,
-                copied=[0] * len(step) if copies is None else copies.lens,
-                policy=self.schedule.policy.name,
-                parked=self.schedule.parked,
-            ),
+        rounds = Rounds(
+            requests=[req.rid for req in batch.reqs],
+            choice=choice,
+            drafted=drafted.depths,
+            verify_lens=plan.verify_lens[: len(step)].clone(),
+            predictions=drafted.predictions,
+            traced=copy_drafts(step, drafted.block) if asked.traced else None,
+            copied=[0] * len(step) if copies is None else copies.lens,
+            policy=self.schedule.policy.name,
+            parked=self.schedule.parked,
         )
+        return decode_result(batch, step, plan, output, accepted, rounds, in_graphs=stages is not self)
 
     def waits(self, batch: Any, asked: BatchOptions) -> bool:
         """Whether the host has waited for the step before, and the time between two choices is not an earlier one's."""
         return self.on_gpu and bool(asked.presets or batch.has_grammar)
 
-    def choose(self, reqs: Sequence[Any], limits: Limits | None) -> Choice:
+    def choose(self, batch: Any, asked: BatchOptions, copies: Copies | None) -> Choice:
         """How deep to draft and how much to verify, and what is known by now of the steps before."""
+        if self.waits(batch, asked):
+            self.schedule.clock.interrupt()
         # Of the host: under overlap it does not know yet what the step under way commits.
-        context = sum(req.kv_committed_len for req in reqs) / len(reqs)
-        choice = self.schedule.choose([req.rid for req in reqs], context, limits)
+        context = sum(req.kv_committed_len for req in batch.reqs) / len(batch.reqs)
+        choice = self.schedule.choose([req.rid for req in batch.reqs], context, asked.limits_with(copies))
         if (timed := self.schedule.clock.last) is not None:
             self.counters.record_time(timed.requests, timed.measured_ms, timed.expected_ms)
         return self.agreement.share(choice)
