@@ -14,9 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -28,13 +26,12 @@ from rich.progress import track
 from rich.table import Table
 
 from sglang_dspark import provenance
-from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
 from sglang_dspark.prefix_scheduler.sps_table import SpsTable
 from sglang_dspark.step.state import DecodeBatch
-from sglang_dspark.worker.worker import DSparkWorker
+from sglang_dspark.worker.drafter import Drafter
 
 CONTEXT = 128  # tokens per request
 USERS = (1, 8)
@@ -48,10 +45,11 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class Drafter:
+class TimedDrafter:
     """A drafter of some shape with random weights, and steps for it to draft and commit.
 
     Attributes:
+        drafter: of that shape.
         samples: milliseconds by number of users.
     """
 
@@ -65,19 +63,9 @@ class Drafter:
         embedding = torch.randn(shape, dtype=dtype) * 0.02
         model.freeze().bind_target(embedding, embedding)
         ids = None if proposed_tokens == config.vocab_size else list(range(proposed_tokens))
-        self._cache = DraftCache(config, max(USERS) * 2 * CONTEXT, dtype, torch.device("cpu"))
-        # What the worker's own stage reads.
-        self._worker: Any = SimpleNamespace(
-            gamma=config.block_size,
-            drafter=model,
-            draft_config=config,
-            device=torch.device("cpu"),
-            mask_token_id=config.mask_token_id,
-            cache=self._cache,
-            heads=ProposalHeads(model, ids),
-            on_gpu=False,
-        )
-        self._worker.lay_out_blocks = partial(DSparkWorker.lay_out_blocks, self._worker)
+        heads, device = ProposalHeads(model, ids), torch.device("cpu")
+        self.drafter = Drafter(config, model, heads, gamma=config.block_size, device=device, features=_as_given)
+        self.drafter.allocate(max(USERS) * 2 * CONTEXT, dtype)
         self._steps = {users: _step(users) for users in USERS}
         self._features = {
             users: torch.randn(users * COMMITTED, config.num_taps * shape[1]).to(dtype) for users in USERS
@@ -89,13 +77,17 @@ class Drafter:
         features = self._features[users]
         rows = torch.arange(1, len(features) + 1)
         before = time.perf_counter()
-        DSparkWorker.draft_block(self._worker, self._steps[users], self.config.block_size, with_confidence=True)
-        self._cache.inject(self._worker.drafter, features, rows, rows)
+        self.drafter.propose(self._steps[users], self.config.block_size, with_confidence=True)
+        self.drafter.inject(rows, features, rows, rows)
         self.samples[users].append(1e3 * (time.perf_counter() - before))
 
     def ms(self, users: int) -> float:
         """Median milliseconds."""
         return float(np.median(self.samples[users]))
+
+
+def _as_given(input_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    return features
 
 
 def _step(users: int) -> DecodeBatch:
@@ -112,20 +104,20 @@ def _step(users: int) -> DecodeBatch:
     )
 
 
-def shapes(config: DraftConfig, proposed_tokens: int, dtype: torch.dtype) -> dict[tuple[str, Any], Drafter]:
+def shapes(config: DraftConfig, proposed_tokens: int, dtype: torch.dtype) -> dict[tuple[str, Any], TimedDrafter]:
     """(what was changed, to what) -> drafter; the first is the unchanged one."""
-    drafters = {("as given", ""): Drafter(config, proposed_tokens, dtype)}
+    drafters = {("as given", ""): TimedDrafter(config, proposed_tokens, dtype)}
     current = {"taps": config.num_taps, "proposed_tokens": proposed_tokens} | vars(config)
     for field, values in CHANGES.items():
         for value in values:
             if value == current[field] or (field == "proposed_tokens" and value > config.vocab_size):
                 continue
             if field == "proposed_tokens":
-                drafters[field, value] = Drafter(config, value, dtype)
+                drafters[field, value] = TimedDrafter(config, value, dtype)
                 continue
             spread = np.linspace(1, config.num_target_layers - 3, value).round().astype(int) if field == "taps" else ()
             changed = {"target_layer_ids": tuple(map(int, spread))} if field == "taps" else {field: value}
-            drafters[field, value] = Drafter(replace(config, **changed), proposed_tokens, dtype)
+            drafters[field, value] = TimedDrafter(replace(config, **changed), proposed_tokens, dtype)
     return drafters
 
 

@@ -49,12 +49,11 @@ def register_algorithm() -> None:
 def _create_worker_class(server_args: Any) -> type:
     # Called by the scheduler after the target is loaded and before any memory pool exists.
     from sglang_dspark.engine import hooks
-    from sglang_dspark.worker.draft_free import DraftFreeWorker
     from sglang_dspark.worker.worker import DSparkWorker
 
     hooks.install_in_scheduler(server_args.device)
     logger.info("sglang-dspark %s drives this scheduler", __version__)
-    return DraftFreeWorker if server_args.dspark_config.draft_free else DSparkWorker
+    return DSparkWorker
 
 
 def _algorithm_class() -> type:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def capabilities(worker: DSparkWorker) -> dict[str, Any]:
     """JSON: the decode path and why, versions, checkpoints, policies and features."""
     args, runner = worker.server_args, worker.target_worker.model_runner
-    model, drafter = runner.model_config, worker.describe_drafter()
+    model, drafter = runner.model_config, worker.drafter.describe(args.speculative_draft_model_path)
     drafting = "requests with a preset speculate" if drafter is None else "the drafter fits the target"
     return {
         "effective_decode_path": "dspark",
@@ -34,7 +34,7 @@ def capabilities(worker: DSparkWorker) -> dict[str, Any]:
             "context_length": model.context_len,
         },
         "drafter": drafter,
-        "block_size": worker.gamma,
+        "block_size": worker.drafter.gamma,
         "max_verify": worker.max_verify,
         "max_running_requests": worker.max_running_requests,
         "policy": worker.schedule.policy.name,

@@ -184,7 +184,7 @@ def _key(worker: DSparkWorker) -> dict[str, str]:
         "threads": "" if on_gpu else str(torch.get_num_threads()),
         "target": _digest(args.model_path),
         "draft": _digest(args.speculative_draft_model_path),
-        "dtype": str(worker.target.dtype).removeprefix("torch."),
+        "dtype": str(worker.target_worker.model_runner.dtype).removeprefix("torch."),
         "max_verify": str(worker.max_verify),
         "max_requests": str(_most_requests(worker)),
         "cuda_graphs": "none" if worker.graphs is None else worker.graphs.tiers.digest,

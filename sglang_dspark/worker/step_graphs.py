@@ -47,7 +47,7 @@ class StepGraphs:
         self.tiers = Tiers.of(request_slots, self.depth)
         most = self.tiers.requests[-1]
         num_rows = max((most, *self.tiers.tokens))
-        self.prepared = _zeroed(PreparedStep.empty(most, worker.gamma, device))
+        self.prepared = _zeroed(PreparedStep.empty(most, worker.drafter.gamma, device))
         self.step_number = torch.zeros((), dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(most, device=device)
         self.coefficients = worker.schedule.forecast.coefficients.clone()
@@ -124,7 +124,7 @@ class StepGraphs:
         worker, step = self.worker, self._static_step(slots, sampled)
 
         def run() -> DraftBlock:
-            block = worker.draft_block(step, self.depth, with_confidence=True, layout=self.prepared.block(slots))
+            block = worker.drafter.propose(step, self.depth, with_confidence=True, layout=self.prepared.block(slots))
             self.drafts[:slots] = block.tokens
             self.predictions[:, :slots] = worker.schedule.forecast.predict(
                 block.confidence_logits, slots, self.depth, self.coefficients
@@ -207,7 +207,7 @@ class StepGraphs:
         rows = slots if plain else self.tiers.token_rows(requests + drafts)
         if rows is None:
             return None
-        prepare(step.requests, self.worker.gamma, self.worker.mask_token_id, out=self.prepared)
+        prepare(step.requests, self.worker.drafter.gamma, self.worker.drafter.mask_token_id, out=self.prepared)
         return GraphStages(self, slots, rows, plain)
 
 
@@ -227,7 +227,7 @@ class GraphStages:
         sampled = step.rows.any_sampled
         slots = graphs.tiers.sampled_slots(requests) if sampled else self._slots
         if step.rows.any_seeded or slots is None:
-            block = self._worker.draft_block(step, graphs.depth, with_confidence)
+            block = self._worker.drafter.propose(step, graphs.depth, with_confidence)
             graphs.drafts[:requests] = block.tokens
             if with_confidence:
                 graphs.predictions[:, :requests] = self._worker.schedule.forecast.predict(

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from dspark_kernels import Accepted, DraftBlock, SamplingRows, accept, markov_sample, prepare, prepare_ref
-from dspark_kernels.kv_inject import CommitRows
+from dspark_kernels import Accepted, DraftBlock, SamplingRows, accept
 
-from sglang_dspark.calibration.online import OnlineCalibration
-from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.draft.cache import DraftCache
-from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
-from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.engine.batch import DSparkBatchResult, copy_drafts, decode_result, read_decode_batch
 from sglang_dspark.engine.graphs import graph_request_slots
 from sglang_dspark.engine.speculation import BatchOptions, OptionsReader
-from sglang_dspark.engine.target import Target
 from sglang_dspark.engine.verify import run_verify
 from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.prefix_scheduler.choice import Choice
@@ -30,7 +22,7 @@ from sglang_dspark.stats.metrics import Metrics
 from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, Rounds, VerifyPlan
 from sglang_dspark.step.transfers import host_index
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
-from sglang_dspark.worker.draft_attention import block_attend
+from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.preset_texts import PresetTexts
 from sglang_dspark.worker.schedule import Schedule
 from sglang_dspark.worker.sps import load_or_measure
@@ -47,12 +39,13 @@ class DSparkWorker(SpecWorkerBase):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.gamma = self.load_drafter()
+        self.drafter = self.load_drafter()
         # Under overlap a CUDA device is one step behind the host; on a CPU they are the same.
         self.on_gpu = self.device.type == "cuda"
         lag = int(self.on_gpu and not self.server_args.disable_overlap_schedule)
-        self.schedule = Schedule(self.options, self.max_verify, self.make_calibration(), self.device, lag)
-        self.counters = Counters(self.gamma, self.schedule.forecast.predicted)
+        calibration = self.drafter.calibration(self.options, self.max_verify)
+        self.schedule = Schedule(self.options, self.max_verify, calibration, self.device, lag)
+        self.counters = Counters(self.drafter.gamma, self.schedule.forecast.predicted)
         self.history = History(self.counters)
         self.asked = OptionsReader(self.max_verify)
         self.preset_texts = PresetTexts(self.max_verify)
@@ -60,50 +53,26 @@ class DSparkWorker(SpecWorkerBase):
         self._logged_at = time.monotonic()
         self._warned = False
 
-    def load_drafter(self) -> int:
-        """Load the drafter beside the target; returns the drafts of a block."""
-        path = self.server_args.speculative_draft_model_path
-        self.draft_config = DraftConfig.from_pretrained(path)
-        self.target = Target(self.target_worker.model_runner, self.draft_config)
-        self.drafter = load_draft_model(path, dtype=self.target.dtype, device=self.device)
-        shared = self.target.share_with(self.drafter)
-        self.heads = ProposalHeads(self.drafter, load_token_ids(path, self.draft_config.vocab_size))
-        logger.info("DSPARK drafter %s loaded; read from the target: %s", path, ", ".join(shared) or "nothing")
-        return self.options.gamma(self.draft_config.block_size)
-
-    @property
-    def mask_token_id(self) -> int:
-        """What stands in the slots of a block after the anchor."""
-        return self.draft_config.mask_token_id
+    def load_drafter(self) -> Drafter | NoDrafter:
+        """The drafter that the options name."""
+        if self.options.draft_free:
+            return NoDrafter(self.options)
+        path, runner = self.server_args.speculative_draft_model_path, self.target_worker.model_runner
+        return Drafter.load(path, self.options, runner, self.device)
 
     @property
     def graph_depth(self) -> int:
-        """Drafts per request that steps captured in CUDA graphs have room for."""
-        return self.max_verify
+        """Drafts per request that steps captured in CUDA graphs have room for; copied drafts are launched."""
+        return 0 if self.options.draft_free else self.max_verify
 
-    def make_calibration(self) -> OnlineCalibration | None:
-        """Calibration of the drafter's confidence head; None without one."""
-        if self.drafter.confidence is None:
-            return None
-        path, temperatures = self.options.confidence_sts_path, None
-        if path is not None:
-            temperatures = StsCalibration.load(Path(path), self.gamma).temperatures[: self.max_verify]
-        return OnlineCalibration(self.max_verify, temperatures)
-
-    def allocate_draft_cache(self, num_slots: int) -> DraftCache:
-        cache = DraftCache(self.draft_config, num_slots, self.target.dtype, self.device)
-        logger.info("DSPARK draft K/V: %d slots, %.1f MiB", num_slots, cache.num_bytes / 2**20)
-        return cache
+    def allocate_draft_cache(self, num_slots: int) -> DraftCache | None:
+        return self.drafter.allocate(num_slots, self.target_worker.model_runner.dtype)
 
     def prepare_to_serve(self) -> None:
         if self.on_gpu:
             self.graphs = self.capture_graphs()
             self.schedule.whole_batches = self.graphs is not None
-        self.schedule.start(load_or_measure(self))
-        self.announce()
-
-    def announce(self) -> None:
-        """Say in the log what this server can do."""
+        self.schedule.start(None if self.options.draft_free else load_or_measure(self))
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
     def capture_graphs(self) -> StepGraphs | None:
@@ -184,52 +153,15 @@ class DSparkWorker(SpecWorkerBase):
         if choice.depth == 0:
             return Drafted(None, None, [0] * len(step))
         if choice.drafted is None:
-            block = self.draft_block(step, choice.depth, with_confidence)
+            block = self.drafter.propose(step, choice.depth, with_confidence)
             depths = [choice.depth] * len(step)
         else:
             index = host_index(choice.drafted, self.device)
-            block = self.draft_block(step.take(index, rows), choice.depth, with_confidence).spread(index, len(step))
+            block = self.drafter.propose(step.take(index, rows), choice.depth, with_confidence).spread(index, len(step))
             depths = [choice.depth * (request in choice.drafted) for request in range(len(step))]
         if not with_confidence:
             return Drafted(block, None, depths)
         return Drafted(block, self.schedule.forecast.predict(block.confidence_logits, len(step), choice.depth), depths)
-
-    def draft_block(
-        self,
-        step: DecodeBatch,
-        depth: int,
-        with_confidence: bool,
-        layout: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> DraftBlock:
-        """Run the drafter over the blocks of all requests of ``step`` and sample their first ``depth`` slots.
-
-        Args:
-            layout: ids and positions [bs, gamma] of the blocks, where they are laid out already.
-        """
-        bs, gamma, drafter = len(step), self.gamma, self.drafter
-        ids, positions = layout or self.lay_out_blocks(step)
-        attend = block_attend(self.cache, step, gamma, self.draft_config)
-        hidden = drafter.forward_block(drafter.embed(ids.view(-1)), positions.view(-1), attend).view(bs, gamma, -1)
-        # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
-        # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
-        hidden = hidden[:, :depth].reshape(bs * depth, -1)
-        confidence = drafter.confidence if with_confidence else None
-        return markov_sample(
-            self.heads.base_logits(hidden).view(bs, depth, -1),
-            hidden.view(bs, depth, -1),
-            step.anchors,
-            self.heads.markov,
-            confidence,
-            step.rows,
-            step.keys,
-            self.heads.vocabulary,
-            self.heads.weights if self.on_gpu else None,
-        )
-
-    def lay_out_blocks(self, step: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and positions [bs, gamma] of the blocks: the anchor, and masks after it."""
-        lay_out = prepare if self.on_gpu else prepare_ref
-        return lay_out(step.requests, self.gamma, self.mask_token_id).block(len(step))
 
     def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
         """Choose which drafts are verified, and lay their tokens out."""
@@ -268,23 +200,12 @@ class DSparkWorker(SpecWorkerBase):
 
     def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
         """Write the draft K/V of the anchor and the accepted drafts of every request."""
-        rows = CommitRows(plan.columns, plan.requests, accepted.accepted_lens)
-        if not self.on_gpu:
-            kept = rows.kept().nonzero().squeeze(1)
-            self.inject_context(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept])
-        else:
-            # How many rows are kept is not known on the host, so all of them are projected.
-            self.inject_context(plan.input_ids, captured, plan.positions, plan.slots, rows)
+        self.drafter.commit(plan, accepted, captured)
 
     def inject_context(
-        self,
-        input_ids: torch.Tensor,
-        captured: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        rows: CommitRows | None = None,
+        self, input_ids: torch.Tensor, captured: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> None:
-        self.cache.inject(self.drafter, self.target.features(input_ids, captured), positions, slots, rows)
+        self.drafter.inject(input_ids, captured, positions, slots)
 
     def before_other_work(self) -> None:
         self.schedule.clock.interrupt()
@@ -316,7 +237,7 @@ class DSparkWorker(SpecWorkerBase):
             )
 
     def report(self, history_s: int = 0) -> dict[str, Any]:
-        known = {"block_size": self.gamma, "max_running_requests": self.max_running_requests}
+        known = {"block_size": self.drafter.gamma, "max_running_requests": self.max_running_requests}
         # The schedule first: it learns from what it has only noted so far.
         report = known | self.schedule.report() | self.history.report()
         for span in (report, report["recent"]):
@@ -328,20 +249,6 @@ class DSparkWorker(SpecWorkerBase):
     def max_running_requests(self) -> int:
         """Requests that a step may have."""
         return int(self.target_worker.model_runner.max_running_requests)
-
-    def describe_drafter(self) -> dict[str, Any] | None:
-        """JSON: what is known of the checkpoint; None without a drafter."""
-        draft, vocabulary = self.draft_config, self.heads.vocabulary
-        return {
-            "path": self.server_args.speculative_draft_model_path,
-            "block_size": draft.block_size,
-            "num_hidden_layers": draft.num_hidden_layers,
-            "target_layer_ids": list(draft.target_layer_ids),
-            "markov_head_type": draft.markov_head_type if draft.markov_rank else None,
-            "markov_rank": draft.markov_rank,
-            "confidence_head": draft.enable_confidence_head,
-            "vocab_size": draft.vocab_size if vocabulary is None else len(vocabulary.token_ids),
-        }
 
     def capabilities(self) -> dict[str, Any]:
         return capabilities(self)

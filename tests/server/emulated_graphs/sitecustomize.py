@@ -70,7 +70,7 @@ def emulate(module):
 
     def initialise(self, original=module.DSparkWorker.__init__, **kwargs):
         original(self, **kwargs)
-        self.on_gpu = True
+        self.on_gpu = self.drafter.on_gpu = True
 
     def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, original=CpuVerifyBackend.forward_extend):
         layout = batch.spec_info

@@ -1,0 +1,196 @@
+"""The drafter of a server: its network, its K/V and its heads, or nothing of all that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from dspark_kernels import Accepted, CommitRows, DraftBlock, markov_sample, prepare, prepare_ref
+
+from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.calibration.sts import StsCalibration
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.draft.cache import DraftCache
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
+from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.engine.target import Target
+from sglang_dspark.step.state import DecodeBatch, VerifyPlan
+from sglang_dspark.worker.draft_attention import block_attend
+
+logger = logging.getLogger(__name__)
+
+Features = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""[n, m * d] what the drafter reads of target rows, given their ids [n] and captured states [n, taps * d]."""
+
+
+class Drafter:
+    """A draft network beside its target.
+
+    Args:
+        config: of the checkpoint.
+        model: in the target's dtype, on ``device``.
+        heads: what proposes tokens from its hidden states.
+        gamma: drafts of a block, at most the checkpoint's.
+        features: of target rows.
+
+    Attributes:
+        on_gpu: whether kernels run, not their torch forms.
+        cache: K/V of the context; made by :meth:`allocate`.
+    """
+
+    cache: DraftCache
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        model: DraftModel,
+        heads: ProposalHeads,
+        *,
+        gamma: int,
+        device: torch.device,
+        features: Features,
+    ) -> None:
+        self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
+        self.mask_token_id = config.mask_token_id
+        self.on_gpu = device.type == "cuda"
+        self._device, self._features = device, features
+
+    @classmethod
+    def load(cls, path: str, options: DSparkConfig, model_runner: Any, device: torch.device) -> Self:
+        """Load a checkpoint beside the target of ``model_runner``."""
+        config = DraftConfig.from_pretrained(path)
+        target = Target(model_runner, config)
+        model = load_draft_model(path, dtype=target.dtype, device=device)
+        shared = target.share_with(model)
+        heads = ProposalHeads(model, load_token_ids(path, config.vocab_size))
+        logger.info("DSPARK drafter %s loaded; read from the target: %s", path, ", ".join(shared) or "nothing")
+        gamma = options.gamma(config.block_size)
+        return cls(config, model, heads, gamma=gamma, device=device, features=target.features)
+
+    def allocate(self, num_slots: int, dtype: torch.dtype) -> DraftCache:
+        """Make the pool of K/V slots."""
+        self.cache = DraftCache(self.config, num_slots, dtype, self._device)
+        logger.info("DSPARK draft K/V: %d slots, %.1f MiB", num_slots, self.cache.num_bytes / 2**20)
+        return self.cache
+
+    def calibration(self, options: DSparkConfig, max_verify: int) -> OnlineCalibration | None:
+        """Calibration of the confidence head; None without one."""
+        if self.model.confidence is None:
+            return None
+        path, temperatures = options.confidence_sts_path, None
+        if path is not None:
+            temperatures = StsCalibration.load(Path(path), self.gamma).temperatures[:max_verify]
+        return OnlineCalibration(max_verify, temperatures)
+
+    def propose(
+        self,
+        step: DecodeBatch,
+        depth: int,
+        with_confidence: bool,
+        layout: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> DraftBlock:
+        """Run the network over the blocks of all requests of ``step`` and sample their first ``depth`` slots.
+
+        Args:
+            layout: ids and positions [bs, gamma] of the blocks, where they are laid out already.
+        """
+        bs, gamma, model = len(step), self.gamma, self.model
+        ids, positions = layout or self._lay_out(step)
+        attend = block_attend(self.cache, step, gamma, self.config)
+        hidden = model.forward_block(model.embed(ids.view(-1)), positions.view(-1), attend).view(bs, gamma, -1)
+        # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
+        # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
+        hidden = hidden[:, :depth].reshape(bs * depth, -1)
+        return markov_sample(
+            self.heads.base_logits(hidden).view(bs, depth, -1),
+            hidden.view(bs, depth, -1),
+            step.anchors,
+            self.heads.markov,
+            model.confidence if with_confidence else None,
+            step.rows,
+            step.keys,
+            self.heads.vocabulary,
+            self.heads.weights if self.on_gpu else None,
+        )
+
+    def _lay_out(self, step: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids and positions [bs, gamma] of the blocks: the anchor, and masks after it."""
+        lay_out = prepare if self.on_gpu else prepare_ref
+        return lay_out(step.requests, self.gamma, self.mask_token_id).block(len(step))
+
+    def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
+        """Write the K/V of the anchor and the accepted drafts of every request."""
+        rows = CommitRows(plan.columns, plan.requests, accepted.accepted_lens)
+        if not self.on_gpu:
+            kept = rows.kept().nonzero().squeeze(1)
+            self.inject(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept])
+        else:
+            # How many rows are kept is not known on the host, so all of them are projected.
+            self.inject(plan.input_ids, captured, plan.positions, plan.slots, rows)
+
+    def inject(
+        self,
+        input_ids: torch.Tensor,
+        captured: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        rows: CommitRows | None = None,
+    ) -> None:
+        """Write the K/V of target rows: [n] ids, [n, taps * d] captured states, [n] positions, [n] slots.
+
+        Args:
+            rows: which of them count; None for all.
+        """
+        self.cache.inject(self.model, self._features(input_ids, captured), positions, slots, rows)
+
+    def describe(self, path: str) -> dict[str, Any] | None:
+        """JSON: what is known of the checkpoint at ``path``."""
+        config, vocabulary = self.config, self.heads.vocabulary
+        return {
+            "path": path,
+            "block_size": config.block_size,
+            "num_hidden_layers": config.num_hidden_layers,
+            "target_layer_ids": list(config.target_layer_ids),
+            "markov_head_type": config.markov_head_type if config.markov_rank else None,
+            "markov_rank": config.markov_rank,
+            "confidence_head": config.enable_confidence_head,
+            "vocab_size": config.vocab_size if vocabulary is None else len(vocabulary.token_ids),
+        }
+
+
+class NoDrafter:
+    """A server without a drafter: steps are plain but for the drafts that presets copy.
+
+    There is no draft K/V, and nothing is read from the target's layers.
+    """
+
+    mask_token_id = 0  # of staged blocks that nobody reads
+    cache = None
+
+    def __init__(self, options: DSparkConfig) -> None:
+        self.gamma = options.gamma(None)
+        logger.info("DSPARK: no drafter; requests with a preset speculate")
+
+    def allocate(self, num_slots: int, dtype: torch.dtype) -> None:
+        """There is no K/V."""
+
+    def calibration(self, options: DSparkConfig, max_verify: int) -> None:
+        """There is nothing to calibrate."""
+
+    def propose(self, *args: Any, **kwargs: Any) -> DraftBlock:
+        """Never asked for: the policies of such a server choose plain steps."""
+        raise AssertionError("a server without a drafter cannot draft")
+
+    def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
+        """The target's K/V is all there is."""
+
+    def inject(self, *rows: Any) -> None:
+        """Likewise."""
+
+    def describe(self, path: str) -> None:
+        """Nothing."""
