@@ -9,7 +9,7 @@ PAIR = --target $(or $(TARGET),$(SMOLLM2)) --draft $(or $(DRAFT),sglang_dspark/d
 # Not benchmarks/results, whose files the documents quote; a sweep would refuse to mix with those of another commit.
 RESULTS ?= results
 SWEEP ?= $(RESULTS)/quick_sweep
-# For policy_turns.py; the first is compared with the best of the others.
+# For policy_turns.py; the first is compared with each of the others.
 POLICIES := --config auto --config static:1 --config static:2 --config static:3 --config static:4 --config static:5 \
 	--config threshold:0.6
 # More options for sweep_concurrency.py, e.g. --existing replace, which measures anew what another commit has measured.

@@ -2,7 +2,7 @@
 
     python benchmarks/paired_ratio.py RESULTS/sweep.csv
     python benchmarks/paired_ratio.py RESULTS/sweep.csv --metric per_user_tok_s --baseline static:7@float32
-    python benchmarks/paired_ratio.py RESULTS/sweep.csv --against-best auto
+    python benchmarks/paired_ratio.py RESULTS/sweep.csv --of auto@bfloat16
 
 A machine that other people use drifts by tens of percent within minutes, so means of two configurations say little.
 The two rounds of a pair ran right after one another, on equal prompts: their ratio keeps the effect and drops the
@@ -86,40 +86,34 @@ def _check_metric(frame: pd.DataFrame, metric: str) -> None:
         raise ConfigError(f"--metric {metric!r} is not a figure of the sweep; use one of {numbers}")
 
 
-def ratios_to_the_best(frame: pd.DataFrame, metric: str, label: str) -> pd.DataFrame:
-    """Ratios of one configuration to the best of the others at each load, by geometric mean over the rounds.
+def ratios_to_each(frame: pd.DataFrame, metric: str, label: str) -> pd.DataFrame:
+    """Ratios of one configuration to each of the others.
 
-    Every round is compared with the configuration that was the best in all the other rounds: one that was picked by the
-    round itself would be the luckiest there, and no configuration, however good, could keep up with it.
+    The one to the best of them is among these, whichever that is. So it is no worse than the lowest, and its interval
+    reaches no lower than the lowest one, without anybody having to pick the best by the same noisy rounds.
 
     Returns:
-        As :func:`paired_ratios`; the baseline is the best over all rounds, another one at every load.
+        As :func:`paired_ratios`, with each of the others as a baseline.
 
     Raises:
         ConfigError: the sweep has no such configuration, or no other.
     """
     _check_metric(frame, metric)
-    labels = list(frame["config"].unique())
-    if label not in labels or len(labels) == 1:
+    others = [other for other in frame["config"].unique() if other != label]
+    if not others or len(others) == frame["config"].nunique():
         raise ConfigError(
-            f"--against-best {label!r} needs that and another one in the sweep, found {', '.join(labels)}"
+            f"--of {label!r} needs that and another one in the sweep, found {', '.join(frame['config'].unique())}"
         )
-    parts = []
-    for _, cells in frame.groupby("load", sort=False):
-        overall = _best(cells, metric, label)
-        for number, in_round in cells.groupby("round"):
-            elsewhere = cells[cells["round"] != number]
-            best = _best(elsewhere, metric, label) if len(elsewhere) else overall
-            pair = in_round[in_round["config"].isin([label, best])]
-            ratios = paired_ratios(pair, metric, dict.fromkeys([label, best], best))
-            parts.append(ratios.assign(baseline=overall))
-    return pd.concat(parts)
+    pairs = [
+        paired_ratios(frame[frame["config"].isin([label, other])], metric, {label: other, other: other})
+        for other in others
+    ]
+    return pd.concat(pairs).sort_values("load", key=lambda loads: loads.map(_rank(frame)), kind="stable")
 
 
-def _best(cells: pd.DataFrame, metric: str, label: str) -> str:
-    """The configuration other than ``label`` with the highest geometric mean."""
-    others = cells[cells["config"] != label]
-    return str(np.log(others[metric]).groupby(others["config"]).mean().idxmax())
+def _rank(frame: pd.DataFrame) -> dict[str, int]:
+    """Place of every load in the sweep."""
+    return {load: place for place, load in enumerate(frame["load"].unique())}
 
 
 def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
@@ -186,15 +180,15 @@ def _interval(logs: np.ndarray) -> tuple[float, float]:
 @click.argument("sweep", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--metric", default="output_tok_s", show_default=True, help="A numeric column of the sweep.")
 @click.option("--baseline", help="Label to compare with. Default: the plain configuration of the same dtype.")
-@click.option("--against-best", help="Label to compare with the best of the others at each load.")
-def main(sweep: Path, metric: str, baseline: str | None, against_best: str | None) -> None:
+@click.option("--of", "label", help="Label to compare with each of the others.")
+def main(sweep: Path, metric: str, baseline: str | None, label: str | None) -> None:
     """Command line; see the module."""
-    if baseline and against_best:
-        raise click.UsageError("--baseline and --against-best exclude each other")
+    if baseline and label:
+        raise click.UsageError("--baseline and --of exclude each other")
     try:
         frame = read_sweep(sweep)
-        if against_best:
-            pairs = ratios_to_the_best(frame, metric, against_best)
+        if label:
+            pairs = ratios_to_each(frame, metric, label)
         else:
             pairs = paired_ratios(frame, metric, frame_baselines(frame, baseline))
         if pairs.empty:

@@ -2,7 +2,7 @@ r"""Which policy decodes fastest? One server, and policies that take turns of a 
 
     python benchmarks/policy_turns.py --target TARGET --draft DRAFT --prompts FILE --output RESULTS \
         --config auto --config static:3 --config static:5 --concurrency 1,4,16 --rounds 20
-    python benchmarks/paired_ratio.py RESULTS/turns.csv --metric decode_tok_s --against-best auto@bfloat16
+    python benchmarks/paired_ratio.py RESULTS/turns.csv --metric decode_tok_s --of auto@bfloat16
 
 A machine that others use too changes its speed by ten percent from one second to the next, and some texts are easier to
 draft than others. Against the one, a turn is a fraction of a second: policies are switched while requests are being
@@ -31,7 +31,7 @@ from typing import Any
 
 import aiohttp
 import click
-from paired_ratio import ratio_table, ratios_to_the_best, summarise
+from paired_ratio import ratio_table, ratios_to_each, summarise
 from rich.console import Console
 from serving.client import Sampling, request_body
 from serving.configurations import Configuration, parse_configurations
@@ -232,7 +232,7 @@ def main(**options: Any) -> None:
     except DSparkError as error:
         raise click.ClickException(str(error)) from error
     if len(configurations) > 1:
-        pairs = ratios_to_the_best(frame, "decode_tok_s", configurations[0].label)
+        pairs = ratios_to_each(frame, "decode_tok_s", configurations[0].label)
         console.print(ratio_table(summarise(pairs), "decode_tok_s"))
 
 
