@@ -147,7 +147,7 @@ def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
 
 def ratio_table(summary: pd.DataFrame, metric: str) -> Table:
     """``summary`` for the terminal."""
-    table = Table(title=f"{metric}: ratio to the baseline, paired by round")
+    table = Table(title=f"{metric}: ratio to the baseline in the same row, paired by round")
     for name in ("config", "baseline"):
         table.add_column(name)
     for name in ("load", "rounds", "ratio", f"{CONFIDENCE:.0%} interval", "range", "above 1"):

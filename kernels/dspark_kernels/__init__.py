@@ -13,7 +13,7 @@ from .kv_inject import CommitRows, kv_inject, kv_inject_ref
 from .markov_sample import ConfidenceHead, MarkovHead, markov_sample, markov_sample_ref
 from .markov_walk import LatentHead, MarkovWeights, WalkWeights, markov_walk, markov_walk_ref
 from .noise import Purpose, RoundKeys, exponential, exponential_at, philox4x32, race_exponential, uniform
-from .plan import VerifyRows, plan_lens_ref, plan_top, plan_top_ref, plan_uniform, plan_uniform_ref
+from .plan import VerifyRows, plan_lens, plan_top, plan_top_ref, plan_uniform, plan_uniform_ref
 from .prepare import PreparedStep, StepRequests, prepare, prepare_ref
 from .sampling_params import LawParams, SamplingRows
 from .target_law import target_probs
@@ -61,7 +61,7 @@ __all__ = [
     "markov_walk_ref",
     "mask_tokens",
     "philox4x32",
-    "plan_lens_ref",
+    "plan_lens",
     "plan_top",
     "plan_top_ref",
     "plan_uniform",

@@ -53,11 +53,11 @@ class VerifyRows:
     positions: torch.Tensor
     slots: torch.Tensor
 
-    @classmethod
-    def empty(cls, bs: int, num_tokens: int, device: torch.device | str) -> VerifyRows:
+    @staticmethod
+    def empty(bs: int, num_tokens: int, device: torch.device | str) -> VerifyRows:
         """Buffers that planning fills."""
         sizes = (bs, bs + 1, *[num_tokens] * 5)
-        return cls(*(torch.empty(size, dtype=torch.int64, device=device) for size in sizes))
+        return VerifyRows(*(torch.empty(size, dtype=torch.int64, device=device) for size in sizes))
 
 
 def plan_top_ref(
@@ -81,13 +81,13 @@ def plan_top_ref(
     return _flatten_ref(lens, real, draft_tokens[:, :depth], requests, num_tokens, out)
 
 
-def plan_lens_ref(
+def plan_lens(
     verify_lens: torch.Tensor,  # [bs] int64
     draft_tokens: torch.Tensor | None,  # [bs, at least the longest length] int
     requests: StepRequests,
     num_tokens: int,
 ) -> VerifyRows:
-    """Lay out given lengths, in plain torch. No host sync.
+    """Lay out given lengths, in plain torch: only steps that run launch by launch come with them. No host sync.
 
     Args:
         draft_tokens: may be None where all lengths are 0.

@@ -1,1 +1,1 @@
-"""What the stages of a decode step hand to each other, known to the seam to SGLang and to the worker alike."""
+"""What the stages of a decode step hand to each other, and how it gets from host to device and back."""

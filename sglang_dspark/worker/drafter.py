@@ -170,7 +170,6 @@ class NoDrafter:
     """
 
     mask_token_id = 0  # of staged blocks that nobody reads
-    cache = None
 
     def __init__(self, options: DSparkConfig) -> None:
         self.gamma = options.gamma(None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from dspark_kernels import plan_lens_ref, plan_uniform_ref
+from dspark_kernels import plan_lens, plan_uniform, plan_uniform_ref
 
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
@@ -15,8 +15,11 @@ def uniform_plan(decode: DecodeBatch, draft_tokens: torch.Tensor | None, verify_
         draft_tokens: [bs, at least verify_len] int64; may be None where ``verify_len`` is 0.
     """
     bs, width = len(decode), verify_len + 1
+    if not _on_host(decode):
+        rows = plan_uniform(verify_len, draft_tokens, decode.requests, bs * width)
+        return VerifyPlan(**vars(rows), lens_cpu=None, width=width)
     rows = plan_uniform_ref(verify_len, draft_tokens, decode.requests, bs * width)
-    return VerifyPlan(**vars(rows), lens_cpu=[verify_len] * bs if _on_host(decode) else None, width=width)
+    return VerifyPlan(**vars(rows), lens_cpu=[verify_len] * bs, width=width)
 
 
 def ragged_plan(
@@ -29,7 +32,7 @@ def ragged_plan(
         verify_lens: [bs] int64, on the worker's device.
         num_tokens: rows of the flattened batch: the lengths' sum plus one anchor each.
     """
-    rows = plan_lens_ref(verify_lens, draft_tokens, decode.requests, num_tokens)
+    rows = plan_lens(verify_lens, draft_tokens, decode.requests, num_tokens)
     if _on_host(decode):
         lens = verify_lens.tolist()
         return VerifyPlan(**vars(rows), lens_cpu=lens, width=max(lens) + 1)

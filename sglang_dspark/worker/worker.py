@@ -35,7 +35,7 @@ _LOG_INTERVAL_S = 30.0
 
 
 class DSparkWorker(SpecWorkerBase):
-    """Draft with the DSpark drafter, verify with the target, commit what was accepted."""
+    """Draft, with the drafter or by presets, verify with the target, commit what was accepted."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -7,7 +7,7 @@ import torch
 from dspark_kernels.kv_inject import CommitRows, kv_inject
 from dspark_kernels.plan import (
     VerifyRows,
-    plan_lens_ref,
+    plan_lens,
     plan_top,
     plan_top_ref,
     plan_uniform,
@@ -142,8 +142,8 @@ def test_given_lengths(bs, depth, device):
     lens = torch.randint(0, depth + 1, (bs,), generator=torch.Generator().manual_seed(1))
     requests, drafts, num_tokens = step_requests(bs, depth, device), drafts_of(bs, depth, device), bs + int(lens.sum())
     expected = flattened(lens.tolist(), drafts, requests, num_tokens, depth)
-    assert_same(plan_lens_ref(lens.to(device), drafts, requests, num_tokens), expected)
-    none = plan_lens_ref(torch.zeros_like(lens).to(device), None, requests, bs)
+    assert_same(plan_lens(lens.to(device), drafts, requests, num_tokens), expected)
+    none = plan_lens(torch.zeros_like(lens).to(device), None, requests, bs)
     assert_same(none, flattened([0] * bs, drafts, requests, bs, depth))
 
 
