@@ -98,22 +98,17 @@ def ratios_to_each(frame: pd.DataFrame, metric: str, label: str) -> pd.DataFrame
     Raises:
         ConfigError: the sweep has no such configuration, or no other.
     """
-    _check_metric(frame, metric)
     others = [other for other in frame["config"].unique() if other != label]
     if not others or len(others) == frame["config"].nunique():
         raise ConfigError(
             f"--of {label!r} needs that and another one in the sweep, found {', '.join(frame['config'].unique())}"
         )
     pairs = [
-        paired_ratios(frame[frame["config"].isin([label, other])], metric, {label: other, other: other})
+        paired_ratios(cells[cells["config"].isin([label, other])], metric, {label: other, other: other})
+        for _, cells in frame.groupby("load", sort=False)
         for other in others
     ]
-    return pd.concat(pairs).sort_values("load", key=lambda loads: loads.map(_rank(frame)), kind="stable")
-
-
-def _rank(frame: pd.DataFrame) -> dict[str, int]:
-    """Place of every load in the sweep."""
-    return {load: place for place, load in enumerate(frame["load"].unique())}
+    return pd.concat(pairs)
 
 
 def summarise(pairs: pd.DataFrame) -> pd.DataFrame:

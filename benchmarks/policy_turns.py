@@ -73,15 +73,15 @@ class Turns:
         timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(self._server.url, timeout=timeout, connector=connector) as session:
             await asyncio.gather(*(self._ask(session, prompt, max_tokens=1) for prompt in self._prompts))
-            await self._decode(session, self._prompts[:users], configurations)
+            await self._decode(session, self._prompts[:users], configurations, _nothing(configurations))
             for number in range(num_rounds):
                 prompts = [self._prompts[(number * users + user) % len(self._prompts)] for user in range(users)]
                 order = shuffle.sample(configurations, len(configurations))
-                sums = {configuration.label: dict.fromkeys(COUNTED, 0.0) for configuration in order}
+                sums = _nothing(order)
                 for shift in range(len(order)):
                     await self._decode(session, prompts, order[shift:] + order[:shift], sums)
                 rows += [self._row(each, users, number, sums[each.label]) for each in configurations]
-                if any(row["rounds"] != users * row["steps"] for row in rows):
+                if any(counts["rounds"] != users * counts["steps"] for counts in sums.values()):
                     raise DSparkError(f"the server did not decode for all {users} users at a time; ask for fewer")
         return rows
 
@@ -90,10 +90,9 @@ class Turns:
         session: aiohttp.ClientSession,
         prompts: Sequence[Prompt],
         order: Sequence[Configuration],
-        sums: dict[str, dict[str, float]] | None = None,
+        sums: dict[str, dict[str, float]],
     ) -> None:
         """Decode answers to ``prompts``, policies taking turns in this order, and add what they did to ``sums``."""
-        counted = sums or {each.label: dict.fromkeys(COUNTED, 0.0) for each in order}
         try:
             async with asyncio.TaskGroup() as group:
                 begun = await self._switch(session, order[0])
@@ -101,7 +100,7 @@ class Turns:
                 while (await self._tokens(session)) - begun["committed_tokens"] < LEAD_IN_TOKENS * len(prompts):
                     self._check_that_none_ended(answers)
                     await asyncio.sleep(POLL_S)
-                await self._take_turns(session, list(order) * self._cycles, counted)
+                await self._take_turns(session, list(order) * self._cycles, sums)
                 self._check_that_none_ended(answers)
                 await self._json(session, "/abort_request", {"rid": "", "abort_all": True})
         except ExceptionGroup as failures:
@@ -113,14 +112,14 @@ class Turns:
             raise DSparkError("an answer ended before all policies had had their turns; raise --max-tokens")
 
     async def _take_turns(
-        self, session: aiohttp.ClientSession, turns: Sequence[Configuration], counted: dict[str, dict[str, float]]
+        self, session: aiohttp.ClientSession, turns: Sequence[Configuration], sums: dict[str, dict[str, float]]
     ) -> None:
         before = await self._switch(session, turns[0])
         for turn, following in zip(turns, [*turns[1:], turns[0]], strict=True):
             await asyncio.sleep(self._seconds)
             after = await self._switch(session, following)
             for name in COUNTED:
-                counted[turn.label][name] += after[name] - before[name]
+                sums[turn.label][name] += after[name] - before[name]
             before = after
 
     async def _switch(self, session: aiohttp.ClientSession, configuration: Configuration) -> dict[str, float]:
@@ -158,6 +157,11 @@ class Turns:
             "seconds": counts["uptime_s"],
             **{name: round(counts[name]) for name in COUNTERS},
         }
+
+
+def _nothing(configurations: Sequence[Configuration]) -> dict[str, dict[str, float]]:
+    """Sums of what the server counts, by label, before anything was counted."""
+    return {configuration.label: dict.fromkeys(COUNTED, 0.0) for configuration in configurations}
 
 
 def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
