@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from sglang_dspark.prefix_scheduler.choice import PLAIN, Choice, Rule
 
@@ -24,10 +24,12 @@ class Policy(ABC):
     Attributes:
         needs_confidence: whether the drafter's confidences have to be computed.
         parked: whether speculation rests because plain steps are faster.
+        looks_back: whether it is to be shown what became of every step, see :meth:`observe`.
     """
 
     needs_confidence: bool
     parked: bool = False
+    looks_back: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -48,7 +50,7 @@ class Policy(ABC):
 
     def observe(self, verified: int, accepted: int) -> None:
         """Take note of a step that verified drafts of the drafter, all requests together."""
-        return  # most policies do not look back
+        raise NotImplementedError(f"{self.name} does not look back")
 
 
 @dataclass
@@ -98,6 +100,7 @@ class AdaptiveBlockPolicy(Policy):
     """
 
     gamma: int
+    looks_back: ClassVar[bool] = True
     name: str = "adaptive-block"
     needs_confidence: bool = False
     _steps: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=ADAPTIVE_WINDOW_STEPS), init=False)
