@@ -60,6 +60,10 @@ def _probability(text: str) -> float:
     return value
 
 
+def _profile(text: str) -> tuple[float, ...]:
+    return tuple(_probability(part) for part in text.split(","))
+
+
 def _switch(text: str) -> bool:
     if text not in ("on", "off"):
         raise ValueError("must be on or off")
@@ -115,6 +119,12 @@ class DSparkConfig:
         "serves the target alone and says why in the log and in `GET /dspark/capabilities`.",
         default="refuse",
     )
+    simulate_acceptance: tuple[float, ...] | None = _knob(
+        _profile,
+        "With `--load-format dummy` only: keep drafts by chance, to measure the steps of a shape. Probabilities by "
+        "position, of keeping a draft when all before it are kept, e.g. `0.8,0.75,0.7`; the last one counts for the "
+        "rest of the block.",
+    )
 
     def __post_init__(self) -> None:
         for name, schedule in (("verify_len", "static"), ("confidence_threshold", "threshold")):
@@ -133,6 +143,11 @@ class DSparkConfig:
             raise ConfigError(
                 f"{flag_name('confidence_sts_path')}={self.confidence_sts_path} calibrates a drafter, and "
                 f"{flag_name('draft_free')} serves without one; drop one of the flags"
+            )
+        if self.draft_free and self.simulate_acceptance is not None:
+            raise ConfigError(
+                f"{flag_name('simulate_acceptance')} stands in for a drafter's quality, and {flag_name('draft_free')} "
+                "serves without one; drop one of the flags"
             )
         if self.schedule == "threshold" and self.confidence_threshold is None:
             raise ConfigError(f"{flag_name('schedule')}=threshold needs {flag_name('confidence_threshold')}, e.g. 0.5")
@@ -210,6 +225,22 @@ class DSparkConfig:
                 f"draft checkpoint was trained with; pass {checkpoint_block_size} or less"
             )
         return self.block_size
+
+    def acceptance_profile(self, gamma: int) -> tuple[float, ...] | None:
+        """Simulated probabilities of acceptance for the ``gamma`` positions of a block; None for real acceptance.
+
+        Raises:
+            ConfigError: there are more of them.
+        """
+        profile = self.simulate_acceptance
+        if profile is None:
+            return None
+        if len(profile) > gamma:
+            raise ConfigError(
+                f"{flag_name('simulate_acceptance')} has {len(profile)} probabilities where a block has {gamma} "
+                f"drafts; give {gamma} or fewer"
+            )
+        return (*profile, *[profile[-1]] * (gamma - len(profile)))
 
     def max_verify(self, gamma: int) -> int:
         """Most drafts that a step verifies per request.

@@ -66,6 +66,12 @@ def test_verify_nothing_is_legal():
             {},
             "calibrates a drafter",
         ),
+        (
+            ["--speculative-dspark-draft-free", "--speculative-dspark-simulate-acceptance", "0.5"],
+            {},
+            "stands in for a drafter's quality",
+        ),
+        (["--speculative-dspark-simulate-acceptance", "0.9,1.5"], {}, "acceptance='0.9,1.5': must lie in"),
         (["--speculative-dspark-draft-free", "yes"], {}, "draft-free='yes': must be on or off"),
         ([], {"SGLANG_DSPARK_VERIFY_LEN": "many"}, "SGLANG_DSPARK_VERIFY_LEN='many'"),
         ([], {"SGLANG_DSPARK_VERIFYLEN": "3"}, "unknown environment variable SGLANG_DSPARK_VERIFYLEN"),
@@ -81,6 +87,15 @@ def test_values_beyond_the_checkpoint():
         resolve("--speculative-dspark-block-size", "8").gamma(7)
     with pytest.raises(ConfigError, match="--speculative-dspark-verify-len=6 exceeds the 5 drafts"):
         resolve(*STATIC, "--speculative-dspark-verify-len", "6").max_verify(5)
+
+
+def test_simulated_acceptance_of_a_block():
+    assert resolve().acceptance_profile(5) is None
+    config = resolve("--speculative-dspark-simulate-acceptance", "0.9,0.5,0.25")
+    assert config.acceptance_profile(5) == (0.9, 0.5, 0.25, 0.25, 0.25)
+    assert config.acceptance_profile(3) == (0.9, 0.5, 0.25)
+    with pytest.raises(ConfigError, match="acceptance has 3 probabilities where a block has 2 drafts"):
+        config.acceptance_profile(2)
 
 
 def test_policy_of_a_running_server():

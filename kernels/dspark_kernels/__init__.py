@@ -16,6 +16,7 @@ from .noise import Purpose, RoundKeys, exponential, exponential_at, philox4x32, 
 from .plan import VerifyRows, plan_lens, plan_top, plan_top_ref, plan_uniform, plan_uniform_ref
 from .prepare import PreparedStep, StepRequests, prepare, prepare_ref
 from .sampling_params import LawParams, SamplingRows
+from .simulated_accept import simulated_accept, simulated_accept_ref
 from .target_law import target_probs
 from .to_device import to_device
 from .token_draw import draw, inverse_cdf, seeded_argmax
@@ -70,6 +71,8 @@ __all__ = [
     "prepare_ref",
     "race_exponential",
     "seeded_argmax",
+    "simulated_accept",
+    "simulated_accept_ref",
     "target_probs",
     "to_device",
     "uniform",

@@ -183,8 +183,8 @@ def accept_fused(
         "HAS_COPIED": law is not None and copied is not None,
     }
     noise: dict[str, Any] = {
-        "seed": _signed64(keys.seed),
-        "step_ptr": _device_step(keys) if sampled else None,
+        "seed": keys.signed_seed,
+        "step_ptr": keys.device_step if sampled else None,
         "request_keys_ptr": keys.request_keys if sampled else None,
     }
     draw: dict[str, Any] = {
@@ -248,13 +248,3 @@ def _check_law(law: DraftLaw, bs: int, gamma: int, vocab_size: int) -> None:
 
 def _tile(most: int, vocab_size: int) -> int:
     return max(_MIN_TILE, min(most, triton.next_power_of_2(vocab_size)))
-
-
-def _device_step(keys: RoundKeys) -> torch.Tensor:
-    if isinstance(keys.step, torch.Tensor):
-        return keys.step
-    return torch.full((), keys.step, dtype=torch.int64, device=keys.request_keys.device)
-
-
-def _signed64(value: int) -> int:
-    return ((value + 2**63) % 2**64) - 2**63

@@ -161,7 +161,7 @@ def markov_walk(
     tokens = torch.empty((bs, gamma), dtype=torch.int64, device=device)
     law, step = None, None
     if temperatures is not None:
-        law, step = _empty_law(base_logits, vocabulary), _on_device(keys.step, device)
+        law, step = _empty_law(base_logits, vocabulary), keys.device_step
     by_token = markov is not None and markov.head is None
     latent_of = _latents(markov, hidden)
     max_block_r = _MAX_BLOCK_R if markov is None else _BLOCK_R.get(markov.w2.dtype, _MAX_BLOCK_R)
@@ -182,7 +182,7 @@ def markov_walk(
             temperatures,
             keys.request_keys,
             step,
-            (keys.seed + 2**63) % 2**64 - 2**63,
+            keys.signed_seed,
             None if law is None else law.scores[:, k],
             gamma * v,
             None if law is None else law.log_norms[:, k],
@@ -235,11 +235,6 @@ def _empty_law(base_logits: torch.Tensor, vocabulary: DraftVocabulary | None) ->
     scores = torch.empty(base_logits.shape, dtype=torch.float32, device=base_logits.device)
     log_norms = torch.empty(base_logits.shape[:2], dtype=torch.float32, device=base_logits.device)
     return DraftLaw(scores, log_norms, None if vocabulary is None else vocabulary.columns)
-
-
-def _on_device(step: int | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The step as a 0-dim tensor: by a fill, because a copy from the host would wait."""
-    return step if isinstance(step, torch.Tensor) else torch.full((), step, dtype=torch.int64, device=device)
 
 
 def _num_warps(block_b: int) -> int:

@@ -173,6 +173,18 @@ class RoundKeys:
     request_keys: torch.Tensor
     positions: torch.Tensor
 
+    @property
+    def signed_seed(self) -> int:
+        """The seed as kernels take it: the signed integer of its low 64 bits."""
+        return (self.seed + 2**63) % 2**64 - 2**63
+
+    @property
+    def device_step(self) -> torch.Tensor:
+        """The step as a 0-dim int64 tensor: of an int by a fill, because a copy from the host would wait."""
+        if isinstance(self.step, torch.Tensor):
+            return self.step
+        return torch.full((), self.step, dtype=torch.int64, device=self.request_keys.device)
+
     def uniform(self, slots: Word, purpose: Word) -> torch.Tensor:
         """Uniforms for one slot per request (``slots`` int or [bs]): [bs] float64; see ``uniform``."""
         return uniform(self.seed, self.step, self.request_keys, slots, purpose)

@@ -43,6 +43,26 @@ def load_draft_model(path: str | Path, *, dtype: torch.dtype, device: torch.devi
     return model.freeze()
 
 
+def random_draft_model(config: DraftConfig, *, dtype: torch.dtype, device: torch.device | str) -> DraftModel:
+    """A frozen drafter of this shape with random weights, which reads the target's embedding and LM head.
+
+    For measuring times: what it proposes is noise. All ranks of a server make the same one.
+    """
+    with torch.device("meta"):
+        model = DraftModel(config, own_embedding=False, own_lm_head=False)
+    model.to(dtype).to_empty(device=device)
+    if model.confidence is not None:
+        model.confidence.float()
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+    return model.freeze()
+
+
 def check_draft_model(path: str | Path) -> None:
     """Look at a draft checkpoint without reading its tensors: :func:`load_draft_model` will not complain.
 

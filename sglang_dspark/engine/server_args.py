@@ -113,9 +113,25 @@ def find_drafter(args: Any, config: DSparkConfig) -> str | None:
         )
     revision = args.speculative_draft_model_revision
     folder = local_folder(path, flag=flag, files=DRAFT_FILES, revision=revision, cache_dir=args.download_dir)
-    check_draft_model(folder)
+    if _draft_load_format(args) != "dummy":
+        check_draft_model(folder)
     load_token_ids(folder, DraftConfig.from_pretrained(folder).vocab_size)
     return folder
+
+
+def _draft_load_format(args: Any) -> str:
+    """How the drafter's weights come, by SGLang's rule.
+
+    Raises:
+        ConfigError: a format that drafters do not have was asked for.
+    """
+    own = args.speculative_draft_load_format
+    if own not in (None, "auto", "safetensors", "dummy"):
+        raise ConfigError(
+            f"--speculative-draft-load-format={own}: DSPARK reads drafters as safetensors; drop the flag, or pass "
+            "dummy for random weights"
+        )
+    return str(own or args.load_format)
 
 
 def validate(server_args: Any) -> None:
@@ -210,6 +226,11 @@ def complete(server_args: Any) -> None:
         raise ConfigError(
             f"--speculative-num-draft-tokens={given} contradicts the block size {gamma}; "
             f"pass {gamma + 1} or drop the flag"
+        )
+    if config.acceptance_profile(gamma) is not None and server_args.load_format != "dummy":
+        raise ConfigError(
+            f"{flag_name('simulate_acceptance')} gives up the target's text for the sake of step times; pass it with "
+            "--load-format dummy, or drop it"
         )
     has_confidence_head = draft is not None and draft.enable_confidence_head
     if config.schedule == "threshold" and draft is not None and not has_confidence_head:

@@ -34,6 +34,7 @@ def capabilities(worker: DSparkWorker) -> dict[str, Any]:
             "context_length": model.context_len,
         },
         "drafter": drafter,
+        "simulated_acceptance": worker.options.acceptance_profile(worker.drafter.gamma),
         "block_size": worker.drafter.gamma,
         "max_verify": worker.max_verify,
         "max_running_requests": worker.max_running_requests,

@@ -17,7 +17,7 @@ from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
-from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.draft.weights import load_draft_model, random_draft_model
 from sglang_dspark.engine.target import Target
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 from sglang_dspark.worker.draft_attention import block_attend
@@ -61,14 +61,26 @@ class Drafter:
         self._device, self._features = device, features
 
     @classmethod
-    def load(cls, path: str, options: DSparkConfig, model_runner: Any, device: torch.device) -> Self:
-        """Load a checkpoint beside the target of ``model_runner``."""
+    def load(cls, path: str, options: DSparkConfig, model_runner: Any, device: torch.device, *, dummy: bool) -> Self:
+        """Load a checkpoint beside the target of ``model_runner``.
+
+        Args:
+            dummy: take random weights of its shape.
+        """
         config = DraftConfig.from_pretrained(path)
         target = Target(model_runner, config)
-        model = load_draft_model(path, dtype=target.dtype, device=device)
+        if dummy:
+            model = random_draft_model(config, dtype=target.dtype, device=device)
+        else:
+            model = load_draft_model(path, dtype=target.dtype, device=device)
         shared = target.share_with(model)
         heads = ProposalHeads(model, load_token_ids(path, config.vocab_size))
-        logger.info("DSPARK drafter %s loaded; read from the target: %s", path, ", ".join(shared) or "nothing")
+        logger.info(
+            "DSPARK drafter %s loaded%s; read from the target: %s",
+            path,
+            ", with random weights" if dummy else "",
+            ", ".join(shared) or "nothing",
+        )
         gamma = options.gamma(config.block_size)
         return cls(config, model, heads, gamma=gamma, device=device, features=target.features)
 

@@ -275,6 +275,8 @@ class GraphStages:
         requests = len(step)
         if step.rows.all_greedy and not step.adjusted and not self._worker.agreement.needed:
             self._committed = True
+            if self._worker.profile is not None:
+                self._graphs.step_number.fill_(step.keys.step)
             accepted = self._graphs.accept[self._rows, self._plain].replay()
             return Accepted(*(part[:requests].clone() for part in vars(accepted).values()))
         part = replace(plan, verify_lens=plan.verify_lens[:requests], indptr=plan.indptr[: requests + 1])

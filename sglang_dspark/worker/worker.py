@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import torch
-from dspark_kernels import Accepted, DraftBlock, SamplingRows, accept
+from dspark_kernels import Accepted, DraftBlock, SamplingRows, accept, simulated_accept
 
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.batch import DSparkBatchResult, copy_drafts, decode_result, read_decode_batch
@@ -49,6 +49,7 @@ class DSparkWorker(SpecWorkerBase):
         self.history = History(self.counters)
         self.asked = OptionsReader(self.max_verify)
         self.preset_texts = PresetTexts(self.max_verify)
+        self.profile = self.acceptance_profile()
         self.graphs: StepGraphs | None = None
         self._logged_at = time.monotonic()
         self._warned = False
@@ -58,7 +59,17 @@ class DSparkWorker(SpecWorkerBase):
         if self.options.draft_free:
             return NoDrafter(self.options)
         path, runner = self.server_args.speculative_draft_model_path, self.target_worker.model_runner
-        return Drafter.load(path, self.options, runner, self.device)
+        # SGLang has put --speculative-draft-load-format here by now, where it was given.
+        dummy = self.server_args.load_format == "dummy"
+        return Drafter.load(path, self.options, runner, self.device, dummy=dummy)
+
+    def acceptance_profile(self) -> torch.Tensor | None:
+        """[gamma] float64 probabilities by which drafts are kept in place of what the target says; None to ask it."""
+        profile = self.options.acceptance_profile(self.drafter.gamma)
+        if profile is None:
+            return None
+        logger.warning("DSPARK: acceptance is simulated (%s): texts mean nothing, step times do", profile)
+        return torch.tensor(profile, dtype=torch.float64, device=self.device)
 
     @property
     def graph_depth(self) -> int:
@@ -194,6 +205,8 @@ class DSparkWorker(SpecWorkerBase):
             copied=None if block is None else block.copied,
             prefix_lens=step.prefix_lens,
         )
+        if self.profile is not None:
+            accepted = simulated_accept(accepted, tokens, plan.verify_lens, self.profile, step.keys)
         assert accepted.new_seq_lens is not None
         self.agreement.adopt(accepted.accepted_lens, accepted.bonus_tokens, accepted.out_tokens, accepted.new_seq_lens)
         return accepted

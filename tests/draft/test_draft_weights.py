@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dspark.draft.weights import check_draft_model, load_draft_model, save_draft_model
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.weights import check_draft_model, load_draft_model, random_draft_model, save_draft_model
 from sglang_dspark.errors import CheckpointError
 
 EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -198,3 +199,22 @@ def test_a_look_finds_what_loading_would(make_checkpoint):
     (path / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match="cannot be read"):
         check_draft_model(path)
+
+
+@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+def test_random_weights_of_a_shape(make_checkpoint, head):
+    """They need no file of weights, fill every tensor, and are the same on every rank."""
+    path = make_checkpoint(markov_head_type=head)
+    (path / "model.safetensors").unlink()
+    config = DraftConfig.from_pretrained(path)
+    first, second = (random_draft_model(config, dtype=torch.bfloat16, device="cpu") for _ in range(2))
+    assert first.confidence.proj.weight.dtype == torch.float32
+    assert first.fc.weight.dtype == torch.bfloat16
+    tensors = first.state_dict()
+    assert EMBED not in tensors and LM_HEAD not in tensors
+    for name, tensor in second.state_dict().items():
+        assert torch.equal(tensor, tensors[name])
+        assert tensor.isfinite().all() and tensor.abs().max() > 0
+    embedding = torch.randn(config.vocab_size, config.hidden_size)
+    first.bind_target(embedding, embedding)
+    assert first.base_logits(torch.randn(3, config.hidden_size)).shape == (3, config.vocab_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 import time
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dspark.http_client import open_directly
-from sglang_dspark.launch import LaunchedServer
+from sglang_dspark.launch import CPU_ENV, LaunchedServer
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
 CASES: list[dict[str, Any]] = json.loads((DRAFT / "golden.json").read_text())["cases"]
 VOCAB = range(3, 60)  # ids that the golden target's training text used
+EMULATION = Path(__file__).parent / "emulated_graphs"
 DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
 
 GUARDED = (
@@ -34,6 +36,13 @@ GUARDED = (
     "admin-key",
 )
 """A server with metrics, an API key, an admin key, and an idea of what a chat is."""
+
+
+def emulated_graphs() -> dict[str, str]:
+    """Environment of a CPU server whose decode steps are staged and replayed as on a GPU, with kernels interpreted."""
+    path = os.pathsep.join([str(EMULATION), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**CPU_ENV, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+
 
 Launch = Callable[..., LaunchedServer]
 """``launch(*flags)`` of the fixture: a float32 server of the golden target with these flags."""

@@ -114,6 +114,8 @@ def test_the_server_survives_refusals(dspark):
 
 STATIC = ("--speculative-dspark-schedule", "static")
 
+DUMMY = ("--load-format", "dummy")
+
 # One process tries all of them: importing SGLang takes longer than everything else.
 STARTUP = [
     (["--speculative-draft-model-path", ""], "--speculative-draft-model-path"),
@@ -142,6 +144,12 @@ STARTUP = [
     (["--speculative-dspark-verify-len", "two"], "--speculative-dspark-verify-len='two'"),
     (["--speculative-dspark-schedule", "fast"], "--speculative-dspark-schedule='fast'"),
     (["--speculative-dspark-confidence-sts-path", "./no-such.json"], "no-such.json"),
+    (["--speculative-draft-load-format", "gguf"], "--speculative-draft-load-format=gguf"),
+    (["--speculative-dspark-simulate-acceptance", "0.5"], "--load-format dummy, or drop it"),
+    (
+        [*DUMMY, "--speculative-dspark-simulate-acceptance", ",".join(["0.5"] * 8)],
+        "8 probabilities where a block has 7",
+    ),
     (["--speculative-dspark-fallback", "plain"], "--speculative-dspark-fallback='plain'"),
     (["--speculative-dspark-fallback", "target-only", "--page-size", "16"], "--page-size=16"),
 ]

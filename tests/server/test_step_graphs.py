@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from golden_server import DRAFT, DSPARK, TARGET, generate, greedy, output_ids, policy
+from golden_server import DRAFT, DSPARK, TARGET, emulated_graphs, generate, greedy, output_ids, policy
 
-from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
+from sglang_dspark.launch import CPU_FLAGS, LaunchedServer
 
-EMULATION = Path(__file__).parent / "emulated_graphs"
 CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:3]
 TOKENS = 6  # an interpreted step takes a tenth of a second
 
@@ -21,9 +18,7 @@ TOKENS = 6  # an interpreted step takes a tenth of a second
 @pytest.fixture(scope="module")
 def graphs() -> Iterator[LaunchedServer]:
     """A server whose decode steps are staged and replayed as on a GPU."""
-    path = os.pathsep.join([str(EMULATION), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**CPU_ENV, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    with LaunchedServer(TARGET, *CPU_FLAGS, "--dtype", "float32", *DSPARK, env=env) as server:
+    with LaunchedServer(TARGET, *CPU_FLAGS, "--dtype", "float32", *DSPARK, env=emulated_graphs()) as server:
         yield server
 
 

@@ -1,0 +1,66 @@
+"""A server of random weights that accepts by chance: its steps, as a GPU would take them and launch by launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from golden_server import DSPARK, TARGET, emulated_graphs, generate, policy
+
+from sglang_dspark.launch import CPU_FLAGS, LaunchedServer
+
+TOKENS = 20  # an interpreted step takes a tenth of a second
+PROFILE = (1.0, 0.5, 0.75, 0.0)  # the rest as the last
+FLAGS = (
+    *("--dtype", "float32", "--load-format", "dummy"),
+    *("--speculative-dspark-simulate-acceptance", ",".join(map(str, PROFILE))),
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LaunchedServer]:
+    with LaunchedServer(TARGET, *CPU_FLAGS, *FLAGS, *DSPARK, env=emulated_graphs()) as server:
+        yield server
+
+
+def accepted_by(server: LaunchedServer, temperature: float) -> list[list[int]]:
+    """Drafts accepted in the rounds of two requests at a time, whose answers are checked to be made of them."""
+    parameters = {"temperature": temperature, "max_new_tokens": TOKENS, "ignore_eos": True}
+    body = {"input_ids": [5, 6, 7], "sampling_params": parameters, "speculation": {"trace": True}}
+    accepted = []
+    for answer in generate(server, [body] * 2, 2):
+        ids, trace = answer["output_ids"], answer["meta_info"]["dspark_trace"]
+        assert len(ids) == TOKENS
+        accepted.append([])
+        starts = [place for place, entry in enumerate(trace) if entry is not None]
+        # The last round may run past the tokens that were asked for.
+        for start, end in pairwise(starts):
+            entry = trace[start]
+            assert end - start == entry["accepted"] + 1
+            assert ids[start : end - 1] == entry["draft"][: entry["accepted"]]
+            accepted[-1].append(entry["accepted"])
+    return accepted
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_drafts_are_accepted_by_the_profile(server, temperature):
+    """Greedy steps are replayed, sampled ones judged outside of graphs."""
+    with policy(server, "static"):
+        accepted = accepted_by(server, temperature)
+    # Kept as often as they should be: tests/kernels/test_simulated_accept.py.
+    assert {count for counts in accepted for count in counts} <= {1, 2, 3}
+    # Every round has noise of its own.
+    assert any(len(set(counts)) > 1 for counts in accepted)
+
+
+def test_nothing_is_accepted_that_was_not_verified(server):
+    with policy(server, "static", verify_len=1):
+        assert {count for counts in accepted_by(server, 0) for count in counts} == {1}
+
+
+def test_it_says_so(server):
+    assert server.get_json("/dspark/capabilities")["simulated_acceptance"] == [*PROFILE, 0.0, 0.0, 0.0]
+    log = server.log_path.read_text()
+    assert "acceptance is simulated" in log
+    assert "with random weights" in log
