@@ -10,12 +10,12 @@ r"""What a decode step on a GPU is made of: launches, GPU time by stage, and how
 steps that CUDA graphs replay. How kernels are told apart: ``tracing/stages.py``; what the figures mean:
 ``tracing/summary.py``.
 
-The project's goal is a share outside the forwards below 3 % for 64 requests. Profiling makes launches dearer, so spans
-are longer than without it; GPU times hardly change.
+The project's goal is a share outside the forwards below 3 % for 64 requests. Profiling costs the host time in every
+launch, so spans may be longer than without it.
 
-``record`` has not been run on a GPU yet: its requests and their order are tested against a stand-in for the server.
-``summarise`` is tested on a trace of an H200, which was recorded by hand. On a CPU the trace is recorded, and has no
-kernels to summarise.
+``record`` has not been run with a real server yet, neither on a GPU nor on a CPU: what it asks and in which order is
+tested against a stand-in. On a CPU it keeps the trace, which has no kernels to summarise. ``summarise`` is tested on a
+trace of an H200 that was recorded by other means.
 """
 
 from __future__ import annotations
