@@ -1,0 +1,236 @@
+"""Stages of decode steps in traces: handmade ones, and one of an H200."""
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from step_trace import main, summary_of
+from tracing.chrome import gpu_activities, read_trace
+from tracing.stages import KERNEL_STAGES, split_steps
+from tracing.summary import busy_us, summarise
+
+from sglang_dspark.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+H200 = REPOSITORY / "benchmarks" / "results" / "h200" / "qwen3_4b_shape.trace.json.gz"
+
+# (name, microseconds) in the order in which they run; one graph launch per list.
+DRAFT = [
+    *[("embed", 2), ("gemm", 30), ("_window_attention_kernel", 8), ("lm_head", 60), ("choose_kernel", 5)],
+    *[("latent", 1), ("choose_kernel", 6), ("_block_confidence_kernel", 3), ("sigmoid", 1)],
+]
+VERIFY = [("_window_attention_kernel", 40), ("gemm", 160)]
+ACCEPT = [("row_stats_kernel", 4), ("judge_kernel", 2), ("gemm", 7), ("_kv_inject_kernel", 3)]
+STEP_US = {
+    "prepare": 1,
+    "drafter network": 100,
+    "Markov walk": 12,
+    "confidence": 4,
+    "plan": 2,
+    "target forward": 200,
+    "accept": 6,
+    "commit": 10,
+    "copies": 3,
+    "other": 5,
+}
+
+
+class Tape:
+    """A Chrome trace whose activities run one after the other, with 1 us between them."""
+
+    def __init__(self):
+        self.events, self.now_us, self.calls = [], 1000.0, 0
+
+    def _call(self, name):
+        self.calls += 1
+        # The host is ahead of the GPU, and its events come in another order.
+        event = {"ph": "X", "cat": "cuda_runtime", "name": name, "ts": 0, "dur": 1}
+        self.events.insert(0, event | {"args": {"correlation": self.calls}})
+
+    def _activity(self, name, us, category="kernel"):
+        event = {"ph": "X", "cat": category, "name": name, "ts": self.now_us, "dur": us}
+        self.events.append(event | {"args": {"correlation": self.calls, "stream": 7}})
+        self.now_us += us + 1
+
+    def graph(self, kernels):
+        self._call("cudaGraphLaunch")
+        for name, us in kernels:
+            self._activity(name, us)
+
+    def kernel(self, name, us):
+        self._call("cuLaunchKernelEx")
+        self._activity(name, us)
+
+    def copy(self, us):
+        self._call("cudaMemcpyAsync")
+        self._activity("Memcpy DtoH (Device -> Pinned)", us, "gpu_memcpy")
+
+    def step(self, draft=DRAFT, verify=VERIFY, accept=ACCEPT):
+        self.kernel("_prepare_kernel", 1)
+        self.graph(draft)
+        self.kernel("_plan_kernel", 2)
+        self.graph(verify)
+        self.graph(accept)
+        self.copy(3)
+        self.kernel("index_put", 5)  # for the next step
+
+    @property
+    def document(self):
+        return {"deviceProperties": [{"name": "Some GPU"}], "traceEvents": self.events}
+
+    def summary(self):
+        return summarise(gpu_activities(self.document))
+
+    def save(self, path):
+        path.write_bytes(gzip.compress(json.dumps(self.document).encode()))
+        return path
+
+
+def times(summary):
+    return {stage: part["us"] for stage, part in summary["stages"].items()}
+
+
+def recorded(num_steps=4):
+    tape = Tape()
+    for _ in range(num_steps):
+        tape.step()
+    return tape
+
+
+def test_every_activity_counts_to_its_stage():
+    summary = recorded().summary()
+    assert times(summary) == STEP_US
+    counts = {stage: part["activities"] for stage, part in summary["stages"].items()}
+    graphs = {"drafter network": 4, "Markov walk": 3, "confidence": 2, "target forward": 2, "accept": 2, "commit": 2}
+    assert counts == graphs | dict.fromkeys(("prepare", "plan", "copies", "other"), 1)
+    assert {part["launches"] for part in summary["stages"].values()} == {1}
+
+
+def test_share_outside_the_forwards():
+    summary = recorded().summary()
+    assert summary["gpu_us"] == 343
+    assert summary["outside_forwards_share"] == pytest.approx(43 / 343)
+    assert sum(part["share"] for part in summary["stages"].values()) == pytest.approx(1)
+
+
+def test_launches_and_time_of_a_step():
+    summary = recorded().summary()
+    assert (summary["graph_launches"], summary["kernel_launches"], summary["copy_launches"]) == (3, 3, 1)
+    assert summary["activities"] == 19
+    assert (summary["busy_us"], summary["span_us"]) == (343, 343 + 19)  # 1 us behind each
+    assert summary["busy_share"] == pytest.approx(343 / 362)
+
+
+def test_steps_reach_from_prepare_to_prepare():
+    tape = Tape()
+    tape.graph(VERIFY)  # of a step whose beginning is not in the trace
+    tape.kernel("index_put", 5)
+    for _ in range(3):
+        tape.step()
+    first, second = split_steps(gpu_activities(tape.document))
+    for step in (first, second):
+        assert (step.activities[0].name, step.activities[-1].name) == ("_prepare_kernel", "index_put")
+        assert step.span_us == 362
+
+
+def test_kernels_that_another_program_interrupts_do_not_count_as_long_ones():
+    tape = Tape()
+    for slow in range(3):  # another kernel in every step
+        draft = [(name, us + 2500 * (place == slow)) for place, (name, us) in enumerate(DRAFT)]
+        verify = [(name, us + 2500 * (place == slow)) for place, (name, us) in enumerate(VERIFY)]
+        tape.step(draft, verify)
+    tape.step()
+    summary = tape.summary()
+    assert times(summary) == STEP_US
+    assert summary["busy_us"] == 343 + 5000  # under way nevertheless
+
+
+def test_kernels_of_few_steps_take_no_time_in_the_median():
+    tape = Tape()
+    for number in range(4):
+        if number == 1:
+            tape.kernel("prefill gemm", 700)
+        tape.step()
+    assert times(tape.summary()) == STEP_US
+
+
+def test_plain_steps_and_acceptance_launch_by_launch():
+    tape = Tape()
+    for _ in range(3):
+        tape.kernel("_prepare_kernel", 1)
+        tape.graph(VERIFY)
+        for name in ("row_stats_kernel", "judge_kernel", "race_kernel", "finish_kernel", "_kv_inject_kernel"):
+            tape.kernel(name, 2)
+    summary = tape.summary()
+    found = {stage: us for stage, us in times(summary).items() if us}
+    assert found == {"prepare": 1, "target forward": 200, "accept": 8, "commit": 2}
+    assert (summary["stages"]["accept"]["launches"], summary["stages"]["drafter network"]["launches"]) == (4, 0)
+
+
+def test_overlapping_activities_are_busy_once():
+    tape = Tape()
+    tape.kernel("long", 10)
+    tape.now_us -= 5
+    tape.kernel("within", 2)
+    tape.kernel("beyond", 10)
+    activities = gpu_activities(tape.document)
+    assert [each.start_us for each in activities] == [1000, 1006, 1009]
+    assert busy_us(activities) == 19
+
+
+def test_kernels_are_called_as_in_the_sources():
+    sources = "".join(path.read_text() for path in (REPOSITORY / "kernels" / "dspark_kernels").glob("*.py"))
+    assert set(KERNEL_STAGES) <= set(re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE))
+
+
+def test_trace_of_an_h200():
+    """Facts found by other means: counts by name, durations summed by correlation number."""
+    activities = gpu_activities(read_trace(H200))
+    assert len(activities) == 4826  # 7 steps
+    assert len({each.graph for each in activities} - {None}) == 21
+    end_us = max(each.start_us + each.duration_us for each in activities)
+    assert busy_us(activities) / (end_us - activities[0].start_us) == pytest.approx(0.94, abs=0.005)
+
+    summary = summary_of(H200)
+    assert (summary["gpu"], summary["steps"]) == ("NVIDIA H200", 6)
+    assert (summary["graph_launches"], summary["kernel_launches"], summary["copy_launches"]) == (3, 11, 13)
+    assert summary["activities"] == pytest.approx(690, abs=2)
+    counts = {stage: part["activities"] for stage, part in summary["stages"].items()}
+    assert counts["drafter network"] + counts["Markov walk"] + counts["confidence"] == 215
+    assert (counts["Markov walk"], counts["target forward"], counts["accept"] + counts["commit"]) == (7, 443, 7)
+    # The first replay of the target's graph was not interrupted: 3602 us.
+    assert summary["stages"]["target forward"]["us"] == pytest.approx(3602, rel=0.01)
+    assert summary["outside_forwards_share"] == pytest.approx(0.062, abs=0.001)
+    assert summary["busy_us"] > 2 * summary["gpu_us"]  # the other program's turns
+
+
+def test_command_prints_and_writes_the_summary(tmp_path):
+    trace, output = recorded().save(tmp_path / "trace.json.gz"), tmp_path / "new" / "step.json"
+    result = CliRunner().invoke(main, ["summarise", str(trace), str(trace), "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    assert "3 graphs, 3 kernels, 1 copies" in result.output
+    assert "12.5% of the GPU time" in result.output
+    written = json.loads(output.read_text())
+    assert [each["trace"] for each in written["traces"]] == ["trace.json.gz"] * 2
+    assert written["traces"][0]["stages"]["Markov walk"]["us"] == 12
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(b'{"traceEvents": []}')[:-9], "cannot be read"),
+        (b"no gzip", "cannot be read"),
+        (gzip.compress(b"[]"), "has no traceEvents"),
+        (gzip.compress(b'{"traceEvents": []}'), "no complete step"),
+    ],
+)
+def test_file_that_is_no_trace_of_steps(tmp_path, content, message):
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        summary_of(path)
+    result = CliRunner().invoke(main, ["summarise", str(path)])
+    assert result.exit_code == 1 and str(path) in result.output
