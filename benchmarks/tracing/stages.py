@@ -39,6 +39,7 @@ KERNEL_STAGES = {
     "_adjust_kernel": ACCEPT,
     "row_stats_kernel": ACCEPT,
     "judge_kernel": ACCEPT,
+    "_simulated_accept_kernel": ACCEPT,
     "race_kernel": ACCEPT,
     "finish_kernel": ACCEPT,
     "_kv_inject_kernel": COMMIT,

@@ -1,0 +1,165 @@
+r"""A target and a drafter of a production shape without weights, to measure how long their steps take.
+
+    python benchmarks/shape_pair.py --shape qwen3-8b --output PAIR
+    python benchmarks/sweep_concurrency.py --target PAIR/target --draft PAIR/draft --device cuda --ignore-eos \
+        --server-flags "--load-format dummy" --config plain \
+        --config "auto=auto --speculative-dspark-simulate-acceptance 0.842,0.833,0.829,0.83,0.834,0.839,0.831" ...
+
+PAIR holds configurations and a tokenizer, some megabytes; SGLang gives both models random weights (``--load-format
+dummy``), and drafts are kept by chance. Times and loads are then those of the shape, texts are noise, and the drafter's
+confidence says nothing: ``auto`` knows the mean acceptance of a position, not which drafts are good. Results are
+step-time results. The tokenizer takes a text as its bytes, about four times as many tokens as Qwen3's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+from sglang_dspark.draft.config import DraftConfig
+
+ACCEPTANCE: Mapping[str, tuple[float, ...]] = {
+    "math": (0.905, 0.890, 0.888, 0.885, 0.887, 0.891, 0.882),
+    "code": (0.886, 0.872, 0.860, 0.861, 0.858, 0.859, 0.851),
+    "chat": (0.735, 0.738, 0.740, 0.744, 0.758, 0.766, 0.761),
+    "mixed": (0.842, 0.833, 0.829, 0.830, 0.834, 0.839, 0.831),
+}
+"""Acceptance by position, given all before, of the released drafter of Qwen3-4B at temperature 1 (DSpark paper, Fig. 2,
+read off; mixed: the mean of the three)."""
+
+END, MASK = "<|end|>", "<|mask|>"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen3 target and of its drafter, as released."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    tie_word_embeddings: bool
+    target_layer_ids: tuple[int, ...]
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    vocab_size: int = 151_936
+    draft_layers: int = 5
+    block_size: int = 7
+    markov_rank: int = 256
+
+    def target_config(self) -> Qwen3Config:
+        """Of the target, in the form of transformers."""
+        return Qwen3Config(
+            architectures=["Qwen3ForCausalLM"],
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=40_960,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            tie_word_embeddings=self.tie_word_embeddings,
+            eos_token_id=self.vocab_size - 2,
+            dtype="bfloat16",
+        )
+
+    def draft_config(self) -> DraftConfig:
+        """Of the drafter."""
+        return DraftConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.draft_layers,
+            num_attention_heads=self.num_attention_heads,
+            num_key_value_heads=self.num_key_value_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            rms_norm_eps=1e-6,
+            rope_theta=1e6,
+            max_position_embeddings=40_960,
+            block_size=self.block_size,
+            mask_token_id=self.vocab_size - 1,
+            target_layer_ids=self.target_layer_ids,
+            num_target_layers=self.num_hidden_layers,
+            markov_rank=self.markov_rank,
+            markov_head_type="vanilla",
+            enable_confidence_head=True,
+            confidence_head_with_markov=True,
+            num_anchors=512,
+        )
+
+
+_QWEN3_4B = Shape(
+    hidden_size=2560,
+    intermediate_size=9728,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    tie_word_embeddings=True,
+    target_layer_ids=(1, 9, 17, 25, 33),
+)
+SHAPES: Mapping[str, Shape] = {
+    "qwen3-4b": _QWEN3_4B,
+    "qwen3-8b": replace(_QWEN3_4B, hidden_size=4096, intermediate_size=12_288, tie_word_embeddings=False),
+    "qwen3-14b": replace(
+        _QWEN3_4B,
+        hidden_size=5120,
+        intermediate_size=17_408,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        tie_word_embeddings=False,
+        target_layer_ids=(1, 10, 19, 28, 37),
+    ),
+}
+
+
+def write_pair(shape: Shape, folder: Path) -> None:
+    """Write ``folder/target`` and ``folder/draft``."""
+    target, draft = folder / "target", folder / "draft"
+    shape.target_config().save_pretrained(target)
+    _tokenizer(shape.vocab_size).save_pretrained(target)
+    draft.mkdir(parents=True, exist_ok=True)
+    content = shape.draft_config().to_dict() | {"dtype": "bfloat16"}
+    (draft / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Single bytes, then words of digits, which random weights write and nobody sends; the last two ids are special."""
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens += [f"Ġ{number}" for number in range(len(tokens), vocab_size - 2)]
+    tokens += [END, MASK]
+    tokenizer = Tokenizer(models.BPE({token: id_ for id_, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END, MASK])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, mask_token=MASK)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+@click.command(help="A target and a drafter of a production shape without weights, to measure their step times.")
+@click.option("--shape", required=True, type=click.Choice(sorted(SHAPES)))
+@click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the pair.")
+def main(**options: Any) -> None:
+    """Command line; see the module."""
+    write_pair(SHAPES[options["shape"]], options["output"])
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(
+        f"wrote {options['output']}/target and {options['output']}/draft; serve them with --load-format dummy"
+    )
+    for traffic, profile in ACCEPTANCE.items():
+        console.print(f"{traffic}: --speculative-dspark-simulate-acceptance {','.join(map(str, profile))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Pairs of a shape: as large as the released ones, and served without weights."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from shape_pair import ACCEPTANCE, SHAPES, write_pair
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
+
+TINY = replace(
+    SHAPES["qwen3-4b"],
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=1000,
+    target_layer_ids=(0, 2),
+    draft_layers=2,
+    block_size=3,
+    markov_rank=16,
+)
+
+
+# Millions of weights, as published: of the target, and of the drafter without the embedding and the LM head.
+@pytest.mark.parametrize(
+    ("name", "target_weights", "draft_weights"),
+    [("qwen3-4b", 4022.5, 615.2), ("qwen3-8b", 8190.7, 1126.4), ("qwen3-14b", 14768.3, 1860.4)],
+)
+def test_shapes_have_the_published_number_of_weights(name, target_weights, draft_weights, tmp_path):
+    write_pair(SHAPES[name], tmp_path)
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "target"))
+        draft = DraftModel(DraftConfig.from_pretrained(tmp_path / "draft"), own_embedding=False, own_lm_head=False)
+    assert sum(weight.numel() for weight in target.parameters()) / 1e6 == pytest.approx(target_weights, abs=0.05)
+    assert sum(weight.numel() for weight in draft.parameters()) / 1e6 == pytest.approx(draft_weights, abs=0.05)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "target")) == target.config.vocab_size
+
+
+def test_published_accept_lengths_follow_from_the_profiles():
+    """DSpark paper, Table 1: means of three data sets each, bonus token included."""
+    for traffic, expected in (("math", 5.57), ("code", 5.12), ("chat", 3.49)):
+        survival = torch.tensor(ACCEPTANCE[traffic]).cumprod(0)
+        assert 1 + survival.sum().item() == pytest.approx(expected, abs=0.05)
+
+
+def test_a_pair_is_served_without_weights(tmp_path):
+    write_pair(TINY, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")
+    assert tokenizer.decode(tokenizer.encode("Größe 12 {x}")) == "Größe 12 {x}"
+    flags = (
+        *("--dtype", "bfloat16", "--load-format", "dummy", *dspark_flags(tmp_path / "draft")),
+        *("--speculative-dspark-schedule", "static", "--speculative-dspark-simulate-acceptance", "1.0"),
+    )
+    with LaunchedServer(tmp_path / "target", *CPU_FLAGS, *flags, env=CPU_ENV) as server:
+        messages = [{"role": "user", "content": "How long does a step take?"}]
+        body = {"model": "m", "messages": messages, "max_tokens": 40, "ignore_eos": True}
+        answer = server.post_json("/v1/chat/completions", body)
+        stats = server.get_json("/dspark/stats")
+    assert answer["usage"]["completion_tokens"] == 40
+    assert answer["choices"][0]["message"]["content"].strip()
+    assert stats["accept_length"] == 4.0  # of the block of three and the bonus token, in every step
