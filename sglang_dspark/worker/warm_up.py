@@ -1,0 +1,168 @@
+"""Every kernel in every form that a decode step can need, compiled at start-up and in no request.
+
+Triton compiles a kernel anew for other constants, for an argument that is None, and by some properties of numbers and
+addresses. What of that depends on a step: its requests, drafts per request, sampling, and who proposed the drafts. The
+stages run here launch by launch, once for every such difference, on requests that do not exist. CUDA graphs replay the
+same kernels, and steps that fit into no graph need them all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from dspark_kernels import AdjustmentTable, DraftBlock, SamplingRows, StepRequests, adjust, plan_top, plan_uniform, prepare
+
+from sglang_dspark.engine.batch import read_decode_batch
+from sglang_dspark.engine.dummy_batch import DummyBatch
+from sglang_dspark.prefix_scheduler.choice import PLAIN, Choice, Rule
+from sglang_dspark.prefix_scheduler.limits import Limits
+from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, VerifyPlan
+from sglang_dspark.step.transfers import host_index
+from sglang_dspark.worker.tiers import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from sglang_dspark.worker.worker import DSparkWorker
+
+logger = logging.getLogger(__name__)
+
+_CONTEXT = 16  # tokens per request; no kernel is compiled for a length
+_MAX_REQUESTS = 256  # of whole steps: more differ in their plans alone
+_MAX_SAMPLED_DRAFTS = 512  # the scores of so many, in float32, are 0.3 GB with 152k tokens
+
+# Temperature, top-k, top-p, min-p and seed, as SGLang's requests have them: every mixture that kernels tell apart.
+_LAWS: dict[str, tuple[float, int, float, float, int | None]] = {
+    "greedy": (0.0, -1, 1.0, 0.0, None),
+    "sampled": (1.0, -1, 1.0, 0.0, None),
+    "filtered": (1.0, 20, 0.9, 0.05, None),
+    "seeded": (1.0, -1, 1.0, 0.0, 7),
+    "seeded, filtered": (1.0, 20, 0.9, 0.05, 7),
+}
+_FREQUENT = ("greedy", "sampled")
+
+
+def warm_up(worker: DSparkWorker, request_slots: Sequence[int]) -> None:
+    """Compile what the steps of ``worker`` need, or load it from Triton's cache; takes seconds then.
+
+    Args:
+        request_slots: batch sizes that are captured as CUDA graphs, none where these are off.
+    """
+    began = time.monotonic()
+    runner = worker.target_worker.model_runner
+    most = min(worker.max_running_requests, int(runner.req_to_token_pool.size))
+    window = worker.max_verify + 1
+    context = max(1, min(_CONTEXT, min(runner.model_config.context_len, runner.token_to_kv_pool.size) - window))
+    with torch.no_grad():
+        _lay_out(worker, sizes(most), on_device=False)
+        _lay_out(worker, sizes(max(request_slots, default=0)), on_device=True)
+        for requests in sizes(min(most, _MAX_REQUESTS)):
+            with DummyBatch(worker.target_worker, requests, context, window) as dummy:
+                _Steps(worker, dummy).run()
+        if worker.max_verify > 0:
+            with DummyBatch(worker.target_worker, min(2, most), context, window) as dummy:
+                _Steps(worker, dummy).copy()
+    # Graphs allocate from a pool of their own, which cannot use what lies cached here.
+    torch.cuda.empty_cache()
+    logger.info("DSPARK: every kernel compiled or loaded, in %.1f s", time.monotonic() - began)
+
+
+def sizes(most: int) -> list[int]:
+    """Numbers of requests up to ``most`` that kernels tell apart: they round them up to powers of two."""
+    return [2**power for power in range((most - 1).bit_length())] + [most] if most > 0 else []
+
+
+def _lay_out(worker: DSparkWorker, requests: Iterable[int], on_device: bool) -> None:
+    """Stage and plan for so many requests, of more of them and more drafts than a whole step here has.
+
+    Args:
+        on_device: the device knows the number of requests, as in CUDA graphs, and not the host.
+    """
+    most = worker.max_verify
+    for num in requests:
+        zeros = torch.zeros(num, dtype=torch.int64, device=worker.device)
+        given = StepRequests(zeros, zeros, zeros, worker.req_to_token, zeros[:1] if on_device else None)
+        plan_uniform(0, None, given, num)
+        for depth in sizes(most):
+            drafts = torch.zeros((num, depth), dtype=torch.int64, device=worker.device)
+            plan_uniform(depth, drafts, given, num * (depth + 1))
+            plan_top(torch.zeros((num, depth), device=worker.device), 0, drafts, given, num)
+        if not on_device:
+            prepare(given, worker.drafter.gamma, worker.drafter.mask_token_id)
+
+
+class _Steps:
+    """Decode steps of a dummy batch, by the worker's own stages."""
+
+    def __init__(self, worker: DSparkWorker, dummy: DummyBatch) -> None:
+        self._worker, self._dummy = worker, dummy
+        self._requests = len(dummy.fresh().seq_lens)
+        self._drafts = not worker.options.draft_free
+
+    def run(self) -> None:
+        """Steps that drafts are not copied for."""
+        requests, most = self._requests, self._worker.max_verify
+        # Filters and seeds ask for more memory and are no different for more requests.
+        laws = tuple(_LAWS) if requests == 1 else _FREQUENT
+        plan, output, captured = self._step(PLAIN, laws)
+        if self._drafts and most > 0:
+            depth = max(1, min(most, _MAX_SAMPLED_DRAFTS // requests))
+            self._step(Choice(Rule.TOP, depth, max(1, requests * depth // 2)), laws)
+        if requests == 1:
+            self._surroundings(plan, output, captured)
+        for depth in range(1, most + 1):
+            if requests == 1 and self._drafts:
+                self._step(Choice(Rule.UNIFORM, depth, depth), laws)
+            elif requests == 1 or requests * (depth + 1) <= MAX_TOKENS < 2 * requests * (depth + 1):
+                # The attention of many requests is another kernel than that of few, for every width of the rows.
+                self._verify(depth)
+
+    def copy(self) -> None:
+        """Steps with drafts that presets copied, alone and beside a request that is drafted."""
+        rest = self._requests - 1
+        for width in range(1, self._worker.max_verify + 1):
+            tokens = torch.zeros((self._requests, width), dtype=torch.int64, device=self._worker.device)
+            copies = Copies(tokens, (width, *[0] * rest))
+            self._step(PLAIN.within(Limits((width, *[0] * rest), copies.lens)), tuple(_LAWS), copies)
+            if rest and self._drafts:
+                beside = Choice(Rule.UNIFORM, 1, self._requests).within(Limits((width, *[1] * rest), copies.lens))
+                self._step(beside, tuple(_LAWS), copies)
+
+    def _step(
+        self, choice: Choice, laws: Sequence[str], copies: Copies | None = None
+    ) -> tuple[VerifyPlan, Any, torch.Tensor]:
+        """Draft and judge by each of ``laws``, and verify once: the target knows nothing of them."""
+        worker, verified = self._worker, None
+        for law in laws:
+            step = self._batch(law)
+            rows = step.rows if choice.drafted is None else self._rows(law, len(choice.drafted))
+            drafted = worker.draft(step, choice, rows, with_confidence=True).with_copies(copies)
+            plan = worker.plan(step, drafted, choice)
+            output, captured = verified = verified or worker.verify(self._dummy.fresh(), step, plan)
+            worker.commit(plan, worker.accept(step, drafted.block, plan, output), captured)
+        return plan, output, captured
+
+    def _verify(self, depth: int) -> None:
+        """Verify and judge drafts of greedy requests that nobody proposed."""
+        worker, step = self._worker, self._batch("greedy")
+        block = DraftBlock(step.anchors[:, None].repeat(1, depth), None, None)
+        plan = worker.plan(step, Drafted(block, None, [depth] * len(step)), Choice(Rule.UNIFORM, depth))
+        output, captured = worker.verify(self._dummy.fresh(), step, plan)
+        worker.commit(plan, worker.accept(step, block, plan, output), captured)
+
+    def _surroundings(self, plan: VerifyPlan, output: Any, captured: torch.Tensor) -> None:
+        """What else runs: a prompt's draft K/V, and penalties, biases and the like on the target's logits."""
+        worker = self._worker
+        worker.inject_context(plan.input_ids, captured, plan.positions, plan.slots)
+        table = AdjustmentTable.empty(1, output.next_token_logits.shape[1], worker.device)
+        nobody = host_index([-1], worker.device)
+        adjust(output.next_token_logits, table, nobody, plan.requests, plan.columns, plan.input_ids, plan.indptr)
+
+    def _batch(self, law: str) -> DecodeBatch:
+        return read_decode_batch(self._dummy.fresh(), self._rows(law, self._requests), seed=0, step=0)
+
+    def _rows(self, law: str, requests: int) -> SamplingRows:
+        columns = ([value] * requests for value in _LAWS[law])
+        return SamplingRows.from_lists(*columns, device=self._worker.device)
