@@ -14,7 +14,16 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from dspark_kernels import AdjustmentTable, DraftBlock, SamplingRows, StepRequests, adjust, plan_top, plan_uniform, prepare
+from dspark_kernels import (
+    AdjustmentTable,
+    DraftBlock,
+    SamplingRows,
+    StepRequests,
+    adjust,
+    plan_top,
+    plan_uniform,
+    prepare,
+)
 
 from sglang_dspark.engine.batch import read_decode_batch
 from sglang_dspark.engine.dummy_batch import DummyBatch
@@ -58,9 +67,14 @@ def warm_up(worker: DSparkWorker, request_slots: Sequence[int]) -> None:
     with torch.no_grad():
         _lay_out(worker, sizes(most), on_device=False)
         _lay_out(worker, sizes(max(request_slots, default=0)), on_device=True)
-        for requests in sizes(min(most, _MAX_REQUESTS)):
+        of_whole_steps = sizes(min(most, _MAX_REQUESTS))
+        for requests in of_whole_steps:
             with DummyBatch(worker.target_worker, requests, context, window) as dummy:
                 _Steps(worker, dummy).run()
+        for depth in range(1, window):
+            requests = max(num for num in of_whole_steps if num * (depth + 1) <= MAX_TOKENS)
+            with DummyBatch(worker.target_worker, requests, context, window) as dummy:
+                _Steps(worker, dummy).verify(depth)
         if worker.max_verify > 0:
             with DummyBatch(worker.target_worker, min(2, most), context, window) as dummy:
                 _Steps(worker, dummy).copy()
@@ -112,12 +126,8 @@ class _Steps:
             self._step(Choice(Rule.TOP, depth, max(1, requests * depth // 2)), laws)
         if requests == 1:
             self._surroundings(plan, output, captured)
-        for depth in range(1, most + 1):
-            if requests == 1 and self._drafts:
-                self._step(Choice(Rule.UNIFORM, depth, depth), laws)
-            elif requests == 1 or requests * (depth + 1) <= MAX_TOKENS < 2 * requests * (depth + 1):
-                # The attention of many requests is another kernel than that of few, for every width of the rows.
-                self._verify(depth)
+        for depth in range(1, most + 1) if requests == 1 and self._drafts else ():
+            self._step(Choice(Rule.UNIFORM, depth, depth), laws)
 
     def copy(self) -> None:
         """Steps with drafts that presets copied, alone and beside a request that is drafted."""
@@ -129,6 +139,14 @@ class _Steps:
             if rest and self._drafts:
                 beside = Choice(Rule.UNIFORM, 1, self._requests).within(Limits((width, *[1] * rest), copies.lens))
                 self._step(beside, tuple(_LAWS), copies)
+
+    def verify(self, depth: int) -> None:
+        """Verify drafts that nobody proposed: of many requests the target attends by another kernel than of few."""
+        worker, step = self._worker, self._batch("greedy")
+        block = DraftBlock(step.anchors[:, None].repeat(1, depth), None, None)
+        plan = worker.plan(step, Drafted(block, None, [depth] * len(step)), Choice(Rule.UNIFORM, depth))
+        output, captured = worker.verify(self._dummy.fresh(), step, plan)
+        worker.commit(plan, worker.accept(step, block, plan, output), captured)
 
     def _step(
         self, choice: Choice, laws: Sequence[str], copies: Copies | None = None
@@ -144,14 +162,6 @@ class _Steps:
             worker.commit(plan, worker.accept(step, drafted.block, plan, output), captured)
         return plan, output, captured
 
-    def _verify(self, depth: int) -> None:
-        """Verify and judge drafts of greedy requests that nobody proposed."""
-        worker, step = self._worker, self._batch("greedy")
-        block = DraftBlock(step.anchors[:, None].repeat(1, depth), None, None)
-        plan = worker.plan(step, Drafted(block, None, [depth] * len(step)), Choice(Rule.UNIFORM, depth))
-        output, captured = worker.verify(self._dummy.fresh(), step, plan)
-        worker.commit(plan, worker.accept(step, block, plan, output), captured)
-
     def _surroundings(self, plan: VerifyPlan, output: Any, captured: torch.Tensor) -> None:
         """What else runs: a prompt's draft K/V, and penalties, biases and the like on the target's logits."""
         worker = self._worker
@@ -164,5 +174,12 @@ class _Steps:
         return read_decode_batch(self._dummy.fresh(), self._rows(law, self._requests), seed=0, step=0)
 
     def _rows(self, law: str, requests: int) -> SamplingRows:
-        columns = ([value] * requests for value in _LAWS[law])
-        return SamplingRows.from_lists(*columns, device=self._worker.device)
+        temperature, top_k, top_p, min_p, seed = _LAWS[law]
+        return SamplingRows.from_lists(
+            temperatures=[temperature] * requests,
+            top_ks=[top_k] * requests,
+            top_ps=[top_p] * requests,
+            min_ps=[min_p] * requests,
+            seeds=[seed] * requests,
+            device=self._worker.device,
+        )
