@@ -72,9 +72,10 @@ def warm_up(worker: DSparkWorker, request_slots: Sequence[int]) -> None:
             with DummyBatch(worker.target_worker, requests, context, window) as dummy:
                 _Steps(worker, dummy).run()
         for depth in range(1, window):
-            requests = max(num for num in of_whole_steps if num * (depth + 1) <= MAX_TOKENS)
-            with DummyBatch(worker.target_worker, requests, context, window) as dummy:
-                _Steps(worker, dummy).verify(depth)
+            many = max(num for num in of_whole_steps if num * (depth + 1) <= MAX_TOKENS)
+            for requests in sorted({1, many}):
+                with DummyBatch(worker.target_worker, requests, context, window) as dummy:
+                    _Steps(worker, dummy).verify(depth)
         if worker.max_verify > 0:
             with DummyBatch(worker.target_worker, min(2, most), context, window) as dummy:
                 _Steps(worker, dummy).copy()
@@ -86,6 +87,11 @@ def warm_up(worker: DSparkWorker, request_slots: Sequence[int]) -> None:
 def sizes(most: int) -> list[int]:
     """Numbers of requests up to ``most`` that kernels tell apart: they round them up to powers of two."""
     return [2**power for power in range((most - 1).bit_length())] + [most] if most > 0 else []
+
+
+def widths(most: int) -> list[int]:
+    """Drafts per request up to ``most`` that acceptance tells apart: windows are rounded up to powers of two."""
+    return sorted({min(2**power - 1, most) for power in range(1, (most + 1).bit_length() + 1)} - {0})
 
 
 def _lay_out(worker: DSparkWorker, requests: Iterable[int], on_device: bool) -> None:
@@ -126,13 +132,13 @@ class _Steps:
             self._step(Choice(Rule.TOP, depth, max(1, requests * depth // 2)), laws)
         if requests == 1:
             self._surroundings(plan, output, captured)
-        for depth in range(1, most + 1) if requests == 1 and self._drafts else ():
+        for depth in widths(most) if requests == 1 and self._drafts else ():
             self._step(Choice(Rule.UNIFORM, depth, depth), laws)
 
     def copy(self) -> None:
         """Steps with drafts that presets copied, alone and beside a request that is drafted."""
         rest = self._requests - 1
-        for width in range(1, self._worker.max_verify + 1):
+        for width in widths(self._worker.max_verify):
             tokens = torch.zeros((self._requests, width), dtype=torch.int64, device=self._worker.device)
             copies = Copies(tokens, (width, *[0] * rest))
             self._step(PLAIN.within(Limits((width, *[0] * rest), copies.lens)), tuple(_LAWS), copies)
@@ -141,7 +147,7 @@ class _Steps:
                 self._step(beside, tuple(_LAWS), copies)
 
     def verify(self, depth: int) -> None:
-        """Verify drafts that nobody proposed: of many requests the target attends by another kernel than of few."""
+        """Verify drafts that nobody proposed. Attention has kernels for a width, and for few requests and many."""
         worker, step = self._worker, self._batch("greedy")
         block = DraftBlock(step.anchors[:, None].repeat(1, depth), None, None)
         plan = worker.plan(step, Drafted(block, None, [depth] * len(step)), Choice(Rule.UNIFORM, depth))

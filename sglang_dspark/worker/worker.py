@@ -24,6 +24,7 @@ from sglang_dspark.step.transfers import host_index
 from sglang_dspark.worker.candidates import ranked
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.late_kernels import report_late_kernels
 from sglang_dspark.worker.preset_texts import PresetTexts
 from sglang_dspark.worker.schedule import Schedule
 from sglang_dspark.worker.sps import load_or_measure
@@ -88,6 +89,8 @@ class DSparkWorker(SpecWorkerBase):
             self.graphs = self.capture_graphs(slots)
             self.schedule.whole_batches = self.graphs is not None
         self.schedule.start(None if self.options.draft_free else load_or_measure(self))
+        if self.on_gpu:
+            report_late_kernels()
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
     def capture_graphs(self, slots: list[int]) -> StepGraphs | None:

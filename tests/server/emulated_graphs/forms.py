@@ -53,6 +53,11 @@ def noted_only():
         _state["launching"] = before
 
 
+def warming_up():
+    """Whether the server still prepares to serve."""
+    return not _state["warm"]
+
+
 def end_of_warm_up():
     """Whatever comes up from now on has been forgotten there."""
     _state["warm"] = True

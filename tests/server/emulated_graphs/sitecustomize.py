@@ -7,7 +7,7 @@ tiers, padding, plans laid out on the device, buffers that a replay overwrites. 
 import importlib.abc
 import importlib.util
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 WORKER = "sglang_dspark.worker.worker"
 REQUEST_SLOTS = [1, 2]
@@ -80,7 +80,6 @@ def emulate(module):
         self.on_gpu = self.drafter.on_gpu = True
 
     def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, original=CpuVerifyBackend.forward_extend):
-        layout = batch.spec_info
         if not batch.forward_mode.is_target_verify():
             return original(self, q, k, v, layer, batch, save_kv_cache)
         return ragged_attention(self, q, k, v, layer, batch)
@@ -159,7 +158,8 @@ def step_times(worker):
 
 def ragged_attention(backend, q, k, v, layer, batch):
     """What the CUDA backend does with verification rows, on the CPU backend's pools."""
-    from dspark_kernels.window_attention import num_splits, window_attention
+    import forms
+    from dspark_kernels.window_attention import num_splits, window_attention, window_attention_ref
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     pool, layout = backend.token_to_kv_pool, batch.spec_info
@@ -169,7 +169,7 @@ def ragged_attention(backend, q, k, v, layer, batch):
     # are attended by the CPU's gather here, which does not have to expect that.
     for buffer in (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)):
         buffer[0] = 0
-    attended = window_attention(
+    rows = (
         q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
         k,
         v,
@@ -179,11 +179,13 @@ def ragged_attention(backend, q, k, v, layer, batch):
         batch.req_pool_indices,
         batch.seq_lens,
         layout.indptr,
-        width=layout.draft_token_num,
-        causal=True,
-        scale=layer.scaling,
-        splits=num_splits(-(-len(q) // layout.draft_token_num), layer.tp_k_head_num, PROCESSORS),
     )
+    how = {"causal": True, "scale": layer.scaling}
+    splits = num_splits(-(-len(q) // layout.draft_token_num), layer.tp_k_head_num, PROCESSORS)
+    with forms.noted_only() if forms.warming_up() else nullcontext():
+        attended = window_attention(*rows, width=layout.draft_token_num, splits=splits, **how)
+    if forms.warming_up():  # an interpreted kernel takes a hundred times as long
+        return window_attention_ref(*rows, **how).view(q.shape)
     # On a GPU the rows of padding hold what lay in their memory: the worst that this can be.
     attended[int(layout.indptr[-1]) :] = float("nan")
     return attended.view(q.shape)
