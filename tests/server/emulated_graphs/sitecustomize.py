@@ -139,11 +139,22 @@ def note_draft_kernels():
 
 
 def step_times(worker):
-    """A table under which speculation pays: to measure interpreted kernels takes half a minute and says nothing."""
+    """A table under which speculation pays: to measure interpreted kernels takes half a minute and says nothing.
+
+    A few of the steps to be measured are taken nevertheless: what they compile would count as their time.
+    """
     import numpy as np
+    import torch
 
+    from sglang_dspark.engine.dummy_batch import DummyBatch
     from sglang_dspark.prefix_scheduler.sps_table import SpsTable
+    from sglang_dspark.worker.sps import _Steps
 
+    for requests in (1, 1 + REQUEST_SLOTS[-1]):
+        with torch.no_grad(), DummyBatch(worker.target_worker, requests, 16, worker.max_verify + 1) as dummy:
+            steps = _Steps(worker, dummy)
+            steps.draft(3)
+            steps.verify(3)
     drafts = np.arange(worker.max_verify + 1)
     return SpsTable(
         key={},
