@@ -112,8 +112,8 @@ def render(folder: Path) -> str:
 
 
 STEP_TIMES = (
-    "Step-time results: weights are random and drafts were kept by chance, with given probabilities. Times and loads are "
-    "those of the shape; texts mean nothing, and the drafter does not know which of its drafts are good."
+    "Step-time results: weights are random and drafts were kept by chance, with given probabilities. Times and loads "
+    "are those of the shape; texts mean nothing, and the drafter does not know which of its drafts are good."
 )
 
 
