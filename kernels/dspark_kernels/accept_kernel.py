@@ -155,7 +155,7 @@ def judge_kernel(
         total = tl.sum(tile_sum * tl.exp((tile_max - base[:, None]) / temperature), 1)
         log_norms = base / temperature + tl.log(tl.where(total > 0, total, 1.0))
         if HAS_FILTER:
-            filtered = (slots <= last) & is_sampled
+            filtered = slots <= tl.where(is_sampled, last, -1)
             log_norms = tl.load(row_log_norm_ptr + rows, mask=filtered, other=0.0)
 
         tokens = tl.minimum(tl.maximum(drafts, 0), vocab_size - 1)
