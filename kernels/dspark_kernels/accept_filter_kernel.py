@@ -7,7 +7,7 @@ the logarithm of the sum of exp(logit / T) over the kept tokens. The kernel find
 1. the maxima and sums of the tiles bound the cut from below: the k-th largest maximum of a tile is at most the k-th
    largest logit, and tokens of relative weight below (1 - p) / V cannot be needed to reach p;
 2. what lies above the bound is collected from the tiles that hold such tokens: some dozen tokens of a row, as a rule;
-3. the cut is found among them by bisection over integers that are ordered like float32;
+3. the cut is found among them by bisection over integers that are ordered like float32, from one that occurs to the next;
 4. where top-k or top-p ends within a tie, a pass over the tiles that reach the cut finds the last token of it.
 
 When more is collected than there is room for, passes over the row narrow the interval first, in turn at quarters of
@@ -28,8 +28,10 @@ from .sampling_params import NO_TOP_K
 _NO_TOP_K = tl.constexpr(NO_TOP_K)
 # exp(-110) is 0 in float32 as it is in the reference: what lies further below the largest logit has no mass.
 _DEPTH = tl.constexpr(110.0)
+_COMPARED = tl.constexpr(16)  # maxima at a time
 _LEAST = tl.constexpr(-3e38)
 _LARGEST_KEY = tl.constexpr(0x7FFFFFFF)
+_SMALLEST_KEY = tl.constexpr(-0x80000000)
 
 
 @triton.jit
@@ -54,18 +56,18 @@ def _tile_logits(logits_ptr, tile, vocab_size, TILE: tl.constexpr):
 
 
 @triton.jit
-def _reached(num_above, mass_above, key, top_k, most_mass, min_p, largest, temperature):
-    """Whether a token of this key is kept that has so many tokens and so much mass above it."""
-    weight = tl.exp((_value(key) - largest) / temperature)
-    return (num_above < top_k) & (mass_above <= most_mass) & (weight >= min_p)
-
-
-@triton.jit
-def _lower_bound(tile_max, tiles, num_tiles, largest, total, temperature, top_k, top_p, min_p, vocab_size):
+def _lower_bound(
+    tile_max_ptr, tile_max, num_tiles, largest, total, temperature, top_k, top_p, min_p, vocab_size, BLOCK_T: tl.constexpr
+):
     """A value at or below the cut."""
     bound = tl.maximum(largest - _DEPTH * temperature, _LEAST)
-    reaching = tl.sum((tile_max[None, :] >= tile_max[:, None]).to(tl.int32) * (tiles < num_tiles)[None, :], 1)
-    bound = tl.maximum(bound, tl.max(tl.where((reaching >= top_k) & (tiles < num_tiles), tile_max, float("-inf")), 0))
+    if top_k <= num_tiles:
+        reaching = tl.zeros([BLOCK_T], tl.int32)  # tiles that reach a tile's maximum, itself included
+        for start in range(0, num_tiles, _COMPARED):
+            others = start + tl.arange(0, _COMPARED)
+            maxima = tl.load(tile_max_ptr + others, mask=others < num_tiles, other=float("-inf"))
+            reaching += tl.sum((maxima[None, :] >= tile_max[:, None]).to(tl.int32), 1)
+        bound = tl.maximum(bound, tl.max(tl.where(reaching >= top_k, tile_max, float("-inf")), 0))
     # Half of it, and a little of min-p, so that rounding cannot lift the bound above the cut.
     needless = tl.where(top_p < 1.0, 0.5 * (1.0 - top_p) * total / vocab_size, 1.0)
     bound = tl.where(top_p < 1.0, tl.maximum(bound, largest + temperature * tl.log(needless)), bound)
@@ -79,12 +81,15 @@ def _collect(
 ):
     """How many logits of the row have keys in [low, high]; the first ROOM of them are written out."""
     count = 0
+    least = _value(low)
+    low = low.to(tl.int32)
+    high = high.to(tl.int32)
     for tile in range(0, num_tiles):
-        if tl.load(tile_max_ptr + tile) >= _value(low):
+        if tl.load(tile_max_ptr + tile) >= least:
             _tokens, logits = _tile_logits(logits_ptr, tile, vocab_size, TILE)
             keys = _order_key(logits)
             # Nothing past the vocabulary: the key of -inf is below every bound.
-            chosen = ((keys >= low.to(tl.int32)) & (keys <= high.to(tl.int32))).to(tl.int32)
+            chosen = ((keys >= low) & (keys <= high)).to(tl.int32)
             num_chosen = tl.sum(chosen, 0)
             if num_chosen > 0:
                 at = count + tl.cumsum(chosen, 0) - 1
@@ -114,45 +119,56 @@ def _narrow(
     by_value,
     top_k,
     most_mass,
-    min_p,
     largest,
     temperature,
     vocab_size,
     num_tiles,
     TILE: tl.constexpr,
 ):
-    """One pass over the row: the quarter of [low, high] with the cut, what is above it and how many tokens are in it."""
+    """One pass over the row: the quarter of [low, high] with the cut, what is above it and how many tokens are in it.
+
+    The ends move on to keys that occur in the interval, so that a tie of many tokens is soon alone in it.
+    """
     key_1 = _quarter(low, high, 1, by_value)
     key_2 = _quarter(low, high, 2, by_value)
     key_3 = _quarter(low, high, 3, by_value)
-    nums_1 = tl.zeros([TILE], tl.int32)
-    nums_2 = tl.zeros([TILE], tl.int32)
-    nums_3 = tl.zeros([TILE], tl.int32)
-    masses_1 = tl.zeros([TILE], tl.float32)
-    masses_2 = tl.zeros([TILE], tl.float32)
-    masses_3 = tl.zeros([TILE], tl.float32)
-    for tile in range(0, num_tiles):
-        if tl.load(tile_max_ptr + tile) >= _value(low):
-            _tokens, logits = _tile_logits(logits_ptr, tile, vocab_size, TILE)
+    nums_1 = tl.zeros([TILE // 2], tl.int32)
+    nums_2 = tl.zeros([TILE // 2], tl.int32)
+    nums_3 = tl.zeros([TILE // 2], tl.int32)
+    masses_1 = tl.zeros([TILE // 2], tl.float32)
+    masses_2 = tl.zeros([TILE // 2], tl.float32)
+    masses_3 = tl.zeros([TILE // 2], tl.float32)
+    lowest = tl.full([TILE // 2], _LARGEST_KEY, tl.int32)
+    highest = tl.full([TILE // 2], _SMALLEST_KEY, tl.int32)
+    least = _value(low)
+    bound_0, bound_4 = low.to(tl.int32), high.to(tl.int32)
+    bound_1, bound_2, bound_3 = key_1.to(tl.int32), key_2.to(tl.int32), key_3.to(tl.int32)
+    for half in range(0, 2 * num_tiles):  # half a tile, for registers' sake
+        if tl.load(tile_max_ptr + half // 2) >= least:
+            _tokens, logits = _tile_logits(logits_ptr, half, vocab_size, TILE // 2)
             keys = _order_key(logits)
             weights = tl.exp((logits - largest) / temperature)
-            nums_1 += (keys > key_1.to(tl.int32)).to(tl.int32)
-            nums_2 += (keys > key_2.to(tl.int32)).to(tl.int32)
-            nums_3 += (keys > key_3.to(tl.int32)).to(tl.int32)
-            masses_1 += tl.where(keys > key_1.to(tl.int32), weights, 0.0)
-            masses_2 += tl.where(keys > key_2.to(tl.int32), weights, 0.0)
-            masses_3 += tl.where(keys > key_3.to(tl.int32), weights, 0.0)
+            nums_1 += (keys > bound_1).to(tl.int32)
+            nums_2 += (keys > bound_2).to(tl.int32)
+            nums_3 += (keys > bound_3).to(tl.int32)
+            masses_1 += tl.where(keys > bound_1, weights, 0.0)
+            masses_2 += tl.where(keys > bound_2, weights, 0.0)
+            masses_3 += tl.where(keys > bound_3, weights, 0.0)
+            lowest = tl.minimum(lowest, tl.where(keys >= bound_0, keys, _LARGEST_KEY))
+            highest = tl.maximum(highest, tl.where(keys <= bound_4, keys, _SMALLEST_KEY))
     num_1, num_2, num_3 = tl.sum(nums_1, 0), tl.sum(nums_2, 0), tl.sum(nums_3, 0)
     mass_1, mass_2, mass_3 = tl.sum(masses_1, 0), tl.sum(masses_2, 0), tl.sum(masses_3, 0)
-    kept_1 = _reached(num_1, mass_1, key_1, top_k, most_mass, min_p, largest, temperature)
-    kept_2 = _reached(num_2, mass_2, key_2, top_k, most_mass, min_p, largest, temperature)
-    kept_3 = _reached(num_3, mass_3, key_3, top_k, most_mass, min_p, largest, temperature)
+    kept_1 = (num_1 < top_k) & (mass_1 <= most_mass)
+    kept_2 = (num_2 < top_k) & (mass_2 <= most_mass)
+    kept_3 = (num_3 < top_k) & (mass_3 <= most_mass)
     from_low = num_above + count
     from_low = tl.where(kept_1, from_low, tl.where(kept_2, num_1, tl.where(kept_3, num_2, num_3)))
     low = tl.where(kept_1, low, tl.where(kept_2, key_1 + 1, tl.where(kept_3, key_2 + 1, key_3 + 1)))
     high = tl.where(kept_1, key_1, tl.where(kept_2, key_2, tl.where(kept_3, key_3, high)))
     num_above = tl.where(kept_1, num_1, tl.where(kept_2, num_2, tl.where(kept_3, num_3, num_above)))
     mass_above = tl.where(kept_1, mass_1, tl.where(kept_2, mass_2, tl.where(kept_3, mass_3, mass_above)))
+    low = tl.minimum(tl.maximum(low, tl.min(lowest, 0).to(tl.int64)), high)
+    high = tl.maximum(tl.minimum(high, tl.max(highest, 0).to(tl.int64)), low)
     return low, high, num_above, mass_above, from_low - num_above
 
 
@@ -177,16 +193,20 @@ def _bisect(
     values = tl.load(candidates_ptr + places, mask=known, other=0.0)
     keys = _order_key(values)
     weights = tl.where(known, tl.exp((values - largest) / temperature), 0.0)
-    lowest = tl.min(tl.where(known, keys, _LARGEST_KEY), 0).to(tl.int64)
+    # Min-p is a bound like others; below, top-k and top-p alone decide.
+    lowest = tl.min(tl.where(known & (weights >= min_p), keys, _LARGEST_KEY), 0).to(tl.int64)
     low = tl.maximum(low, tl.minimum(lowest, high))
     while low < high:
         middle = (low + high) >> 1
         above = known & (keys > middle.to(tl.int32))
         num = num_above + tl.sum(above.to(tl.int32), 0)
         mass = mass_above + tl.sum(tl.where(above, weights, 0.0), 0)
-        kept = _reached(num, mass, middle, top_k, most_mass, min_p, largest, temperature)
-        low = tl.where(kept, low, middle + 1)
-        high = tl.where(kept, middle, high)
+        kept = (num < top_k) & (mass <= most_mass)
+        # On to the next key that occurs: the largest one up to the middle, or the smallest above it. ~ turns the order.
+        is_next = known & (above != kept)
+        reached = tl.max(tl.where(is_next, tl.where(kept, keys, ~keys), _SMALLEST_KEY), 0)
+        low = tl.where(kept, low, (~reached).to(tl.int64))
+        high = tl.where(kept, reached.to(tl.int64), high)
     above = known & (keys > low.to(tl.int32))
     num_tied = tl.sum((known & (keys == low.to(tl.int32))).to(tl.int32), 0)
     num_above += tl.sum(above.to(tl.int32), 0)
@@ -199,8 +219,9 @@ def _last_tied(logits_ptr, tile_max_ptr, cut, room, vocab_size, num_tiles, TILE:
     """The ``room``-th token of the row, in order of ids, whose key is ``cut``."""
     last = vocab_size
     seen = 0
+    value = _value(cut)
     for tile in range(0, num_tiles):
-        if (seen < room) & (tl.load(tile_max_ptr + tile) >= _value(cut)):
+        if (seen < room) & (tl.load(tile_max_ptr + tile) >= value):
             tokens, logits = _tile_logits(logits_ptr, tile, vocab_size, TILE)
             tied = (_order_key(logits) == cut.to(tl.int32)).to(tl.int32)
             rank = seen + tl.cumsum(tied, 0)
@@ -210,7 +231,11 @@ def _last_tied(logits_ptr, tile_max_ptr, cut, room, vocab_size, num_tiles, TILE:
     return last
 
 
-@triton.jit(do_not_specialize=["gamma"])
+# Columns of one tensor, whose alignment changes with the size of the batch.
+@triton.jit(
+    do_not_specialize=["gamma"],
+    do_not_specialize_on_alignment=["temperatures_ptr", "top_ks_ptr", "top_ps_ptr", "min_ps_ptr"],
+)
 def filter_kernel(
     verify_lens_ptr,
     logits_ptr,
@@ -267,7 +292,17 @@ def filter_kernel(
             found_ptr = candidates_ptr + row * ROOM
             most_mass = tl.where(top_p < 1.0, top_p * total, float("inf"))
             bound = _lower_bound(
-                tile_max, tiles, num_tiles, largest, total, temperature, top_k, top_p, min_p, vocab_size
+                row_max_ptr,
+                tile_max,
+                num_tiles,
+                largest,
+                total,
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                vocab_size,
+                BLOCK_T=BLOCK_T,
             )
             # The cut is in [low, high]. Scalars of 64 bits, which sums of two keys do not overflow.
             low = _order_key(bound).to(tl.int64)
@@ -290,7 +325,6 @@ def filter_kernel(
                     by_value,
                     top_k,
                     most_mass,
-                    min_p,
                     largest,
                     temperature,
                     vocab_size,
@@ -324,6 +358,8 @@ def filter_kernel(
             # Of the tokens at the cut as many of the lowest ids as top-k and top-p have room for.
             cut_value = _value(cut)
             weight = tl.exp((cut_value - largest) / temperature)
+            num_tied = tl.where(weight >= min_p, num_tied, 0)
+            last = tl.where(num_tied > 0, vocab_size, -1)
             limited = (top_p < 1.0) & (weight > 0)
             fitting = tl.where(limited, tl.floor((most_mass - mass_above) / weight) + 1.0, float("inf"))
             fitting = tl.minimum(tl.maximum(fitting, 1.0), num_tied.to(tl.float32)).to(tl.int32)

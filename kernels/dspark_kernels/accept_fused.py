@@ -46,6 +46,7 @@ _RACE_TILE = 2048
 # Logits of a row that a filter searches in registers: 8 for each of 256 threads.
 _CANDIDATES = 2048
 _FILTER_WARPS = 8
+_FILTER_REGISTERS = 80  # room for three programs on a multiprocessor; unlimited the compiler takes 110
 _MIN_TILE = 64
 _OWNERS_BLOCK = 256
 
@@ -242,6 +243,7 @@ def accept_fused(
             BLOCK_T=block_tiles,
             ROOM=_CANDIDATES,
             num_warps=_FILTER_WARPS,
+            maxnreg=_FILTER_REGISTERS,
         )
     if seeds is not None:
         seeded_kernel[(bs, gamma + 1, num_tiles)](

@@ -12,7 +12,11 @@ import triton.language as tl
 from .device_noise import seeded_noise
 
 
-@triton.jit(do_not_specialize=["gamma"])
+# Columns of one tensor, whose alignment changes with the size of the batch.
+@triton.jit(
+    do_not_specialize=["gamma"],
+    do_not_specialize_on_alignment=["temperatures_ptr", "seeds_ptr", "is_seeded_ptr", "positions_ptr"],
+)
 def seeded_kernel(
     verify_lens_ptr,
     logits_ptr,

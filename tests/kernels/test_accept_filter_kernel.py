@@ -9,7 +9,7 @@ from dspark_kernels.accept_kernel import row_stats_kernel
 
 # Where a mass is this close to p, or a weight to min-p, the rounding of float32 decides.
 NEAR = 3e-6
-LOG_NORM_TOL = {"rtol": 0, "atol": 5e-6}  # of masses of up to 9001 float32 weights, and of logits up to 40
+LOG_NORM_TOL = {"rtol": 1.5e-7, "atol": 5e-6}  # one unit in the last place, and float32 sums of 9001 weights
 ROOM = 64  # so that small rows need the passes that narrow the interval
 
 NOTHING = (-1, 1.0, 0.0)
@@ -82,7 +82,7 @@ def is_near(logits, combination):
     temperature, _, top_p, min_p = combination
     probs = (logits.double() / temperature).softmax(-1).sort(descending=True).values
     before = probs.cumsum(-1) - probs
-    near_p = top_p < 1 and bool(((before - top_p).abs() < NEAR).any())
+    near_p = top_p < 1 and bool(((before[1:] - top_p).abs() < NEAR).any())
     return near_p or (0 < min_p < 1 and bool(((probs / (probs[0] * min_p) - 1).abs() < NEAR).any()))
 
 
@@ -120,7 +120,7 @@ KINDS = {
 def test_kept_sets_are_those_of_the_reference(device, vocab_size, kind):
     noise = torch.randn(len(COMBINATIONS), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     logits = KINDS[kind](noise).to(device)
-    assert check(logits, COMBINATIONS, tile=128 if vocab_size < 4097 else 256) >= len(COMBINATIONS) - 2
+    assert check(logits, COMBINATIONS, tile=64 if vocab_size < 4097 else 1024) >= len(COMBINATIONS) - 2
 
 
 def test_the_default_form_keeps_the_same(device):
@@ -148,7 +148,7 @@ def test_the_token_that_starts_at_exactly_p_stays(device, top_p, kept, value):
         cuts, last, log_norms = cut(logits, rows_of([(1.0, -1, top_p, 0.0)], device), room=room)
         assert kept_tokens(logits, cuts, last).sum() == kept
         assert kept_tokens(logits, cuts, last)[0, :kept].all()
-        torch.testing.assert_close(log_norms.cpu(), torch.tensor([value + kept]).log().add(value - (value + torch.tensor([float(kept)]).log() * 0)), rtol=1, atol=100)
+        torch.testing.assert_close(log_norms.cpu(), value + torch.tensor([kept]).log(), **LOG_NORM_TOL)
 
 
 @pytest.mark.parametrize("room", [4, 128])
