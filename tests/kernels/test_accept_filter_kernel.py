@@ -115,33 +115,44 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab_size", [23, 111, 4097])
+@pytest.mark.parametrize(
+    ("vocab_size", "kind"),
+    [
+        (23, "coarse"),
+        (23, "sharp"),
+        (111, "coarse"),
+        (111, "bfloat16"),
+        (111, "fine"),
+        (111, "flat"),
+        (4097, "bfloat16"),
+        (4097, "sharp"),
+    ],
+)
 def test_kept_sets_are_those_of_the_reference(device, vocab_size, kind):
     noise = torch.randn(len(COMBINATIONS), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     logits = KINDS[kind](noise).to(device)
-    assert check(logits, COMBINATIONS, tile=64 if vocab_size < 4097 else 1024) >= len(COMBINATIONS) - 2
+    sizes = {"tile": 64} if vocab_size < 4097 else {"tile": 2048, "room": 1024}
+    assert check(logits, COMBINATIONS, **sizes) >= len(COMBINATIONS) - 2
 
 
 def test_the_default_form_keeps_the_same(device):
     """The tile and the room that ``accept_fused`` takes, over several tiles."""
-    noise = torch.randn(4, 9001, generator=torch.Generator().manual_seed(1))
-    combinations = [(0.6, 20, 0.95, 0.0), (1.0, -1, 0.95, 0.0), (1.0, 2500, 1.0, 0.0), (1.0, 40, 1.0, 0.1)]
-    for logits in (noise.bfloat16() * 2, noise):
-        assert check(logits.to(device), combinations, room=2048) >= 3
+    noise = torch.randn(3, 9001, generator=torch.Generator().manual_seed(1))
+    combinations = [(0.6, 20, 0.95, 0.0), (1.0, -1, 0.95, 0.0), (1.0, 2500, 1.0, 0.0)]
+    assert check((noise * 2).bfloat16().to(device), combinations, room=2048) == 3
 
 
-@pytest.mark.parametrize("room", [1, 2, 16])
+@pytest.mark.parametrize("room", [1, 32])
 def test_ties_fill_what_the_filters_leave(device, room):
     """Rows of few values in many tokens, more than there is room for; every k, and p that end within a tie."""
     logits = torch.tensor([0.0, 1.0, 0.0, 2.0, 1.0, -0.0, 1.0, 0.0, 2.0, -1.0, 0.0] * 9).to(device)
-    combinations = [(1.0, k, 1.0, 0.0) for k in (2, 17, 18, 19, 44, 45, 46, 80, 89, 90, 98, 99)]
-    combinations += [(1.0, -1, p, 0.0) for p in (0.01, 0.3, 0.4, 0.6, 0.85, 0.97, 0.995)]
-    assert check(logits.expand(len(combinations), -1).contiguous(), combinations, tile=64, room=room) >= 18
+    combinations = [(1.0, k, 1.0, 0.0) for k in (2, 17, 18, 19, 45, 46, 90, 99)]
+    combinations += [(1.0, -1, p, 0.0) for p in (0.01, 0.4, 0.85, 0.995)]
+    assert check(logits.expand(len(combinations), -1).contiguous(), combinations, tile=128, room=room) >= 11
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 33), (0.25, 17), (0.75, 49), (0.2501, 17), (0.2499, 16), (1e-6, 1)])
-@pytest.mark.parametrize("value", [0.0, -3.5, 30.0])
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 33), (0.25, 17), (0.75, 49), (0.2499, 16), (1e-6, 1)])
+@pytest.mark.parametrize("value", [0.0, -3.5])
 def test_the_token_that_starts_at_exactly_p_stays(device, top_p, kept, value):
     logits = torch.full((1, 64), value, device=device)
     for room in (4, 64):
