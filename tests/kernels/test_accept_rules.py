@@ -30,14 +30,16 @@ def rules_case(device, rules, gamma, vocab_size, **options):
     """``make_case`` with these requests; drafts of seeded ones are mostly what their seeds draw."""
     case = make_case(device, [rule[0] for rule in rules], gamma, vocab_size, **options)
     padding = len(case.drafts) - len(rules)
-    case.rows = SamplingRows.from_lists(*(list(column) for column in zip(*rules, *[PLAIN] * padding, strict=True)), device)
+    case.rows = SamplingRows.from_lists(
+        *(list(column) for column in zip(*rules, *[PLAIN] * padding, strict=True)), device
+    )
     positions = torch.arange(len(case.drafts), device=device) * 1000 + 2**31
     case.keys = replace(case.keys, positions=positions)
     return with_seeded_drafts(case)
 
 
 def seeded_scores(case, r):
-    """p / E of every verify row of request r, float64."""
+    """Scores p / E of every verify row of request r, float64."""
     num_rows, first = int(case.verify_lens[r]) + 1, int(case.indptr[r])
     positions = (case.keys.positions[r] + torch.arange(num_rows, device=case.keys.positions.device)).cpu()
     probs = target_probs(case.logits[first : first + num_rows].cpu(), law_of(case, r, num_rows))
@@ -94,7 +96,7 @@ def test_copied_tokens_of_filtered_requests(device):
 @pytest.mark.parametrize(("bs", "gamma", "vocab_size"), [(1, 0, 2), (8, 4, 111), (2, 2, 9001)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_seeded_requests_equal_the_reference(device, bs, gamma, vocab_size, dtype):
-    rules = [((SEEDED, SEEDED_QWEN)[r % 2][:4]) + (SEEDED[4] + 2**40 * r,) for r in range(bs)]
+    rules = [(*(SEEDED, SEEDED_QWEN)[r % 2][:4], SEEDED[4] + 2**40 * r) for r in range(bs)]
     case = rules_case(device, rules, gamma, vocab_size, dtype=dtype)
     expected = check_exact(case, case.accept())
     if bs == 8:
@@ -153,11 +155,11 @@ def test_rows_that_are_no_law_give_some_token(device):
 
 
 def test_emitted_tokens_follow_the_filtered_law(device):
-    """Requests of one filter, half of them with seeds; drafts of a flat law, of which many are no longer possible."""
-    vocab_size, bs = 8, 30_000 if device.type == "cuda" else 110  # the interpreter takes 80 ms per request
+    """Drafts of a flat law, of which many are not possible."""
+    vocab_size, bs = 8, 30_000 if device.type == "cuda" else 60  # the interpreter takes 120 ms per request
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(5))
     rule = (0.8, 6, 0.9, 0.02)
-    rows = SamplingRows.from_lists(*([value] * bs for value in rule), [None if r % 2 else r for r in range(bs)], device)
+    rows = SamplingRows.from_lists(*([value] * bs for value in rule), [None] * bs, device)
     law = make_case(device, [1.0] * bs, 1, vocab_size).law
     law.scores.zero_()
     law.log_norms.fill_(torch.tensor(float(vocab_size)).log())
@@ -175,11 +177,10 @@ def test_emitted_tokens_follow_the_filtered_law(device):
     expected = target_probs(logits[None].cpu(), law_of(case, 0, 1))[0].double()
     possible = expected > 0
     assert 3 <= possible.sum() < 6
-    for tokens in (emitted[::2], emitted[1::2]):
-        counts = torch.bincount(tokens, minlength=vocab_size).double()
-        assert counts[~possible].sum() == 0
-        shares = expected[possible] / expected.sum() * counts.sum()
-        assert stats.chisquare(counts[possible].numpy(), shares.numpy()).pvalue > 1e-4
+    counts = torch.bincount(emitted, minlength=vocab_size).double()
+    assert counts[~possible].sum() == 0
+    shares = expected[possible] / expected.sum() * counts.sum()
+    assert stats.chisquare(counts[possible].numpy(), shares.numpy()).pvalue > 1e-4
 
 
 @triton.jit
