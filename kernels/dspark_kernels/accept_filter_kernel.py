@@ -369,7 +369,9 @@ def filter_kernel(
             num_tied = tl.where(weight >= min_p, num_tied, 0)
             last = tl.where(num_tied > 0, vocab_size, -1)
             limited = (top_p < 1.0) & (weight > 0)
-            fitting = tl.where(limited, tl.floor((most_mass - mass_above) / weight) + 1.0, float("inf"))
+            # Division as in IEEE: the token that starts at exactly p stays.
+            fitting = tl.floor(tl.div_rn(most_mass - mass_above, tl.where(limited, weight, 1.0))) + 1.0
+            fitting = tl.where(limited, fitting, float("inf"))
             fitting = tl.minimum(tl.maximum(fitting, 1.0), num_tied.to(tl.float32)).to(tl.int32)
             room = tl.minimum(fitting.to(tl.int64), top_k - num_above).to(tl.int32)
             if room < num_tied:

@@ -114,7 +114,7 @@ class StepGraphs:
             self._judge_sampled(slots, most_rows, block)
 
     def _judge_sampled(self, slots: int, rows: int, block: DraftBlock | None) -> None:
-        """Accept what a tier verified as for sampled requests, with filters and seeds too; a plain step without a block.
+        """Accept what a tier verified as for sampled requests, also filtered and seeded; a plain step without a block.
 
         Neutral filters and seeds of nobody in particular: that they are asked for decides which kernels run.
         """

@@ -10,7 +10,7 @@ import triton.language as tl
 from dspark_kernels import RoundKeys, SamplingRows, accept_fused, accept_ref, noise, target_probs
 from dspark_kernels.device_noise import seeded_noise, unit_exponential_52
 from scipy import stats
-from test_accept_kernel import Case, assert_same, check_sampled, law_of, make_case, reference
+from test_accept_kernel import STEP, Case, assert_same, check_sampled, law_of, make_case, reference
 
 NOISE_RTOL = 1e-6  # what device_noise promises
 NEAR = 1e-5  # scores of the best two tokens that float32 may exchange
@@ -181,6 +181,37 @@ def test_emitted_tokens_follow_the_filtered_law(device):
     assert counts[~possible].sum() == 0
     shares = expected[possible] / expected.sum() * counts.sum()
     assert stats.chisquare(counts[possible].numpy(), shares.numpy()).pvalue > 1e-4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
+def test_a_captured_graph_serves_other_rules(device):
+    case, other = (
+        rules_case(device, rules, 3, 9001, seed=seed, verify_lens=[3] * len(ALL))
+        for seed, rules in enumerate((ALL, ALL[::-1]))
+    )
+    temperatures, step = case.rows.draw_temperatures.clone(), torch.tensor(STEP, device=device)
+    filters, seeds = case.rows.law, (case.rows.seeds, case.rows.is_seeded)
+    keys = replace(case.keys, step=step)
+
+    def run():
+        given = case.drafts, case.verify_lens, case.logits, case.indptr, case.law, temperatures, keys
+        return accept_fused(*given, filters=filters, seeds=seeds)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        accepted = run()
+    temperatures.copy_(other.rows.draw_temperatures)
+    static = [case.drafts, case.logits, case.law.scores, case.law.log_norms, *seeds]
+    fresh = [other.drafts, other.logits, other.law.scores, other.law.log_norms, other.rows.seeds, other.rows.is_seeded]
+    for name in ("top_ks", "top_ps", "min_ps"):
+        static.append(getattr(filters, name))
+        fresh.append(getattr(other.rows.law, name))
+    for target, source in zip(static, fresh, strict=True):
+        target.copy_(source)
+    graph.replay()
+    assert_same(accepted, other.accept())
 
 
 @triton.jit
