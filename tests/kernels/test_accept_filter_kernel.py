@@ -163,6 +163,19 @@ def test_the_token_that_starts_at_exactly_p_stays(device, top_p, kept, value):
 
 
 @pytest.mark.parametrize("room", [4, 128])
+def test_a_wide_tie_just_below_min_p_is_removed(device, room):
+    """The search starts a little below min-p, so that rounding cannot cost a token."""
+    logits = torch.full((2, 100), 0.5).log()
+    logits[0] -= 5e-4
+    logits[1] += 5e-4
+    logits[:, 70] = 0.0
+    combinations = [(1.0, 50, 1.0, 0.5)] * 2
+    assert check(logits.to(device), combinations, tile=64, room=room) == 2
+    cuts, last, _ = cut(logits.to(device), rows_of(combinations, device), tile=64, room=room)
+    assert kept_tokens(logits.to(device), cuts, last).sum(-1).tolist() == [1, 50]
+
+
+@pytest.mark.parametrize("room", [4, 128])
 def test_forbidden_tokens_stay_forbidden(device, room):
     logits = torch.full((4, 300), -torch.inf)
     logits[:, 250:] = torch.randn(4, 50, generator=torch.Generator().manual_seed(2)) - 5
