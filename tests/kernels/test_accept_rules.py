@@ -75,7 +75,7 @@ def kernels_alone(monkeypatch):
     monkeypatch.setattr(sys.modules[accept_fused.__module__], "accept_ref", None)
 
 
-@pytest.mark.parametrize(("bs", "gamma", "vocab_size"), [(1, 0, 2), (12, 4, 111), (2, 2, 4097)])
+@pytest.mark.parametrize(("bs", "gamma", "vocab_size"), [(1, 0, 2), (9, 4, 111), (2, 2, 4097)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_filtered_requests_run_the_race_over_what_is_kept(device, bs, gamma, vocab_size, dtype):
     rules = [(QWEN, NUCLEUS, MIN_P)[r % 3] for r in range(bs)]
@@ -83,7 +83,7 @@ def test_filtered_requests_run_the_race_over_what_is_kept(device, bs, gamma, voc
     accepted = case.accept()
     assert check_sampled(case, accepted, range(bs)) >= bs - 1
     assert torch.equal(accepted.accepted_lens, reference(case).accepted_lens)
-    if bs == 12:
+    if bs == 9:
         assert len(set(accepted.accepted_lens.tolist())) >= 3
 
 
@@ -156,7 +156,7 @@ def test_rows_that_are_no_law_give_some_token(device):
 
 def test_emitted_tokens_follow_the_filtered_law(device):
     """Drafts of a flat law, of which many are not possible."""
-    vocab_size, bs = 8, 30_000 if device.type == "cuda" else 60  # the interpreter takes 120 ms per request
+    vocab_size, bs = 8, 30_000 if device.type == "cuda" else 40  # the interpreter takes 120 ms per request
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(5))
     rule = (0.8, 6, 0.9, 0.02)
     rows = SamplingRows.from_lists(*([value] * bs for value in rule), [None] * bs, device)
