@@ -1,12 +1,15 @@
-"""Verification on the device, for batches of greedy requests and of requests that are sampled by temperature alone.
+"""Verification on the device, for any mixture of greedy, sampled, filtered and seeded requests.
 
-Greedy batches take two launches, all others four; nothing is read back, and no tensor of probabilities is written:
+Greedy batches take two launches, others four, with top-k, top-p or min-p one more and with seeds one more; nothing is
+read back, and no tensor of probabilities is written:
 
 1. statistics of every row by tiles of the vocabulary: largest logit, its token and, where anything is sampled, the sum
    of the exponentials at the request's temperature;
-2. per request: combine the tiles, judge the drafts, write lengths and tokens;
-3. sampled requests, by tiles: an exponential race over the weights of the one row that the next token is drawn from;
-4. per sampled request: the winner of the tiles.
+2. rows of filtered requests: where top-k, top-p and min-p cut them (``accept_filter_kernel``);
+3. rows of seeded requests, by tiles: their draws (``accept_seeded_kernel``);
+4. per request: combine the tiles, judge the drafts, write lengths and tokens;
+5. sampled requests, by tiles: an exponential race over the weights of the one row that the next token is drawn from;
+6. per sampled request: the winner of the tiles.
 
 A race draws token y with probability w_y / sum(w): every token finishes after E_y / w_y with its own unit-rate
 exponential E_y, and the first one wins. It needs no sum before the draw, so that tiles can run side by side, and for
@@ -14,7 +17,8 @@ exponential E_y, and the first one wins. It needs no sum before the draw, so tha
 
 What has to be moved: the logits once, N * V values; for sampled requests one row of them again, and after a rejection
 one row of the draft's law. For 256 requests with 7 drafts each, 151936 tokens and bfloat16 logits that is 0.62 GB, or
-0.86 GB when all are sampled and rejected.
+0.86 GB when all are sampled and rejected. A filter reads the tiles of its rows again that reach the bound of the cut
+(with top-k = 20 about 20 of 75), and once more where it cuts a tie; seeds read their rows once more.
 """
 
 from __future__ import annotations
@@ -26,14 +30,23 @@ import torch
 import triton
 
 from .accept import Accepted, accept_ref
+from .accept_filter_kernel import filter_kernel
 from .accept_kernel import finish_kernel, judge_kernel, race_kernel, row_stats_kernel
+from .accept_seeded_kernel import seeded_kernel
 from .draft_law import DraftLaw
 from .noise import RoundKeys
-from .sampling_params import SamplingRows
+from .sampling_params import LawParams, SamplingRows
 
 # 8 KiB of bfloat16: 8 rows of 151936 tokens make 304 programs, two for each multiprocessor of an H200.
 _STATS_TILE = 4096
+# With filters or seeds. The maxima of 75 tiles bound the cut of top-k <= 75, closer the more tiles there are, and a
+# program of seeds holds the generator's words of a whole tile.
+_FINE_TILE = 2048
 _RACE_TILE = 2048
+# Logits of a row that a filter searches in registers: 8 for each of 256 threads.
+_CANDIDATES = 2048
+_FILTER_WARPS = 8
+_FILTER_REGISTERS = 80  # room for three programs on a multiprocessor; unlimited the compiler takes 110
 _MIN_TILE = 64
 _OWNERS_BLOCK = 256
 
@@ -52,8 +65,8 @@ def accept(
 ) -> Accepted:
     """Judge the drafts of every request, with kernels where these can: see :func:`accept_ref`.
 
-    Batches without a GPU, with a seeded request or with a top-k, top-p or min-p, and drafts of sampled requests whose
-    law is given as probabilities, go to the reference; which of the two runs is known on the host.
+    Batches without a GPU, and drafts of sampled requests whose law is given as probabilities, go to the reference;
+    which of the two runs is known on the host.
 
     Args:
         draft_tokens: as in :func:`accept_ref`.
@@ -74,18 +87,19 @@ def accept(
         ValueError: draft and target disagree on the vocabulary or the block.
     """
     on_kernels = target_logits.is_cuda or triton.knobs.runtime.interpret
-    fusible = not rows.any_sampled or (not rows.any_filter and not isinstance(proposal, torch.Tensor))
-    if on_kernels and fusible and not rows.any_seeded:
+    if on_kernels and not (rows.any_sampled and isinstance(proposal, torch.Tensor)):
         return accept_fused(
             draft_tokens,
             verify_lens,
             target_logits,
             indptr,
-            proposal if isinstance(proposal, DraftLaw) else None,
-            rows.draw_temperatures if rows.any_sampled else None,
+            proposal if rows.any_sampled and isinstance(proposal, DraftLaw) else None,
+            None if rows.all_greedy else rows.draw_temperatures,
             keys,
             copied=copied,
             prefix_lens=prefix_lens,
+            filters=rows.law if rows.any_filter else None,
+            seeds=(rows.seeds, rows.is_seeded) if rows.any_seeded else None,
         )
     if isinstance(proposal, DraftLaw):
         proposal = proposal.probs() if rows.any_sampled else None
@@ -106,6 +120,8 @@ def accept_fused(
     *,
     copied: torch.Tensor | None = None,  # [bs, gamma] bool
     prefix_lens: torch.Tensor | None = None,  # [bs] int64
+    filters: LawParams | None = None,
+    seeds: tuple[torch.Tensor, torch.Tensor] | None = None,  # [bs] int64, [bs] bool
 ) -> Accepted:
     """The kernels alone: every fact about a request is a tensor, so that a CUDA graph of them serves any batch.
 
@@ -123,6 +139,9 @@ def accept_fused(
         keys: noise keys of this round. An int ``step`` costs a launch and is frozen in a graph.
         copied: drafts whose proposal is one-hot at the token itself, whatever ``law`` says.
         prefix_lens: committed tokens of each request; given to have ``new_seq_lens``.
+        filters: top-k, top-p and min-p of every request; its temperatures and host bounds are not read. None when no
+            request has any, which saves a launch. Read with ``temperatures`` only, as are ``seeds``.
+        seeds: the requests' own seeds, and which requests draw with them; None when none does, which saves a launch.
 
     Returns:
         The outcome. No host sync; safe under graph capture.
@@ -136,6 +155,8 @@ def accept_fused(
     if target_logits.stride(1) != 1:
         raise ValueError("target_logits must have contiguous rows; pass a [N, V] tensor, not its transpose")
     sampled = temperatures is not None
+    if not sampled:
+        filters = seeds = None
     if not sampled or gamma == 0:
         law = copied = None
     if law is not None:
@@ -143,8 +164,9 @@ def accept_fused(
     if draft_tokens.stride(1) != 1:
         draft_tokens = draft_tokens.contiguous()
 
-    tile = _tile(_STATS_TILE, vocab_size)
+    tile = _tile(_STATS_TILE if filters is None and seeds is None else _FINE_TILE, vocab_size)
     num_tiles = triton.cdiv(vocab_size, tile)
+    block_tiles = triton.next_power_of_2(num_tiles)
 
     def floats(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
@@ -192,22 +214,72 @@ def accept_fused(
         "source_ptr": ints(bs) if sampled else None,
         "log_norm_ptr": floats(bs) if sampled else None,
     }
+    cuts: dict[str, Any] = {
+        "cut_ptr": None if filters is None else floats(num_rows),
+        "last_ptr": None if filters is None else ints(num_rows),
+    }
+    row_log_norms = None if filters is None else floats(num_rows)
+    drawn: dict[str, Any] = {
+        "is_seeded_ptr": None if seeds is None else seeds[1].view(torch.uint8),
+        "seeded_speed_ptr": None if seeds is None else floats(num_rows, num_tiles),
+        "seeded_token_ptr": None if seeds is None else ints(num_rows, num_tiles),
+    }
     row_stats_kernel[(num_rows, num_tiles)](**rows, **tiles, bs=bs, SAMPLED=sampled, TILE=tile, BLOCK_B=_OWNERS_BLOCK)
+    if filters is not None:
+        filter_kernel[(bs, gamma + 1)](
+            **rows,
+            **cuts,
+            verify_lens_ptr=verify_lens,
+            top_ks_ptr=filters.top_ks,
+            top_ps_ptr=filters.top_ps,
+            min_ps_ptr=filters.min_ps,
+            tile_max_ptr=tiles["tile_max_ptr"],
+            tile_sum_ptr=tiles["tile_sum_ptr"],
+            candidates_ptr=floats(num_rows, _CANDIDATES),
+            log_norm_ptr=row_log_norms,
+            num_tiles=num_tiles,
+            gamma=gamma,
+            TILE=tile,
+            BLOCK_T=block_tiles,
+            ROOM=_CANDIDATES,
+            num_warps=_FILTER_WARPS,
+            maxnreg=_FILTER_REGISTERS,
+        )
+    if seeds is not None:
+        seeded_kernel[(bs, gamma + 1, num_tiles)](
+            **rows,
+            **cuts,
+            **drawn,
+            verify_lens_ptr=verify_lens,
+            seeds_ptr=seeds[0],
+            positions_ptr=keys.positions,
+            tile_max_ptr=tiles["tile_max_ptr"],
+            num_tiles=num_tiles,
+            gamma=gamma,
+            HAS_FILTER=filters is not None,
+            TILE=tile,
+            BLOCK_T=block_tiles,
+        )
     judge_kernel[(bs,)](
         **rows,
         **tiles,
         **drafts,
         **noise,
         **draw,
+        **cuts,
+        **drawn,
+        row_log_norm_ptr=row_log_norms,
         verify_lens_ptr=verify_lens,
         prefix_lens_ptr=prefix_lens,
         bonus_ptr=bonus,
         out_tokens_ptr=out_tokens,
         new_seq_lens_ptr=new_seq_lens,
         SAMPLED=sampled,
+        HAS_FILTER=filters is not None,
+        HAS_SEEDS=seeds is not None,
         HAS_PREFIX=prefix_lens is not None,
         BLOCK_S=triton.next_power_of_2(gamma + 1),
-        BLOCK_T=triton.next_power_of_2(num_tiles),
+        BLOCK_T=block_tiles,
     )
     if sampled:
         race_tile = _tile(_RACE_TILE, vocab_size)
@@ -220,7 +292,9 @@ def accept_fused(
             "target_winner_token_ptr": ints(bs, num_race_tiles),
             "num_tiles": num_race_tiles,
         }
-        race_kernel[(bs, num_race_tiles)](**rows, **drafts, **noise, **draw, **winners, TILE=race_tile)
+        race_kernel[(bs, num_race_tiles)](
+            **rows, **drafts, **noise, **draw, **cuts, **winners, HAS_FILTER=filters is not None, TILE=race_tile
+        )
         finish_kernel[(bs,)](
             lens_ptr=lens,
             source_ptr=draw["source_ptr"],

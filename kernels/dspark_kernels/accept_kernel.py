@@ -1,4 +1,4 @@
-"""The kernels behind ``accept_fused``, in the order in which they run.
+"""The kernels behind ``accept_fused`` that every batch runs, in their order; filters and seeds have files of their own.
 
 Letters: bs slots of the batch, N verify rows, V tokens, gamma drafts per request. The vocabulary is cut into tiles;
 what a tile contributes lies at [row, tile] or [request, tile].
@@ -19,7 +19,7 @@ _BONUS = tl.constexpr(int(Purpose.BONUS))
 _MIN_RESIDUAL_MASS = tl.constexpr(MIN_RESIDUAL_MASS)
 
 # What the next token of a request is drawn from.
-_NOTHING = tl.constexpr(0)  # greedy, or a slot of the batch without a request
+_NOTHING = tl.constexpr(0)  # greedy, seeded, or a slot of the batch without a request
 _TARGET = tl.constexpr(1)
 _DIFFERENCE = tl.constexpr(2)  # (p_t - p_d)+
 
@@ -91,6 +91,12 @@ def judge_kernel(
     new_seq_lens_ptr,
     source_ptr,
     log_norm_ptr,
+    cut_ptr,
+    last_ptr,
+    row_log_norm_ptr,
+    is_seeded_ptr,
+    seeded_speed_ptr,
+    seeded_token_ptr,
     seed,
     row_stride,
     scores_stride_b,
@@ -100,6 +106,8 @@ def judge_kernel(
     drafts_stride,
     gamma,
     SAMPLED: tl.constexpr,
+    HAS_FILTER: tl.constexpr,
+    HAS_SEEDS: tl.constexpr,
     HAS_LAW: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
     HAS_COPIED: tl.constexpr,
@@ -124,21 +132,39 @@ def judge_kernel(
     largest = tl.max(tile_max, 1)
     choices = tl.min(tl.where(used & (tile_max == largest[:, None]), tile_token, vocab_size - 1), 1)
 
+    if HAS_SEEDS:
+        is_seeded = tl.load(is_seeded_ptr + request) != 0
+        speeds = tl.load(seeded_speed_ptr + tile_offsets, mask=used & is_seeded, other=-1.0)
+        fastest = tl.max(speeds, 1)
+        speed_token = tl.load(seeded_token_ptr + tile_offsets, mask=used & is_seeded, other=0)
+        drawn_tokens = tl.min(tl.where(used & (speeds == fastest[:, None]), speed_token, vocab_size - 1), 1)
+        # Without a winner the row is not a law (NaN); its argmax is a token at least.
+        choices = tl.where(fastest > 0, drawn_tokens, choices)
+
     judged = slots < last
     drafts = tl.load(draft_tokens_ptr + request * drafts_stride + slots, mask=judged, other=-1)
     kept = drafts == choices
     if SAMPLED:
         temperature = tl.load(temperatures_ptr + request)
         is_sampled = temperature > 0
+        if HAS_SEEDS:
+            is_sampled = is_sampled & (is_seeded == 0)
         temperature = tl.where(is_sampled, temperature, 1.0)
         base = tl.where(largest == float("-inf"), 0.0, largest)
         tile_sum = tl.load(tile_sum_ptr + tile_offsets, mask=used, other=0.0)
         total = tl.sum(tile_sum * tl.exp((tile_max - base[:, None]) / temperature), 1)
         log_norms = base / temperature + tl.log(tl.where(total > 0, total, 1.0))
+        if HAS_FILTER:
+            filtered = slots <= tl.where(is_sampled, last, -1)
+            log_norms = tl.load(row_log_norm_ptr + rows, mask=filtered, other=0.0)
 
         tokens = tl.minimum(tl.maximum(drafts, 0), vocab_size - 1)
         logits = tl.load(logits_ptr + rows * row_stride + tokens, mask=judged, other=0.0).to(tl.float32)
         target_mass = tl.exp(logits / temperature - log_norms)
+        if HAS_FILTER:
+            cut = tl.load(cut_ptr + rows, mask=filtered, other=0.0)
+            last_tied = tl.load(last_ptr + rows, mask=filtered, other=0)
+            target_mass = tl.where((logits > cut) | ((logits == cut) & (tokens <= last_tied)), target_mass, 0.0)
         draft_mass = tl.full([BLOCK_S], 1.0, tl.float32)
         if HAS_LAW:
             columns = tokens
@@ -189,6 +215,8 @@ def race_kernel(
     lens_ptr,
     source_ptr,
     log_norm_ptr,
+    cut_ptr,
+    last_ptr,
     tile_mass_ptr,
     winner_ptr,
     winner_token_ptr,
@@ -202,6 +230,7 @@ def race_kernel(
     num_tiles,
     drafts_stride,
     gamma,
+    HAS_FILTER: tl.constexpr,
     HAS_LAW: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
     HAS_COPIED: tl.constexpr,
@@ -219,6 +248,10 @@ def race_kernel(
         in_vocab = tokens < vocab_size
         logits = tl.load(logits_ptr + row * row_stride + tokens, mask=in_vocab, other=float("-inf")).to(tl.float32)
         target = tl.exp(logits / tl.load(temperatures_ptr + request) - tl.load(log_norm_ptr + request))
+        if HAS_FILTER:
+            cut = tl.load(cut_ptr + row)
+            kept = (logits > cut) | ((logits == cut) & (tokens <= tl.load(last_ptr + row)))
+            target = tl.where(kept, target, 0.0)
 
         # What belongs to a draft is read after a rejection only, where slot < gamma.
         draft_at = request * gamma + slot

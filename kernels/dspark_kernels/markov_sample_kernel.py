@@ -85,7 +85,7 @@ _SMALL_POINTERS = ["prev_ptr", "temperatures_ptr", "request_keys_ptr", "step_ptr
 
 # No slot, seed or batch size may cause a compilation of its own, by its value or by the alignment of its pointers.
 @triton.jit(
-    do_not_specialize=["bs", "prev_stride", "seed", "slot"],
+    do_not_specialize=["bs", "prev_stride", "seed", "slot", "log_norms_stride", "tokens_stride"],
     do_not_specialize_on_alignment=[*_SMALL_POINTERS, "counters_ptr"],
 )
 def choose_kernel(

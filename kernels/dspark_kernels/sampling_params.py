@@ -165,6 +165,11 @@ class SamplingRows:
         return temperatures.index_fill(0, self.greedy_index, 0.0) if self.any_greedy else temperatures
 
     @cached_property
+    def is_seeded(self) -> torch.Tensor:
+        """[bs] bool: whether a request draws with its own seed."""
+        return torch.zeros_like(self.seeds, dtype=torch.bool).index_fill_(0, self.seeded_index, True)
+
+    @cached_property
     def sampled_law(self) -> LawParams:
         return self.law if self.sampled_index.shape[0] == len(self) else self.law.expand(self.sampled_index)
 

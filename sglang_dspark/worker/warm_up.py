@@ -42,15 +42,18 @@ _CONTEXT = 16  # tokens per request; no kernel is compiled for a length
 _MAX_REQUESTS = 256  # of whole steps: more differ in their plans alone
 _MAX_SAMPLED_DRAFTS = 512  # the scores of so many, in float32, are 0.3 GB with 152k tokens
 
-# Temperature, top-k, top-p, min-p and seed, as SGLang's requests have them: every mixture that kernels tell apart.
-_LAWS: dict[str, tuple[float, int, float, float, int | None]] = {
-    "greedy": (0.0, -1, 1.0, 0.0, None),
-    "sampled": (1.0, -1, 1.0, 0.0, None),
-    "filtered": (1.0, 20, 0.9, 0.05, None),
-    "seeded": (1.0, -1, 1.0, 0.0, 7),
-    "seeded, filtered": (1.0, 20, 0.9, 0.05, 7),
-}
-_FREQUENT = ("greedy", "sampled")
+# Temperature, top-k, top-p, min-p and seed, as SGLang's requests have them.
+_Parameters = tuple[float, int, float, float, int | None]
+_GREEDY: _Parameters = (0.0, -1, 1.0, 0.0, None)
+_SAMPLED: _Parameters = (1.0, -1, 1.0, 0.0, None)
+_SEEDED: _Parameters = (1.0, -1, 1.0, 0.0, 7)
+_FILTERED: _Parameters = (1.0, 20, 0.9, 0.05, None)
+_SEEDED_FILTERED: _Parameters = (1.0, 20, 0.9, 0.05, 7)
+
+# What the requests of a batch ask for, in turn: every mixture that drafting tells apart, and those that acceptance does.
+_Law = tuple[_Parameters, ...]
+_DRAFT_LAWS: tuple[_Law, ...] = ((_GREEDY,), (_SAMPLED,), (_SEEDED,), (_SEEDED, _SAMPLED))
+_LAWS: tuple[_Law, ...] = (*_DRAFT_LAWS, (_FILTERED,), (_SEEDED_FILTERED,), (_SEEDED, _FILTERED))
 
 
 def warm_up(worker: DSparkWorker, request_slots: Sequence[int]) -> None:
@@ -76,9 +79,8 @@ def warm_up(worker: DSparkWorker, request_slots: Sequence[int]) -> None:
             for requests in sorted({1, many}):
                 with DummyBatch(worker.target_worker, requests, context, window) as dummy:
                     _Steps(worker, dummy).verify(depth)
-        if worker.max_verify > 0:
-            with DummyBatch(worker.target_worker, min(2, most), context, window) as dummy:
-                _Steps(worker, dummy).copy()
+        with DummyBatch(worker.target_worker, min(2, most), context, window) as dummy:
+            _Steps(worker, dummy).accept()
     # Graphs allocate from a pool of their own, which cannot use what lies cached here.
     torch.cuda.empty_cache()
     logger.info("DSPARK: every kernel compiled or loaded, in %.1f s", time.monotonic() - began)
@@ -122,46 +124,43 @@ class _Steps:
         self._drafts = not worker.options.draft_free
 
     def run(self) -> None:
-        """Steps that drafts are not copied for."""
+        """A plain step, and one with drafts of which not all are verified."""
         requests, most = self._requests, self._worker.max_verify
-        # Filters and seeds ask for more memory and are no different for more requests.
-        laws = tuple(_LAWS) if requests == 1 else _FREQUENT
-        plan, output, captured = self._step(PLAIN, laws)
+        self._step(PLAIN, _DRAFT_LAWS)
         if self._drafts and most > 0:
             depth = max(1, min(most, _MAX_SAMPLED_DRAFTS // requests))
-            self._step(Choice(Rule.TOP, depth, max(1, requests * depth // 2)), laws)
-        if requests == 1:
-            self._surroundings(plan, output, captured)
-        for depth in widths(most) if requests == 1 and self._drafts else ():
-            self._step(Choice(Rule.UNIFORM, depth, depth), laws)
+            self._step(Choice(Rule.TOP, depth, max(1, requests * depth // 2)), _DRAFT_LAWS)
 
-    def copy(self) -> None:
-        """Steps with drafts that presets copied, alone and beside a request that is drafted."""
+    def accept(self) -> None:
+        """Judge by every law, windows of every width: drafts of the drafter, copied ones, and both side by side."""
         rest = self._requests - 1
+        self._surroundings(*self._step(PLAIN, _LAWS))
         for width in widths(self._worker.max_verify):
+            if self._drafts:
+                self._step(Choice(Rule.UNIFORM, width), _LAWS)
             tokens = torch.zeros((self._requests, width), dtype=torch.int64, device=self._worker.device)
             copies = Copies(tokens, (width, *[0] * rest))
-            self._step(PLAIN.within(Limits((width, *[0] * rest), copies.lens)), tuple(_LAWS), copies)
+            self._step(PLAIN.within(Limits(copies.lens, copies.lens)), _LAWS, copies)
             if rest and self._drafts:
-                beside = Choice(Rule.UNIFORM, 1, self._requests).within(Limits((width, *[1] * rest), copies.lens))
-                self._step(beside, tuple(_LAWS), copies)
+                beside = Choice(Rule.UNIFORM, 1).within(Limits((width, *[1] * rest), copies.lens))
+                self._step(beside, _LAWS, copies)
 
     def verify(self, depth: int) -> None:
         """Verify drafts that nobody proposed. Attention has kernels for a width, and for few requests and many."""
-        worker, step = self._worker, self._batch("greedy")
+        worker, step = self._worker, self._batch((_GREEDY,))
         block = DraftBlock(step.anchors[:, None].repeat(1, depth), None, None)
         plan = worker.plan(step, Drafted(block, None, [depth] * len(step)), Choice(Rule.UNIFORM, depth))
         output, captured = worker.verify(self._dummy.fresh(), step, plan)
         worker.commit(plan, worker.accept(step, block, plan, output), captured)
 
     def _step(
-        self, choice: Choice, laws: Sequence[str], copies: Copies | None = None
+        self, choice: Choice, laws: Sequence[_Law], copies: Copies | None = None
     ) -> tuple[VerifyPlan, Any, torch.Tensor]:
         """Draft and judge by each of ``laws``, and verify once: the target knows nothing of them."""
         worker, verified = self._worker, None
         for law in laws:
             step = self._batch(law)
-            rows = step.rows if choice.drafted is None else self._rows(law, len(choice.drafted))
+            rows = self._rows(law, choice.drafted or range(len(step)))
             drafted = worker.draft(step, choice, rows, with_confidence=True).with_copies(copies)
             plan = worker.plan(step, drafted, choice)
             output, captured = verified = verified or worker.verify(self._dummy.fresh(), step, plan)
@@ -176,16 +175,10 @@ class _Steps:
         nobody = host_index([-1], worker.device)
         adjust(output.next_token_logits, table, nobody, plan.requests, plan.columns, plan.input_ids, plan.indptr)
 
-    def _batch(self, law: str) -> DecodeBatch:
-        return read_decode_batch(self._dummy.fresh(), self._rows(law, self._requests), seed=0, step=0)
+    def _batch(self, law: _Law) -> DecodeBatch:
+        rows = self._rows(law, range(self._requests))
+        return read_decode_batch(self._dummy.fresh(), rows, seed=0, step=0)
 
-    def _rows(self, law: str, requests: int) -> SamplingRows:
-        temperature, top_k, top_p, min_p, seed = _LAWS[law]
-        return SamplingRows.from_lists(
-            temperatures=[temperature] * requests,
-            top_ks=[top_k] * requests,
-            top_ps=[top_p] * requests,
-            min_ps=[min_p] * requests,
-            seeds=[seed] * requests,
-            device=self._worker.device,
-        )
+    def _rows(self, law: _Law, requests: Sequence[int]) -> SamplingRows:
+        temperatures, top_ks, top_ps, min_ps, seeds = zip(*(law[r % len(law)] for r in requests), strict=True)
+        return SamplingRows.from_lists(temperatures, top_ks, top_ps, min_ps, seeds, device=self._worker.device)
