@@ -50,7 +50,7 @@ _SEEDED: _Parameters = (1.0, -1, 1.0, 0.0, 7)
 _FILTERED: _Parameters = (1.0, 20, 0.9, 0.05, None)
 _SEEDED_FILTERED: _Parameters = (1.0, 20, 0.9, 0.05, 7)
 
-# What the requests of a batch ask for, in turn: every mixture that drafting tells apart, and those that acceptance does.
+# What the requests of a batch ask for, in turn: the mixtures that drafting tells apart, and those that acceptance does.
 _Law = tuple[_Parameters, ...]
 _DRAFT_LAWS: tuple[_Law, ...] = ((_GREEDY,), (_SAMPLED,), (_SEEDED,), (_SEEDED, _SAMPLED))
 _LAWS: tuple[_Law, ...] = (*_DRAFT_LAWS, (_FILTERED,), (_SEEDED_FILTERED,), (_SEEDED, _FILTERED))
