@@ -156,15 +156,18 @@ class _Steps:
     def _step(
         self, choice: Choice, laws: Sequence[_Law], copies: Copies | None = None
     ) -> tuple[VerifyPlan, Any, torch.Tensor]:
-        """Draft and judge by each of ``laws``, and verify once: the target knows nothing of them."""
+        """Draft and judge by each of ``laws``; plan and verify once: the target knows nothing of them."""
         worker, verified = self._worker, None
         for law in laws:
             step = self._batch(law)
             rows = self._rows(law, choice.drafted or range(len(step)))
             drafted = worker.draft(step, choice, rows, with_confidence=True).with_copies(copies)
-            plan = worker.plan(step, drafted, choice)
-            output, captured = verified = verified or worker.verify(self._dummy.fresh(), step, plan)
-            worker.commit(plan, worker.accept(step, drafted.block, plan, output), captured)
+            if verified is None:
+                plan = worker.plan(step, drafted, choice)
+                verified = worker.verify(self._dummy.fresh(), step, plan)
+            output, captured = verified
+            accepted = worker.accept(step, drafted.block, plan, output)
+        worker.commit(plan, accepted, captured)
         return plan, output, captured
 
     def _surroundings(self, plan: VerifyPlan, output: Any, captured: torch.Tensor) -> None:
