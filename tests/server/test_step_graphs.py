@@ -118,17 +118,23 @@ def test_nothing_is_read_back_in_a_step(graphs):
 
 
 def test_nothing_is_compiled_in_a_request(graphs):
-    """In none of the tests above, nor here: more requests than were captured, of every kind."""
-    prompts = [case["prompt_ids"] for case in CASES] + [CASES[0]["prompt_ids"]]
-    laws: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}]
+    """In none of the tests above, nor here: more requests than were captured, of every kind, and copied drafts."""
+    laws: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5, "top_p": 0.9},
+        {"temperature": 1.0, "sampling_seed": 7},
+        {"temperature": 0},
+    ]
+    prompt = CASES[0]["prompt_ids"]
+    mixed = [{"input_ids": prompt, "sampling_params": {"max_new_tokens": 3, **law}} for law in laws]
     copying = {"speculation": {"preset": "summarization", "min_ngram": 1}}
-    for law in laws:
-        bodies = [{"input_ids": ids, "sampling_params": {"max_new_tokens": 3, **law}} for ids in prompts]
-        output_ids(graphs, bodies, 4)
-        output_ids(graphs, [body | copying for body in bodies], 2)
-    for settings in [{"name": "off"}, *({"name": "static", "verify_len": length} for length in (1, 4, 6))]:
-        with policy(graphs, **settings):
-            output_ids(graphs, [greedy(ids, 3) for ids in prompts], 4)
+    output_ids(graphs, mixed[:1] * 4, 4)
+    output_ids(graphs, mixed, 4)
+    output_ids(graphs, [mixed[0] | copying, mixed[1], mixed[0] | copying, mixed[1] | copying], 2)
+    for length in (1, 6):
+        with policy(graphs, "static", verify_len=length):
+            output_ids(graphs, mixed, 4)
+            output_ids(graphs, mixed[3:] * 3, 3)
     log = graphs.log_path.read_text()
     assert "forms of kernels compiled at start-up" in log
     assert [line for line in log.splitlines() if "compiled while serving" in line] == []
