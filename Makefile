@@ -16,7 +16,7 @@ POLICIES := --config auto --config static:1 --config static:2 --config static:3 
 SWEEP_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor test check format sweep evidence gpu lock clean
+.PHONY: help env demo doctor test check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -71,19 +71,47 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 # The plain server is restricted as one with DSPARK is, so that a ratio shows speculation alone. Both are loaded at once.
 GPU_FLAGS = --attention-backend triton --sampling-backend pytorch --disable-prefill-cuda-graph --mem-fraction-static 0.3 \
 	--max-running-requests 64 --cuda-graph-max-bs-decode 64
+# Of benchmarks/shape_pair.py, and how its drafters are made to be accepted (there: mixed).
+SHAPES ?= qwen3-4b qwen3-8b
+ACCEPTANCE := --speculative-dspark-simulate-acceptance 0.842,0.833,0.829,0.83,0.834,0.839,0.831
+SHAPE_PAIR = --target $(RESULTS)/gpu/$(1)/pair/target --draft $(RESULTS)/gpu/$(1)/pair/draft
 
-gpu: env ## with an NVIDIA GPU: kernel tests and benchmarks, a sweep of 1 to 64 users
-	$(PREPARE)
+gpu: gpu-identity gpu-kernels gpu-sweep gpu-turns gpu-shapes ## with an NVIDIA GPU: tests, kernel times, identity, sweeps (make -k gpu)
+
+gpu-kernels: env
 	@mkdir -p $(RESULTS)/gpu
-	$(RUN) -m pytest tests/kernels
+	$(RUN) -m pytest tests/kernels tests/draft/test_fused_layer.py tests/gpu
 	$(RUN) benchmarks/kernels/run.py --output $(RESULTS)/gpu/kernels.json
+
+gpu-identity: env
+	$(PREPARE)
+	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --device cuda --dtype bfloat16 --output $(RESULTS)/gpu/identity.json
+
+gpu-sweep: env
+	$(PREPARE)
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/sweep --device cuda \
 		--config plain --config auto --config static:5 --config static:3 --concurrency 1,4,16,64 --num-prompts 128 \
 		--rounds 4 --server-flags "$(GPU_FLAGS)" $(SWEEP_FLAGS)
 	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/gpu/sweep/sweep.csv
 	$(RUN) benchmarks/report.py $(RESULTS)/gpu/sweep
+
+gpu-turns: env
+	$(PREPARE)
 	$(RUN) benchmarks/policy_turns.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/turns --device cuda $(POLICIES) \
 		--concurrency 1,4,16,64 --rounds 10 --seconds 0.05 --max-tokens 2000 --server-flags "$(GPU_FLAGS)"
+
+gpu-shapes: $(SHAPES:%=gpu-shape-%)
+
+# Step times of a production shape: random weights, drafts kept by chance. The trace shows what a step is made of.
+gpu-shape-%: env
+	$(RUN) benchmarks/shape_pair.py --shape $* --output $(RESULTS)/gpu/$*/pair
+	$(RUN) benchmarks/sweep_concurrency.py $(call SHAPE_PAIR,$*) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/$*/sweep \
+		--device cuda --config plain --config "auto=auto $(ACCEPTANCE)" --config "static7=static:7 $(ACCEPTANCE)" \
+		--config "static3=static:3 $(ACCEPTANCE)" --concurrency 1,4,16,64 --num-prompts 16 --max-tokens 256 --ignore-eos \
+		--rounds 3 --server-flags "--load-format dummy $(GPU_FLAGS)" $(SWEEP_FLAGS)
+	$(RUN) benchmarks/report.py $(RESULTS)/gpu/$*/sweep
+	$(RUN) benchmarks/step_trace.py record $(call SHAPE_PAIR,$*) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/$*/trace \
+		--config "static:7 $(ACCEPTANCE)" --concurrency 64 --server-flags "--load-format dummy $(GPU_FLAGS)"
 
 lock: env ## write constraints.txt from the environment as it is
 	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m uv pip freeze --exclude-editable; } > constraints.new

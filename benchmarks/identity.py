@@ -1,10 +1,13 @@
 """Is the greedy text with DSPARK the text of the target alone? Long form, on a real model, through real servers.
 
     python benchmarks/identity.py --target T --draft D --prompts FILE [--prompts FILE ...] --output results.json
+    python benchmarks/identity.py --device cuda --dtype bfloat16 ...
 
-Both servers run in float32. Every text that differs is listed with the place of the split and the gap between the
-target's two best logits there: rows of different shape differ in the last bits of a float, so only a near-tie (gap
-below 1e-4) may split. Any other split makes the exit status 1.
+Every text that differs is listed with the place of the split and the gap between the target's two best logits there, in
+float32: rows of different shape differ in the last bits of a float, so only a near-tie may split. Any other split makes
+the exit status 1. A near-tie is a gap below 1e-4 where both servers run in float32. SGLang's kernels for CUDA have no
+such form; in 16 bits, where logits are multiples of 1/16 or 1/8 themselves, it is a gap below 0.5, and many texts split
+at one: the target alone, asked one by one, is the first scenario and says how many.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ from serving.prompts import load_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dspark import provenance
-from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
+from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer, dspark_flags
 
-NEAR_TIE = 1e-4
+# Largest gap of a near-tie, in units of the logits.
+NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.5, "float16": 0.5}
 RETRACTED = "Retract requests"
 
 
@@ -72,17 +76,19 @@ class Split:
     expected: int
     got: int
     gap: float
-
-    @property
-    def near_tie(self) -> bool:
-        return self.gap < NEAR_TIE
+    near_tie: bool
 
 
 class Judge:
-    """The target in process, to measure the gap at a split."""
+    """The target in process, to measure the gap at a split.
 
-    def __init__(self, target: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    Args:
+        near_tie: gaps below it are one.
+    """
+
+    def __init__(self, target: Path, device: str, near_tie: float) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).to(device)
+        self._near_tie = near_tie
 
     @torch.inference_mode()
     def split(self, index: int, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> Split:
@@ -90,12 +96,19 @@ class Judge:
         pairs = zip(expected, got, strict=False)
         position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if position is None:
-            return Split(index, min(len(expected), len(got)), -1, -1, float("inf"))
-        logits = self._model(torch.tensor([[*prompt, *expected[:position]]])).logits[0, -1]
+            return Split(index, min(len(expected), len(got)), -1, -1, float("inf"), near_tie=False)
+        ids = torch.tensor([[*prompt, *expected[:position]]], device=self._model.device)
+        logits = self._model(ids).logits[0, -1]
         best = logits.topk(2)
         reached = {expected[position], got[position]} == set(best.indices.tolist())
         gap = float(best.values[0] - best.values[1]) if reached else float("inf")
-        return Split(index, position, expected[position], got[position], gap)
+        return Split(index, position, expected[position], got[position], gap, gap < self._near_tie)
+
+    def splits(
+        self, prompts: Sequence[list[int]], expected: Sequence[list[int]], texts: Sequence[list[int]]
+    ) -> list[Split]:
+        """Those of all texts."""
+        return [self.split(i, prompts[i], expected[i], text) for i, text in enumerate(texts) if text != expected[i]]
 
 
 def generate(
@@ -135,7 +148,7 @@ def run_scenario(
     cached = sum(answer["meta_info"]["cached_tokens"] for answer in answers)
     shown = log.count(scenario.log_must_show) if scenario.log_must_show else None
     texts = [answer["output_ids"] for answer in answers]
-    splits = [judge.split(i, prompts[i], expected[i], text) for i, text in enumerate(texts) if text != expected[i]]
+    splits = judge.splits(prompts, expected, texts)
     return {
         "scenario": scenario.name,
         "policy": scenario.policy,
@@ -144,7 +157,7 @@ def run_scenario(
         "texts": len(texts),
         "tokens": sum(map(len, texts)),
         "identical": len(texts) - len(splits),
-        "splits": [{**vars(split), "near_tie": split.near_tie} for split in splits],
+        "splits": [vars(split) for split in splits],
         "cached_tokens": cached,
         "retractions_in_log": shown,
         "accept_length": committed / rounds,
@@ -152,6 +165,24 @@ def run_scenario(
         "passed": all(split.near_tie for split in splits)
         and shown != 0
         and (cached > 0 or not scenario.must_hit_cache),
+    }
+
+
+def run_alone(
+    server: LaunchedServer, prompts: list[list[int]], expected: list[list[int]], judge: Judge, max_tokens: int
+) -> dict[str, Any]:
+    """The target alone, a fourth of the prompts one by one, against its own texts in company."""
+    prompts, expected = prompts[::4], expected[::4]
+    server.flush_cache()
+    texts = [answer["output_ids"] for answer in generate(server, prompts, max_tokens, concurrency=1)]
+    splits = judge.splits(prompts, expected, texts)
+    return {
+        "scenario": "target alone, 1 user",
+        "texts": len(texts),
+        "tokens": sum(map(len, texts)),
+        "identical": len(texts) - len(splits),
+        "splits": [vars(split) for split in splits],
+        "passed": all(split.near_tie for split in splits),
     }
 
 
@@ -169,6 +200,9 @@ def encode(target: Path, files: Sequence[Path], num: int) -> list[list[int]]:
 @click.option("--prompts", "files", type=click.Path(path_type=Path, exists=True), multiple=True, required=True)
 @click.option("--num-prompts", default=100, show_default=True)
 @click.option("--max-tokens", default=128, show_default=True)
+@click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
+@click.option("--dtype", default="float32", show_default=True, type=click.Choice(list(NEAR_TIE)))
+@click.option("--server-flags", default="", help="Further arguments of every server, as one text.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(
     target: Path,
@@ -176,24 +210,30 @@ def main(
     files: tuple[Path, ...],
     num_prompts: int,
     max_tokens: int,
+    device: str,
+    dtype: str,
+    server_flags: str,
     output: Path,
 ) -> None:
     """Run every scenario, write the report and print its table."""
     console = Console()
     prompts = encode(target, files, num_prompts)
-    flags = [*CPU_FLAGS, "--dtype", "float32"]
-    with LaunchedServer(target, *flags, env=CPU_ENV) as server:
+    device_flags, env = (CPU_FLAGS, CPU_ENV) if device == "cpu" else (CUDA_FLAGS, {})
+    flags = [*device_flags, "--dtype", dtype, *server_flags.split()]
+    judge = Judge(target, device, NEAR_TIE[dtype])
+    with LaunchedServer(target, *flags, env=env) as server:
         expected = [answer["output_ids"] for answer in generate(server, prompts, max_tokens, concurrency=8)]
+        results = [run_alone(server, prompts, expected, judge, max_tokens)]
     console.print(f"target alone: {len(expected)} texts, {sum(map(len, expected))} tokens")
-    judge = Judge(target)
-    results = []
     for extra, group in itertools.groupby(SCENARIOS, key=lambda scenario: scenario.flags):
-        with LaunchedServer(target, *flags, *dspark_flags(draft), *extra, env=CPU_ENV) as server:
+        with LaunchedServer(target, *flags, *dspark_flags(draft), *extra, env=env) as server:
             for scenario in group:
                 results.append(run_scenario(scenario, server, prompts, expected, judge, max_tokens))
                 console.print({k: v for k, v in results[-1].items() if k != "splits"})
     report = {
         **provenance.record(),
+        "device": device,
+        "dtype": dtype,
         "prompts": [file.name for file in files],
         "max_tokens": max_tokens,
         "scenarios": results,
@@ -209,9 +249,9 @@ def _table(results: Sequence[dict[str, Any]]) -> Table:
     for result in results:
         ties = sum(split["near_tie"] for split in result["splits"])
         cells = (result["texts"], result["identical"], ties, len(result["splits"]) - ties)
-        table.add_row(
-            result["scenario"], *map(str, cells), *(f"{result[f'{kind}_length']:.2f}" for kind in ("accept", "verify"))
-        )
+        lengths = [result.get(f"{kind}_length") for kind in ("accept", "verify")]
+        shown = ("" if length is None else f"{length:.2f}" for length in lengths)
+        table.add_row(result["scenario"], *map(str, cells), *shown)
     return table
 
 

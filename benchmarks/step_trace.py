@@ -13,9 +13,8 @@ steps that CUDA graphs replay. How kernels are told apart: ``tracing/stages.py``
 The project's goal is a share outside the forwards below 3 % for 64 requests. Profiling costs the host time in every
 launch, so spans may be longer than without it.
 
-``record`` has not been run with a real server yet, neither on a GPU nor on a CPU: what it asks and in which order is
-tested against a stand-in. On a CPU it keeps the trace, which has no kernels to summarise. ``summarise`` is tested on a
-trace of an H200 that was recorded by other means.
+``record`` has been run with a server on a CPU, where it keeps the trace, which has no kernels to summarise, and not yet
+with one on a GPU. ``summarise`` is tested on a trace of an H200 that was recorded by other means.
 """
 
 from __future__ import annotations

@@ -251,6 +251,18 @@ def test_report_of_an_older_file_says_what_is_missing(tmp_path, monkeypatch):
     assert page.count("1 of 2") == 1  # the other entry compared unequal prompts
 
 
+def test_report_of_simulated_acceptance_is_marked(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "DPI", 30)
+    sweep().to_csv(tmp_path / "sweep.csv", index=False)
+    entry = {"config": "auto", "load": "1 user", "baseline": "plain", "baseline_load": "1 user"}
+    (tmp_path / "agreement.json").write_text(json.dumps({"agreements": [entry | {"identical": 7, "compared": 8}]}))
+    for flags, marked in (("", False), ("--speculative-dspark-simulate-acceptance 0.8", True)):
+        (tmp_path / "provenance.json").write_text(json.dumps({"command": f'sweep.py --config "auto {flags}"'}))
+        page = report.render(tmp_path)
+        assert ("Step-time results" in page) == marked
+        assert ("7 of 8" in page) != marked
+
+
 def test_folder_without_a_sweep_is_refused(tmp_path):
     result = CliRunner().invoke(report.main, [str(tmp_path)])
     assert result.exit_code == 1 and "no sweep.csv" in result.output

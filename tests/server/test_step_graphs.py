@@ -103,3 +103,14 @@ def test_greedy_neighbours_of_sampled_requests(graphs):
     assert first[: len(CASES)] == expected()
     assert all(0 < len(ids) <= TOKENS for ids in first)
     assert first[-1] == alone
+
+
+def test_nothing_is_read_back_in_a_step(graphs):
+    """In none of the tests above, nor here: whatever waits for the device is named in emulated_graphs/waits.py."""
+    laws: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}]
+    for name in ("static", "auto", "off"):
+        with policy(graphs, name):
+            for law in laws:
+                body = {"input_ids": CASES[0]["prompt_ids"], "sampling_params": {"max_new_tokens": 3, **law}}
+                output_ids(graphs, [body, greedy(CASES[1]["prompt_ids"], 3)], 2)
+    assert [line for line in graphs.log_path.read_text().splitlines() if "reads values" in line] == []

@@ -60,9 +60,14 @@ def overwrite(old, new):
 def emulate(module):
     """Make the worker of a CPU server believe in graphs."""
     import torch
+    from waits import watching
 
     from sglang_dspark.engine.cpu_attention import CpuVerifyBackend
     from sglang_dspark.worker import step_graphs
+
+    def decode(self, batch, publish, original=module.DSparkWorker.decode):
+        with watching():
+            return original(self, batch, publish)
 
     @contextmanager
     def capturing(runner):
@@ -81,6 +86,7 @@ def emulate(module):
     step_graphs.capturing = capturing
     torch.cuda.mem_get_info = lambda: (0, 0)
     module.DSparkWorker.__init__ = initialise
+    module.DSparkWorker.decode = decode
     module.graph_request_slots = lambda runner: REQUEST_SLOTS
     CpuVerifyBackend.forward_extend = forward_extend
     module.load_or_measure = step_times

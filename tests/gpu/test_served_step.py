@@ -1,0 +1,111 @@
+"""Decode steps of a real server on a GPU: CUDA graphs, no waits, nothing compiled late. Not run on one yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from golden_server import CASES, OPTIONS, assert_pool_is_whole, generate, greedy, policy, with_options
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+PROMPTS = [case["prompt_ids"] for case in CASES]
+LAWS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 1.0},
+    "filtered": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "seeded": {"temperature": 0.8, "sampling_seed": 7},
+}
+
+
+def asked(law: str, count: int, max_new_tokens: int = 24, **fields: Any) -> list[dict[str, Any]]:
+    """Bodies of so many requests."""
+    parameters = {"max_new_tokens": max_new_tokens, "ignore_eos": True, **LAWS[law]}
+    return [{"input_ids": PROMPTS[i % len(PROMPTS)], "sampling_params": parameters, **fields} for i in range(count)]
+
+
+def logged(server: Any, what: str, act: Callable[[], Any]) -> list[str]:
+    """Lines with ``what`` that the server's log gets meanwhile."""
+    before = len(server.log_path.read_text())
+    act()
+    return [line for line in server.log_path.read_text()[before:].splitlines() if what in line]
+
+
+def test_steps_run_in_graphs(server):
+    assert server.get_json("/dspark/capabilities")["features"]["cuda_graphs"]
+    assert "CUDA graphs for up to 16 requests" in server.log_path.read_text()
+
+
+def test_drafts_are_what_the_pair_was_trained_to_accept(server):
+    """In 16 bits texts may split at near-ties; a drafter that is wired or computed wrongly accepts next to nothing."""
+    expected = [round_["accepted"] for case in CASES for round_ in case["rounds"]]
+    with policy(server, "static"):
+        answers = generate(server, [greedy(prompt, 48, speculation={"trace": True}) for prompt in PROMPTS], 4)
+    rounds = [entry["accepted"] for a in answers for entry in a["meta_info"]["dspark_trace"] if entry is not None]
+    assert sum(rounds) / len(rounds) > 0.8 * sum(expected) / len(expected)
+
+
+@pytest.mark.parametrize("name", ["static", "auto", "off"])
+@pytest.mark.parametrize("law", LAWS)
+def test_no_step_waits_for_the_device(server, name, law):
+    """Captured sizes and larger ones."""
+    with policy(server, name):
+        for count in (3, 16, 40):
+            assert logged(server, "waits for the device", partial(generate, server, asked(law, count), count)) == []
+
+
+def test_nothing_is_compiled_while_serving(server):
+    """Every law in every size, mixtures, and the request options."""
+    mixed = [body for law in LAWS for body in asked(law, 12)]
+
+    def act() -> None:
+        for count in (1, 2, 5, 13, 33, 48):
+            for law in LAWS:
+                generate(server, asked(law, count, 8), count)
+        generate(server, mixed, len(mixed))
+        generate(server, with_options([greedy(prompt, 8) for prompt in PROMPTS * len(OPTIONS)]), 12)
+
+    assert logged(server, "compiled while serving", act) == []
+
+
+def test_a_seeded_text_does_not_depend_on_its_batch(server):
+    """As far as 16 bits allow: near-ties of a draw are rare."""
+    [alone] = generate(server, asked("seeded", 1), 1)
+    together = generate(server, [*asked("seeded", 1), *asked("sampled", 11)], 12)
+    same = sum(a == b for a, b in zip(alone["output_ids"], together[0]["output_ids"], strict=True))
+    assert same >= 12
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"frequency_penalty": 0.5, "presence_penalty": 0.2},
+        {"repetition_penalty": 1.2},
+        {"logit_bias": {"5": -100.0}},
+        {"min_new_tokens": 20},
+        {"regex": "[ab]{4}"},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_adjusted_requests_are_served(server, fields):
+    bodies = asked("greedy", 6)
+    for body in bodies:
+        body["sampling_params"] = body["sampling_params"] | fields
+    answers = generate(server, bodies, 6)
+    assert all(answer["output_ids"] for answer in answers)
+    if "logit_bias" in fields:
+        assert all(5 not in answer["output_ids"] for answer in answers)
+
+
+def test_logprobs_are_served(server):
+    for answer in generate(server, asked("sampled", 4, return_logprob=True, top_logprobs_num=3), 4):
+        assert len(answer["meta_info"]["output_token_logprobs"]) == 24
+        assert all(value <= 0 for value, *_ in answer["meta_info"]["output_token_logprobs"])
+
+
+def test_no_slot_is_lost(server):
+    assert_pool_is_whole(server)
