@@ -57,7 +57,17 @@ def _tile_logits(logits_ptr, tile, vocab_size, TILE: tl.constexpr):
 
 @triton.jit
 def _lower_bound(
-    tile_max_ptr, tile_max, num_tiles, largest, total, temperature, top_k, top_p, min_p, vocab_size, BLOCK_T: tl.constexpr
+    tile_max_ptr,
+    tile_max,
+    num_tiles,
+    largest,
+    total,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    vocab_size,
+    BLOCK_T: tl.constexpr,
 ):
     """A value at or below the cut."""
     bound = tl.maximum(largest - _DEPTH * temperature, _LEAST)
@@ -309,9 +319,7 @@ def filter_kernel(
             high = _order_key(largest).to(tl.int64)
             num_above = 0  # tokens above high, and their mass
             mass_above = tl.full([], 0.0, tl.float32)
-            count = _collect(
-                row_ptr, row_max_ptr, found_ptr, low, high, vocab_size, num_tiles, TILE=TILE, ROOM=ROOM
-            )
+            count = _collect(row_ptr, row_max_ptr, found_ptr, low, high, vocab_size, num_tiles, TILE=TILE, ROOM=ROOM)
             by_value = True
             while (count > ROOM) & (low < high):
                 low, high, num_above, mass_above, count = _narrow(
@@ -334,9 +342,7 @@ def filter_kernel(
                 by_value = by_value == 0
                 if count <= ROOM:
                     tl.debug_barrier()  # what was written before is overwritten
-                    _collect(
-                        row_ptr, row_max_ptr, found_ptr, low, high, vocab_size, num_tiles, TILE=TILE, ROOM=ROOM
-                    )
+                    _collect(row_ptr, row_max_ptr, found_ptr, low, high, vocab_size, num_tiles, TILE=TILE, ROOM=ROOM)
             cut = low
             num_tied = count
             if count <= ROOM:
