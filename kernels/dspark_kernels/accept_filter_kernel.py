@@ -1,21 +1,23 @@
 """Top-k, top-p and min-p as a cut through each row of logits.
 
-What ``target_law`` keeps of a row is a prefix of its tokens in descending order of logit, ties by lowest id. So a filter
-is a pair: a token is kept when its logit exceeds ``cut``, or equals it and the id is at most ``last``; and the law needs
-the logarithm of the sum of exp(logit / T) over the kept tokens. The kernel finds these three per row without sorting:
+What ``target_law`` keeps of a row is a prefix of its tokens in descending order of logit, ties by lowest id. So a
+filter is a pair: a token is kept when its logit exceeds ``cut``, or equals it and the id is at most ``last``; and the
+law needs the logarithm of the sum of exp(logit / T) over the kept tokens. The kernel finds these three without sorting:
 
 1. the maxima and sums of the tiles bound the cut from below: the k-th largest maximum of a tile is at most the k-th
    largest logit, and tokens of relative weight below (1 - p) / V cannot be needed to reach p;
 2. what lies above the bound is collected from the tiles that hold such tokens: some dozen tokens of a row, as a rule;
-3. the cut is found among them by bisection over integers that are ordered like float32, from one that occurs to the next;
+3. the cut is found among them by bisection over integers that are ordered like float32, from one that occurs to
+   another;
 4. where top-k or top-p ends within a tie, a pass over the tiles that reach the cut finds the last token of it.
 
 When more is collected than there is room for, passes over the row narrow the interval first, in turn at quarters of
-values, which suit the bulk of a row, and at quarters of keys, of which 16 passes reach any value. One program has a row
-to itself and sums in a fixed order: who shares the batch does not matter.
+values, which suit the bulk of a row, and at quarters of keys, of which 16 passes reach any value: 32 passes at most,
+and two or three for a row that keeps thousands. One program has a row to itself and sums in a fixed order: who shares
+the batch does not matter.
 
-Logits that are not distinguished by float32 probabilities are by float32 logits, and masses are summed in another order
-than in ``target_law``: a cut may fall differently where a mass is within some 1e-6 of p, or a weight of min-p.
+Masses are summed in another order than in ``target_law``, and logits may differ whose float32 probabilities do not: a
+cut may fall differently where a mass is within some 1e-6 of p, or a weight within as much of min-p.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def _collect(
     least = _value(low)
     low = low.to(tl.int32)
     high = high.to(tl.int32)
-    for tile in range(0, num_tiles):
+    for tile in range(num_tiles):
         if tl.load(tile_max_ptr + tile) >= least:
             _tokens, logits = _tile_logits(logits_ptr, tile, vocab_size, TILE)
             keys = _order_key(logits)
@@ -153,7 +155,7 @@ def _narrow(
     least = _value(low)
     bound_0, bound_4 = low.to(tl.int32), high.to(tl.int32)
     bound_1, bound_2, bound_3 = key_1.to(tl.int32), key_2.to(tl.int32), key_3.to(tl.int32)
-    for half in range(0, 2 * num_tiles):  # half a tile, for registers' sake
+    for half in range(2 * num_tiles):  # half a tile, for registers' sake
         if tl.load(tile_max_ptr + half // 2) >= least:
             _tokens, logits = _tile_logits(logits_ptr, half, vocab_size, TILE // 2)
             keys = _order_key(logits)
@@ -230,7 +232,7 @@ def _last_tied(logits_ptr, tile_max_ptr, cut, room, vocab_size, num_tiles, TILE:
     last = vocab_size
     seen = 0
     value = _value(cut)
-    for tile in range(0, num_tiles):
+    for tile in range(num_tiles):
         if (seen < room) & (tl.load(tile_max_ptr + tile) >= value):
             tokens, logits = _tile_logits(logits_ptr, tile, vocab_size, TILE)
             tied = (_order_key(logits) == cut.to(tl.int32)).to(tl.int32)
@@ -367,7 +369,9 @@ def filter_kernel(
             num_tied = tl.where(weight >= min_p, num_tied, 0)
             last = tl.where(num_tied > 0, vocab_size, -1)
             limited = (top_p < 1.0) & (weight > 0)
-            fitting = tl.where(limited, tl.floor((most_mass - mass_above) / weight) + 1.0, float("inf"))
+            # Division as in IEEE: the token that starts at exactly p stays.
+            fitting = tl.floor(tl.div_rn(most_mass - mass_above, tl.where(limited, weight, 1.0))) + 1.0
+            fitting = tl.where(limited, fitting, float("inf"))
             fitting = tl.minimum(tl.maximum(fitting, 1.0), num_tied.to(tl.float32)).to(tl.int32)
             room = tl.minimum(fitting.to(tl.int64), top_k - num_above).to(tl.int32)
             if room < num_tied:

@@ -114,11 +114,19 @@ class StepGraphs:
             self._judge_sampled(slots, most_rows, block)
 
     def _judge_sampled(self, slots: int, rows: int, block: DraftBlock | None) -> None:
-        """Accept what a tier verified as for sampled requests; a plain step without a block."""
+        """Accept what a tier verified as for sampled requests, also filtered and seeded; a plain step without a block.
+
+        Neutral filters and seeds of nobody in particular: that they are asked for decides which kernels run.
+        """
         plain = block is None
         plan = self.plan_of(rows, plain)
         part = replace(plan, verify_lens=plan.verify_lens[:slots], indptr=plan.indptr[: slots + 1])
-        self.worker.accept(self._static_step(slots, True), block, part, self.verify[rows, plain].output[0])
+        step = self._static_step(slots, True)
+        sampled, nobody = step.rows, step.rows.greedy_index
+        filtered = replace(sampled, law=replace(sampled.law, any_min_p=True))
+        seeded = [replace(form, sampled_index=nobody, seeded_index=form.sampled_index) for form in (sampled, filtered)]
+        for form in (sampled, filtered, *seeded):
+            self.worker.accept(replace(step, rows=form), block, part, self.verify[rows, plain].output[0])
 
     def _capture_draft(self, capture: Capture, slots: int, sampled: bool) -> None:
         worker, step = self.worker, self._static_step(slots, sampled)

@@ -115,33 +115,44 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab_size", [23, 111, 4097])
+@pytest.mark.parametrize(
+    ("vocab_size", "kind"),
+    [
+        (23, "coarse"),
+        (23, "sharp"),
+        (111, "coarse"),
+        (111, "bfloat16"),
+        (111, "fine"),
+        (111, "flat"),
+        (4097, "bfloat16"),
+        (4097, "sharp"),
+    ],
+)
 def test_kept_sets_are_those_of_the_reference(device, vocab_size, kind):
     noise = torch.randn(len(COMBINATIONS), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
     logits = KINDS[kind](noise).to(device)
-    assert check(logits, COMBINATIONS, tile=64 if vocab_size < 4097 else 1024) >= len(COMBINATIONS) - 2
+    sizes = {"tile": 64} if vocab_size < 4097 else {"tile": 2048, "room": 1024}
+    assert check(logits, COMBINATIONS, **sizes) >= len(COMBINATIONS) - 2
 
 
 def test_the_default_form_keeps_the_same(device):
     """The tile and the room that ``accept_fused`` takes, over several tiles."""
-    noise = torch.randn(4, 9001, generator=torch.Generator().manual_seed(1))
-    combinations = [(0.6, 20, 0.95, 0.0), (1.0, -1, 0.95, 0.0), (1.0, 2500, 1.0, 0.0), (1.0, 40, 1.0, 0.1)]
-    for logits in (noise.bfloat16() * 2, noise):
-        assert check(logits.to(device), combinations, room=2048) >= 3
+    noise = torch.randn(3, 9001, generator=torch.Generator().manual_seed(1))
+    combinations = [(0.6, 20, 0.95, 0.0), (1.0, -1, 0.95, 0.0), (1.0, 2500, 1.0, 0.0)]
+    assert check((noise * 2).bfloat16().to(device), combinations, room=2048) == 3
 
 
-@pytest.mark.parametrize("room", [1, 2, 16])
+@pytest.mark.parametrize("room", [1, 32])
 def test_ties_fill_what_the_filters_leave(device, room):
     """Rows of few values in many tokens, more than there is room for; every k, and p that end within a tie."""
     logits = torch.tensor([0.0, 1.0, 0.0, 2.0, 1.0, -0.0, 1.0, 0.0, 2.0, -1.0, 0.0] * 9).to(device)
-    combinations = [(1.0, k, 1.0, 0.0) for k in (2, 17, 18, 19, 44, 45, 46, 80, 89, 90, 98, 99)]
-    combinations += [(1.0, -1, p, 0.0) for p in (0.01, 0.3, 0.4, 0.6, 0.85, 0.97, 0.995)]
-    assert check(logits.expand(len(combinations), -1).contiguous(), combinations, tile=64, room=room) >= 18
+    combinations = [(1.0, k, 1.0, 0.0) for k in (2, 17, 18, 19, 45, 46, 90, 99)]
+    combinations += [(1.0, -1, p, 0.0) for p in (0.01, 0.4, 0.85, 0.995)]
+    assert check(logits.expand(len(combinations), -1).contiguous(), combinations, tile=128, room=room) >= 11
 
 
-@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 33), (0.25, 17), (0.75, 49), (0.2501, 17), (0.2499, 16), (1e-6, 1)])
-@pytest.mark.parametrize("value", [0.0, -3.5, 30.0])
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 33), (0.25, 17), (0.75, 49), (0.2499, 16), (1e-6, 1)])
+@pytest.mark.parametrize("value", [0.0, -3.5])
 def test_the_token_that_starts_at_exactly_p_stays(device, top_p, kept, value):
     logits = torch.full((1, 64), value, device=device)
     for room in (4, 64):
@@ -149,6 +160,19 @@ def test_the_token_that_starts_at_exactly_p_stays(device, top_p, kept, value):
         assert kept_tokens(logits, cuts, last).sum() == kept
         assert kept_tokens(logits, cuts, last)[0, :kept].all()
         torch.testing.assert_close(log_norms.cpu(), value + torch.tensor([kept]).log(), **LOG_NORM_TOL)
+
+
+@pytest.mark.parametrize("room", [4, 128])
+def test_a_wide_tie_just_below_min_p_is_removed(device, room):
+    """The search starts a little below min-p, so that rounding cannot cost a token."""
+    logits = torch.full((2, 100), 0.5).log()
+    logits[0] -= 5e-4
+    logits[1] += 5e-4
+    logits[:, 70] = 0.0
+    combinations = [(1.0, 50, 1.0, 0.5)] * 2
+    assert check(logits.to(device), combinations, tile=64, room=room) == 2
+    cuts, last, _ = cut(logits.to(device), rows_of(combinations, device), tile=64, room=room)
+    assert kept_tokens(logits.to(device), cuts, last).sum(-1).tolist() == [1, 50]
 
 
 @pytest.mark.parametrize("room", [4, 128])
