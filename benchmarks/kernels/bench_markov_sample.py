@@ -53,19 +53,20 @@ class _TorchHeads:
         return torch.cat((hidden.float(), w1_embedding.float()), dim=-1) @ self.projection + self.bias
 
 
-def _case(bs: int, v: int, heads: _TorchHeads, sampled: bool) -> Case:
+def _case(bs: int, v: int, heads: _TorchHeads, sampled: bool, seeded: int = 0) -> Case:
     device = heads.w2.device
     base_logits = torch.randn(bs, GAMMA, v, device=device, dtype=_DTYPE)
     hidden = torch.randn(bs, GAMMA, HIDDEN, device=device, dtype=_DTYPE)
     anchors = torch.arange(bs, device=device)
-    rows = SamplingRows.from_lists([float(sampled)] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
+    seeds = [7] * seeded + [None] * (bs - seeded)
+    rows = SamplingRows.from_lists([float(sampled)] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, seeds, device)
     keys = RoundKeys(1, torch.zeros((), dtype=torch.int64, device=device), anchors, anchors)
     arguments = (base_logits, hidden, anchors, heads, heads.confidence, rows, keys)
     logits = bs * GAMMA * v
-    num_bytes = GAMMA * heads.w2.nbytes + base_logits.nbytes + hidden.nbytes + 4 * logits * sampled
+    num_bytes = GAMMA * heads.w2.nbytes + base_logits.nbytes + hidden.nbytes + 4 * GAMMA * v * (bs - seeded) * sampled
     return Case(
-        name="markov_sample_sampled" if sampled else "markov_sample_greedy",
-        shape={"bs": bs, "gamma": GAMMA, "V": v, "r": RANK},
+        name="markov_sample_" + (("sampled" if seeded < bs else "seeded") if sampled else "greedy"),
+        shape={"bs": bs, "gamma": GAMMA, "V": v, "r": RANK} | ({"seeded": seeded} if seeded else {}),
         run=partial(markov_sample, *arguments, weights=heads.weights),
         reference=partial(markov_sample_ref, *arguments),
         bytes_moved=num_bytes,
@@ -74,6 +75,10 @@ def _case(bs: int, v: int, heads: _TorchHeads, sampled: bool) -> Case:
 
 
 def cases(device: torch.device) -> list[Case]:
-    """Every batch size and vocabulary, all requests greedy and all sampled."""
+    """Every batch size and vocabulary, all requests greedy and all sampled; some with seeds of their own."""
     heads = {v: _TorchHeads(v, device) for v in VOCABULARIES}
-    return [_case(bs, v, heads[v], sampled) for sampled in (False, True) for v in VOCABULARIES for bs in BATCH_SIZES]
+    sizes = [(bs, v, heads[v]) for v in VOCABULARIES for bs in BATCH_SIZES]
+    return [
+        *(_case(*size, sampled) for sampled in (False, True) for size in sizes),
+        *(_case(*sizes[-2], True, seeded) for seeded in (1, 64)),
+    ]

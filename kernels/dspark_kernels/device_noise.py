@@ -106,3 +106,21 @@ def seeded_noise(seed, position, pairs) -> tl.tensor:
         zeros,
     )
     return tl.interleave(unit_exponential_52(w0, w1), unit_exponential_52(w2, w3))
+
+
+@triton.jit
+def seeded_noise_at(seeds, positions, tokens) -> tl.tensor:
+    """``noise.exponential_at``, as precise as :func:`seeded_noise`: one generator call per value.
+
+    ``seeds`` and ``positions`` [B, 1] int64 of several requests with ``tokens`` [1, T] int32 give [B, T].
+    """
+    zeros = (tokens * 0).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(
+        seeds,
+        zeros + _SEEDED_WORD,
+        zeros + positions.to(tl.uint32),
+        (tokens >> 1).to(tl.uint32),
+        zeros,
+    )
+    is_even = (tokens & 1) == 0
+    return unit_exponential_52(tl.where(is_even, w0, w2), tl.where(is_even, w1, w3))

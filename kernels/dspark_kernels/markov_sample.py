@@ -119,7 +119,7 @@ def markov_sample(
     vocabulary: DraftVocabulary | None = None,
     weights: WalkWeights | None = None,
 ) -> DraftBlock:
-    """Walk the block once, with kernels where these can: on a GPU and without requests that bring their own seed.
+    """Walk the block once, with kernels on a GPU.
 
     Args:
         weights: the tensors of ``markov`` and ``confidence``, which the kernels read; None walks in torch. The others
@@ -130,9 +130,17 @@ def markov_sample(
         sync.
     """
     on_kernels = base_logits.is_cuda or triton.knobs.runtime.interpret
-    if weights is None or rows.any_seeded or not on_kernels:
+    if weights is None or not on_kernels:
         return markov_sample_ref(base_logits, hidden, anchors, markov, confidence, rows, keys, vocabulary)
-    temperatures = rows.draw_temperatures if rows.any_sampled else None
     return markov_walk(
-        base_logits, hidden, anchors, weights, temperatures, keys, vocabulary, with_confidence=confidence is not None
+        base_logits,
+        hidden,
+        anchors,
+        weights,
+        None if rows.all_greedy else rows.draw_temperatures,
+        keys,
+        vocabulary,
+        seeds=(rows.seeds, rows.is_seeded) if rows.any_seeded else None,
+        any_sampled=rows.any_sampled,
+        with_confidence=confidence is not None,
     )

@@ -9,6 +9,9 @@ A sampled token is the winner of an exponential race: argmax(score - log E) with
 as softmax(score). One pass is enough, and no probabilities are written. E has a relative error below 1e-6, so the
 compared values err by less than 3e-6 plus the rounding of a float32 score: probabilities are off by a few parts in a
 million of themselves.
+
+A seeded request runs the same race with the noise of its own seed, by which verification will draw the token of that
+position: nothing is stored, as that draw is compared and not weighed against a law.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .device_noise import race_noise
+from .device_noise import race_noise, seeded_noise_at
 from .noise import Purpose
 
 _DRAFT = tl.constexpr(int(Purpose.DRAFT))
@@ -33,7 +36,7 @@ def _finish_group(
     plane,
     partial_ptr,
     partial_columns_ptr,
-    temperatures_ptr,
+    is_sampled,
     token_ids_ptr,
     tokens_ptr,
     tokens_stride,
@@ -73,14 +76,61 @@ def _finish_group(
         tokens = tl.load(token_ids_ptr + tokens, mask=in_batch, other=0)
     tl.store(tokens_ptr + rows.to(tl.int64) * tokens_stride, tokens, mask=in_batch)
     if SAMPLED:
-        is_sampled = tl.load(temperatures_ptr + rows, mask=in_batch, other=0.0) > 0
         highest = tl.max(tops, 0)
         total = tl.sum(masses * tl.exp(tops - highest[None, :]), 0)
         norms = highest + tl.log(total)
         tl.store(log_norms_ptr + rows.to(tl.int64) * log_norms_stride, norms, mask=is_sampled)
 
 
-_SMALL_POINTERS = ["prev_ptr", "temperatures_ptr", "request_keys_ptr", "step_ptr", "log_norms_ptr", "tokens_ptr"]
+@triton.jit
+def _bias(latents, in_batch, w2_rows, is_column, RANK: tl.constexpr, BLOCK_R: tl.constexpr) -> tl.tensor:
+    """Latents times W2, [BLOCK_B, BLOCK_V] float32.
+
+    ``latents`` are values [BLOCK_B, BLOCK_R], or pointers to the requests' rows [BLOCK_B] where the rank is too wide
+    for one tile.
+    """
+    dims = tl.arange(0, BLOCK_R)
+    if RANK <= BLOCK_R:
+        w2 = tl.load(w2_rows[:, None] + dims[None, :], mask=is_column[:, None] & (dims < RANK)[None, :], other=0.0)
+        return tl.dot(latents, tl.trans(w2), input_precision="ieee")
+    else:  # noqa: RET505 - the branch is chosen when the kernel is compiled, and may have no code behind it
+        bias = tl.zeros([latents.shape[0], w2_rows.shape[0]], tl.float32)
+        for start in range(0, RANK, BLOCK_R):
+            in_rank = start + dims < RANK
+            part_of_w2 = is_column[:, None] & in_rank[None, :]
+            part = tl.load(
+                latents[:, None] + (start + dims)[None, :], mask=in_batch[:, None] & in_rank[None, :], other=0.0
+            )
+            w2 = tl.load(w2_rows[:, None] + (start + dims)[None, :], mask=part_of_w2, other=0.0)
+            bias += tl.dot(part, tl.trans(w2), input_precision="ieee")
+        return bias
+
+
+@triton.jit
+def _seeded_race(scores, seeds, positions, token_ids_ptr, columns, is_column, REDUCED: tl.constexpr) -> tl.tensor:
+    """Scores raced with the noise of requests' own seeds at the tokens of the columns."""
+    tokens = columns
+    if REDUCED:
+        tokens = tl.load(token_ids_ptr + columns, mask=is_column, other=0).to(tl.int32)
+    return scores - tl.log(seeded_noise_at(seeds[:, None], positions[:, None], tokens[None, :]))
+
+
+@triton.jit
+def _leave(best, best_columns, tops, masses, partial_ptr, partial_columns_ptr, own, plane, SAMPLED: tl.constexpr):
+    """Write what a program has found, for the one that finishes."""
+    value = tl.max(best, 1)
+    tl.store(partial_ptr + own, value)
+    tl.store(partial_columns_ptr + own, tl.min(tl.where(best == value[:, None], best_columns, _NO_COLUMN), 1))
+    if SAMPLED:
+        top = tl.max(tops, 1)
+        tl.store(partial_ptr + plane + own, top)
+        tl.store(partial_ptr + 2 * plane + own, tl.sum(masses * tl.exp(tops - top[:, None]), 1))
+
+
+_SMALL_POINTERS = [
+    *("prev_ptr", "temperatures_ptr", "request_keys_ptr", "step_ptr", "seeds_ptr", "positions_ptr", "is_seeded_ptr"),
+    *("log_norms_ptr", "tokens_ptr"),
+]
 
 
 # No slot, seed or batch size may cause a compilation of its own, by its value or by the alignment of its pointers.
@@ -96,11 +146,14 @@ def choose_kernel(
     latents_ptr,  # W1 [V, r] when BY_TOKEN, else [bs, r]
     w2_ptr,  # [v, r]
     token_ids_ptr,  # [v] int64, read when REDUCED
-    temperatures_ptr,  # [bs] float32, 0 = greedy; this and the next four are read when SAMPLED
-    request_keys_ptr,  # [bs] int64
+    temperatures_ptr,  # [bs] float32, 0 = greedy; read when SAMPLED or SEEDED
+    request_keys_ptr,  # [bs] int64; this and the next two are read when SAMPLED
     step_ptr,  # [] int64
     seed,
-    scores_ptr,  # [bs, v] float32, scores_stride apart
+    seeds_ptr,  # [bs] int64; this and the next two are read when SEEDED
+    positions_ptr,  # [bs] int64, of slot 0
+    is_seeded_ptr,  # [bs] uint8
+    scores_ptr,  # [bs, v] float32, scores_stride apart; written, as log_norms, for sampled requests when SAMPLED
     scores_stride,
     log_norms_ptr,  # [bs] float32
     log_norms_stride,
@@ -116,6 +169,7 @@ def choose_kernel(
     BY_TOKEN: tl.constexpr,
     REDUCED: tl.constexpr,
     SAMPLED: tl.constexpr,
+    SEEDED: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -135,17 +189,25 @@ def choose_kernel(
         source = wide_rows
         if BY_TOKEN:
             source = tl.load(prev_ptr + wide_rows * prev_stride, mask=in_batch, other=0)
-        latent_rows = latents_ptr + source * RANK
+        latents = latents_ptr + source * RANK
         if RANK <= BLOCK_R:
             latents = tl.load(
-                latent_rows[:, None] + dims[None, :], mask=in_batch[:, None] & (dims < RANK)[None, :], other=0.0
+                latents[:, None] + dims[None, :], mask=in_batch[:, None] & (dims < RANK)[None, :], other=0.0
             )
-    if SAMPLED:
+    is_sampled = in_batch
+    sharpness = tl.full([BLOCK_B], 1.0, tl.float32)
+    if SAMPLED or SEEDED:
         temperatures = tl.load(temperatures_ptr + rows, mask=in_batch, other=0.0)
         is_sampled = temperatures > 0
         sharpness = 1.0 / tl.where(is_sampled, temperatures, 1.0)
+    if SAMPLED:
         step = tl.load(step_ptr)
         request_keys = tl.load(request_keys_ptr + rows, mask=in_batch, other=0)
+    if SEEDED:
+        is_seeded = in_batch & (tl.load(is_seeded_ptr + rows, mask=in_batch, other=0) != 0)
+        is_sampled = is_sampled & ~is_seeded
+        seeds = tl.load(seeds_ptr + rows, mask=in_batch, other=0)
+        positions = tl.load(positions_ptr + rows, mask=in_batch, other=0) + slot
 
     # Per lane, so that nothing is reduced inside the loop. A lane sees ascending columns: the first of equals stays.
     best = tl.full([BLOCK_B, BLOCK_V], float("-inf"), tl.float32)
@@ -162,30 +224,12 @@ def choose_kernel(
         ).to(tl.float32)
         if RANK > 0:
             w2_rows = w2_ptr + columns.to(tl.int64) * RANK
-            if RANK <= BLOCK_R:
-                w2 = tl.load(
-                    w2_rows[:, None] + dims[None, :], mask=is_column[:, None] & (dims < RANK)[None, :], other=0.0
-                )
-                logits += tl.dot(latents, tl.trans(w2), input_precision="ieee")
-            else:
-                for start in range(0, RANK, BLOCK_R):
-                    in_rank = start + dims < RANK
-                    part = tl.load(
-                        latent_rows[:, None] + (start + dims)[None, :],
-                        mask=in_batch[:, None] & in_rank[None, :],
-                        other=0.0,
-                    )
-                    w2 = tl.load(
-                        w2_rows[:, None] + (start + dims)[None, :],
-                        mask=is_column[:, None] & in_rank[None, :],
-                        other=0.0,
-                    )
-                    logits += tl.dot(part, tl.trans(w2), input_precision="ieee")
+            logits += _bias(latents, in_batch, w2_rows, is_column, RANK, BLOCK_R)
         # A NaN never wins, so that the choice is a column even if all of them are.
         logits = tl.where((logits == logits) & is_column[None, :], logits, float("-inf"))
         values = logits
+        scores = logits * sharpness[:, None]
         if SAMPLED:
-            scores = logits * sharpness[:, None]
             tl.store(
                 scores_ptr + wide_rows[:, None] * scores_stride + columns[None, :],
                 scores,
@@ -199,20 +243,16 @@ def choose_kernel(
             quads = tile * (BLOCK_V // 4) + tl.arange(0, BLOCK_V // 4)
             noise = race_noise(seed, step, request_keys[:, None], slot, _DRAFT, quads[None, :])
             values = tl.where(is_sampled[:, None], scores - tl.log(noise), logits)
+        if SEEDED:
+            raced = _seeded_race(scores, seeds, positions, token_ids_ptr, columns, is_column, REDUCED)
+            values = tl.where(is_seeded[:, None], raced, values)
         better = values > best
         best = tl.where(better, values, best)
         best_columns = tl.where(better, columns[None, :], best_columns)
 
-    value = tl.max(best, 1)
-    column = tl.min(tl.where(best == value[:, None], best_columns, _NO_COLUMN), 1)
     plane = tl.num_programs(0) * num_programs * BLOCK_B
     own = (group * num_programs + program) * BLOCK_B + tl.arange(0, BLOCK_B)
-    tl.store(partial_ptr + own, value)
-    tl.store(partial_columns_ptr + own, column)
-    if SAMPLED:
-        top = tl.max(tops, 1)
-        tl.store(partial_ptr + plane + own, top)
-        tl.store(partial_ptr + 2 * plane + own, tl.sum(masses * tl.exp(tops - top[:, None]), 1))
+    _leave(best, best_columns, tops, masses, partial_ptr, partial_columns_ptr, own, plane, SAMPLED)
 
     # All threads' stores come before the one thread's release; whoever counts last acquires them all.
     tl.debug_barrier()
@@ -226,7 +266,7 @@ def choose_kernel(
             plane,
             partial_ptr,
             partial_columns_ptr,
-            temperatures_ptr,
+            is_sampled,
             token_ids_ptr,
             tokens_ptr,
             tokens_stride,

@@ -1,9 +1,9 @@
 """The kernels' walk through a draft block, and what it computes in plain torch.
 
 Per slot: logits = U_k + W2 u in float32, with u = W1[x_{k-1}] or what the head makes of it; x_k = argmax(logits) for a
-greedy request, argmax(logits / T - log E_k) for a sampled one. The law is softmax(logits / T): temperature alone, no
-top-k, top-p or min-p. Verification is exact for every law that the drafts were really drawn from, so the price is some
-acceptance where the target's filters are narrow.
+greedy request, argmax(logits / T - log E_k) for a sampled or seeded one, with the engine's noise or that of its own
+seed. The law is softmax(logits / T): temperature alone, no top-k, top-p or min-p. Verification is exact for every law
+that the drafts were really drawn from, so the price is some acceptance where the target's filters are narrow.
 
 What one block must move: W2 and the base logits once per slot, gamma * v * (r * sizeof(W2) + bs * sizeof(U)) bytes,
 plus gamma * bs * v * 4 for the scores of sampled requests. W2 of 151,936 tokens and rank 256 in bfloat16 is 78 MB, more
@@ -24,7 +24,7 @@ from .block_confidence import ConfidenceWeights, block_confidence, block_confide
 from .draft_block import DraftBlock, DraftVocabulary
 from .draft_law import DraftLaw
 from .markov_sample_kernel import choose_kernel
-from .noise import Purpose, RoundKeys
+from .noise import Purpose, RoundKeys, exponential_at
 
 _MIN_DOT = 16  # smallest tile side of tl.dot
 _MAX_BLOCK_B = 64  # requests that share one reading of a W2 tile; registers and shared memory end here
@@ -82,6 +82,8 @@ def markov_walk_ref(
     keys: RoundKeys,
     vocabulary: DraftVocabulary | None = None,
     *,
+    seeds: tuple[torch.Tensor, torch.Tensor] | None = None,  # [bs] int64, [bs] bool
+    any_sampled: bool = True,
     with_confidence: bool = True,
 ) -> DraftBlock:
     """The same as :func:`markov_walk` in plain torch: same noise, hence the same tokens up to rounding."""
@@ -93,16 +95,19 @@ def markov_walk_ref(
         if weights.markov is not None:
             values = values + latent_of(previous, k).float() @ weights.markov.w2.float().T
         if temperatures is not None:
-            is_sampled = temperatures[:, None] > 0
-            scores.append(values / temperatures[:, None].masked_fill(~is_sampled, 1.0))
-            race = scores[-1] - keys.race(k, Purpose.DRAFT, values.shape[-1]).log()
-            values = torch.where(is_sampled, race, values.double())
+            is_drawn = temperatures[:, None] > 0
+            scores.append(values / temperatures[:, None].masked_fill(~is_drawn, 1.0))
+            noise = keys.race(k, Purpose.DRAFT, values.shape[-1])
+            if seeds is not None:
+                own_noise = _own_noise(seeds[0], keys.positions + k, values.shape[-1], vocabulary)
+                noise = torch.where(seeds[1][:, None], own_noise, noise)
+            values = torch.where(is_drawn, scores[-1] - noise.log(), values.double())
         columns = values.argmax(-1)
         previous = columns if vocabulary is None else vocabulary.token_ids[columns]
         slots.append(previous)
     tokens = torch.stack(slots, dim=1)
     law = None
-    if scores:
+    if scores and any_sampled:
         stacked = torch.stack(scores, dim=1)
         law = DraftLaw(stacked, stacked.logsumexp(-1), None if vocabulary is None else vocabulary.columns)
     confidence_logits = None
@@ -121,6 +126,8 @@ def markov_walk(
     keys: RoundKeys,
     vocabulary: DraftVocabulary | None = None,
     *,
+    seeds: tuple[torch.Tensor, torch.Tensor] | None = None,  # [bs] int64, [bs] bool
+    any_sampled: bool = True,
     with_confidence: bool = True,
 ) -> DraftBlock:
     """Draft a block token by token.
@@ -137,11 +144,15 @@ def markov_walk(
             spares the noise, the scores and the normalisers.
         keys: noise keys of this round. ``request_keys`` must lie in [0, 2**32). Under graph capture ``step`` must be a
             tensor, and the seed becomes a constant of the graph. Not read when all requests are greedy.
-        vocabulary: the tokens that the columns stand for; None = all. Noise is keyed by column.
+        vocabulary: the tokens that the columns stand for; None = all. The engine's noise is keyed by column, that of a
+            seed by token.
+        seeds: the requests' own seeds, and which requests draw with them, at positions ``keys.positions`` + slot; these
+            have a temperature. None when none does.
+        any_sampled: whether any request that has a temperature draws with the engine's noise.
         with_confidence: whether to compute confidence logits, where the drafter has that head.
 
     Returns:
-        The block, with ``law`` unless all requests are greedy. Greedy ties go to the lowest column; NaN logits never
+        The block, with ``law`` where a request is sampled. Greedy ties go to the lowest column; NaN logits never
         win, and a row of nothing but NaN or -inf gives its first column. No host sync; safe under graph capture.
 
     Raises:
@@ -160,8 +171,9 @@ def markov_walk(
 
     tokens = torch.empty((bs, gamma), dtype=torch.int64, device=device)
     law, step = None, None
-    if temperatures is not None:
+    if temperatures is not None and any_sampled:
         law, step = _empty_law(base_logits, vocabulary), keys.device_step
+    own_seeds, is_seeded = seeds or (None, None)
     by_token = markov is not None and markov.head is None
     latent_of = _latents(markov, hidden)
     max_block_r = _MAX_BLOCK_R if markov is None else _BLOCK_R.get(markov.w2.dtype, _MAX_BLOCK_R)
@@ -183,6 +195,9 @@ def markov_walk(
             keys.request_keys,
             step,
             keys.signed_seed,
+            own_seeds,
+            keys.positions,
+            None if is_seeded is None else is_seeded.view(torch.uint8),
             None if law is None else law.scores[:, k],
             gamma * v,
             None if law is None else law.log_norms[:, k],
@@ -199,6 +214,7 @@ def markov_walk(
             BY_TOKEN=by_token,
             REDUCED=vocabulary is not None,
             SAMPLED=law is not None,
+            SEEDED=seeds is not None,
             BLOCK_B=block_b,
             BLOCK_V=_BLOCK_V,
             BLOCK_R=min(max_block_r, max(_MIN_DOT, triton.next_power_of_2(rank))),
@@ -211,6 +227,17 @@ def markov_walk(
         w1 = None if markov is None else markov.w1
         confidence_logits = block_confidence(hidden, anchors, tokens, weights.confidence, w1)
     return DraftBlock(tokens, None, confidence_logits, law)
+
+
+def _own_noise(
+    seeds: torch.Tensor,  # [bs] int64
+    positions: torch.Tensor,  # [bs] int64
+    v: int,
+    vocabulary: DraftVocabulary | None,
+) -> torch.Tensor:
+    """[bs, v] float64 noise of the requests' own seeds at the tokens of the columns."""
+    tokens = torch.arange(v, device=seeds.device) if vocabulary is None else vocabulary.token_ids
+    return exponential_at(seeds[:, None], positions[:, None], tokens)
 
 
 def _latents(markov: MarkovWeights | None, hidden: torch.Tensor) -> Callable[[torch.Tensor, int], torch.Tensor]:

@@ -14,6 +14,7 @@ from dspark_kernels import (
     RoundKeys,
     SamplingRows,
     block_confidence,
+    draw,
     markov_sample,
     markov_sample_ref,
     markov_walk,
@@ -35,7 +36,10 @@ FLOAT32_TOL = {"atol": 2e-5, "rtol": 2e-5}
 
 
 class Case:
-    """One batch: real heads with random weights, random logits, greedy and sampled requests in turn."""
+    """One batch: real heads with random weights, random logits, greedy and sampled requests in turn; none is seeded."""
+
+    seeds = None
+    any_sampled = True
 
     def __init__(
         self, device, *, bs=3, gamma=3, v=150, rank=5, head_type="vanilla", dtype=torch.float32, temperatures=(0.0, 0.8)
@@ -77,6 +81,7 @@ class Case:
     def run(self, walk, **changes):
         temperatures = self.temperatures if (self.temperatures > 0).any() else None
         values = {"temperatures": temperatures, "keys": self.keys, "vocabulary": self.vocabulary}
+        values |= {"seeds": self.seeds, "any_sampled": self.any_sampled}
         return walk(self.base, self.hidden, self.anchors, self.weights, **(values | changes))
 
     def check(self):
@@ -84,9 +89,11 @@ class Case:
         assert torch.equal(found.tokens, expected.tokens)
         assert found.probs is None
         torch.testing.assert_close(found.confidence_logits, expected.confidence_logits, **FLOAT32_TOL)
-        assert (found.law is None) == (expected.law is None) == bool((self.temperatures == 0).all())
+        sampled = self.temperatures > 0
+        if self.seeds is not None:
+            sampled &= ~self.seeds[1]
+        assert (found.law is None) == (expected.law is None) == (not sampled.any())
         if found.law is not None:
-            sampled = self.temperatures > 0
             torch.testing.assert_close(found.law.scores[sampled], expected.law.scores[sampled], **FLOAT32_TOL)
             torch.testing.assert_close(found.law.log_norms[sampled], expected.law.log_norms[sampled], **FLOAT32_TOL)
             torch.testing.assert_close(found.law.probs()[sampled], expected.law.probs()[sampled], **FLOAT32_TOL)
@@ -248,22 +255,43 @@ def test_no_counter_serves_twice(monkeypatch):
     assert len(used) == len(set(used)) == 6 * 4 * (3 + 3 * 3)
 
 
-def test_markov_sample_keeps_greedy_requests_greedy_and_leaves_seeded_ones_to_torch(device):
+@pytest.mark.parametrize("any_sampled", [True, False], ids=["mixed", "seeded"])
+@pytest.mark.parametrize("token_ids", [None, range(1, 150, 3)], ids=["all", "reduced"])
+@pytest.mark.parametrize("head_type", ["vanilla", "rnn", None])
+def test_seeded_requests_draw_with_their_own_noise(device, head_type, token_ids, any_sampled):
+    """In a batch with greedy ones, and with sampled ones or without."""
+    case = Case(device, bs=6, head_type=head_type, temperatures=MIXED).propose(token_ids)
+    is_seeded = torch.tensor([False, True, not any_sampled, False, not any_sampled, True], device=device)
+    case.seeds = torch.tensor([0, 2**62 + 5, 9, 0, 17, -3], device=device), is_seeded
+    case.any_sampled = any_sampled
+    block = case.check()
+    other = case.run(markov_walk, seeds=(case.seeds[0] + 1, is_seeded))
+    assert torch.equal((other.tokens != block.tokens).any(1), is_seeded)
+
+
+def test_a_seeded_draft_is_the_token_that_the_same_logits_draw(device):
+    """By drafts that agree with the target in all but the noise, seeded requests accept everything."""
+    bs, v = 5, 41
+    case = Case(device, bs=bs, gamma=2, v=v, head_type=None)
+    rows = SamplingRows.from_lists([0.9] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [3, 1, 4, 1, 5], device)
+    arguments = case.base, case.hidden, case.anchors, None, None, rows, case.keys
+    block = markov_sample(*arguments, weights=case.weights)
+    assert block.law is None and block.probs is None
+    for slot in range(2):
+        keys = RoundKeys(0, 0, case.keys.request_keys, case.keys.positions + slot)
+        assert torch.equal(block.tokens[:, slot], draw(case.base[:, slot], rows, keys))
+
+
+def test_markov_sample_keeps_greedy_requests_greedy(device):
     case = Case(device, bs=4, gamma=2, temperatures=(0.0, 0.8))
     arguments = case.base, case.hidden, case.anchors, case.markov, case.confidence
-    columns = [-1] * 4, [1.0] * 4, [0.0] * 4
-    rows = SamplingRows.from_lists([0.0, 0.8, 0.0, 0.8], *columns, [None] * 4, device)
+    rows = SamplingRows.from_lists([0.0, 0.8, 0.0, 0.8], [-1] * 4, [1.0] * 4, [0.0] * 4, [None] * 4, device)
     found = markov_sample(*arguments, rows, case.keys, weights=case.weights)
     expected = case.run(markov_walk_ref)
     assert torch.equal(found.tokens, expected.tokens)
     assert found.law is not None and found.probs is None
-
-    seeded = SamplingRows.from_lists([0.0, 0.8, 0.0, 0.8], *columns, [None, None, 4, 5], device)
-    for block in (
-        markov_sample(*arguments, seeded, case.keys, weights=case.weights),
-        markov_sample(*arguments, rows, case.keys),
-    ):
-        assert block.law is None and block.probs is not None
+    in_torch = markov_sample(*arguments, rows, case.keys)
+    assert in_torch.law is None and in_torch.probs is not None
 
 
 def test_spreading_a_block_keeps_its_law(device):

@@ -10,7 +10,6 @@ from golden_server import DSPARK, TARGET, emulated_graphs, generate, policy
 
 from sglang_dspark.launch import CPU_FLAGS, LaunchedServer
 
-TOKENS = 20  # an interpreted step takes a tenth of a second
 PROFILE = (1.0, 0.5, 0.75, 0.0)  # the rest as the last
 FLAGS = (
     *("--dtype", "float32", "--load-format", "dummy"),
@@ -24,14 +23,14 @@ def server() -> Iterator[LaunchedServer]:
         yield server
 
 
-def accepted_by(server: LaunchedServer, temperature: float) -> list[list[int]]:
+def accepted_by(server: LaunchedServer, temperature: float, max_new_tokens: int) -> list[list[int]]:
     """Drafts accepted in the rounds of two requests at a time, whose answers are checked to be made of them."""
-    parameters = {"temperature": temperature, "max_new_tokens": TOKENS, "ignore_eos": True}
+    parameters = {"temperature": temperature, "max_new_tokens": max_new_tokens, "ignore_eos": True}
     body = {"input_ids": [5, 6, 7], "sampling_params": parameters, "speculation": {"trace": True}}
     accepted = []
     for answer in generate(server, [body] * 2, 2):
         ids, trace = answer["output_ids"], answer["meta_info"]["dspark_trace"]
-        assert len(ids) == TOKENS
+        assert len(ids) == max_new_tokens
         accepted.append([])
         starts = [place for place, entry in enumerate(trace) if entry is not None]
         # The last round may run past the tokens that were asked for.
@@ -43,11 +42,10 @@ def accepted_by(server: LaunchedServer, temperature: float) -> list[list[int]]:
     return accepted
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_drafts_are_accepted_by_the_profile(server, temperature):
-    """Greedy steps are replayed, sampled ones judged outside of graphs."""
+def test_drafts_are_accepted_by_the_profile(server):
+    """In steps that are replayed."""
     with policy(server, "static"):
-        accepted = accepted_by(server, temperature)
+        accepted = accepted_by(server, temperature=0, max_new_tokens=18)
     # Kept as often as they should be: tests/kernels/test_simulated_accept.py.
     assert {count for counts in accepted for count in counts} <= {1, 2, 3}
     # Every round has noise of its own.
@@ -55,8 +53,10 @@ def test_drafts_are_accepted_by_the_profile(server, temperature):
 
 
 def test_nothing_is_accepted_that_was_not_verified(server):
+    """By sampled requests, whose drafts are judged outside of graphs."""
     with policy(server, "static", verify_len=1):
-        assert {count for counts in accepted_by(server, 0) for count in counts} == {1}
+        accepted = accepted_by(server, temperature=1, max_new_tokens=7)
+    assert {count for counts in accepted for count in counts} == {1}
 
 
 def test_it_says_so(server):
