@@ -40,7 +40,8 @@ def block_confidence_ref(
     return features @ weights.weight.float() + weights.bias.float()
 
 
-@triton.jit
+# Depths change from step to step; each would compile the kernel again.
+@triton.jit(do_not_specialize=["gamma"])
 def _block_confidence_kernel(
     hidden_ptr,
     anchors_ptr,
@@ -49,7 +50,7 @@ def _block_confidence_kernel(
     bias_ptr,
     w1_ptr,
     out_ptr,
-    GAMMA: tl.constexpr,
+    gamma,
     HIDDEN: tl.constexpr,
     RANK: tl.constexpr,  # 0: no Markov embedding
     BLOCK_D: tl.constexpr,
@@ -64,8 +65,8 @@ def _block_confidence_kernel(
         total += hidden * tl.load(weight_ptr + start + dims, mask=inside, other=0.0).to(tl.float32)
     logit = tl.sum(total, 0) + tl.load(bias_ptr).to(tl.float32)
     if RANK > 0:
-        is_first = row % GAMMA == 0
-        anchor = tl.load(anchors_ptr + row // GAMMA)
+        is_first = row % gamma == 0
+        anchor = tl.load(anchors_ptr + row // gamma)
         previous = tl.where(is_first, anchor, tl.load(tokens_ptr + row - 1, mask=row > 0, other=0))
         ranks = tl.arange(0, BLOCK_R)
         inside = ranks < RANK
@@ -113,7 +114,7 @@ def block_confidence(
         weights.bias,
         w1,
         out,
-        GAMMA=gamma,
+        gamma,
         HIDDEN=width,
         RANK=rank,
         BLOCK_D=min(_BLOCK_D, triton.next_power_of_2(width)),

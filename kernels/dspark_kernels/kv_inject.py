@@ -66,7 +66,11 @@ def kv_inject_ref(
     v_pool[:, slots] = v.to(v_pool.dtype)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+# Slots of a prefill begin anywhere in SGLang's list of free ones: no alignment may cause a compilation of its own.
+_ROW_POINTERS = ["positions_ptr", "slots_ptr", "columns_ptr", "requests_ptr", "accepted_lens_ptr"]
+
+
+@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=_ROW_POINTERS)
 def _kv_inject_kernel(
     projected_ptr,
     k_norm_ptr,

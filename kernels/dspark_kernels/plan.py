@@ -26,6 +26,9 @@ _CANDIDATES_PER_WARP = 256
 _REQUESTS_PER_WARP = 64
 _REQUESTS_PER_PROGRAM = 32
 _PADDING_ROWS_PER_STORE = 256
+# The smallest tile: one warp of work, and one compiled form for all steps that fit into it.
+_MIN_BLOCK_R = 32
+_MIN_BLOCK_J = 8
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,10 @@ def _top_lens(survival, is_candidate, budget):
 
 
 # Sizes and depths change from step to step; specialising on them would compile the kernel again and again.
-@triton.jit(do_not_specialize=["budget", "num_requests", "bs", "num_tokens", "depth"])
+@triton.jit(
+    do_not_specialize=["budget", "num_requests", "draft_stride", "bs", "num_tokens", "depth"],
+    do_not_specialize_on_alignment=["survival_ptr", "draft_tokens_ptr"],
+)
 def _plan_kernel(
     survival_ptr,
     draft_tokens_ptr,
@@ -297,7 +303,8 @@ def plan_top(
         ValueError: a tier without room for the anchors, or buffers of another size.
     """
     bs, depth = survival.shape
-    if triton.next_power_of_2(bs) * triton.next_power_of_2(max(1, depth)) > _MAX_CANDIDATES:
+    block_r, block_j = _tile(bs, depth)
+    if block_r * block_j > _MAX_CANDIDATES:
         return plan_top_ref(survival, budget, draft_tokens, requests, num_tokens, out)
     return _launch(survival, budget, depth, draft_tokens, requests, num_tokens, out)
 
@@ -318,6 +325,11 @@ def plan_uniform(
     The other arguments and errors are those of :func:`plan_top`.
     """
     return _launch(None, 0, verify_len, draft_tokens, requests, num_tokens, out)
+
+
+def _tile(bs: int, depth: int) -> tuple[int, int]:
+    """BLOCK_R and BLOCK_J of the kernel."""
+    return max(_MIN_BLOCK_R, triton.next_power_of_2(bs)), max(_MIN_BLOCK_J, triton.next_power_of_2(max(1, depth)))
 
 
 def _launch(
@@ -343,7 +355,7 @@ def _launch(
     survival_or_any = requests.anchors if survival is None else survival.contiguous()
     drafts = requests.anchors[:, None] if draft_tokens is None else draft_tokens
     drafts = drafts if drafts.stride(1) == 1 else drafts.contiguous()
-    block_r, block_j = triton.next_power_of_2(bs), triton.next_power_of_2(max(1, depth))
+    block_r, block_j = _tile(bs, depth)
     _plan_kernel[(triton.cdiv(bs, _REQUESTS_PER_PROGRAM),)](
         survival_or_any,
         drafts,

@@ -84,13 +84,17 @@ def _attend_tile(q, k, v, visible, row_max, row_sum, acc, scale):
     return new_max, row_sum, acc
 
 
-@triton.jit
+# What changes from step to step must not cause compilations, by its value or by the place of a tensor in memory.
+_STEP_POINTERS = ["req_pool_indices_ptr", "prefix_lens_ptr", "indptr_ptr"]
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_STEP_POINTERS)
 def _window_attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    out_ptr,  # [N, heads, hd]; with SPLITS > 1 [SPLITS, N, heads, hd] float32
-    lse_ptr,  # [SPLITS, N, heads] float32, unused with SPLITS == 1
+    out_ptr,  # [N, heads, hd]; with IS_SPLIT [splits, N, heads, hd] float32
+    lse_ptr,  # [splits, N, heads] float32, unused without IS_SPLIT
     k_pool_ptr,
     v_pool_ptr,
     req_to_token_ptr,
@@ -107,7 +111,7 @@ def _window_attention_kernel(
     GROUP: tl.constexpr,  # query heads per K/V head
     HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     SHARE: tl.constexpr,  # heads of a group that a program takes
     BLOCK_M: tl.constexpr,  # >= SHARE times the most rows of a request
     BLOCK_W: tl.constexpr,  # >= the most rows of a request
@@ -143,7 +147,7 @@ def _window_attention_kernel(
         prefix = tl.load(prefix_lens_ptr + request).to(tl.int32)
         # Whole tiles per split, so that only the last one is ragged.
         tiles = tl.cdiv(prefix, BLOCK_N)
-        per_split = tl.cdiv(tiles, SPLITS) * BLOCK_N
+        per_split = tl.cdiv(tiles, tl.num_programs(2)) * BLOCK_N
         first = split * per_split
         last = tl.minimum(first + per_split, prefix)
 
@@ -172,7 +176,7 @@ def _window_attention_kernel(
                 visible = visible & (columns[None, :] <= place[:, None])
             row_max, row_sum, acc = _attend_tile(q, k, v, visible, row_max, row_sum, acc, scale)
 
-        if SPLITS == 1:
+        if not IS_SPLIT:
             out = acc / row_sum[:, None]
             out_offsets = row_heads[:, None] * HEAD_DIM + dims[None, :]
             tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=q_mask)
@@ -185,26 +189,26 @@ def _window_attention_kernel(
             tl.store(lse_ptr + part, lse, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_row_heads", "splits"], do_not_specialize_on_alignment=["last_ptr"])
 def _combine_kernel(
-    parts_ptr,  # [SPLITS, N, heads, hd] float32
-    lse_ptr,  # [SPLITS, N, heads] float32
+    parts_ptr,  # [splits, N, heads, hd] float32
+    lse_ptr,  # [splits, N, heads] float32
     out_ptr,  # [N, heads, hd]
     num_row_heads,
+    splits,
     last_ptr,  # the end of indptr: rows from there on belong to no request
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # >= splits
     BLOCK_D: tl.constexpr,
 ):
     row_head = tl.program_id(0).to(tl.int64)
     if row_head // NUM_HEADS < tl.load(last_ptr):
-        splits = tl.arange(0, BLOCK_S)
+        split = tl.arange(0, BLOCK_S)
         dims = tl.arange(0, BLOCK_D)
         in_head = dims < HEAD_DIM
-        is_split = splits < SPLITS
-        places = splits * num_row_heads + row_head
+        is_split = split < splits
+        places = split * num_row_heads + row_head
         lse = tl.load(lse_ptr + places, mask=is_split, other=float("-inf"))
         weights = tl.exp(lse - tl.max(lse, 0))
         mask = is_split[:, None] & in_head[None, :]
@@ -243,7 +247,7 @@ def window_attention(
         width: bound on the rows of a request.
         causal: a row sees the window up to itself, not all of it.
         scale: of the scores.
-        splits: programs that share a context, see :func:`num_splits`.
+        splits: programs that share a context, at most 32, see :func:`num_splits`.
 
     Returns:
         [N, heads, hd] in q's dtype; softmax and sums in float32. No host sync; safe under graph capture.
@@ -289,7 +293,7 @@ def window_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         CAUSAL=causal,
-        SPLITS=splits,
+        IS_SPLIT=splits > 1,
         SHARE=share,
         BLOCK_M=block_m,
         BLOCK_W=max(_MIN_DOT, triton.next_power_of_2(width)),
@@ -303,11 +307,12 @@ def window_attention(
             lse,
             out,
             num_rows * num_heads,
+            splits,
             indptr[-1:],
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
-            SPLITS=splits,
-            BLOCK_S=triton.next_power_of_2(splits),
+            # Whatever the number of splits, which changes with the batch: the same kernel.
+            BLOCK_S=_MAX_SPLITS,
             BLOCK_D=block_d,
         )
     return out

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from dspark_kernels import Accepted, AdjustmentTable, DraftBlock, RoundKeys, SamplingRows, adjust
+from dspark_kernels import Accepted, DraftBlock, RoundKeys, SamplingRows
 from dspark_kernels.plan import VerifyRows, plan_top, plan_uniform
 from dspark_kernels.prepare import PreparedStep, StepRequests, prepare
 
@@ -74,7 +74,6 @@ class StepGraphs:
                 self._capture_verify(capture, rows, plain=False)
             for slots in reversed(self.tiers.requests):
                 self._capture_verify(capture, slots, plain=True)
-            self._compile_the_rest()
         logger.info(
             "DSPARK: captured %d CUDA graphs for up to %d requests and %d rows in %.1f s, %.2f GB",
             len(self.draft) + len(self.verify) + len(self.accept),
@@ -83,50 +82,6 @@ class StepGraphs:
             time.monotonic() - began,
             (self._free_before - torch.cuda.mem_get_info()[0]) / 2**30,
         )
-
-    def _compile_the_rest(self) -> None:
-        """Run the kernels between the graphs once: none shall be compiled while requests wait.
-
-        But for those of copied drafts, whose steps run launch by launch anyway.
-        """
-        for rows, plain in self.verify:
-            slots, out = self.slots_of(rows), self.rows_of(rows)
-            drafts = None if plain else self.drafts[:slots]
-            plan_uniform(0 if plain else self.depth, drafts, self.requests_of(slots), rows, out)
-            if not plain:
-                # Policies other than auto verify fewer drafts than are proposed: a kernel for every power of two.
-                for verify_len in (2**power for power in range((self.depth - 1).bit_length())):
-                    plan_uniform(verify_len, drafts, self.requests_of(slots), rows, out)
-                plan_top(self.predictions[1, :slots], 0, self.drafts[:slots], self.requests_of(slots), rows, out)
-        rows, plain = min(self.verify)
-        slots, plan = self.slots_of(rows), self.plan_of(rows, plain)
-        table = AdjustmentTable.empty(1, self._logits.shape[1], self.worker.device)
-        nobody = torch.full((slots,), -1, device=self.worker.device)
-        adjust(self._logits[:rows], table, nobody, plan.requests, plan.columns, plan.input_ids, plan.indptr)
-        for rows, plain in self.verify:
-            if plain:
-                self._judge_sampled(self.slots_of(rows), rows, None)
-        if self.depth > 0 and self.tiers.sampled:
-            slots = self.tiers.sampled[0]
-            most_rows = self.tiers.token_rows(slots * (self.depth + 1))
-            assert most_rows is not None, "the largest tier has room for a whole block of the smallest"
-            block = replace(self.draft[slots, True].output, tokens=self.drafts[:slots])
-            self._judge_sampled(slots, most_rows, block)
-
-    def _judge_sampled(self, slots: int, rows: int, block: DraftBlock | None) -> None:
-        """Accept what a tier verified as for sampled requests, also filtered and seeded; a plain step without a block.
-
-        Neutral filters and seeds of nobody in particular: that they are asked for decides which kernels run.
-        """
-        plain = block is None
-        plan = self.plan_of(rows, plain)
-        part = replace(plan, verify_lens=plan.verify_lens[:slots], indptr=plan.indptr[: slots + 1])
-        step = self._static_step(slots, True)
-        sampled, nobody = step.rows, step.rows.greedy_index
-        filtered = replace(sampled, law=replace(sampled.law, any_min_p=True))
-        seeded = [replace(form, sampled_index=nobody, seeded_index=form.sampled_index) for form in (sampled, filtered)]
-        for form in (sampled, filtered, *seeded):
-            self.worker.accept(replace(step, rows=form), block, part, self.verify[rows, plain].output[0])
 
     def _capture_draft(self, capture: Capture, slots: int, sampled: bool) -> None:
         worker, step = self.worker, self._static_step(slots, sampled)

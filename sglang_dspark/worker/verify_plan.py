@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from dspark_kernels import plan_lens, plan_uniform, plan_uniform_ref
+from dspark_kernels import plan_lens, plan_top, plan_uniform, plan_uniform_ref
 
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
@@ -20,6 +20,17 @@ def uniform_plan(decode: DecodeBatch, draft_tokens: torch.Tensor | None, verify_
         return VerifyPlan(**vars(rows), lens_cpu=None, width=width)
     rows = plan_uniform_ref(verify_len, draft_tokens, decode.requests, bs * width)
     return VerifyPlan(**vars(rows), lens_cpu=[verify_len] * bs, width=width)
+
+
+def top_plan(decode: DecodeBatch, draft_tokens: torch.Tensor, order: torch.Tensor, budget: int) -> VerifyPlan:
+    """The ``budget`` drafts that rank highest are verified; on a GPU, in one launch. No host sync.
+
+    Args:
+        draft_tokens: [bs, depth] int64.
+        order: [bs, depth] what they rank by, as in ``worker.candidates.ranked``; that many at least may be verified.
+    """
+    rows = plan_top(order, budget, draft_tokens, decode.requests, len(decode) + budget)
+    return VerifyPlan(**vars(rows), lens_cpu=None, width=order.shape[1] + 1)
 
 
 def ragged_plan(

@@ -21,13 +21,16 @@ from sglang_dspark.stats.history import History
 from sglang_dspark.stats.metrics import Metrics
 from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, Rounds, VerifyPlan
 from sglang_dspark.step.transfers import host_index
+from sglang_dspark.worker.candidates import ranked
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.late_kernels import report_late_kernels
 from sglang_dspark.worker.preset_texts import PresetTexts
 from sglang_dspark.worker.schedule import Schedule
 from sglang_dspark.worker.sps import load_or_measure
 from sglang_dspark.worker.step_graphs import GraphStages, StepGraphs
-from sglang_dspark.worker.verify_plan import ragged_plan, uniform_plan
+from sglang_dspark.worker.verify_plan import ragged_plan, top_plan, uniform_plan
+from sglang_dspark.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +84,17 @@ class DSparkWorker(SpecWorkerBase):
 
     def prepare_to_serve(self) -> None:
         if self.on_gpu:
-            self.graphs = self.capture_graphs()
+            slots = graph_request_slots(self.target_worker.model_runner)
+            warm_up(self, slots)
+            self.graphs = self.capture_graphs(slots)
             self.schedule.whole_batches = self.graphs is not None
         self.schedule.start(None if self.options.draft_free else load_or_measure(self))
+        if self.on_gpu:
+            report_late_kernels()
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
-    def capture_graphs(self) -> StepGraphs | None:
-        """Decode steps as CUDA graphs; None where they run launch by launch."""
-        slots = graph_request_slots(self.target_worker.model_runner)
+    def capture_graphs(self, slots: list[int]) -> StepGraphs | None:
+        """Decode steps of up to so many requests as CUDA graphs; None where they run launch by launch."""
         if not slots:
             logger.info("DSPARK: decode steps run launch by launch: CUDA graphs are off")
             return None
@@ -180,6 +186,12 @@ class DSparkWorker(SpecWorkerBase):
         if choice.is_uniform(len(step)):
             self.agreement.adopt(tokens)
             return uniform_plan(step, tokens, choice.depth)
+        if self.on_gpu and choice.fixes_total:
+            assert tokens is not None, "without drafts every step is uniform"
+            order = ranked(choice, drafted)
+            self.agreement.adopt(tokens)
+            self.agreement.adopt(order)
+            return top_plan(step, tokens, order, choice.budget)
         lens, total = self.schedule.verify_lens(choice, drafted, self.step)
         self.agreement.adopt(tokens, lens)
         if not choice.fixes_total:

@@ -18,7 +18,8 @@ TOKENS = 6  # an interpreted step takes a tenth of a second
 @pytest.fixture(scope="module")
 def graphs() -> Iterator[LaunchedServer]:
     """A server whose decode steps are staged and replayed as on a GPU."""
-    with LaunchedServer(TARGET, *CPU_FLAGS, "--dtype", "float32", *DSPARK, env=emulated_graphs()) as server:
+    flags = (*CPU_FLAGS, "--max-running-requests", "4", "--dtype", "float32")
+    with LaunchedServer(TARGET, *flags, *DSPARK, env=emulated_graphs()) as server:
         yield server
 
 
@@ -114,3 +115,26 @@ def test_nothing_is_read_back_in_a_step(graphs):
                 body = {"input_ids": CASES[0]["prompt_ids"], "sampling_params": {"max_new_tokens": 3, **law}}
                 output_ids(graphs, [body, greedy(CASES[1]["prompt_ids"], 3)], 2)
     assert [line for line in graphs.log_path.read_text().splitlines() if "reads values" in line] == []
+
+
+def test_nothing_is_compiled_in_a_request(graphs):
+    """In none of the tests above, nor here: more requests than were captured, of every kind, and copied drafts."""
+    laws: list[dict[str, Any]] = [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5, "top_p": 0.9},
+        {"temperature": 1.0, "sampling_seed": 7},
+        {"temperature": 0},
+    ]
+    prompt = CASES[0]["prompt_ids"]
+    mixed = [{"input_ids": prompt, "sampling_params": {"max_new_tokens": 3, **law}} for law in laws]
+    copying = {"speculation": {"preset": "summarization", "min_ngram": 1}}
+    output_ids(graphs, mixed[:1] * 4, 4)
+    output_ids(graphs, mixed, 4)
+    output_ids(graphs, [mixed[0] | copying, mixed[1], mixed[0] | copying, mixed[1] | copying], 2)
+    for length in (1, 6):
+        with policy(graphs, "static", verify_len=length):
+            output_ids(graphs, mixed, 4)
+            output_ids(graphs, mixed[3:] * 3, 3)
+    log = graphs.log_path.read_text()
+    assert "forms of kernels compiled at start-up" in log
+    assert [line for line in log.splitlines() if "compiled while serving" in line] == []

@@ -4,8 +4,9 @@ import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingRows
 
+from sglang_dspark.prefix_scheduler.selection import top_prefixes
 from sglang_dspark.step.state import DecodeBatch
-from sglang_dspark.worker.verify_plan import ragged_plan, uniform_plan
+from sglang_dspark.worker.verify_plan import ragged_plan, top_plan, uniform_plan
 
 GAMMA = 3
 PREFIXES = [10, 0, 200]
@@ -61,3 +62,14 @@ def test_uniform_is_the_ragged_plan_of_equal_lengths(step):
 
 def test_verifying_nothing_needs_no_drafts(step):
     assert uniform_plan(step, None, 0).input_ids.tolist() == [10, 20, 30]
+
+
+@pytest.mark.parametrize("budget", [1, 4, 7])
+def test_top_is_the_ragged_plan_of_the_best_drafts(step, budget):
+    """In one launch; a draft that must not be verified, and one that must."""
+    order = torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]])
+    top = top_plan(step, DRAFTS, order, budget)
+    ragged = ragged_plan(step, DRAFTS, top_prefixes(order, budget), 3 + budget)
+    for name in ("verify_lens", "indptr", "requests", "columns", "input_ids", "positions", "slots"):
+        assert torch.equal(getattr(top, name), getattr(ragged, name)), name
+    assert top.width == 4

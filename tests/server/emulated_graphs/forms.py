@@ -1,0 +1,68 @@
+"""The forms of kernels that a GPU would have compiled, by Triton's own rule: an interpreter compiles nothing.
+
+A form that comes up after ``worker.warm_up`` would have been compiled while a request waits, and is written to the log.
+"""
+
+import logging
+from contextlib import contextmanager
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+logger = logging.getLogger(__name__)
+
+# What these kernels say of the steps of a warm-up is not read, and to interpret them takes half of its time.
+UNREAD = "dspark_kernels.accept"
+
+_binders, _known = {}, set()
+_state = {"warm": False, "launching": True}
+
+
+def watch():
+    """Note the form of every launch from now on."""
+    launch = InterpretedFunction.run
+
+    def run(self, *args, grid, warmup, **kwargs):
+        if self.fn.__module__.startswith("dspark_kernels"):
+            note(self, args, kwargs)
+        if _state["launching"] and (_state["warm"] or not self.fn.__module__.startswith(UNREAD)):
+            launch(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    InterpretedFunction.run = run
+
+
+def note(function, args, kwargs):
+    """Take note of one launch."""
+    if function not in _binders:
+        known = JITFunction(function.fn, **function.kwargs)
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        _binders[function] = create_function_from_signature(known.signature, known.params, backend)
+    bound, specialization, options = _binders[function](*args, **kwargs)
+    form = (function.__name__, str(specialization), str(sorted(options.items())))
+    if form not in _known and _state["warm"]:
+        arguments = ", ".join(f"{name}: {value}" for name, value in zip(bound, specialization, strict=True))
+        logger.warning("compiled while serving: %s(%s) %s", function.__name__, arguments, options)
+    _known.add(form)
+
+
+@contextmanager
+def noted_only():
+    """Launches inside compute nothing."""
+    before, _state["launching"] = _state["launching"], False
+    try:
+        yield
+    finally:
+        _state["launching"] = before
+
+
+def warming_up():
+    """Whether the server still prepares to serve."""
+    return not _state["warm"]
+
+
+def end_of_warm_up():
+    """Whatever comes up from now on has been forgotten there."""
+    _state["warm"] = True
+    logger.warning("forms of kernels compiled at start-up: %d", len(_known))

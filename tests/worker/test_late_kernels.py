@@ -1,0 +1,35 @@
+"""What Triton compiles after start-up is in the log."""
+
+import logging
+
+import pytest
+import triton
+
+from sglang_dspark.worker.late_kernels import report_late_kernels
+from sglang_dspark.worker.warm_up import sizes, widths
+
+
+def test_kernels_of_ours_are_reported(caplog, monkeypatch):
+    hook = triton.knobs.runtime.kernel_load_end_hook
+    monkeypatch.setattr(hook, "calls", [])
+    report_late_kernels()
+    report_late_kernels()
+    with caplog.at_level(logging.WARNING):
+        hook(None, None, "_plan_kernel", {}, "0123456789abcdef")
+        hook(None, None, "somebody_elses_kernel", {}, "0123456789abcdef")
+    [record] = caplog.records
+    assert "_plan_kernel" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(0, []), (1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (64, [1, 2, 4, 8, 16, 32, 64])]
+)
+def test_sizes_reach_every_power_of_two(most, expected):
+    """That of the largest batch included, which kernels round up."""
+    assert sizes(most) == expected
+
+
+@pytest.mark.parametrize(("most", "expected"), [(0, []), (1, [1]), (4, [1, 3, 4]), (7, [1, 3, 7]), (8, [1, 3, 7, 8])])
+def test_widths_reach_every_window(most, expected):
+    """A window is an anchor and its drafts."""
+    assert widths(most) == expected
