@@ -226,6 +226,7 @@ def test_command_prints_and_writes_the_summary(tmp_path):
         (gzip.compress(b"[]"), "has no traceEvents"),
         (gzip.compress(b'{"traceEvents": []}'), "no complete step"),
     ],
+    ids=["cut off", "not compressed", "no trace", "no step"],  # compressed bytes hold the time
 )
 def test_file_that_is_no_trace_of_steps(tmp_path, content, message):
     path = tmp_path / "trace.json.gz"
