@@ -3,7 +3,7 @@ r"""What a drafter loses that proposes a few leading tokens only: accept length 
     python benchmarks/draft_support.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS.json
 
 Any support is exact when the law that drafts are drawn from is the one that verification divides by. Where the tokens
-of a slot are known before the walk through the Markov head begins, that walk needs the rows of W2 of these tokens alone,
+of a slot are known before the walk through the Markov head begins, that walk needs the rows of W2 of these tokens only,
 and one launch could take a whole block. A support that costs one reading of the base logits: the vocabulary is cut into
 strided tiles (token t belongs to tile t mod K), and the best token of each tile by the base logits is in it. A token
 that the Markov head would have lifted is lost where a better one shares its tile.

@@ -120,6 +120,12 @@ def _quarter(low, high, part, by_value):
 
 
 @triton.jit
+def _reaches(key, min_p, largest, temperature):
+    """Whether what has this key is likely enough for min-p: otherwise the cut is above it."""
+    return tl.exp((_value(key) - largest) / temperature) >= min_p
+
+
+@triton.jit
 def _narrow(
     logits_ptr,
     tile_max_ptr,
@@ -131,6 +137,7 @@ def _narrow(
     by_value,
     top_k,
     most_mass,
+    min_p,
     largest,
     temperature,
     vocab_size,
@@ -170,9 +177,9 @@ def _narrow(
             highest = tl.maximum(highest, tl.where(keys <= bound_4, keys, _SMALLEST_KEY))
     num_1, num_2, num_3 = tl.sum(nums_1, 0), tl.sum(nums_2, 0), tl.sum(nums_3, 0)
     mass_1, mass_2, mass_3 = tl.sum(masses_1, 0), tl.sum(masses_2, 0), tl.sum(masses_3, 0)
-    kept_1 = (num_1 < top_k) & (mass_1 <= most_mass)
-    kept_2 = (num_2 < top_k) & (mass_2 <= most_mass)
-    kept_3 = (num_3 < top_k) & (mass_3 <= most_mass)
+    kept_1 = (num_1 < top_k) & (mass_1 <= most_mass) & _reaches(key_1, min_p, largest, temperature)
+    kept_2 = (num_2 < top_k) & (mass_2 <= most_mass) & _reaches(key_2, min_p, largest, temperature)
+    kept_3 = (num_3 < top_k) & (mass_3 <= most_mass) & _reaches(key_3, min_p, largest, temperature)
     from_low = num_above + count
     from_low = tl.where(kept_1, from_low, tl.where(kept_2, num_1, tl.where(kept_3, num_2, num_3)))
     low = tl.where(kept_1, low, tl.where(kept_2, key_1 + 1, tl.where(kept_3, key_2 + 1, key_3 + 1)))
@@ -335,6 +342,7 @@ def filter_kernel(
                     by_value,
                     top_k,
                     most_mass,
+                    min_p,
                     largest,
                     temperature,
                     vocab_size,

@@ -200,3 +200,16 @@ def test_a_row_does_not_see_its_batch(device):
     for row in (1, 4, 10):
         alone = cut(logits[row : row + 1].contiguous(), rows_of(COMBINATIONS[row : row + 1], device))
         assert all(torch.equal(part[row : row + 1], one) for part, one in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("tied", [(150, 10), (10, 150), (1, 3)])
+def test_what_is_just_below_min_p_goes(device, tied):
+    """More tokens than are collected at once, of two weights less than a thousandth below the floor."""
+    logits = torch.full((1, 300), -20.0, device=device)
+    logits[0, 7] = 1.0
+    many, few = tied
+    for start, count, share in ((20, many, 0.4999), (20 + many, few, 0.4996)):
+        logits[0, start : start + count] = 1.0 + torch.log(torch.tensor(share))
+    assert check(logits, [(1.0, -1, 1.0, 0.5)]) == 1
+    cuts, last, _ = cut(logits, rows_of([(1.0, -1, 1.0, 0.5)], device))
+    assert kept_tokens(logits, cuts, last).nonzero().tolist() == [[0, 7]]
