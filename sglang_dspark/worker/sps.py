@@ -118,8 +118,8 @@ def _measure(worker: DSparkWorker, key: dict[str, str]) -> SpsTable:
                 loads[requests, context] = _Steps(worker, dummy)
             return loads[requests, context]
 
-        # What the first forwards compile (SGLang's parallel embedding) must not eat up the limit: it can take longer than
-        # all the rest. One token and several are compiled apart. Kernels on a GPU were compiled by the warm-up.
+        # What the first forwards compile (SGLang's parallel embedding) must not eat up the limit: it can take longer
+        # than all the rest. One token and several are compiled apart. Kernels on a GPU were compiled by the warm-up.
         first = load(1, contexts[0])
         for drafts in (0, worker.max_verify):
             first.verify(drafts)
