@@ -110,6 +110,7 @@ gpu-shape-%: env
 		--config "static3=static:3 $(ACCEPTANCE)" --concurrency 1,4,16,64 --num-prompts 16 --max-tokens 256 --ignore-eos \
 		--rounds 3 --server-flags "--load-format dummy $(GPU_FLAGS)" $(SWEEP_FLAGS)
 	$(RUN) benchmarks/report.py $(RESULTS)/gpu/$*/sweep
+	test -e $(RESULTS)/gpu/$*/trace/trace.json.gz || \
 	$(RUN) benchmarks/step_trace.py record $(call SHAPE_PAIR,$*) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/$*/trace \
 		--config "static:7 $(ACCEPTANCE)" --concurrency 64 --server-flags "--load-format dummy $(GPU_FLAGS)"
 

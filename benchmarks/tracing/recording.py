@@ -7,6 +7,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def record_steps(
             # The scheduler answers when it has written all of the file.
             after = _stats(server)
         finally:
-            _post(server, "/abort_request", {"rid": "", "abort_all": True})
+            with suppress(OSError):  # of a server that is no longer there
+                _post(server, "/abort_request", {"rid": "", "abort_all": True})
     requests, steps = (after[name] - before[name] for name in ("rounds", "steps"))
     if requests != len(prompts) * steps:
         raise DSparkError(

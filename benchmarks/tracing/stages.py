@@ -38,6 +38,8 @@ KERNEL_STAGES = {
     "_plan_kernel": PLAN,
     "_adjust_kernel": ACCEPT,
     "row_stats_kernel": ACCEPT,
+    "filter_kernel": ACCEPT,
+    "seeded_kernel": ACCEPT,
     "judge_kernel": ACCEPT,
     "_simulated_accept_kernel": ACCEPT,
     "race_kernel": ACCEPT,
