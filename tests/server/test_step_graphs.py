@@ -12,7 +12,7 @@ from golden_server import DRAFT, DSPARK, TARGET, emulated_graphs, generate, gree
 from sglang_dspark.launch import CPU_FLAGS, LaunchedServer
 
 CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:3]
-TOKENS = 6  # an interpreted step takes a tenth of a second
+TOKENS = 4  # an interpreted step takes a tenth of a second
 
 
 @pytest.fixture(scope="module")
