@@ -12,7 +12,7 @@ from sglang_dspark.launch import CPU_FLAGS, LaunchedServer
 
 PROFILE = (1.0, 0.5, 0.75, 0.0)  # the rest as the last
 FLAGS = (
-    *("--dtype", "float32", "--load-format", "dummy", "--max-running-requests", "2"),
+    *("--dtype", "float32", "--load-format", "dummy", "--max-running-requests", "4"),
     *("--speculative-dspark-simulate-acceptance", ",".join(map(str, PROFILE))),
 )
 
