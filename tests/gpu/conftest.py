@@ -1,6 +1,5 @@
 """A server of the golden pair on a GPU, with CUDA graphs and overlap scheduling."""
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 # The golden pair and its requests are those of the server tests.
 sys.path.append(str(Path(__file__).parents[1] / "server"))
 
-from golden_server import DSPARK, TARGET
+from golden_server import DSPARK, TARGET, sitecustomized
 
 from sglang_dspark.launch import CUDA_FLAGS, LaunchedServer
 
@@ -20,8 +19,7 @@ WATCHED = Path(__file__).parent / "watched"
 @pytest.fixture(scope="session")
 def server() -> Iterator[LaunchedServer]:
     """In bfloat16: SGLang's kernels for CUDA have no float32 form."""
-    path = os.pathsep.join([str(WATCHED), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    env = {"HF_HUB_OFFLINE": "1", **sitecustomized(WATCHED)}
     more = ("--dtype", "bfloat16", "--max-running-requests", "64", "--cuda-graph-max-bs-decode", "16")
     with LaunchedServer(TARGET, *CUDA_FLAGS, *more, *DSPARK, env=env) as server:
         yield server

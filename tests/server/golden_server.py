@@ -23,6 +23,7 @@ TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
 CASES: list[dict[str, Any]] = json.loads((DRAFT / "golden.json").read_text())["cases"]
 VOCAB = range(3, 60)  # ids that the golden target's training text used
 EMULATION = Path(__file__).parent / "emulated_graphs"
+WORKER_PATCH = Path(__file__).parent / "worker_patch"
 DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
 
 GUARDED = (
@@ -38,10 +39,15 @@ GUARDED = (
 """A server with metrics, an API key, an admin key, and an idea of what a chat is."""
 
 
+def sitecustomized(folder: Path) -> dict[str, str]:
+    """Environment of a server whose Python imports ``folder/sitecustomize.py`` at its start."""
+    path = [str(folder), str(WORKER_PATCH), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path)}
+
+
 def emulated_graphs() -> dict[str, str]:
     """Environment of a CPU server whose decode steps are staged and replayed as on a GPU, with kernels interpreted."""
-    path = os.pathsep.join([str(EMULATION), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**CPU_ENV, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    return {**CPU_ENV, **sitecustomized(EMULATION), "TRITON_INTERPRET": "1"}
 
 
 Launch = Callable[..., LaunchedServer]

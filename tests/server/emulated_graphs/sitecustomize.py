@@ -4,32 +4,13 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``. Wha
 tiers, padding, plans laid out on the device, buffers that a replay overwrites. What is not: capture itself.
 """
 
-import importlib.abc
-import importlib.util
 import sys
 from contextlib import contextmanager, nullcontext
 
-WORKER = "sglang_dspark.worker.worker"
+from worker_patch import patch_worker
+
 REQUEST_SLOTS = [1, 2]
 PROCESSORS = 2  # so few that the contexts of one request are split, and those of two are not
-
-
-class WorkerFinder(importlib.abc.MetaPathFinder):
-    """Patches the worker's module right after it was loaded."""
-
-    def find_spec(self, name, path, target=None):
-        if name != WORKER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            load(module)
-            emulate(module)
-
-        spec.loader.exec_module = exec_module
-        return spec
 
 
 class Emulated:
@@ -205,4 +186,4 @@ def ragged_attention(backend, q, k, v, layer, batch):
     return attended.view(q.shape)
 
 
-sys.meta_path.insert(0, WorkerFinder())
+patch_worker(emulate)
