@@ -37,6 +37,12 @@ _SMALLEST_KEY = tl.constexpr(-0x80000000)
 
 
 @triton.jit
+def is_kept(logits, tokens, cut, last) -> tl.tensor:
+    """Whether tokens are above the cut of their row, or at it and not too late."""
+    return (logits > cut) | ((logits == cut) & (tokens <= last))
+
+
+@triton.jit
 def _order_key(logits):
     """int32 in the order of the float32 ``logits``; -0 and 0 are one value. Its own inverse but for that."""
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)

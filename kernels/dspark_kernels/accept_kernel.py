@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .accept import MIN_RESIDUAL_MASS
+from .accept_filter_kernel import is_kept
 from .device_noise import race_noise, uniforms
 from .noise import Purpose
 
@@ -164,7 +165,7 @@ def judge_kernel(
         if HAS_FILTER:
             cut = tl.load(cut_ptr + rows, mask=filtered, other=0.0)
             last_tied = tl.load(last_ptr + rows, mask=filtered, other=0)
-            target_mass = tl.where((logits > cut) | ((logits == cut) & (tokens <= last_tied)), target_mass, 0.0)
+            target_mass = tl.where(is_kept(logits, tokens, cut, last_tied), target_mass, 0.0)
         draft_mass = tl.full([BLOCK_S], 1.0, tl.float32)
         if HAS_LAW:
             columns = tokens
@@ -250,8 +251,7 @@ def race_kernel(
         target = tl.exp(logits / tl.load(temperatures_ptr + request) - tl.load(log_norm_ptr + request))
         if HAS_FILTER:
             cut = tl.load(cut_ptr + row)
-            kept = (logits > cut) | ((logits == cut) & (tokens <= tl.load(last_ptr + row)))
-            target = tl.where(kept, target, 0.0)
+            target = tl.where(is_kept(logits, tokens, cut, tl.load(last_ptr + row)), target, 0.0)
 
         # What belongs to a draft is read after a rejection only, where slot < gamma.
         draft_at = request * gamma + slot

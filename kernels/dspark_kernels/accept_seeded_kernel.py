@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .accept_filter_kernel import is_kept
 from .device_noise import seeded_noise
 
 
@@ -70,7 +71,7 @@ def seeded_kernel(
             logits = tl.load(logits_ptr + row * row_stride + tokens, mask=in_vocab, other=float("-inf")).to(tl.float32)
             weights = tl.exp((logits - largest) / tl.load(temperatures_ptr + request))
             if HAS_FILTER:
-                weights = tl.where((logits > cut) | ((logits == cut) & (tokens <= last)), weights, 0.0)
+                weights = tl.where(is_kept(logits, tokens, cut, last), weights, 0.0)
             pairs = tile * (TILE // 2) + tl.arange(0, TILE // 2)
             position = tl.load(positions_ptr + request) + slot
             noise = seeded_noise(tl.load(seeds_ptr + request), position, pairs)

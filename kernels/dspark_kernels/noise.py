@@ -47,6 +47,11 @@ class Purpose(IntEnum):
     SEEDED = 4  # exponential noise of requests that bring their own seed
 
 
+def signed64(value: int) -> int:
+    """The low 64 bits of ``value`` as a signed integer, which int64 tensors and kernels hold."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
 def philox4x32(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> Words:
     """Apply the ten Philox rounds.
 
@@ -176,7 +181,7 @@ class RoundKeys:
     @property
     def signed_seed(self) -> int:
         """The seed as kernels take it: the signed integer of its low 64 bits."""
-        return (self.seed + 2**63) % 2**64 - 2**63
+        return signed64(self.seed)
 
     @property
     def device_step(self) -> torch.Tensor:

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import torch
 
+from .noise import signed64
 from .to_device import to_device
 
 NO_TOP_K = 1 << 30  # SGLang's encoding of "no top-k"
@@ -199,7 +200,7 @@ class _Request:
         self.temperature, self.top_p, self.min_p = (1.0, 1.0, 0.0) if greedy else (temperature, top_p, min_p)
         self.top_k = NO_TOP_K if greedy or top_k == -1 else min(top_k, NO_TOP_K)
         # Seeds are 64-bit patterns: values from 2**63 on wrap to the negative numbers of int64.
-        self.seed = 0 if seed is None else ((seed + 2**63) % 2**64) - 2**63
+        self.seed = 0 if seed is None else signed64(seed)
 
 
 def _columns(
