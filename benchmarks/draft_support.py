@@ -26,14 +26,14 @@ from rich.console import Console
 from rich.table import Table
 from serving.prompts import load_mixed_prompts
 
-from sglang_dspark import provenance
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.train.evaluate import replay, write_texts
-from sglang_dspark.train.prompt_format import PromptFormat
-from sglang_dspark.train.rows import keep_states, stored_states
-from sglang_dspark.train.target import Target
-from sglang_dspark.train.text_writer import InProcessWriter
+from sglang_dspark.tools import provenance
+from sglang_dspark.tools.train.evaluate import replay, write_texts
+from sglang_dspark.tools.train.prompt_format import PromptFormat
+from sglang_dspark.tools.train.rows import keep_states, stored_states
+from sglang_dspark.tools.train.target import Target
+from sglang_dspark.tools.train.text_writer import InProcessWriter
 
 _BATCH_TOKENS = 16_384  # that go through the target together
 

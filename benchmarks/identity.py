@@ -29,8 +29,8 @@ from rich.table import Table
 from serving.prompts import load_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dspark import provenance
-from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer, dspark_flags
+from sglang_dspark.tools import provenance
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer, dspark_flags
 
 # A near-tie is a gap below this, in units of the logits.
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.25}

@@ -39,9 +39,9 @@ from serving.load import user_counts
 from serving.prompts import Prompt, load_mixed_prompts
 from serving.results import read_sweep
 
-from sglang_dspark import provenance
 from sglang_dspark.errors import ConfigError, DSparkError
-from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
+from sglang_dspark.tools import provenance
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
 COUNTERS = ("committed_tokens", "rounds", "verified_tokens", "accepted_tokens", "steps", "plain_steps", "parked_steps")
 COUNTED = ("uptime_s", *COUNTERS)

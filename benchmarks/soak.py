@@ -30,8 +30,8 @@ import psutil
 from identity import encode, generate
 from rich.console import Console
 
-from sglang_dspark import provenance
-from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
+from sglang_dspark.tools import provenance
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
 USERS = 16
 POLICY_S = 15.0

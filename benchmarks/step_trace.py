@@ -35,9 +35,9 @@ from tracing.chrome import gpu_activities, gpu_names, read_trace
 from tracing.recording import record_steps
 from tracing.summary import summarise
 
-from sglang_dspark import provenance
 from sglang_dspark.errors import ConfigError, DSparkError
-from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
+from sglang_dspark.tools import provenance
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
 PATH = click.Path(path_type=Path, exists=True)
 

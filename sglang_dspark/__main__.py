@@ -1,5 +1,5 @@
 """``python -m sglang_dspark``."""
 
-from sglang_dspark.cli import main
+from sglang_dspark.tools.cli import main
 
 main()

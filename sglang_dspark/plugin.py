@@ -14,7 +14,7 @@ def register() -> None:
     from sglang_dspark.errors import DSparkError
 
     try:
-        from sglang_dspark.engine.registration import register_algorithm
+        from sglang_dspark.engine.startup.registration import register_algorithm
 
         register_algorithm()
     except Exception as error:

@@ -89,7 +89,7 @@ def test_no_module_may_hide_the_hub_package_named_kernels():
 
 
 @pytest.mark.parametrize(
-    "module", ["sglang_dspark", "sglang_dspark.plugin", "sglang_dspark.cli", "sglang_dspark.launch"]
+    "module", ["sglang_dspark", "sglang_dspark.plugin", "sglang_dspark.tools.cli", "sglang_dspark.tools.launch"]
 )
 def test_import_stays_light(module: str):
     """SGLang imports the plugin in every process, and `--help` should not take seconds."""

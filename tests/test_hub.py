@@ -5,9 +5,9 @@ import pytest
 from click.testing import CliRunner
 from huggingface_hub import constants
 
-from sglang_dspark.cli.checkpoint import Checkpoint
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.hub import checkpoint_name, local_folder
+from sglang_dspark.tools.cli.checkpoint import Checkpoint
 
 FLAG = "--speculative-draft-model-path"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dspark.cli import COMMANDS
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig, default_text, flag_name
 from sglang_dspark.speculation import Speculation
+from sglang_dspark.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sglang_dspark.config import SCHEDULES
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.launch import dspark_flags
+from sglang_dspark.tools.launch import dspark_flags
 
 PLAIN, DFLASH, EXTERNAL = "plain", "dflash", "external"
 POLICIES = (PLAIN, DFLASH, *SCHEDULES)

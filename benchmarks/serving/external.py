@@ -7,13 +7,13 @@ from typing import Any, Self
 
 from serving.client import Endpoint, ReplyError, flush_cache
 from sglang_dspark.errors import ConfigError, DSparkError
-from sglang_dspark.http_client import JsonClient
+from sglang_dspark.tools.http_client import JsonClient
 
 TIMEOUT_S = 60.0
 
 
 class ExternalServer:
-    """Stands beside :class:`~sglang_dspark.launch.LaunchedServer` in a sweep: neither started, suspended nor stopped.
+    """Stands beside a launched server in a sweep: it is neither started, suspended nor stopped.
 
     Attributes:
         endpoint: where prompts are sent; its model is the first one that the server lists.

@@ -12,7 +12,7 @@ from typing import Self
 from serving.client import Endpoint, ReplyError, flush_cache
 from serving.external import ExternalServer
 from sglang_dspark.errors import LaunchError
-from sglang_dspark.launch import LaunchedServer
+from sglang_dspark.tools.launch import LaunchedServer
 
 Server = LaunchedServer | ExternalServer
 

@@ -30,9 +30,9 @@ from serving.resume import prepare_output
 from serving.row import Observation, Origin, RowWriter, SweepRow, make_row
 from serving.schedule import Cell, interleave, still_to_measure
 from serving.sla import Sla
-from sglang_dspark import provenance
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
+from sglang_dspark.tools import provenance
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
 CPU_MAX_REQUESTS = 16
 """Requests that ``CPU_FLAGS`` admit; a sweep with more users raises the limit."""

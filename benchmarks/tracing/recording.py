@@ -15,8 +15,8 @@ from serving.client import Sampling, request_body
 from serving.prompts import Prompt
 
 from sglang_dspark.errors import DSparkError
-from sglang_dspark.http_client import open_directly
-from sglang_dspark.launch import LaunchedServer
+from sglang_dspark.tools.http_client import open_directly
+from sglang_dspark.tools.launch import LaunchedServer
 
 WARM_UP_TOKENS = 32  # of each user in the mean, before anything is profiled
 PROFILE_ID = "steps"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dspark.stats.sums import Array
+from sglang_dspark.arrays import Array
 
 
 class PredictedSurvival:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from dspark_kernels import DraftBlock, RoundKeys, SamplingRows, StepRequests, VerifyRows
 
-from sglang_dspark.prefix_scheduler.choice import Choice
+from sglang_dspark.step.choice import Choice
 from sglang_dspark.step.transfers import host_index
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from dspark_kernels import Accepted
 
-from sglang_dspark.engine.speculation import BatchOptions, proposer_of
+from sglang_dspark.engine.scheduler.options import BatchOptions, proposer_of
 from sglang_dspark.proposals.proposer import Proposer
 from sglang_dspark.step.state import Copies, DecodeBatch
 from sglang_dspark.step.transfers import host_index

@@ -10,27 +10,27 @@ import torch
 from dspark_kernels import Accepted, DraftBlock, SamplingRows, accept, simulated_accept
 
 from sglang_dspark.draft.cache import DraftCache
-from sglang_dspark.engine.batch import DSparkBatchResult, copy_drafts, decode_result, read_decode_batch
-from sglang_dspark.engine.graphs import graph_request_slots
-from sglang_dspark.engine.speculation import BatchOptions, OptionsReader
-from sglang_dspark.engine.verify import run_verify
-from sglang_dspark.engine.worker_base import Publish, SpecWorkerBase
-from sglang_dspark.prefix_scheduler.choice import Choice
+from sglang_dspark.engine.forward.graphs import graph_request_slots
+from sglang_dspark.engine.forward.verify import run_verify
+from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, copy_drafts, decode_result, read_decode_batch
+from sglang_dspark.engine.scheduler.options import BatchOptions, OptionsReader
+from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
+from sglang_dspark.scheduling.ranking import ranked
+from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.stats.history import History
 from sglang_dspark.stats.metrics import Metrics
+from sglang_dspark.step.choice import Choice
 from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, Rounds, VerifyPlan
 from sglang_dspark.step.transfers import host_index
-from sglang_dspark.worker.candidates import ranked
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
-from sglang_dspark.worker.late_kernels import report_late_kernels
+from sglang_dspark.worker.graph_stages import GraphStages, StepGraphs
 from sglang_dspark.worker.preset_texts import PresetTexts
-from sglang_dspark.worker.schedule import Schedule
-from sglang_dspark.worker.sps import load_or_measure
-from sglang_dspark.worker.step_graphs import GraphStages, StepGraphs
+from sglang_dspark.worker.startup.late_kernels import report_late_kernels
+from sglang_dspark.worker.startup.measure_steps import load_or_measure
+from sglang_dspark.worker.startup.warm_up import warm_up
 from sglang_dspark.worker.verify_plan import ragged_plan, top_plan, uniform_plan
-from sglang_dspark.worker.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 

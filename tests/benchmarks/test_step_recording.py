@@ -15,7 +15,7 @@ from test_step_trace import recorded
 from tracing.recording import WARM_UP_TOKENS, record_steps
 
 from sglang_dspark.errors import DSparkError
-from sglang_dspark.launch import LaunchedServer
+from sglang_dspark.tools.launch import LaunchedServer
 
 PROMPTS = [Prompt(index, f"prompt {index}") for index in range(3)]
 SAMPLING = Sampling(max_tokens=900, temperature=0.0, ignore_eos=True, raw=True)

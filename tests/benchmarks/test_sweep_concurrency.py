@@ -16,7 +16,7 @@ from serving import sweep as sweep_module
 from serving.load import poisson_arrivals
 from serving.row import COLUMNS
 
-from sglang_dspark import provenance
+from sglang_dspark.tools import provenance
 
 
 class FakeServer:

@@ -16,7 +16,7 @@ from serving.row import COLUMNS, Observation, Origin, RowWriter, make_row
 from serving.schedule import Cell
 from serving.sla import Sla
 
-from sglang_dspark import provenance
+from sglang_dspark.tools import provenance
 
 ORIGIN = Origin("set.jsonl", "target", "draft", "abc", "sglang=1 torch=2", "cpu, 2 cores", "")
 CELL = Cell(Configuration("s3", "static", "3", "float32"), Load(2), 5, 1)

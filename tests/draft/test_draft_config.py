@@ -187,7 +187,7 @@ def test_a_target_of_other_dimensions_is_refused(make_config):
 def test_reading_a_config_needs_no_torch_and_the_model_no_engine():
     code = (
         "import sys, sglang_dspark.draft.config; assert 'torch' not in sys.modules\n"
-        "import sglang_dspark.draft.weights, sglang_dspark.draft.reference, sglang_dspark.golden\n"
+        "import sglang_dspark.draft.weights, sglang_dspark.draft.reference, sglang_dspark.tools.golden\n"
         "assert not {'sglang', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

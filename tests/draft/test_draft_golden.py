@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dspark.draft.reference import ContextKV
 from sglang_dspark.errors import CheckpointError
-from sglang_dspark.golden import replay
+from sglang_dspark.tools.golden import replay
 
 
 def test_every_recorded_value_is_reproduced(golden_dir):

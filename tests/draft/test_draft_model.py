@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sglang_dspark.draft.reference import ContextKV, draft_block
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.golden import replay
+from sglang_dspark.tools.golden import replay
 
 TOLERANCE = 2e-4  # float32 against float64 on logits of size ~10; a wrong formula is off by more than 0.1
 

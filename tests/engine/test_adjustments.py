@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dspark.engine.adjustments import Adjustments, adjustment_of, has_adjustment
+from sglang_dspark.engine.scheduler.adjustments import Adjustments, adjustment_of, has_adjustment
 
 VOCAB = 20
 

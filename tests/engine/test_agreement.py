@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_dspark.engine.agreement import Agreement
+from sglang_dspark.engine.scheduler.agreement import Agreement
 
 
 class Group:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dspark.engine.finish import token_by_token
+from sglang_dspark.engine.scheduler.finish import token_by_token
 
 LETTERS = "abcdefgh"  # of tokens 0 to 7
 EOS = 7

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from sglang_dspark.engine.http import SpeculationMiddleware
+from sglang_dspark.engine.front_end.http import SpeculationMiddleware
 from sglang_dspark.speculation import Speculation
 
 

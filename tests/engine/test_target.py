@@ -11,7 +11,7 @@ import torch
 
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.engine.target import Target
+from sglang_dspark.engine.forward.target import Target
 
 DRAFT_DIR = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
 DRAFT = DraftConfig.from_pretrained(DRAFT_DIR)

@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[1] / "server"))
 
 from golden_server import DSPARK, TARGET, sitecustomized
 
-from sglang_dspark.launch import CUDA_FLAGS, LaunchedServer
+from sglang_dspark.tools.launch import CUDA_FLAGS, LaunchedServer
 
 WATCHED = Path(__file__).parent / "watched"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from golden_server import DSPARK, TARGET, Launch
 
-from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer
 
 MAX_SERVERS = 3  # a server is three processes of 0.8 GB each, and two test processes may have so many
 FLAGS, ENV = (CUDA_FLAGS, {"HF_HUB_OFFLINE": "1"}) if torch.cuda.is_available() else (CPU_FLAGS, CPU_ENV)

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang_dspark.http_client import open_directly
-from sglang_dspark.launch import CPU_ENV, LaunchedServer
+from sglang_dspark.tools.http_client import open_directly
+from sglang_dspark.tools.launch import CPU_ENV, LaunchedServer
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"

@@ -6,7 +6,7 @@ from typing import Any
 
 from golden_server import CASES, generate
 
-from sglang_dspark.launch import LaunchedServer
+from sglang_dspark.tools.launch import LaunchedServer
 
 ALPHA = 1e-4
 PROMPT = CASES[2]["prompt_ids"]

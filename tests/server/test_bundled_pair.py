@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import sglang_dspark
-from sglang_dspark.demo import smollm2
-from sglang_dspark.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
+from sglang_dspark.tools.demo import smollm2
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
 DRAFTER = Path(sglang_dspark.__file__).parent / "drafters" / "smollm2-135m-instruct"
 NEAR_TIE = 1e-4  # gap of the target's two best logits below which the shape of a batch may decide

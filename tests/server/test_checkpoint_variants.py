@@ -13,7 +13,7 @@ from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reference import decode_greedy
 from sglang_dspark.draft.weights import load_draft_model, save_draft_model
-from sglang_dspark.golden import load_target
+from sglang_dspark.tools.golden import load_target
 
 VARIANTS = {
     "rnn-block4-embedding-tap-bare-confidence": {

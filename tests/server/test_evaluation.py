@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 from golden_server import policy
 
-from sglang_dspark.cli import main
-from sglang_dspark.simulator.blocks import RecordedBlocks
+from sglang_dspark.tools.cli import main
+from sglang_dspark.tools.simulator.blocks import RecordedBlocks
 
 MAX_TOKENS, GAMMA = 40, 7
 FIRST, SECOND = ("red", "old", "quick"), ("cat", "river", "lamp", "bird")

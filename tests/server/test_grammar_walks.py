@@ -12,7 +12,7 @@ from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObjec
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 from transformers import AutoTokenizer
 
-from sglang_dspark.engine.grammars import masks_of
+from sglang_dspark.engine.scheduler.grammars import masks_of
 
 VOCAB, EOS, THINK_END = 256, 1, 2
 REGEX = "[ab]{2}(c|d)+e?"

@@ -13,8 +13,8 @@ import pytest
 from golden_server import DRAFT, TARGET, greedy
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_dspark.engine.requests import check_request
-from sglang_dspark.launch import CPU_ENV
+from sglang_dspark.engine.front_end.requests import check_request
+from sglang_dspark.tools.launch import CPU_ENV
 
 
 def refused(server, path, body):

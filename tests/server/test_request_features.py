@@ -21,8 +21,8 @@ from golden_server import CASES, DSPARK, generate, greedy, output_ids, policy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_dspark.http_client import open_directly
-from sglang_dspark.launch import LaunchedServer
+from sglang_dspark.tools.http_client import open_directly
+from sglang_dspark.tools.launch import LaunchedServer
 
 # Plain SGLang cannot run xgrammar on a CPU; without whitespace, because the golden target would write nothing else.
 ENGINE = ("--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace")

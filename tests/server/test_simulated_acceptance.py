@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from golden_server import DSPARK, TARGET, emulated_graphs, generate, policy
 
-from sglang_dspark.launch import CPU_FLAGS, LaunchedServer
+from sglang_dspark.tools.launch import CPU_FLAGS, LaunchedServer
 
 PROFILE = (1.0, 0.5, 0.75, 0.0)  # the rest as the last
 FLAGS = (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from golden_server import DRAFT, DSPARK, TARGET, emulated_graphs, generate, greedy, output_ids, policy
 
-from sglang_dspark.launch import CPU_FLAGS, LaunchedServer
+from sglang_dspark.tools.launch import CPU_FLAGS, LaunchedServer
 
 CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:3]
 TOKENS = 4  # an interpreted step takes a tenth of a second

@@ -5,8 +5,8 @@ import logging
 import pytest
 import triton
 
-from sglang_dspark.worker.late_kernels import report_late_kernels
-from sglang_dspark.worker.warm_up import sizes, widths
+from sglang_dspark.worker.startup.late_kernels import report_late_kernels
+from sglang_dspark.worker.startup.warm_up import sizes, widths
 
 
 def test_kernels_of_ours_are_reported(caplog, monkeypatch):

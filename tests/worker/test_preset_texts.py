@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dspark.engine.speculation import OptionsReader
+from sglang_dspark.engine.scheduler.options import OptionsReader
 from sglang_dspark.worker import preset_texts
 from sglang_dspark.worker.preset_texts import PresetTexts
 

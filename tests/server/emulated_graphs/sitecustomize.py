@@ -45,8 +45,9 @@ def emulate(module):
     import torch
     from waits import watching
 
-    from sglang_dspark.engine.cpu_attention import CpuVerifyBackend
-    from sglang_dspark.worker import step_graphs, verify_plan
+    from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
+    from sglang_dspark.worker import graph_stages as step_graphs
+    from sglang_dspark.worker import verify_plan
 
     def decode(self, batch, publish, original=module.DSparkWorker.decode):
         with watching():
@@ -129,10 +130,10 @@ def step_times(worker):
     """
     import numpy as np
     import torch
+    from sglang_dspark.scheduling.sps_table import SpsTable
 
-    from sglang_dspark.engine.dummy_batch import DummyBatch
-    from sglang_dspark.prefix_scheduler.sps_table import SpsTable
-    from sglang_dspark.worker.sps import _Steps
+    from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
+    from sglang_dspark.worker.startup.measure_steps import _Steps
 
     for requests in (1, 1 + REQUEST_SLOTS[-1]):
         with torch.no_grad(), DummyBatch(worker.target_worker, requests, 16, worker.max_verify + 1) as dummy:

@@ -1,0 +1,1 @@
+"""The target's forward passes: verification, its attention and its CUDA graphs."""

@@ -1,0 +1,136 @@
+"""CUDA graphs the way SGLang captures them, of functions that are ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from sglang.srt.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
+from sglang.srt.distributed.parallel_state import graph_capture
+from sglang.srt.layers.dp_attention import DpPaddingMode, set_dp_buffer_len, set_is_extend_in_batch
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc, get_batch_sizes_to_capture
+from sglang.srt.model_executor.runner_utils import model_capture_mode
+from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
+
+from sglang_dspark.engine.forward.verify import DSparkVerifyInput
+from sglang_dspark.step.state import DecodeBatch, VerifyPlan
+
+T = TypeVar("T")
+
+_WARM_UPS = 2  # kernels are compiled and libraries make their workspaces
+
+
+class Captured(Generic[T]):
+    """A captured function.
+
+    Attributes:
+        output: what it returned; its tensors live at fixed addresses, and every replay overwrites them.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, run: Callable[[], T], output: T) -> None:
+        self._graph = graph
+        self._run = run  # keeps the tensors alive that the kernels read
+        self.output = output
+
+    def replay(self) -> T:
+        """Run the kernels again on what lies in the input tensors now."""
+        self._graph.replay()
+        return self.output
+
+
+class Capture:
+    """Captures functions into one memory pool, see :func:`capturing`."""
+
+    def __init__(self, model_runner: Any, stream: torch.cuda.Stream) -> None:
+        self._tp_group = model_runner.tp_group
+        self._stream = stream
+        self._pool = get_or_create_global_graph_memory_pool(torch.cuda)
+        set_graph_pool_id(self._pool)
+
+    def __call__(self, run: Callable[[], T]) -> Captured[T]:
+        """Capture ``run``, which works on tensors that stay where they are."""
+        for _ in range(_WARM_UPS):
+            torch.cuda.synchronize()
+            self._tp_group.barrier()
+            run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            output = run()
+        return Captured(graph, run, output)
+
+
+@contextmanager
+def capturing(model_runner: Any) -> Iterator[Capture]:
+    """The state in which SGLang's layers and collectives can be captured.
+
+    All functions share one pool of memory: what is captured later may work in memory that earlier functions have given
+    back, but not in their outputs. So a function whose output is read after another one was replayed must be captured
+    before that other one. Within that order, large functions first: the small ones fit into their memory.
+    """
+    collect_garbage = model_runner.server_args.enable_cudagraph_gc
+    with model_capture_mode(), freeze_gc(collect_garbage), graph_capture() as context:
+        yield Capture(model_runner, context.stream)
+
+
+def graph_request_slots(model_runner: Any) -> list[int]:
+    """Batch sizes that SGLang's options want captured, ascending; none where they turn CUDA graphs off."""
+    if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+        return []
+    sizes, _ = get_batch_sizes_to_capture(model_runner, model_runner.server_args.speculative_num_draft_tokens)
+    return sizes
+
+
+def static_verify(
+    model_runner: Any, step: DecodeBatch, plan: VerifyPlan, logits: torch.Tensor
+) -> Callable[[], tuple[Any, torch.Tensor]]:
+    """The target's forward over the rows of ``plan``, to be captured.
+
+    Args:
+        step, plan: buffers that stay where they are.
+        logits: [N, V] float32, where the logits go.
+
+    Returns:
+        A function that returns what :func:`sglang_dspark.engine.forward.verify.run_verify` does.
+    """
+    num_tokens = len(plan.input_ids)
+    layout = DSparkVerifyInput(
+        draft_token=plan.input_ids,
+        positions=plan.positions,
+        draft_token_num=plan.width,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+        indptr=plan.indptr,
+    )
+    forward_batch = ForwardBatch(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        global_forward_mode=ForwardMode.TARGET_VERIFY,
+        batch_size=len(step),
+        input_ids=plan.input_ids,
+        positions=plan.positions,
+        out_cache_loc=plan.slots,
+        req_pool_indices=step.req_pool_indices,
+        seq_lens=step.prefix_lens,
+        orig_seq_lens=step.prefix_lens,
+        seq_lens_sum=num_tokens,  # for backends that plan on the host; ours does not
+        num_token_non_padded=torch.tensor(num_tokens, dtype=torch.int32, device=plan.input_ids.device),
+        num_token_non_padded_cpu=num_tokens,
+        next_token_logits_buffer=logits,
+        spec_algorithm=model_runner.spec_algorithm,
+        spec_info=layout,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+        dp_padding_mode=DpPaddingMode.get_default_mode_in_cuda_graph(),
+    )
+
+    def run() -> tuple[Any, torch.Tensor]:
+        with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)):
+            set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
+            set_is_extend_in_batch(False)
+            output = model_runner.model.forward(plan.input_ids, plan.positions, forward_batch)
+        return replace(output, hidden_states=None), output.hidden_states
+
+    return run

@@ -1,0 +1,1 @@
+"""The process that tokenizes requests and serves HTTP."""

@@ -1,0 +1,121 @@
+"""Our additions to SGLang's HTTP server: the routes, and the ``speculation`` field of request bodies."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from sglang_dspark.engine.front_end import routes
+from sglang_dspark.engine.scheduler.options import carried
+from sglang_dspark.speculation import Speculation
+
+FIELD = "speculation"
+UNSERVED_ROUTES = (
+    # They would change or drop the target, and leave the drafter and the draft K/V of cached prefixes behind.
+    "/update_weights_from_disk",
+    "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
+    "/update_weights_from_ipc",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+)
+ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
+
+
+def mount(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Add our routes and the middleware for the ``speculation`` field to SGLang's application.
+
+    Hooked before the application starts, thus inside SGLang's own API-key middleware. Where the target decodes alone,
+    only the routes: requests are served as without the plugin.
+    """
+    from sglang.srt.entrypoints.http_server import app
+
+    target_only = getattr(server_args, "dspark_target_only", None)
+    routes.add(app, target_only)
+    if target_only is None:
+        app.add_middleware(SpeculationMiddleware)
+
+
+class SpeculationMiddleware:
+    """Moves ``speculation`` of a request body into ``custom_params``, which SGLang carries to the scheduler.
+
+    SGLang ignores unknown body fields silently, so a bad value has to be refused here. Bodies without the field pass
+    through untouched.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = routes.without_root(scope["path"], scope.get("root_path", "")) if scope["type"] == "http" else ""
+        if path in UNSERVED_ROUTES:
+            message = f"DSPARK does not serve {path} yet; restart the server instead"
+            await _bad_request(message, param=None)(scope, receive, send)
+            return
+        if path not in ROUTES or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        body = await _read_body(receive)
+        if body is None:
+            return
+        try:
+            body = _rewrite(body, path)
+        except ValueError as error:
+            await _bad_request(str(error))(scope, receive, send)
+            return
+        headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
+        scope = dict(scope, headers=[*headers, (b"content-length", str(len(body)).encode())])
+        await self.app(scope, _replay(body, receive), send)
+
+
+async def _read_body(receive: Any) -> bytes | None:
+    chunks = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _replay(body: bytes, receive: Any) -> Any:
+    pending = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Any:
+        return pending.pop() if pending else await receive()
+
+    return replay
+
+
+def _rewrite(body: bytes, path: str) -> bytes:
+    """Body with ``speculation`` moved; the same bytes when it has none.
+
+    Raises:
+        ValueError: the field is malformed.
+    """
+    if FIELD.encode() not in body:
+        return body
+    try:
+        document = json.loads(body)
+    except ValueError:
+        return body  # not JSON: SGLang's own parser answers
+    if not isinstance(document, dict) or FIELD not in document:
+        return body
+    options = carried(Speculation.parse(document.pop(FIELD)))
+    if options:
+        carriers = [document]
+        if path == "/generate":
+            parameters = document["sampling_params"] = document.get("sampling_params") or {}
+            carriers = parameters if isinstance(parameters, list) else [parameters]
+        for carrier in carriers:
+            if not isinstance(carrier, dict) or not isinstance(carrier.get("custom_params") or {}, dict):
+                raise ValueError("speculation: sampling_params and custom_params must be objects")
+            carrier["custom_params"] = {**(carrier.get("custom_params") or {}), **options}
+    return json.dumps(document).encode()
+
+
+def _bad_request(message: str, param: str | None = FIELD) -> JSONResponse:
+    return routes.error_response(400, message, param)

@@ -1,0 +1,132 @@
+"""``/dspark`` and the routes below it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from sglang_dspark import dashboard
+from sglang_dspark.engine.front_end import channel
+from sglang_dspark.engine.support import versions
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.stats.history import HISTORY_S
+
+PAGE = "/dspark"
+
+
+def add(app: Any, target_only: str | None) -> None:
+    """Add our routes to SGLang's application.
+
+    Args:
+        target_only: why the target decodes alone, where it does.
+    """
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    routes = TargetOnlyRoutes(target_only) if target_only is not None else Routes()
+    app.add_api_route(PAGE, _page, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/dspark/stats", routes.stats, methods=["GET"])
+    app.add_api_route("/dspark/capabilities", routes.capabilities, methods=["GET"])
+
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def policy(request: Request) -> JSONResponse:
+        return await routes.policy(request)
+
+    app.add_api_route("/dspark/policy", policy, methods=["POST"])
+
+
+def without_root(path: str, root_path: str) -> str:
+    """The path that routes are found by, as Starlette sees it.
+
+    Behind a proxy (``--fastapi-root-path``) uvicorn puts the proxy's prefix before every path, as it is.
+    """
+    rest = path.removeprefix(root_path)
+    return rest if rest.startswith("/") else path
+
+
+class Routes:
+    """Routes of a server that decodes with DSPARK; the scheduler answers."""
+
+    async def stats(self, history_s: int = 0) -> JSONResponse:
+        """Figures since the start and of the last minute; ``history_s``: seconds to list one by one."""
+        if not 0 <= history_s <= HISTORY_S:
+            return error_response(400, f"history_s={history_s} must lie between 0 and {HISTORY_S}", "history_s")
+        return await _ask("stats", {"history_s": history_s})
+
+    async def capabilities(self) -> JSONResponse:
+        """What decodes on this server, and why."""
+        return await _ask("capabilities", {})
+
+    async def policy(self, request: Request) -> JSONResponse:
+        """``{"policy": "static", "verify_len": 3}``: another verify policy from the next step on."""
+        try:
+            fields = json.loads(await request.body())
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict):
+            return error_response(400, 'the body must be a JSON object like {"policy": "auto"}', "policy")
+        return await _ask("policy", fields)
+
+
+class TargetOnlyRoutes:
+    """Routes of a server on which the target decodes alone."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    async def stats(self) -> JSONResponse:
+        """There are none."""
+        return self._nothing()
+
+    async def capabilities(self) -> JSONResponse:
+        """What decodes on this server, and why."""
+        return JSONResponse(
+            {"effective_decode_path": "target-only", "reason": self._reason, "versions": versions(), "policies": {}}
+        )
+
+    async def policy(self, request: Request) -> JSONResponse:
+        """None can be had."""
+        return self._nothing()
+
+    def _nothing(self) -> JSONResponse:
+        return error_response(404, f"this server decodes with the target alone: {self._reason}", None)
+
+
+async def _page() -> HTMLResponse:
+    page, policy = dashboard.page(needs_key=bool(_server_args().api_key))
+    return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
+
+
+def _server_args() -> Any:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    return get_global_state().tokenizer_manager.server_args
+
+
+async def _ask(question: str, fields: dict[str, Any]) -> JSONResponse:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    try:
+        return JSONResponse(await channel.ask(get_global_state().tokenizer_manager, question, fields))
+    except ConfigError as error:
+        return error_response(400, str(error), question)
+
+
+def error_response(status: int, message: str, param: str | None) -> JSONResponse:
+    """An error in the form of SGLang's and OpenAI's at once."""
+    kind = "BadRequestError" if status == 400 else "NotFoundError"
+    error = {"object": "error", "message": message, "type": kind, "param": param, "code": status}
+    return JSONResponse({**error, "error": error}, status_code=status)
+
+
+def page_needs_no_key(decision: Any, *, method: str, path: str, **credentials: Any) -> Any:
+    """Hook after SGLang's decision on a request: the page, which holds no data and asks for the key, is free.
+
+    A browser cannot be told to send a header with the address that somebody types.
+    """
+    from sglang.srt.utils.auth import AuthDecision
+
+    is_page = method == "GET" and path.endswith(PAGE) and without_root(path, _server_args().fastapi_root_path) == PAGE
+    return AuthDecision(allowed=True) if is_page else None

@@ -1,0 +1,1 @@
+"""The scheduler process: its batches, requests and results."""

@@ -1,0 +1,149 @@
+"""Requests whose logits are adjusted before a token is drawn: penalties, minimum lengths, biases and grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens
+
+from sglang_dspark.engine.scheduler.batch import is_running
+from sglang_dspark.engine.scheduler.grammars import masks_of
+from sglang_dspark.engine.scheduler.last_batch import LastBatch
+from sglang_dspark.step.state import VerifyPlan
+from sglang_dspark.step.transfers import host_index
+
+_FIRST_SLOTS = 8  # of the table, which doubles when more requests have adjustments
+
+
+class Adjustments:
+    """What SGLang's sampler would have done to the logits, for rows that know about the drafts before them.
+
+    A request is set up when its prefill draws a token, again after a retraction, and keeps a slot of a table on the
+    device from then on; grammars are SGLang's own and live on the host. Steps without such a request pay nothing.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._table: AdjustmentTable | None = None
+        self._slots: dict[Any, int] = {}
+        self._free: list[int] = []
+        self._index = LastBatch(self._index_of)
+
+    def concern_prefill(self, batch: Any) -> bool:
+        """Whether any request of a prefill has its logits adjusted."""
+        return batch.has_grammar or any(map(has_adjustment, batch.reqs))
+
+    def concern_step(self, batch: Any) -> bool:
+        """Whether any request of a decode step has."""
+        return batch.has_grammar or self._slots_of(batch.reqs) is not None
+
+    def begin(self, batch: Any, logits: torch.Tensor) -> None:
+        """Set up the requests of a prefill and adjust the logits [bs, V] of the tokens that it draws."""
+        self._index.forget()
+        for req in filter(has_adjustment, batch.reqs):
+            slot = self._slot_for(req)
+            assert self._table is not None
+            self._table.set(slot, adjustment_of(req, self._vocab_size), list(req.output_ids))
+        indptr = torch.arange(len(batch.reqs) + 1, device=self._device)
+        requests, anchors = indptr[:-1], torch.zeros_like(indptr[:-1])
+        self._adjust_rows(batch.reqs, logits, requests, anchors, anchors, indptr)
+        if batch.has_grammar:
+            self._mask(batch.reqs, logits, [[0]] * len(batch.reqs))
+
+    def windows(self, batch: Any, plan: VerifyPlan) -> list[list[int]] | None:
+        """The tokens under verification, request by request, where a grammar has to follow them on the host."""
+        if not batch.has_grammar:
+            return None
+        starts, tokens = plan.indptr.tolist(), plan.input_ids.tolist()
+        return [tokens[starts[i] : starts[i + 1]] for i in range(len(batch.reqs))]
+
+    def apply(self, batch: Any, plan: VerifyPlan, windows: list[list[int]] | None, logits: torch.Tensor) -> None:
+        """Adjust the rows of a verification in place.
+
+        Args:
+            windows: what :meth:`windows` gave.
+            logits: [N, V].
+        """
+        self._adjust_rows(batch.reqs, logits, plan.requests, plan.columns, plan.input_ids, plan.indptr)
+        if windows is not None:
+            self._mask(batch.reqs, logits, windows)
+
+    def count(self, reqs: Sequence[Any], tokens: torch.Tensor) -> None:
+        """Take note of new output [bs, w] int64, -1 behind it. No host sync."""
+        slots = self._slots_of(reqs)
+        if slots is not None:
+            assert self._table is not None
+            self._table.count(slots, tokens)
+
+    def _adjust_rows(self, reqs: Sequence[Any], logits: torch.Tensor, *layout: torch.Tensor) -> None:
+        slots = self._slots_of(reqs)
+        if slots is not None:
+            assert self._table is not None
+            adjust(logits, self._table, slots, *layout)
+
+    def _mask(self, reqs: Sequence[Any], logits: torch.Tensor, windows: list[list[int]]) -> None:
+        rows, bitmask = masks_of(reqs, windows, self._vocab_size)
+        if bitmask is not None:
+            mask_tokens(logits, host_index(rows, self._device), bitmask.to(self._device, non_blocking=True))
+
+    def _slots_of(self, reqs: Sequence[Any]) -> torch.Tensor | None:
+        """[bs] int64, -1 for requests without a slot; None where none has one."""
+        return self._index.read(reqs) if self._slots else None
+
+    def _index_of(self, reqs: Sequence[Any]) -> torch.Tensor | None:
+        slots = [self._slots.get(req, -1) for req in reqs]
+        return host_index(slots, self._device) if max(slots, default=-1) >= 0 else None
+
+    def _slot_for(self, req: Any) -> int:
+        if req in self._slots:
+            return self._slots[req]
+        for other in [other for other in self._slots if not is_running(other)]:
+            self._free.append(self._slots.pop(other))
+        if not self._free:
+            self._grow()
+        slot = self._slots[req] = self._free.pop()
+        return slot
+
+    def _grow(self) -> None:
+        if self._table is None:
+            self._table = AdjustmentTable.empty(_FIRST_SLOTS, self._vocab_size, self._device)
+            self._free = list(range(_FIRST_SLOTS))
+        else:
+            size = len(self._table)
+            self._table = self._table.grown(2 * size)
+            self._free = list(range(size, 2 * size))
+
+
+def has_adjustment(req: Any) -> bool:
+    """Whether a request has a penalty, a minimum length or a logit bias."""
+    parameters = req.sampling_params
+    return bool(
+        parameters.frequency_penalty
+        or parameters.presence_penalty
+        or parameters.repetition_penalty != 1.0
+        or parameters.min_new_tokens
+        or parameters.logit_bias
+    )
+
+
+def adjustment_of(req: Any, vocab_size: int) -> Adjustment:
+    """The same as what the kernels know."""
+    parameters = req.sampling_params
+    stops: set[int | None] = set()
+    if parameters.min_new_tokens:
+        stops = {
+            *(parameters.stop_token_ids or ()),
+            *(req.tokenizer.additional_stop_token_ids or ()),
+            req.tokenizer.eos_token_id,
+        }
+    return Adjustment(
+        frequency=parameters.frequency_penalty,
+        presence=parameters.presence_penalty,
+        repetition=parameters.repetition_penalty,
+        min_new_tokens=parameters.min_new_tokens,
+        # A client may name any number as a stop token.
+        stop_token_ids=[token for token in stops if token is not None and 0 <= token < vocab_size],
+        logit_bias={int(token): bias for token, bias in (parameters.logit_bias or {}).items()},
+    )

@@ -1,0 +1,69 @@
+"""A decode batch made of nothing, for timing steps before the first request arrives."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
+
+_FIRST_SLOT = 1  # slot 0 is padding
+_TOKEN = 11  # any ordinary token: the time of a forward does not depend on its input
+
+
+class DummyBatch:
+    """``requests`` running requests with ``context`` committed tokens each.
+
+    As a context manager it borrows rows of ``req_to_token`` and slots of the pool, which nothing uses yet, and clears
+    the rows at the end. Requests take turns at the slots, as they do when they decode together. A step consumes its
+    batch: take a :meth:`fresh` one for each.
+    """
+
+    def __init__(self, target_worker: Any, requests: int, context: int, window: int) -> None:
+        self._runner = target_worker.model_runner
+        self._requests, self._context, self._window = requests, context, window
+
+    def __enter__(self) -> Self:
+        table = self._runner.req_to_token_pool.req_to_token
+        columns = self._context + self._window
+        slots = torch.arange(columns * self._requests, device=table.device) % (self._num_slots - _FIRST_SLOT)
+        rows = torch.arange(self._requests, device=table.device)
+        table[rows, :columns] = (slots.view(columns, -1).T + _FIRST_SLOT).to(table.dtype)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._runner.req_to_token_pool.req_to_token[: self._requests, : self._context + self._window] = 0
+
+    @property
+    def _num_slots(self) -> int:
+        return int(self._runner.token_to_kv_pool.size)
+
+    def fresh(self) -> ScheduleBatch:
+        """The batch as the scheduler would hand it over."""
+        device = self._runner.device
+        lens_cpu = torch.full((self._requests,), self._context, dtype=torch.int64)
+        lens = lens_cpu.to(device)
+        batch = ScheduleBatch(
+            reqs=[],
+            req_to_token_pool=self._runner.req_to_token_pool,
+            model_config=self._runner.model_config,
+            device=device,
+            spec_algorithm=self._runner.spec_algorithm,
+        )
+        batch.forward_mode = ForwardMode.DECODE
+        batch.req_pool_indices = torch.arange(self._requests, dtype=torch.int64, device=device)
+        batch.seq_lens, batch.seq_lens_cpu = lens, lens_cpu
+        batch.orig_seq_lens = lens.to(torch.int32)
+        batch.seq_lens_sum = int(lens_cpu.sum())
+        batch.spec_info = DSparkDraftInput(
+            bonus_tokens=torch.full_like(lens, _TOKEN),
+            new_seq_lens=lens,
+            reserved_lens_cpu=lens_cpu + 2 * self._window,
+        )
+        return batch

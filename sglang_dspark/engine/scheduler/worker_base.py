@@ -1,0 +1,213 @@
+"""The face that SGLang's scheduler sees: construction, memory, and the dispatch of batches to prefill and decode."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from dspark_kernels import draw
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
+from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
+from sglang_dspark.engine.scheduler.adjustments import Adjustments
+from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.engine.scheduler.batch import (
+    DSparkBatchResult,
+    SamplingReader,
+    is_running,
+    record_traces,
+    round_keys,
+)
+from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
+from sglang_dspark.engine.scheduler.logprobs import named_in_all, with_logprobs
+from sglang_dspark.engine.scheduler.request_counts import count
+from sglang_dspark.step.state import Rounds
+
+Publish = Callable[[torch.Tensor], None]
+
+
+class SpecWorkerBase(BaseSpecWorker):
+    """SGLang's Spec V2 worker interface, reduced to :meth:`inject_context` and :meth:`decode` for the subclass."""
+
+    def __init__(self, *, server_args: Any, target_worker: Any, tp_rank: int, **_ranks: Any) -> None:
+        self._target_worker = target_worker
+        self.server_args = server_args
+        self.tp_rank = tp_rank
+        self.agreement = Agreement(target_worker.model_runner.tp_group)
+        if tp_rank != 0:
+            # The ranks of a server have the same to say.
+            logging.getLogger("sglang_dspark").setLevel(logging.WARNING)
+        self.device = torch.device(target_worker.device)
+        self.options: DSparkConfig = server_args.dspark_config
+        self.sampling = SamplingReader(self.device)
+        self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
+        self.adjustments = Adjustments(target_worker.model_runner.model_config.vocab_size, self.device)
+        # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
+        self.max_verify: int = server_args.speculative_num_draft_tokens - 1
+        self.step = 0
+
+    @abstractmethod
+    def inject_context(self, input_ids: torch.Tensor, captured: torch.Tensor, positions: Any, slots: Any) -> None:
+        """Write the draft K/V of target rows: [n] ids, [n, taps * d] captured states, [n] positions, [n] slots."""
+
+    @abstractmethod
+    def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
+        """One speculative step; calls ``publish(new_seq_lens)`` as soon as the lengths are known on the device."""
+
+    @abstractmethod
+    def allocate_draft_cache(self, num_slots: int) -> Any:
+        """Make the draft K/V pool of ``num_slots`` rows and return it."""
+
+    @abstractmethod
+    def prepare_to_serve(self) -> None:
+        """Called when everything that a step needs is there and no request has arrived yet."""
+
+    @abstractmethod
+    def before_other_work(self) -> None:
+        """Called when what comes next is not a decode step."""
+
+    @abstractmethod
+    def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
+        """Take note of a step, whose tensors have reached the host.
+
+        Args:
+            running: requests of the step that it was meant for.
+            accept_lens: drafts accepted, of these.
+        """
+
+    @abstractmethod
+    def report(self, history_s: int = 0) -> dict[str, Any]:
+        """JSON for ``GET /dspark/stats``; ``history_s``: seconds to list one by one."""
+
+    @abstractmethod
+    def capabilities(self) -> dict[str, Any]:
+        """JSON for ``GET /dspark/capabilities``."""
+
+    @abstractmethod
+    def export_metrics(self, labels: dict[str, Any]) -> None:
+        """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
+
+    @abstractmethod
+    def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Verify by another policy from the next step on; the JSON answer of ``POST /dspark/policy``.
+
+        Raises:
+            ConfigError: the policy cannot be had on this server.
+        """
+
+    @property
+    def target_worker(self) -> Any:
+        """SGLang's worker of the target."""
+        return self._target_worker
+
+    @property
+    def draft_worker(self) -> Any:
+        """What SGLang looks for to find the draft K/V pool."""
+        return SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=self.cache))
+
+    @property
+    def req_to_token(self) -> torch.Tensor:
+        """[rows, columns] int32, K/V slot of every position of every request."""
+        return self._target_worker.model_runner.req_to_token_pool.req_to_token
+
+    def __getattr__(self, name: str) -> Any:
+        # The scheduler treats its model worker like the target's: anything not ours is the target's.
+        if name == "_target_worker":
+            raise AttributeError(name)
+        return getattr(self._target_worker, name)
+
+    def alloc_memory_pool(self, **pools: Any) -> None:
+        """Called when the target's pool exists."""
+        allocator = pools["token_to_kv_pool_allocator"]
+        self.cache = self.allocate_draft_cache(allocator.size + allocator.page_size)
+
+    def init_attention_backends(self) -> None:
+        """Called after the target's backends exist and before any graph is captured."""
+        runner = self._target_worker.model_runner
+        backend = CpuVerifyBackend if self.device.type == "cpu" else CudaVerifyBackend
+        runner.attn_backend = backend(runner)
+
+    def init_cuda_graphs(self) -> None:
+        """Called last, after the target's graphs were captured."""
+        self.prepare_to_serve()
+
+    def clear_cache_pool(self) -> None:
+        """Nothing to clear: a draft K/V row is valid exactly as long as the target's row with the same slot."""
+
+    def observe(self, result: Any, batch: Any) -> None:
+        """Called with a decode result whose tensors have reached the host."""
+        if isinstance(result, DSparkBatchResult) and result.rounds is not None:
+            committed = result.accept_lens.tolist()
+            # Under overlap a request that has just ended takes part in one more step, whose tokens nobody gets.
+            running = [index for index, req in enumerate(batch.reqs) if is_running(req)]
+            if running:
+                count(batch.reqs, result.rounds, result.rounds.verify_lens.tolist(), running)
+                self.on_rounds(result.rounds, running, [committed[index] - 1 for index in running])
+            record_traces(batch.reqs, result.rounds, committed)
+
+    def forward_batch_generation(self, batch: Any, on_publish: Publish | None = None) -> Any:
+        """Run one batch of the scheduler: a prefill, a decode step, or nothing."""
+        publish = on_publish or (lambda new_seq_lens: None)
+        self.step += 1
+        is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
+        if not is_prefill and not batch.forward_mode.is_idle():
+            return self.decode(batch, publish)
+        self.before_other_work()
+        return self._prefill(batch, publish) if is_prefill else self._idle(publish)
+
+    @torch.no_grad()
+    def _prefill(self, batch: Any, publish: Publish) -> Any:
+        batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        if batch.return_logprob:
+            # SGLang fails on batches of which some requests name tokens and others want logprobs of their prompt alone.
+            batch.token_ids_logprobs = named_in_all(batch.token_ids_logprobs)
+        forward_batch = ForwardBatch.init_new(batch, self._target_worker.model_runner)
+        # First tokens are ours: SGLang's sampler knows no seeds, no output before a retraction, and no grammar's masks
+        # on a CPU.
+        draws = not batch.is_prefill_only
+        result = self._target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=draws)
+        if draws:
+            self._draw_first(batch, result)
+        result.new_seq_lens = batch.seq_lens
+        publish(batch.seq_lens)
+        # Before the scheduler may hand the prompt to the radix cache: a later prefix hit reuses these draft rows.
+        self.inject_context(
+            forward_batch.input_ids, result.logits_output.hidden_states, forward_batch.positions, batch.out_cache_loc
+        )
+        result.logits_output.hidden_states = None
+        result.next_draft_input = DSparkDraftInput(
+            bonus_tokens=result.next_token_ids.to(torch.int64), new_seq_lens=batch.seq_lens.to(torch.int64)
+        )
+        return result
+
+    def _draw_first(self, batch: Any, result: Any) -> None:
+        """Draw the token after each prompt, and after a retraction the next one, into ``result``."""
+        rows, output = self.sampling.read(batch.reqs), result.logits_output
+        if self.adjustments.concern_prefill(batch):
+            self.adjustments.begin(batch, output.next_token_logits)
+        positions = batch.seq_lens.to(torch.int64)
+        keys = round_keys(batch, positions, seed=self._target_worker.random_seed, step=self.step)
+        tokens = draw(output.next_token_logits, rows, keys)
+        self.agreement.adopt(tokens)
+        self.adjustments.count(batch.reqs, tokens[:, None])
+        indptr = torch.arange(len(batch.reqs) + 1, device=self.device)
+        result.next_token_ids = tokens
+        result.logits_output = with_logprobs(batch, output, indptr, tokens, rows.law.temperatures)
+
+    def _idle(self, publish: Publish) -> DSparkBatchResult:
+        draft_input = DSparkDraftInput.idle(self.device)
+        publish(draft_input.new_seq_lens)
+        return DSparkBatchResult(
+            next_token_ids=draft_input.bonus_tokens,
+            accept_lens=draft_input.bonus_tokens.to(torch.int32),
+            next_draft_input=draft_input,
+            speculative_num_draft_tokens=self.server_args.speculative_num_draft_tokens,
+            new_seq_lens=draft_input.new_seq_lens,
+        )

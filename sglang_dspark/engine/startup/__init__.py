@@ -1,0 +1,1 @@
+"""What happens once, before a server listens: flags, checks, hooks and registration."""

@@ -1,0 +1,31 @@
+"""What `doctor` asks of SGLang: would a server that starts now know DSPARK?"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+
+from sglang.srt.environ import envs
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_registry import get_spec
+
+from sglang_dspark.config import FLAG_PREFIX
+from sglang_dspark.engine.startup.registration import ALGORITHM
+
+
+def is_registered() -> bool:
+    """Load the plugins as SGLang's own processes do, then look DSPARK up."""
+    load_plugins()
+    return get_spec(ALGORITHM) is not None
+
+
+def has_flags() -> bool:
+    """Whether our flags are on the server's command line. Call :func:`is_registered` first."""
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return FLAG_PREFIX in parser.format_help()
+
+
+def plugin_filter() -> str | None:
+    """SGLang's comma-separated list of the plugins it may load; None means all."""
+    return envs.SGLANG_PLUGINS.get() or None

@@ -1,0 +1,97 @@
+"""Makes ``--speculative-algorithm DSPARK`` known to SGLang."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang_dspark import __version__
+from sglang_dspark.engine import support
+
+logger = logging.getLogger(__name__)
+
+ALGORITHM = "DSPARK"
+
+
+def register_algorithm() -> None:
+    """Register the algorithm and its flags, once per process. Does nothing where SGLang brings its own DSPARK.
+
+    Raises:
+        EngineError: this SGLang is older or newer than the supported release and has no DSPARK of its own.
+    """
+    sglang_version = support.installed_sglang()
+    if support.has_built_in_dspark(sglang_version):
+        logger.warning(
+            "sglang-dspark %s stays inactive: sglang %s has a built-in DSPARK; the plugin drives sglang %s",
+            __version__,
+            sglang_version,
+            support.SUPPORTED_SGLANG,
+        )
+        return
+    support.check_sglang_version(sglang_version)
+
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import get_spec
+
+    from sglang_dspark.engine.startup import server_args
+
+    if get_spec(ALGORITHM) is not None:
+        return
+    SpeculativeAlgorithm.register(
+        ALGORITHM,
+        supports_overlap=True,
+        validate_server_args=server_args.validate,
+        spec_class=_algorithm_class(),
+    )(_create_worker_class)
+    server_args.install_flags()
+
+
+def _create_worker_class(server_args: Any) -> type:
+    # Called by the scheduler after the target is loaded and before any memory pool exists.
+    from sglang_dspark.engine.startup import hooks
+    from sglang_dspark.worker.worker import DSparkWorker
+
+    hooks.install_in_scheduler(server_args.device)
+    logger.info("sglang-dspark %s drives this scheduler", __version__)
+    return DSparkWorker
+
+
+def _algorithm_class() -> type:
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+    class DSparkAlgorithm(CustomSpecAlgo):
+        """What the scheduler asks of a speculative algorithm; the base class lacks the last three methods."""
+
+        _drafter_attached = False
+
+        def create_worker(self, server_args: Any) -> type:
+            worker_class = super().create_worker(server_args)
+            self._drafter_attached = True
+            return worker_class
+
+        def is_dflash(self) -> bool:
+            # SGLang's DFLASH call sites are the ones we need: K/V reservation by our own draft input, pool sizing with
+            # draft layers, graphs for verification. Until the worker exists the answer is no, because the target's
+            # ModelRunner would otherwise read the draft's config by DFLASH rules (which know no tap -1).
+            return self._drafter_attached
+
+        def supports_target_verify_for_draft(self) -> bool:
+            return True
+
+        def handle_server_args(self, server_args: Any) -> None:
+            from sglang_dspark.engine.startup.server_args import complete
+
+            complete(server_args)
+
+        def carries_draft_hidden_states(self) -> bool:
+            return False
+
+        def need_topk(self) -> bool:
+            return False
+
+        def create_future_map(self, device: Any, req_to_token_pool: Any, needs_cpu_seq_lens: bool = True) -> Any:
+            from sglang_dspark.engine.scheduler.future_map import create_future_map
+
+            return create_future_map(device, self, req_to_token_pool, needs_cpu_seq_lens)
+
+    return DSparkAlgorithm

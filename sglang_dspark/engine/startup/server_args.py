@@ -1,0 +1,267 @@
+"""Our flags on SGLang's parser, and the start-up checks and defaults of ``ServerArgs`` under DSPARK."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from copy import copy
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_dspark.calibration.sts import StsCalibration
+from sglang_dspark.config import DSparkConfig, add_flags, flag_name, flag_texts
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.pairing import check_architecture, check_target
+from sglang_dspark.draft.reduced_vocabulary import load_token_ids
+from sglang_dspark.draft.weights import check_draft_model
+from sglang_dspark.engine.startup import hooks
+from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
+from sglang_dspark.hub import DRAFT_FILES, local_folder
+
+logger = logging.getLogger(__name__)
+
+ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}
+
+# ServerArgs.__post_init__ resolves and checks everything before from_cli_args returns, so the texts of our flags have
+# to be at hand before the object exists.
+_flag_texts: ContextVar[dict[str, str | None]] = ContextVar("dspark_flag_texts")
+
+
+def install_flags() -> None:
+    """Hook our flags into ``ServerArgs``; SGLang applies the hooks after the plugin's entry point returns."""
+    target = "sglang.srt.server_args.ServerArgs"
+    HookRegistry.register(f"{target}.add_cli_args", _add_cli_args, HookType.AFTER)
+    HookRegistry.register(f"{target}.from_cli_args", _from_cli_args, HookType.AROUND)
+
+
+def _add_cli_args(result: Any, parser: Any) -> None:
+    add_flags(parser)
+
+
+def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
+    if (namespace.speculative_algorithm or "").upper() != "DSPARK":
+        return original(cls, namespace)
+    texts = flag_texts(namespace)
+    fallback = DSparkConfig.resolve(texts).fallback
+    token = _flag_texts.set(texts)
+    try:
+        return _with_dspark(original, cls, copy(namespace))
+    except (CheckpointError, UnservedError) as error:
+        if fallback != "target-only":
+            raise
+        return _target_only(original, cls, namespace, str(error))
+    finally:
+        _flag_texts.reset(token)
+
+
+def _with_dspark(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
+    # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
+    namespace.speculative_draft_model_path = find_drafter(namespace, _config())
+    _choose_attention_backend(namespace)
+    if namespace.sampling_backend not in (None, "pytorch"):
+        raise ConfigError(
+            f"DSPARK cannot run with --sampling-backend={namespace.sampling_backend}; "
+            "its tokens follow the law of the pytorch backend: drop the flag"
+        )
+    return original(cls, namespace)
+
+
+def _target_only(original: Callable[..., Any], cls: type, namespace: Any, reason: str) -> Any:
+    """The arguments of a plain server, which says in our routes why it is one."""
+    for field in fields(cls):
+        if field.name.startswith("speculative_"):
+            setattr(namespace, field.name, field.default)
+    server_args = original(cls, namespace)
+    server_args.dspark_target_only = reason
+    hooks.install_routes()
+    logger.warning("DSPARK: effective decode path target-only, without speculation: %s", reason)
+    return server_args
+
+
+def _choose_attention_backend(namespace: Any) -> None:
+    """Where the user left the choice open, take the backend that DSPARK runs on instead of SGLang's default."""
+    if not (namespace.attention_backend or namespace.prefill_attention_backend or namespace.decode_attention_backend):
+        device = namespace.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        namespace.attention_backend = ATTENTION_BACKEND.get(device)
+
+
+def find_drafter(args: Any, config: DSparkConfig) -> str | None:
+    """Folder of the drafter that ``args`` name, checked before the target is loaded; None where none is to be served.
+
+    Raises:
+        ConfigError: no path was given; or one where no drafter is to be served.
+        CheckpointError: there is no such checkpoint, a file is missing or damaged, or the tensors do not fit
+            ``config.json``.
+    """
+    flag, path = "--speculative-draft-model-path", args.speculative_draft_model_path
+    if config.draft_free:
+        if path is not None:
+            raise ConfigError(
+                f"{flag}={path} names a drafter, and {flag_name('draft_free')} serves without one; drop one of them"
+            )
+        return None
+    if not path:
+        raise ConfigError(
+            f"DSPARK needs a drafter: pass {flag} with a DeepSpec-format checkpoint of your target, "
+            f"or {flag_name('draft_free')} to serve requests with presets alone"
+        )
+    revision = args.speculative_draft_model_revision
+    folder = local_folder(path, flag=flag, files=DRAFT_FILES, revision=revision, cache_dir=args.download_dir)
+    if _draft_load_format(args) != "dummy":
+        check_draft_model(folder)
+    load_token_ids(folder, DraftConfig.from_pretrained(folder).vocab_size)
+    return folder
+
+
+def _draft_load_format(args: Any) -> str:
+    """How the drafter's weights come, by SGLang's rule.
+
+    Raises:
+        ConfigError: a format that drafters do not have was asked for.
+    """
+    own = args.speculative_draft_load_format
+    if own not in (None, "auto", "safetensors", "dummy"):
+        raise ConfigError(
+            f"--speculative-draft-load-format={own}: DSPARK reads drafters as safetensors; drop the flag, or pass "
+            "dummy for random weights"
+        )
+    return str(own or args.load_format)
+
+
+def validate(server_args: Any) -> None:
+    """Refuse what DSPARK cannot serve yet. Called by ``ServerArgs.__post_init__`` in the main process.
+
+    Raises:
+        ConfigError: names the flag, its value and the remedy.
+    """
+    server_args.speculative_draft_model_path = find_drafter(server_args, _config())
+    if server_args.device not in ATTENTION_BACKEND:
+        raise UnservedError(f"DSPARK cannot run with --device={server_args.device}; pass cpu or cuda")
+    if (quantization := server_args.quantization) is not None:
+        raise UnservedError(f"DSPARK cannot run with --quantization={quantization}; serve an unquantised target")
+    for refusal in _refusals(server_args):
+        raise ConfigError(refusal)
+
+
+def _refusals(args: Any) -> Iterator[str]:
+    view = resolved_view(args)
+    forbidden = [
+        ("--pp-size", args.pp_size, args.pp_size != 1, "pass --pp-size 1"),
+        ("--dp-size", args.dp_size, args.dp_size != 1, "pass --dp-size 1 and scale out with replicas behind a router"),
+        ("--enable-dp-attention", True, view.enable_dp_attention, "drop the flag"),
+        ("--attn-cp-size", view.attn_cp_size, view.attn_cp_size != 1, "pass 1"),
+        ("--dcp-size", args.dcp_size, args.dcp_size != 1, "pass 1"),
+        ("--enable-lora", True, bool(args.enable_lora or args.lora_paths), "drop --enable-lora and --lora-paths"),
+        ("--disaggregation-mode", args.disaggregation_mode, args.disaggregation_mode != "null", "drop the flag"),
+        ("--tokenizer-worker-num", args.tokenizer_worker_num, args.tokenizer_worker_num > 1, "pass 1"),
+        ("--page-size", args.page_size, (args.page_size or 1) != 1, "pass --page-size 1"),
+        ("--enable-mixed-chunk", True, args.enable_mixed_chunk, "drop the flag"),
+        ("--kv-cache-dtype", args.kv_cache_dtype, args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"), "pass auto"),
+        ("--enable-hierarchical-cache", True, args.enable_hierarchical_cache, "drop the flag"),
+        ("--enable-lmcache", True, args.enable_lmcache, "drop the flag"),
+        ("--enable-two-batch-overlap", True, args.enable_two_batch_overlap, "drop the flag"),
+        ("--enable-pdmux", True, args.enable_pdmux, "drop the flag"),
+        ("--grpc-mode", True, args.grpc_mode, "drop the flag: requests are checked on their way through HTTP"),
+        (
+            "--grammar-backend",
+            args.grammar_backend,
+            args.grammar_backend not in ("xgrammar", "llguidance", "none"),
+            "pass xgrammar, llguidance or none: drafts are tried out on a grammar that can go back",
+        ),
+        ("--enable-strict-thinking", True, args.enable_strict_thinking, "drop the flag"),
+        ("--enable-memory-saver", True, args.enable_memory_saver, "drop the flag"),
+        (
+            "--enable-deterministic-inference",
+            True,
+            args.enable_deterministic_inference,
+            "drop the flag; requests with a seed are reproducible under DSPARK without it",
+        ),
+        (
+            "--speculative-draft-window-size",
+            args.speculative_draft_window_size,
+            args.speculative_draft_window_size is not None,
+            "drop the flag",
+        ),
+    ]
+    for flag, value, refused, remedy in forbidden:
+        if refused:
+            yield f"DSPARK cannot run with {flag}={value}; {remedy}"
+    expected = ATTENTION_BACKEND.get(args.device)
+    for backend in attention_backends_of(view):
+        if backend != expected:
+            yield (
+                f"DSPARK cannot run with --attention-backend={backend} on {args.device}; "
+                f"pass --attention-backend {expected}"
+            )
+
+
+def _config() -> DSparkConfig:
+    return DSparkConfig.resolve(_flag_texts.get({}))
+
+
+def complete(server_args: Any) -> None:
+    """Resolve our options against the checkpoint, fill the fields that size SGLang's buffers, install the front-end.
+
+    Raises:
+        ConfigError, CheckpointError: options, checkpoint or target do not fit together.
+    """
+    config = _config()
+    draft = None if config.draft_free else DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
+    target = server_args.get_model_config()
+    if target.quantization is not None or getattr(target.hf_config, "quantization_config", None) is not None:
+        raise UnservedError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
+    if draft is None:
+        check_architecture(target.hf_text_config)
+    else:
+        check_target(draft, target.hf_text_config)
+    gamma = config.gamma(None if draft is None else draft.block_size)
+    given = server_args.speculative_num_draft_tokens
+    if given is not None and given != gamma + 1:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens={given} contradicts the block size {gamma}; "
+            f"pass {gamma + 1} or drop the flag"
+        )
+    if config.acceptance_profile(gamma) is not None and server_args.load_format != "dummy":
+        raise ConfigError(
+            f"{flag_name('simulate_acceptance')} gives up the target's text for the sake of step times; pass it with "
+            "--load-format dummy, or drop it"
+        )
+    has_confidence_head = draft is not None and draft.enable_confidence_head
+    if config.schedule == "threshold" and draft is not None and not has_confidence_head:
+        raise ConfigError(
+            f"--speculative-dspark-schedule=threshold needs a confidence head, and {draft.origin} has none; "
+            "use auto or static"
+        )
+    if config.confidence_sts_path is not None:
+        # Only to refuse a bad file before the target is loaded; the worker reads it again.
+        StsCalibration.load(
+            Path(config.confidence_sts_path),
+            gamma,
+            target=server_args.model_path,
+            draft=server_args.speculative_draft_model_path,
+        )
+    server_args.dspark_config = config
+    server_args.dspark_confidence_head = has_confidence_head
+    # SGLang's tokens per request and step: the anchor and the drafts that may be verified.
+    server_args.speculative_num_draft_tokens = config.max_verify(gamma) + 1
+    server_args.speculative_num_steps = 1
+    server_args.speculative_eagle_topk = 1
+    # All tokens are drawn by the law of this one; FlashInfer's joint top-k/top-p is another.
+    server_args.sampling_backend = "pytorch"
+    # SGLang holds prefills of DFLASH servers back until several slots are free; a plain server does not.
+    if server_args.min_free_slots_delay is None:
+        server_args.min_free_slots_delay = 1
+    hooks.install_in_front_end()
+    logger.info(
+        "DSPARK: block size %d, policy %s, at most %d drafts verified per request, drafter %s",
+        gamma,
+        config.schedule,
+        config.max_verify(gamma),
+        server_args.speculative_draft_model_path or "none",
+    )

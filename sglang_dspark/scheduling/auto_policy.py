@@ -1,0 +1,201 @@
+"""The policy ``auto``: the step that promises the most tokens per millisecond, by what earlier steps have shown."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sglang_dspark.arrays import Array
+from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
+from sglang_dspark.scheduling.planner import Candidate, Outlook, by_drafts, outlook
+from sglang_dspark.scheduling.policies import Policy
+from sglang_dspark.scheduling.step_times import StepTimes
+from sglang_dspark.step.choice import PLAIN, Choice, Rule
+
+# A step that differs from the last one has to promise this much more throughput, and so has speculation over none:
+# noise in the estimates must not move a server away from a choice that is as good.
+MIN_GAIN = 0.01
+# A server changes sides (parks, or speculates again) when the other side's advantage, summed over the steps it lasts,
+# reaches this: at once when it is large, after a while when it is small.
+SWITCH_AT = 0.08
+# But not before it has seen this many rounds: what is known of a drafter before that is a guess.
+FIRST_LOOK_ROUNDS = 64
+# Steps that an outlook holds for: what it is made of changes slowly, survivals once in so many steps, and making it is
+# most of the work of a choice.
+OUTLOOK_STEPS = 8
+# Now and then a step serves to learn something (a probe): after so many steps, and not before all that the last probe
+# cost is at most this share of the throughput since.
+PROBE_STEPS = 32
+PROBE_SHARE = 0.01
+# A step that nobody takes is timed now and then if it may be the fastest within so many standard deviations.
+DOUBT = 2.0
+# A parked server sees little, so what it sees counts for more: rounds that a probe stands for.
+PARKED_PROBE_WEIGHT = 4
+
+
+@dataclass
+class _Held:
+    """What is known of steps with a number of requests, for the next few of them.
+
+    Attributes:
+        made: step at which it was found out.
+        share_ms: milliseconds of the draft stage that the last request adds, by depth.
+    """
+
+    made: int
+    outlook: Outlook
+    share_ms: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass
+class AutoPolicy(Policy):
+    """``auto``: the fastest step by measured times and earlier survivals; a plain step where that is the fastest.
+
+    Attributes:
+        times, survivals: what it knows; both are fed from outside.
+        whole_batches: whether a step that drafts for one request drafts for all, as CUDA graphs do.
+        parked: whether speculation rests because plain steps are faster.
+    """
+
+    times: StepTimes
+    survivals: LaggedSurvivals
+    whole_batches: bool = False
+    name: str = "auto"
+    needs_confidence: bool = True
+    parked: bool = False
+    _held: dict[int, _Held] = field(default_factory=dict, init=False)
+    _steps: int = field(default=0, init=False)
+    _advantage: float = field(default=0.0, init=False)
+    _steps_to_probe: float = field(default=PROBE_STEPS, init=False)
+    _probes: int = field(default=0, init=False)
+    _depth: int = field(init=False)
+    _drafts: float = field(init=False)
+    _last: Candidate | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        # The incumbent of the first step is the whole block: trimming, too, has to earn its place.
+        self._depth = self.times.table.gamma
+        self._drafts = float(self._depth)
+
+    def choose(self, requests: int, context: float) -> Choice:
+        ahead = self._outlook(requests, context)
+        better = ahead.best.tokens_per_ms > (1 + MIN_GAIN) * ahead.incumbent.tokens_per_ms
+        speculative = ahead.best if better else ahead.incumbent
+        gain = math.log(speculative.tokens_per_ms / ahead.plain.tokens_per_ms)
+        self._take_side(gain)
+        self._last = ahead.plain if self.parked else speculative
+        if not self.parked:
+            self._depth, self._drafts = speculative.depth, min(speculative.num_tokens / requests - 1, speculative.depth)
+        self._steps_to_probe -= 1
+        if self._steps_to_probe <= 0:
+            return self._probe(self._last, requests, context)
+        return _step(self._last, requests)
+
+    def look_anew(self) -> None:
+        """Forget what was worked out from what was known some time ago."""
+        self._held.clear()
+
+    def _outlook(self, requests: int, context: float) -> Outlook:
+        self._steps += 1
+        held = self._held.get(requests)
+        if held is None or self._steps - held.made >= OUTLOOK_STEPS:
+            ahead = outlook(self.times, self.survivals, requests, context, self._depth, self._drafts)
+            self._held[requests] = held = _Held(self._steps, ahead)
+        return held.outlook
+
+    def least_gain(self, requests: int, depth: int, context: float) -> float:
+        """Accepted drafts that a request must bring per round to be worth its share of the draft stage.
+
+        Of a step of as many requests as the last choice was made for.
+        """
+        held, last = self._held.get(requests), self._last
+        if held is None or last is None:
+            return 0.0
+        if depth not in held.share_ms:
+            draft_ms = [
+                self.times.one(count, 0, depth, context) - self.times.one(count, 0, 0, context)
+                for count in (requests - 1, requests)
+            ]
+            held.share_ms[depth] = max(0.0, draft_ms[1] - draft_ms[0])
+        return held.share_ms[depth] * last.tokens_per_ms
+
+    def _take_side(self, gain: float) -> None:
+        """Park, or speculate again, when the other side has been ahead by enough for long enough."""
+        if self.survivals.num_observed < FIRST_LOOK_ROUNDS:
+            return
+        other_side = gain - MIN_GAIN if self.parked else -gain
+        self._advantage = max(0.0, self._advantage + other_side)
+        if self._advantage >= SWITCH_AT:
+            self.parked = not self.parked
+            self._advantage = 0.0
+
+    def _probe(self, usual: Candidate, requests: int, context: float) -> Choice:
+        """Learn about what is not done: how long it takes, or what it would yield.
+
+        By turns a rival step, because the table may be wrong about it, and one request drafted and verified in full:
+        without, a parked server would never notice that the text got easier, and nothing could correct a head that is
+        too careful.
+        """
+        self._probes += 1
+        rival = self._rival(usual, requests, context) if self._probes % 2 == 0 else None
+        gamma, probed = self.times.table.gamma, (self._probes + 1) // 2 % requests
+        if rival is not None:
+            choice, ms, committed = _step(rival, requests), rival.ms, rival.committed
+        elif self.parked:
+            choice = Choice(Rule.TOP, gamma, gamma, forced=probed, drafted=(probed,), weight=PARKED_PROBE_WEIGHT)
+            count = requests if self.whole_batches else 1
+            draft_ms = self.times.one(count, 0, gamma, context) - self.times.one(count, 0, 0, context)
+            ms, committed = self.times.one(requests, gamma, 0, context) + draft_ms, usual.committed
+        else:
+            choice = _step(usual, requests)
+            if choice.budget < requests * gamma:
+                choice = Choice(Rule.TOP, gamma, min(choice.budget + gamma, requests * gamma), forced=probed)
+            ms, committed = self.times.one(requests, choice.budget, choice.depth, context), usual.committed
+        cost = ms / usual.ms - committed / usual.committed  # in usual steps
+        self._steps_to_probe = max(PROBE_STEPS, cost / PROBE_SHARE)
+        return choice
+
+    def _rival(self, usual: Candidate, requests: int, context: float) -> Candidate | None:
+        """The step with the best prospects, if the table may be so wrong about it that it is the fastest."""
+        gamma = self.times.table.gamma
+
+        def drafts(step: Candidate) -> int:
+            return min(round(step.num_tokens / requests) - 1, gamma)
+
+        hope = np.exp(DOUBT * self.times.doubt(requests, drafts(usual)))
+        prospects = {
+            rival: rival.tokens_per_ms * hope[drafts(rival)]
+            for rival in by_drafts(self.times, self.survivals, requests, context)
+            if drafts(rival) != drafts(usual)
+        }
+        best = max(prospects, key=lambda rival: prospects[rival], default=None)
+        return best if best is not None and prospects[best] > usual.tokens_per_ms else None
+
+    def report(self) -> dict[str, Any]:
+        expected = None if self._last is None else self._last.tokens_per_ms * 1e3
+        return {
+            "parked": self.parked,
+            "probes": self._probes,
+            "expected_tokens_per_s": expected,
+            "lagged_survival": self.survivals.mean().tolist(),
+            "step_time": self.times.report(),
+        }
+
+
+def _step(candidate: Candidate, requests: int) -> Choice:
+    """All requests drafted to the candidate's depth, and as many drafts verified as it has room for."""
+    if candidate.depth == 0:
+        return PLAIN
+    budget = min(candidate.num_tokens - requests, requests * candidate.depth)
+    return Choice(Rule.TOP, candidate.depth, budget)
+
+
+def draft_depths(draft_ms: Array) -> tuple[int, ...]:
+    """Block depths worth telling apart, given [requests, drafts, contexts] draft times: all, or only gamma."""
+    gamma = draft_ms.shape[1] - 1
+    totals = draft_ms.sum((0, 2))  # over the grid: a single cell is cheaper by chance
+    shallow_is_cheaper = bool((totals[1:-1] < 0.95 * totals[-1]).any())
+    return tuple(range(1, gamma + 1)) if shallow_is_cheaper else (gamma,)

@@ -1,0 +1,147 @@
+"""How likely drafts are to survive verification: foretold by the confidence head, corrected by what came of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from dspark_kernels import to_device
+
+from sglang_dspark.arrays import Array
+from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.calibration.survival import prefix_survival, sigmoid
+from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
+from sglang_dspark.scheduling.outcomes import Note, outcomes_of, weighted
+from sglang_dspark.scheduling.position_acceptance import PositionAcceptance
+from sglang_dspark.scheduling.request_gains import RequestGains
+from sglang_dspark.stats.predicted import PredictedSurvival
+
+# Learning from a step costs 0.1 ms however few requests it had: so many steps are taken together.
+LEARN_STEPS = 8
+
+
+class Forecast:
+    """Predicts survivals, and learns from outcomes.
+
+    Args:
+        max_verify: most drafts that a step may verify per request.
+        calibration: of the confidence head; None without one: survivals are the running acceptance by position then.
+        adapts: whether the calibration follows the outcomes.
+        device: where confidences live.
+
+    Attributes:
+        coefficients: [2, max_verify] float32, scale and shift of the calibration; without a confidence head, acceptance
+            by position in row 0.
+        positions: acceptance by position.
+        predicted: survivals as they were predicted, against what came of them.
+        gains: what the drafts of every request bring.
+        lagged: survivals of the last rounds, which budgets are based on; None until the schedule has a table of step
+            times to weigh them with.
+    """
+
+    def __init__(
+        self, max_verify: int, calibration: OnlineCalibration | None, *, adapts: bool, device: torch.device
+    ) -> None:
+        self.calibration = calibration
+        self.positions = PositionAcceptance(max_verify)
+        self.predicted = PredictedSurvival(max_verify)
+        self.gains = RequestGains()
+        self.lagged: LaggedSurvivals | None = None
+        self._max_verify, self._adapts, self._device = max_verify, adapts, device
+        self._notes: list[Note] = []
+        self._predictions = np.empty((2, 0, max_verify))  # the last rounds: logits, and survivals as predicted
+        self._num_refits = 0
+        self.coefficients = self._last_coefficients = self._copy_coefficients()
+
+    def survival(
+        self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[bs, depth] calibrated probability that a draft and all before it are accepted.
+
+        Args:
+            logits: [bs, depth] of the confidence head; None without one.
+            coefficients: the attribute's copy in a CUDA graph; None reads the attribute.
+        """
+        scale, shift = (self.coefficients if coefficients is None else coefficients)[:, :depth]
+        conditional = scale.expand(bs, depth) if logits is None else torch.sigmoid(logits * scale + shift)
+        # A parallel product may rise in the last bit, and a draft must never rank before its predecessor. A NaN, from a
+        # broken head, would not rank at all.
+        return conditional.nan_to_num(0.0).cumprod(1).cummin(1).values
+
+    def predict(
+        self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[2, bs, depth] the logits, NaN without a head, and the survivals of :meth:`survival`."""
+        survival = self.survival(logits, bs, depth, coefficients)
+        return torch.stack([torch.full_like(survival, torch.nan) if logits is None else logits, survival])
+
+    def note(self, outcome: Note) -> None:
+        """Take note of a step's outcome, and learn from several at a time: each lesson has a price of its own."""
+        self._notes.append(outcome)
+        # A parked server's probe is all that it gets to see for long.
+        if len(self._notes) >= LEARN_STEPS or outcome.rounds.choice.weight > 1:
+            self.learn()
+
+    def learn(self) -> None:
+        """Learn from what was noted."""
+        notes, self._notes = self._notes, []
+        if not notes:
+            return
+        self.positions.observe(*weighted(notes, *outcomes_of(notes)))
+        predicted = [note for note in notes if note.rounds.predictions is not None]
+        if self.calibration is None:
+            self._renew_coefficients()
+        if not predicted:
+            return
+        # Depths differ where policies cut blocks short.
+        logits, survival = (
+            np.concatenate([note.prediction(which, self._max_verify) for note in predicted]) for which in (0, 1)
+        )
+        self.predicted.observe(survival, *outcomes_of(predicted))
+        renewed = self.calibration is None or self._calibrate(self.calibration, predicted, logits)
+        if self.lagged is not None:
+            ids = [note.rounds.requests[request] for note in predicted for request in note.requests]
+            self.gains.observe(ids, survival, float(self.lagged.mean().sum()))
+            self._observe_survivals(self.lagged, np.stack(weighted(predicted, logits, survival)), renewed)
+
+    def _calibrate(self, calibration: OnlineCalibration, notes: list[Note], logits: Array) -> bool:
+        """Show the calibration what came of ``logits`` [n, max_verify]; whether that changed the coefficients."""
+        if not self._adapts:
+            return False
+        # What lies past the drafted depth was not verified, and is not read.
+        counted = weighted(notes, np.nan_to_num(logits), *outcomes_of(notes))
+        calibration.observe(*counted, num_steps=sum(note.rounds.choice.weight for note in notes))
+        if calibration.num_refits == self._num_refits:
+            return False
+        self._num_refits = calibration.num_refits
+        self._renew_coefficients()
+        return True
+
+    def _observe_survivals(self, lagged: LaggedSurvivals, predictions: Array, renewed: bool) -> None:
+        """Add rounds [2, n, max_verify], logits and survivals, to those that budgets are based on.
+
+        When confidences are ``renewed``, all of them are predicted again: a drafter that promises what never comes
+        would otherwise be believed until its last promise has left the window.
+        """
+        lagged.observe(predictions[1])
+        self._predictions = np.concatenate([self._predictions, predictions], axis=1)[:, -WINDOW_ROUNDS:]
+        if renewed:
+            lagged.revise(self._predict_again(*self._predictions))
+
+    def _predict_again(self, logits: Array, survival: Array) -> Array:
+        """[n, max_verify] survivals of earlier rounds as they would be predicted now; NaN past the drafted depth."""
+        if self.calibration is None:
+            return np.where(np.isnan(survival), np.nan, self.positions.conditional().cumprod())
+        again = prefix_survival(sigmoid(self.calibration.scale * logits + self.calibration.shift))
+        # A broken head's NaN was predicted to be rejected, and stays that.
+        return np.where(np.isnan(logits), survival, again)
+
+    def _renew_coefficients(self) -> None:
+        """The last ones are kept: a forward that was launched may not have read them yet."""
+        self._last_coefficients, self.coefficients = self.coefficients, self._copy_coefficients()
+
+    def _copy_coefficients(self) -> torch.Tensor:
+        if self.calibration is None:
+            host = torch.from_numpy(np.stack([self.positions.conditional(), np.zeros(self._max_verify)])).float()
+        else:
+            host = torch.from_numpy(np.stack([self.calibration.scale, self.calibration.shift])).float()
+        return to_device(host, self._device)

@@ -1,0 +1,47 @@
+"""What became of the drafts of decode steps, until it is learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_dspark.arrays import Array
+from sglang_dspark.step.state import Rounds
+
+
+@dataclass(frozen=True)
+class Note:
+    """A step's outcome: requests that were drafted and are still running, and drafts accepted of each."""
+
+    rounds: Rounds
+    requests: list[int]
+    accept_lens: list[int]
+
+    def prediction(self, which: int, width: int) -> Array:
+        """[n, width] logits (0) or survivals (1), NaN past the drafted depth."""
+        assert self.rounds.predictions is not None
+        values = self.rounds.predictions[which].numpy()
+        padded = np.full((len(self.requests), width), np.nan)
+        padded[:, : values.shape[1]] = values[self.rows]
+        return padded
+
+    @property
+    def rows(self) -> slice | list[int]:
+        """Index of the requests; a slice, which is much faster than a list, where they are all of the step's."""
+        return slice(None) if len(self.requests) == len(self.rounds.requests) else self.requests
+
+
+def outcomes_of(notes: Sequence[Note]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Drafts verified and accepted, [n] each, of all requests of all notes."""
+    verified = np.concatenate([note.rounds.verify_lens.numpy()[note.rows] for note in notes])
+    return verified, np.concatenate([note.accept_lens for note in notes])
+
+
+def weighted(notes: Sequence[Note], *columns: NDArray[Any]) -> list[NDArray[Any]]:
+    """``columns`` [n, ...] of all requests of all notes, each request as often as a round of its step counts."""
+    weights = [note.rounds.choice.weight for note in notes for _ in note.requests]
+    return list(columns) if max(weights) == 1 else [np.repeat(column, weights, axis=0) for column in columns]

@@ -1,0 +1,238 @@
+"""The schedule of a server: its policy, and what a step does by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.auto_policy import AutoPolicy, draft_depths
+from sglang_dspark.scheduling.forecast import Forecast
+from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
+from sglang_dspark.scheduling.outcomes import Note
+from sglang_dspark.scheduling.policies import AdaptiveBlockPolicy, FixedPolicy, LivePolicy, Policy
+from sglang_dspark.scheduling.ranking import Bounds, ranked
+from sglang_dspark.scheduling.selection import above_threshold, early_stop, random_lens, top_prefixes
+from sglang_dspark.scheduling.sps_table import SpsTable
+from sglang_dspark.scheduling.step_clock import StepClock
+from sglang_dspark.scheduling.step_times import StepKind, StepTimes
+from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.state import Drafted, Rounds
+
+
+class Schedule:
+    """Chooses what a step does, selects the drafts that it verifies, and passes on what came of them.
+
+    Args:
+        options: the server's options; a policy may be switched later.
+        max_verify: most drafts that a step may verify per request.
+        calibration: of the confidence head; None without one.
+        device: where confidences live.
+        lag: steps that the device may be behind when the next one is chosen: the time between two choices is that of
+            the step so many before.
+
+    Attributes:
+        options: the server's, with the policy in force.
+        policy: the policy in force.
+        whole_batches: whether all requests are drafted to the full depth in any case, as in CUDA graphs: then there is
+            nothing to gain from shallow blocks, or from leaving requests out. Set before :meth:`start`.
+        forecast: how likely drafts are to survive.
+        times: how long steps take; None without a table.
+        clock: takes the time of steps.
+    """
+
+    def __init__(
+        self,
+        options: DSparkConfig,
+        max_verify: int,
+        calibration: OnlineCalibration | None,
+        device: torch.device,
+        lag: int = 0,
+    ) -> None:
+        self.options = options
+        self.max_verify = max_verify
+        self.forecast = Forecast(max_verify, calibration, adapts=options.online_calibration, device=device)
+        self.times: StepTimes | None = None
+        self.clock = StepClock(lag, synchronous=device.type == "cpu")
+        self.whole_batches = False
+        self._context = 0.0
+        self.policy: Policy = FixedPolicy(0, "off")
+        self._auto: AutoPolicy | None = None  # keeps what it decided while another policy is in force
+
+    def start(self, table: SpsTable | None) -> None:
+        """Begin with the configured policy. Without a drafter, ``auto`` drafts nothing: there are presets alone.
+
+        Args:
+            table: measured step times; None where the policy needs none.
+        """
+        if table is not None:
+            self.times = StepTimes(table)
+            depths = (table.gamma,) if self.whole_batches else draft_depths(table.draft_ms)
+            self.forecast.lagged = LaggedSurvivals(self.max_verify, depths)
+            self._auto = AutoPolicy(self.times, self.forecast.lagged, self.whole_batches)
+        self.policy = self._make_policy(self.options)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether drafts are verified at all, whoever proposes them."""
+        return self.options.schedule != "off"
+
+    def switch(self, fields: dict[str, Any]) -> None:
+        """Take another policy from the next step on.
+
+        Args:
+            fields: ``policy``, and ``verify_len`` or ``confidence_threshold`` where it takes one.
+
+        Raises:
+            ConfigError: names the field, its value and the remedy.
+        """
+        options = self.options.with_policy(fields)
+        self.policy = self._make_policy(options)
+        self.options = options
+        if self._auto is not None:
+            self._auto.look_anew()
+
+    def why_not(self, policy: str) -> str | None:
+        """Why this server cannot switch to a policy; None where it can."""
+        fields: dict[str, Any] = {"policy": policy}
+        if policy == "threshold":
+            fields["confidence_threshold"] = 0.5
+        try:
+            self._make_policy(self.options.with_policy(fields))
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    @staticmethod
+    def reads_live_values(policy: str) -> bool:
+        """Whether a policy needs the confidences of the step itself on the host."""
+        return policy in (Rule.EARLY_STOP.value, Rule.THRESHOLD.value)
+
+    def _make_policy(self, options: DSparkConfig) -> Policy:
+        if self.max_verify == 0 and options.schedule not in ("static", "off"):
+            raise ConfigError(
+                f"policy={options.schedule!r} verifies drafts, and this server was started without K/V slots for any; "
+                "start it with --speculative-dspark-schedule auto"
+            )
+        match options.schedule:
+            case "static":
+                return FixedPolicy(options.static_verify_len(self.max_verify))
+            case "off":
+                return FixedPolicy(0, "off")
+            case "auto" if options.draft_free:
+                return FixedPolicy(0, "auto")
+            case "threshold":
+                if self.forecast.calibration is None:
+                    raise ConfigError("policy='threshold' needs a drafter with a confidence head; use auto or static")
+                return LivePolicy(Rule.THRESHOLD, self.max_verify, options.confidence_threshold)
+            case "adaptive-block":
+                return AdaptiveBlockPolicy(self.max_verify)
+            case "random":
+                return LivePolicy(Rule.RANDOM, self.max_verify, needs_confidence=False)
+        if self._auto is None:
+            raise ConfigError(
+                f"policy={options.schedule!r} needs measured step times, which this server has not taken; start it "
+                "with --speculative-dspark-schedule auto"
+            )
+        return self._auto if options.schedule == "auto" else LivePolicy(Rule.EARLY_STOP, self.max_verify)
+
+    def choose(self, requests: Sequence[str], context: float, limits: Limits | None = None) -> Choice:
+        """Decide the step ahead, and take the time of the one behind.
+
+        Args:
+            requests: ids of the requests.
+            context: mean context tokens per request.
+            limits: what the requests ask for themselves; None when nobody asks for anything.
+        """
+        self.clock.enter(self.times)
+        self._context = context
+        choice = self._choose(requests, context)
+        self.clock.begin_stages()
+        return choice if limits is None else choice.within(limits)
+
+    def _choose(self, requests: Sequence[str], context: float) -> Choice:
+        choice = self.policy.choose(len(requests), context)
+        if choice.depth == 0 or choice.forced is not None or len(requests) == 1 or self.whole_batches:
+            return choice
+        least = self.policy.least_gain(len(requests), choice.depth, context)
+        if least == 0:
+            return choice
+        return choice.for_some(self.forecast.gains.worth_drafting(requests, least), len(requests))
+
+    @property
+    def parked(self) -> bool:
+        """Whether speculation rests because plain steps are faster."""
+        return self.policy.parked
+
+    def took(self, choice: Choice, requests: int, num_tokens: int) -> None:
+        """The step under way verifies this many tokens; its time is a whole batch's, unless it drafts for some only.
+
+        Args:
+            num_tokens: rows of the verify forward, those of padding included: what a tier costs is known by its size.
+        """
+        usual = choice.drafted is None and not choice.has_copies
+        # A plain step is known by its requests, however many rows they are padded to.
+        num_tokens = num_tokens if choice.depth else requests
+        self.clock.took(StepKind(requests, num_tokens, choice.depth, self._context) if usual else None)
+
+    def verify_lens(self, choice: Choice, drafted: Drafted, step: int) -> tuple[torch.Tensor, int]:
+        """Verify lengths of a drafted step, and their sum.
+
+        Args:
+            step: number of the engine's step.
+
+        Returns:
+            ``(verify_lens [bs] int64 on the device, sum on the host)``; the policies that need live values on the host
+            wait for the device.
+        """
+        bs, depth = len(drafted.depths), choice.depth
+        if choice.rule is Rule.TOP:
+            lens = top_prefixes(ranked(choice, drafted), choice.budget)
+            return lens, choice.budget if choice.fixes_total else int(lens.sum())
+        bounds = None if choice.limits is None else Bounds.of(choice.limits, drafted)
+        match choice.rule:
+            case Rule.THRESHOLD:
+                assert drafted.raw_confidence is not None
+                assert self.options.confidence_threshold is not None
+                lens = above_threshold(drafted.raw_confidence, self.options.confidence_threshold)
+            case Rule.EARLY_STOP:
+                assert self.times is not None
+                assert drafted.survival is not None
+                step_ms = self.times.by_drafts(bs, depth, self._context)
+                survival = drafted.survival if bounds is None else bounds.drafted(drafted.survival)
+                lens = torch.tensor(early_stop(survival.double().cpu().numpy(), step_ms), device=drafted.device)
+            case _:
+                lens = torch.tensor(random_lens(depth, bs, step), device=drafted.device)
+        if bounds is not None:
+            lens = bounds.cut(lens)
+        return lens, int(lens.sum())
+
+    def observe(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
+        """Take note of a step's outcome.
+
+        Args:
+            running: requests of the step that it was meant for.
+            accept_lens: drafts accepted, of these.
+        """
+        drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
+        if not drafted:
+            return
+        if self.policy.looks_back:
+            verified = rounds.verify_lens.tolist()
+            self.policy.observe(sum(verified[running[i]] for i in drafted), sum(accept_lens[i] for i in drafted))
+        self.forecast.note(Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
+
+    def report(self) -> dict[str, Any]:
+        """JSON for the statistics."""
+        self.forecast.learn()
+        calibration = self.forecast.calibration
+        return {
+            "policy": self.policy.name,
+            "schedule": self.policy.report(),
+            "calibration": None if calibration is None else calibration.report(),
+        }

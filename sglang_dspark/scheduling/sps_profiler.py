@@ -1,0 +1,124 @@
+"""Measures the SPS table at start-up. The steps to time are passed in as callables."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from sglang_dspark.arrays import Array
+from sglang_dspark.scheduling.sps_table import SpsTable
+
+MAX_PASSES = 5
+MIN_PASSES = 3
+
+
+class SteppedLoad(Protocol):
+    """A fixed load whose steps can be run as often as one likes. Each call returns when the device has finished."""
+
+    def draft(self, depth: int) -> None:
+        """Propose ``depth`` drafts per request."""
+
+    def verify(self, drafts: int) -> None:
+        """Verify and commit ``drafts`` drafts per request; 0 is a plain step."""
+
+
+Progress = Callable[[int, int, float], None]
+"""Called after each pass with (passes done, passes at most, seconds since the start)."""
+
+
+def measure(
+    load: Callable[[int, int], SteppedLoad],
+    *,
+    key: Mapping[str, str],
+    requests: Sequence[int],
+    drafts: Sequence[int],
+    contexts: Sequence[int],
+    limit_s: float,
+    tiers: Sequence[int] = (),
+    monotone: bool = False,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> SpsTable:
+    """Time every cell of the grid several times, in passes over the whole grid, and keep the medians.
+
+    A pass visits all cells before any cell is timed again, so that a busy moment of the machine falls on single samples
+    of many cells and not on all samples of one.
+
+    Args:
+        load: ``load(requests, context)`` prepares a load.
+        limit_s: seconds to spend. Further passes are left out, and, if the first one takes too long, the largest
+            request counts, which are then extrapolated.
+        monotone: more tokens, requests or context never take less time here, so that a cell above a larger one is noise
+            and is lowered to it. Not so where some shapes run in CUDA graphs and others do not.
+        clock: seconds, for the limit; of the ranks of one server, all must read the same time.
+    """
+    started = clock()
+
+    def spent() -> float:
+        return clock() - started
+
+    requests = list(requests)
+    samples: dict[tuple[int, int, int, str], list[float]] = {}
+    for done in range(MAX_PASSES):
+        for count, (c, context) in itertools.product(list(requests), enumerate(contexts)):
+            # Two are the least that a slope can be had from.
+            if done == 0 and count not in requests[:2] and spent() > limit_s / 2:
+                requests = [n for n in requests if n < count]
+                break
+            steps = load(count, context)
+            for d, num_drafts in enumerate(drafts):
+                for kind, step in (("draft", steps.draft), ("verify", steps.verify)):
+                    if num_drafts > 0 or kind == "verify":
+                        elapsed = _time(step, num_drafts, warm_up=done == 0)
+                        samples.setdefault((count, d, c, kind), []).append(elapsed)
+        if progress is not None:
+            progress(done + 1, MAX_PASSES, spent())
+        # The first pass runs everything twice.
+        next_ends = spent() * (1 + 1 / (done + 2))
+        if next_ends > limit_s and (done + 1 >= MIN_PASSES or spent() > limit_s):
+            break
+    times = _medians(samples, requests, len(drafts), len(contexts))
+    if monotone:
+        # Drafting nothing takes no time by definition, so the drafts' axis of `draft` starts at one.
+        times = {"draft": times["draft"], "verify": _lower_to_larger(times["verify"])}
+        times["draft"][:, 1:] = _lower_to_larger(times["draft"][:, 1:])
+    return SpsTable(
+        key=dict(key),
+        requests=requests,
+        drafts=list(drafts),
+        contexts=list(contexts),
+        draft_ms=times["draft"],
+        verify_ms=times["verify"],
+        tiers=list(tiers),
+    )
+
+
+def _medians(
+    samples: Mapping[tuple[int, int, int, str], Sequence[float]], requests: Sequence[int], drafts: int, contexts: int
+) -> dict[str, Array]:
+    """[requests, drafts, contexts] medians of ``draft`` and ``verify``; 0 where nothing was timed."""
+    times = {kind: np.zeros((len(requests), drafts, contexts)) for kind in ("draft", "verify")}
+    for (count, d, c, kind), values in samples.items():
+        if count in requests:
+            times[kind][requests.index(count), d, c] = np.median(values)
+    return times
+
+
+def _lower_to_larger(values: Array) -> Array:
+    """Each cell at most as large as every cell that is at least as far along all axes."""
+    for axis in range(values.ndim):
+        values = np.flip(np.minimum.accumulate(np.flip(values, axis), axis), axis)
+    return values
+
+
+def _time(step: Callable[[int], None], num_drafts: int, warm_up: bool) -> float:
+    """Milliseconds of one run. The first run of a shape pays for allocations, compilations and cold caches."""
+    if warm_up:
+        step(num_drafts)
+    before = time.perf_counter()
+    step(num_drafts)
+    return (time.perf_counter() - before) * 1e3

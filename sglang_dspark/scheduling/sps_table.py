@@ -1,0 +1,252 @@
+"""The speed of the engine, measured once at start-up: how long a decode step takes for a given load (DSpark, 3.2.2).
+
+The paper's SPS(B), steps per second at B verified tokens, is one over :meth:`SpsTable.step_ms`. Ours has the dimensions
+that the step time really depends on: requests, tokens per request, and context.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sglang_dspark.arrays import Array
+from sglang_dspark.errors import ConfigError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SpsTable:
+    """Measured times on a grid; :meth:`times` interpolates.
+
+    Attributes:
+        key: what the numbers hold for (hardware, versions, checkpoints, options), see :meth:`mismatch`.
+        requests: grid of requests per step, ascending from 1.
+        drafts: grid of drafts per request, 0 to gamma.
+        contexts: grid of context tokens per request, ascending.
+        draft_ms: [requests, drafts, contexts] milliseconds to propose that many drafts; 0 for none.
+        verify_ms: [requests, drafts, contexts] milliseconds to verify and commit with that many drafts per request; the
+            column of 0 drafts is the plain step.
+        tiers: token counts that the verify forward can run with, ascending; empty where any count can run.
+    """
+
+    key: Mapping[str, str]
+    requests: Sequence[int]
+    drafts: Sequence[int]
+    contexts: Sequence[int]
+    draft_ms: Array
+    verify_ms: Array
+    tiers: Sequence[int] = ()
+    _by_load: dict[int, LoadTimes] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        shape = (len(self.requests), len(self.drafts), len(self.contexts))
+        for name in ("requests", "drafts", "contexts", "tiers"):
+            axis = list(getattr(self, name))
+            if axis != sorted(set(axis)) or (name != "tiers" and not axis):
+                raise ConfigError(f"SPS table: {name}={axis} must be a strictly ascending list")
+        if self.requests[0] != 1:
+            raise ConfigError(f"SPS table: requests={list(self.requests)} must start at 1")
+        if list(self.drafts) != list(range(len(self.drafts))) or len(self.drafts) < 2:
+            raise ConfigError(f"SPS table: drafts={list(self.drafts)} must be 0, 1, ... gamma")
+        for name in ("draft_ms", "verify_ms"):
+            values = getattr(self, name)
+            if values.shape != shape or not np.isfinite(values).all() or (values < 0).any():
+                raise ConfigError(f"SPS table: {name} must be {list(shape)} finite, non-negative milliseconds")
+        if (self.verify_ms <= 0).any():
+            raise ConfigError("SPS table: verify_ms must be positive")
+
+    @property
+    def gamma(self) -> int:
+        """Drafts per block."""
+        return self.drafts[-1]
+
+    def times(self, requests: int) -> LoadTimes:
+        """Times of every step that ``requests`` requests can take.
+
+        Beyond the grid the last slope goes on, unless it falls: then it is noise of the measurement.
+        """
+        if requests not in self._by_load:
+            self._by_load[requests] = LoadTimes.of(self, requests)
+        return self._by_load[requests]
+
+    def step_ms(self, requests: int, num_tokens: int, depth: int, context: float) -> float:
+        """Milliseconds of one step.
+
+        Args:
+            requests: requests in the step.
+            num_tokens: tokens in the verify forward, anchors included.
+            depth: drafts proposed per request; 0 for a plain step.
+            context: mean context tokens per request.
+        """
+        times = self.times(requests)
+        return float(times.at(context, (depth, times.room_for(num_tokens))))
+
+    def mismatch(self, key: Mapping[str, str]) -> str | None:
+        """First difference between this table's key and ``key``, in words; None when they agree."""
+        for name in sorted(set(self.key) | set(key)):
+            ours, theirs = self.key.get(name), key.get(name)
+            if ours != theirs:
+                return f"{name} was {ours!r} when it was measured and is {theirs!r} now"
+        return None
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON."""
+        content = {
+            "format": "sglang-dspark SPS table",
+            "version": FORMAT_VERSION,
+            "key": dict(self.key),
+            "requests": list(self.requests),
+            "drafts": list(self.drafts),
+            "contexts": list(self.contexts),
+            "draft_ms": np.round(self.draft_ms, 4).tolist(),
+            "verify_ms": np.round(self.verify_ms, 4).tolist(),
+            "tiers": list(self.tiers),
+        }
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A name of its own: servers that share a cache may write the same table at the same time.
+        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+        try:
+            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | Path) -> SpsTable:
+        """Read a table.
+
+        Raises:
+            ConfigError: the file is not an SPS table of this version.
+        """
+        try:
+            content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"SPS table {str(path)!r} cannot be read: {error}") from error
+        if not isinstance(content, dict) or content.get("version") != FORMAT_VERSION:
+            found = content.get("version") if isinstance(content, dict) else None
+            raise ConfigError(
+                f"SPS table {str(path)!r} has format version {found!r}, not {FORMAT_VERSION}; remove the file, and it "
+                "is measured anew"
+            )
+        try:
+            return cls(
+                key={str(name): str(value) for name, value in content["key"].items()},
+                requests=[int(n) for n in content["requests"]],
+                drafts=[int(n) for n in content["drafts"]],
+                contexts=[int(n) for n in content["contexts"]],
+                draft_ms=np.asarray(content["draft_ms"], dtype=np.float64),
+                verify_ms=np.asarray(content["verify_ms"], dtype=np.float64),
+                tiers=[int(n) for n in content["tiers"]],
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{str(path)!r}: {error}; remove the file, and it is measured anew") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"SPS table {str(path)!r} is damaged ({error!r}); remove the file") from error
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """The steps that a fixed number of requests can take.
+
+    Attributes:
+        num_tokens: [n] tokens in the verify forward, ascending; the first is the plain step's.
+        budgets: verified drafts by token count, an index into 0 .. requests * gamma.
+        drafts: [n] verified drafts per request on average.
+        contexts: grid of context tokens per request; its points bound the segments that times are linear on.
+        start_ms: [segments, gamma + 1, n] milliseconds at the start of a segment, by depth and token count; depth 0 is
+            meaningful for the plain step only.
+        slope_ms: [segments, gamma + 1, n] milliseconds per context token.
+    """
+
+    num_tokens: NDArray[np.int64]
+    budgets: NDArray[np.int64] | slice
+    drafts: Array
+    contexts: list[int]
+    start_ms: Array
+    slope_ms: Array
+
+    @classmethod
+    def of(cls, table: SpsTable, requests: int) -> LoadTimes:
+        """Interpolate ``table`` along requests and drafts."""
+        gamma = table.gamma
+        budgets: NDArray[np.int64] | slice
+        if table.tiers:
+            tiers = [tier for tier in table.tiers if tier >= requests]
+            full = next((i for i, tier in enumerate(tiers) if tier >= requests * (gamma + 1)), len(tiers) - 1)
+            num_tokens = np.array(tiers[: full + 1] or [requests], dtype=np.int64)
+            budgets = np.minimum(num_tokens - requests, requests * gamma)
+        else:
+            num_tokens = np.arange(requests, requests * (gamma + 1) + 1, dtype=np.int64)
+            budgets = slice(None)
+        drafts = np.minimum(num_tokens / requests - 1, gamma)
+        draft, verify = (
+            _along(_along(values, table.requests, np.array([float(requests)]), axis=0)[0], table.drafts, at, axis=0)
+            for values, at in (
+                (table.draft_ms, np.arange(gamma + 1, dtype=np.float64)),
+                (table.verify_ms, num_tokens / requests - 1),
+            )
+        )
+        step_ms = draft.T[:, :, None] + verify.T[:, None, :]
+        slope_ms = np.diff(step_ms, axis=0) / np.diff(table.contexts)[:, None, None]
+        # Before the grid the time is that of its first point: attention to a short context costs nothing. Past it the
+        # last slope goes on unless it falls.
+        flat = np.zeros_like(step_ms[:1])
+        return cls(
+            num_tokens,
+            budgets,
+            drafts,
+            contexts=list(table.contexts),
+            start_ms=np.concatenate([step_ms[:1], step_ms]),
+            slope_ms=np.concatenate([flat, slope_ms, np.maximum(slope_ms[-1:], 0.0) if len(slope_ms) else flat]),
+        )
+
+    def room_for(self, num_tokens: Any) -> Any:
+        """Index of the smallest token count that has room for so many tokens, a number or an array."""
+        return np.minimum(self.num_tokens.searchsorted(num_tokens), len(self.num_tokens) - 1)
+
+    def column(self, drafts: float) -> int:
+        """Index of the token count that comes nearest to so many drafts per request."""
+        after = int(np.searchsorted(self.drafts, drafts))
+        if after == 0 or after == len(self.drafts):
+            return min(after, len(self.drafts) - 1)
+        return after if self.drafts[after] - drafts < drafts - self.drafts[after - 1] else after - 1
+
+    def at(self, context: float, step: tuple[int, int] | slice = slice(None)) -> Array:
+        """[gamma + 1, n] milliseconds at ``context`` tokens per request; or those of one ``step``, an index into it."""
+        segment = bisect_left(self.contexts, context)
+        past = context - self.contexts[max(segment - 1, 0)]
+        ms: Array = self.start_ms[segment][step] + past * self.slope_ms[segment][step]
+        return ms
+
+
+def _along(values: Array, grid: Sequence[int], at: Array, axis: int) -> Array:
+    """Linear interpolation along ``axis``. Beyond the grid the last slope goes on unless it falls."""
+    points = np.asarray(grid, dtype=np.float64)
+    if len(points) == 1:
+        return np.repeat(values, len(at), axis=axis)
+    low = np.clip(np.searchsorted(points, at, side="right") - 1, 0, len(points) - 2)
+    share = (at - points[low]) / (points[low + 1] - points[low])
+    shape = [1] * values.ndim
+    shape[axis] = len(at)
+    share = share.reshape(shape)
+    below, above = np.take(values, low, axis=axis), np.take(values, low + 1, axis=axis)
+    mixed = below * (1 - share) + above * share
+    return np.where(share > 1, np.maximum(mixed, above), mixed)
+
+
+def geometric_grid(last: int, ratio: float = 2.0) -> list[int]:
+    """1, 2, 4 ... up to and including ``last``."""
+    count = max(0, math.ceil(math.log(last, ratio))) if last > 1 else 0
+    return sorted({1, last, *(round(ratio**i) for i in range(count) if ratio**i < last)})

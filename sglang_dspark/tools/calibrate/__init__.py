@@ -1,0 +1,1 @@
+"""Traces of a running server, and the calibration fitted to them."""

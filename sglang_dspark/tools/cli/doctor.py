@@ -1,0 +1,76 @@
+"""``python -m sglang_dspark doctor``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from sglang_dspark.tools.cli.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from sglang_dspark.tools.doctor.finding import Finding
+
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fail[/]"}
+
+
+@click.command(short_help="Say whether this installation can serve, and whether a drafter fits a target.")
+@click.option("--target", type=Checkpoint(), help="The target model.")
+@click.option("--draft", type=Checkpoint(), help="Its drafter.")
+@click.option("--golden", type=_FOLDER, help="Folder of golden vectors to replay through target and drafter.")
+def doctor(target: Path | None, draft: Path | None, golden: Path | None) -> None:
+    """Say whether this installation can serve, and whether a drafter fits a target.
+
+    Ends with exit status 1 when something stands in the way.
+    """
+    if (target is None) != (draft is None):
+        raise click.UsageError("--target and --draft belong together: give both or neither")
+    if golden is not None and target is None:
+        raise click.UsageError("--golden needs --target and --draft")
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from sglang_dspark.tools.doctor.finding import failed
+
+    console = Console(highlight=False)
+    table = Table.grid(padding=(0, 2))
+    findings = []
+    with console.status("importing SGLang and looking around"):
+        for finding in _diagnose(target, draft, golden):
+            findings.append(finding)
+            table.add_row(_MARKS[finding.status], finding.subject, _text(finding))
+    console.print(table)
+    if failed(findings):
+        num_failed = sum(finding.status == "fail" for finding in findings)
+        console.print(f"\n[bold red]{num_failed} of {len(findings)} checks failed.[/]")
+        raise SystemExit(1)
+    console.print("\n[green]Ready.[/]")
+    if target is not None and draft is not None:
+        from sglang_dspark.tools.launch import dspark_flags
+
+        console.print("python -m sglang.launch_server --model-path", target, *dspark_flags(draft), soft_wrap=True)
+
+
+def _diagnose(target: Path | None, draft: Path | None, golden: Path | None) -> Iterator[Finding]:
+    from sglang_dspark.tools.doctor.installation import check_device, check_plugin, check_versions
+
+    yield from check_versions()
+    yield from check_plugin()
+    yield from check_device()
+    if target is not None and draft is not None:
+        from sglang_dspark.tools.doctor.models import check_golden, check_pair
+
+        yield from check_pair(target, draft)
+        if golden is not None:
+            yield from check_golden(target, draft, golden)
+
+
+def _text(finding: Finding) -> str:
+    from rich.markup import escape
+
+    remedy = f"\n[dim]{escape(finding.remedy)}[/]" if finding.remedy else ""
+    return escape(finding.found) + remedy

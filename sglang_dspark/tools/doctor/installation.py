@@ -1,0 +1,118 @@
+"""Versions, entry point and device."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
+
+from sglang_dspark import __version__
+from sglang_dspark.engine import support
+from sglang_dspark.errors import EngineError
+from sglang_dspark.tools.doctor.finding import Finding, one_line
+
+PLUGIN_GROUP = "sglang.srt.plugins"
+PLUGIN_VALUE = "sglang_dspark.plugin:register"
+PINNED_BY_SGLANG = ("torch", "triton", "transformers")
+
+
+def check_versions() -> Iterator[Finding]:
+    """Python, SGLang, and the packages that SGLang pins or that DSPARK relies on."""
+    yield Finding("ok", "python", f"{platform.python_version()} ({sys.executable})")
+    yield Finding("ok", "sglang-dspark", __version__)
+    try:
+        sglang_version = support.installed_sglang()
+        support.check_sglang_version(sglang_version)
+        yield Finding("ok", "sglang", sglang_version)
+    except EngineError as error:
+        yield Finding("fail", "sglang", str(error))
+    wanted = _wanted_by_sglang()
+    for name in PINNED_BY_SGLANG:
+        yield _check_package(name, wanted.get(name, ""))
+
+
+def _wanted_by_sglang() -> dict[str, str]:
+    """Package -> version specifier of the installed SGLang's requirements; empty where it is missing."""
+    from packaging.requirements import Requirement
+
+    try:
+        parsed = [Requirement(line) for line in requires("sglang") or ()]
+    except PackageNotFoundError:
+        return {}
+    return {need.name: str(need.specifier) for need in parsed if need.marker is None or need.marker.evaluate()}
+
+
+def _check_package(name: str, specifier: str) -> Finding:
+    from packaging.specifiers import SpecifierSet
+
+    wish = f"{name}{specifier}"
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return Finding("fail", name, "not installed", f"pip install '{wish}'")
+    if not SpecifierSet(specifier).contains(found, prereleases=True):
+        return Finding("fail", name, f"{found}, but this sglang needs {specifier}", f"pip install '{wish}'")
+    return Finding("ok", name, found)
+
+
+def check_plugin() -> Iterator[Finding]:
+    """The entry point: found, loads, and DSPARK registered in this process."""
+    found = [point for point in entry_points(group=PLUGIN_GROUP) if point.value == PLUGIN_VALUE]
+    if not found:
+        yield Finding(
+            "fail", "entry point", f"{PLUGIN_GROUP} does not list {PLUGIN_VALUE}", "pip install sglang-dspark"
+        )
+        return
+    yield Finding("ok", "entry point", f"{PLUGIN_GROUP}: {found[0].name} = {found[0].value}")
+    try:
+        yield _check_registration(found[0])
+    except Exception as error:  # noqa: BLE001 - whatever a foreign SGLang raises on import is the finding
+        yield Finding("fail", "registration", one_line(error), "install the sglang release named above")
+
+
+def _check_registration(entry_point: EntryPoint) -> Finding:
+    with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
+        return _register(entry_point)
+
+
+def _register(entry_point: EntryPoint) -> Finding:
+    # Called directly first, because SGLang would only log what it raises.
+    entry_point.load()()
+    if support.has_built_in_dspark(support.installed_sglang()):
+        return Finding("fail", "registration", "inactive: this sglang has its own DSPARK, which is the one that runs")
+
+    from sglang_dspark.engine.startup import diagnosis
+
+    allowed = diagnosis.plugin_filter()
+    if allowed is not None and entry_point.name not in [name.strip() for name in allowed.split(",")]:
+        remedy = f"add {entry_point.name} to it or unset it"
+        return Finding("fail", "registration", f"SGLANG_PLUGINS={allowed} keeps the plugin out", remedy)
+    if not diagnosis.is_registered():
+        return Finding("fail", "registration", "SGLang does not know DSPARK after loading its plugins")
+    if not diagnosis.has_flags():
+        return Finding("fail", "registration", "the --speculative-dspark-* flags are not on SGLang's command line")
+    return Finding("ok", "registration", "DSPARK and its flags are known to SGLang in this process")
+
+
+def check_device() -> Iterator[Finding]:
+    """The accelerator that a server would use."""
+    try:
+        import torch
+    except ImportError as error:
+        yield Finding("fail", "device", f"torch cannot be imported: {one_line(error)}", "reinstall torch")
+        return
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            memory_gib = properties.total_memory / 2**30
+            capability = f"sm_{properties.major}{properties.minor}"
+            yield Finding("ok", f"cuda:{index}", f"{properties.name}, {memory_gib:.0f} GiB, {capability}")
+        return
+    yield Finding(
+        "note",
+        "device",
+        f"CPU with {torch.get_num_threads()} threads; no CUDA GPU is visible",
+        "serve with SGLANG_USE_CPU_ENGINE=1 in the environment and --device cpu",
+    )

@@ -1,0 +1,151 @@
+"""Whether a drafter fits a target, from their files. Runs on the CPU whatever the server will use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_dspark.errors import CheckpointError, DSparkError
+from sglang_dspark.tools.doctor.finding import Finding
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_dspark.draft.config import DraftConfig
+    from sglang_dspark.draft.model import DraftModel
+    from sglang_dspark.tools.golden import GoldenReport
+
+TARGET_EMBEDDING = "model.embed_tokens.weight"
+TARGET_LM_HEAD = "lm_head.weight"  # absent where it is tied to the embedding
+
+
+def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
+    """Configurations, tensors and memory of a target and its drafter. Stops at the first thing that does not fit."""
+    from sglang_dspark.draft.config import DraftConfig
+    from sglang_dspark.draft.pairing import check_target
+    from sglang_dspark.draft.weights import load_draft_model
+
+    try:
+        draft = DraftConfig.from_pretrained(draft_dir)
+        yield Finding("ok", "drafter", describe_drafter(draft))
+        target = _read_target_config(target_dir)
+        check_target(draft, target)
+        yield Finding("ok", "target", _describe_target(target))
+        model = load_draft_model(draft_dir, dtype=_dtype(target), device="cpu")
+        num_tensors = sum(1 for _ in model.parameters())
+        _check_finite(model)
+        # In the server's dtype: a float32 embedding equals the drafter's copy only after the same rounding.
+        shared = model.bind_target(*(weight.to(_dtype(target)) for weight in _read_target_embeddings(target_dir)))
+        yield Finding("ok", "tensors", f"{num_tensors} tensors, all expected, all finite; {_describe_memory(model)}")
+        yield Finding("ok", "shared", f"read from the target: {', '.join(shared) or 'nothing'}")
+    except DSparkError as error:
+        yield Finding("fail", "pair", str(error))
+
+
+def describe_drafter(draft: DraftConfig) -> str:
+    """Block size, layers, taps and heads in one line."""
+    markov, confidence = "no Markov head", "no confidence head"
+    if draft.markov_rank:
+        markov = f"{draft.markov_head_type} Markov head of rank {draft.markov_rank}"
+    if draft.enable_confidence_head:
+        confidence = f"confidence head {'with' if draft.confidence_head_with_markov else 'without'} Markov features"
+    return (
+        f"block size {draft.block_size}, {draft.num_hidden_layers} layers, taps {list(draft.target_layer_ids)} of "
+        f"{draft.num_target_layers}, {markov}, {confidence}"
+    )
+
+
+def _describe_target(target: Any) -> str:
+    return (
+        f"{', '.join(target.architectures)}: hidden size {target.hidden_size}, vocabulary {target.vocab_size}, "
+        f"{target.num_hidden_layers} layers, as the drafter expects"
+    )
+
+
+def _describe_memory(model: DraftModel) -> str:
+    from sglang_dspark.draft.cache import bytes_per_token
+
+    parameters = list(model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    size_mib = sum(parameter.numel() * parameter.element_size() for parameter in parameters) / 2**20
+    dtype = model.fc.weight.dtype
+    per_token = bytes_per_token(model.config, dtype)
+    return (
+        f"{count:,} parameters beside the target's ({size_mib:,.1f} MiB as {str(dtype).removeprefix('torch.')}), "
+        f"draft K/V {per_token:,} bytes per token"
+    )
+
+
+def _read_target_config(target_dir: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(target_dir).get_text_config()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{target_dir}: transformers cannot read this as a target ({error})") from error
+
+
+def _dtype(target: Any) -> torch.dtype:
+    """What the server computes in unless --dtype says otherwise, and with it the drafter."""
+    import torch
+
+    dtype = target.dtype
+    # SGLang's `--dtype auto` serves float32 checkpoints in float16, where the size is the same as in bfloat16.
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+
+
+def _check_finite(model: DraftModel) -> None:
+    import torch
+
+    broken = [name for name, parameter in model.named_parameters() if not bool(torch.isfinite(parameter).all())]
+    if broken:
+        raise CheckpointError(
+            f"{model.config.origin}: NaN or infinite values in {', '.join(broken)}; take an intact checkpoint"
+        )
+
+
+def _read_target_embeddings(target_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(embedding, LM head)`` of the target, each ``[V, d]``; the same tensor twice where they are tied."""
+    from safetensors import SafetensorError, safe_open
+
+    found = {}
+    for file in sorted(target_dir.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in {TARGET_EMBEDDING, TARGET_LM_HEAD} & set(tensors.keys()):
+                    found[name] = tensors.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file}: cannot be read ({error}); download the target again") from error
+    if TARGET_EMBEDDING not in found:
+        raise CheckpointError(
+            f"{target_dir}: no safetensors file holds {TARGET_EMBEDDING}; give a complete target in safetensors format"
+        )
+    return found[TARGET_EMBEDDING], found.get(TARGET_LM_HEAD, found[TARGET_EMBEDDING])
+
+
+def check_golden(target_dir: Path, draft_dir: Path, golden_dir: Path) -> Iterator[Finding]:
+    """Replay golden vectors through the model code; one finding per mismatch."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from sglang_dspark.tools.golden import replay
+
+    disable_progress_bar()
+    try:
+        report = replay(target_dir, draft_dir, golden_dir)
+    except DSparkError as error:
+        yield Finding("fail", "golden", str(error))
+        return
+    yield Finding("ok" if report.ok else "fail", "golden", _summary(report))
+    for mismatch in report.mismatches:
+        yield Finding("fail", "golden", str(mismatch))
+
+
+def _summary(report: GoldenReport) -> str:
+    text = f"{sum(report.checked.values())} comparisons, {len(report.mismatches)} mismatches"
+    if report.accept_lengths:
+        text += f"; accept length {sum(report.accept_lengths) / len(report.accept_lengths):.2f}"
+    if report.max_abs_error:
+        path, error = max(report.max_abs_error.items(), key=lambda entry: entry[1])
+        text += f"; largest difference {error:.1e} ({path})"
+    return text

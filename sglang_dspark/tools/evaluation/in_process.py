@@ -1,0 +1,74 @@
+"""Accept length of a drafter without a server: along texts that the target writes in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_dspark.draft.reduced_vocabulary import load_token_ids
+from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.tools.train.evaluate import write_texts
+from sglang_dspark.tools.train.measure import measure
+from sglang_dspark.tools.train.prompt_format import PromptFormat
+from sglang_dspark.tools.train.rows import keep_states
+from sglang_dspark.tools.train.target import Target
+from sglang_dspark.tools.train.text_writer import InProcessWriter
+
+# Tokens that go through the target together.
+_BATCH_TOKENS = 16_384
+# Prompts that are answered together on a CPU; a GPU takes them all.
+_CPU_BATCH = 64
+
+
+def evaluate_in_process(
+    target_path: Path,
+    draft_path: Path,
+    sets: Mapping[str, Sequence[str]],
+    *,
+    temperature: int,
+    max_tokens: int,
+    raw: bool = False,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
+    """Results of `sglang_dspark.tools.train.measure.measure`: with and without the Markov head, set by set.
+
+    On a GPU in bfloat16, else in float32.
+
+    Args:
+        sets: name -> prompts.
+        temperature: 0 or 1.
+        max_tokens: no round starts at or after this many tokens of an answer.
+
+    Raises:
+        CheckpointError: the drafter was made for another target.
+    """
+    from transformers import AutoConfig
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = load_draft_model(draft_path, dtype=dtype, device=device)
+    config = AutoConfig.from_pretrained(target_path).get_text_config()
+    model.config.check_target(
+        hidden_size=config.hidden_size, vocab_size=config.vocab_size, num_hidden_layers=config.num_hidden_layers
+    )
+    target = Target.from_pretrained(target_path, model.config.target_layer_ids, dtype=dtype, device=device)
+    model.bind_target(target.embed_weight, target.lm_head_weight)
+    prompt_format = PromptFormat.from_pretrained(target_path, raw=raw)
+    writer = InProcessWriter(target)
+    texts = {}
+    for name, prompts in sets.items():
+        rows = write_texts(
+            writer,
+            [prompt_format.encode(prompt) for prompt in prompts],
+            temperature=temperature,
+            max_new_tokens=max_tokens,
+            block_size=model.config.block_size,
+            batch_size=len(prompts) if device == "cuda" else _CPU_BATCH,
+            seed=seed,
+        )
+        texts[name, temperature] = keep_states(target, rows, batch_tokens=_BATCH_TOKENS)
+    token_ids = load_token_ids(draft_path, target.vocab_size)
+    return measure(model, token_ids, target, texts, max_new_tokens=max_tokens, seed=seed)

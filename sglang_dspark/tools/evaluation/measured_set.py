@@ -1,0 +1,231 @@
+"""What a set of prompts shows about a drafter, from the rounds of a server. Definitions are those of DeepSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from sglang_dspark.calibration.metrics import auc, brier, reliability_bins
+from sglang_dspark.calibration.survival import Bools, Floats, Ints, prefix_survival, sigmoid, survived
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.tools.calibrate.trace_client import Answer
+from sglang_dspark.tools.calibrate.traces import round_confidence
+from sglang_dspark.tools.simulator.blocks import RecordedBlocks
+
+THRESHOLDS = tuple(step / 10 for step in range(11))
+
+
+@dataclass(frozen=True)
+class MeasuredSet:
+    """The rounds of the answers to a set of prompts, each of which verified its whole block.
+
+    A round in which a stop token was accepted counts its drafts up to that token, and no bonus token.
+
+    Attributes:
+        name: of the set.
+        num_answers: prompts asked.
+        num_tokens: output tokens of all answers.
+        proposed: [n] drafts of each round: the block, or the drafts up to an accepted stop token.
+        accepted: [n] drafts accepted.
+        committed: [n] tokens gained: accepted drafts and, unless they stopped, one more.
+        logits: [n, gamma] raw logits of the confidence head; None without one.
+        answer: [n] index of the answer.
+    """
+
+    name: str
+    num_answers: int
+    num_tokens: int
+    gamma: int
+    proposed: Ints
+    accepted: Ints
+    committed: Ints
+    logits: Floats | None
+    answer: Ints
+
+    @classmethod
+    def from_answers(cls, name: str, answers: Sequence[Answer], gamma: int) -> Self:
+        """Collect the rounds.
+
+        Args:
+            gamma: drafts of a whole block.
+
+        Raises:
+            ConfigError: there are none, or some were verified in part.
+        """
+        rounds = [
+            (index, position, entry)
+            for index, answer in enumerate(answers)
+            for position, entry in enumerate(answer.trace)
+            if entry
+        ]
+        cut = sum(entry["verified"] < gamma for _, _, entry in rounds)
+        if not rounds:
+            raise ConfigError(
+                f"{name}: every answer ended with its first token; give other prompts or more --max-tokens"
+            )
+        if cut:
+            raise ConfigError(
+                f"{name}: {cut} of {len(rounds)} rounds did not verify a whole block of drafts, so that the "
+                "accept length is the schedule's as much as the drafter's; start the server with "
+                "--speculative-dspark-schedule static and without --speculative-dspark-verify-len, or switch it with "
+                'POST /dspark/policy {"policy": "static"}'
+            )
+        has_head = all(entry.get("confidence") is not None for _, _, entry in rounds)
+        counts = np.array([_counts(answers[index], position, entry, gamma) for index, position, entry in rounds])
+        return cls(
+            name,
+            len(answers),
+            sum(answer.num_tokens for answer in answers),
+            gamma,
+            proposed=counts[:, 0],
+            accepted=counts[:, 1],
+            committed=counts[:, 2],
+            logits=np.array([round_confidence(entry) for _, _, entry in rounds]) if has_head else None,
+            answer=np.array([index for index, _, _ in rounds]),
+        )
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens committed per round, bonus included."""
+        return float(self.committed.mean())
+
+    @property
+    def standard_error(self) -> float:
+        """Of the accept length: over the answers, because rounds of one answer resemble each other.
+
+        The accept length is a ratio of sums over answers; this is the linearised error of such a ratio.
+        """
+        count = self.num_answers
+        committed = np.bincount(self.answer, self.committed, count)
+        rounds = np.bincount(self.answer, minlength=count)
+        residual = committed - self.accept_length * rounds
+        return float(np.sqrt(np.square(residual).sum() * count / max(count - 1, 1)) / rounds.sum())
+
+    @property
+    def verify_rate(self) -> float:
+        """Tokens committed per token that went through the target."""
+        return float(self.committed.sum() / (self.proposed + 1).sum())
+
+    @property
+    def outcomes(self) -> Bools:
+        """[n, gamma] whether a draft and all before it were accepted."""
+        return survived(self.accepted, self.gamma)
+
+    @property
+    def survival(self) -> list[float]:
+        """By position: share of the rounds that proposed it in which it and all before it were accepted."""
+        proposed = self.proposed[:, None] > np.arange(self.gamma)
+        return _shares((self.outcomes & proposed).sum(0), proposed.sum(0))
+
+    @property
+    def conditional(self) -> list[float]:
+        """By position: share accepted of the drafts before which all were accepted."""
+        tested = np.minimum(self.proposed, self.accepted + 1)[:, None] > np.arange(self.gamma)
+        return _shares(self.outcomes.sum(0), tested.sum(0))
+
+    def thresholds(self) -> list[dict[str, float]]:
+        """The policy ``threshold`` on these rounds, by threshold: what it verifies, and what is accepted of it.
+
+        ``accept_length`` and ``verified`` per round, the bonus token and the anchor included; ``rate``: their ratio
+        (DSpark, Fig. 5). Rounds stay those of whole blocks, while a server that verifies less starts them elsewhere.
+        Empty without a confidence head.
+        """
+        if self.logits is None:
+            return []
+        rows = []
+        for threshold in THRESHOLDS:
+            lens = (sigmoid(self.logits) >= threshold).cumprod(1).sum(1)
+            # A block that is cut before its stop token is accepted commits one token more, as any other.
+            committed = np.where(lens >= self.accepted, self.committed, lens + 1).mean()
+            verified = np.minimum(lens, self.proposed).mean() + 1
+            rows.append(
+                {
+                    "threshold": threshold,
+                    "accept_length": float(committed),
+                    "verified": float(verified),
+                    "rate": float(committed / verified),
+                }
+            )
+        return rows
+
+    @property
+    def predicted(self) -> Floats | None:
+        """[n, gamma] survival as the raw head predicts it; None without one."""
+        return None if self.logits is None else prefix_survival(sigmoid(self.logits))
+
+    def confidence(self) -> list[dict[str, float | None]]:
+        """Errors of the raw head's survival by position; empty without one."""
+        if self.predicted is None:
+            return []
+        rows: list[dict[str, float | None]] = []
+        for k, (predicted, observed) in enumerate(zip(self.predicted.T, self.outcomes.T, strict=True)):
+            asked = self.proposed > k
+            bins = reliability_bins(predicted[asked], observed[asked])
+            rows.append(
+                {
+                    "position": k + 1,
+                    "ece": bins.ece,
+                    "ece_noise": bins.ece_noise,
+                    "auc": auc(predicted[asked], observed[asked]),
+                    "brier": brier(predicted[asked], observed[asked]),
+                    "predicted_mean": float(predicted[asked].mean()),
+                    "observed_mean": float(observed[asked].mean()),
+                }
+            )
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready content."""
+        return {
+            "set": self.name,
+            "answers": self.num_answers,
+            "output_tokens": self.num_tokens,
+            "rounds": len(self.accepted),
+            "block_size": self.gamma,
+            "accept_length": self.accept_length,
+            "standard_error": self.standard_error,
+            "verify_rate": self.verify_rate,
+            "survival": self.survival,
+            "conditional": self.conditional,
+            "thresholds": self.thresholds(),
+            "confidence": self.confidence(),
+        }
+
+
+def _counts(answer: Answer, position: int, entry: dict[str, Any], gamma: int) -> tuple[int, int, int]:
+    """Drafts proposed and accepted, and tokens committed, of the round that begins at an output token."""
+    accepted = int(entry["accepted"])
+    given = answer.num_tokens - position
+    if answer.stopped and given <= accepted:
+        return given, given, given  # the last token given is a draft, and a stop token
+    return gamma, accepted, accepted + 1
+
+
+def _shares(part: Ints, whole: Ints) -> list[float]:
+    shares: list[float] = (part / np.maximum(whole, 1)).tolist()
+    return shares
+
+
+def recorded_blocks(sets: Sequence[MeasuredSet], name: str) -> RecordedBlocks:
+    """The rounds of all sets, answers in turn, for the simulator.
+
+    Rounds that ended with a stop token are left out: what the block was worth is not known of them.
+    """
+    gamma = sets[0].gamma
+    whole = [one.proposed == gamma for one in sets]
+    has_head = all(one.logits is not None for one in sets)
+    # The first answers of all sets, then the second ones ...: a short workload shall have something of each.
+    owners = np.concatenate(
+        [one.answer[kept] * len(sets) + index for index, (one, kept) in enumerate(zip(sets, whole, strict=True))]
+    )
+    order = owners.argsort(kind="stable")
+    accepted = np.concatenate([one.accepted[kept] for one, kept in zip(sets, whole, strict=True)])[order]
+    logits = None
+    if has_head:
+        logits = np.concatenate(
+            [one.logits[kept] for one, kept in zip(sets, whole, strict=True) if one.logits is not None]
+        )[order]
+    return RecordedBlocks(gamma, accepted, logits, owners[order], name)

@@ -1,0 +1,270 @@
+"""Run an SGLang server as a child process: start, wait until it answers, and always stop it.
+
+Used by the demo, the tests and the benchmarks. It knows the server from outside only (a command, a port, a log), so it
+imports neither SGLang nor torch.
+
+    with LaunchedServer(target_dir, *CPU_FLAGS, "--dtype", "float32", env=CPU_ENV) as server:
+        server.get_json("/dspark/stats")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from sglang_dspark.errors import LaunchError
+from sglang_dspark.tools.http_client import open_directly
+
+CPU_ENV: Mapping[str, str] = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+"""Environment that makes SGLang serve on a machine without a GPU, from local checkpoints."""
+
+CPU_DEVICE_FLAGS = (
+    *("--device", "cpu", "--disable-cuda-graph", "--mem-fraction-static", "0.3"),
+    # An idle scheduler otherwise polls its sockets with a whole core.
+    "--sleep-on-idle",
+)
+"""What any server on a CPU needs."""
+
+CPU_FLAGS = (
+    *CPU_DEVICE_FLAGS,
+    # SGLang sizes the K/V pool from free memory; on a shared machine with a small model a fixed pool starts faster.
+    *("--max-total-tokens", "16384", "--max-running-requests", "16"),
+)
+"""Flags for a small model on a CPU; add ``--dtype``."""
+
+CUDA_FLAGS = (
+    # A plain server then computes attention and draws tokens with the same backends as one with DSPARK.
+    *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph"),
+    *("--max-total-tokens", "16384", "--max-running-requests", "16", "--mem-fraction-static", "0.3"),
+)
+"""Flags for a small model on a part of a GPU; add ``--dtype``."""
+
+
+def dspark_flags(draft_path: str | Path) -> tuple[str, ...]:
+    """The two flags that make a server decode with DSPARK."""
+    return ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft_path))
+
+
+STARTUP_TIMEOUT_S = 600.0
+POLL_S = 0.25
+TAIL_LINES = 25
+
+
+Progress = Callable[[float, str], None]
+"""Called while waiting with the seconds since the start and the last line of the server's log."""
+
+
+class LaunchedServer:
+    """``python -m sglang.launch_server`` on 127.0.0.1, as a context manager.
+
+    Attributes:
+        url: base URL, without a trailing slash.
+        pid: process id of the server, which leads a process group of its own.
+        log_path: everything the server printed; kept after the server has stopped.
+        startup_s: seconds from the start of the process to the first healthy answer; 0 until then.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *flags: str,
+        env: Mapping[str, str] | None = None,
+        log_path: str | Path | None = None,
+        startup_timeout_s: float = STARTUP_TIMEOUT_S,
+        progress: Progress | None = None,
+    ) -> None:
+        """Describe the server; it starts when the ``with`` block is entered.
+
+        Args:
+            model_path: the target checkpoint.
+            flags: further arguments of ``sglang.launch_server``. A ``--port`` among them is used, else a free one.
+            env: variables set on top of this process's environment.
+            log_path: where the server's output goes; default: a new file in the temporary directory.
+            startup_timeout_s: how long the server may take until it answers, warm-up request included.
+            progress: called about four times a second while the server starts.
+        """
+        self._port = _flag_value(flags, "--port") or str(_free_port())
+        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path), *flags]
+        if "--port" not in flags:
+            self._command += ["--port", self._port]
+        if "--host" not in flags:
+            self._command += ["--host", "127.0.0.1"]
+        self._env = {**os.environ, **(env or {})}
+        self._startup_timeout_s = startup_timeout_s
+        self._progress = progress
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.log_path = Path(log_path) if log_path is not None else _new_log_path()
+        self.startup_s = 0.0
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server.
+
+        Raises:
+            LaunchError: the server was never started.
+        """
+        return self._started().pid
+
+    def __enter__(self) -> Self:
+        """Start the server and wait until it is healthy.
+
+        Raises:
+            LaunchError: it died or took too long; the message ends with the tail of its log.
+        """
+        with self.log_path.open("wb") as log:
+            # A session of its own: Ctrl-C reaches only us, and the whole group can be stopped by its leader's id.
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._reaper = _start_reaper(self._process.pid)
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End the server and every process of its group. Does nothing when that has happened already."""
+        process, reaper = self._process, self._reaper
+        if process is None or reaper is None:
+            return
+        # Killed at once: SGLang drains for 5 s on SIGTERM and sits out SIGINT for more than 10 s. The group may outlive
+        # its leader, as long as one scheduler or detokenizer is left in it.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        reaper.kill()
+        reaper.communicate()
+        self._reaper = None  # the group's number may belong to others from now on
+
+    def get_json(self, path: str, *, timeout_s: float = 60.0) -> Any:
+        """Decoded JSON answer to ``GET path``.
+
+        Raises:
+            urllib.error.HTTPError: the status is not 2xx; its ``read()`` gives the body.
+        """
+        with open_directly(self.url + path, timeout=timeout_s) as response:
+            return json.load(response)
+
+    def post_json(self, path: str, body: Any, *, timeout_s: float = 600.0) -> Any:
+        """Decoded JSON answer to ``POST path`` with a JSON body.
+
+        Raises:
+            urllib.error.HTTPError: the status is not 2xx; its ``read()`` gives the body.
+        """
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        with open_directly(request, timeout=timeout_s) as response:
+            return json.load(response)
+
+    def flush_cache(self) -> None:
+        """Empty the radix cache, so that the next request is prefilled in full.
+
+        Waits for the server to be idle: under overlap one more step runs after the last answer.
+
+        Raises:
+            urllib.error.HTTPError: the server still has requests after 30 s.
+        """
+        request = urllib.request.Request(self.url + "/flush_cache?timeout=30", method="POST")
+        with open_directly(request, timeout=60.0):
+            pass  # the answer is a sentence, its status says all
+
+    def log_tail(self, num_lines: int = TAIL_LINES) -> str:
+        """The last lines that the server printed."""
+        return "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise LaunchError("the server was not started; use it in a `with` statement")
+        return self._process
+
+    def _wait_until_healthy(self) -> None:
+        process, start = self._started(), time.monotonic()
+        while True:
+            elapsed_s = time.monotonic() - start
+            if process.poll() is not None:
+                raise self._failure(f"ended with exit status {process.returncode} after {elapsed_s:.0f} s")
+            if self._is_healthy():
+                self.startup_s = time.monotonic() - start
+                return
+            if elapsed_s > self._startup_timeout_s:
+                raise self._failure(f"did not answer within {self._startup_timeout_s:g} s")
+            if self._progress is not None:
+                self._progress(elapsed_s, self.log_tail(1))
+            time.sleep(POLL_S)
+
+    def _is_healthy(self) -> bool:
+        # 503 until the warm-up request is done; then the answer takes a second, because it generates a token.
+        try:
+            with open_directly(self.url + "/health", timeout=30.0) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+    def _failure(self, what: str) -> LaunchError:
+        return LaunchError(f"the server {what}. {' '.join(self._command)}\nEnd of {self.log_path}:\n{self.log_tail()}")
+
+
+def _start_reaper(group: int) -> subprocess.Popen[bytes]:
+    """A process that kills the group when this process ends, however that happens.
+
+    It waits for the end of its input, whose other end only this process holds. A parent-death signal would not do: it
+    reaches the server, but not the scheduler and detokenizer that it is just starting.
+    """
+    code = "import os, signal, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", code, str(group)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _flag_value(flags: tuple[str, ...], name: str) -> str | None:
+    return flags[flags.index(name) + 1] if name in flags else None
+
+
+def _free_port() -> int:
+    # Below the ports that systems hand out to outgoing connections: one of these may be taken in the half minute that a
+    # server needs until it listens. SGLang derives further ports by adding 10000.
+    ports = list(range(15_000, 20_000))
+    random.shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise LaunchError("no free port between 15000 and 20000; pass --port")
+
+
+def _new_log_path() -> Path:
+    descriptor, name = tempfile.mkstemp(prefix="sglang-", suffix=".log")
+    os.close(descriptor)
+    return Path(name)

@@ -1,0 +1,218 @@
+"""A server made of measured times: SGLang's loop around the schedule of a real one, in simulated time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from dspark_kernels import DraftBlock
+
+from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.scheduling.step_times import StepKind
+from sglang_dspark.step.choice import PLAIN, Choice
+from sglang_dspark.step.state import Drafted, Rounds
+from sglang_dspark.tools.simulator.blocks import BlockSource, Ints
+from sglang_dspark.tools.simulator.costs import Costs
+from sglang_dspark.tools.simulator.outcome import Lane, Outcome
+from sglang_dspark.tools.simulator.workload import Request, Workload
+
+_CPU = torch.device("cpu")
+
+
+@dataclass
+class _Result:
+    """A batch that ran: a decode step, or with ``rounds`` None a prefill."""
+
+    requests: list[Request]
+    rounds: Rounds | None = None
+    accepted: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+
+class SimulatedServer:
+    """Decides as a server does, and asks the costs how long it took.
+
+    What is simulated: the loop of SGLang's scheduler (waiting prompts are prefilled before the next decode step), its
+    overlap (the result of a batch is looked at after the next one has run, so that a request that ended takes part in
+    one more step), and the schedule of the plugin itself, with its statistics, its calibration and its probes.
+
+    Args:
+        costs: how long things take. The schedule believes the same table and has to find out about the rest.
+        blocks: where drafts come from.
+        options: the policy.
+        overlap: whether SGLang's overlap scheduling is on.
+        max_running: requests that run at a time.
+        max_prefill_tokens: prompt tokens of one prefill batch; a longer prompt is prefilled alone.
+        seed: of everything random.
+        lanes: decode steps to keep in full detail, for pictures.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        blocks: BlockSource,
+        options: DSparkConfig,
+        *,
+        overlap: bool = True,
+        max_running: int = 1 << 30,
+        max_prefill_tokens: int = 8192,
+        seed: int = 0,
+        lanes: int = 0,
+    ) -> None:
+        gamma = costs.table.gamma
+        if blocks.gamma < gamma:
+            raise ConfigError(
+                f"blocks have {blocks.gamma} drafts and the SPS table is for {gamma}; give blocks of the same drafter"
+            )
+        self.costs, self.blocks = costs, blocks
+        self.overlap, self.max_running, self.max_prefill_tokens = overlap, max_running, max_prefill_tokens
+        self.num_lanes = lanes
+        self._rng = np.random.default_rng(seed)
+        self._has_head = blocks.draw([0], np.random.default_rng(0))[0] is not None
+        calibration = OnlineCalibration(gamma) if self._has_head else None
+        self.schedule = Schedule(options, gamma, calibration, _CPU)
+        self.schedule.whole_batches = bool(costs.table.tiers)
+        self.schedule.start(costs.table)
+        self._step = self._workloads = 0
+        # The step behind, as the schedule is to learn of its time; a prefill in between makes it unmeasurable.
+        self._timed: tuple[StepKind, float] | None = None
+
+    def serve(self, workload: Workload) -> Outcome:
+        """Serve a workload from an empty queue to the last token. What the schedule learned is kept."""
+        self._workloads += 1
+        return _Episode(self, workload, self._rng).run()
+
+    def decode(self, requests: Sequence[Request]) -> tuple[float, _Result]:
+        """One decode step: its milliseconds, and its result."""
+        if self._timed is not None and self.schedule.times is not None:
+            self.schedule.times.observe(*self._timed, self.costs.host_ms)
+        self._step += 1
+        bs, context = len(requests), sum(request.context for request in requests) / len(requests)
+        # Every workload counts its requests from 0.
+        ids = [f"{self._workloads}.{request.index}" for request in requests]
+        choice = self.schedule.choose(ids, context)
+        logits, whole = self.blocks.draw([request.index for request in requests], self._rng)
+        drafted, lens = self._draft(choice, bs, logits)
+        num_tokens = bs + int(lens.sum())
+        ms = self.costs.step_ms(choice, bs, num_tokens, context)
+        ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
+        kind = StepKind(bs, num_tokens, choice.depth, context)
+        self._timed = (kind, ms) if choice.drafted is None else None
+        rounds = Rounds(ids, choice, drafted.depths, lens, drafted.predictions, None, copied=[0] * bs)
+        return ms, _Result(list(requests), rounds, np.minimum(whole, lens.numpy()))
+
+    def prefill(self, requests: Sequence[Request]) -> tuple[float, _Result]:
+        """One prefill batch: its milliseconds, and its result."""
+        self._timed = None
+        return self.costs.prefill.ms(sum(request.prompt_tokens for request in requests)), _Result(list(requests))
+
+    def _draft(self, choice: Choice, bs: int, logits: np.ndarray | None) -> tuple[Drafted, torch.Tensor]:
+        """What the draft stage proposes, and [bs] drafts verified."""
+        if choice.depth == 0:
+            return Drafted(None, None, [0] * bs), torch.zeros(bs, dtype=torch.int64)
+        depth = choice.depth
+        depths = [depth * (choice.drafted is None or request in choice.drafted) for request in range(bs)]
+        confidence = None if logits is None else torch.from_numpy(logits[:, :depth]).float()
+        predictions = None
+        if self.schedule.policy.needs_confidence:
+            predictions = self.schedule.forecast.predict(confidence, bs, depth)
+        drafted = Drafted(DraftBlock(torch.zeros(bs, depth), None, confidence), predictions, depths)
+        if choice.is_uniform(bs):
+            return drafted, torch.full((bs,), depth)
+        return drafted, self.schedule.verify_lens(choice, drafted, self._step)[0]
+
+
+class _Episode:
+    """One workload on its way through a server."""
+
+    def __init__(self, server: SimulatedServer, workload: Workload, rng: np.random.Generator) -> None:
+        self._server, self._workload = server, workload
+        self._now_ms = 0.0
+        self._requests = workload.requests(rng)
+        self._to_come: deque[Request] = deque()
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._outcome = Outcome()
+        if workload.users is None:
+            self._to_come.extend(self._requests)
+        for _ in range(workload.users or 0):
+            self._send_next()
+
+    def run(self) -> Outcome:
+        behind: _Result | None = None
+        while True:
+            self._admit()
+            result = self._run_batch()
+            if not self._server.overlap and result is not None:
+                self._deliver(result)
+            else:
+                if behind is not None:
+                    self._deliver(behind)
+                behind = result
+            if result is None and behind is None and not self._waiting:
+                if not self._to_come:
+                    return self._outcome
+                self._now_ms = max(self._now_ms, self._to_come[0].sent_ms)
+
+    def _admit(self) -> None:
+        while self._to_come and self._to_come[0].sent_ms <= self._now_ms:
+            self._waiting.append(self._to_come.popleft())
+
+    def _run_batch(self) -> _Result | None:
+        if prompts := self._next_prompts():
+            ms, result = self._server.prefill(prompts)
+            self._running += prompts
+        elif self._running:
+            ms, result = self._server.decode(self._running)
+            self._outcome.add_step(ms, PLAIN if result.rounds is None else result.rounds.choice)
+        else:
+            return None
+        self._now_ms += ms
+        return result
+
+    def _next_prompts(self) -> list[Request]:
+        prompts: list[Request] = []
+        room, tokens = self._server.max_running - len(self._running), self._server.max_prefill_tokens
+        while self._waiting and len(prompts) < room:
+            tokens -= self._waiting[0].prompt_tokens
+            if prompts and tokens < 0:
+                break
+            prompts.append(self._waiting.popleft())
+        return prompts
+
+    def _deliver(self, result: _Result) -> None:
+        """The host looks at a result: tokens reach their users, and users whose answer is complete go on."""
+        rounds = result.rounds
+        if rounds is None:
+            for request in result.requests:
+                request.known_tokens, request.first_ms = 1, self._now_ms
+        else:
+            running = [place for place, request in enumerate(result.requests) if not request.done]
+            accepted = result.accepted[running].tolist()
+            for place, count in zip(running, accepted, strict=True):
+                result.requests[place].known_tokens += count + 1
+            self._server.schedule.observe(rounds, running, accepted)
+            verified = rounds.verify_lens.tolist()
+            lanes = [
+                Lane(result.requests[place].index, rounds.drafted[place], verified[place], count)
+                for place, count in zip(running, accepted, strict=True)
+            ]
+            self._outcome.add_rounds(lanes, keep=len(self._outcome.lanes) < self._server.num_lanes)
+        for request in [request for request in self._running if request.done]:
+            request.done_ms = self._now_ms
+            self._running.remove(request)
+            self._outcome.requests.append(request)
+            if self._workload.users is not None:
+                self._send_next()
+
+    def _send_next(self) -> None:
+        """Closed loop: a user sends the next request, if there is one left."""
+        request = next(self._requests, None)
+        if request is not None:
+            request.sent_ms = self._now_ms + (self._workload.turnaround_ms if self._outcome.requests else 0.0)
+            self._to_come.append(request)

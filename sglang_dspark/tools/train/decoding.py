@@ -1,0 +1,175 @@
+"""Batched decoding with the target in process, which can keep the hidden states that the drafter trains on.
+
+The states come for free while a text is written: a corpus that stores them never runs through the target again. They
+take far more room than the text, so that pays for small targets on a slow machine only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from sglang_dspark.tools.train.rows import CorpusRow, StoredRow
+from sglang_dspark.tools.train.target import Target, TargetStates
+
+# Rows that ended stay in the batch until this share of it is idle: dropping them copies the whole KV cache.
+_COMPACT_BELOW = 0.75
+
+
+@torch.no_grad()
+def decode(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+    generator: torch.Generator,
+    *,
+    keep_states: bool = False,
+) -> list[CorpusRow]:
+    """Continue every prompt until a stop token or `max_new_tokens`.
+
+    Args:
+        prompts: token ids, one list per row; similar lengths waste least.
+        temperatures: per row; 0 takes the argmax.
+        max_new_tokens: most tokens written per row; the stop token is kept.
+        generator: CPU generator for the draws; a target elsewhere draws from one seeded by it.
+        keep_states: return `StoredRow` with the states at every position but the last, on the CPU.
+    """
+    bs, width, device = len(prompts), max(map(len, prompts)), target.device
+    ids = torch.zeros(bs, width, dtype=torch.long)
+    mask = torch.zeros(bs, width + max_new_tokens, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    generator = _generator_on(device, generator)
+    ids, mask, positions = ids.to(device), mask.to(device), positions.to(device)
+    cache = _PreallocatedCache(target.num_layers, width + max_new_tokens)
+    states = target.forward(ids, mask[:, :width], positions[:, :width], cache)
+    kept = _KeptStates(bs, width + max_new_tokens, states) if keep_states else None
+
+    outputs: list[list[int]] = [[] for _ in prompts]
+    rows = torch.arange(bs)  # batch row -> prompt
+    active = torch.ones(bs, dtype=torch.bool)
+    heat = torch.tensor(temperatures, dtype=torch.float32)
+    stop_ids = torch.tensor(sorted(target.stop_ids), dtype=torch.long)
+    for column in range(width, width + max_new_tokens):
+        tokens = _draw(target.logits(states.last_hidden[:, -1]), heat[rows], generator)
+        for i in active.nonzero().flatten().tolist():
+            outputs[rows[i]].append(int(tokens[i]))
+        active &= ~torch.isin(tokens, stop_ids)
+        if not active.any() or column == width + max_new_tokens - 1:
+            break
+        if active.float().mean() < _COMPACT_BELOW:
+            keep = active.nonzero().flatten()
+            rows, tokens, active = rows[keep], tokens[keep], active[keep]
+            cache.keep_rows(keep.to(device))
+        device_rows = rows.to(device)
+        states = target.forward(
+            tokens.to(device)[:, None],
+            mask[device_rows, : column + 1],
+            positions[device_rows, column : column + 1],
+            cache,
+        )
+        if kept is not None:
+            kept.add(rows, column, states)
+    texts = [(torch.tensor([*prompt, *output]), len(prompt)) for prompt, output in zip(prompts, outputs, strict=True)]
+    if kept is None:
+        return [CorpusRow(*text) for text in texts]
+    return [
+        StoredRow(text, prompt_len, *kept.of_row(row, width - prompt_len, len(text) - 1))
+        for row, (text, prompt_len) in enumerate(texts)
+    ]
+
+
+class _KeptStates:
+    """States of all rows and columns of a batch, on the CPU."""
+
+    def __init__(self, bs: int, columns: int, prefill: TargetStates) -> None:
+        def table(states: Tensor) -> Tensor:
+            kept = torch.zeros(bs, columns, states.shape[-1], dtype=states.dtype)
+            kept[:, : states.shape[1]] = states
+            return kept
+
+        self._features, self._last_hidden = table(prefill.features), table(prefill.last_hidden)
+
+    def add(self, rows: Tensor, column: int, states: TargetStates) -> None:
+        """Keep the states of one column; `rows` says which rows are still in the batch."""
+        self._features[rows, column] = states.features[:, 0].cpu()
+        self._last_hidden[rows, column] = states.last_hidden[:, 0].cpu()
+
+    def of_row(self, row: int, start: int, length: int) -> tuple[Tensor, Tensor]:
+        """Features and last hidden states of `length` columns from `start` on."""
+        part = slice(start, start + length)
+        return self._features[row, part].clone(), self._last_hidden[row, part].clone()
+
+
+def _generator_on(device: torch.device, generator: torch.Generator) -> torch.Generator:
+    if device.type == "cpu":
+        return generator
+    return torch.Generator(device).manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
+
+
+def _draw(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
+    """Tokens ``[bs]`` on the CPU, the argmax where the temperature is 0; logits and generator share a device."""
+    tokens = logits.argmax(-1)
+    hot = temperatures.nonzero().flatten().to(logits.device)
+    if hot.numel():
+        probs = torch.softmax(logits[hot] / temperatures.to(logits.device)[hot, None], dim=-1)
+        tokens[hot] = torch.multinomial(probs, 1, generator=generator)[:, 0]
+    return tokens.cpu()
+
+
+class _PreallocatedLayer(CacheLayerMixin):
+    """Keys and values of one layer in a buffer of the final length, so that a step appends without copying."""
+
+    is_sliding = False
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self._capacity = capacity
+        self._length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        bs, heads, _, head_dim = key_states.shape
+        self.keys = key_states.new_empty(bs, heads, self._capacity, head_dim)
+        self.values = value_states.new_empty(bs, heads, self._capacity, head_dim)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, self._length = self._length, self._length + key_states.shape[-2]
+        self.keys[:, :, start : self._length] = key_states
+        self.values[:, :, start : self._length] = value_states
+        return self.keys[:, :, : self._length], self.values[:, :, : self._length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def get_max_length(self) -> int:
+        """The same, as later releases of transformers call it."""
+        return -1
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+class _PreallocatedCache(Cache):
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        super().__init__(layers=[_PreallocatedLayer(capacity) for _ in range(num_layers)])
+
+    def keep_rows(self, rows: Tensor) -> None:
+        for layer in self.layers:
+            layer.keep_rows(rows)

@@ -1,0 +1,168 @@
+"""Training objective of the drafter: cross-entropy, total variation and confidence (DSpark paper, section 3; DeepSpec).
+
+Over the supervised slots, with z the Markov-corrected teacher-forced draft logits, p_d = softmax(z), p_t the target's
+distribution at temperature 1 and y the text's own token::
+
+    L      = ce * L_ce + l1 * L_tv + confidence * L_conf
+    L_ce   = -log p_d(y)
+    L_tv   = sum_v |p_d(v) - p_t(v)|
+    L_conf = BCE(sigmoid(c), c*),   c* = 1 - L_tv / 2, held constant
+
+each a mean over slots weighted by ``exp(-j / position_decay)`` for slot j = 0 .. gamma-1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from dspark_kernels.distribution_loss import distribution_loss, distribution_loss_ref
+from torch import Tensor
+
+from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.tools.train.anchors import AnchorBatch
+from sglang_dspark.tools.train.block_forward import block_hidden, block_latents, context_kv
+from sglang_dspark.tools.train.loss_vocabulary import VocabularySlice
+
+# Rows of logits handled at a time on a CPU: 256 x 7168 float32 stay in a 32 MiB cache across the passes of
+# `distribution_loss_ref`. On a GPU small chunks save nothing, and each takes launches: 256 MiB of 16-bit logits there.
+_CHUNK_ROWS = 256
+_CHUNK_ELEMENTS = 2**27
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the three terms, and the decay length of the position weights in slots."""
+
+    ce: float = 0.1
+    l1: float = 0.9
+    confidence: float = 1.0
+    position_decay: float = 4.0
+
+    def by_position(self, block_size: int, device: torch.device) -> Tensor:
+        """``[gamma]`` float32, 1 for the first slot."""
+        return torch.exp(-torch.arange(block_size, device=device) / self.position_decay)
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Loss of one batch and what it is made of."""
+
+    loss: Tensor  # scalar, differentiable
+    ce: Tensor  # scalar, weighted mean
+    l1: Tensor  # scalar, weighted mean
+    confidence: Tensor  # scalar, weighted mean
+    acceptance: Tensor  # [bs, A, gamma] expected acceptance c*, 0 where not supervised
+
+
+def draft_loss(
+    model: DraftModel,
+    batch: AnchorBatch,
+    vocabulary: VocabularySlice,
+    target_lm_head: Tensor,  # [V, d]
+    weights: LossWeights,
+) -> LossOutput:
+    """Loss of the draft model on `batch`, teacher-forced. Differentiable in all its parameters but the LM head's."""
+    hidden = block_hidden(model, *context_kv(model, batch.features), batch.anchors, batch.anchor_ids)
+    slots = batch.slots
+    slot_weights = weights.by_position(model.config.block_size, hidden.device)[slots % model.config.block_size]
+    slot_weights = slot_weights / (slot_weights.sum() + 1e-6)
+
+    latents = w1_embeddings = markov_w2 = None
+    if model.markov is not None:
+        latents, w1_embeddings = (
+            x.flatten(0, 1)[slots] for x in block_latents(model, batch.prev_ids.flatten(0, 1), hidden.flatten(0, 1))
+        )
+        markov_w2 = vocabulary.rows(model.markov.markov_w2.weight)
+    hidden = hidden.flatten(0, 2)[slots]
+    ce, l1, distribution_loss = _DistributionLoss.apply(
+        hidden,
+        latents,
+        markov_w2,
+        vocabulary.rows(model.lm_head_weight),
+        batch.target_hidden,
+        vocabulary.rows(target_lm_head),
+        vocabulary.log_weight,
+        vocabulary.locate(batch.labels.flatten()[slots]),
+        slot_weights,
+        weights,
+    )
+    expected = (1 - l1 / 2).clamp(0, 1)
+    confidence = hidden.new_zeros((), dtype=torch.float32)
+    if model.confidence is not None:
+        logits = model.confidence(hidden, w1_embeddings)
+        confidence = (F.binary_cross_entropy_with_logits(logits, expected, reduction="none") * slot_weights).sum()
+    acceptance = expected.new_zeros(batch.supervised.numel()).index_copy(0, slots, expected)
+    return LossOutput(
+        loss=distribution_loss + weights.confidence * confidence,
+        ce=(ce * slot_weights).sum(),
+        l1=(l1 * slot_weights).sum(),
+        confidence=confidence.detach(),
+        acceptance=acceptance.view(batch.supervised.shape),
+    )
+
+
+class _DistributionLoss(torch.autograd.Function):
+    """``ce * L_ce + l1 * L_tv`` with its gradient, computed chunk by chunk so that no ``[slots, v]`` tensor is kept.
+
+    Returns ``(L_ce [n], L_tv [n], weighted sum)``; only the weighted sum is differentiable. The gradient of the logits
+    is ``p - onehot(y)`` for the first term and ``p * (s - sum(p * s))``, s = sign(p - q), for the second; on a GPU one
+    Triton kernel computes it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,  # [n, d]
+        latents: Tensor | None,  # [n, r]
+        markov_w2: Tensor | None,  # [v, r]
+        lm_head: Tensor,  # [v, d], constant
+        target_hidden: Tensor,  # [n, d]
+        target_lm_head: Tensor,  # [v, d]
+        log_weight: Tensor | None,  # [v]
+        labels: Tensor,  # [n] position in the slice, -1 = outside: no cross-entropy for this slot
+        slot_weights: Tensor,  # [n]
+        weights: LossWeights,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        device = hidden.device.type
+        compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        chunk_rows = _CHUNK_ROWS if device == "cpu" else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // len(lm_head))
+        gradient = distribution_loss if device == "cuda" else distribution_loss_ref
+        with torch.autocast(device, enabled=False):
+            head, target_head = lm_head.to(compute_dtype), target_lm_head.to(compute_dtype)
+            w2 = None if markov_w2 is None else markov_w2.to(compute_dtype)
+            ce = torch.empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+            l1 = torch.empty_like(ce)
+            hidden_grad = torch.empty_like(hidden)
+            latents_grad = None if latents is None else torch.empty_like(latents)
+            w2_grad = None if markov_w2 is None else torch.zeros_like(markov_w2, dtype=torch.float32)
+            for start in range(0, len(hidden), chunk_rows):
+                part = slice(start, start + chunk_rows)
+                h = hidden[part].to(compute_dtype)
+                logits = F.linear(h, head)
+                if w2 is not None and latents is not None:
+                    u = latents[part].to(compute_dtype)
+                    logits.addmm_(u, w2.T)
+                ce[part], l1[part], grad = gradient(
+                    logits,
+                    F.linear(target_hidden[part].to(compute_dtype), target_head),
+                    log_weight,
+                    labels[part],
+                    slot_weights[part],
+                    ce_weight=weights.ce,
+                    tv_weight=weights.l1,
+                )
+                hidden_grad[part] = (grad @ head).to(hidden.dtype)
+                if w2 is not None and latents is not None and latents_grad is not None and w2_grad is not None:
+                    latents_grad[part] = (grad @ w2).to(latents.dtype)
+                    w2_grad += grad.T @ u
+        ctx.save_for_backward(hidden_grad, latents_grad, w2_grad)
+        ctx.mark_non_differentiable(ce, l1)
+        return ce, l1, ((weights.ce * ce + weights.l1 * l1) * slot_weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, ce_grad: Any, l1_grad: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [None if grad is None else grad * loss_grad for grad in ctx.saved_tensors]
+        return (*scaled, None, None, None, None, None, None, None)

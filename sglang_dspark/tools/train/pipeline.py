@@ -1,0 +1,291 @@
+"""From a target to a drafter: texts, training, evaluation; each stage goes on where an earlier run stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from sglang_dspark.draft.pairing import TARGET_ARCHITECTURES
+from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.tools.train.config import TrainConfig
+from sglang_dspark.tools.train.corpus import Corpus
+from sglang_dspark.tools.train.evaluate import AcceptanceReport, replay
+from sglang_dspark.tools.train.prompt_format import PromptFormat
+from sglang_dspark.tools.train.rows import (
+    ComputedStates,
+    CorpusRow,
+    StateSource,
+    keep_states,
+    kept_bytes,
+    padded_ids,
+    stored_states,
+)
+from sglang_dspark.tools.train.server_writer import ServerWriter
+from sglang_dspark.tools.train.target import Target, stop_ids
+from sglang_dspark.tools.train.target_defaults import MaskTokens, default_depth, default_taps
+from sglang_dspark.tools.train.text_folder import TextFolder, TextPlan, Texts
+from sglang_dspark.tools.train.text_writer import InProcessWriter
+from sglang_dspark.tools.train.trainer import DRAFT_DIR, StepReport, Trainer, answer_counts
+
+EVALUATION_FILE = "evaluation.json"
+# Greedy texts must be the target's own. In another precision a near-tie may fall the other way, so a token agrees when
+# it is at least half as likely as the first choice; this share of the tokens of some rows has to.
+_CHECKED_ROWS = 8
+_MIN_RATIO = 0.5
+_MIN_AGREEMENT = 0.9
+# Of the free memory of a GPU, for the states of all texts; and tokens that go through the target together for them.
+_STATES_SHARE = 0.5
+_STATES_BATCH_TOKENS = 16_384
+
+
+class Display(Protocol):
+    """Where progress goes."""
+
+    def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """`done` of `total` of a stage are finished."""
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainJob:
+    """Everything that the command can be told; field names are those of its options where they have one."""
+
+    target: str  # checkpoint folder or name on the Hugging Face hub
+    output: Path
+    corpus: Path
+    plan: TextPlan
+    plan_options: frozenset[str]  # fields of the plan that the user set
+    store_states: bool = False
+    server: str | None = None
+    api_key: str | None = None
+    concurrency: int = 64
+    taps: tuple[int, ...] | None = None
+    layers: int | None = None
+    mask_token_id: int | None = None
+    init: Path | None = None  # drafter to start from
+    settings: dict[str, Any]  # further fields of `TrainConfig`
+    device: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Accept lengths of the finished checkpoint on held-out texts."""
+
+    greedy: AcceptanceReport
+    sampled: AcceptanceReport
+
+
+def train(job: TrainJob, display: Display) -> Evaluation:
+    """Run all stages of `job`.
+
+    Raises:
+        ConfigError: the target cannot be loaded or tapped, the texts are not its own, or a setting contradicts what the
+            output folder was begun with.
+        CheckpointError: shape of the drafter and target do not go together.
+    """
+    target_config = _target_config(job.target)
+    taps = job.taps or default_taps(target_config.num_hidden_layers)
+    _say_if_not_served(target_config, display)
+    plan = replace(job.plan, stored_taps=taps if job.store_states else None)
+    folder = TextFolder(job.corpus, plan, job.plan_options)
+    stored = folder.plan.stored_taps
+    _check_stored(job, stored, taps)
+    prompt_format = PromptFormat.from_pretrained(
+        job.target, raw=folder.plan.raw, template_kwargs=folder.plan.chat_template_kwargs
+    )
+    target = None
+    if job.server is None:
+        target = _load_target(job, taps, display)
+        folder.write(InProcessWriter(target, keep_states=stored is not None), prompt_format, display.progress)
+    else:
+        writer = ServerWriter(
+            job.server,
+            _stop_ids(job.target),
+            target_config.vocab_size,
+            concurrency=job.concurrency,
+            api_key=job.api_key,
+        )
+        folder.write(writer, prompt_format, display.progress)
+    # Not before the texts are there: the server may have filled the device, and can be stopped now.
+    target = target or _load_target(job, taps, display)
+    texts = folder.load()
+    _check_agreement(target, texts.greedy, job.corpus)
+    display.say(f"{len(texts.train)} texts with {texts.train.num_answer_tokens} answer tokens to train on")
+    config = _train_config(job, target, taps, prompt_format, texts)
+    held_out = Corpus(texts.greedy.rows + texts.sampled.rows)
+    states: StateSource = stored_states
+    if stored is None:
+        states = ComputedStates(target)
+        if _fit_with_states(target, texts.train.rows + held_out.rows):
+            train_texts, held_out = (_with_states(target, corpus, display) for corpus in (texts.train, held_out))
+            texts, states = replace(texts, train=train_texts), stored_states
+    trainer = Trainer(config, target, texts.train, held_out, job.output, states, init=job.init)
+    _describe(trainer, display)
+    _train(trainer, display)
+    evaluation = _evaluate(job, target, texts, folder.plan.max_tokens, display)
+    content = {"target": job.target, "steps": trainer.step}
+    content |= {name: report.to_dict() for name, report in vars(evaluation).items()}
+    (job.output / EVALUATION_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return evaluation
+
+
+def _target_config(path: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--target {path}: {str(error).splitlines()[0]}; give the folder of a checkpoint, or the name of a model "
+            "on the Hugging Face hub"
+        ) from error
+
+
+def _stop_ids(path: str) -> frozenset[int]:
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # a checkpoint without generation_config.json
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
+    return stop_ids(generation.eos_token_id)
+
+
+def _check_stored(job: TrainJob, stored: tuple[int, ...] | None, taps: tuple[int, ...]) -> None:
+    """Refuse options that contradict what the texts in the folder keep."""
+    if stored is None and job.store_states:
+        raise ConfigError(
+            f"--store-states: the texts in {job.corpus} were begun without states; drop it, or give another --corpus"
+        )
+    if stored is not None and job.server is not None:
+        raise ConfigError(
+            f"--server {job.server}: the texts in {job.corpus} keep states, which a server does not give; drop it, or "
+            "give another --corpus"
+        )
+    if stored is not None and stored != taps:
+        raise ConfigError(
+            f"--taps {','.join(map(str, taps))}: the texts in {job.corpus} keep the states of layers "
+            f"{','.join(map(str, stored))}; give these, or another --corpus"
+        )
+
+
+def _load_target(job: TrainJob, taps: tuple[int, ...], display: Display) -> Target:
+    display.say(f"loading {job.target} on {job.device} in {str(job.dtype).removeprefix('torch.')}")
+    return Target.from_pretrained(job.target, taps, dtype=job.dtype, device=job.device)
+
+
+def _say_if_not_served(config: Any, display: Display) -> None:
+    architectures = config.architectures or [config.model_type]
+    if not set(architectures) & set(TARGET_ARCHITECTURES):
+        display.say(
+            f"{', '.join(architectures)} is not among the targets that this release serves with DSPARK "
+            f"({', '.join(TARGET_ARCHITECTURES)}); the drafter can be trained and measured all the same"
+        )
+
+
+def _check_agreement(target: Target, greedy: Corpus, folder: Path) -> None:
+    """Refuse texts that another model has written.
+
+    Raises:
+        ConfigError: too many of their tokens are not the target's first choice.
+    """
+    rows = greedy.rows[:_CHECKED_ROWS]
+    states = ComputedStates(target)(rows)
+    agreed = total = 0
+    for row, ids, hidden in zip(rows, padded_ids(rows).to(target.device), states.last_hidden, strict=True):
+        answer = slice(row.prompt_len, len(row.input_ids))
+        before = slice(row.prompt_len - 1, len(row.input_ids) - 1)
+        logits = target.logits(hidden[before])
+        deficit = logits.amax(-1) - logits.gather(-1, ids[answer, None])[:, 0]
+        agreed += int((deficit <= -math.log(_MIN_RATIO)).sum())
+        total += len(deficit)
+    if agreed < _MIN_AGREEMENT * total:
+        raise ConfigError(
+            f"--corpus {folder}: only {agreed / total:.0%} of its greedy tokens are a likely choice of --target, so "
+            "another model wrote them; check what --server serves, and begin a new --corpus"
+        )
+
+
+def _train_config(
+    job: TrainJob, target: Target, taps: tuple[int, ...], prompt_format: PromptFormat, texts: Texts
+) -> TrainConfig:
+    counts = [answer_counts(corpus, target.vocab_size) for corpus in (texts.train, texts.greedy, texts.sampled)]
+    masks = MaskTokens(prompt_format.tokenizer, target.embed_weight, target.stop_ids, torch.stack(counts).sum(0))
+    if job.mask_token_id is not None:
+        masks.check(job.mask_token_id)
+    return TrainConfig(
+        target_layer_ids=taps,
+        mask_token_id=masks.default() if job.mask_token_id is None else job.mask_token_id,
+        num_layers=job.layers or default_depth(target.num_layers),
+        device=job.device,
+        compute_dtype=str(job.dtype).removeprefix("torch."),
+        **job.settings,
+    )
+
+
+def _fit_with_states(target: Target, rows: Sequence[CorpusRow]) -> bool:
+    """Whether a GPU has room for the states of all texts; a CPU's memory is the user's to give (--store-states)."""
+    if target.device.type != "cuda":
+        return False
+    torch.cuda.empty_cache()  # what decoding has left
+    free, _ = torch.cuda.mem_get_info(target.device)
+    return kept_bytes(target, rows) <= _STATES_SHARE * free
+
+
+def _with_states(target: Target, corpus: Corpus, display: Display) -> Corpus:
+    def on_progress(done: int, total: int) -> None:
+        display.progress("running the target over the texts", done, total)
+
+    return Corpus(keep_states(target, corpus.rows, batch_tokens=_STATES_BATCH_TOKENS, on_progress=on_progress))
+
+
+def _describe(trainer: Trainer, display: Display) -> None:
+    config = trainer.config
+    trained = sum(parameter.numel() for parameter in trainer.model.parameters())
+    display.say(
+        f"drafter: block size {config.block_size}, {config.num_layers} layers, taps {list(config.target_layer_ids)}, "
+        f"mask token {config.mask_token_id}, {trained / 1e6:.1f} M parameters to train"
+    )
+    if trainer.step:
+        display.say(f"continuing after step {trainer.step}")
+
+
+def _train(trainer: Trainer, display: Display) -> None:
+    note = ""
+
+    def on_report(report: StepReport) -> None:
+        nonlocal note
+        if report.held_out:
+            said = f"loss {report.loss:.3f}, estimated accept length {report.tau:.2f}"
+            display.say(f"step {report.step}, held out: {said}")
+        else:
+            note = f"loss {report.loss:.2f} accept {report.tau:.2f}"
+            display.progress("training", *trainer.progress, note)
+
+    display.progress("training", *trainer.progress)
+    trainer.run(on_report, on_step=lambda step: display.progress("training", *trainer.progress, note))
+
+
+def _evaluate(job: TrainJob, target: Target, texts: Texts, max_tokens: int, display: Display) -> Evaluation:
+    """Accept lengths of the checkpoint as it was written, not of the weights in memory."""
+    model = load_draft_model(job.output / DRAFT_DIR, dtype=job.dtype, device=job.device)
+    model.bind_target(target.embed_weight, target.lm_head_weight)
+    # A round that starts later could be cut short by the end of a text that has no stop token.
+    limit = max(1, max_tokens - model.config.block_size - 1)
+    reports = []
+    for number, (corpus, temperature) in enumerate(((texts.greedy, 0.0), (texts.sampled, 1.0))):
+        display.progress("measuring", number, 2)
+        states = ComputedStates(target)
+        reports.append(replay(model, target, corpus.rows, states, temperature=temperature, max_new_tokens=limit))
+    display.progress("measuring", 2, 2)
+    return Evaluation(*reports)

@@ -1,0 +1,295 @@
+"""Makes the bundled drafter of SmolLM2-135M-Instruct from nothing but the target.
+
+    python -m sglang_dspark.tools.train.recipes.smollm2_135m make --output DIR [--variant NAME] [--write-minutes M] ...
+    python -m sglang_dspark.tools.train.recipes.smollm2_135m measure --draft DIR PROMPTS.jsonl ...
+
+``make`` writes prompts, texts and drafter below DIR, and goes on where an earlier run stopped; both stages end by the
+clock. It is meant for a GPU: on a CPU the batches are smaller and an hour of each gives much less. ``measure`` prints
+accept lengths on the first prompts of each file, in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_dspark.draft.reduced_vocabulary import load_token_ids, save_token_ids
+from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.tools.prompts import read_prompts
+from sglang_dspark.tools.train.config import TrainConfig
+from sglang_dspark.tools.train.corpus import Corpus, generate, invent_prompts
+from sglang_dspark.tools.train.measure import measure, measured_texts, table
+from sglang_dspark.tools.train.prompt_format import PromptFormat
+from sglang_dspark.tools.train.recipes.seed_prompts import BOXED, openings, templated
+from sglang_dspark.tools.train.rows import CorpusRow, keep_states, kept_bytes, stored_states
+from sglang_dspark.tools.train.target import Target
+from sglang_dspark.tools.train.text_writer import InProcessWriter
+from sglang_dspark.tools.train.trainer import DRAFT_DIR, StepReport, Trainer, answer_counts
+
+TARGET_DIR = Path(".cache/smollm2-135m-instruct")
+
+TAP_IDS = (1, 14, 27)
+SEED = 42
+# Prompts per domain: (templated, openings that the target completes). What does not fit the time is left out evenly.
+PROMPT_COUNTS = {"math": (3000, 16_000), "code": (1500, 14_000), "chat": (6000, 36_000)}
+INVENTING_TEMPERATURES = (0.7, 1.0)
+# Of the time for texts.
+INVENTING_SHARE = 0.25
+# Temperatures of the answers and their shares: mostly the text that greedy decoding will meet again.
+ANSWER_TEMPERATURES = (0.0, 0.7, 1.0)
+ANSWER_SHARES = (0.7, 0.2, 0.1)
+MAX_INVENTED_LEN = 128
+MAX_PROMPT_LEN = 256
+MAX_ANSWER_LEN = 256
+# Texts per shard, and openings per batch: a lane that ends early takes the next text of the shard.
+BATCH_SIZE = 8192
+DRAFT_VOCABULARY = 12288
+# Of the free memory of a GPU, for the states of the texts.
+STATES_SHARE = 0.6
+HELD_OUT_ROWS = 96
+MEASURED_PROMPTS = 40
+MEASURED_TOKENS = 128
+
+CONFIG = TrainConfig(
+    target_layer_ids=TAP_IDS,
+    mask_token_id=16,  # <empty_output>, which neither the chat template nor the target's answers use
+    block_size=5,
+    num_layers=2,
+    intermediate_size=1024,
+    markov_rank=32,
+    batch_rows=128,
+    anchors_per_row=40,
+    loss_vocab=DRAFT_VOCABULARY,
+    loss_vocab_sampled=2048,
+    steps=10**8,  # the clock ends the run
+    max_minutes=5.0,
+    learning_rate=1.5e-3,
+    markov_lr_scale=6.0,
+    seed=SEED,
+    device="cuda",
+    compute_dtype="bfloat16",
+    log_every=100,
+)
+# What a step on a CPU can carry.
+CPU_CHANGES: dict[str, Any] = {
+    "device": "cpu",
+    "batch_rows": 4,
+    "anchors_per_row": 32,
+    "loss_vocab": 3072,
+    "loss_vocab_sampled": 512,
+    "learning_rate": 1e-3,
+    "markov_lr_scale": 10.0,
+}
+CPU_BATCH_SIZE = 96
+# Shapes that were tried; the bundled drafter is "base".
+VARIANTS: dict[str, dict[str, Any]] = {
+    "base": {},
+    "deep": {"num_layers": 3},
+    "rank64": {"markov_rank": 64},
+    "block7": {"block_size": 7},
+}
+
+Say = Callable[[str], None]
+
+
+def load_target(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Target:
+    """The target on the GPU, where there is one."""
+    return Target.from_pretrained(folder, TAP_IDS, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def write_prompts(target: Target, prompt_format: PromptFormat, path: Path, seconds: float, say: Say) -> None:
+    """Collect the training prompts in `path`, all domains mixed; inventing ends after about `seconds`."""
+    if path.exists():
+        return
+    rng = random.Random(SEED)
+    generator = torch.Generator().manual_seed(SEED)
+    writer = InProcessWriter(target)
+    size = _batch_size(target)
+    started = time.perf_counter()
+    prompts = {domain: templated(domain, counts[0], SEED) for domain, counts in PROMPT_COUNTS.items()}
+    for domain, temperature, chunk in _inventing_jobs(size):
+        if time.perf_counter() - started > seconds:
+            say(f"inventing ended by the clock before {domain} at temperature {temperature}")
+            break
+        invented = invent_prompts(
+            writer,
+            prompt_format,
+            chunk,
+            max_new_tokens=MAX_INVENTED_LEN,
+            temperature=temperature,
+            batch_size=size,
+            generator=generator,
+        )
+        if domain == "math":
+            invented = [turn + BOXED if rng.random() < 0.5 else turn for turn in invented]
+        prompts[domain] += invented
+        say(f"{len(invented)} of {len(chunk)} {domain} prompts invented at temperature {temperature}")
+    rows = [
+        {"prompt": prompt, "domain": domain, "temperature": rng.choices(ANSWER_TEMPERATURES, ANSWER_SHARES)[0]}
+        for domain, found in prompts.items()
+        for prompt in dict.fromkeys(found)
+    ]
+    rng.shuffle(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _inventing_jobs(size: int) -> Iterator[tuple[str, float, list[str]]]:
+    """Domain, temperature and openings of batches of at most `size`, the domains in turn."""
+    per_domain = []
+    for domain, (_, count) in PROMPT_COUNTS.items():
+        found = openings(domain, count, SEED)
+        jobs = [
+            (domain, INVENTING_TEMPERATURES[i % len(INVENTING_TEMPERATURES)], found[start : start + size])
+            for i, start in enumerate(range(0, count, size))
+        ]
+        per_domain.append(jobs)
+    for turn in zip_longest(*per_domain):
+        yield from (job for job in turn if job is not None)
+
+
+def write_corpus(
+    target: Target, prompt_format: PromptFormat, prompts_path: Path, folder: Path, seconds: float, say: Say
+) -> None:
+    """Let the target answer the prompts for about `seconds`; texts go to shards in `folder`."""
+    rows = [json.loads(line) for line in prompts_path.read_text(encoding="utf-8").splitlines()]
+    encoded = [(prompt_format.encode(row["prompt"]), row["temperature"]) for row in rows]
+    prompts, temperatures = zip(*(row for row in encoded if len(row[0]) <= MAX_PROMPT_LEN), strict=True)
+    say(f"{len(prompts)} prompts to answer")
+    started = time.perf_counter()
+    generate(
+        InProcessWriter(target),
+        prompts,
+        temperatures,
+        folder,
+        max_new_tokens=MAX_ANSWER_LEN,
+        batch_size=_batch_size(target),
+        seed=SEED,
+        seconds=seconds,
+        on_shard=lambda done, total: say(f"shard {done} of {total}, {time.perf_counter() - started:.0f} s"),
+    )
+
+
+def load_corpus(target: Target, folder: Path, say: Say) -> tuple[Corpus, Corpus]:
+    """Texts to train on and texts held out, both with the target's states."""
+    rows: list[CorpusRow] = [row for row in Corpus.load(folder).rows if len(row.input_ids) - row.prompt_len > 1]
+    started = time.perf_counter()
+    if target.device.type == "cuda":
+        torch.cuda.empty_cache()  # what decoding has left
+        free, _ = torch.cuda.mem_get_info(target.device)
+        fitting = int(len(rows) * min(1.0, STATES_SHARE * free / kept_bytes(target, rows)))
+        say(f"{fitting} of {len(rows)} texts fit the memory with their states")
+        rows = rows[:fitting]
+    rows = keep_states(target, rows, batch_tokens=65_536 if target.device.type == "cuda" else 4096)
+    corpus, held_out = Corpus(rows[:-HELD_OUT_ROWS]), Corpus(rows[-HELD_OUT_ROWS:])
+    say(f"{len(corpus)} texts, {corpus.num_answer_tokens} answer tokens; states took {_since(started)}")
+    return corpus, held_out
+
+
+def train(
+    target: Target,
+    corpus: Corpus,
+    held_out: Corpus,
+    folder: Path,
+    config: TrainConfig,
+    say: Say,
+    init: Path | None = None,
+) -> Trainer:
+    """Train in `folder`, from the drafter `init` on; the checkpoint with its vocabulary is in ``folder/draft``."""
+    trainer = Trainer(config, target, corpus, held_out, folder, stored_states, init=init)
+    by_frequency = answer_counts(corpus, target.vocab_size).argsort(descending=True, stable=True)
+    trainer.export(folder / DRAFT_DIR)  # what follows is then complete after every checkpoint
+    save_token_ids(folder / DRAFT_DIR, by_frequency[:DRAFT_VOCABULARY].tolist())
+    trainer.run(lambda report: say(_line(report)))
+    return trainer
+
+
+def variant_config(variant: str, minutes: float, device: str) -> TrainConfig:
+    """Settings of a variant on this kind of device."""
+    changes = VARIANTS[variant] | ({} if device == "cuda" else CPU_CHANGES)
+    return replace(CONFIG, max_minutes=minutes, **changes)
+
+
+def measure_drafters(target_dir: Path, drafters: Sequence[Path], files: Sequence[Path], say: Say) -> dict[str, Any]:
+    """Drafter -> results of `measure` on the first prompts of each file; the target in float32."""
+    target = load_target(target_dir, torch.float32)
+    prompt_format = PromptFormat.from_pretrained(target_dir)
+    models = {folder: load_draft_model(folder, dtype=torch.float32, device=str(target.device)) for folder in drafters}
+    texts = measured_texts(
+        target,
+        InProcessWriter(target),
+        {path.stem: list(map(prompt_format.encode, read_prompts(path, MEASURED_PROMPTS))) for path in files},
+        max_new_tokens=MEASURED_TOKENS,
+        block_size=max(model.config.block_size for model in models.values()),
+        seed=SEED,
+    )
+    results = {}
+    for folder, model in models.items():
+        model.bind_target(target.embed_weight, target.lm_head_weight)
+        ids = load_token_ids(folder, target.vocab_size)
+        results[str(folder)] = measure(model, ids, target, texts, max_new_tokens=MEASURED_TOKENS, seed=SEED)
+        say(f"{folder}\n{table(results[str(folder)])}")
+    return results
+
+
+def _batch_size(target: Target) -> int:
+    return BATCH_SIZE if target.device.type == "cuda" else CPU_BATCH_SIZE
+
+
+def _since(started: float) -> str:
+    return f"{time.perf_counter() - started:.0f} s"
+
+
+def _line(report: StepReport) -> str:
+    rates = " ".join(f"{rate:.3f}" for rate in report.acceptance)
+    kind = "held out" if report.held_out else "training"
+    state = f"loss {report.loss:.3f}  tau {report.tau:.3f}  accept {rates}"
+    return f"step {report.step:6d}  {kind}  {state}  {report.seconds:.0f} s"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run one of the commands of the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("make")
+    make.add_argument("--output", type=Path, required=True)
+    make.add_argument("--variant", choices=VARIANTS, default="base")
+    make.add_argument("--write-minutes", type=float, default=4.0)
+    make.add_argument("--train-minutes", type=float, default=5.0)
+    make.add_argument("--init", type=Path, help="drafter to start from, such as the bundled one of an earlier release")
+    measuring = commands.add_parser("measure")
+    measuring.add_argument("--draft", type=Path, action="append", required=True)
+    measuring.add_argument("files", type=Path, nargs="+")
+    for command in (make, measuring):
+        command.add_argument("--target", type=Path, default=TARGET_DIR)
+    options = parser.parse_args(arguments)
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    if options.command == "measure":
+        measure_drafters(options.target, options.draft, options.files, say)
+        return
+    target = load_target(options.target)
+    prompt_format = PromptFormat.from_pretrained(options.target)
+    prompts, texts = options.output / "prompts.jsonl", options.output / "corpus"
+    seconds = 60 * options.write_minutes
+    write_prompts(target, prompt_format, prompts, INVENTING_SHARE * seconds, say)
+    write_corpus(target, prompt_format, prompts, texts, (1 - INVENTING_SHARE) * seconds, say)
+    config = variant_config(options.variant, options.train_minutes, target.device.type)
+    corpus, held_out = load_corpus(target, texts, say)
+    train(target, corpus, held_out, options.output / options.variant, config, say, options.init)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

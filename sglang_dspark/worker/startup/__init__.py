@@ -1,0 +1,1 @@
+"""What a worker does before it serves: compile, capture, measure."""

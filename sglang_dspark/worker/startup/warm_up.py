@@ -1,0 +1,187 @@
+"""Every kernel in every form that a decode step can need, compiled at start-up and in no request.
+
+Triton compiles a kernel anew for other constants, for an argument that is None, and by some properties of numbers and
+addresses. What of that depends on a step: its requests, drafts per request, sampling, and who proposed the drafts. The
+stages run here launch by launch, once for every such difference, on requests that do not exist. CUDA graphs replay the
+same kernels, and steps that fit into no graph need them all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from dspark_kernels import (
+    AdjustmentTable,
+    DraftBlock,
+    SamplingRows,
+    StepRequests,
+    adjust,
+    plan_top,
+    plan_uniform,
+    prepare,
+)
+
+from sglang_dspark.engine.scheduler.batch import read_decode_batch
+from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
+from sglang_dspark.step.choice import PLAIN, Choice, Rule
+from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, VerifyPlan
+from sglang_dspark.step.transfers import host_index
+from sglang_dspark.worker.tiers import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from sglang_dspark.worker.worker import DSparkWorker
+
+logger = logging.getLogger(__name__)
+
+_CONTEXT = 16  # tokens per request; no kernel is compiled for a length
+_MAX_REQUESTS = 256  # of whole steps: more differ in their plans alone
+_MAX_SAMPLED_DRAFTS = 512  # the scores of so many, in float32, are 0.3 GB with 152k tokens
+
+# Temperature, top-k, top-p, min-p and seed, as SGLang's requests have them.
+_Parameters = tuple[float, int, float, float, int | None]
+_GREEDY: _Parameters = (0.0, -1, 1.0, 0.0, None)
+_SAMPLED: _Parameters = (1.0, -1, 1.0, 0.0, None)
+_SEEDED: _Parameters = (1.0, -1, 1.0, 0.0, 7)
+_FILTERED: _Parameters = (1.0, 20, 0.9, 0.05, None)
+_SEEDED_FILTERED: _Parameters = (1.0, 20, 0.9, 0.05, 7)
+
+# What the requests of a batch ask for, in turn: the mixtures that drafting tells apart, and those that acceptance does.
+_Law = tuple[_Parameters, ...]
+_DRAFT_LAWS: tuple[_Law, ...] = ((_GREEDY,), (_SAMPLED,), (_SEEDED,), (_SEEDED, _SAMPLED))
+_LAWS: tuple[_Law, ...] = (*_DRAFT_LAWS, (_FILTERED,), (_SEEDED_FILTERED,), (_SEEDED, _FILTERED))
+
+
+def warm_up(worker: DSparkWorker, request_slots: Sequence[int]) -> None:
+    """Compile what the steps of ``worker`` need, or load it from Triton's cache; takes seconds then.
+
+    Args:
+        request_slots: batch sizes that are captured as CUDA graphs, none where these are off.
+    """
+    began = time.monotonic()
+    runner = worker.target_worker.model_runner
+    most = min(worker.max_running_requests, int(runner.req_to_token_pool.size))
+    window = worker.max_verify + 1
+    context = max(1, min(_CONTEXT, min(runner.model_config.context_len, runner.token_to_kv_pool.size) - window))
+    with torch.no_grad():
+        _lay_out(worker, sizes(most), on_device=False)
+        _lay_out(worker, sizes(max(request_slots, default=0)), on_device=True)
+        of_whole_steps = sizes(min(most, _MAX_REQUESTS))
+        for requests in of_whole_steps:
+            with DummyBatch(worker.target_worker, requests, context, window) as dummy:
+                _Steps(worker, dummy).run()
+        for depth in range(1, window):
+            many = max(num for num in of_whole_steps if num * (depth + 1) <= MAX_TOKENS)
+            for requests in sorted({1, many}):
+                with DummyBatch(worker.target_worker, requests, context, window) as dummy:
+                    _Steps(worker, dummy).verify(depth)
+        with DummyBatch(worker.target_worker, min(2, most), context, window) as dummy:
+            _Steps(worker, dummy).accept()
+    # Graphs allocate from a pool of their own, which cannot use what lies cached here.
+    torch.cuda.empty_cache()
+    logger.info("DSPARK: every kernel compiled or loaded, in %.1f s", time.monotonic() - began)
+
+
+def sizes(most: int) -> list[int]:
+    """Numbers of requests up to ``most`` that kernels tell apart: they round them up to powers of two."""
+    return [2**power for power in range((most - 1).bit_length())] + [most] if most > 0 else []
+
+
+def widths(most: int) -> list[int]:
+    """Drafts per request up to ``most`` that acceptance tells apart: windows are rounded up to powers of two."""
+    return sorted({min(2**power - 1, most) for power in range(1, (most + 1).bit_length() + 1)} - {0})
+
+
+def _lay_out(worker: DSparkWorker, requests: Iterable[int], on_device: bool) -> None:
+    """Stage and plan for so many requests, of more of them and more drafts than a whole step here has.
+
+    Args:
+        on_device: the device knows the number of requests, as in CUDA graphs, and not the host.
+    """
+    most = worker.max_verify
+    for num in requests:
+        zeros = torch.zeros(num, dtype=torch.int64, device=worker.device)
+        given = StepRequests(zeros, zeros, zeros, worker.req_to_token, zeros[:1] if on_device else None)
+        plan_uniform(0, None, given, num)
+        for depth in sizes(most):
+            drafts = torch.zeros((num, depth), dtype=torch.int64, device=worker.device)
+            plan_uniform(depth, drafts, given, num * (depth + 1))
+            plan_top(torch.zeros((num, depth), device=worker.device), 0, drafts, given, num)
+        if not on_device:
+            prepare(given, worker.drafter.gamma, worker.drafter.mask_token_id)
+
+
+class _Steps:
+    """Decode steps of a dummy batch, by the worker's own stages."""
+
+    def __init__(self, worker: DSparkWorker, dummy: DummyBatch) -> None:
+        self._worker, self._dummy = worker, dummy
+        self._requests = len(dummy.fresh().seq_lens)
+        self._drafts = not worker.options.draft_free
+
+    def run(self) -> None:
+        """A plain step, and one with drafts of which not all are verified."""
+        requests, most = self._requests, self._worker.max_verify
+        self._step(PLAIN, _DRAFT_LAWS)
+        if self._drafts and most > 0:
+            depth = max(1, min(most, _MAX_SAMPLED_DRAFTS // requests))
+            self._step(Choice(Rule.TOP, depth, max(1, requests * depth // 2)), _DRAFT_LAWS)
+
+    def accept(self) -> None:
+        """Judge by every law, windows of every width: drafts of the drafter, copied ones, and both side by side."""
+        rest = self._requests - 1
+        self._surroundings(*self._step(PLAIN, _LAWS))
+        for width in widths(self._worker.max_verify):
+            if self._drafts:
+                self._step(Choice(Rule.UNIFORM, width), _LAWS)
+            tokens = torch.zeros((self._requests, width), dtype=torch.int64, device=self._worker.device)
+            copies = Copies(tokens, (width, *[0] * rest))
+            self._step(PLAIN.within(Limits(copies.lens, copies.lens)), _LAWS, copies)
+            if rest and self._drafts:
+                beside = Choice(Rule.UNIFORM, 1).within(Limits((width, *[1] * rest), copies.lens))
+                self._step(beside, _LAWS, copies)
+
+    def verify(self, depth: int) -> None:
+        """Verify drafts that nobody proposed. Attention has kernels for a width, and for few requests and many."""
+        worker, step = self._worker, self._batch((_GREEDY,))
+        block = DraftBlock(step.anchors[:, None].repeat(1, depth), None, None)
+        plan = worker.plan(step, Drafted(block, None, [depth] * len(step)), Choice(Rule.UNIFORM, depth))
+        output, captured = worker.verify(self._dummy.fresh(), step, plan)
+        worker.commit(plan, worker.accept(step, block, plan, output), captured)
+
+    def _step(
+        self, choice: Choice, laws: Sequence[_Law], copies: Copies | None = None
+    ) -> tuple[VerifyPlan, Any, torch.Tensor]:
+        """Draft and judge by each of ``laws``; plan and verify once: the target knows nothing of them."""
+        worker, verified = self._worker, None
+        for law in laws:
+            step = self._batch(law)
+            rows = self._rows(law, choice.drafted or range(len(step)))
+            drafted = worker.draft(step, choice, rows, with_confidence=True).with_copies(copies)
+            if verified is None:
+                plan = worker.plan(step, drafted, choice)
+                verified = worker.verify(self._dummy.fresh(), step, plan)
+            output, captured = verified
+            accepted = worker.accept(step, drafted.block, plan, output)
+        worker.commit(plan, accepted, captured)
+        return plan, output, captured
+
+    def _surroundings(self, plan: VerifyPlan, output: Any, captured: torch.Tensor) -> None:
+        """What else runs: a prompt's draft K/V, and penalties, biases and the like on the target's logits."""
+        worker = self._worker
+        worker.inject_context(plan.input_ids, captured, plan.positions, plan.slots)
+        table = AdjustmentTable.empty(1, output.next_token_logits.shape[1], worker.device)
+        nobody = host_index([-1], worker.device)
+        adjust(output.next_token_logits, table, nobody, plan.requests, plan.columns, plan.input_ids, plan.indptr)
+
+    def _batch(self, law: _Law) -> DecodeBatch:
+        rows = self._rows(law, range(self._requests))
+        return read_decode_batch(self._dummy.fresh(), rows, seed=0, step=0)
+
+    def _rows(self, law: _Law, requests: Sequence[int]) -> SamplingRows:
+        temperatures, top_ks, top_ps, min_ps, seeds = zip(*(law[r % len(law)] for r in requests), strict=True)
+        return SamplingRows.from_lists(temperatures, top_ks, top_ps, min_ps, seeds, device=self._worker.device)

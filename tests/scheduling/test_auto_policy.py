@@ -1,0 +1,349 @@
+"""The policy ``auto``: when it speculates, parks, resumes, probes, and stays with what it does."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sglang_dspark.scheduling.auto_policy import (
+    FIRST_LOOK_ROUNDS,
+    MIN_GAIN,
+    OUTLOOK_STEPS,
+    PARKED_PROBE_WEIGHT,
+    PROBE_SHARE,
+    PROBE_STEPS,
+    SWITCH_AT,
+    AutoPolicy,
+    draft_depths,
+)
+from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
+from sglang_dspark.scheduling.policies import FixedPolicy, LivePolicy
+from sglang_dspark.scheduling.step_times import StepKind, StepTimes
+from step_tables import GAMMA, compute_bound, costly_drafts, make_table, memory_bound
+
+from sglang_dspark.step.choice import PLAIN, Choice, Rule
+
+CONTEXT = 300.0
+GOOD, BAD = 0.9, 0.3  # conditional acceptance
+
+
+def make_policy(table, confidence=None, depths=(GAMMA,)):
+    policy = AutoPolicy(StepTimes(table), LaggedSurvivals(GAMMA, depths))
+    if confidence is not None:
+        tell(policy, confidence)
+    return policy
+
+
+def tell(policy, confidence, rounds=WINDOW_ROUNDS):
+    policy.survivals.observe(np.tile(confidence ** np.arange(1.0, GAMMA + 1), (rounds, 1)))
+
+
+def tokens(confidence, drafts=GAMMA):
+    """Expected per request and step."""
+    return float((confidence ** np.arange(drafts + 1.0)).sum())
+
+
+def break_even(confidence, advantage=0.0):
+    """Cost of drafting at which whole blocks are worth plain decoding, ``advantage`` (in logarithms) apart."""
+    return costly_drafts(10 * (tokens(confidence) * math.exp(-advantage) - 1))
+
+
+def run(policy, steps, requests=4):
+    return [policy.choose(requests, CONTEXT) for _ in range(steps)]
+
+
+def whole(requests):
+    return Choice(Rule.TOP, GAMMA, GAMMA * requests)
+
+
+@pytest.mark.parametrize("requests", [1, 4, 12])
+def test_the_first_step_is_the_whole_block(requests):
+    """Also where the guess about an unknown drafter says that it does not pay."""
+    for table in (memory_bound(), break_even(0.7, advantage=-0.5)):
+        assert make_policy(table).choose(requests, CONTEXT) == whole(requests)
+
+
+def test_it_speculates_where_drafts_are_good():
+    policy = make_policy(memory_bound(), GOOD)
+    assert set(run(policy, PROBE_STEPS - 1)) == {whole(4)}
+    assert not policy.parked
+
+
+def test_it_trims_where_tokens_cost():
+    policy = make_policy(compute_bound(), 0.7, depths=draft_depths(compute_bound().draft_ms))
+    choice = policy.choose(32, CONTEXT)
+    assert 0 < choice.budget < 32 * GAMMA
+    assert choice.depth < GAMMA
+    assert choice.budget <= 32 * choice.depth
+
+
+def test_it_parks_at_once_where_plain_is_much_faster():
+    policy = make_policy(break_even(BAD, advantage=-SWITCH_AT), BAD)
+    assert policy.choose(4, CONTEXT) == PLAIN
+    assert policy.parked
+
+
+@pytest.mark.parametrize("advantage", [0.02, 0.01])
+def test_it_parks_later_where_plain_is_slightly_faster(advantage):
+    policy = make_policy(break_even(BAD, advantage=-advantage), BAD)
+    patience = math.ceil(SWITCH_AT / advantage - 1e-6)
+    choices = run(policy, patience)
+    assert choices == [whole(4)] * (patience - 1) + [PLAIN]
+
+
+def test_it_does_not_park_before_it_has_seen_the_drafter():
+    policy = make_policy(break_even(BAD, advantage=-1.0))
+    tell(policy, BAD, FIRST_LOOK_ROUNDS - 1)
+    assert PLAIN not in run(policy, 10)
+    tell(policy, BAD, 1)
+    assert run(policy, 1) == [PLAIN]
+
+
+def test_it_resumes_when_drafts_get_better():
+    policy = make_policy(break_even(0.6), BAD)
+    run(policy, 10)
+    assert policy.parked
+    tell(policy, GOOD)
+    assert whole(4) in run(policy, OUTLOOK_STEPS)
+
+
+def test_it_resumes_when_the_load_changes_and_parks_when_it_changes_back():
+    policy = make_policy(compute_bound(), 0.6, depths=tuple(range(1, GAMMA + 1)))
+    for _ in range(3):
+        assert PLAIN in run(policy, 10, requests=64)
+        assert policy.parked
+        run(policy, 10, requests=1)
+        assert not policy.parked
+
+
+def test_a_resumption_has_to_be_worth_something():
+    policy = make_policy(break_even(BAD, advantage=MIN_GAIN / 2), BAD)
+    policy.parked = True
+    assert whole(4) not in run(policy, PROBE_STEPS - 1)
+    assert policy.parked
+    policy = make_policy(break_even(BAD, advantage=2.01 * MIN_GAIN), BAD)
+    policy.parked = True
+    patience = math.ceil(SWITCH_AT / (1.01 * MIN_GAIN))
+    assert run(policy, patience) == [PLAIN] * (patience - 1) + [whole(4)]
+
+
+def at_probes(choices, usual):
+    """Steps at which something else was done, and what."""
+    steps = [step for step, choice in enumerate(choices) if choice != usual]
+    return steps, [choices[step] for step in steps]
+
+
+def test_a_parked_server_probes_one_request_after_the_other():
+    policy = make_policy(break_even(BAD, advantage=-0.6), BAD)
+    _, probes = at_probes(run(policy, 4000, requests=3), PLAIN)
+    assert probes[0] == Choice(Rule.TOP, GAMMA, GAMMA, forced=1, drafted=(1,), weight=PARKED_PROBE_WEIGHT)
+    assert [probe.drafted for probe in probes[:9]] == [(r,) for r in (1, 1, 2, 2, 0, 0, 1, 1, 2)]
+    assert {replace(probe, forced=0, drafted=(0,)) for probe in probes} == {replace(probes[0], forced=0, drafted=(0,))}
+
+
+def test_probes_of_a_parked_server_get_rarer_the_more_they_cost():
+    def steps_between(extra_ms):
+        policy = make_policy(costly_drafts(extra_ms), BAD)
+        steps, _ = at_probes(run(policy, 6000, requests=1), PLAIN)
+        return np.diff(steps)
+
+    assert set(steps_between(10 * (tokens(BAD) - 1) * 1.05)) >= {PROBE_STEPS}
+    for extra_ms in (15.0, 30.0, 60.0):
+        between = steps_between(extra_ms)
+        # drafting for one costs extra_ms / 10 plain steps; rivals are out of the question
+        assert set(between) == {math.ceil(max(PROBE_STEPS, extra_ms / 10 / PROBE_SHARE))}
+
+
+def test_probes_are_rarer_where_drafting_for_one_drafts_for_all():
+    """Drafting takes 1 ms per request, a plain step 10."""
+    table = make_table(lambda r, d, c: 10 + 0 * r, lambda r, d, c: 1.0 * r)
+
+    def steps_between(whole_batches):
+        policy = make_policy(table, confidence=0.05)
+        policy.whole_batches = whole_batches
+        policy.parked = True
+        steps, _ = at_probes(run(policy, 4000, requests=16), PLAIN)
+        return set(np.diff(steps))
+
+    assert steps_between(False) == {PROBE_STEPS}
+    assert steps_between(True) == {math.ceil(1.6 / PROBE_SHARE)}
+
+
+def run_and_time(policy, steps, truth, requests=4):
+    """Whole-batch steps take ``truth(choice)`` times what the table says."""
+    for _ in range(steps):
+        choice = policy.choose(requests, CONTEXT)
+        if choice.drafted is None:
+            kind = StepKind(requests, requests + choice.budget, choice.depth, CONTEXT)
+            ms = policy.times.table.step_ms(requests, kind.num_tokens, kind.depth, CONTEXT)
+            policy.times.observe(kind, truth(choice) * ms)
+        yield choice
+
+
+def test_a_step_that_the_table_may_be_wrong_about_is_timed():
+    """Parked by a table that takes the drafter for slower than it is: the truth is found, and speculation goes on."""
+    policy = make_policy(break_even(BAD, advantage=-0.25), BAD)
+    choices = run_and_time(policy, 3000, lambda choice: 0.6 if choice.depth else 1.0)
+    parked = [choice for choice in choices if policy.parked]
+    assert PLAIN in parked
+    assert not policy.parked
+    assert len(parked) < 2000
+    assert 1 <= sum(choice.depth > 0 and choice.drafted is None for choice in parked) <= 12
+
+
+def test_the_plain_step_is_timed_while_speculating():
+    """By a table that takes plain steps for slower than they are, speculation pays. It does not."""
+    policy = make_policy(break_even(GOOD, advantage=0.2), GOOD)
+    choices = list(run_and_time(policy, 1500, lambda choice: 1.0 if choice.depth else 0.7))
+    assert choices[0] == whole(4)
+    assert policy.parked
+
+
+def test_a_step_that_is_known_well_and_slower_is_left_alone():
+    policy = make_policy(break_even(GOOD, advantage=0.2), GOOD)
+    choices = list(run_and_time(policy, 8000, lambda choice: 1.0))
+    assert 0 < choices[:4000].count(PLAIN) < 12
+    assert choices[4000:].count(PLAIN) < 6
+
+
+def test_a_step_out_of_the_question_is_not_timed():
+    policy = make_policy(break_even(GOOD, advantage=1.0), GOOD)
+    assert PLAIN not in run_and_time(policy, 3000, lambda choice: 1.0)
+
+
+def trimming_policy(confidence=0.6):
+    """Verifies a few drafts per request, by a wide margin."""
+    table = make_table(
+        lambda r, d, c: 10 + np.maximum(r * (1 + d) - 16, 0) * 4.0, lambda r, d, c: 1 + 0 * r, requests=[1, 2, 4, 8, 16]
+    )
+    return make_policy(table, confidence)
+
+
+def test_a_trimmed_server_verifies_one_request_in_full_now_and_then():
+    policy = trimming_policy()
+    usual = policy.choose(4, CONTEXT)
+    assert usual == Choice(Rule.TOP, GAMMA, 12)
+    steps, probes = at_probes(run(policy, 2500), usual)
+    forced = [probe for probe in probes if probe.forced is not None]
+    assert {replace(probe, forced=None) for probe in forced} == {Choice(Rule.TOP, GAMMA, 12 + GAMMA)}
+    assert [probe.forced for probe in forced[:8]] == [1, 2, 3, 0, 1, 2, 3, 0]
+    assert min(np.diff(steps)) >= PROBE_STEPS
+
+
+def test_a_full_probe_does_not_ask_for_more_drafts_than_there_are():
+    policy = make_policy(compute_bound(), 0.6, depths=tuple(range(1, GAMMA + 1)))
+    for requests in (1, 2, 3):
+        choices = run(policy, 800, requests)
+        assert all(choice.budget <= requests * choice.depth for choice in choices)
+        forced = {choice.forced for choice in choices if choice.forced is not None}
+        assert forced == set(range(requests))
+
+
+def test_whole_blocks_need_no_full_probe():
+    policy = make_policy(memory_bound(), GOOD)
+    assert all(choice.forced is None for choice in run(policy, 500))
+
+
+def test_probes_cost_a_small_share():
+    """However bad: of the time of a parked server, and of the tokens of one that trims."""
+    for table, confidence in ((break_even(BAD, -0.1), BAD), (break_even(BAD, -0.5), BAD), (compute_bound(), 0.75)):
+        for requests in (1, 4, 32):
+            policy = make_policy(table, confidence)
+            run(policy, 200, requests)
+            lost = ms = 0.0
+            for choice in run(policy, 4000, requests):
+                depth, budget = choice.depth, choice.budget
+                if choice.drafted is not None:
+                    draft = policy.times.one(1, 0, GAMMA, CONTEXT) - policy.times.one(1, 0, 0, CONTEXT)
+                    step_ms, gain = policy.times.one(requests, GAMMA, 0, CONTEXT) + draft, 0.0
+                elif depth == 0:
+                    step_ms, gain = policy.times.one(requests, 0, 0, CONTEXT), 0.0
+                else:
+                    step_ms = policy.times.one(requests, budget, depth, CONTEXT)
+                    gain = policy.survivals.gains(requests)[0, budget] if choice.forced is None else 0.0
+                lost += (requests + gain) - policy._last.tokens_per_ms * step_ms
+                ms += step_ms
+            assert lost / ms / policy._last.tokens_per_ms > -1.5 * PROBE_SHARE
+
+
+def test_a_little_better_changes_nothing():
+    """Two drafts per request against three: by less than the margin, then by more."""
+
+    def table(step):
+        return make_table(
+            lambda r, d, c: 10 + 50 * (d > 3) + np.where(d == 2, step, 0.0), lambda r, d, c: 1 + 0 * r, requests=[1, 4]
+        )
+
+    confidence = 0.5
+    equal = 11 * (1 - tokens(confidence, 2) / tokens(confidence, 3))  # this much faster, two drafts are as good
+    policy = make_policy(table(-equal), confidence)
+    policy._drafts = 3.0
+    assert policy.choose(4, CONTEXT).budget == 12
+    for faster, budget in ((0.9 * MIN_GAIN, 12), (1.1 * MIN_GAIN, 8)):
+        policy.times = StepTimes(table(-equal - faster * (11 - equal) / (1 + faster)))
+        assert run(policy, OUTLOOK_STEPS)[-1].budget == budget
+
+
+def test_the_incumbent_keeps_its_drafts_per_request_when_the_load_changes():
+    policy = make_policy(costly_drafts(1.0), GOOD)
+    for requests in (1, 4, 16, 5, 64):
+        assert policy.choose(requests, CONTEXT) == whole(requests)
+
+
+def test_equal_knowledge_gives_equal_choices():
+    def choices():
+        policy, rng = make_policy(compute_bound(), depths=tuple(range(1, GAMMA + 1))), np.random.default_rng(0)
+        for _ in range(600):
+            requests = int(rng.choice([1, 2, 5, 30]))
+            choice = policy.choose(requests, CONTEXT)
+            yield choice
+            policy.survivals.observe(rng.beta(4, 1, size=(requests, GAMMA)).cumprod(1))
+            if choice.drafted is None:
+                kind = StepKind(requests, requests + choice.budget, choice.depth, CONTEXT)
+                policy.times.observe(kind, float(rng.uniform(10, 50)))
+
+    first = list(choices())
+    assert first == list(choices())
+    assert len(set(first)) > 20
+
+
+@pytest.mark.parametrize("requests", [1, 3, 8, 20])
+def test_with_tiers_a_step_fills_one(requests):
+    """Probes aside, which take what they need."""
+    tiers = (8, 16, 24, 32, 48, 64, 96, 128, 160)
+    policy = make_policy(compute_bound(tiers=tiers), 0.7)
+    for choice in run(policy, PROBE_STEPS - 1, requests):
+        if choice.depth:
+            assert requests + choice.budget in tiers or choice.budget == requests * GAMMA
+
+
+def test_the_report_is_about_the_last_choice():
+    policy = make_policy(costly_drafts(1.0), GOOD)
+    assert policy.report()["expected_tokens_per_s"] is None
+    policy.choose(4, CONTEXT)
+    report = policy.report()
+    assert report["expected_tokens_per_s"] == pytest.approx(4 * tokens(GOOD) / 11 * 1000, rel=1e-5)
+    assert report["lagged_survival"] == pytest.approx([GOOD**n for n in range(1, GAMMA + 1)])
+    assert (report["parked"], report["probes"]) == (False, 0)
+
+
+def test_depths_are_told_apart_where_shallow_blocks_are_cheaper():
+    assert draft_depths(compute_bound().draft_ms) == tuple(range(1, GAMMA + 1))
+    assert draft_depths(memory_bound().draft_ms) == (GAMMA,)
+    rng = np.random.default_rng(0)
+    noisy = memory_bound().draft_ms * rng.normal(1, 0.03, size=memory_bound().draft_ms.shape)
+    assert draft_depths(noisy) == (GAMMA,)  # single cells are cheaper by chance
+    assert draft_depths(make_table(lambda r, d, c: 1 + r, lambda r, d, c: 1 + r, gamma=1).draft_ms) == (1,)
+
+
+def test_fixed_policies():
+    assert FixedPolicy(3).choose(5, CONTEXT) == Choice(Rule.UNIFORM, 3, 15)
+    assert FixedPolicy(0, "off").choose(5, CONTEXT) == PLAIN
+    assert FixedPolicy(3).report() == {"verify_len": 3}
+
+
+def test_live_policies_draft_whole_blocks():
+    policy = LivePolicy(Rule.THRESHOLD, 5, 0.4)
+    assert (policy.name, policy.choose(9, CONTEXT)) == ("threshold", Choice(Rule.THRESHOLD, 5))
+    assert policy.report() == {"confidence_threshold": 0.4}
+    assert LivePolicy(Rule.EARLY_STOP, 5).report() == {}

@@ -1,0 +1,332 @@
+"""The schedule of a server: what can be had on it, and what it learns from rounds."""
+
+import numpy as np
+import pytest
+import torch
+from dspark_kernels import DraftBlock
+from sglang_dspark.scheduling.sps_table import SpsTable
+
+from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.forecast import LEARN_STEPS
+from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.state import Drafted, Rounds
+
+GAMMA = 3
+CPU = torch.device("cpu")
+
+
+def table(gamma=GAMMA):
+    """Verifying a draft takes 1 ms for the batch, drafting 1 ms per request."""
+    drafts, requests = np.arange(gamma + 1.0), np.array([[1.0], [4.0]])
+    verify, draft = 10 + drafts + 0 * requests, np.where(drafts > 0, 1.0, 0.0) * requests
+    return SpsTable({}, [1, 4], range(gamma + 1), [64], draft[..., None], verify[..., None])
+
+
+def schedule(*, gamma=GAMMA, with_head=True, with_table=True, **options):
+    made = Schedule(DSparkConfig(**options), gamma, OnlineCalibration(gamma) if with_head else None, CPU)
+    made.start(table(gamma) if with_table else None)
+    return made
+
+
+def rounds(choice, drafted, verify_lens, logits=None, survival=None):
+    requests = [f"r{index}" for index in range(len(drafted))]
+    return Rounds(
+        requests, choice, drafted, torch.tensor(verify_lens), predictions(logits, survival), None, [0] * len(drafted)
+    )
+
+
+def predictions(logits, survival):
+    if logits is None and survival is None:
+        return None
+    unknown = torch.full_like(survival if logits is None else logits, torch.nan)
+    return torch.stack([unknown if part is None else part for part in (logits, survival)])
+
+
+def tokens(requests, depth):
+    return DraftBlock(torch.zeros(requests, depth, dtype=torch.int64), None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "complaint"),
+    [
+        ({"gamma": 0, "with_table": False, "schedule": "off"}, {"policy": "auto"}, "without K/V slots"),
+        ({"gamma": 0, "with_table": False, "schedule": "off"}, {"policy": "random"}, "without K/V slots"),
+        ({"with_table": False, "schedule": "static"}, {"policy": "auto"}, "measured step times"),
+        ({"with_table": False, "schedule": "static"}, {"policy": "early-stop"}, "measured step times"),
+        ({"with_head": False}, {"policy": "threshold", "confidence_threshold": 0.5}, "confidence head"),
+        ({}, {"policy": "static", "verify_len": 4}, "exceeds the 3 drafts"),
+    ],
+)
+def test_policies_that_cannot_be_had_leave_the_old_one(options, fields, complaint):
+    made = schedule(**options)
+    before = made.policy
+    with pytest.raises(ConfigError, match=complaint):
+        made.switch(fields)
+    assert made.policy is before
+
+
+def test_a_switch_takes_effect_at_once():
+    made = schedule()
+    assert made.choose(["a", "b"], 64.0).rule is Rule.TOP
+    made.switch({"policy": "static", "verify_len": 2})
+    assert made.choose(["a", "b"], 64.0) == Choice(Rule.UNIFORM, 2, 4)
+    made.switch({"policy": "off"})
+    assert made.choose(["a", "b"], 64.0).depth == 0
+
+
+def test_survival_is_the_product_of_calibrated_confidences():
+    made = schedule()
+    logits = torch.tensor([[0.0, 2.0, -1.0]])
+    torch.testing.assert_close(made.forecast.survival(logits, 1, 3), torch.sigmoid(logits).cumprod(1))
+    torch.testing.assert_close(made.forecast.survival(logits[:, :2], 1, 2), torch.sigmoid(logits[:, :2]).cumprod(1))
+
+
+def test_without_a_head_survival_follows_the_observed_acceptance():
+    made = schedule(with_head=False)
+    choice = Choice(Rule.TOP, GAMMA, 4 * GAMMA)
+    for _ in range(300):  # the first draft always, the second never
+        made.observe(rounds(choice, [GAMMA] * 4, [GAMMA] * 4), [0, 1, 2, 3], [1] * 4)
+    survival = made.forecast.survival(None, 2, GAMMA)
+    assert survival.shape == (2, GAMMA)
+    assert survival[0, 0] > 0.99
+    assert survival[0, 1] < 0.01
+
+
+def test_only_drafted_requests_that_still_run_are_learned_from():
+    made = schedule()
+    choice = Choice(Rule.TOP, GAMMA, GAMMA, forced=1, drafted=(1,))
+    logits, survival = torch.zeros(3, GAMMA), torch.full((3, GAMMA), 0.5)
+    step = rounds(choice, [0, GAMMA, 0], [0, GAMMA, 0], logits, survival)
+    before = made.forecast.positions.conditional().copy()
+    made.observe(step, [0, 2], [0, 0])  # the drafted one has ended
+    made.forecast.learn()
+    assert (made.forecast.positions.conditional() == before).all()
+    made.observe(step, [0, 1, 2], [0, GAMMA, 0])
+    made.forecast.learn()
+    assert (made.forecast.positions.conditional() > before).all()
+    assert made.forecast.calibration.report()["pairs"] == [1] * GAMMA
+
+
+def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
+    made = schedule()
+    choice = Choice(Rule.TOP, 2, 2)
+    for _ in range(200):
+        made.observe(rounds(choice, [2], [2], torch.zeros(1, 2), torch.tensor([[0.5, 0.25]])), [0], [2])
+    assert made.forecast.calibration.report()["pairs"] == [200, 200, 0]
+    survival = made.forecast.survival(torch.zeros(1, GAMMA), 1, GAMMA)[0]
+    assert survival[1] > 0.9
+    assert survival[2] / survival[1] == pytest.approx(0.5)
+    mean = made.forecast.lagged.mean()
+    assert 0 < mean[2] < mean[1]
+
+
+def test_a_forced_request_is_verified_in_full_and_one_alone_excludes_the_others():
+    made = schedule()
+    survival = torch.tensor([[0.9, 0.8, 0.7], [0.3, 0.2, 0.1]])
+    drafted = Drafted(None, predictions(None, survival), [GAMMA] * 2)
+    lens, total = made.verify_lens(Choice(Rule.TOP, GAMMA, 4, forced=1), drafted, 0)
+    assert (lens.tolist(), total) == ([1, 3], 4)
+    lens, total = made.verify_lens(Choice(Rule.TOP, GAMMA, 3, forced=1, drafted=(1,)), drafted, 0)
+    assert (lens.tolist(), total) == ([0, 3], 3)
+
+
+def test_calibration_can_be_frozen():
+    made = schedule(online_calibration=False)
+    choice = Choice(Rule.TOP, GAMMA, GAMMA)
+    for _ in range(200):
+        made.observe(rounds(choice, [GAMMA], [GAMMA], torch.full((1, GAMMA), 3.0), None), [0], [0])
+    torch.testing.assert_close(
+        made.forecast.survival(torch.zeros(1, GAMMA), 1, GAMMA), torch.tensor([[0.5, 0.25, 0.125]])
+    )
+
+
+def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
+    """The blocks of request r1 bring nothing."""
+    made = schedule()
+    step = rounds(
+        Choice(Rule.TOP, GAMMA, 6), [GAMMA] * 2, [GAMMA] * 2, torch.zeros(2, GAMMA),
+        torch.tensor([[0.9, 0.8, 0.7], [0.01, 0.0, 0.0]]),
+    )  # fmt: skip
+    for _ in range(40):
+        made.choose(["r0", "r1"], 64.0)
+        made.observe(step, [0, 1], [2, 0])
+    usual = [choice for choice in (made.choose(["r0", "r1"], 64.0) for _ in range(100)) if choice.forced is None]
+    assert sum(choice.drafted == (0,) for choice in usual) > 80
+    assert any(choice.drafted is None for choice in usual)
+    lens, total = made.verify_lens(
+        Choice(Rule.TOP, GAMMA, 2, drafted=(0,)), Drafted(None, torch.full((2, 2, GAMMA), 0.5), [GAMMA, 0]), 0
+    )
+    assert (lens.tolist(), total) == ([2, 0], 2)
+    assert made.choose(["r2", "r3"], 64.0).drafted is None
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+@pytest.mark.parametrize("users", [1, 4])
+def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(users, with_head):
+    """However sure its head is. After the first look, 64 rounds, nothing that was believed before keeps it going."""
+    made, ids, rng = schedule(with_head=with_head), [f"r{index}" for index in range(users)], np.random.default_rng(0)
+    parked = []
+    for accepts, steps in ((0, 2000), (GAMMA, 4000)):
+        for step in range(steps):
+            choice = made.choose(ids, 64.0)
+            parked.append(made.parked)
+            made.clock.interrupt()
+            if choice.depth == 0:
+                continue
+            logits = torch.from_numpy(rng.normal(3.0, 1.0, (users, choice.depth))).float() if with_head else None
+            drafted = [choice.depth * (choice.drafted is None or r in choice.drafted) for r in range(users)]
+            foretold = made.forecast.predict(logits, users, choice.depth)
+            lens, _ = made.verify_lens(choice, Drafted(tokens(users, choice.depth), foretold, drafted), step)
+            outcome = Rounds(ids, choice, drafted, lens, foretold, None, [0] * users)
+            made.observe(outcome, list(range(users)), np.minimum(lens.numpy(), accepts).tolist())
+    bad, good = parked[:2000], parked[2000:]
+    assert bad.index(True) <= 64 // users + LEARN_STEPS
+    assert all(bad[bad.index(True) :])
+    assert not any(good[-1000:])
+
+
+def test_adaptive_blocks_follow_the_last_steps():
+    made = schedule(gamma=7, schedule="adaptive-block")
+    choice = made.choose(["a", "b"], 64.0)
+    assert choice == Choice(Rule.UNIFORM, 7, 14)
+    for accepted, verify_len in [(0, 4), (1, 4), (7, 4), (7, 7), (7, 7), (0, 7), (0, 7), (0, 4)]:
+        made.observe(rounds(choice, [7, 7], [7, 7]), [0, 1], [accepted, accepted])
+        assert made.choose(["a", "b"], 64.0) == Choice(Rule.UNIFORM, verify_len, 2 * verify_len)
+    # What a preset copied says nothing about the drafter.
+    copied = Rounds(["a"], choice, [0], torch.tensor([7]), None, None, [7])
+    before = made.policy.acceptance
+    made.observe(copied, [0], [7])
+    assert made.policy.acceptance == before
+
+
+SURVIVAL = torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4], [0.3, 0.2, 0.1]])
+
+
+def lens_within(made, choice, limits, survival=SURVIVAL, step=0):
+    """Lengths of a step of three requests whose blocks have these survivals."""
+    logits = torch.logit(torch.tensor([[0.9, 0.9, 0.9], [0.9, 0.4, 0.9], [0.3, 0.9, 0.9]]))
+    block = DraftBlock(torch.zeros(3, GAMMA, dtype=torch.int64), None, logits)
+    predicted = None if survival is None else predictions(logits, survival)
+    lens, total = made.verify_lens(choice.within(limits), Drafted(block, predicted, [GAMMA] * 3), step)
+    assert total == lens.sum()
+    return lens.tolist()
+
+
+def test_a_capped_request_leaves_its_share_to_the_others():
+    made = schedule()
+    top = Choice(Rule.TOP, GAMMA, 4)
+    assert lens_within(made, top, Limits((3, 3, 3), (0, 0, 0))) == [3, 1, 0]
+    assert lens_within(made, top, Limits((1, 3, 3), (0, 0, 0))) == [1, 3, 0]
+    assert lens_within(made, top, Limits((0, 1, 1), (0, 0, 0))) == [0, 1, 1]
+    forced = Choice(Rule.TOP, GAMMA, 4, forced=2)
+    assert lens_within(made, forced, Limits((3, 3, 2), (0, 0, 0))) == [2, 0, 2]
+
+
+def test_a_bound_by_confidence_cuts_blocks_where_it_says():
+    made = schedule()
+    top = Choice(Rule.TOP, GAMMA, 9)
+    assert lens_within(made, top, Limits((3, 3, 3), (0, 0, 0), (0.5, 0.5, 0.0))) == [3, 1, 3]
+    assert lens_within(made, top, Limits((2, 3, 3), (0, 0, 0), (0.0, 0.5, 0.5))) == [2, 1, 0]
+
+
+def test_copied_drafts_are_verified_whatever_else_is():
+    made = schedule()
+    top = Choice(Rule.TOP, GAMMA, 2)
+    assert lens_within(made, top, Limits((3, 3, 2), (0, 0, 2))) == [2, 0, 2]
+    assert lens_within(made, top, Limits((3, 3, 2), (0, 0, 2), (0.99, 0.5, 0.0))) == [0, 1, 2]
+
+
+def test_a_fixed_length_within_limits_needs_no_survivals():
+    made = schedule()
+    assert lens_within(made, Choice(Rule.UNIFORM, 2, 6), Limits((3, 1, 3), (0, 0, 3)), None) == [2, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "free"),
+    [
+        ({"schedule": "threshold", "confidence_threshold": 0.6}, [3, 1, 0]),
+        ({"schedule": "early-stop"}, [3, 3, 2]),
+        ({"schedule": "random"}, None),
+    ],
+)
+def test_live_rules_within_limits(options, free):
+    made = schedule(**options)
+    choice = made.choose(["a", "b", "c"], 64.0)
+    for step in range(20):
+        got = lens_within(made, choice, Limits((3, 3, 3), (0, 0, 0)), step=step)
+        assert free is None or got == free
+        expected = [min(got[0], 2), 0, 3]
+        limits = Limits((2, 0, 3), (0, 0, 3))
+        assert lens_within(made, choice, limits, step=step) == expected
+        bounded = lens_within(made, choice, Limits((3, 3, 3), (0, 0, 0), (0.0, 0.5, 0.5)), step=step)
+        assert bounded == [got[0], min(got[1], 1), 0]
+
+
+def test_predicted_survivals_are_kept_with_what_came_of_them():
+    made = schedule()
+    survival = torch.tensor([[0.9, 0.6, 0.3], [0.8, 0.5, 0.1]])
+    step = rounds(Choice(Rule.TOP, GAMMA, 4), [GAMMA] * 2, [3, 1], torch.zeros(2, GAMMA), survival)
+    made.observe(step, [0, 1], [2, 1])
+    made.forecast.learn()
+    drafts, predicted, survived = made.forecast.predicted.sums()
+    assert drafts.tolist() == [2, 1, 1]
+    assert predicted == pytest.approx([1.7, 0.6, 0.3])
+    assert survived.tolist() == [2, 1, 0]
+
+
+def test_the_time_of_a_step_is_known_when_the_next_one_is_chosen():
+    for with_table in (True, False):
+        made = schedule(with_table=with_table, schedule="static", verify_len=2)
+        choice = made.choose(["a", "b"], 64.0)
+        assert made.clock.last is None
+        made.took(choice, 2, 6)
+        made.choose(["a", "b"], 64.0)
+        assert made.clock.last.requests == 2
+        assert made.clock.last.measured_ms > 0
+        assert (made.clock.last.expected_ms is None) == (not with_table)
+        made.took(choice, 2, 6)
+        made.clock.interrupt()
+        made.choose(["a", "b"], 64.0)
+        assert made.clock.last is None
+
+
+def test_on_a_cpu_the_host_time_is_what_the_stages_do_not_take(monkeypatch):
+    clock = iter([0.0, 0.001, 0.021, 0.030, 0.031])  # a step is chosen, staged, committed; the next is
+    monkeypatch.setattr("sglang_dspark.scheduling.step_clock.time.perf_counter", lambda: next(clock))
+    made = schedule()
+    made.took(made.choose(["a", "b"], 64.0), 2, 6)
+    made.clock.end_stages()
+    made.choose(["a", "b"], 64.0)
+    assert made.clock.last.measured_ms == pytest.approx(30)
+    assert made.times.report()["host_ms"] == {"2": pytest.approx(10)}
+
+
+def test_what_cannot_be_switched_to_says_why():
+    made = schedule(with_table=False, with_head=False, schedule="static")
+    assert made.why_not("off") is made.why_not("static") is None
+    assert "measured step times" in made.why_not("auto")
+    assert "confidence head" in made.why_not("threshold")
+    assert schedule().why_not("threshold") is None
+
+
+def test_a_plain_step_is_timed_as_one_however_many_rows_it_is_padded_to(monkeypatch):
+    seen = []
+    monkeypatch.setattr("sglang_dspark.scheduling.step_times.StepTimes.observe", lambda _, kind, *ms: seen.append(kind))
+    made = schedule(schedule="off")
+    made.took(made.choose(["a", "b", "c"], 64.0), 3, 4)
+    made.choose(["a", "b", "c"], 64.0)
+    assert [(kind.requests, kind.num_tokens, kind.depth) for kind in seen] == [(3, 3, 0)]
+
+
+def test_auto_goes_on_where_it_was_after_another_policy():
+    made = schedule()
+    first = made.policy
+    first.parked = True
+    made.switch({"policy": "static"})
+    made.switch({"policy": "auto"})
+    assert made.policy is first
+    assert made.parked

@@ -1,0 +1,172 @@
+"""Measuring the table, with a clock that only steps move."""
+
+import numpy as np
+import pytest
+from sglang_dspark.scheduling.sps_profiler import MAX_PASSES, MIN_PASSES, measure
+
+from sglang_dspark.scheduling import sps_profiler
+
+REQUESTS, DRAFTS, CONTEXTS = [1, 2, 4, 8], [0, 1, 2], [64, 1024]
+
+
+class Machine:
+    """Takes the time that a formula says; ``disturb(sample)`` adds to the n-th run of a cell."""
+
+    def __init__(self, monkeypatch, scale_s=1e-3, disturb=lambda sample: 0.0):
+        self.now, self.scale_s, self.disturb = 100.0, scale_s, disturb
+        self.runs = {}
+        self.loads = []
+        monkeypatch.setattr(sps_profiler.time, "perf_counter", lambda: self.now)
+
+    def seconds(self, requests, context, kind, drafts):
+        return self.scale_s * (requests * (1 + drafts) + context / 1024 + (0.5 if kind == "draft" else 0))
+
+    def load(self, requests, context):
+        self.loads.append((requests, context))
+        machine = self
+
+        class Load:
+            def run(self, kind, drafts):
+                cell = (requests, context, kind, drafts)
+                machine.runs[cell] = machine.runs.get(cell, 0) + 1
+                machine.now += machine.seconds(*cell) + machine.disturb(machine.runs[cell])
+
+            def draft(self, depth):
+                self.run("draft", depth)
+
+            def verify(self, drafts):
+                self.run("verify", drafts)
+
+        return Load()
+
+    def measure(self, limit_s=1e9, **options):
+        arguments = {"key": {"device": "fake"}, "requests": REQUESTS, "drafts": DRAFTS, "contexts": CONTEXTS}
+        clock = lambda: self.now  # noqa: E731
+        return measure(self.load, limit_s=limit_s, clock=clock, **(arguments | options))
+
+    def expected_ms(self, requests, kind):
+        grid = [[[self.seconds(r, c, kind, d) * 1e3 for c in CONTEXTS] for d in DRAFTS] for r in requests]
+        return np.array(grid)
+
+
+def assert_measured(table, machine, requests):
+    assert table.requests == requests
+    assert table.verify_ms == pytest.approx(machine.expected_ms(requests, "verify"))
+    draft_ms = machine.expected_ms(requests, "draft")
+    draft_ms[:, 0] = 0.0
+    assert table.draft_ms == pytest.approx(draft_ms)
+
+
+def test_every_cell_is_measured(monkeypatch):
+    machine = Machine(monkeypatch)
+    table = machine.measure(tiers=[8, 16])
+    assert_measured(table, machine, REQUESTS)
+    assert (table.drafts, table.contexts, table.tiers, table.key) == (DRAFTS, CONTEXTS, [8, 16], {"device": "fake"})
+    assert ("draft", 0) not in {cell[2:] for cell in machine.runs}
+    # the first pass warms every cell up
+    assert set(machine.runs.values()) == {MAX_PASSES + 1}
+    assert machine.loads == MAX_PASSES * [(r, c) for r in REQUESTS for c in CONTEXTS]
+
+
+def test_the_first_run_of_a_cell_and_outliers_do_not_count(monkeypatch):
+    assert MAX_PASSES >= 5
+    machine = Machine(monkeypatch, disturb=lambda sample: {1: 3.0, 3: 0.7, 5: 0.2}.get(sample, 0.0))
+    assert_measured(machine.measure(), machine, REQUESTS)
+
+
+def test_progress_is_told_after_every_pass(monkeypatch):
+    told = []
+    machine = Machine(monkeypatch)
+    machine.measure(progress=lambda *state: told.append(state))
+    assert [state[:2] for state in told] == [(n, MAX_PASSES) for n in range(1, MAX_PASSES + 1)]
+    assert told[-1][2] == pytest.approx(machine.now - 100.0)
+
+
+def one_pass_s(monkeypatch):
+    machine = Machine(monkeypatch)
+    machine.measure()
+    return (machine.now - 100.0) / (MAX_PASSES + 1)
+
+
+@pytest.mark.parametrize(
+    ("passes_of_time", "passes"), [(2.01, MIN_PASSES - 1), (4.01, 3), (5.01, 4), (100, MAX_PASSES)]
+)
+def test_passes_end_with_the_time(monkeypatch, passes_of_time, passes):
+    """The first pass takes two. Fewer than three only where these alone are too long."""
+    unit = one_pass_s(monkeypatch)
+    machine = Machine(monkeypatch)
+    table = machine.measure(limit_s=passes_of_time * 2 * unit if passes_of_time == 2.01 else passes_of_time * unit)
+    assert_measured(table, machine, REQUESTS)
+    assert set(machine.runs.values()) == {passes + 1} or passes_of_time == 2.01
+    assert machine.now - 100.0 <= max(passes_of_time * unit, 2 * passes_of_time * unit) + unit
+
+
+def test_a_slow_machine_leaves_large_loads_out(monkeypatch):
+    machine = Machine(monkeypatch)
+    first_two = 2 * sum(
+        machine.seconds(r, c, kind, d)
+        for r in REQUESTS[:2]
+        for c in CONTEXTS
+        for d in DRAFTS
+        for kind in ("draft", "verify")
+        if d or kind == "verify"
+    )
+    table = machine.measure(limit_s=2 * first_two - 1e-6)
+    assert_measured(table, machine, [1, 2])
+    assert max(r for r, _ in machine.loads) == 2
+    assert table.step_ms(8, 24, 2, 64.0) == pytest.approx(
+        sum(machine.seconds(8, 64, k, 2) for k in ("draft", "verify")) * 1e3
+    )
+
+
+def test_a_load_that_was_cut_in_half_is_left_out(monkeypatch):
+    """Out of time between two contexts: the request count is dropped with what was measured of it."""
+    machine = Machine(monkeypatch)
+    until_half_of_four = 2 * sum(
+        machine.seconds(r, c, kind, d)
+        for r, c in [(1, 64), (1, 1024), (2, 64), (2, 1024), (4, 64)]
+        for d in DRAFTS
+        for kind in ("draft", "verify")
+        if d or kind == "verify"
+    )
+    table = machine.measure(limit_s=2 * until_half_of_four - 1e-6)
+    assert (4, 64) in machine.loads and (4, 1024) not in machine.loads
+    assert_measured(table, machine, [1, 2])
+
+
+def test_two_loads_are_measured_on_the_slowest_machine(monkeypatch):
+    """One alone would have no slope: a batch of 64 would seem to cost what one request does."""
+    machine = Machine(monkeypatch)
+    table = machine.measure(limit_s=1e-6)
+    assert_measured(table, machine, [1, 2])
+    assert set(machine.runs.values()) == {2}  # warm-up and one sample
+
+
+def test_a_single_request_is_a_grid(monkeypatch):
+    machine = Machine(monkeypatch)
+    assert_measured(machine.measure(requests=[1], limit_s=1e-6), machine, [1])
+
+
+def test_noise_above_a_larger_load_is_lowered_to_it(monkeypatch):
+    """One cell of each kind took ten times as long in every pass."""
+
+    def slow_cell(step, num_drafts, warm_up):
+        requests, kind = step.__self__.requests, step.__name__
+        base = (5.0 if kind == "draft" else 20.0) + requests + num_drafts
+        return 10 * base if (requests, num_drafts) == (2, 1) else base
+
+    class Load:
+        def __init__(self, requests, context):
+            self.requests = requests
+
+        def draft(self, depth): ...
+
+        def verify(self, drafts): ...
+
+    monkeypatch.setattr(sps_profiler, "_time", slow_cell)
+    grid = {"key": {}, "requests": [1, 2, 4], "drafts": range(3), "contexts": [64], "limit_s": 60.0}
+    noisy = sps_profiler.measure(Load, **grid)
+    assert noisy.verify_ms[1, 1, 0] == 230.0
+    repaired = sps_profiler.measure(Load, **grid, monotone=True)
+    assert repaired.verify_ms[:, :, 0].tolist() == [[21, 22, 23], [22, 24, 24], [24, 25, 26]]
+    assert repaired.draft_ms[:, :, 0].tolist() == [[0, 7, 8], [0, 9, 9], [0, 10, 11]]

@@ -1,0 +1,226 @@
+"""The table of step times: interpolation, what lies beyond the grid, and its file."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
+from step_tables import CONTEXTS, GAMMA, compute_bound, make_table, memory_bound, random_table
+
+from sglang_dspark.errors import ConfigError
+
+
+def test_grid_points_are_reproduced():
+    table = random_table(np.random.default_rng(0))
+    for (r, requests), depth, (c, context) in itertools.product(
+        enumerate(table.requests), range(1, GAMMA + 1), enumerate(table.contexts)
+    ):
+        for drafts in range(GAMMA + 1):
+            expected = table.draft_ms[r, depth, c] + table.verify_ms[r, drafts, c]
+            assert table.step_ms(requests, requests * (1 + drafts), depth, context) == pytest.approx(expected)
+        assert table.step_ms(requests, requests, 0, context) == pytest.approx(table.verify_ms[r, 0, c])
+
+
+def test_between_grid_points_the_time_is_linear():
+    table = random_table(np.random.default_rng(1))
+    mean_of = {
+        (3, 3 * 4, 5, 64.0): [(2, 2 * 4, 5, 64.0), (4, 4 * 4, 5, 64.0)],
+        (24, 24, 0, 1024.0): [(16, 16, 0, 1024.0), (32, 32, 0, 1024.0)],
+        (8, 8 + 20, 7, 64.0): [(8, 8 + 16, 7, 64.0), (8, 8 + 24, 7, 64.0)],
+        (8, 8 + 24, 7, 544.0): [(8, 8 + 24, 7, 64.0), (8, 8 + 24, 7, 1024.0)],
+    }
+    for step, neighbours in mean_of.items():
+        assert table.step_ms(*step) == pytest.approx(np.mean([table.step_ms(*other) for other in neighbours]))
+
+
+def test_all_steps_of_a_load_agree_with_single_steps():
+    for tiers in ((), (8, 16, 24, 40, 100)):
+        table = random_table(np.random.default_rng(2), tiers=tiers)
+        load = table.times(5)
+        for context in (10.0, 64.0, 500.0, 1024.0, 5000.0):
+            times = load.at(context)
+            assert times.shape == (GAMMA + 1, len(load.num_tokens))
+            for depth, (column, num_tokens) in itertools.product(range(GAMMA + 1), enumerate(load.num_tokens)):
+                assert times[depth, column] == table.step_ms(5, int(num_tokens), depth, context)
+
+
+def test_without_tiers_every_token_count_is_a_step():
+    load = memory_bound().times(3)
+    assert load.num_tokens.tolist() == list(range(3, 25))
+    assert load.drafts == pytest.approx((load.num_tokens - 3) / 3)
+    assert np.arange(22)[load.budgets].tolist() == list(range(22))
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "budgets"),
+    [
+        (1, [8], [7]),  # the first tier holds the whole block
+        (5, [8, 16, 24, 40], [3, 11, 19, 35]),
+        (16, [16, 24, 40, 100, 200], [0, 8, 24, 84, 112]),  # the last one has more room than there are drafts
+        (50, [100, 200], [50, 150]),  # the largest tier has less room
+        (300, [300], [0]),  # no tier at all: the plain step, eager
+    ],
+)
+def test_with_tiers_only_they_are_steps(requests, tokens, budgets):
+    load = memory_bound(tiers=(8, 16, 24, 40, 100, 200)).times(requests)
+    assert load.num_tokens.tolist() == tokens
+    assert load.budgets.tolist() == budgets
+
+
+def test_a_token_count_between_tiers_takes_the_next_one():
+    table = random_table(np.random.default_rng(3), tiers=(8, 16, 24, 40))
+    assert table.step_ms(5, 9, 3, 64.0) == table.step_ms(5, 16, 3, 64.0)
+    assert table.step_ms(5, 16, 3, 64.0) != table.step_ms(5, 17, 3, 64.0)
+
+
+@pytest.mark.parametrize("drafts", [0.0, 0.4, 0.6, 3.0, 6.9, 20.0])
+def test_the_column_of_a_number_of_drafts_is_the_nearest(drafts):
+    for tiers in ((), (8, 16, 24, 40)):
+        load = memory_bound(tiers=tiers).times(5)
+        assert load.column(drafts) == np.abs(load.drafts - drafts).argmin()
+
+
+def beyond(table):
+    """Steps beyond every edge of the grid, in ascending order of their context, then of their requests."""
+    for requests in (1, 3, 64, 65, 100, 1000):
+        for drafts, depth in itertools.product((0, 1, 7), (1, 7)):
+            yield [
+                table.step_ms(requests, requests * (1 + drafts), depth, context)
+                for context in (1, 63, 64, 65, 1000, 1024, 1025, 2000, 10_000, 1_000_000)
+            ]
+
+
+@pytest.mark.parametrize("make", [compute_bound, memory_bound])
+def test_beyond_the_grid_times_go_on_rising(make):
+    table = make()
+    for times in beyond(table):
+        assert min(times) > 0
+        assert (np.diff(times) >= 0).all()
+    for requests in (64, 100, 200, 500):
+        twice = table.step_ms(2 * requests, 2 * requests, 1, 64.0)
+        assert table.step_ms(requests, requests, 1, 64.0) <= twice <= 2 * table.step_ms(requests, requests, 1, 64.0)
+
+
+def test_a_slope_that_falls_by_chance_does_not_go_on():
+    """Noise of a measurement, carried to ten times the grid's end, would make steps free, or worse."""
+    falling = make_table(lambda r, d, c: 50 - 0.4 * r - 0.5 * d - 0.005 * c, lambda r, d, c: 20 - 0.2 * r - 0.1 * d)
+    corner = falling.step_ms(64, 64 * 8, 7, 1024.0)
+    for times in beyond(falling):
+        assert min(times) >= corner - 1e-9
+        assert (np.diff(times[5:]) >= 0).all()  # from the last context of the grid on
+    assert falling.step_ms(64, 64 * 8, 7, 1025.0) == pytest.approx(corner)
+    assert falling.step_ms(1000, 8000, 7, 1024.0) == pytest.approx(corner)
+
+
+def test_one_point_is_a_grid():
+    table = make_table(lambda r, d, c: 10 + d + 0 * r, lambda r, d, c: 1 + 0 * r, requests=[1], contexts=[64])
+    assert table.step_ms(1, 3, 2, 10.0) == table.step_ms(8, 24, 2, 5000.0) == 13
+
+
+def test_a_table_survives_its_file(tmp_path):
+    table = random_table(np.random.default_rng(4), tiers=(8, 16))
+    path = tmp_path / "below" / "table.json"
+    table.save(path)
+    loaded = SpsTable.load(path)
+    assert loaded.mismatch(table.key) is None
+    assert (loaded.requests, loaded.drafts, loaded.contexts) == (list(table.requests), table.drafts, list(CONTEXTS))
+    assert loaded.tiers == [8, 16]
+    assert loaded.draft_ms == pytest.approx(table.draft_ms, abs=1e-4)
+    assert loaded.verify_ms == pytest.approx(table.verify_ms, abs=1e-4)
+    assert [file.name for file in path.parent.iterdir()] == ["table.json"]
+
+
+def test_the_first_difference_of_two_keys_is_named():
+    table = replace(compute_bound(), key={"device": "H100", "torch": "2.11", "dtype": "bfloat16"})
+    assert table.mismatch({"device": "H100", "torch": "2.11", "dtype": "bfloat16"}) is None
+    assert table.mismatch({"device": "H200", "torch": "2.12", "dtype": "bfloat16"}) == (
+        "device was 'H100' when it was measured and is 'H200' now"
+    )
+    assert table.mismatch({"device": "H100", "torch": "2.11"}) == (
+        "dtype was 'bfloat16' when it was measured and is None now"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"requests": [1, 4, 2]}, "requests=[1, 4, 2] must be a strictly ascending list"),
+        ({"requests": [1, 2, 2]}, "requests=[1, 2, 2] must be a strictly ascending list"),
+        ({"contexts": []}, "contexts=[] must be a strictly ascending list"),
+        ({"tiers": [16, 8]}, "tiers=[16, 8] must be a strictly ascending list"),
+        ({"requests": [2, 4]}, "requests=[2, 4] must start at 1"),
+        ({"drafts": [1, 2]}, "drafts=[1, 2] must be 0, 1, ... gamma"),
+        ({"drafts": [0, 2]}, "drafts=[0, 2] must be 0, 1, ... gamma"),
+        ({"drafts": [0]}, "drafts=[0] must be 0, 1, ... gamma"),
+        ({"verify_ms": [[[1.0]]]}, "verify_ms must be [2, 2, 1] finite, non-negative milliseconds"),
+        ({"draft_ms": [[[0.0], [-1.0]], [[0.0], [1.0]]]}, "draft_ms must be [2, 2, 1] finite, non-negative"),
+        ({"draft_ms": [[[0.0], [float("nan")]], [[0.0], [1.0]]]}, "draft_ms must be [2, 2, 1] finite, non-negative"),
+        ({"verify_ms": [[[0.0], [1.0]], [[1.0], [1.0]]]}, "verify_ms must be positive"),
+        ({"verify_ms": [[[1.0], [1.0]], [[1.0]]]}, "damaged"),
+        ({"verify_ms": "fast"}, "damaged"),
+        ({"key": ["device"]}, "damaged"),
+        ({"tiers": None}, "damaged"),
+        ({"version": 0}, "format version 0, not 1; remove the file"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_name_and_the_field(tmp_path, change, named):
+    path = tmp_path / "table.json"
+    small = make_table(lambda r, d, c: 1 + r + d, lambda r, d, c: 1 + 0 * r, requests=[1, 2], gamma=1, contexts=[64])
+    small.save(path)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | change))
+    with pytest.raises(ConfigError) as caught:
+        SpsTable.load(path)
+    assert named in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "remove the file" in str(caught.value)
+
+
+@pytest.mark.parametrize("missing", ["key", "requests", "drafts", "contexts", "draft_ms", "verify_ms", "tiers"])
+def test_a_file_without_a_field_is_refused(tmp_path, missing):
+    path = tmp_path / "table.json"
+    compute_bound().save(path)
+    content = json.loads(path.read_text())
+    del content[missing]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=missing):
+        SpsTable.load(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
+def test_a_file_of_something_else_is_refused(tmp_path, text):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"table\.json"):
+        SpsTable.load(path)
+    with pytest.raises(ConfigError, match="nowhere"):
+        SpsTable.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("last", "grid"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 2, 3]),
+        (16, [1, 2, 4, 8, 16]),
+        (17, [1, 2, 4, 8, 16, 17]),
+        (48, [1, 2, 4, 8, 16, 32, 48]),
+    ],
+)
+def test_the_grid_of_requests_doubles_up_to_the_last(last, grid):
+    assert geometric_grid(last) == grid
+
+
+def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    path = tmp_path / "table.json"
+    memory_bound().save(path)
+    before = path.read_text()
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        compute_bound().save(tmp_path / "file" / "table.json")
+    compute_bound().save(path)
+    assert path.read_text() != before
+    assert {entry.name for entry in tmp_path.iterdir()} == {"table.json", "file"}

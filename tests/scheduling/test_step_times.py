@@ -1,0 +1,203 @@
+"""The table corrected by real steps: what is learned, how fast, and what is not believed."""
+
+import math
+
+import numpy as np
+import pytest
+from sglang_dspark.scheduling.step_times import StepKind, StepTimes
+from step_tables import GAMMA, compute_bound, memory_bound
+
+R, CONTEXT = 8, 300.0
+
+
+def kind(drafts, requests=R):
+    return StepKind(requests, round(requests * (1 + drafts)), GAMMA if drafts else 0, CONTEXT)
+
+
+def table_ms(times, step):
+    return times.table.step_ms(step.requests, step.num_tokens, step.depth, step.context)
+
+
+def correction(times, drafts, requests=R):
+    """Factor on the table of a step with so many drafts per request."""
+    column = times.load(requests).column(drafts)
+    return times.step_ms(requests, CONTEXT)[1, column] / times.load(requests).at(CONTEXT)[1, column]
+
+
+def learn(times, factors, steps, noise=0.0, seed=0, period=1):
+    """Steps in turn, one every ``period`` from the second kind on; ``factors``: true time over the table's."""
+    rng = np.random.default_rng(seed)
+    usual, *others = factors
+    for step in range(steps):
+        drafts = others[step // period % len(others)] if others and step % period == 0 else usual
+        truth = factors[drafts] * table_ms(times, kind(drafts))
+        times.observe(kind(drafts), truth * math.exp(noise * rng.standard_normal()))
+
+
+def test_without_observations_times_are_the_tables():
+    times = StepTimes(compute_bound())
+    assert (times.step_ms(R, CONTEXT) == times.load(R).at(CONTEXT)).all()
+    nothing = {"measured_ms": None, "predicted_ms": None, "common_factor": 1.0, "host_ms": {}, "correction": {}}
+    assert times.report() == nothing
+
+
+@pytest.mark.parametrize("speed", [1.0, 2.0])
+def test_time_between_steps_is_the_same_for_all_of_them(speed):
+    """The machine's speed concerns both alike, so that the ratio of two steps is what would be measured."""
+    times, other_load = StepTimes(compute_bound()), StepTimes(compute_bound()).step_ms(4 * R, CONTEXT)
+    before, host_ms = times.step_ms(R, CONTEXT), 5.0
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        measured_ms = speed * table_ms(times, kind(2)) * math.exp(0.02 * rng.standard_normal()) + host_ms
+        expected_ms = times.observe(kind(2), measured_ms, host_ms)
+    assert expected_ms == pytest.approx(measured_ms, rel=0.1)
+    assert times.step_ms(R, CONTEXT) == pytest.approx(before + host_ms / speed, rel=0.05)
+    assert times.step_ms(4 * R, CONTEXT) == pytest.approx(other_load + host_ms / speed, rel=0.05)
+
+
+def test_a_long_pause_between_two_steps_is_no_rule():
+    times = StepTimes(compute_bound())
+    for step in range(100):
+        pause_ms = 1000.0 if step == 60 else 0.0
+        times.observe(kind(2), table_ms(times, kind(2)) + 3.0 + pause_ms, 3.0 + pause_ms)
+        assert times.report()["host_ms"][str(R)] < 3.5
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.6, 3.0])
+def test_a_constant_factor_is_followed_and_changes_no_ratio(factor):
+    times = StepTimes(compute_bound())
+    learn(times, {3: factor}, 30, noise=0.03)
+    assert times.report()["common_factor"] == pytest.approx(factor, rel=0.1)
+    learn(times, {3: factor}, 500, noise=0.03)
+    assert times.report()["common_factor"] == pytest.approx(factor, rel=0.1)
+    assert correction(times, 3) == pytest.approx(1, abs=0.06)
+    assert correction(times, 0) == 1
+
+
+@pytest.mark.parametrize("error", [0.8, 1.25])
+def test_the_error_of_one_kind_of_step_is_learned_from_a_step_now_and_then(error):
+    times = StepTimes(compute_bound())
+    learn(times, {3: 1.3, 0: 1.3 * error}, 64 * 12, noise=0.03, period=64)
+    assert correction(times, 0) / correction(times, 3) == pytest.approx(error, rel=0.04)
+    assert correction(times, 5) == pytest.approx(1)
+
+
+def test_the_first_look_at_a_step_tells_most():
+    times = StepTimes(compute_bound())
+    learn(times, {3: 1.0}, 50)
+    learn(times, {3: 1.0, 0: 1.15}, 1)
+    assert 1.05 < correction(times, 0) / correction(times, 3) < 1.12
+
+
+def test_steps_between_two_cells_are_corrected_as_they_were_observed():
+    """1.5 drafts per request: what is learned there holds there, and not only half of it."""
+    times = StepTimes(compute_bound())
+    learn(times, {5: 1.0, 1.5: 1.2}, 800, period=4)
+    assert correction(times, 1.5) / correction(times, 5) == pytest.approx(1.2, rel=0.02)
+    assert min(correction(times, 1), correction(times, 2)) > 1.05
+
+
+def test_corrections_are_linear_between_two_cells():
+    times = StepTimes(compute_bound())
+    learn(times, {1: 1.0, 2: 1.3}, 400, period=2)
+    middle = math.sqrt(correction(times, 1) * correction(times, 2))
+    assert correction(times, 1.5) == pytest.approx(middle)
+
+
+def test_other_loads_are_not_touched():
+    times = StepTimes(compute_bound())
+    learn(times, {3: 1.0, 0: 1.3}, 400, period=4)
+    assert correction(times, 0, requests=R) > 1.1
+    assert correction(times, 0, requests=R - 1) > 1.1  # the same power of two
+    assert correction(times, 0, requests=2 * R) == correction(times, 0, requests=1) == 1
+
+
+def test_hiccups_are_ignored():
+    """One step in fifty takes ten times as long."""
+    times = StepTimes(compute_bound())
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        step = kind(rng.choice([0, 3]))
+        times.observe(step, table_ms(times, step) * (10 if rng.random() < 0.02 else 1))
+    assert correction(times, 0) == pytest.approx(1, abs=0.02)
+    assert correction(times, 3) == pytest.approx(1, abs=0.02)
+    assert times.report()["common_factor"] == pytest.approx(1, abs=0.05)
+
+
+def test_one_hiccup_does_not_rule_a_step_out():
+    times = StepTimes(compute_bound())
+    learn(times, {3: 1.0}, 100)
+    times.observe(kind(0), 100 * table_ms(times, kind(0)))
+    assert correction(times, 0) < 1.12
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+def test_corrections_are_bounded(factor):
+    times = StepTimes(compute_bound())
+    learn(times, {3: 1.0, 0: factor}, 3000, period=2)
+    assert 1 / 1.5 - 1e-9 <= correction(times, 0) <= 1.5 + 1e-9
+    assert 1 / 1.5 - 1e-9 <= correction(times, 3) <= 1.5 + 1e-9
+    assert (times.step_ms(R, CONTEXT) > 0).all()
+
+
+def test_drafts_beyond_the_block_belong_to_the_whole_block():
+    """A tier may have more room than there are drafts."""
+    times = StepTimes(memory_bound(tiers=(8, 64, 256)))
+    for _ in range(100):
+        padded, plain = StepKind(4, 64, GAMMA, CONTEXT), StepKind(4, 4, 0, CONTEXT)
+        for kind in (padded, plain):
+            factor = 1.2 if kind is padded else 1.0
+            times.observe(kind, factor * times.table.step_ms(4, kind.num_tokens, kind.depth, CONTEXT))
+    ratio = correction(times, GAMMA, requests=4) / correction(times, 0, requests=4)
+    assert ratio == pytest.approx(1.2, rel=0.02)
+
+
+def test_doubt_shrinks_with_every_look_and_comes_back_with_time():
+    times = StepTimes(compute_bound())
+    unknown = times.doubt(R, 3)
+    assert unknown[3] == 0
+    assert np.delete(unknown, 3) == pytest.approx(0.15 * math.sqrt(2))
+    learn(times, {3: 1.0}, 100)
+    doubts = []
+    for _ in range(5):
+        doubts.append(times.doubt(R, 3)[0])
+        learn(times, {3: 1.0, 0: 1.0}, 1)
+    assert (np.diff(doubts) < 0).all()
+    assert doubts[1] < 0.6 * doubts[0]
+    learn(times, {3: 1.0}, 5000)
+    assert times.doubt(R, 3)[0] > doubts[4]
+    assert times.doubt(2 * R, 3) == pytest.approx(unknown)
+
+
+def test_single_steps_and_verification_by_drafts_agree_with_all_steps():
+    times = StepTimes(compute_bound())
+    learn(times, {3: 1.0, 0: 1.3, 7: 0.8}, 200, period=2)
+    everything = times.step_ms(R, CONTEXT)
+    assert times.by_drafts(R, 3, CONTEXT) == pytest.approx(everything[3, : R * 3 + 1])
+    assert times.by_drafts(R, GAMMA, CONTEXT) == pytest.approx(everything[GAMMA])
+    assert times.one(R, 11, 3, CONTEXT) == everything[3, 11]
+
+
+def test_verification_by_drafts_takes_the_next_tier():
+    times = StepTimes(memory_bound(tiers=(8, 16, 32)))
+    ms = times.by_drafts(5, GAMMA, CONTEXT)
+    assert len(ms) == 5 * GAMMA + 1
+    assert ms.tolist() == [times.table.step_ms(5, 5 + n, GAMMA, CONTEXT) for n in range(5 * GAMMA + 1)]
+
+
+def test_the_report_is_json_and_compares_the_last_steps():
+    times = StepTimes(compute_bound())
+    learn(times, {3: 1.2}, 400)
+    report = times.report()
+    assert report["measured_ms"] == pytest.approx(1.2 * table_ms(times, kind(3)), rel=1e-6)
+    assert report["predicted_ms"] == pytest.approx(table_ms(times, kind(3)), rel=0.02)
+    assert list(report["correction"]) == ["8"]
+    assert len(report["correction"]["8"]) == GAMMA + 1
+
+
+def test_a_step_is_told_what_was_expected_of_it():
+    times = StepTimes(compute_bound())
+    expected = table_ms(times, kind(3))
+    assert times.observe(kind(3), 1.5 * expected) == pytest.approx(expected)
+    learn(times, {3: 1.5}, 30)
+    assert times.observe(kind(3), 99.0) == pytest.approx(1.5 * expected, rel=0.01)

@@ -1,0 +1,89 @@
+"""A policy's choice within what single requests ask for."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_dspark.step.choice import PLAIN, Choice, Rule
+from sglang_dspark.step.limits import Limits
+
+DEPTH = 4
+
+
+@st.composite
+def choices(draw, requests):
+    rule = draw(st.sampled_from(Rule))
+    depth = draw(st.integers(1, DEPTH))
+    if rule is Rule.UNIFORM:
+        return draw(st.sampled_from([PLAIN, Choice(rule, depth, depth * requests)]))
+    if rule is not Rule.TOP:
+        return Choice(rule, depth)
+    drafted = draw(st.none() | st.sets(st.integers(0, requests - 1), min_size=1).map(lambda r: tuple(sorted(r))))
+    budget = draw(st.integers(0, depth * (requests if drafted is None else len(drafted))))
+    forced = draw(st.none() | st.sampled_from(range(requests) if drafted is None else drafted))
+    return Choice(rule, depth, budget, forced=forced, drafted=drafted)
+
+
+@st.composite
+def cases(draw):
+    requests = draw(st.integers(1, 5))
+    lens = st.lists(st.integers(0, DEPTH), min_size=requests, max_size=requests)
+    copied = draw(lens.map(tuple) | st.just((0,) * requests))
+    most = tuple(c or m for c, m in zip(copied, draw(lens), strict=True))
+    bounds = draw(st.none() | st.lists(st.sampled_from([0.0, 0.5]), min_size=requests, max_size=requests))
+    return draw(choices(requests)), Limits(most, copied, tuple(bounds) if bounds and any(bounds) else None)
+
+
+@given(cases())
+def test_nobody_gets_more_than_asked_for(case):
+    choice, limits = case
+    within = choice.within(limits)
+    requests = len(limits.most)
+    if within.limits is None:
+        # Nothing binds, or nothing is left to verify.
+        assert within in (choice, PLAIN)
+        if within is not PLAIN and choice.depth:
+            drafted = range(requests) if choice.drafted is None else choice.drafted
+            assert all(limits.most[r] >= choice.depth for r in drafted)
+        assert not any(limits.copied)
+        return
+    most, copied = within.limits.most, within.limits.copied
+    assert copied == limits.copied
+    assert not within.is_uniform(requests)
+    drafted = set(range(requests) if within.drafted is None else within.drafted) if within.depth else set()
+    for r in range(requests):
+        assert most[r] <= limits.most[r]
+        if copied[r]:
+            assert most[r] == copied[r]
+            assert r not in drafted
+        else:
+            assert most[r] <= (within.depth if r in drafted else 0)
+    assert within.forced is None or within.forced in drafted
+    if within.rule is Rule.TOP:
+        # All copied drafts fit beside what the policy wanted, and the budget never exceeds what is left.
+        assert sum(copied) <= within.budget <= sum(most)
+        if choice.rule is Rule.TOP:
+            assert within.budget - sum(copied) <= choice.budget
+
+
+@given(st.integers(1, 5), st.integers(0, DEPTH))
+def test_limits_that_do_not_bind_change_nothing(requests, depth):
+    choice = Choice(Rule.TOP, depth, requests * depth // 2) if depth else PLAIN
+    assert choice.within(Limits((DEPTH,) * requests, (0,) * requests)) == choice
+
+
+def test_a_fixed_length_becomes_ragged():
+    within = Choice(Rule.UNIFORM, 3, 9).within(Limits((7, 1, 0), (0, 0, 0)))
+    assert (within.rule, within.budget, within.drafted) == (Rule.TOP, 4, (0, 1))
+    assert within.fixes_total
+
+
+def test_a_plain_step_verifies_copied_drafts_and_nothing_else():
+    within = PLAIN.within(Limits((7, 2), (0, 2), (0.5, 0.0)))
+    assert (within.depth, within.budget, within.drafted) == (0, 2, ())
+    assert (within.limits, within.needs_confidence) == (Limits((0, 2), (0, 2)), False)
+
+
+def test_bounds_by_confidence_leave_the_total_open():
+    within = Choice(Rule.TOP, 3, 4).within(Limits((3, 3), (0, 0), (0.5, 0.0)))
+    assert within.needs_confidence
+    assert not within.fixes_total

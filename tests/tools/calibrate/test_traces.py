@@ -1,0 +1,93 @@
+"""Rounds out of traces, their split by prompt, and prompt files."""
+
+import json
+
+import numpy as np
+import pytest
+
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.tools.calibrate.traces import BlockRounds
+from sglang_dspark.tools.prompts import read_prompts
+
+
+def entry(verified=2, accepted=1, confidence=(0.5, -1.5), num_drafts=2):
+    drafts = list(range(num_drafts))
+    entry = {"start": 9, "anchor": 1, "draft": drafts, "verified": verified, "accepted": accepted}
+    return entry if confidence is None else {**entry, "confidence": list(confidence)}
+
+
+def test_only_rounds_that_verified_the_whole_block_count():
+    traces = [
+        [None, entry(accepted=0), entry(verified=1), None, entry(accepted=2), None, None],
+        [],
+        [None, entry(0, 0, (), num_drafts=0), entry(1, 1, (0.0,), num_drafts=1), entry(confidence=(3.0, 4.0))],
+    ]
+    rounds = BlockRounds.from_traces(traces, gamma=2)
+    assert rounds.logits.tolist() == [[0.5, -1.5], [0.5, -1.5], [3.0, 4.0]]
+    assert rounds.accepted.tolist() == [0, 2, 1]
+    assert rounds.prompt.tolist() == [0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("traces", "says"),
+    [
+        ([[entry(verified=1)]], "none of 1 rounds verified its whole block of drafts; .* static"),
+        ([[entry(1, 1, (0.5,), num_drafts=1)]], "none of 1 rounds verified its whole block"),
+        ([[None], []], "none of 0 rounds"),
+        ([[entry(confidence=None)]], 'no "confidence": the drafter has no confidence head'),
+        ([[entry(confidence=(1.0,))]], "1 confidences for 2 drafts"),
+    ],
+)
+def test_traces_that_cannot_be_used(traces, says):
+    with pytest.raises(ConfigError, match=says):
+        BlockRounds.from_traces(traces, gamma=2)
+
+
+@pytest.mark.parametrize(("num_prompts", "held_out"), [(2, 0.5), (10, 0.3), (97, 0.25), (4, 0.9)])
+def test_the_split_is_by_prompt_and_of_the_share(num_prompts, held_out):
+    rounds = BlockRounds.from_traces([[entry(accepted=n % 3) for n in range(5)]] * num_prompts, gamma=2)
+    fit, test = rounds.split(num_prompts, held_out)
+    assert not set(fit.prompt) & set(test.prompt)
+    assert len(fit.accepted) + len(test.accepted) == len(rounds.accepted)
+    assert len(set(test.prompt)) == pytest.approx(held_out * num_prompts, abs=1)
+    # spread over the file
+    assert len(test.prompt) < 50 or np.diff(sorted(set(test.prompt))).max() <= 1 / held_out + 1
+
+
+def test_a_split_without_rounds_on_one_side():
+    rounds = BlockRounds.from_traces([[entry()], [entry()]], gamma=2)
+    with pytest.raises(ConfigError, match=r"--held-out 0.3 of 2 prompts leaves no round in the held-out part"):
+        rounds.split(2, 0.3)
+    with pytest.raises(ConfigError, match="in the fit part"):
+        BlockRounds.from_traces([[], [entry()]], gamma=2).split(2, 0.5)
+
+
+def test_prompts_of_both_forms_each_once(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"turns": ["one", "two"]}, {"prompt": "three", "id": 1}, {"prompt": "one"}, {"turns": ["four"]}]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    assert read_prompts(path) == ["one", "three", "four"]
+    assert read_prompts(path, limit=2) == ["one", "three"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", r"--prompts .*p\.jsonl is empty"),
+        ('{"prompt": "a"}\n{"prompt"', r"p\.jsonl:2 is not JSON: .*one object per line"),
+        ('{"turns": []}', r'p\.jsonl:1: .* has no text; write {"turns"'),
+        ('{"turns": [7]}', "has no text"),
+        ('{"question": "a"}', "has no text"),
+        ('["a"]', "has no text"),
+    ],
+)
+def test_prompt_files_that_cannot_be_used(tmp_path, text, says):
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_prompts(path)
+
+
+def test_a_prompt_file_that_is_missing(tmp_path):
+    with pytest.raises(ConfigError, match=r"--prompts .*No such file.*; pass a JSONL file of prompts"):
+        read_prompts(tmp_path / "none.jsonl")

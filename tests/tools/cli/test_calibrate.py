@@ -1,0 +1,142 @@
+"""`calibrate` against a stand-in for the server whose rounds follow a known law."""
+
+import json
+
+import pytest
+from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH, TraceServer
+
+from sglang_dspark.calibration.sts import StsCalibration
+from sglang_dspark.tools.cli import outputs
+
+NUM_PROMPTS = 40
+
+
+@pytest.fixture
+def server():
+    with TraceServer() as server:
+        yield server
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"turns": [f"prompt {i}"]}) + "\n" for i in range(NUM_PROMPTS)))
+    return path
+
+
+@pytest.fixture
+def calibrate(run, server, prompts, tmp_path):
+    """``calibrate(*options)`` runs the command on the stand-in; the file goes to ``tmp_path / "sts.json"``."""
+    fixed = ("--url", server.url, "--prompts", prompts, "--output", tmp_path / "sts.json")
+    return lambda *options: run("calibrate", *fixed, *options)
+
+
+def test_temperatures_are_found_written_and_measured(calibrate, tmp_path, server):
+    result = calibrate("--plot", tmp_path / "plot.png")
+    assert result.exit_code == 0, result.output
+    calibration = StsCalibration.load(tmp_path / "sts.json", GAMMA, target="Target-1B", draft="draft-1b")
+    assert calibration.temperatures == pytest.approx([STRETCH] * GAMMA, rel=0.3)
+    assert calibration.dataset == "prompts.jsonl"
+    assert calibration.num_samples == 0.7 * NUM_PROMPTS * ROUNDS_PER_ANSWER
+    # 1200 rounds: perfect predictions would show 0.03
+    assert max(calibration.ece_after) < 0.06 < min(calibration.ece_before)
+    # The law is a stretched head: one more parameter finds it as well.
+    assert max(calibration.ece_shifted) < 0.06
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+    rows = [words for line in result.output.splitlines() if (words := line.split())[:1] and words[0].isdigit()]
+    assert [row[0] for row in rows] == ["1", "2", "3", "4"]
+    held_out = 0.3 * NUM_PROMPTS * ROUNDS_PER_ANSWER
+    assert float(rows[0][1]) == held_out > float(rows[1][1]) > float(rows[3][1])
+    eces = (calibration.ece_before, calibration.ece_after, calibration.ece_shifted)
+    for row, temperature, *position_eces in zip(rows, calibration.temperatures, *eces, strict=True):
+        assert row[2:6] == [f"{temperature:.3f}", *(f"{ece:.2%}" for ece in position_eces)]
+        auc, brier_before, brier_after = map(float, row[7:])
+        assert auc > 0.7
+        assert brier_after < brier_before
+    assert f"--speculative-dspark-confidence-sts-path {tmp_path / 'sts.json'}" in result.output
+
+
+def test_what_the_server_is_asked(calibrate, server):
+    assert calibrate("--max-tokens", 64, "--temperature", 0.7, "--limit", 20).exit_code == 0
+    assert len(server.requests) == 20
+    path, headers, body = server.requests[0]
+    assert path == "/v1/chat/completions"
+    assert "Authorization" not in headers
+    assert body == {
+        "model": "default",
+        "messages": body["messages"],
+        "max_tokens": 64,
+        "temperature": 0.7,
+        "return_meta_info": True,
+        "speculation": {"trace": True},
+    }
+    assert {body["messages"][0]["content"] for _, _, body in server.requests} == {f"prompt {i}" for i in range(20)}
+
+
+def test_raw_prompts_and_an_api_key(calibrate, server):
+    assert calibrate("--raw", "--api-key", "secret", "--max-tokens", 64).exit_code == 0
+    path, headers, body = server.requests[0]
+    assert path == "/generate"
+    assert headers["Authorization"] == "Bearer secret"
+    assert body["sampling_params"] == {"max_new_tokens": 64, "temperature": 0.0}
+
+
+def test_the_same_answers_give_the_same_file(calibrate, tmp_path):
+    texts = []
+    for concurrency in (1, 16):
+        result = calibrate("--concurrency", concurrency)
+        assert result.exit_code == 0, result.output
+        texts.append((tmp_path / "sts.json").read_text())
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"verified": GAMMA - 1}, "start the server with --speculative-dspark-schedule static"),
+        ({"drafted": GAMMA - 1, "verified": GAMMA - 1}, "verified its whole block of drafts"),
+        ({"verified": GAMMA - 1}, 'POST /dspark/policy {"policy": "static"}'),
+        ({"has_head": False}, "the drafter has no confidence head"),
+        ({"has_traces": False}, "no answer has a dspark_trace; serve with the sglang-dspark plugin"),
+        ({"algorithm": None}, "--speculative-algorithm None; start it with --speculative-algorithm DSPARK"),
+    ],
+)
+def test_servers_that_cannot_be_calibrated(calibrate, server, tmp_path, state, says):
+    vars(server).update(state)
+    result = calibrate()
+    assert result.exit_code == 1
+    assert says in result.output
+    assert not (tmp_path / "sts.json").exists()
+
+
+def test_a_server_that_refuses_a_prompt(calibrate, server, prompts):
+    with prompts.open("a") as file:
+        file.write('{"prompt": "refuse"}\n')
+    result = calibrate("--concurrency", 1)
+    assert result.exit_code == 1
+    assert f"Error: {server.url}/v1/chat/completions: HTTP 400:" in result.output
+    assert "penalties are not served" in result.output
+
+
+def test_nobody_answers(calibrate):
+    result = calibrate("--url", "http://127.0.0.1:9")
+    assert result.exit_code == 1
+    assert "--url http://127.0.0.1:9: " in result.output
+    assert "check that a DSPARK server is running there" in result.output
+
+
+def test_what_would_fail_at_the_end_fails_at_the_start(calibrate, server, tmp_path, monkeypatch):
+    result = calibrate("--output", tmp_path / "none" / "sts.json")
+    assert (result.exit_code, "there is no folder" in result.output) == (1, True)
+    monkeypatch.setattr(outputs, "find_spec", lambda name: None)
+    result = calibrate("--plot", tmp_path / "plot.png")
+    assert (result.exit_code, "pip install 'sglang-dspark[bench]'" in result.output) == (1, True)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("share", ["0", "1", "-0.5"])
+def test_a_share_that_leaves_one_side_empty(calibrate, share):
+    result = calibrate("--held-out", share)
+    assert result.exit_code == 2
+    assert "0<x<1" in result.output

@@ -1,0 +1,169 @@
+"""`doctor` on good and bad installations and pairs: what it says and how it ends."""
+
+import json
+import shutil
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from sglang_dspark.engine import support
+from sglang_dspark.engine.support import SUPPORTED_SGLANG
+from sglang_dspark.tools.doctor import installation
+from sglang_dspark.tools.doctor.finding import Finding
+
+
+@pytest.fixture
+def broken(tmp_path: Path, draft: Path) -> Path:
+    """A writable copy of the drafter, to be spoilt."""
+    return Path(shutil.copytree(draft, tmp_path / "draft", copy_function=shutil.copyfile))
+
+
+@pytest.fixture
+def without_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what imports SGLang; those checks have tests of their own."""
+    monkeypatch.setattr(installation, "check_plugin", lambda: iter(()))
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_tensors(folder: Path, edit) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+
+
+def test_a_good_installation_and_the_golden_pair(run, target, draft):
+    result = run("doctor", "--target", target, "--draft", draft, "--golden", draft)
+    assert result.exit_code == 0, result.output
+    assert f"sglang         {SUPPORTED_SGLANG}" in result.output
+    assert "DSPARK and its flags are known to SGLang in this process" in result.output
+    assert "block size 7, 2 layers, taps [0, 2, 4] of 6, vanilla Markov head of rank 32" in result.output
+    assert "Qwen3ForCausalLM: hidden size 128, vocabulary 256, 6 layers" in result.output
+    assert "read from the target: embed_tokens.weight, lm_head.weight" in result.output
+    assert ", 0 mismatches; accept length" in result.output
+    assert f"--speculative-algorithm DSPARK --speculative-draft-model-path {draft}" in result.output
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_a_drafter_of_another_target(run, target, broken):
+    edit_config(broken, num_target_layers=8)
+    result = run("doctor", "--target", target, "--draft", broken)
+    assert result.exit_code == 1
+    assert "num_target_layers=8, but the target has num_hidden_layers=6" in result.output
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_a_target_family_that_is_not_served(run, target, draft, tmp_path):
+    other = Path(shutil.copytree(target, tmp_path / "target", copy_function=shutil.copyfile))
+    edit_config(other, architectures=["GPT2LMHeadModel"])
+    result = run("doctor", "--target", other, "--draft", draft)
+    assert result.exit_code == 1
+    assert "target architecture ['GPT2LMHeadModel'] is not served" in result.output
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_a_missing_tensor(run, target, broken):
+    edit_tensors(broken, lambda tensors: tensors.pop("fc.weight"))
+    result = run("doctor", "--target", target, "--draft", broken)
+    assert result.exit_code == 1
+    assert "missing fc.weight [128, 384]" in result.output
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_a_tensor_with_a_nan(run, target, broken):
+    edit_tensors(broken, lambda tensors: tensors["norm.weight"].fill_(float("nan")))
+    result = run("doctor", "--target", target, "--draft", broken)
+    assert result.exit_code == 1
+    assert "NaN or infinite values in norm.weight" in result.output
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_every_golden_mismatch_is_listed(run, target, broken, draft):
+    edit_tensors(broken, lambda tensors: tensors["markov_head.markov_w2.weight"].zero_())
+    result = run("doctor", "--target", target, "--draft", broken, "--golden", draft)
+    assert result.exit_code == 1
+    lines = [line for line in result.output.splitlines() if line.startswith("fail")]
+    assert len(lines) > 2
+    assert f"{len(lines) - 1} mismatches" in lines[0]
+    assert any("taught.draft (case 0 round" in line and "expected [" in line for line in lines)
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_an_own_embedding_is_not_called_shared(run, target, broken):
+    edit_tensors(broken, lambda tensors: tensors["embed_tokens.weight"].mul_(2))
+    result = run("doctor", "--target", target, "--draft", broken)
+    assert result.exit_code == 0, result.output
+    assert "read from the target: lm_head.weight" in result.output
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [
+        ("0.5.14", "sglang-dspark drives sglang 0.5.15.post1: pip install sglang==0.5.15.post1"),
+        ("0.5.17", "it has a built-in DSPARK, which stays in charge"),
+    ],
+)
+def test_another_sglang(run, monkeypatch, version, says):
+    monkeypatch.setattr(support, "version", lambda name: version)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert f"sglang {version} is installed" in result.output
+    assert says in result.output
+
+
+def test_sglang_missing(run, monkeypatch):
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(support, "version", missing)
+    monkeypatch.setattr(installation, "requires", missing)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "sglang is not installed; run: pip install sglang==0.5.15.post1" in result.output
+    assert "torch" in result.output
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_a_dependency_that_sglang_does_not_want(run, monkeypatch):
+    monkeypatch.setattr(installation, "requires", lambda name: ["torch==1.0", "numpy", 'triton==0; extra == "x"'])
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "but this sglang needs ==1.0" in result.output
+    assert "pip install 'torch==1.0'" in result.output
+    assert result.output.count("fail") == 2  # the line and the summary
+
+
+def test_the_entry_point_is_gone(monkeypatch):
+    monkeypatch.setattr(installation, "entry_points", lambda group: [])
+    assert list(installation.check_plugin()) == [
+        Finding(
+            "fail",
+            "entry point",
+            "sglang.srt.plugins does not list sglang_dspark.plugin:register",
+            "pip install sglang-dspark",
+        )
+    ]
+
+
+def test_the_user_lets_sglang_load_other_plugins_only(monkeypatch):
+    monkeypatch.setenv("SGLANG_PLUGINS", "some, others")
+    *_, registration = installation.check_plugin()
+    assert registration.status == "fail"
+    assert "SGLANG_PLUGINS=some, others keeps the plugin out" in registration.found
+    assert "add dspark" in registration.remedy
+
+
+def test_options_that_need_each_other(run, target):
+    for arguments, says in (
+        (("--target", target), "give both or neither"),
+        (("--golden", target), "--golden needs --target and --draft"),
+    ):
+        result = run("doctor", *arguments)
+        assert result.exit_code == 2
+        assert says in result.output

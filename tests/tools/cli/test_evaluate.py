@@ -1,0 +1,134 @@
+"""`evaluate` against a stand-in for the server whose rounds follow a known law, and in process on the golden pair."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH, TraceServer
+
+from sglang_dspark.tools.simulator.blocks import RecordedBlocks
+
+NUM_PROMPTS = 20
+
+
+@pytest.fixture
+def server():
+    with TraceServer() as server:
+        yield server
+
+
+@pytest.fixture
+def sets(tmp_path):
+    """Two files of prompts."""
+    paths = []
+    for name in ("math", "chat"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"turns": [f"{name} {i}", "later"]}) + "\n" for i in range(NUM_PROMPTS)))
+        paths += ["--prompts", path]
+    return paths
+
+
+def true_acceptance():
+    """Mean of a sigmoid of N(1, 1.5): what the stand-in accepts a draft with."""
+    logits = np.random.default_rng(0).normal(1.0, 1.5, size=1_000_000)
+    return float((1 / (1 + np.exp(-logits))).mean())
+
+
+def test_everything_is_measured_and_written(run, server, sets, tmp_path):
+    paths = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "png", "jsonl")}
+    outputs = ["--output", paths["json"], "--csv", paths["csv"], "--plot", paths["png"], "--blocks", paths["jsonl"]]
+    result = run("evaluate", "--url", server.url, *sets, *outputs, "--temperature", 0.5)
+    assert result.exit_code == 0, result.output
+
+    content = json.loads(paths["json"].read_text())
+    assert (content["target"], content["draft"]) == ("Target-1B", "draft-1b")
+    assert content["protocol"] == {"max_tokens": 128, "temperature": 0.5, "limit": None, "raw": False}
+    assert [prompts["file"] for prompts in content["prompts"]] == ["math.jsonl", "chat.jsonl"]
+    assert {"command", "commit", "versions", "hardware"} <= content.keys()
+    assert [one["set"] for one in content["results"]] == ["math", "chat"]
+    rate = true_acceptance()
+    for one in content["results"]:
+        assert one["rounds"] == NUM_PROMPTS * ROUNDS_PER_ANSWER
+        expected = sum(rate**k for k in range(GAMMA + 1))
+        assert one["accept_length"] == pytest.approx(expected, abs=5 * one["standard_error"])
+        assert one["conditional"] == pytest.approx([rate] * GAMMA, abs=0.07)
+        assert one["survival"][0] == pytest.approx(rate, abs=0.04)
+        # The head's logits are stretched, so it is too sure of itself.
+        assert min(row["ece"] for row in one["confidence"]) > 0.05
+        # sigmoid(STRETCH * z) >= 0.9 cuts where the draft's acceptance is below sigmoid(logit(0.9) / STRETCH).
+        strict = one["thresholds"][9]
+        assert strict["rate"] > one["thresholds"][0]["rate"]
+
+    rows = list(csv.DictReader(paths["csv"].open()))
+    assert [row["set"] for row in rows] == ["math", "chat"]
+    assert float(rows[0]["survival_1"]) == pytest.approx(content["results"][0]["survival"][0], rel=1e-4)
+    assert paths["png"].read_bytes().startswith(b"\x89PNG")
+    blocks = RecordedBlocks.load(paths["jsonl"])
+    assert len(blocks.accepted) == 2 * NUM_PROMPTS * ROUNDS_PER_ANSWER
+    assert blocks.logits.std() == pytest.approx(1.5 * STRETCH, rel=0.05)
+    asked = [body["messages"][0]["content"] for _, _, body in server.requests]
+    assert sorted(asked) == sorted(f"{name} {i}" for name in ("math", "chat") for i in range(NUM_PROMPTS))
+    assert {body["temperature"] for _, _, body in server.requests} == {0.5}
+
+
+def test_recorded_rounds_go_into_the_simulator(run, server, sets, tmp_path):
+    assert run("evaluate", "--url", server.url, *sets, "--blocks", tmp_path / "blocks.jsonl").exit_code == 0
+    from test_simulate import write_table
+
+    table = write_table(tmp_path, GAMMA)
+    result = run(
+        "simulate", "--table", table, "--blocks", tmp_path / "blocks.jsonl", "--users", 2, "--policies", "static"
+    )
+    assert result.exit_code == 0, result.output
+    (row,) = [line.split() for line in result.output.splitlines() if line.split()[:1] == ["static"]]
+    assert float(row[6]) == pytest.approx(sum(true_acceptance() ** k for k in range(GAMMA + 1)), rel=0.06)
+
+
+def test_a_drafter_without_a_confidence_head(run, server, sets):
+    server.has_head = False
+    result = run("evaluate", "--url", server.url, *sets, "--limit", 5)
+    assert result.exit_code == 0, result.output
+    assert "given all before" in result.output
+    assert "threshold" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"verified": GAMMA - 1}, "start the server with --speculative-dspark-schedule static"),
+        ({"has_traces": False}, "no answer has a dspark_trace"),
+        ({"algorithm": None}, "start it with --speculative-algorithm DSPARK"),
+    ],
+)
+def test_servers_that_cannot_be_evaluated(run, server, sets, state, says):
+    vars(server).update(state)
+    result = run("evaluate", "--url", server.url, *sets)
+    assert result.exit_code == 1
+    assert says in result.output
+
+
+def test_in_process_with_and_without_the_markov_head(run, sets, target, draft, tmp_path):
+    options = ("--target", target, "--draft", draft, "--raw", "--limit", 6, "--max-tokens", 16)
+    result = run("evaluate", *sets, *options, "--output", tmp_path / "out.json", "--csv", tmp_path / "out.csv")
+    assert result.exit_code == 0, result.output
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [(one["set"], one["markov"]) for one in results] == [
+        (name, markov) for name in ("math", "chat") for markov in (True, False)
+    ]
+    assert all(1 <= one["accept_length"] <= 8 and len(one["survival"]) == 7 for one in results)
+    assert len(list(csv.DictReader((tmp_path / "out.csv").open()))) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "--target and --draft belong together"),
+        (("--draft", "DRAFT", "--plot", "x.png"), "are for a server"),
+        (("--draft", "DRAFT", "--temperature", 0.7), "in process it is 0 or 1"),
+    ],
+)
+def test_options_that_do_not_go_together(run, sets, target, draft, options, says):
+    result = run("evaluate", *sets, "--target", target, *(draft if value == "DRAFT" else value for value in options))
+    assert result.exit_code == 2
+    assert says in result.output

@@ -1,0 +1,116 @@
+"""`LaunchedServer`: starts, waits, reports failures with the log, and leaves no process behind."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sglang_dspark.errors import LaunchError
+from sglang_dspark.tools.launch import LaunchedServer
+
+pytestmark = pytest.mark.usefixtures("stub_sglang")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended but was not yet collected does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until_dead(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not is_alive(pid)
+
+
+def child_in(log: Path) -> int:
+    return int(re.search(r"child (\d+)", log.read_text())[1])
+
+
+def test_a_server_runs_inside_the_block_and_only_there(tmp_path):
+    log = tmp_path / "log"
+    with LaunchedServer("model", "--dtype", "float32", log_path=log) as server:
+        argv = server.get_json("/argv")
+        assert is_alive(server.pid)
+    assert argv[:4] == ["--model-path", "model", "--dtype", "float32"]
+    assert argv[-2:] == ["--host", "127.0.0.1"]
+    assert server.url.endswith(f":{argv[argv.index('--port') + 1]}")
+    assert server.startup_s > 0
+    assert wait_until_dead(server.pid)
+
+
+def test_an_exception_inside_the_block_stops_the_server(tmp_path):
+    with pytest.raises(KeyError), LaunchedServer("model", log_path=tmp_path / "log") as server:
+        raise KeyError
+    assert wait_until_dead(server.pid)
+
+
+def test_a_proxy_of_the_environment_is_not_asked(tmp_path, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with LaunchedServer("model", log_path=tmp_path / "log") as server:
+        assert server.get_json("/dspark/stats")["rounds"] == 0
+
+
+def test_variables_reach_the_server_on_top_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("INHERITED", "kept")
+    monkeypatch.setenv("SETTING", "of the user")
+    with LaunchedServer("model", env={"SETTING": "of the caller"}, log_path=tmp_path / "log") as server:
+        environment = server.get_json("/environment")
+    assert (environment["INHERITED"], environment["SETTING"]) == ("kept", "of the caller")
+
+
+def test_a_server_that_dies_is_reported_with_its_log(tmp_path):
+    log = tmp_path / "log"
+    with pytest.raises(LaunchError) as caught, LaunchedServer("some/die", log_path=log):
+        pass
+    message = str(caught.value)
+    assert "ended with exit status 1" in message
+    assert str(log) in message
+    assert message.endswith("no such model")
+
+
+def test_a_server_that_never_answers_is_given_up_and_stopped(tmp_path):
+    log = tmp_path / "log"
+    seen = []
+    server = LaunchedServer("hang", log_path=log, startup_timeout_s=3, progress=lambda *state: seen.append(state))
+    with pytest.raises(LaunchError, match="did not answer within 3 s"), server:
+        pass
+    assert wait_until_dead(server.pid)
+    assert wait_until_dead(child_in(log))
+    assert seen[-1][0] <= 3
+    assert seen[-1][1] == f"child {child_in(log)}"
+
+
+def test_children_that_outlive_the_server_are_stopped(tmp_path):
+    log = tmp_path / "log"
+    with pytest.raises(LaunchError, match="exit status 3"), LaunchedServer("orphan", log_path=log):
+        pass
+    assert wait_until_dead(child_in(log))
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path, how):
+    log = tmp_path / "log"
+    server = f"LaunchedServer('hang', log_path={str(log)!r})"
+    script = f"from sglang_dspark.tools.launch import LaunchedServer\n{server}.__enter__()"
+    launching = subprocess.Popen([sys.executable, "-c", script])
+    deadline = time.monotonic() + 20
+    while not (log.exists() and "child" in log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    launching.send_signal(how)
+    launching.wait()
+    assert wait_until_dead(child_in(log))
+
+
+def test_there_is_no_process_before_the_block():
+    with pytest.raises(LaunchError, match="not started"):
+        _ = LaunchedServer("model").pid

@@ -1,0 +1,53 @@
+"""What simulated work takes, cell by cell."""
+
+import pytest
+from step_tables import GAMMA, make_table
+
+from sglang_dspark.step.choice import PLAIN, Choice, Rule
+from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
+from sglang_dspark.tools.simulator.costs import Costs, Prefill
+from sglang_dspark.tools.simulator.server import SimulatedServer
+from sglang_dspark.tools.simulator.sweep import parse_policy
+from sglang_dspark.tools.simulator.workload import Lengths, Workload
+
+NO_PREFILL = Prefill(0.0, 0.0)
+
+
+def table():
+    """Verification: 10 ms, 1 per token, 0.001 per token of context. Drafting: 2 ms, and 0.5 per request."""
+    return make_table(lambda r, d, c: 10 + r * (1 + d) + 1e-3 * c, lambda r, d, c: 2 + 0.5 * r)
+
+
+def test_a_step_is_what_the_table_says_and_the_host():
+    costs = Costs(table(), NO_PREFILL, host_ms=3)
+    assert costs.step_ms(PLAIN, 4, 4, 64) == pytest.approx(3 + 10 + 4 + 0.064)
+    assert costs.step_ms(Choice(Rule.TOP, GAMMA, 9), 4, 13, 64) == pytest.approx(3 + 10 + 13 + 0.064 + 2 + 2)
+
+
+def test_drafting_for_some_is_paid_for_them_alone():
+    choice = Choice(Rule.TOP, GAMMA, GAMMA, drafted=(2,))
+    ms = Costs(table(), NO_PREFILL).step_ms(choice, 8, 8 + GAMMA, 64)
+    assert ms == pytest.approx(10 + 8 + GAMMA + 0.064 + 2 + 0.5)
+
+
+def test_another_engine_has_plain_steps_of_its_own():
+    costs = Costs(table(), NO_PREFILL, host_ms=3, plain_ms=[(1, 20.0), (4, 50.0)])
+    assert [costs.step_ms(PLAIN, users, users, 64) for users in (1, 2, 4)] == pytest.approx([20, 30, 50])
+    assert costs.step_ms(Choice(Rule.UNIFORM, 1, 4), 4, 8, 64) == pytest.approx(3 + 18 + 0.064 + 4)
+
+
+def test_a_prefill_is_a_plain_step_and_verified_tokens():
+    prefill = Prefill.from_table(table())
+    assert (prefill.batch_ms, prefill.token_ms) == pytest.approx((11.064, 1.0))
+    assert prefill.ms(100) == pytest.approx(111.064)
+
+
+def test_the_schedule_is_told_what_steps_took_but_not_prefills():
+    blocks = ConditionalAcceptance((0.0,) * GAMMA)
+    server = SimulatedServer(Costs(table(), Prefill(500.0, 0.0), host_ms=9), blocks, parse_policy("auto"))
+    outcome = server.serve(Workload(8, Lengths(64, 64), Lengths(100, 100), users=1))
+    learned = server.schedule.report()["schedule"]["step_time"]
+    assert outcome.plain_steps > 500
+    assert learned["measured_ms"] == pytest.approx(9 + 11 + 0.114, rel=0.05)
+    assert learned["host_ms"] == {"1": pytest.approx(9)}
+    assert learned["common_factor"] * learned["correction"]["1"][0] == pytest.approx(1, rel=0.05)

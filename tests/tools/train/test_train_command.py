@@ -1,0 +1,178 @@
+"""``python -m sglang_dspark train`` on the golden target, given a chat template."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.tools.cli import main
+from sglang_dspark.tools.train import corpus as corpus_module
+from sglang_dspark.tools.train.target import Target
+from sglang_dspark.tools.train.trainer import Trainer
+
+GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "target"
+# A turn is "the ... ." and the answer goes on after another "the", as in the text that this target was trained on.
+TEMPLATE = "{% for m in messages %}the {{ m.content }} . {% endfor %}{% if add_generation_prompt %}the{% endif %}"
+NOUNS = "cat dog bird fish tree river stone house boat lamp".split()
+SMALL = (
+    *("--max-tokens", 12, "--max-prompt-tokens", 16, "--held-out", 3, "--write-batch", 8, "--steps", 6),
+    *("--batch-rows", 4, "--anchors", 4, "--rank", 8, "--block-size", 3, "--checkpoint-every", 2),
+)
+
+
+@pytest.fixture(scope="module")
+def chat_target(tmp_path_factory):
+    path = tmp_path_factory.mktemp("golden") / "target"
+    shutil.copytree(GOLDEN, path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"turns": [f"red {noun} sees the blue {noun}"]}) + "\n" for noun in NOUNS))
+    return path
+
+
+@pytest.fixture
+def train(chat_target, prompts, tmp_path, monkeypatch):
+    """``train("name", *options)`` works in ``tmp_path / "name"`` and gives the finished command."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+    def run(name, *options, target=chat_target, prompts=("--prompts", prompts)):
+        fixed = ("train", "--target", target, "--output", tmp_path / name, *prompts, "--device", "cpu")
+        return CliRunner().invoke(main, [str(argument) for argument in (*fixed, *SMALL, *options)])
+
+    return run
+
+
+def written(folder):
+    """Everything that a finished run has to leave behind, apart from times."""
+    names = ("draft/model.safetensors", "draft/config.json", "evaluation.json", "corpus/prompts.jsonl")
+    return [(folder / name).read_bytes() for name in names]
+
+
+def test_prompts_from_a_file_and_invented_ones_become_a_measured_drafter(train, tmp_path, chat_target):
+    result = train("run", "--invent", 6)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "run/corpus/prompts.jsonl").read_text().splitlines()]
+    assert len(rows) == len(NOUNS) + 6
+    assert sum(row["held_out"] for row in rows) == 3
+    assert not any("." in row["prompt"] for row in rows)
+    config = json.loads((tmp_path / "run/draft/config.json").read_text())
+    assert (config["target_layer_ids"], config["mask_token_id"], config["num_hidden_layers"]) == ([1, 2, 3], 2, 1)
+
+    model = load_draft_model(tmp_path / "run/draft", dtype=torch.float32, device="cpu")
+    target = Target.from_pretrained(chat_target, (1, 2, 3), dtype=torch.float32)
+    assert len(model.bind_target(target.embed_weight, target.lm_head_weight)) == 2
+    evaluation = json.loads((tmp_path / "run/evaluation.json").read_text())
+    assert evaluation["steps"] == 6
+    for name in ("greedy", "sampled"):
+        assert len(evaluation[name]["survival"]) == 3
+        assert f"{evaluation[name]['accept_length']:.2f}" in result.output
+    assert "doctor --target" in result.output
+
+
+def test_a_run_killed_in_every_stage_equals_an_uninterrupted_one(train, tmp_path, monkeypatch):
+    def killed_at_call(owner, name, call):
+        whole, calls = getattr(owner, name), []
+
+        def dies(*arguments, **options):
+            calls.append(name)
+            if len(calls) == call:
+                raise KeyboardInterrupt
+            return whole(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, dies)
+            assert train("killed", "--invent", 6).exit_code == 1
+        assert len(calls) == call
+
+    assert train("whole", "--invent", 6).exit_code == 0
+    killed_at_call(corpus_module, "_write_shard", 2)
+    killed_at_call(Trainer, "_train_step", 4)
+    killed_at_call(Trainer, "_save", 2)
+    result = train("killed", "--invent", 6)
+    assert result.exit_code == 0, result.output
+    assert "continuing after step 4" in result.output
+    assert written(tmp_path / "killed") == written(tmp_path / "whole")
+
+
+def test_the_texts_of_another_run_with_other_shapes_and_states(train, tmp_path):
+    assert train("first", "--store-states", "--taps", "0,3", "--texts", 14).exit_code == 0
+    corpus = tmp_path / "first" / "corpus"
+    # Not given again: the texts keep the plan they were begun with.
+    options = ("--corpus", corpus, "--taps", "0,3", "--head", "rnn", "--layers", 2, "--no-confidence-head")
+    result = train("second", *options, "--own-embeddings", "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.output
+    assert "14 texts" in result.output
+    assert not (tmp_path / "second" / "corpus").exists()
+    model = load_draft_model(tmp_path / "second/draft", dtype=torch.float32, device="cpu")
+    assert model.embed_tokens is not None
+    assert model.lm_head is not None
+    assert model.confidence is None
+    assert (model.config.markov_head_type, model.config.num_hidden_layers) == ("rnn", 2)
+
+    for options, says in (
+        (("--taps", "1,2"), r"--taps 1,2: the texts in \S+ keep the states of layers 0,3; give these"),
+        (("--texts", 3), r"--texts 3: the texts in \S+ were begun with 14; drop the option"),
+    ):
+        result = train("third", "--corpus", corpus, *options)
+        assert result.exit_code == 1
+        assert re.search(says, result.output)
+
+
+def test_an_output_of_other_settings_is_refused(train):
+    assert train("run").exit_code == 0
+    result = train("run", "--rank", 4)
+    assert result.exit_code == 1
+    assert "markov_rank=4 (then 8); give the same settings to continue it, or another output" in result.output
+
+
+def test_training_by_the_clock_from_another_drafter(train, tmp_path):
+    assert train("first").exit_code == 0
+    options = ("--corpus", tmp_path / "first" / "corpus", "--init", tmp_path / "first" / "draft")
+    result = train("second", *options, "--max-minutes", 5)
+    assert result.exit_code == 0, result.output
+    log = [json.loads(line) for line in (tmp_path / "second/log.jsonl").read_text().splitlines()]
+    assert log[-1]["held_out"]
+    assert log[-1]["step"] == 6  # of --steps, which come first
+
+
+REFUSED = {
+    "more held out than there is": (("--held-out", 10), "--held-out 10: of 10 prompts, 10 are distinct"),
+    "taps beyond the target": (("--taps", "1,5"), "target_layer_ids=[1, 5] must be strictly increasing in [-1, 4]"),
+    "no list": (("--taps", "1;2"), "'1;2' is not a list of numbers such as 1,2,3"),
+    "no JSON": (("--chat-template-kwargs", "thinking"), "'thinking' is not a JSON object"),
+    "a stop token as mask": (("--mask-token-id", 1), "--mask-token-id 1 ends an answer; drop the flag"),
+    "a written token as mask": (("--mask-token-id", 33), "times in the answers"),
+    "a mask outside": (("--mask-token-id", 256), "--mask-token-id 256 is not in the vocabulary of 256"),
+    "states from a server": (("--store-states", "--server", "http://x"), "--store-states needs the target in this"),
+    "a silent server": (("--server", "http://127.0.0.1:9"), "check that an SGLang server is running there"),
+    "invented raw prompts": (("--raw", "--invent", 4), "with --raw, give --prompts instead"),
+    "a device that is not there": (("--device", "cuda"), "finds no GPU; give --device cpu"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_option_and_the_remedy(case, train, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options, says = REFUSED[case]
+    result = train("run", *options)
+    assert result.exit_code != 0
+    assert says in result.output
+
+
+def test_a_target_that_is_not_there_or_has_no_chat_template(train):
+    result = train("run", target="/nowhere/model")
+    assert (result.exit_code, "--target /nowhere/model: " in result.output) == (1, True)
+    result = train("run", target=GOLDEN)
+    assert (result.exit_code, "its tokenizer has no chat template; give --raw" in result.output) == (1, True)
+    # What was refused left nothing behind that a second try would have to agree with.
+    assert train("run", "--raw", target=GOLDEN).exit_code == 0

@@ -1,0 +1,155 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
+from sglang_dspark.draft.reference import decode_greedy
+from sglang_dspark.tools.train.block_forward import block_hidden
+from sglang_dspark.tools.train.evaluate import loop_start, replay
+from sglang_dspark.tools.train.measure import measure, measured_texts, table
+from sglang_dspark.tools.train.rows import ComputedStates, stored_states
+from sglang_dspark.tools.train.text_writer import InProcessWriter
+from sglang_dspark.tools.train.trainer import Trainer
+
+NEW_TOKENS = 14
+
+
+@pytest.fixture
+def half_trained(target, corpus, config, tmp_path):
+    """A drafter that is right often, but far from always."""
+    config = replace(config, steps=60, checkpoint_every=60)
+    return Trainer(config, target, corpus, corpus, tmp_path).run()
+
+
+def test_greedy_replay_equals_the_literal_decoding_loop(target, rows, half_trained):
+    def run_target(ids):
+        states = target.forward(torch.tensor([list(ids)]))
+        return target.logits(states.last_hidden)[0], states.features[0]
+
+    rounds = committed = 0
+    accepted = torch.zeros(4)
+    for row in rows:
+        prompt = row.input_ids[: row.prompt_len].tolist()
+        decoded = decode_greedy(
+            half_trained, run_target, prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=target.stop_ids
+        )
+        rounds += len(decoded.rounds)
+        committed += round(decoded.accept_length * len(decoded.rounds))
+        for one in decoded.rounds:
+            accepted[: one.accepted] += 1
+    report = replay(half_trained, target, rows, ComputedStates(target), temperature=0, max_new_tokens=NEW_TOKENS)
+    assert (report.num_rounds, report.num_committed) == (rounds, committed)
+    assert report.survival == pytest.approx((accepted / rounds).tolist())
+    assert 1.1 < report.accept_length < 4.9
+
+
+def test_sampled_replay_accepts_with_the_probability_of_speculative_sampling(target, rows, half_trained):
+    """First-slot acceptance on fixed texts: the mean of min(1, p_d(y) / p_t(y)) over the anchors that were visited."""
+    row = rows[0]
+    states = target.forward(row.input_ids[None])
+    p_target = torch.softmax(target.logits(states.last_hidden)[0], dim=-1)
+
+    def run_target(ids):
+        states = target.forward(torch.tensor([list(ids)]))
+        return target.logits(states.last_hidden)[0], states.features[0]
+
+    decoded = decode_greedy(half_trained, run_target, row.input_ids[: row.prompt_len].tolist(), max_new_tokens=1)
+    p_draft = torch.softmax(decoded.rounds[0].block.logits[0], dim=-1)
+    label = row.input_ids[row.prompt_len + 1]
+    expected = min(1.0, float(p_draft[label] / p_target[row.prompt_len, label]))
+    reports = [
+        replay(half_trained, target, [row], stored_states, temperature=1, max_new_tokens=1, seed=seed)
+        for seed in range(600)
+    ]
+    observed = sum(report.survival[0] for report in reports) / len(reports)
+    assert all(report.num_rounds == 1 for report in reports)
+    # Four standard deviations of a mean of 600 coins.
+    assert abs(observed - expected) < 4 * (0.25 / 600) ** 0.5 + 1e-6
+
+
+def literal_rounds(model, target, row, token_ids):
+    """(rounds, committed) of greedy decoding that proposes `token_ids` only, one block at a time."""
+    text, start = row.input_ids, row.prompt_len
+    states = target.forward(text[None])
+    heads = ProposalHeads(model, token_ids)
+    end, rounds, committed = len(text) - 1, 0, 0
+    while start < min(row.prompt_len + NEW_TOKENS, end):
+        k, v = model.context_kv(model.project_context(states.features[0, :start]), torch.arange(start))
+        hidden = block_hidden(model, k[:, None], v[:, None], torch.tensor([[start]]), text[None, start, None])[0, 0]
+        token, accepted = int(text[start]), 0
+        for slot in range(model.config.block_size):
+            bias, _, _ = heads.markov.step(torch.tensor([token]), hidden[slot : slot + 1], None)
+            token = token_ids[int((heads.base_logits(hidden[slot : slot + 1]) + bias).argmax())]
+            if start + 1 + slot > end or token != text[start + 1 + slot]:
+                break
+            accepted += 1
+        moved = min(start + accepted + 1, end)
+        rounds, committed, start = rounds + 1, committed + moved - start, moved
+    return rounds, committed
+
+
+@torch.no_grad()
+def test_a_drafter_with_a_part_of_the_vocabulary_is_judged_by_what_it_proposes(target, rows, half_trained):
+    written = torch.cat([row.input_ids[row.prompt_len :] for row in rows]).bincount(minlength=64)
+    token_ids = sorted(written.argsort(descending=True)[:24].tolist())
+    judged = {
+        name: replay(half_trained, target, rows, stored_states, temperature=0, max_new_tokens=NEW_TOKENS, **options)
+        for name, options in {
+            "part": {"token_ids": token_ids},
+            "all": {},
+            "every token named": {"token_ids": list(range(64))},
+            "no Markov head": {"use_markov": False},
+        }.items()
+    }
+    literal = [literal_rounds(half_trained, target, row, token_ids) for row in rows]
+    part = judged["part"]
+    assert (part.num_rounds, part.num_committed) == tuple(map(sum, zip(*literal, strict=True)))
+    assert judged["every token named"] == judged["all"] != part
+    assert judged["no Markov head"].accept_length < judged["all"].accept_length
+
+
+def test_a_token_that_is_never_proposed_is_never_accepted_at_temperature_1(target, rows, half_trained):
+    label = int(rows[0].input_ids[rows[0].prompt_len + 1])
+    others = [token for token in range(64) if token != label]
+    for seed in range(20):
+        report = replay(
+            half_trained, target, rows[:1], stored_states, temperature=1, max_new_tokens=1, seed=seed, token_ids=others
+        )
+        assert report.survival[0] == 0
+
+
+def test_loops_are_found_where_they_begin():
+    story = list(range(100, 140))
+    assert loop_start(story) is None
+    assert loop_start([*story, *[1, 2, 3] * 8]) == 43
+    assert loop_start([*story, *[7] * 20]) == 41
+    assert loop_start([*story, *[1, 2, 3] * 4]) is None  # too short
+    assert loop_start([*story, *story]) is None  # said twice
+    assert loop_start([*story, *story, *story[:25]]) is None
+    assert loop_start([*story, *story, *story]) == 40
+    assert loop_start([*[7] * 30, *story]) is None  # over
+
+
+def test_sets_are_measured_in_every_way(target, half_trained):
+    sets = {"first": [[5, 9, 11], [7, 3, 8, 20]], "second": [[60, 4]]}
+    writer = InProcessWriter(target)
+    texts = measured_texts(target, writer, sets, max_new_tokens=NEW_TOKENS, block_size=4, seed=1)
+    assert {key: len(rows) for key, rows in texts.items()} == {
+        ("first", 0): 2,
+        ("second", 0): 1,
+        ("first", 1): 2,
+        ("second", 1): 1,
+    }
+    assert texts["second", 0][0].input_ids[:2].tolist() == [60, 4]
+    results = measure(half_trained, list(range(40)), target, texts, max_new_tokens=NEW_TOKENS, seed=1)
+    ways = [(r["set"], r["temperature"], r["proposed_tokens"], r["markov"]) for r in results]
+    assert ways[:3] == [("first", 0, 40, True), ("first", 0, 40, False), ("first", 0, 64, True)]
+    assert len(set(ways)) == len(ways) == 12
+    assert {key for key, r in zip(ways, results, strict=True) if "loops" in r} == {
+        ("first", 0, 40, True),
+        ("second", 0, 40, True),
+    }
+    greedy = replay(half_trained, target, texts["first", 0], stored_states, temperature=0, max_new_tokens=NEW_TOKENS)
+    assert results[2]["accept_length"] == greedy.accept_length
+    assert table(results).count("\n") == 14

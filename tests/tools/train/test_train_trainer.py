@@ -1,0 +1,152 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.tools.train import trainer as trainer_module
+from sglang_dspark.tools.train.config import TrainConfig
+from sglang_dspark.tools.train.corpus import Corpus
+from sglang_dspark.tools.train.evaluate import replay
+from sglang_dspark.tools.train.rows import stored_states
+from sglang_dspark.tools.train.trainer import DRAFT_DIR, Trainer
+
+
+def test_a_drafter_learns_a_small_corpus_by_heart(target, rows, config, tmp_path):
+    corpus = Corpus(rows[:3])
+    overfit = replace(config, steps=250, learning_rate=1e-2, batch_rows=3, anchors_per_row=20, checkpoint_every=250)
+    trainer = Trainer(overfit, target, corpus, corpus, tmp_path)
+    untrained = replay(trainer.model, target, corpus.rows, stored_states, temperature=0, max_new_tokens=18)
+    trainer.run()
+    learned = replay(trainer.model, target, corpus.rows, stored_states, temperature=0, max_new_tokens=18)
+    assert untrained.accept_length < 2.5
+    assert min(learned.survival) > 0.9
+    stored = load_draft_model(tmp_path / DRAFT_DIR, dtype=torch.float32, device="cpu")
+    stored.bind_target(target.embed_weight, target.lm_head_weight)
+    assert replay(stored, target, corpus.rows, stored_states, temperature=0, max_new_tokens=18).accept_length > 4
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(target, corpus, config, tmp_path):
+    config = replace(config, loss_vocab=40, loss_vocab_sampled=8, batch_rows=4)
+    whole = Trainer(config, target, corpus, corpus, tmp_path / "whole").run()
+    Trainer(config, target, corpus, corpus, tmp_path / "parts").run(until=5)
+    resumed = Trainer(config, target, corpus, corpus, tmp_path / "parts")
+    assert resumed.step == 3
+    parts = resumed.run()
+    for (name, expected), found in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def test_continuing_with_other_settings_is_refused(target, corpus, config, tmp_path):
+    Trainer(config, target, corpus, corpus, tmp_path).run(until=3)
+    with pytest.raises(ConfigError, match=r"other settings: learning_rate=0\.0001 \(then 0\.005\); give"):
+        Trainer(replace(config, learning_rate=1e-4), target, corpus, corpus, tmp_path)
+
+
+def test_taps_must_agree_with_the_target(target, corpus, config, tmp_path):
+    with pytest.raises(ConfigError, match=r"target_layer_ids=\[0, 1\]"):
+        Trainer(replace(config, target_layer_ids=(0, 1)), target, corpus, corpus, tmp_path)
+
+
+@pytest.mark.parametrize("head", ["gated", "rnn"])
+def test_other_heads_and_bfloat16_train(head, target, corpus, config, tmp_path):
+    config = replace(config, markov_head_type=head, compute_dtype="bfloat16", steps=12)
+    reports = []
+    Trainer(config, target, corpus, corpus, tmp_path).run(reports.append)
+    held_out = [report.loss for report in reports if report.held_out]
+    assert held_out[-1] < held_out[0]
+
+
+def test_a_drafter_without_heads_trains(target, corpus, config, tmp_path):
+    config = replace(config, markov_rank=0, confidence_head=False)
+    reports = []
+    Trainer(config, target, corpus, corpus, tmp_path).run(reports.append)
+    held_out = [report.loss for report in reports if report.held_out]
+    assert held_out[-1] < held_out[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("steps", 0),
+        ("markov_rank", -1),
+        ("markov_head_type", "lstm"),
+        ("compute_dtype", "float16"),
+        ("warmup_share", 1.0),
+        ("max_minutes", 0.0),
+    ],
+)
+def test_settings_out_of_range_are_named(key, value):
+    with pytest.raises(ConfigError, match=f"{key}="):
+        TrainConfig(target_layer_ids=(0,), mask_token_id=2, **{key: value})
+
+
+class Clock:
+    """Stands in for the module ``time``: every look takes one second."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += 1.0
+        return self.now
+
+
+def test_a_time_limit_ends_the_run_with_its_learning_rate_at_zero(target, corpus, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module, "time", Clock())
+    config = replace(config, steps=10**6, max_minutes=4, log_every=1)
+    trainer = Trainer(config, target, corpus, corpus, tmp_path)
+    rates, reports = [], []
+    trainer.run(reports.append, on_step=lambda step: rates.append(trainer.optimizer.param_groups[0]["lr"]))
+    peak = max(rates)
+    assert 20 < len(rates) < 240
+    assert peak == pytest.approx(config.learning_rate, rel=0.05)
+    assert rates[: rates.index(peak)] == sorted(rates[: rates.index(peak)])
+    assert rates[rates.index(peak) :] == sorted(rates[rates.index(peak) :], reverse=True)
+    assert rates[-1] < 0.01 * peak
+    # A checkpoint each minute of the four, the last one at the end.
+    held_out = [report for report in reports if report.held_out]
+    assert 3 <= len(held_out) <= 4
+    assert held_out[-1].step == trainer.step == len(rates)
+    assert 240 <= held_out[-1].seconds < 250
+    assert trainer.progress == (240, 240)
+
+    again = Trainer(config, target, corpus, corpus, tmp_path)
+    assert again.step == trainer.step
+    again.run()
+    assert again.step == trainer.step  # its time is over
+
+
+def test_steps_end_a_run_whose_time_is_longer(target, corpus, config, tmp_path):
+    trainer = Trainer(replace(config, max_minutes=60), target, corpus, corpus, tmp_path)
+    trainer.run()
+    assert trainer.step == config.steps
+    assert (tmp_path / DRAFT_DIR / "model.safetensors").exists()
+
+
+def test_a_drafter_can_be_trained_on_from_another(target, corpus, config, tmp_path):
+    first = Trainer(replace(config, steps=40), target, corpus, corpus, tmp_path / "first")
+    first.run()
+    folder = tmp_path / "first" / DRAFT_DIR
+    same = Trainer(config, target, corpus, corpus, tmp_path / "same", init=folder)
+    for name, weight in same.model.state_dict().items():
+        assert torch.equal(weight, first.model.state_dict()[name].bfloat16().float()), name
+    deeper = Trainer(replace(config, num_layers=3, markov_rank=4), target, corpus, corpus, tmp_path / "b", init=folder)
+    assert torch.equal(deeper.model.fc.weight, same.model.fc.weight)
+    assert deeper.model.markov.rank == 4
+    # A resumed run goes on from its own state.
+    same.run(until=3)
+    again = Trainer(config, target, corpus, corpus, tmp_path / "same", init=folder)
+    assert again.step == 3
+    assert not torch.equal(again.model.fc.weight, deeper.model.fc.weight)
+
+
+def test_a_diverged_run_keeps_its_last_checkpoint(target, corpus, config, tmp_path):
+    trainer = Trainer(config, target, corpus, corpus, tmp_path)
+    trainer.run(until=3)
+    kept = (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes()
+    trainer.model.fc.weight.data.fill_(float("nan"))
+    with pytest.raises(ConfigError, match="diverged before step 6; continue from the checkpoint"):
+        trainer.run()
+    assert (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes() == kept
