@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import uuid
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from sglang_dspark.arrays import Array
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import write_text_whole
 
 FORMAT_VERSION = 1
 
@@ -112,16 +112,7 @@ class SpsTable:
             "verify_ms": np.round(self.verify_ms, 4).tolist(),
             "tiers": list(self.tiers),
         }
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own: servers that share a cache may write the same table at the same time.
-        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-        try:
-            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        write_text_whole(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> SpsTable:
