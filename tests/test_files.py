@@ -1,6 +1,7 @@
 """A file is there whole or not at all."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -33,8 +34,7 @@ def test_a_writer_that_fails_leaves_nothing_behind(tmp_path, is_folder):
         with written_whole(path) as partial:
             if is_folder:
                 partial.mkdir()
-                partial /= "part"
-            partial.write_text("half")
+            (partial / "part" if is_folder else partial).write_text("half")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -59,12 +59,11 @@ def test_a_folder_appears_at_once_and_replaces_none_that_holds_something(tmp_pat
 
 def test_content_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     synced = []
-    real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), real(fd)))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink()))
     with written_whole(tmp_path / "folder") as partial:
         partial.mkdir()
         (partial / "part").write_text("text")
-    assert synced == [str(partial / "part"), str(partial), str(tmp_path)]
+    assert synced == [partial / "part", partial, tmp_path]
 
 
 def test_two_writers_of_one_file_do_not_meet(tmp_path):
