@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from dspark_kernels.kv_inject import CommitRows, kv_inject, kv_inject_ref
+from dspark_kernels.attention.injection import CommitRows, kv_inject, kv_inject_ref
 
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from dspark_kernels.ragged_attention import attend_groups, group_contexts
-from dspark_kernels.window_attention import num_splits, window_attention
+from dspark_kernels.attention.ragged import attend_groups, group_contexts
+from dspark_kernels.attention.window import num_splits, window_attention
 
 from sglang_dspark.draft.backbone import Attend
 from sglang_dspark.draft.cache import DraftCache

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from dspark_kernels import Accepted, DraftBlock, RoundKeys, SamplingRows
-from dspark_kernels.plan import VerifyRows, plan_top, plan_uniform
-from dspark_kernels.prepare import PreparedStep, StepRequests, prepare
+from dspark_kernels.laying_out.plans import VerifyRows, plan_top, plan_uniform
+from dspark_kernels.laying_out.preparation import PreparedStep, StepRequests, prepare
 
 from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, static_verify
 from sglang_dspark.scheduling.ranking import ranked

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dspark_kernels.distribution_loss import distribution_loss, distribution_loss_ref
+from dspark_kernels.training.losses import distribution_loss, distribution_loss_ref
 from torch import Tensor
 
 from sglang_dspark.draft.model import DraftModel

@@ -71,8 +71,8 @@ def emulate(module):
         forms.end_of_warm_up()
 
     # On a GPU, kernels tell apart batches beyond 16 and 32 requests; here, the few that tests have.
-    sys.modules["dspark_kernels.markov_walk"]._MIN_DOT = 1
-    sys.modules["dspark_kernels.plan"]._MIN_BLOCK_R = sys.modules["dspark_kernels.plan"]._MIN_BLOCK_J = 1
+    sys.modules["dspark_kernels.drafting.walk"]._MIN_DOT = 1
+    sys.modules["dspark_kernels.laying_out.plans"]._MIN_BLOCK_R = sys.modules["dspark_kernels.laying_out.plans"]._MIN_BLOCK_J = 1
     forms.watch()
     note_draft_kernels()
     module.warm_up = warm_up
@@ -91,8 +91,8 @@ def note_draft_kernels():
     """Take note of the drafter's launches on a GPU where its torch form computes here."""
     import forms
     import torch
-    from dspark_kernels.kv_inject import kv_inject
-    from dspark_kernels.window_attention import num_splits, window_attention
+    from dspark_kernels.attention.injection import kv_inject
+    from dspark_kernels.attention.window import num_splits, window_attention
 
     from sglang_dspark.draft import cache, model
     from sglang_dspark.worker import drafter
@@ -155,7 +155,7 @@ def step_times(worker):
 def ragged_attention(backend, q, k, v, layer, batch):
     """What the CUDA backend does with verification rows, on the CPU backend's pools."""
     import forms
-    from dspark_kernels.window_attention import num_splits, window_attention, window_attention_ref
+    from dspark_kernels.attention.window import num_splits, window_attention, window_attention_ref
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
     pool, layout = backend.token_to_kv_pool, batch.spec_info
