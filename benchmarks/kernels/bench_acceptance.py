@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
-from dspark_kernels.judging.acceptance_reference import accept_ref
-from dspark_kernels.judging.acceptance import accept
-from dspark_kernels.drafting.draft_law import DraftLaw
-from dspark_kernels.sampling.noise import RoundKeys
-from dspark_kernels.sampling.parameters import SamplingRows
+from dspark_kernels import DraftBlock, DraftLaw, RoundKeys, SamplingRows, Windows, accept, accept_ref
 from harness import Case
 
 _GAMMA = 7
@@ -65,19 +62,14 @@ def _case(device: torch.device, rule: str, bs: int, vocab_size: int) -> Case:
     requests = torch.arange(bs, device=device)
     keys = RoundKeys(1, torch.zeros((), dtype=torch.int64, device=device), requests, requests)
 
-    def run() -> object:
-        return accept(drafts, verify_lens, logits, indptr, law, rows, keys)
-
-    def reference() -> object:
-        return accept_ref(drafts, verify_lens, logits, indptr, None if law is None else law.probs(), rows, keys)
-
+    arguments = DraftBlock(drafts, law=law), Windows(verify_lens, indptr), logits, requests, rows, keys
     row = vocab_size * logits.element_size()
     redrawn = bs * (row + vocab_size * 4) if sampled else 0  # the row to draw from, and the draft's law of its slot
     return Case(
         name=f"accept_{rule}",
         shape={"bs": bs, "gamma": _GAMMA, "V": vocab_size},
-        run=run,
-        reference=reference,
+        run=partial(accept, *arguments),
+        reference=partial(accept_ref, *arguments),
         bytes_moved=num_rows * row + redrawn,
         flops=0,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from dspark_kernels.judging.adjustment import Adjustment, AdjustmentTable, adjust, adjust_ref
+from dspark_kernels import Adjustment, AdjustmentTable, adjust, adjust_ref
 from harness import Case
 
 GAMMA = 7

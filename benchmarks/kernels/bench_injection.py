@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from dspark_kernels.attention.injection import CommitRows, kv_inject, kv_inject_ref
+from dspark_kernels import CommitRows, kv_inject, kv_inject_ref
 from harness import Case
 
 LAYERS, KV_HEADS, HEAD_DIM = 5, 8, 128

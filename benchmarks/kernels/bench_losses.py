@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from dspark_kernels.training.losses import distribution_loss, distribution_loss_ref
+from dspark_kernels import distribution_loss, distribution_loss_ref
 from harness import Case
 
 ROWS = 512

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from dspark_kernels.laying_out.plans import VerifyRows, plan_top, plan_top_ref, plan_uniform, plan_uniform_ref
-from dspark_kernels.laying_out.preparation import StepRequests
+from dspark_kernels import StepRequests, VerifyRows, plan_top, plan_top_ref, plan_uniform, plan_uniform_ref
 from harness import Case
 
 CONTEXT = 2048

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from bench_plan import step_requests
-from dspark_kernels.laying_out.preparation import PreparedStep, prepare, prepare_ref
+from bench_plans import step_requests
+from dspark_kernels import PreparedStep, prepare, prepare_ref
 from harness import Case
 
 GAMMA = 7

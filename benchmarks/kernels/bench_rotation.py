@@ -1,26 +1,25 @@
-"""The elementwise parts of a draft layer of a Qwen3-4B drafter: norms with RoPE, and SwiGLU."""
+"""Norms with RoPE in the draft layers of a Qwen3-4B drafter."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import torch
-from dspark_kernels.attention.rotation import qk_norm_rope, qk_norm_rope_ref
-from dspark_kernels.drafting.swiglu import silu_mul, silu_mul_ref
+from dspark_kernels import qk_norm_rope, qk_norm_rope_ref
 from harness import Case
 
 GAMMA = 7
-HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 32, 8, 128, 9728
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
 
 
 def cases(device: torch.device) -> list[Case]:
-    """Both at every batch size."""
+    """Every batch size."""
     torch.manual_seed(0)
-    return [case for bs in (1, 8, 64, 256) for case in (_rotate(bs * GAMMA, device), _activate(bs * GAMMA, device))]
+    return [_case(bs * GAMMA, device) for bs in (1, 8, 64, 256)]
 
 
-def _rotate(num_rows: int, device: torch.device) -> Case:
+def _case(num_rows: int, device: torch.device) -> Case:
     projected = torch.randn(num_rows, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device).to(DTYPE)
     q, k, _ = projected.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     weights = [torch.ones(HEAD_DIM, dtype=DTYPE, device=device) for _ in range(2)]
@@ -32,17 +31,5 @@ def _rotate(num_rows: int, device: torch.device) -> Case:
         run=partial(qk_norm_rope, *arguments),
         reference=partial(qk_norm_rope_ref, *arguments),
         bytes_moved=2 * num_rows * (HEADS + KV_HEADS) * HEAD_DIM * DTYPE.itemsize,
-        flops=0,
-    )
-
-
-def _activate(num_rows: int, device: torch.device) -> Case:
-    gate_up = torch.randn(num_rows, 2 * INTERMEDIATE, device=device).to(DTYPE)
-    return Case(
-        name="silu_mul",
-        shape={"rows": num_rows, "I": INTERMEDIATE},
-        run=partial(silu_mul, gate_up),
-        reference=partial(silu_mul_ref, gate_up),
-        bytes_moved=3 * num_rows * INTERMEDIATE * DTYPE.itemsize,
         flops=0,
     )

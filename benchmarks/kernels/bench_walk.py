@@ -9,15 +9,14 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from dspark_kernels import (
     ConfidenceWeights,
+    DraftHeads,
     MarkovWeights,
     RoundKeys,
     SamplingRows,
-    WalkWeights,
-    markov_sample,
-    markov_sample_ref,
+    draft_block,
+    draft_block_ref,
 )
 from harness import Case
 
@@ -27,48 +26,30 @@ VOCABULARIES = (49152, 151936)
 _DTYPE = torch.bfloat16
 
 
-class _TorchHeads:
-    """Both heads as the reference calls them."""
-
-    def __init__(self, v: int, device: torch.device) -> None:
-        self.w1, self.w2 = (torch.randn(v, RANK, device=device, dtype=_DTYPE) for _ in range(2))
-        self.projection = torch.randn(HIDDEN + RANK, device=device)
-        self.bias = torch.zeros(1, device=device)
-
-    @property
-    def weights(self) -> WalkWeights:
-        return WalkWeights(MarkovWeights(self.w1, self.w2, None), ConfidenceWeights(self.projection, self.bias))
-
-    def initial_state(self, bs: int, device: torch.device, dtype: torch.dtype) -> None:
-        return None
-
-    def step(
-        self, prev_tokens: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        embedding = self.w1[prev_tokens]
-        return F.linear(embedding, self.w2), embedding, None
-
-    def confidence(self, hidden: torch.Tensor, w1_embedding: torch.Tensor | None) -> torch.Tensor:
-        assert w1_embedding is not None
-        return torch.cat((hidden.float(), w1_embedding.float()), dim=-1) @ self.projection + self.bias
+def _heads(v: int, device: torch.device) -> DraftHeads:
+    w1, w2 = (torch.randn(v, RANK, device=device, dtype=_DTYPE) for _ in range(2))
+    projection, bias = torch.randn(HIDDEN + RANK, device=device), torch.zeros(1, device=device)
+    return DraftHeads(MarkovWeights(w1, w2, None), ConfidenceWeights(projection, bias))
 
 
-def _case(bs: int, v: int, heads: _TorchHeads, sampled: bool, seeded: int = 0) -> Case:
-    device = heads.w2.device
+def _case(bs: int, v: int, heads: DraftHeads, sampled: bool, seeded: int = 0) -> Case:
+    assert heads.markov is not None
+    w2 = heads.markov.w2
+    device = w2.device
     base_logits = torch.randn(bs, GAMMA, v, device=device, dtype=_DTYPE)
     hidden = torch.randn(bs, GAMMA, HIDDEN, device=device, dtype=_DTYPE)
     anchors = torch.arange(bs, device=device)
     seeds = [7] * seeded + [None] * (bs - seeded)
     rows = SamplingRows.from_lists([float(sampled)] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, seeds, device)
     keys = RoundKeys(1, torch.zeros((), dtype=torch.int64, device=device), anchors, anchors)
-    arguments = (base_logits, hidden, anchors, heads, heads.confidence, rows, keys)
+    arguments = (base_logits, hidden, anchors, heads, rows, keys)
     logits = bs * GAMMA * v
-    num_bytes = GAMMA * heads.w2.nbytes + base_logits.nbytes + hidden.nbytes + 4 * GAMMA * v * (bs - seeded) * sampled
+    num_bytes = GAMMA * w2.nbytes + base_logits.nbytes + hidden.nbytes + 4 * GAMMA * v * (bs - seeded) * sampled
     return Case(
         name="markov_sample_" + (("sampled" if seeded < bs else "seeded") if sampled else "greedy"),
         shape={"bs": bs, "gamma": GAMMA, "V": v, "r": RANK} | ({"seeded": seeded} if seeded else {}),
-        run=partial(markov_sample, *arguments, weights=heads.weights),
-        reference=partial(markov_sample_ref, *arguments),
+        run=partial(draft_block, *arguments),
+        reference=partial(draft_block_ref, *arguments),
         bytes_moved=num_bytes,
         flops=2 * logits * RANK,
     )
@@ -76,7 +57,7 @@ def _case(bs: int, v: int, heads: _TorchHeads, sampled: bool, seeded: int = 0) -
 
 def cases(device: torch.device) -> list[Case]:
     """Every batch size and vocabulary, all requests greedy and all sampled; some with seeds of their own."""
-    heads = {v: _TorchHeads(v, device) for v in VOCABULARIES}
+    heads = {v: _heads(v, device) for v in VOCABULARIES}
     sizes = [(bs, v, heads[v]) for v in VOCABULARIES for bs in BATCH_SIZES]
     return [
         *(_case(*size, sampled) for sampled in (False, True) for size in sizes),

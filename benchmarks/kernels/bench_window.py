@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from dspark_kernels.attention.window import num_splits, window_attention, window_attention_ref
+from dspark_kernels import PagedWindows, num_splits, window_attention, window_attention_ref
 from harness import Case
 
 GAMMA = 7
@@ -39,16 +39,13 @@ def _case(model: str, bs: int, causal: bool, device: torch.device) -> Case:
         .to(DTYPE)
         .split([heads, kv_heads, kv_heads], dim=1)
     )
-    pools = [torch.randn(num_slots, kv_heads, head_dim, device=device).to(DTYPE) for _ in range(2)]
+    k_pool, v_pool = (torch.randn(num_slots, kv_heads, head_dim, device=device).to(DTYPE) for _ in range(2))
     # Pages lie apart, as in a pool that has been in use.
     table = (1 + torch.randperm(bs * CONTEXT, device=device)).to(torch.int32).view(bs, CONTEXT)
-    arguments = (
-        *(q, k, v, *pools),
-        table,
-        torch.arange(bs, device=device),
-        torch.full((bs,), CONTEXT, device=device),
-        torch.arange(0, num_rows + 1, width, device=device),
-    )
+    indptr = torch.arange(0, num_rows + 1, width, device=device)
+    lens = torch.full((bs,), CONTEXT, device=device)
+    windows = PagedWindows(table, torch.arange(bs, device=device), lens, indptr, width)
+    arguments = (q, k, v, (k_pool, v_pool), windows)
     how = {"causal": causal, "scale": head_dim**-0.5}
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     splits = num_splits(bs, kv_heads, processors)
@@ -56,7 +53,7 @@ def _case(model: str, bs: int, causal: bool, device: torch.device) -> Case:
     return Case(
         name=f"window_attention {'verify' if causal else 'block'}, {model}",
         shape={"bs": bs, "rows": width, "context": CONTEXT, "splits": splits},
-        run=partial(window_attention, *arguments, width=width, splits=splits, **how),
+        run=partial(window_attention, *arguments, splits=splits, **how),
         reference=partial(window_attention_ref, *arguments, **how),
         bytes_moved=kv_bytes + 2 * num_rows * heads * head_dim * DTYPE.itemsize,
         flops=4 * num_rows * (CONTEXT + width) * heads * head_dim,

@@ -125,8 +125,7 @@ def test_signed_zeros_tie_and_infinities_come_first(device):
 
 
 def check_uniform(verify_len, drafts, requests, num_tokens, num_real, depth):
-    source = requests.anchors.new_empty((len(requests), 0)) if drafts is None else drafts
-    expected = flattened([verify_len] * num_real, source, requests, num_tokens, depth)
+    expected = flattened([verify_len] * num_real, drafts, requests, num_tokens, depth)
     for form in (plan_uniform, plan_uniform_ref):
         assert_same(form(verify_len, drafts, requests, num_tokens), expected)
 
@@ -134,7 +133,7 @@ def check_uniform(verify_len, drafts, requests, num_tokens, num_real, depth):
 @pytest.mark.parametrize("bs", [1, 3, 130])
 @pytest.mark.parametrize("verify_len", [0, 1, 5, 16])
 def test_uniform_verifies_as_many_drafts_of_everyone(bs, verify_len, device):
-    drafts = None if verify_len == 0 else drafts_of(bs, 16, device)
+    drafts = drafts_of(bs, 16 if verify_len else 0, device)
     requests = step_requests(bs, 16, device)
     for spare in (0, 7):
         check_uniform(verify_len, drafts, requests, bs * (verify_len + 1) + spare, bs, verify_len)
@@ -146,7 +145,7 @@ def test_given_lengths(bs, depth, device):
     requests, drafts, num_tokens = step_requests(bs, depth, device), drafts_of(bs, depth, device), bs + int(lens.sum())
     expected = flattened(lens.tolist(), drafts, requests, num_tokens, depth)
     assert_same(plan_lens(lens.to(device), drafts, requests, num_tokens), expected)
-    none = plan_lens(torch.zeros_like(lens).to(device), None, requests, bs)
+    none = plan_lens(torch.zeros_like(lens).to(device), drafts, requests, bs)
     assert_same(none, flattened([0] * bs, drafts, requests, bs, depth))
 
 

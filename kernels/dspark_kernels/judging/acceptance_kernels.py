@@ -69,7 +69,9 @@ def row_stats_kernel(
 
 
 @triton.jit
-def target_mass(logits, base, temperature, log_mass, tokens, cut_ptr, last_ptr, rows, mask, HAS_FILTER: tl.constexpr) -> tl.tensor:
+def target_mass(
+    logits, base, temperature, log_mass, tokens, cut_ptr, last_ptr, rows, mask, HAS_FILTER: tl.constexpr
+) -> tl.tensor:
     """p_t of tokens [n] in rows that have these logits there."""
     mass = tl.exp((logits - base) / temperature - log_mass)
     if HAS_FILTER:
