@@ -36,7 +36,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sglang_dspark import provenance
+from sglang_dspark.tools import provenance
 
 # Shared memory that a block can ask for, in bytes (CUDA programming guide, technical specifications by capability).
 SHARED_BYTES = {

@@ -196,6 +196,7 @@ def _attend(
         CAUSAL=causal,
         IS_SPLIT=lse is not None,
         SHARE=share,
+        BLOCK_H=triton.next_power_of_2(share),
         BLOCK_M=block_m,
         BLOCK_W=max(_MIN_DOT, triton.next_power_of_2(width)),
         BLOCK_N=64 if block_d <= _WIDE_HEAD else 32,

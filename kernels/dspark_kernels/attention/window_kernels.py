@@ -83,15 +83,23 @@ def _attend_window(
 
 @triton.jit
 def _clear_padding(
-    out_ptr, indptr_ptr, num_rows, first_head, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+    out_ptr,
+    indptr_ptr,
+    num_rows,
+    heads,
+    in_share,
+    ROW_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """Write zeros to a head's share of the rows of no request: what follows computes with them."""
+    """Write zeros to a share of the rows of no request, for ``heads`` [M]: what follows computes with them."""
     dims = tl.arange(0, BLOCK_D)
-    zeros = tl.zeros([BLOCK_D], out_ptr.dtype.element_ty)
-    end = tl.load(indptr_ptr + tl.num_programs(0))
+    places = heads[:, None] * HEAD_DIM + dims[None, :]
+    mask = in_share[:, None] & (dims < HEAD_DIM)[None, :]
+    zeros = tl.zeros(places.shape, out_ptr.dtype.element_ty)
+    end = tl.load(indptr_ptr + tl.num_programs(0)).to(tl.int32)
     for row in range(end + tl.program_id(0), num_rows, tl.num_programs(0)):
-        place = ((row + tl.full([], 0, tl.int64)) * NUM_HEADS + first_head) * HEAD_DIM
-        tl.store(out_ptr + place + dims, zeros, mask=dims < HEAD_DIM)
+        tl.store(out_ptr + tl.cast(row, tl.int64) * ROW_SIZE + places, zeros, mask=mask)
 
 
 # What changes from step to step must not cause compilations, by its value or by the place of a tensor in memory.
@@ -123,6 +131,7 @@ def window_attention_kernel(
     CAUSAL: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     SHARE: tl.constexpr,  # heads of a group that a program takes
+    BLOCK_H: tl.constexpr,  # >= SHARE
     BLOCK_M: tl.constexpr,  # >= SHARE times the most rows of a request
     BLOCK_W: tl.constexpr,  # >= the most rows of a request
     BLOCK_N: tl.constexpr,
@@ -135,10 +144,11 @@ def window_attention_kernel(
     first_head = tl.program_id(1) % shares * SHARE
     split = tl.program_id(2)
     if not IS_SPLIT:
-        for head in range(first_head, tl.minimum(first_head + SHARE, GROUP)):
-            _clear_padding(
-                out_ptr, indptr_ptr, num_rows, kv_head * GROUP + head, NUM_KV_HEADS * GROUP, HEAD_DIM, BLOCK_D
-            )
+        of_share = tl.arange(0, BLOCK_H)
+        in_share = (of_share < SHARE) & (first_head + of_share < GROUP)
+        row_size: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
+        heads = kv_head * GROUP + first_head + of_share
+        _clear_padding(out_ptr, indptr_ptr, num_rows, heads, in_share, row_size, HEAD_DIM, BLOCK_D)
     start = tl.load(indptr_ptr + request).to(tl.int64)
     length = (tl.load(indptr_ptr + request + 1) - start).to(tl.int32)
     if length > 0:
