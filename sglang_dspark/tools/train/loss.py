@@ -113,7 +113,7 @@ class _DistributionLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - autograd takes tensors one by one
         ctx: Any,
         hidden: Tensor,  # [n, d]
         latents: Tensor | None,  # [n, r]
