@@ -28,7 +28,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt .ci/make_env.py
 	$(or $(PYTHON),$(error Python 3.11 is needed: make env PYTHON=/path/to/python3.11)) .ci/make_env.py
 	@touch $@
 
-demo: env ## SmolLM2-135M with and without DSPARK on this machine
+demo: env ## three minutes: SmolLM2-135M with and without DSPARK, side by side on this machine
 	$(RUN) -m sglang_dspark demo
 
 doctor: env ## is this installation able to serve?

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
-from sglang_dspark.scheduling.step_times import StepKind
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
+from sglang_dspark.scheduling.step_times import StepKind
 from sglang_dspark.step.state import Drafted, Rounds
 from sglang_dspark.tools import provenance
 

@@ -18,7 +18,6 @@ from serving.agreement import Agreement, compare
 from serving.client import Reply, Sampling, ask_closed, ask_open
 from serving.configurations import DFLASH, EXTERNAL, Configuration, choose_baselines
 from serving.counters import read_accept_length, read_counters
-from serving.cpu_time import CpuTime
 from serving.external import ExternalServer
 from serving.fleet import Fleet, Server
 from serving.load import Load, poisson_arrivals
@@ -32,6 +31,7 @@ from serving.schedule import Cell, interleave, still_to_measure
 from serving.sla import Sla
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools import provenance
+from sglang_dspark.tools.cpu_time import CpuTime
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
 CPU_MAX_REQUESTS = 16

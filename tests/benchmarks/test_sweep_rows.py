@@ -8,7 +8,6 @@ import pytest
 from serving.client import Reply
 from serving.configurations import Configuration
 from serving.counters import STAT_KEYS
-from serving.cpu_time import CpuTime
 from serving.load import Load
 from serving.request_log import RequestLog
 from serving.results import complete
@@ -17,6 +16,7 @@ from serving.schedule import Cell
 from serving.sla import Sla
 
 from sglang_dspark.tools import provenance
+from sglang_dspark.tools.cpu_time import CpuTime
 
 ORIGIN = Origin("set.jsonl", "target", "draft", "abc", "sglang=1 torch=2", "cpu, 2 cores", "")
 CELL = Cell(Configuration("s3", "static", "3", "float32"), Load(2), 5, 1)

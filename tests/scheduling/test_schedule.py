@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 from dspark_kernels import DraftBlock
-from sglang_dspark.scheduling.sps_table import SpsTable
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.forecast import LEARN_STEPS
 from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.state import Drafted, Rounds

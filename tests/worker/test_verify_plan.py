@@ -3,8 +3,8 @@
 import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingRows
-from sglang_dspark.scheduling.selection import top_prefixes
 
+from sglang_dspark.scheduling.selection import top_prefixes
 from sglang_dspark.step.state import DecodeBatch
 from sglang_dspark.worker.verify_plan import ragged_plan, top_plan, uniform_plan
 
