@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import urllib.error
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sglang_dspark.errors import DSparkError
@@ -30,6 +31,8 @@ PROMPTS = (
     "Explain in simple words why the sky is blue.",
 )
 GPU_FLAGS = ("--mem-fraction-static", "0.4")
+LAST_START_S = 240.0
+"""No further round starts so long after the first one."""
 BUSY_SHARE = 0.05
 """Share of the machine's cores, taken by others, from which on the demo says that the machine is busy."""
 
@@ -103,21 +106,24 @@ class Demo:
         return server
 
     def _measure(self, contest: Contest, measured: list[Measured]) -> None:
-        turns = schedule(len(self._prompts), self._rounds)
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        rounds, start_s = schedule(len(self._prompts), self._rounds), time.monotonic()
+        columns = (TextColumn("{task.description:38}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self._console, transient=True) as progress:
-            task = progress.add_task("first answers, not counted", total=len(turns))
-
-            def tell(turn: Turn) -> None:
-                if measured or turn is turns[0]:
-                    name = f"round {turn.round + 1} of {self._rounds}: {turn.mode.name}"
-                    progress.update(task, description=f"{name:38}")
-
-            for done in contest.run(turns, tell):
-                measured.append(done)
-                progress.advance(task)
-                if done.turn.round == 0 and len(measured) % len(MODES) == 0:
-                    self._print_answer(measured, done.turn.prompt)
+            task = progress.add_task("first answers, not counted", total=sum(map(len, rounds)))
+            for mode in MODES:
+                contest.ask(Turn(0, 0, mode))
+            for index, turns in enumerate(rounds):
+                if index and time.monotonic() - start_s > LAST_START_S:
+                    self._console.print(
+                        f"\n[yellow]ended after {index} of {self._rounds} rounds:[/] they take long here"
+                    )
+                    break
+                for turn in turns:
+                    progress.update(task, description=f"round {index + 1} of {self._rounds}: {turn.mode.name}")
+                    measured.append(contest.ask(turn))
+                    progress.advance(task)
+                    if index == 0 and len(measured) % len(MODES) == 0:
+                        self._print_answer(measured, turn.prompt)
 
     def _print_answer(self, measured: Sequence[Measured], prompt: int) -> None:
         """The text that all modes gave in the first round; where they differ, plain SGLang's."""
@@ -139,8 +145,8 @@ class Demo:
             table.add_row(mode.name, _in_words(speed(measured, mode), 1), f"[bold]{factor}[/]", base.name, reason)
         self._console.print(table)
         self._console.print(
-            f"Medians of {len(measured) // len(MODES)} answers each ({len(self._prompts)} prompts, {self._rounds} "
-            "rounds), in brackets the middle half of them. One greedy request at a time, from sending it to the end of "
+            f"Medians of {len(measured) // len(MODES)} answers each ({len(self._prompts)} prompts, "
+            f"{measured[-1].turn.round + 1} rounds), in brackets the middle half of them. One greedy request at a time, from sending it to the end of "
             "its stream. A ratio pairs answers to the same prompt in the same round. The three take turns in shuffled "
             "order, each after an answer that does not count."
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -59,18 +59,21 @@ class Measured:
     others_s: float
 
 
-def schedule(num_prompts: int, num_rounds: int, seed: int = SEED) -> list[Turn]:
-    """All turns in their order.
+def schedule(num_prompts: int, num_rounds: int, seed: int = SEED) -> list[list[Turn]]:
+    """The turns of every round in their order.
 
     The modes answer a prompt right after one another, so that drift of the machine meets them alike. Prompts within a
     round and modes within a prompt are shuffled: a fixed order would let each mode follow the same other one always.
     """
     shuffle = random.Random(seed)
-    turns = []
-    for index in range(num_rounds):
-        for prompt in shuffle.sample(range(num_prompts), num_prompts):
-            turns += [Turn(index, prompt, mode) for mode in shuffle.sample(MODES, len(MODES))]
-    return turns
+    return [
+        [
+            Turn(index, prompt, mode)
+            for prompt in shuffle.sample(range(num_prompts), num_prompts)
+            for mode in shuffle.sample(MODES, len(MODES))
+        ]
+        for index in range(num_rounds)
+    ]
 
 
 class Contest:
@@ -91,21 +94,13 @@ class Contest:
             mode: on_plain if mode.policy is None else on_dspark for mode in MODES
         }
 
-    def run(self, turns: Sequence[Turn], on_turn: Callable[[Turn], None]) -> Iterator[Measured]:
-        """The answers as they come; ``on_turn`` is called before each. The first one of each mode is thrown away.
+    def ask(self, turn: Turn) -> Measured:
+        """Wake the server of the mode, throw one answer away, and measure the one to the turn's prompt.
 
         Raises:
-            openai.OpenAIError: a server refused a prompt or has died.
+            openai.OpenAIError: the server refused a prompt or has died.
             urllib.error.URLError: it did not take its policy, or could not empty its cache.
         """
-        for mode in MODES:
-            on_turn(Turn(0, 0, mode))
-            self._ask(Turn(0, 0, mode))
-        for turn in turns:
-            on_turn(turn)
-            yield self._ask(turn)
-
-    def _ask(self, turn: Turn) -> Measured:
         server, questioner = self._asked[turn.mode]
         server.resume()
         if turn.mode.policy is not None:

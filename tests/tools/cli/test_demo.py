@@ -50,6 +50,14 @@ def test_a_busy_machine_is_spoken_of(demo, monkeypatch, share, says):
     assert ("other programs took 1.2 of its 4 cores" in result.output) == says
 
 
+def test_rounds_that_take_long_come_to_an_end(demo, monkeypatch):
+    monkeypatch.setattr(show, "LAST_START_S", 0.0)
+    result = demo("--prompt", "same", "--rounds", "5")
+    assert result.exit_code == 0, result.output
+    assert "ended after 1 of 5 rounds" in result.output
+    assert "Medians of 1 answers each (1 prompts, 1 rounds)" in result.output
+
+
 def test_a_target_with_a_chat_template_is_talked_to(run, stub_sglang, target, draft, tmp_path):
     chat = Path(shutil.copytree(target, tmp_path / "chat", copy_function=shutil.copyfile))
     (chat / "chat_template.jinja").touch()
