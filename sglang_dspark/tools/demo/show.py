@@ -145,10 +145,10 @@ class Demo:
             table.add_row(mode.name, _in_words(speed(measured, mode), 1), f"[bold]{factor}[/]", base.name, reason)
         self._console.print(table)
         self._console.print(
-            f"Medians of {len(measured) // len(MODES)} answers each ({len(self._prompts)} prompts, "
-            f"{measured[-1].turn.round + 1} rounds), in brackets the middle half of them. One greedy request at a time, from sending it to the end of "
-            "its stream. A ratio pairs answers to the same prompt in the same round. The three take turns in shuffled "
-            "order, each after an answer that does not count."
+            f"Medians of {len(measured) // len(MODES)} answers each (prompts: {len(self._prompts)}, rounds: "
+            f"{measured[-1].turn.round + 1}), in brackets the middle half of them. One greedy request at a time, from "
+            "sending it to the end of its stream. A ratio pairs answers to the same prompt in the same round. The three "
+            "take turns in shuffled order, each after an answer that does not count."
         )
 
     def _print_prompts(self, measured: Sequence[Measured]) -> None:

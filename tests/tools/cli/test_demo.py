@@ -31,7 +31,7 @@ def test_three_ways_to_decode_are_compared(demo, tmp_path):
     auto = next(row for row in table if row[:2] == ["plugin,", "auto"])
     assert off[-7:] == ["plain", "SGLang", *"the plugin's own CPU attention".split()]
     assert " ".join(auto[-8:]) == "plugin, speculation off speculation: 1.50 tokens per step"
-    assert "Medians of 4 answers each (2 prompts, 2 rounds)" in result.output
+    assert "Medians of 4 answers each (prompts: 2, rounds: 2)" in result.output
     assert [(row[0], row[-2], row[-1]) for row in table if row[-1] in ("yes", "no")] == [
         ("same", "1.50", "yes"),
         ("these", "1.50", "no"),
@@ -55,7 +55,7 @@ def test_rounds_that_take_long_come_to_an_end(demo, monkeypatch):
     result = demo("--prompt", "same", "--rounds", "5")
     assert result.exit_code == 0, result.output
     assert "ended after 1 of 5 rounds" in result.output
-    assert "Medians of 1 answers each (1 prompts, 1 rounds)" in result.output
+    assert "Medians of 1 answers each (prompts: 1, rounds: 1)" in result.output
 
 
 def test_a_target_with_a_chat_template_is_talked_to(run, stub_sglang, target, draft, tmp_path):
