@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
 
-from serving.client import Endpoint, ReplyError, flush_cache
+from serving.client import Endpoint, ReplyError
 from serving.external import ExternalServer
 from sglang_dspark.errors import LaunchError
 from sglang_dspark.tools.launch import LaunchedServer
@@ -67,7 +67,7 @@ class Fleet:
 
     @contextmanager
     def awake(self, label: str) -> Iterator[tuple[Server, Endpoint]]:
-        """Let one server run, with an empty radix cache, for the duration of the ``with`` block.
+        """Let one server run for the duration of the ``with`` block.
 
         Raises:
             LaunchError: the server failed or has died; the message ends with the tail of its log.
@@ -76,9 +76,6 @@ class Fleet:
         server.resume()
         endpoint = server.endpoint if isinstance(server, ExternalServer) else Endpoint(server.url)
         try:
-            # The answer also proves that the server has come back to its loop before the clock starts.
-            if not isinstance(server, ExternalServer) or server.can_flush:
-                flush_cache(endpoint)
             yield server, endpoint
         except ReplyError as error:
             raise LaunchError(f"{label}: {error}{_last_words(server)}") from error

@@ -5,6 +5,7 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 from paired_ratio import frame_baselines, main, paired_ratios, ratios_to_each, summarise
+from scipy.stats import ttest_1samp
 from serving.results import complete, read_sweep
 
 from sglang_dspark.errors import ConfigError
@@ -32,25 +33,25 @@ def test_pairing_removes_the_drift():
     assert (row.ratio, row.low, row.high) == pytest.approx((1.1, 1.1, 1.1))
 
 
-def test_interval_holds_the_geometric_mean_and_lies_within_the_range():
+def test_interval_is_that_of_the_mean_logarithm():
     ratios = [1.0, 1.2, 0.9, 1.5, 1.1, 1.3]
+    interval = ttest_1samp(np.log(ratios), 0).confidence_interval(0.95)
     (row,) = summarise(ratios_of(sweep(ratios))).itertuples()
     assert row.ratio == pytest.approx(np.exp(np.log(ratios).mean()))
-    assert 0.9 < row.low < row.ratio < row.high < 1.5
+    assert (row.low, row.high) == pytest.approx((np.exp(interval.low), np.exp(interval.high)))
     assert (row.smallest, row.largest, row.above) == (pytest.approx(0.9), pytest.approx(1.5), 4)
 
 
-def test_interval_covers_the_true_ratio_about_as_often_as_it_says():
-    random, covered = np.random.default_rng(0), 0
-    for _ in range(40):
-        logs = random.normal(0.2, 0.1, 20)
-        pairs = pd.DataFrame({"config": "s", "baseline": "p", "load": "1 user", "ratio": np.exp(logs)})
-        (row,) = summarise(pairs).itertuples()
-        covered += row.low <= np.exp(0.2) <= row.high
-    assert 33 <= covered <= 40
+def test_interval_covers_the_true_ratio_as_often_as_it_says_even_with_few_rounds():
+    """1000 sweeps of 5 rounds: of 95 % intervals, 36 to 64 miss in all but one case in 25."""
+    logs = np.random.default_rng(0).normal(0.2, 0.1, (1000, 5))
+    pairs = pd.DataFrame({"config": "s", "baseline": "p", "load": np.repeat(np.arange(1000), 5)})
+    summary = summarise(pairs.assign(ratio=np.exp(logs.ravel())))
+    missed = 1000 - int(((summary["low"] <= np.exp(0.2)) & (np.exp(0.2) <= summary["high"])).sum())
+    assert 36 <= missed <= 64
 
 
-@pytest.mark.parametrize("rounds", [1, 4])
+@pytest.mark.parametrize("rounds", [1, 3])
 def test_too_few_rounds_have_no_interval(rounds):
     (row,) = summarise(ratios_of(sweep([2.0] * rounds))).itertuples()
     assert row.ratio == pytest.approx(2.0) and np.isnan(row.low) and np.isnan(row.high)

@@ -8,7 +8,6 @@ import time
 
 import psutil
 import pytest
-from serving import fleet as fleet_module
 from serving.client import ReplyError
 from serving.fleet import Fleet
 
@@ -59,8 +58,7 @@ class FakeServer:
 
 
 @pytest.fixture
-def servers(monkeypatch):
-    monkeypatch.setattr(fleet_module, "flush_cache", lambda endpoint: None)
+def servers():
     return {"a": FakeServer(), "b": FakeServer()}
 
 

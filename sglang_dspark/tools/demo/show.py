@@ -147,7 +147,7 @@ class Demo:
         self._console.print(
             f"Medians of {len(measured) // len(MODES)} answers each (prompts: {len(self._prompts)}, rounds: "
             f"{measured[-1].turn.round + 1}), in brackets the middle half of them. One greedy request at a time, from "
-            "sending it to the end of its stream. A ratio pairs answers to the same prompt in the same round. The three "
+            "sending it to the end of its stream. A ratio pairs answers to the same prompt in the same round. All "
             "take turns in shuffled order, each after an answer that does not count."
         )
 
