@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from sglang_dspark.scheduling.position_acceptance import PositionAcceptance
 
 
