@@ -107,8 +107,9 @@ gpu-shape-%: env
 	$(RUN) benchmarks/shape_pair.py --shape $* --output $(RESULTS)/gpu/$*/pair
 	$(RUN) benchmarks/sweep_concurrency.py $(call SHAPE_PAIR,$*) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/$*/sweep \
 		--device cuda --config plain --config "off=off $(ACCEPTANCE)" --config "auto=auto $(ACCEPTANCE)" \
-		--config "static7=static:7 $(ACCEPTANCE)" --config "static3=static:3 $(ACCEPTANCE)" --concurrency 1,4,16,64 --num-prompts 16 --max-tokens 256 --ignore-eos \
-		--rounds 3 --server-flags "--load-format dummy $(GPU_FLAGS)" $(SWEEP_FLAGS)
+		--config "static7=static:7 $(ACCEPTANCE)" --config "static3=static:3 $(ACCEPTANCE)" \
+		--concurrency 1,4,16,64 --num-prompts 16 --max-tokens 256 --ignore-eos --rounds 3 \
+		--server-flags "--load-format dummy $(GPU_FLAGS)" $(SWEEP_FLAGS)
 	$(RUN) benchmarks/report.py $(RESULTS)/gpu/$*/sweep
 	test -e $(RESULTS)/gpu/$*/trace/trace.json.gz || \
 	$(RUN) benchmarks/step_trace.py record $(call SHAPE_PAIR,$*) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/$*/trace \
