@@ -121,7 +121,10 @@ def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
         with a ratio above 1.
     """
     records = []
-    for (config, baseline, load), group in pairs.groupby(["config", "baseline", "load"], sort=False):
+    # Configurations in the order of the first load everywhere, although they ran in another one at each.
+    for column in ("load", "config", "baseline"):
+        pairs = pairs.assign(**{column: pd.Categorical(pairs[column], pairs[column].unique())})
+    for (load, config, baseline), group in pairs.groupby(["load", "config", "baseline"], observed=True):
         ratios = group["ratio"].to_numpy()
         logs = np.log(ratios)
         if "batch" in group:

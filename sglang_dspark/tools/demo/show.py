@@ -132,18 +132,17 @@ class Demo:
 
     def _print_summary(self, measured: Sequence[Measured]) -> None:
         table = Table(box=SIMPLE)
-        table.add_column("")
-        for heading in ("tokens per second", "times as fast", "as"):
-            table.add_column(heading, justify="left" if heading == "as" else "right", no_wrap=True)
-        table.add_column("which is")
-        length = accept_length(answers(measured, AUTO))
-        accepted = "" if length is None else f": {length:.2f} tokens per step"
-        own = "the plugin without drafts" if self._on_gpu else "the plugin's own CPU attention"
-        table.add_row(PLAIN.name, _in_words(speed(measured, PLAIN), 1), "", "", "")
-        for mode, base, reason in ((OFF, PLAIN, own), (AUTO, OFF, f"speculation{accepted}")):
+        for heading in ("", "tokens per second", "", "times as fast"):
+            table.add_column(heading, no_wrap=True)
+        table.add_row(PLAIN.name, _in_words(speed(measured, PLAIN), 1), "", "")
+        for name, mode, base in (("off / plain", OFF, PLAIN), ("auto / off", AUTO, OFF)):
             factor = _in_words(ratio(measured, mode, base), 2)
-            table.add_row(mode.name, _in_words(speed(measured, mode), 1), f"[bold]{factor}[/]", base.name, reason)
+            table.add_row(mode.name, _in_words(speed(measured, mode), 1), name, f"[bold]{factor}[/]")
         self._console.print(table)
+        own = "own steps" if self._on_gpu else "own CPU attention"
+        length = accept_length(answers(measured, AUTO))
+        gained = "" if length is None else f": {length:.2f} tokens per step"
+        self._console.print(f"off / plain is the plugin's {own}, without a drafter; auto / off is speculation{gained}.")
         self._console.print(
             f"Medians of {len(measured) // len(MODES)} answers each (prompts: {len(self._prompts)}, rounds: "
             f"{measured[-1].turn.round + 1}), in brackets the middle half of them. One greedy request at a time, from "
@@ -153,15 +152,15 @@ class Demo:
 
     def _print_prompts(self, measured: Sequence[Measured]) -> None:
         table = Table(box=SIMPLE)
-        table.add_column("prompt")
-        for heading in ("plain", "off", "auto", "auto / off", "tokens per step", "same text"):
+        table.add_column("prompt", no_wrap=True)
+        for heading in ("plain", "off", "auto", "auto / off", "per step", "same text"):
             table.add_column(heading, justify="right", no_wrap=True)
         for index, prompt in enumerate(self._prompts):
             speeds = [f"{speed(measured, mode, index).median:.1f}" for mode in MODES]
             length = accept_length(answers(measured, AUTO, index))
             same = len({answer.text for mode in MODES for answer in answers(measured, mode, index)}) == 1
             table.add_row(
-                escape(shorten(prompt, 40, placeholder="...")),
+                escape(shorten(prompt, 26, placeholder="...")),
                 *speeds,
                 f"{ratio(measured, AUTO, OFF, index).median:.2f}",
                 "-" if length is None else f"{length:.2f}",
@@ -185,7 +184,7 @@ class Demo:
         if share > BUSY_SHARE:
             self._console.print(
                 f"\n[yellow]This machine was busy:[/] other programs took {share * cores:.1f} of its {cores} cores "
-                "during the answers. Speeds are lower than on a quiet machine, and ratios less certain."
+                "during the answers. Speeds are lower than on a quiet machine, and ratios less certain: run it again."
             )
 
 

@@ -31,7 +31,7 @@ class Mode:
 
 
 PLAIN = Mode("plain SGLang", None)
-OFF = Mode("plugin, speculation off", "off")
+OFF = Mode("plugin, off", "off")
 AUTO = Mode("plugin, auto", "auto")
 MODES = (PLAIN, OFF, AUTO)
 

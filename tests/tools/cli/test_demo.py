@@ -27,10 +27,13 @@ def test_three_ways_to_decode_are_compared(demo, tmp_path):
     assert result.output.count("\none two three 4\n") == 1
     table = rows(result.output)
     assert [row for row in table if row[:2] == ["plain", "SGLang"] and "times" not in row]
-    off = next(row for row in table if row[:3] == ["plugin,", "speculation", "off"])
+    off = next(row for row in table if row[:2] == ["plugin,", "off"])
     auto = next(row for row in table if row[:2] == ["plugin,", "auto"])
-    assert off[-7:] == ["plain", "SGLang", *"the plugin's own CPU attention".split()]
-    assert " ".join(auto[-8:]) == "plugin, speculation off speculation: 1.50 tokens per step"
+    assert " ".join(off[5:8]) == "off / plain"
+    assert " ".join(auto[5:8]) == "auto / off"
+    assert "off / plain is the plugin's own CPU attention, without a drafter" in result.output
+    assert "auto / off is speculation: 1.50 tokens per step." in result.output
+    assert "auto / plain" not in result.output
     assert "Medians of 4 answers each (prompts: 2, rounds: 2)" in result.output
     assert [(row[0], row[-2], row[-1]) for row in table if row[-1] in ("yes", "no")] == [
         ("same", "1.50", "yes"),
