@@ -160,7 +160,7 @@ class Demo:
             length = accept_length(answers(measured, AUTO, index))
             same = len({answer.text for mode in MODES for answer in answers(measured, mode, index)}) == 1
             table.add_row(
-                escape(shorten(prompt, 26, placeholder="...")),
+                escape(shorten(prompt, 22, placeholder="...")),
                 *speeds,
                 f"{ratio(measured, AUTO, OFF, index).median:.2f}",
                 "-" if length is None else f"{length:.2f}",

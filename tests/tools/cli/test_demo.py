@@ -29,8 +29,8 @@ def test_three_ways_to_decode_are_compared(demo, tmp_path):
     assert [row for row in table if row[:2] == ["plain", "SGLang"] and "times" not in row]
     off = next(row for row in table if row[:2] == ["plugin,", "off"])
     auto = next(row for row in table if row[:2] == ["plugin,", "auto"])
-    assert " ".join(off[5:8]) == "off / plain"
-    assert " ".join(auto[5:8]) == "auto / off"
+    assert " ".join(off[6:9]) == "off / plain"
+    assert " ".join(auto[6:9]) == "auto / off"
     assert "off / plain is the plugin's own CPU attention, without a drafter" in result.output
     assert "auto / off is speculation: 1.50 tokens per step." in result.output
     assert "auto / plain" not in result.output
