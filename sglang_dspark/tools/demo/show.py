@@ -151,7 +151,7 @@ class Demo:
         )
 
     def _print_prompts(self, measured: Sequence[Measured]) -> None:
-        table = Table(box=SIMPLE)
+        table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
         table.add_column("prompt", no_wrap=True)
         for heading in ("plain", "off", "auto", "auto / off", "per step", "same text"):
             table.add_column(heading, justify="right", no_wrap=True)
