@@ -1,13 +1,9 @@
 """The benchmark of policies in turns, on a real server."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
 from golden_server import DSPARK, assert_pool_is_whole, policy
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from policy_turns import NO_OVERLAP, Turns
 from serving.client import Sampling
 from serving.configurations import parse_configurations
