@@ -130,9 +130,9 @@ def step_times(worker):
     """
     import numpy as np
     import torch
-    from sglang_dspark.scheduling.sps_table import SpsTable
 
     from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
+    from sglang_dspark.scheduling.sps_table import SpsTable
     from sglang_dspark.worker.startup.measure_steps import _Steps
 
     for requests in (1, 1 + REQUEST_SLOTS[-1]):
