@@ -50,9 +50,8 @@ SERVERS: dict[str, Recipe] = {
         )
     ),
     "tight": Recipe(lambda folder: (*DSPARK, *TIGHT, "--chunked-prefill-size", "64")),
-    # Drafters of other forms, with random weights.
-    "rnn": Recipe(lambda folder: (*dspark_flags(random_drafter(folder, "rnn")), *STATIC)),
-    "gated": Recipe(lambda folder: (*dspark_flags(random_drafter(folder, "gated")), *STATIC)),
+    # Random weights: it knows nothing, and differs from the golden drafter in all that a configuration can say.
+    "rnn": Recipe(lambda folder: dspark_flags(random_drafter(folder, "rnn"))),
     "long_block": Recipe(
         lambda folder: (
             *(*dspark_flags(random_drafter(folder, "long-block")), *STATIC),

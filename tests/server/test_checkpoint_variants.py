@@ -1,4 +1,4 @@
-"""Checkpoints of every kind through a real server: the drafts are those of the slow reference decoder."""
+"""Other checkpoints than the golden one through a real server."""
 
 from __future__ import annotations
 
@@ -14,20 +14,13 @@ from sglang_dspark.tools.golden import load_target
 PROMPT = CASES[1]["prompt_ids"]
 
 
-def test_drafts_of_an_rnn_head_and_an_embedding_tap(rnn):
-    check_drafts(rnn)
-
-
-def test_drafts_of_a_gated_head_and_one_tap(gated):
-    check_drafts(gated)
-
-
-def check_drafts(server):
-    folder = Path(server.get_json("/dspark/capabilities")["drafter"]["path"])
+def test_drafts_equal_the_reference(rnn):
+    """Other forms of heads: tests/worker/test_head_variants.py."""
+    folder = Path(rnn.get_json("/dspark/capabilities")["drafter"]["path"])
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")
     expected = decode_greedy(model, load_target(TARGET, model), PROMPT, max_new_tokens=12, stop_token_ids=[1])
-    with policy(server, "static"):
-        [answer] = generate(server, [greedy(PROMPT, 12, speculation={"trace": True})], 1)
+    with policy(rnn, "static"):
+        [answer] = generate(rnn, [greedy(PROMPT, 12, speculation={"trace": True})], 1)
     assert answer["output_ids"] == expected.output_ids
     rounds = [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
     assert len(rounds) >= 8
