@@ -30,6 +30,7 @@ class StageLoop:
 
     Attributes:
         golden: what the checkpoint's own implementation gives for its prompts.
+        noise_seed: of requests without a seed of their own.
         texts: committed ids of every request.
         traces: [(start, anchor, drafts, accepted)] of every request.
     """
@@ -50,6 +51,7 @@ class StageLoop:
         self.schedule = Schedule(config, self.gamma, self.drafter.calibration(config, self.gamma), CPU)
         self.schedule.start(table)
         self.stages = EagerStages(self.drafter, self.schedule, self._verify, OneRank())
+        self.noise_seed = 1
 
     @cached_property
     def golden(self) -> Golden:
@@ -91,7 +93,7 @@ class StageLoop:
             req_pool_indices=torch.arange(bs),
             req_to_token=self._table,
             rows=self._rows,
-            keys=RoundKeys(seed=1, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
+            keys=RoundKeys(seed=self.noise_seed, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
         )
         names = [f"r{request}" for request in range(bs)]
         choice = self.schedule.choose(names, float(prefix_lens.double().mean()))
