@@ -21,6 +21,8 @@ def test_every_mutant_changes_one_place_and_names_a_test(mutant):
     assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
     assert mutant.new != mutant.old
     path, _, name = mutant.test.partition("::")
-    functions = {node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)}
+    functions = {
+        node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.FunctionDef)
+    }
     assert name.partition("[")[0] in functions
     assert mutant.why.endswith(".")

@@ -1,7 +1,8 @@
 """Servers for the end-to-end tests: real SGLang processes, each a fixture of its own.
 
 A test names the servers that it asks. Tests that share one, but for the target alone, run in the same process one after
-another, so that every server is started once.
+another, so that every server is started once. All but the emulated ones know one more policy, ``random``, see
+``random_lengths``.
 """
 
 from __future__ import annotations

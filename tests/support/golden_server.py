@@ -24,6 +24,7 @@ TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
 CASES: list[dict[str, Any]] = json.loads((DRAFT / "golden.json").read_text())["cases"]
 VOCAB = range(3, 60)  # ids that the golden target's training text used
 EMULATION = SERVER_TESTS / "emulated_graphs"
+RANDOM_LENGTHS = SERVER_TESTS / "random_lengths"
 WORKER_PATCH = SERVER_TESTS / "worker_patch"
 DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
 

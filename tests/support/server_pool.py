@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from forked_server import ForkedServer, Nursery
-from golden_server import TARGET
+from golden_server import RANDOM_LENGTHS, TARGET, sitecustomized
 
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer
 
@@ -65,10 +65,11 @@ class ServerPool:
         flags = [*(CUDA_FLAGS if ON_GPU else CPU_FLAGS), "--dtype", "float32", *map(str, recipe.flags(folder))]
         # Step times are measured in a second here; they shall not end up in the user's cache.
         table = {"HF_HUB_OFFLINE": "1", "SGLANG_DSPARK_SPS_TABLE_PATH": str(folder / "step_times.json")}
-        env = {**({} if ON_GPU else CPU_ENV), **table, **recipe.env}
+        common = {**({} if ON_GPU else CPU_ENV), **sitecustomized(RANDOM_LENGTHS)}
+        env = {**common, **table, **recipe.env}
         # A process that has touched a GPU cannot be forked.
         if recipe.forked and not ON_GPU:
-            self._nursery = self._nursery or Nursery(dict(CPU_ENV))
+            self._nursery = self._nursery or Nursery(common)
             server: LaunchedServer = ForkedServer(self._nursery, recipe.model(), *flags, env=env)
         else:
             server = LaunchedServer(recipe.model(), *flags, env=env)
