@@ -23,7 +23,7 @@ _BATCH_TOKENS = 16_384
 _CPU_BATCH = 64
 
 
-def evaluate_in_process(
+def evaluate_in_process(  # noqa: PLR0913 - each is an option of the command
     target_path: Path,
     draft_path: Path,
     sets: Mapping[str, Sequence[str]],
