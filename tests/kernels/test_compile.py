@@ -15,7 +15,7 @@ KERNELS = ROOT / "kernels" / "dspark_kernels"
 
 def kernels() -> set[str]:
     """Functions that Triton compiles and that are launched; others are helpers of theirs."""
-    sources = "".join(path.read_text() for path in KERNELS.glob("*.py"))
+    sources = "".join(path.read_text() for path in KERNELS.rglob("*.py"))
     return {name for name in re.findall(r"^def (\w+_kernel)\(", sources, re.MULTILINE) if f"{name}[" in sources}
 
 

@@ -34,7 +34,7 @@ def test_drafts_are_accepted_by_the_profile(simulated):
     """In steps that are replayed."""
     with policy(simulated, "static"):
         accepted = accepted_by(simulated, temperature=0, max_new_tokens=18)
-    # Kept as often as they should be: tests/kernels/test_simulated_accept.py.
+    # Kept as often as they should be: tests/kernels/test_simulation.py.
     assert {count for counts in accepted for count in counts} <= {1, 2, 3}
     # Every round has noise of its own.
     assert any(len(set(counts)) > 1 for counts in accepted)

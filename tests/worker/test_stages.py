@@ -37,6 +37,7 @@ def test_the_golden_rounds_are_decoded_in_one_batch():
     assert compared > 10
 
 
+@pytest.mark.slow
 def test_kernels_decode_the_golden_rounds():
     """The stages as on a GPU, under Triton's interpreter: laid out, drafted, judged and committed by kernels."""
     loop = StageLoop(schedule="static")
