@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -15,7 +15,7 @@ from sglang_dspark.draft.pairing import TARGET_ARCHITECTURES
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import write_text_whole
-from sglang_dspark.tools.train.config import TrainConfig
+from sglang_dspark.tools.train.config import TextPlan, TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus
 from sglang_dspark.tools.train.evaluate import AcceptanceReport, replay
 from sglang_dspark.tools.train.prompt_format import PromptFormat
@@ -31,7 +31,7 @@ from sglang_dspark.tools.train.rows import (
 from sglang_dspark.tools.train.server_writer import ServerWriter
 from sglang_dspark.tools.train.target import Target, stop_ids
 from sglang_dspark.tools.train.target_defaults import MaskTokens, default_depth, default_taps
-from sglang_dspark.tools.train.text_folder import TextFolder, TextPlan, Texts
+from sglang_dspark.tools.train.text_folder import TextFolder, Texts
 from sglang_dspark.tools.train.text_writer import InProcessWriter
 from sglang_dspark.tools.train.trainer import DRAFT_DIR, StepReport, Trainer, answer_counts
 
@@ -58,7 +58,7 @@ class Display(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """Everything that the command can be told; field names are those of its options where they have one."""
+    """Everything that the command can be told."""
 
     target: str  # checkpoint folder or name on the Hugging Face hub
     output: Path
@@ -68,14 +68,20 @@ class TrainJob:
     store_states: bool = False
     server: str | None = None
     api_key: str | None = None
-    concurrency: int = 64
+    concurrency: int
     taps: tuple[int, ...] | None = None
     layers: int | None = None
     mask_token_id: int | None = None
     init: Path | None = None  # drafter to start from
     settings: dict[str, Any]  # further fields of `TrainConfig`
     device: str
-    dtype: torch.dtype
+    compute_dtype: Literal["float32", "bfloat16"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of target and drafter while they run."""
+        dtype: torch.dtype = getattr(torch, self.compute_dtype)
+        return dtype
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ def _check_stored(job: TrainJob, stored: tuple[int, ...] | None, taps: tuple[int
 
 
 def _load_target(job: TrainJob, taps: tuple[int, ...], display: Display) -> Target:
-    display.say(f"loading {job.target} on {job.device} in {str(job.dtype).removeprefix('torch.')}")
+    display.say(f"loading {job.target} on {job.device} in {job.compute_dtype}")
     return Target.from_pretrained(job.target, taps, dtype=job.dtype, device=job.device)
 
 
@@ -229,7 +235,7 @@ def _train_config(
         mask_token_id=masks.default() if job.mask_token_id is None else job.mask_token_id,
         num_layers=job.layers or default_depth(target.num_layers),
         device=job.device,
-        compute_dtype=str(job.dtype).removeprefix("torch."),
+        compute_dtype=job.compute_dtype,
         **job.settings,
     )
 
