@@ -26,9 +26,7 @@ _DRAFTER = click.Path(exists=True, file_okay=False, path_type=Path)
 _COUNT = click.IntRange(min=1)
 _DEFAULT_INVENTED = 2000
 # A server takes new requests as others end; the larger the batch, the shorter the wait for its last answer.
-_WRITE_BATCH, _SERVER_WRITE_BATCH = 64, 512
-# On a GPU, likewise, a lane takes the next text as one ends.
-_LANE_WRITE_BATCH = 2048
+_SERVER_WRITE_BATCH = 512
 # Steps of a run that its time ends.
 _MANY_STEPS = 10**9
 
@@ -89,7 +87,10 @@ def _json_object(ctx: click.Context, param: click.Parameter, value: str | None) 
     help="""Given to the template, e.g. '{"enable_thinking": false}'.""",
 )
 @click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the chat template.")
-@click.option("--server", help="URL of an SGLang server of the target that writes the texts.  [default: in process]")
+@click.option(
+    "--server",
+    help="URL of an SGLang server of the target that writes the texts.  [default: one of its own, on a CPU none]",
+)
 @click.option("--api-key", help="The server's --api-key.")
 @click.option("--concurrency", type=_COUNT, default=64, show_default=True, help="Requests to the server at a time.")
 @setting(
@@ -188,10 +189,8 @@ def _job(ctx: click.Context, options: dict[str, Any]) -> TrainJob:
     if "invent" not in given:
         options["invent"] = 0 if options["prompts"] else _DEFAULT_INVENTED
     if options["write_batch"] is None:
-        lanes = device.startswith("cuda") and not options["store_states"]
-        options["write_batch"] = (
-            _SERVER_WRITE_BATCH if options["server"] else _LANE_WRITE_BATCH if lanes else _WRITE_BATCH
-        )
+        by_server = options["server"] or (device.startswith("cuda") and not options["store_states"])
+        options["write_batch"] = _SERVER_WRITE_BATCH if by_server else TextPlan.write_batch
     if options["max_minutes"] is not None and "steps" not in given:
         options["steps"] = _MANY_STEPS
     options["prompts"] = tuple(map(str, options["prompts"]))
