@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from dspark_kernels import StepRequests, VerifyRows, plan_lens, plan_top, plan_uniform, runs_kernels
+from dspark_kernels import StepRequests, VerifyRows, plan_lens, plan_top, plan_uniform
 
 from sglang_dspark.scheduling.admission import Admitted, Best, Lengths, Uniform
 from sglang_dspark.step.state import VerifyPlan
@@ -27,9 +27,8 @@ def lay_out(
         case Uniform(verify_len):
             rows = plan_uniform(verify_len, tokens, requests, room or bs * (verify_len + 1), into)
             depth = verify_len
-        case Best(order, budget) if runs_kernels(tokens):
+        case Best(order, budget):
             rows = plan_top(order, budget, tokens, requests, room or bs + budget, into)
-        case Best() | Lengths():
-            lens = admitted.verify_lens
+        case Lengths(lens):
             rows = plan_lens(lens, tokens, requests, bs + int(lens.sum()))
     return VerifyPlan.of(rows, depth + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -10,6 +9,7 @@ import click
 from click.core import ParameterSource
 
 from sglang_dspark.tools.cli.settings import setting, taken
+from sglang_dspark.tools.cli.template_kwargs import chat_template_kwargs_option
 from sglang_dspark.tools.train.config import TextPlan, TrainConfig
 
 if TYPE_CHECKING:
@@ -49,16 +49,6 @@ def _numbers(value: str, kind: type[_Number]) -> tuple[_Number, ...]:
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,2,3") from error
 
 
-def _json_object(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any]:
-    try:
-        content = json.loads(value or "{}")
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise click.BadParameter(f"""{value!r} is not a JSON object such as '{{"enable_thinking": false}}'""")
-    return content
-
-
 @click.command(short_help="Make a drafter for a target, on text that the target writes itself.")
 @click.option("--target", required=True, help="Folder of the target model, or its name on the Hugging Face hub.")
 @click.option("--output", type=_FOLDER, required=True, help="Where everything goes; the drafter is in OUTPUT/draft.")
@@ -81,11 +71,7 @@ def _json_object(ctx: click.Context, param: click.Parameter, value: str | None) 
 )
 @setting("--max-tokens", TextPlan, "max_tokens", "Longest answer.")
 @setting("--max-prompt-tokens", TextPlan, "max_prompt_tokens", "Leave longer prompts out.")
-@click.option(
-    "--chat-template-kwargs",
-    callback=_json_object,
-    help="""Given to the template, e.g. '{"enable_thinking": false}'.""",
-)
+@chat_template_kwargs_option
 @click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the chat template.")
 @click.option(
     "--server",

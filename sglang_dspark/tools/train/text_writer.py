@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -40,11 +40,19 @@ class InProcessWriter:
 
     Args:
         keep_states: keep the target's states with the rows (`StoredRow`).
+        on_progress: called while texts are written, with how many were since the last call; parts of texts count.
     """
 
-    def __init__(self, target: Target, *, keep_states: bool = False) -> None:
+    def __init__(
+        self,
+        target: Target,
+        *,
+        keep_states: bool = False,
+        on_progress: Callable[[float], None] = lambda num_texts: None,
+    ) -> None:
         self._target = target
         self._keep_states = keep_states
+        self._on_progress = on_progress
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -59,4 +67,12 @@ class InProcessWriter:
         generator: torch.Generator,
     ) -> list[CorpusRow]:
         """See `TextWriter.write`."""
-        return decode(self._target, prompts, temperatures, max_new_tokens, generator, keep_states=self._keep_states)
+        return decode(
+            self._target,
+            prompts,
+            temperatures,
+            max_new_tokens,
+            generator,
+            keep_states=self._keep_states,
+            on_progress=self._on_progress,
+        )
