@@ -36,6 +36,7 @@ def test_the_golden_rounds_are_decoded_in_one_batch():
     assert compared > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
