@@ -96,7 +96,7 @@ def try_one(mutant: Mutant, tree: Path) -> tuple[Verdict, str]:
         done = run_tests(tree, [mutant.test])
     finally:
         (tree / mutant.file).write_text(source)
-    # Of pytest: 0 all passed, 1 some failed; the rest were not run, for an error of syntax perhaps. A signal is a crash.
+    # Of pytest: 0 all passed, 1 some failed; the rest were not run, for an error of syntax perhaps.
     verdicts = {0: Verdict.SURVIVED, 1: Verdict.CAUGHT, -signal.SIGSEGV: Verdict.CAUGHT}
     return verdicts.get(done.returncode, Verdict.NOT_RUN), done.stdout + done.stderr
 
