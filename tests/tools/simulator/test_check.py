@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from sglang_dspark.scheduling.sps_table import SpsTable
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.tools.simulator.check import acceptance, compare, read_sweep
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
@@ -18,6 +18,7 @@ def comparisons():
     return compare(read_sweep(RESULTS / "policies" / "sweep.csv"), table)
 
 
+@pytest.mark.slow
 def test_throughput_is_predicted_where_the_steps_took_what_the_table_says(comparisons):
     """The points beyond the tolerance, and why: docs/simulation.md."""
     missed = {(c.measured.users, c.measured.policy) for c in comparisons if abs(c.error) > TOLERANCE}
