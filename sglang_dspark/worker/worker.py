@@ -10,6 +10,7 @@ import torch
 from dspark_kernels import Accepted, DraftBlock, SamplingRows, accept, simulated_accept
 
 from sglang_dspark.draft.cache import DraftCache
+from sglang_dspark.engine.compat.requests import committed_len
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, copy_drafts, decode_result, read_decode_batch
@@ -62,9 +63,7 @@ class DSparkWorker(SpecWorkerBase):
         if self.options.draft_free:
             return NoDrafter(self.options)
         path, runner = self.server_args.speculative_draft_model_path, self.target_worker.model_runner
-        # SGLang has put --speculative-draft-load-format here by now, where it was given.
-        dummy = self.server_args.load_format == "dummy"
-        return Drafter.load(path, self.options, runner, self.device, dummy=dummy)
+        return Drafter.load(path, self.options, runner, self.device, dummy=self.dummy_draft)
 
     def acceptance_profile(self) -> torch.Tensor | None:
         """[gamma] float64 probabilities by which drafts are kept in place of what the target says; None to ask it."""
@@ -150,7 +149,7 @@ class DSparkWorker(SpecWorkerBase):
         if self.waits(batch, asked):
             self.schedule.clock.interrupt()
         # Of the host: under overlap it does not know yet what the step under way commits.
-        context = sum(req.kv_committed_len for req in batch.reqs) / len(batch.reqs)
+        context = sum(map(committed_len, batch.reqs)) / len(batch.reqs)
         choice = self.schedule.choose([req.rid for req in batch.reqs], context, asked.limits_with(copies))
         if (timed := self.schedule.clock.last) is not None:
             self.counters.record_time(timed.requests, timed.measured_ms, timed.expected_ms)

@@ -7,8 +7,10 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
+from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.front_end import routes
 from sglang_dspark.engine.scheduler.options import carried
+from sglang_dspark.engine.settled import TargetOnly
 from sglang_dspark.speculation import Speculation
 
 FIELD = "speculation"
@@ -32,7 +34,8 @@ def mount(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """
     from sglang.srt.entrypoints.http_server import app
 
-    target_only = getattr(server_args, "dspark_target_only", None)
+    settled = attached(server_args)
+    target_only = settled.reason if isinstance(settled, TargetOnly) else None
     routes.add(app, target_only)
     if target_only is None:
         app.add_middleware(SpeculationMiddleware)

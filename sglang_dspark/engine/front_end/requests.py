@@ -48,7 +48,8 @@ def check_types(original: Callable[..., Any], manager: Any, *args: Any, **kwargs
     """
     try:
         tokenized = original(manager, *args, **kwargs)
-        parameters = msgspec.to_builtins(tokenized.sampling_params, str_keys=True)
+        # Not to_builtins: in some releases that makes a list of the parameters.
+        parameters = msgspec.structs.asdict(tokenized.sampling_params)
         # What custom_params may hold is for those to say who read it.
         msgspec.convert({**parameters, "custom_params": None}, type(tokenized.sampling_params))
     except (TypeError, msgspec.ValidationError) as error:

@@ -10,7 +10,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_registry import get_spec
 
 from sglang_dspark.config import FLAG_PREFIX
-from sglang_dspark.engine.startup.registration import ALGORITHM
+from sglang_dspark.engine.startup.names import ALGORITHM
 
 
 def is_registered() -> bool:

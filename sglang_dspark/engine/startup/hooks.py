@@ -14,8 +14,10 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_dspark.engine.compat import pools, stock_graphs
+from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.front_end import channel
-from sglang_dspark.engine.support import SUPPORTED_SGLANG
+from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -98,7 +100,7 @@ def install_in_scheduler(device: str) -> None:
     hooks = [
         Hook(
             "row-headroom",
-            "sglang.srt.mem_cache.common.get_req_to_token_extra_context_len",
+            pools.ROW_HEADROOM,
             HookType.AROUND,
             _row_headroom,
             "a step reserves two verify windows past the committed length, rows of req_to_token have room for one: "
@@ -136,10 +138,10 @@ def install_in_scheduler(device: str) -> None:
         ),
         Hook(
             "answer-questions",
-            "sglang.srt.managers.scheduler.Scheduler.set_internal_state",
+            "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
             HookType.AROUND,
             channel.answer,
-            "the routes below /dspark reach the scheduler through SGLang's channel for changing a running server",
+            "the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
         ),
         Hook(
             "pause",
@@ -160,16 +162,16 @@ def install_in_scheduler(device: str) -> None:
         hooks += [
             Hook(
                 "no-stock-graphs",
-                "sglang.srt.model_executor.model_runner.ModelRunner.init_decode_cuda_graph",
+                stock_graphs.DECODE,
                 HookType.REPLACE,
-                _no_stock_graphs,
+                stock_graphs.no_decode_graphs,
                 "the stock graphs verify one number of tokens per request; DSPARK captures graphs of its own steps",
             ),
             Hook(
                 "no-stock-prefill-graphs",
-                "sglang.srt.model_executor.model_runner.ModelRunner.init_prefill_cuda_graph",
+                stock_graphs.PREFILL,
                 HookType.REPLACE,
-                _no_stock_prefill_graphs,
+                stock_graphs.no_prefill_graphs,
                 "the stock graphs of prefill do not return the hidden states that the drafter reads, so none would run",
             ),
         ]
@@ -198,34 +200,26 @@ def _install(hooks: Iterable[Hook]) -> None:
             )
         HookRegistry.register(hook.target, hook.function, hook.kind)
     HookRegistry.apply_hooks()
+    release = installed_sglang()
     for hook in wanted:
         _installed.add(hook.target)
         if hook.target not in HookRegistry._patched:
             raise EngineError(
                 f"hook {hook.name} did not take effect on {hook.target} ({hook.reason}); this is not an unmodified "
-                f"sglang {SUPPORTED_SGLANG}: pip install --force-reinstall sglang=={SUPPORTED_SGLANG}"
+                f"sglang {release}: pip install --force-reinstall sglang=={release}"
             )
         logger.debug("hook %s on %s: %s", hook.name, hook.target, hook.reason)
 
 
-def _row_headroom(original: Callable[[Any], int], server_args: Any) -> int:
+def _row_headroom(original: Callable[..., int], *args: Any) -> int:
     # SGLang's own headroom holds one window. Under overlap the committed length that a reservation starts from lags by
     # one more step, hence the second window.
-    return original(server_args) + server_args.speculative_num_draft_tokens
+    return original(*args) + tokens_per_step()
 
 
 def _nothing_to_refuse(req: Any, enable_overlap: bool) -> None:
     # What DSPARK cannot serve was refused before it was tokenized, see engine.requests.
     return None
-
-
-def _no_stock_graphs(runner: Any) -> None:
-    runner.decode_cuda_graph_runner = None
-    runner.graph_mem_usage = 0
-
-
-def _no_stock_prefill_graphs(runner: Any) -> None:
-    runner.prefill_cuda_graph_runner = runner.eager_runner
 
 
 def _no_kv_copy_kernel(pool: Any) -> None:

@@ -1,94 +1,71 @@
-"""Our flags on SGLang's parser, and the start-up checks and defaults of ``ServerArgs`` under DSPARK."""
+"""Start-up checks and defaults of ``ServerArgs`` under DSPARK."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from copy import copy
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dspark.calibration.sts import StsCalibration
-from sglang_dspark.config import DSparkConfig, add_flags, flag_name, flag_texts
+from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.pairing import check_architecture, check_target
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 from sglang_dspark.draft.weights import check_draft_model
+from sglang_dspark.engine.compat import arguments
+from sglang_dspark.engine.settled import Serving
 from sglang_dspark.engine.startup import hooks
-from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
+from sglang_dspark.errors import ConfigError, UnservedError
 from sglang_dspark.hub import DRAFT_FILES, local_folder
 
 logger = logging.getLogger(__name__)
 
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}
 
-# ServerArgs.__post_init__ resolves and checks everything before from_cli_args returns, so the texts of our flags have
-# to be at hand before the object exists.
-_flag_texts: ContextVar[dict[str, str | None]] = ContextVar("dspark_flag_texts")
+# Our options while SGLang resolves its arguments, which does not pass them on.
+_resolving: ContextVar[DSparkConfig] = ContextVar("dspark_resolving")
 
 
-def install_flags() -> None:
-    """Hook our flags into ``ServerArgs``; SGLang applies the hooks after the plugin's entry point returns."""
-    target = "sglang.srt.server_args.ServerArgs"
-    HookRegistry.register(f"{target}.add_cli_args", _add_cli_args, HookType.AFTER)
-    HookRegistry.register(f"{target}.from_cli_args", _from_cli_args, HookType.AROUND)
-
-
-def _add_cli_args(result: Any, parser: Any) -> None:
-    add_flags(parser)
-
-
-def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
-    if (namespace.speculative_algorithm or "").upper() != "DSPARK":
-        return original(cls, namespace)
-    texts = flag_texts(namespace)
-    fallback = DSparkConfig.resolve(texts).fallback
-    token = _flag_texts.set(texts)
+@contextmanager
+def resolving(config: DSparkConfig) -> Iterator[None]:
+    """Inside, :func:`validate` and :func:`complete` know our options."""
+    token = _resolving.set(config)
     try:
-        return _with_dspark(original, cls, copy(namespace))
-    except (CheckpointError, UnservedError) as error:
-        if fallback != "target-only":
-            raise
-        return _target_only(original, cls, namespace, str(error))
+        yield
     finally:
-        _flag_texts.reset(token)
+        _resolving.reset(token)
 
 
-def _with_dspark(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
+def prepare(args: Any) -> None:
+    """Before SGLang looks at them, decide what it would decide otherwise.
+
+    Args:
+        args: the arguments as they were given, or the parsed command line.
+
+    Raises:
+        ConfigError, CheckpointError: see :func:`find_drafter`; or a law of sampling that is not ours was asked for.
+    """
     # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
-    namespace.speculative_draft_model_path = find_drafter(namespace, _config())
-    _choose_attention_backend(namespace)
-    if namespace.sampling_backend not in (None, "pytorch"):
+    args.speculative_draft_model_path = find_drafter(args, _config())
+    _choose_attention_backend(args)
+    if args.sampling_backend not in (None, "pytorch"):
         raise ConfigError(
-            f"DSPARK cannot run with --sampling-backend={namespace.sampling_backend}; "
+            f"DSPARK cannot run with --sampling-backend={args.sampling_backend}; "
             "its tokens follow the law of the pytorch backend: drop the flag"
         )
-    return original(cls, namespace)
 
 
-def _target_only(original: Callable[..., Any], cls: type, namespace: Any, reason: str) -> Any:
-    """The arguments of a plain server, which says in our routes why it is one."""
-    for field in fields(cls):
-        if field.name.startswith("speculative_"):
-            setattr(namespace, field.name, field.default)
-    server_args = original(cls, namespace)
-    server_args.dspark_target_only = reason
-    hooks.install_routes()
-    logger.warning("DSPARK: effective decode path target-only, without speculation: %s", reason)
-    return server_args
-
-
-def _choose_attention_backend(namespace: Any) -> None:
+def _choose_attention_backend(args: Any) -> None:
     """Where the user left the choice open, take the backend that DSPARK runs on instead of SGLang's default."""
-    if not (namespace.attention_backend or namespace.prefill_attention_backend or namespace.decode_attention_backend):
-        device = namespace.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        namespace.attention_backend = ATTENTION_BACKEND.get(device)
+    if not (args.attention_backend or args.prefill_attention_backend or args.decode_attention_backend):
+        device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        args.attention_backend = ATTENTION_BACKEND.get(device)
 
 
 def find_drafter(args: Any, config: DSparkConfig) -> str | None:
@@ -202,7 +179,8 @@ def _refusals(args: Any) -> Iterator[str]:
 
 
 def _config() -> DSparkConfig:
-    return DSparkConfig.resolve(_flag_texts.get({}))
+    config = _resolving.get(None)
+    return DSparkConfig.resolve({}) if config is None else config
 
 
 def complete(server_args: Any) -> None:
@@ -213,7 +191,7 @@ def complete(server_args: Any) -> None:
     """
     config = _config()
     draft = None if config.draft_free else DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
-    target = server_args.get_model_config()
+    target = arguments.model_config(server_args)
     if target.quantization is not None or getattr(target.hf_config, "quantization_config", None) is not None:
         raise UnservedError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
     if draft is None:
@@ -246,8 +224,8 @@ def complete(server_args: Any) -> None:
             target=server_args.model_path,
             draft=server_args.speculative_draft_model_path,
         )
-    server_args.dspark_config = config
-    server_args.dspark_confidence_head = has_confidence_head
+    dummy = draft is not None and _draft_load_format(server_args) == "dummy"
+    arguments.attach(server_args, Serving(config, has_confidence_head, dummy))
     # SGLang's tokens per request and step: the anchor and the drafts that may be verified.
     server_args.speculative_num_draft_tokens = config.max_verify(gamma) + 1
     server_args.speculative_num_steps = 1
