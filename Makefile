@@ -2,6 +2,10 @@
 PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3,$(shell $(python) -c 'print("$(python)")' 2>/dev/null)))
 VENV := .venv
 RUN := $(VENV)/bin/python
+# The newest SGLang that the server tests pass on; `make env SGLANG=...` makes an environment of any other.
+NEWEST := 0.5.23
+# Compiled for the torch of its release, which reads the tensors of another one wrongly.
+ON_TOP := SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
 
 # What `make evidence` measures: the bundled pair, unless TARGET and DRAFT name another one.
 SMOLLM2 := $(HOME)/.cache/sglang-dspark/smollm2-135m-instruct
@@ -16,16 +20,21 @@ POLICIES := --config auto --config static:1 --config static:2 --config static:3 
 SWEEP_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor test check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock clean
+.PHONY: help env demo doctor test test-newest check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-env: $(VENV)/.installed ## create .venv with everything that demo, tests and benchmarks need
+env: $(VENV)$(SGLANG:%=-%)/.installed ## create .venv with everything that demo, tests and benchmarks need
 
 # The stamp is newer than what the environment is made from, so this runs once, and again when they change.
 $(VENV)/.installed: pyproject.toml constraints.txt .ci/make_env.py
 	$(or $(PYTHON),$(error Python 3.11 is needed: make env PYTHON=/path/to/python3.11)) .ci/make_env.py
+	@touch $@
+
+# Another SGLang, named by SGLANG, on top of .venv.
+$(VENV)-%/.installed: $(VENV)/.installed .ci/make_env.py
+	$(RUN) .ci/make_env.py $*
 	@touch $@
 
 demo: env ## SmolLM2-135M with and without DSPARK on this machine
@@ -36,6 +45,10 @@ doctor: env ## is this installation able to serve?
 
 test: env ## all tests that need no GPU
 	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# Servers of both releases run a part of these tests in .ci/run.
+test-newest: $(VENV)-$(NEWEST)/.installed ## the tests of servers, on the newest SGLang that is served
+	$(ON_TOP) $(VENV)-$(NEWEST)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(or $(TESTS),tests/server)
 
 check: env ## lint, formatting and types
 	$(RUN) -m ruff check
@@ -119,4 +132,4 @@ lock: env ## write constraints.txt from the environment as it is
 	@mv constraints.new constraints.txt
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

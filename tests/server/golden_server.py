@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dspark.tools.http_client import open_directly
-from sglang_dspark.tools.launch import CPU_ENV, LaunchedServer
+from sglang_dspark.tools.launch import CPU_ENV, LaunchedServer, dspark_flags
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
@@ -24,7 +24,7 @@ CASES: list[dict[str, Any]] = json.loads((DRAFT / "golden.json").read_text())["c
 VOCAB = range(3, 60)  # ids that the golden target's training text used
 EMULATION = Path(__file__).parent / "emulated_graphs"
 WORKER_PATCH = Path(__file__).parent / "worker_patch"
-DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
+DSPARK = dspark_flags(DRAFT)
 
 GUARDED = (
     *DSPARK,

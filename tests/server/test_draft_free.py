@@ -20,8 +20,11 @@ from golden_server import (
 from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
 from target_law import TargetLaw, p_value
 
+from sglang_dspark.tools.launch import PLUGIN
+
 FLAGS = (
-    *("--speculative-algorithm", "DSPARK", "--speculative-dspark-draft-free"),
+    *PLUGIN,
+    "--speculative-dspark-draft-free",
     *("--fastapi-root-path", "/behind/a/proxy"),
 )
 NUM_SAMPLES = 1024

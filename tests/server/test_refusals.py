@@ -14,7 +14,7 @@ from golden_server import DRAFT, TARGET, greedy
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_dspark.engine.front_end.requests import check_request
-from sglang_dspark.tools.launch import CPU_ENV
+from sglang_dspark.tools.launch import CPU_ENV, PLUGIN
 
 
 def refused(server, path, body):
@@ -168,7 +168,8 @@ from sglang.srt.server_args import prepare_server_args
 base, cases = json.loads(sys.argv[1])
 for flags in cases:
     try:
-        prepare_server_args(base + flags)
+        args = prepare_server_args(base + flags)
+        getattr(args, "resolve_once", lambda: None)()
         print(json.dumps("accepted"))
     except BaseException as error:
         print(json.dumps(f"{type(error).__name__}: {error}"))
@@ -176,7 +177,7 @@ for flags in cases:
 
 
 def test_startup_refusals_name_flag_and_value():
-    base = ["--model-path", str(TARGET), "--device", "cpu", "--disable-cuda-graph", "--speculative-algorithm", "DSPARK"]
+    base = ["--model-path", str(TARGET), "--device", "cpu", "--disable-cuda-graph", *PLUGIN]
     drafter = ["--speculative-draft-model-path", str(DRAFT)]
     cases = [([*drafter, *flags], named) for flags, named in STARTUP] + DRAFT_FREE
     done = subprocess.run(

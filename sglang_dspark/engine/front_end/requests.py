@@ -48,12 +48,16 @@ def check_types(original: Callable[..., Any], manager: Any, *args: Any, **kwargs
     """
     try:
         tokenized = original(manager, *args, **kwargs)
-        # Not to_builtins: in some releases that makes a list of the parameters.
-        parameters = msgspec.structs.asdict(tokenized.sampling_params)
-        # What custom_params may hold is for those to say who read it.
-        msgspec.convert({**parameters, "custom_params": None}, type(tokenized.sampling_params))
-    except (TypeError, msgspec.ValidationError) as error:
+    except TypeError as error:
         raise ValueError(f"sampling_params: {error}") from error
+    parameters = tokenized.sampling_params
+    for field in msgspec.structs.fields(parameters):
+        if field.name == "custom_params":
+            continue  # what these may hold is for those to say who read them
+        try:
+            msgspec.convert(msgspec.to_builtins(getattr(parameters, field.name), str_keys=True), field.type)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise ValueError(f"sampling_params: {field.name}: {error}") from error
     return tokenized
 
 

@@ -15,6 +15,7 @@ from sglang_dspark.engine.compat import ranks
 from sglang_dspark.engine.compat.arguments import attached, resolved
 from sglang_dspark.engine.compat.forwards import capturing_forward, use_attention
 from sglang_dspark.engine.compat.worker_face import WorkerFace
+from sglang_dspark.engine.fired import Moment, check
 from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.scheduler.adjustments import Adjustments
@@ -27,6 +28,7 @@ from sglang_dspark.engine.scheduler.batch import (
     round_keys,
 )
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
+from sglang_dspark.engine.scheduler.first_answer import FirstAnswer
 from sglang_dspark.engine.scheduler.logprobs import named_in_all, with_logprobs
 from sglang_dspark.engine.scheduler.request_counts import count
 from sglang_dspark.engine.settled import Serving
@@ -56,6 +58,7 @@ class SpecWorkerBase(WorkerFace):
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = self.server_args.speculative_num_draft_tokens - 1
         self.step = 0
+        self._first_answer = FirstAnswer()
 
     @abstractmethod
     def inject_context(self, input_ids: torch.Tensor, captured: torch.Tensor, positions: Any, slots: Any) -> None:
@@ -125,6 +128,7 @@ class SpecWorkerBase(WorkerFace):
     def init_cuda_graphs(self) -> None:
         """Called last, after the target's graphs were captured."""
         self.prepare_to_serve()
+        check(Moment.READY)
 
     def clear_cache_pool(self) -> None:
         """Nothing to clear: a draft K/V row is valid exactly as long as the target's row with the same slot."""
@@ -144,6 +148,7 @@ class SpecWorkerBase(WorkerFace):
         """Run one batch of the scheduler: a prefill, a decode step, or nothing."""
         publish = on_publish or (lambda new_seq_lens: None)
         self.step += 1
+        self._first_answer.look(batch.reqs)
         is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
         if not is_prefill and not batch.forward_mode.is_idle():
             return self.decode(batch, publish)

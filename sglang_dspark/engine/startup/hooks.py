@@ -17,6 +17,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_dspark.engine.compat import pools, stock_graphs
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.front_end import channel
+from sglang_dspark.engine.fired import Moment, awaited
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
@@ -27,13 +28,18 @@ _installed: set[str] = set()
 
 @dataclass(frozen=True)
 class Hook:
-    """One patch of one SGLang function."""
+    """One patch of one SGLang function.
+
+    Attributes:
+        by: when SGLang has called it for certain.
+    """
 
     name: str
     target: str
     kind: HookType
     function: Callable[..., Any]
     reason: str
+    by: Moment = Moment.ANSWERED
 
 
 def install_in_front_end() -> None:
@@ -88,6 +94,7 @@ def install_routes() -> None:
                 HookType.AFTER,
                 routes.page_needs_no_key,
                 "a browser has to load the page at /dspark before it can ask for the API key",
+                Moment.SOME_TIME,
             ),
         ]
     )
@@ -105,6 +112,7 @@ def install_in_scheduler(device: str) -> None:
             _row_headroom,
             "a step reserves two verify windows past the committed length, rows of req_to_token have room for one: "
             "near the context limit the second one would lie past the end of the row",
+            Moment.READY,
         ),
         Hook(
             "serve-grammars-and-logprobs",
@@ -142,6 +150,7 @@ def install_in_scheduler(device: str) -> None:
             HookType.AROUND,
             channel.answer,
             "the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
+            Moment.SOME_TIME,
         ),
         Hook(
             "pause",
@@ -149,6 +158,7 @@ def install_in_scheduler(device: str) -> None:
             HookType.AFTER,
             _pause,
             "decoding may go on after a pause without a prefill: the pause is not the time of a step",
+            Moment.SOME_TIME,
         ),
         Hook(
             "export-metrics",
@@ -166,6 +176,7 @@ def install_in_scheduler(device: str) -> None:
                 HookType.REPLACE,
                 stock_graphs.no_decode_graphs,
                 "the stock graphs verify one number of tokens per request; DSPARK captures graphs of its own steps",
+                Moment.READY,
             ),
             Hook(
                 "no-stock-prefill-graphs",
@@ -173,6 +184,7 @@ def install_in_scheduler(device: str) -> None:
                 HookType.REPLACE,
                 stock_graphs.no_prefill_graphs,
                 "the stock graphs of prefill do not return the hidden states that the drafter reads, so none would run",
+                Moment.READY,
             ),
         ]
     if device == "cpu":
@@ -184,6 +196,7 @@ def install_in_scheduler(device: str) -> None:
                 _no_kv_copy_kernel,
                 "with a speculative algorithm the pool warms up a Triton copy kernel, which has no CPU form; DSPARK "
                 "never moves K/V between slots",
+                Moment.READY,
             )
         )
     _install(hooks)
@@ -198,7 +211,7 @@ def _install(hooks: Iterable[Hook]) -> None:
                 f"hook {hook.name} finds {hook.target} patched by another plugin; keep that plugin out with "
                 "SGLANG_PLUGINS=dspark"
             )
-        HookRegistry.register(hook.target, hook.function, hook.kind)
+        HookRegistry.register(hook.target, awaited(hook.name, hook.target, hook.by, hook.function), hook.kind)
     HookRegistry.apply_hooks()
     release = installed_sglang()
     for hook in wanted:
