@@ -22,7 +22,7 @@ from sglang_dspark.engine.compat.arguments import resolved, tokens_per_step
 from sglang_dspark.engine.compat.forwards import token_count
 from sglang_dspark.engine.compat.ranks import tp_group
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
-from sglang_dspark.step.state import DecodeBatch, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ def graph_request_slots(model_runner: Any) -> list[int]:
 
 def static_verify(
     model_runner: Any, step: DecodeBatch, plan: VerifyPlan, logits: torch.Tensor
-) -> Callable[[], tuple[Any, torch.Tensor]]:
+) -> Callable[[], TargetOutput]:
     """The target's forward over the rows of ``plan``, to be captured.
 
     Args:
@@ -129,11 +129,11 @@ def static_verify(
         dp_padding_mode=DpPaddingMode.get_default_mode_in_cuda_graph(),
     )
 
-    def run() -> tuple[Any, torch.Tensor]:
+    def run() -> TargetOutput:
         with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)):
             set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
             set_is_extend_in_batch(False)
             output = model_runner.model.forward(plan.input_ids, plan.positions, forward_batch)
-        return replace(output, hidden_states=None), output.hidden_states
+        return TargetOutput(replace(output, hidden_states=None), output.hidden_states)
 
     return run

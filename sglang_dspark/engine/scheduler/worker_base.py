@@ -38,7 +38,7 @@ Publish = Callable[[torch.Tensor], None]
 
 
 class SpecWorkerBase(WorkerFace):
-    """SGLang's Spec V2 worker interface, reduced to :meth:`inject_context` and :meth:`decode` for the subclass."""
+    """SGLang's Spec V2 worker interface; what it leaves to the subclass is abstract below."""
 
     def __init__(self, *, server_args: Any, target_worker: Any, **given: Any) -> None:
         super().__init__(target_worker)
