@@ -1,10 +1,11 @@
-"""What start-up has settled about a server. It travels on SGLang's arguments to every process, so it imports little."""
+"""What start-up has settled about a server. It travels on SGLang's arguments to every process."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.draft.resolved import ResolvedDrafter
 
 
 @dataclass(frozen=True)
@@ -13,12 +14,12 @@ class Serving:
 
     Attributes:
         config: our options.
-        confidence_head: whether the drafter has one.
-        dummy_draft: whether the drafter's weights are random.
+        drafter: None where none is served.
+        dummy_draft: whether its weights are random.
     """
 
     config: DSparkConfig
-    confidence_head: bool
+    drafter: ResolvedDrafter | None
     dummy_draft: bool
 
 

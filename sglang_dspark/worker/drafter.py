@@ -16,7 +16,8 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
+from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
+from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model, random_draft_model
 from sglang_dspark.engine.forward.target import Target
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
@@ -62,20 +63,28 @@ class Drafter:
         self._device, self._features = device, features
 
     @classmethod
-    def load(cls, path: str, options: DSparkConfig, model_runner: Any, device: torch.device, *, dummy: bool) -> Self:
+    def load(
+        cls,
+        resolved: ResolvedDrafter,
+        options: DSparkConfig,
+        model_runner: Any,
+        device: torch.device,
+        *,
+        dummy: bool,
+    ) -> Self:
         """Load a checkpoint beside the target of ``model_runner``.
 
         Args:
             dummy: take random weights of its shape.
         """
-        config = DraftConfig.from_pretrained(path)
+        path, config = resolved.path, resolved.config
         target = Target(model_runner, config)
         if dummy:
             model = random_draft_model(config, dtype=target.dtype, device=device)
         else:
-            model = load_draft_model(path, dtype=target.dtype, device=device)
+            model = load_draft_model(path, dtype=target.dtype, device=device, config=config)
         shared = target.share_with(model)
-        heads = ProposalHeads(model, load_token_ids(path, config.vocab_size))
+        heads = ProposalHeads(model, resolved.token_ids)
         logger.info(
             "DSPARK drafter %s loaded%s; read from the target: %s",
             path,

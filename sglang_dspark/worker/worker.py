@@ -54,8 +54,8 @@ class DSparkWorker(SpecWorkerBase):
         """The drafter that the options name."""
         if self.options.draft_free:
             return NoDrafter(self.options)
-        path, runner = self.server_args.speculative_draft_model_path, self.target_worker.model_runner
-        return Drafter.load(path, self.options, runner, self.device, dummy=self.dummy_draft)
+        runner, dummy = self.target_worker.model_runner, self.settled.dummy_draft
+        return Drafter.load(self.settled.drafter, self.options, runner, self.device, dummy=dummy)
 
     def acceptance_profile(self) -> torch.Tensor | None:
         """[gamma] float64 probabilities by which drafts are kept in place of what the target says; None to ask it."""

@@ -4,12 +4,12 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from step_tables import GAMMA
+
 from sglang_dspark.scheduling.auto_policy import AutoPolicy, draft_depths
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
-from step_tables import GAMMA
-
 from sglang_dspark.step.choice import Choice
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from confident_pair import ConfidentPair
+
 from sglang_dspark.scheduling.selection import above_threshold, early_stop, random_lens, top_prefixes
 
 ALPHA = 1e-4

@@ -12,7 +12,9 @@ from typing import Any
 __version__ = "0"
 
 
-def assign_req_to_token_pool_cpu(req_pool_indices: Any, req_to_token: Any, start: Any, end: Any, slots: Any, *_: Any) -> None:
+def assign_req_to_token_pool_cpu(
+    req_pool_indices: Any, req_to_token: Any, start: Any, end: Any, slots: Any, *_: Any
+) -> None:
     """Enter ``slots``, request by request, into the columns ``start`` to ``end`` of each request's row."""
     taken = 0
     for row, first, last in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):

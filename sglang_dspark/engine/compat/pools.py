@@ -8,11 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 _ALLOCATION = "sglang.srt.mem_cache.allocation"
-_SIZING = "sglang.srt.mem_cache.allocation_sizing"
 _COMMON = "sglang.srt.mem_cache.common"
-
-ROW_HEADROOM = f"{_SIZING if find_spec(_SIZING) else _COMMON}.get_req_to_token_extra_context_len"
-"""SGLang's function for the columns of ``req_to_token`` beyond the context length."""
 
 alloc_token_slots = import_module(_ALLOCATION if find_spec(_ALLOCATION) else _COMMON).alloc_token_slots
 """``alloc_token_slots(tree_cache, number)``: as many K/V slots, of cached prefixes if need be."""

@@ -55,7 +55,9 @@ def settle(manager: Any, request: Any) -> None:
     parameters = request.sampling_params
     custom_params = parameters.get("custom_params") if isinstance(parameters, Mapping) else None
     options = _read(custom_params)
-    if options.confidence_threshold is not None and not attached(manager.server_args).confidence_head:
+    drafter = attached(manager.server_args).drafter
+    has_head = drafter is not None and drafter.config.enable_confidence_head
+    if options.confidence_threshold is not None and not has_head:
         raise ValueError(
             "speculation.confidence_threshold needs a drafter with a confidence head, which this server does not have; "
             "use speculation.max_verify or drop the key"

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from dspark_kernels import draw
 
-from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.compat import ranks
 from sglang_dspark.engine.compat.arguments import attached, resolved
 from sglang_dspark.engine.compat.forwards import capturing_forward, use_attention
@@ -49,9 +48,8 @@ class SpecWorkerBase(WorkerFace):
             # The ranks of a server have the same to say.
             logging.getLogger("sglang_dspark").setLevel(logging.WARNING)
         self.device = torch.device(target_worker.device)
-        settled: Serving = attached(server_args)
-        self.options: DSparkConfig = settled.config
-        self.dummy_draft = settled.dummy_draft
+        self.settled: Serving = attached(server_args)
+        self.options = self.settled.config
         self.sampling = SamplingReader(self.device)
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
         self.adjustments = Adjustments(target_worker.model_runner.model_config.vocab_size, self.device)

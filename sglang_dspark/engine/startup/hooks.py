@@ -1,27 +1,28 @@
-"""Every patch that DSPARK applies to a serving SGLang: where, why, and the check that it took effect.
+"""Every patch that DSPARK applies to SGLang: which function, why, in which process, and the check that it took effect.
 
-SGLang applies hooks through its ``HookRegistry``, which logs a failed patch and goes on; :func:`_install` raises
-instead. All of them are installed only when DSPARK was selected, each in the one process that needs it. Our flags are
-there before anything is selected, see ``server_args.install_flags``.
+SGLang applies hooks through its ``HookRegistry``, which logs a failed patch and goes on; :func:`install` raises
+instead. Those of :data:`HOOKS` that say ``flags`` are there before DSPARK is selected; all others are installed only
+when it was, each in the one process that needs it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pkgutil import resolve_name
+from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dspark.engine.compat import pools, stock_graphs
-from sglang_dspark.engine.compat.arguments import tokens_per_step
-from sglang_dspark.engine.front_end import channel
+from sglang_dspark.engine.compat import arguments, targets
 from sglang_dspark.engine.fired import Moment, awaited
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
 logger = logging.getLogger(__name__)
+
+Where = Literal["flags", "front_end", "routes", "scheduler", "cuda", "cpu"]
 
 _installed: set[str] = set()
 
@@ -31,179 +32,221 @@ class Hook:
     """One patch of one SGLang function.
 
     Attributes:
+        name: for messages and logs.
+        target: the function of SGLang, as one would import it.
+        kind: how the handler stands to it.
+        handler: our function, below ``sglang_dspark.engine``. A name, so that a process imports only what it installs.
+        where: ``flags``, wherever SGLang's command line is read; ``front_end``, the process that tokenizes requests and
+            serves HTTP; ``routes``, there too, also when the target decodes alone; ``scheduler``; ``cuda`` or ``cpu``,
+            in the scheduler on this device.
+        reason: why SGLang has to be patched there.
         by: when SGLang has called it for certain.
     """
 
     name: str
     target: str
     kind: HookType
-    function: Callable[..., Any]
+    handler: str
+    where: Where
     reason: str
     by: Moment = Moment.ANSWERED
 
+    def load_target(self) -> Callable[..., Any]:
+        """The function that is patched. Imports its module."""
+        function: Callable[..., Any] = resolve_name(self.target)
+        return function
 
-def install_in_front_end() -> None:
-    """Hooks of the process that tokenizes requests and serves HTTP."""
-    from sglang_dspark.engine.front_end import requests
-    from sglang_dspark.engine.scheduler import request_counts
+    def load_handler(self) -> Callable[..., Any]:
+        """Our function. Imports its module."""
+        function: Callable[..., Any] = resolve_name(f"sglang_dspark.engine.{self.handler}")
+        return function
 
-    install_routes()
-    _install(
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "add-flags",
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        HookType.AFTER,
+        "startup.resolution.add_cli_args",
+        "flags",
+        "SGLang has no plugin interface for flags",
+    ),
+    Hook(
+        "read-flags",
+        "sglang.srt.server_args.ServerArgs.from_cli_args",
+        HookType.AROUND,
+        "startup.resolution.from_cli_args",
+        "flags",
+        "ServerArgs has no place for the texts of our flags",
+    ),
+    *(
         [
             Hook(
-                "refuse-unserved-requests",
-                "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-                HookType.AFTER,
-                requests.check_request,
-                "features that DSPARK does not serve answer HTTP 400",
-            ),
-            Hook(
-                "refuse-wrong-types",
-                "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+                "resolve-with-dspark",
+                f"{arguments.CLASS}.resolve_once",
                 HookType.AROUND,
-                requests.check_types,
-                "a sampling parameter of a wrong type must not get as far as the scheduler",
-            ),
-            Hook(
-                "report-counts",
-                "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
-                HookType.AROUND,
-                request_counts.report,
-                "SGLang takes it that every draft is verified, and understates the acceptance of requests",
-            ),
-        ]
-    )
-
-
-def install_routes() -> None:
-    """The part of :func:`install_in_front_end` that a server needs whose target decodes alone."""
-    from sglang_dspark.engine.front_end import http, routes
-
-    _install(
-        [
-            Hook(
-                "mount-routes",
-                "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
-                HookType.BEFORE,
-                http.mount,
-                "SGLang has no plugin interface for routes and middleware",
-            ),
-            Hook(
-                "page-without-key",
-                "sglang.srt.utils.auth.decide_request_auth",
-                HookType.AFTER,
-                routes.page_needs_no_key,
-                "a browser has to load the page at /dspark before it can ask for the API key",
-                Moment.SOME_TIME,
-            ),
-        ]
-    )
-
-
-def install_in_scheduler(device: str) -> None:
-    """Hooks of the scheduler process; called before any memory pool exists."""
-    from sglang_dspark.engine.scheduler import finish, request_counts
-
-    hooks = [
-        Hook(
-            "row-headroom",
-            pools.ROW_HEADROOM,
-            HookType.AROUND,
-            _row_headroom,
-            "a step reserves two verify windows past the committed length, rows of req_to_token have room for one: "
-            "near the context limit the second one would lie past the end of the row",
-            Moment.READY,
-        ),
-        Hook(
-            "serve-grammars-and-logprobs",
-            "sglang.srt.speculative.dflash_utils.validate_dflash_request",
-            HookType.REPLACE,
-            _nothing_to_refuse,
-            "the scheduler aborts requests with grammars or logprobs, which its own DFLASH cannot serve",
-        ),
-        Hook(
-            "observe-results",
-            "sglang.srt.managers.scheduler_components.batch_result_processor."
-            "SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
-            HookType.AROUND,
-            _observe_results,
-            "counters and traces need drafts and verify lengths where the accepted tokens are on the host anyway",
-        ),
-        Hook(
-            "end-token-by-token",
-            "sglang.srt.managers.schedule_batch.Req.update_finish_state",
-            HookType.AROUND,
-            finish.token_by_token,
-            "of several ends among the tokens of a step, the first one counts",
-        ),
-        Hook(
-            "attach-counts",
-            "sglang.srt.managers.scheduler_components.batch_result_processor."
-            "SchedulerBatchResultProcessor._maybe_collect_routed_experts",
-            HookType.AFTER,
-            request_counts.attach,
-            "a request that has ended takes the number of its drafts along; this is called once, just then",
-        ),
-        Hook(
-            "answer-questions",
-            "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
-            HookType.AROUND,
-            channel.answer,
-            "the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
-            Moment.SOME_TIME,
-        ),
-        Hook(
-            "pause",
-            "sglang.srt.managers.scheduler.Scheduler.pause_generation",
-            HookType.AFTER,
-            _pause,
-            "decoding may go on after a pause without a prefill: the pause is not the time of a step",
-            Moment.SOME_TIME,
-        ),
-        Hook(
-            "export-metrics",
-            "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
-            HookType.AFTER,
-            _export_metrics,
-            "our Prometheus metrics carry the labels of SGLang's, which are known from here on",
-        ),
-    ]
-    if device == "cuda":
-        hooks += [
-            Hook(
-                "no-stock-graphs",
-                stock_graphs.DECODE,
-                HookType.REPLACE,
-                stock_graphs.no_decode_graphs,
-                "the stock graphs verify one number of tokens per request; DSPARK captures graphs of its own steps",
-                Moment.READY,
-            ),
-            Hook(
-                "no-stock-prefill-graphs",
-                stock_graphs.PREFILL,
-                HookType.REPLACE,
-                stock_graphs.no_prefill_graphs,
-                "the stock graphs of prefill do not return the hidden states that the drafter reads, so none would run",
-                Moment.READY,
-            ),
-        ]
-    if device == "cpu":
-        hooks.append(
-            Hook(
-                "no-kv-copy-kernel",
-                "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
-                HookType.REPLACE,
-                _no_kv_copy_kernel,
-                "with a speculative algorithm the pool warms up a Triton copy kernel, which has no CPU form; DSPARK "
-                "never moves K/V between slots",
-                Moment.READY,
+                "startup.resolution.resolve_once",
+                "flags",
+                "what SGLang would decide otherwise has to be decided before, and undone where the target decodes alone",
             )
-        )
-    _install(hooks)
+        ]
+        if arguments.RESOLVED_LATER
+        else []
+    ),
+    Hook(
+        "refuse-unserved-requests",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        HookType.AFTER,
+        "front_end.requests.check_request",
+        "front_end",
+        "features that DSPARK does not serve answer HTTP 400",
+    ),
+    Hook(
+        "refuse-wrong-types",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        HookType.AROUND,
+        "front_end.requests.check_types",
+        "front_end",
+        "a sampling parameter of a wrong type must not get as far as the scheduler",
+    ),
+    Hook(
+        "report-counts",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+        HookType.AROUND,
+        "scheduler.request_counts.report",
+        "front_end",
+        "SGLang takes it that every draft is verified, and understates the acceptance of requests",
+    ),
+    Hook(
+        "mount-routes",
+        "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
+        HookType.BEFORE,
+        "front_end.http.mount",
+        "routes",
+        "SGLang has no plugin interface for routes and middleware",
+    ),
+    Hook(
+        "page-without-key",
+        "sglang.srt.utils.auth.decide_request_auth",
+        HookType.AFTER,
+        "front_end.routes.page_needs_no_key",
+        "routes",
+        "a browser has to load the page at /dspark before it can ask for the API key",
+        Moment.SOME_TIME,
+    ),
+    Hook(
+        "row-headroom",
+        targets.ROW_HEADROOM,
+        HookType.AROUND,
+        "scheduler.replacements.row_headroom",
+        "scheduler",
+        "a step reserves two verify windows past the committed length, rows of req_to_token have room for one: near "
+        "the context limit the second one would lie past the end of the row",
+        Moment.READY,
+    ),
+    Hook(
+        "serve-grammars-and-logprobs",
+        "sglang.srt.speculative.dflash_utils.validate_dflash_request",
+        HookType.REPLACE,
+        "scheduler.replacements.nothing_to_refuse",
+        "scheduler",
+        "the scheduler aborts requests with grammars or logprobs, which its own DFLASH cannot serve",
+    ),
+    Hook(
+        "observe-results",
+        "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+        HookType.AROUND,
+        "scheduler.replacements.observe_results",
+        "scheduler",
+        "counters and traces need drafts and verify lengths where the accepted tokens are on the host anyway",
+    ),
+    Hook(
+        "end-token-by-token",
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+        HookType.AROUND,
+        "scheduler.finish.token_by_token",
+        "scheduler",
+        "of several ends among the tokens of a step, the first one counts",
+    ),
+    Hook(
+        "attach-counts",
+        "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_routed_experts",
+        HookType.AFTER,
+        "scheduler.request_counts.attach",
+        "scheduler",
+        "a request that has ended takes the number of its drafts along; this is called once, just then",
+    ),
+    Hook(
+        "answer-questions",
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+        HookType.AROUND,
+        "front_end.channel.answer",
+        "scheduler",
+        "the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
+        Moment.SOME_TIME,
+    ),
+    Hook(
+        "pause",
+        "sglang.srt.managers.scheduler.Scheduler.pause_generation",
+        HookType.AFTER,
+        "scheduler.replacements.pause",
+        "scheduler",
+        "decoding may go on after a pause without a prefill: the pause is not the time of a step",
+        Moment.SOME_TIME,
+    ),
+    Hook(
+        "export-metrics",
+        "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
+        HookType.AFTER,
+        "scheduler.replacements.export_metrics",
+        "scheduler",
+        "our Prometheus metrics carry the labels of SGLang's, which are known from here on",
+    ),
+    Hook(
+        "no-stock-graphs",
+        targets.DECODE_GRAPHS,
+        HookType.REPLACE,
+        "compat.targets.no_decode_graphs",
+        "cuda",
+        "the stock graphs verify one number of tokens per request; DSPARK captures graphs of its own steps",
+        Moment.READY,
+    ),
+    Hook(
+        "no-stock-prefill-graphs",
+        targets.PREFILL_GRAPHS,
+        HookType.REPLACE,
+        "compat.targets.no_prefill_graphs",
+        "cuda",
+        "the stock graphs of prefill do not return the hidden states that the drafter reads, so none would run",
+        Moment.READY,
+    ),
+    Hook(
+        "no-kv-copy-kernel",
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
+        HookType.REPLACE,
+        "scheduler.replacements.no_kv_copy_kernel",
+        "cpu",
+        "with a speculative algorithm the pool warms up a Triton copy kernel, which has no CPU form; DSPARK never "
+        "moves K/V between slots",
+        Moment.READY,
+    ),
+)
 
 
-def _install(hooks: Iterable[Hook]) -> None:
-    wanted = [hook for hook in hooks if hook.target not in _installed]
+def register_flags() -> None:
+    """Hand the hooks of the command line to SGLang, which applies them after the plugin's entry point returns."""
+    for hook in HOOKS:
+        if hook.where == "flags":
+            HookRegistry.register(hook.target, hook.load_handler(), hook.kind)
+
+
+def install(*places: str) -> None:
+    """Apply the hooks of these places; those in force stay. In a scheduler, call it before any memory pool exists.
+
+    Raises:
+        EngineError: another plugin has patched a target, or a patch did not take effect.
+    """
+    wanted = [hook for hook in HOOKS if hook.where in places and hook.target not in _installed]
     for hook in wanted:
         if hook.target in HookRegistry._patched:
             # SGLang patches a target once: ours would be dropped without a word.
@@ -211,7 +254,8 @@ def _install(hooks: Iterable[Hook]) -> None:
                 f"hook {hook.name} finds {hook.target} patched by another plugin; keep that plugin out with "
                 "SGLANG_PLUGINS=dspark"
             )
-        HookRegistry.register(hook.target, awaited(hook.name, hook.target, hook.by, hook.function), hook.kind)
+        handler = awaited(hook.name, hook.target, hook.by, hook.load_handler())
+        HookRegistry.register(hook.target, handler, hook.kind)
     HookRegistry.apply_hooks()
     release = installed_sglang()
     for hook in wanted:
@@ -222,34 +266,3 @@ def _install(hooks: Iterable[Hook]) -> None:
                 f"sglang {release}: pip install --force-reinstall sglang=={release}"
             )
         logger.debug("hook %s on %s: %s", hook.name, hook.target, hook.reason)
-
-
-def _row_headroom(original: Callable[..., int], *args: Any) -> int:
-    # SGLang's own headroom holds one window. Under overlap the committed length that a reservation starts from lags by
-    # one more step, hence the second window.
-    return original(*args) + tokens_per_step()
-
-
-def _nothing_to_refuse(req: Any, enable_overlap: bool) -> None:
-    # What DSPARK cannot serve was refused before it was tokenized, see engine.requests.
-    return None
-
-
-def _no_kv_copy_kernel(pool: Any) -> None:
-    pool._kv_copy_config = None
-
-
-def _observe_results(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
-    predicted = original(processor, result, batch)
-    processor.model_worker.observe(result, batch)
-    return predicted
-
-
-def _pause(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    scheduler.draft_worker.before_other_work()
-
-
-def _export_metrics(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    context = scheduler.metrics_collector_context
-    if context.current_scheduler_metrics_enabled:
-        scheduler.draft_worker.export_metrics(context.collector.labels)

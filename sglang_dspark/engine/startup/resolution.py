@@ -8,8 +8,6 @@ from copy import copy
 from dataclasses import fields
 from typing import Any
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig, add_flags, flag_dest, flag_name, flag_texts, knob_text
 from sglang_dspark.engine import support
 from sglang_dspark.engine.compat import arguments
@@ -23,15 +21,8 @@ logger = logging.getLogger(__name__)
 _TEXTS = "_dspark_flags"  # texts of our flags, on the way from the command line to the resolution
 
 
-def install_flags() -> None:
-    """Hook our flags into ``ServerArgs``; SGLang applies the hooks after the plugin's entry point returns."""
-    HookRegistry.register(f"{arguments.CLASS}.add_cli_args", _add_cli_args, HookType.AFTER)
-    HookRegistry.register(f"{arguments.CLASS}.from_cli_args", _from_cli_args, HookType.AROUND)
-    if arguments.RESOLVED_LATER:
-        HookRegistry.register(f"{arguments.CLASS}.resolve_once", _resolve_once, HookType.AROUND)
-
-
-def _add_cli_args(result: Any, parser: Any) -> None:
+def add_cli_args(result: Any, parser: Any) -> None:
+    """Add our flags to SGLang's parser."""
     add_flags(parser, but=_flags_of_sglang())
 
 
@@ -40,7 +31,12 @@ def _flags_of_sglang() -> frozenset[str]:
     return frozenset(knob.name for knob in fields(DSparkConfig) if arguments.has_field(flag_dest(knob.name)))
 
 
-def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
+def from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
+    """Make a ``ServerArgs`` from the command line, with DSPARK where it was asked of us.
+
+    Raises:
+        ConfigError, CheckpointError, EngineError: our options, the drafter, the target or SGLang cannot be served.
+    """
     texts = flag_texts(namespace)
     if arguments.RESOLVED_LATER:
         args = original(cls, namespace)
@@ -51,7 +47,12 @@ def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> A
     return _resolve(copy(namespace), texts, lambda args: original(cls, args))
 
 
-def _resolve_once(original: Callable[..., None], args: Any) -> None:
+def resolve_once(original: Callable[..., None], args: Any) -> None:
+    """Resolve a ``ServerArgs`` that was made unresolved, with DSPARK where it was asked of us.
+
+    Raises:
+        ConfigError, CheckpointError, EngineError: our options, the drafter, the target or SGLang cannot be served.
+    """
     # Every process asks, and in all but the first it is done.
     if getattr(args, "_resolution_finished", False):
         original(args)
@@ -117,8 +118,7 @@ def _resolve(args: Any, texts: Mapping[str, str | None], run: Callable[[Any], An
     support.check_sglang_version(support.installed_sglang(), untested=config.untested_sglang)
     undo = arguments.undo_of(args)
     try:
-        with server_args.resolving(config):
-            server_args.prepare(args)
+        with server_args.prepared(args, config):
             return run(args)
     except (CheckpointError, UnservedError) as error:
         if config.fallback != "target-only":
@@ -134,6 +134,6 @@ def _target_only(args: Any, run: Callable[[Any], Any], reason: str) -> Any:
             setattr(args, field.name, field.default)
     settled = run(args)
     arguments.attach(settled, TargetOnly(reason))
-    hooks.install_routes()
+    hooks.install("routes")
     logger.warning("DSPARK: effective decode path target-only, without speculation: %s", reason)
     return settled

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
-from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.pairing import check_architecture, check_target
-from sglang_dspark.draft.reduced_vocabulary import load_token_ids
+from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.settled import Serving
@@ -28,37 +28,43 @@ logger = logging.getLogger(__name__)
 
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}
 
-# Our options while SGLang resolves its arguments, which does not pass them on.
-_resolving: ContextVar[DSparkConfig] = ContextVar("dspark_resolving")
+
+@dataclass(frozen=True)
+class _Options:
+    """What our flags say, and the drafter where it is found already."""
+
+    config: DSparkConfig
+    drafter: ResolvedDrafter | None = None
+
+
+# SGLang asks us while it resolves its arguments, and does not pass our options on.
+_options: ContextVar[_Options] = ContextVar("dspark_options")
 
 
 @contextmanager
-def resolving(config: DSparkConfig) -> Iterator[None]:
-    """Inside, :func:`validate` and :func:`complete` know our options."""
-    token = _resolving.set(config)
-    try:
-        yield
-    finally:
-        _resolving.reset(token)
-
-
-def prepare(args: Any) -> None:
-    """Before SGLang looks at them, decide what it would decide otherwise.
+def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
+    """Inside, SGLang may resolve ``args``: what it would decide otherwise is decided, and we know our options.
 
     Args:
-        args: the arguments as they were given, or the parsed command line.
+        args: arguments that are not resolved yet, or the parsed command line.
 
     Raises:
         ConfigError, CheckpointError: see :func:`find_drafter`; or a law of sampling that is not ours was asked for.
     """
     # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
-    args.speculative_draft_model_path = find_drafter(args, _config())
+    drafter = find_drafter(args, config)
+    args.speculative_draft_model_path = None if drafter is None else drafter.path
     _choose_attention_backend(args)
     if args.sampling_backend not in (None, "pytorch"):
         raise ConfigError(
             f"DSPARK cannot run with --sampling-backend={args.sampling_backend}; "
             "its tokens follow the law of the pytorch backend: drop the flag"
         )
+    token = _options.set(_Options(config, drafter))
+    try:
+        yield
+    finally:
+        _options.reset(token)
 
 
 def _choose_attention_backend(args: Any) -> None:
@@ -68,8 +74,8 @@ def _choose_attention_backend(args: Any) -> None:
         args.attention_backend = ATTENTION_BACKEND.get(device)
 
 
-def find_drafter(args: Any, config: DSparkConfig) -> str | None:
-    """Folder of the drafter that ``args`` name, checked before the target is loaded; None where none is to be served.
+def find_drafter(args: Any, config: DSparkConfig) -> ResolvedDrafter | None:
+    """The drafter that ``args`` name, checked before the target is loaded; None where none is to be served.
 
     Raises:
         ConfigError: no path was given; or one where no drafter is to be served.
@@ -90,10 +96,10 @@ def find_drafter(args: Any, config: DSparkConfig) -> str | None:
         )
     revision = args.speculative_draft_model_revision
     folder = local_folder(path, flag=flag, files=DRAFT_FILES, revision=revision, cache_dir=args.download_dir)
+    drafter = ResolvedDrafter.read(folder)
     if _draft_load_format(args) != "dummy":
-        check_draft_model(folder)
-    load_token_ids(folder, DraftConfig.from_pretrained(folder).vocab_size)
-    return folder
+        check_draft_model(folder, drafter.config)
+    return drafter
 
 
 def _draft_load_format(args: Any) -> str:
@@ -112,12 +118,18 @@ def _draft_load_format(args: Any) -> str:
 
 
 def validate(server_args: Any) -> None:
-    """Refuse what DSPARK cannot serve yet. Called by ``ServerArgs.__post_init__`` in the main process.
+    """Refuse what DSPARK cannot serve yet. SGLang calls it while it resolves, in the main process.
 
     Raises:
         ConfigError: names the flag, its value and the remedy.
     """
-    server_args.speculative_draft_model_path = find_drafter(server_args, _config())
+    options = _options.get(None)
+    if options is None:  # made by a program, not from a command line
+        config = DSparkConfig.resolve({})
+        options = _Options(config, find_drafter(server_args, config))
+        server_args.speculative_draft_model_path = None if options.drafter is None else options.drafter.path
+    dummy = options.drafter is not None and _draft_load_format(server_args) == "dummy"
+    arguments.attach(server_args, Serving(options.config, options.drafter, dummy))
     if server_args.device not in ATTENTION_BACKEND:
         raise UnservedError(f"DSPARK cannot run with --device={server_args.device}; pass cpu or cuda")
     if (quantization := server_args.quantization) is not None:
@@ -178,27 +190,39 @@ def _refusals(args: Any) -> Iterator[str]:
             )
 
 
-def _config() -> DSparkConfig:
-    config = _resolving.get(None)
-    return DSparkConfig.resolve({}) if config is None else config
-
-
 def complete(server_args: Any) -> None:
     """Resolve our options against the checkpoint, fill the fields that size SGLang's buffers, install the front-end.
 
     Raises:
         ConfigError, CheckpointError: options, checkpoint or target do not fit together.
     """
-    config = _config()
-    draft = None if config.draft_free else DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
+    settled: Serving = arguments.attached(server_args)
+    config, drafter = settled.config, settled.drafter
+    _check_target(server_args, drafter)
+    gamma = config.gamma(None if drafter is None else drafter.config.block_size)
+    _check_options(server_args, config, drafter, gamma)
+    _fill(server_args, config.max_verify(gamma))
+    hooks.install("routes", "front_end")
+    logger.info(
+        "DSPARK: block size %d, policy %s, at most %d drafts verified per request, drafter %s",
+        gamma,
+        config.schedule,
+        config.max_verify(gamma),
+        "none" if drafter is None else drafter.path,
+    )
+
+
+def _check_target(server_args: Any, drafter: ResolvedDrafter | None) -> None:
     target = arguments.model_config(server_args)
     if target.quantization is not None or getattr(target.hf_config, "quantization_config", None) is not None:
         raise UnservedError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
-    if draft is None:
+    if drafter is None:
         check_architecture(target.hf_text_config)
     else:
-        check_target(draft, target.hf_text_config)
-    gamma = config.gamma(None if draft is None else draft.block_size)
+        check_target(drafter.config, target.hf_text_config)
+
+
+def _check_options(server_args: Any, config: DSparkConfig, drafter: ResolvedDrafter | None, gamma: int) -> None:
     given = server_args.speculative_num_draft_tokens
     if given is not None and given != gamma + 1:
         raise ConfigError(
@@ -210,10 +234,9 @@ def complete(server_args: Any) -> None:
             f"{flag_name('simulate_acceptance')} gives up the target's text for the sake of step times; pass it with "
             "--load-format dummy, or drop it"
         )
-    has_confidence_head = draft is not None and draft.enable_confidence_head
-    if config.schedule == "threshold" and draft is not None and not has_confidence_head:
+    if config.schedule == "threshold" and drafter is not None and not drafter.config.enable_confidence_head:
         raise ConfigError(
-            f"--speculative-dspark-schedule=threshold needs a confidence head, and {draft.origin} has none; "
+            f"{flag_name('schedule')}=threshold needs a confidence head, and {drafter.config.origin} has none; "
             "use auto or static"
         )
     if config.confidence_sts_path is not None:
@@ -224,10 +247,11 @@ def complete(server_args: Any) -> None:
             target=server_args.model_path,
             draft=server_args.speculative_draft_model_path,
         )
-    dummy = draft is not None and _draft_load_format(server_args) == "dummy"
-    arguments.attach(server_args, Serving(config, has_confidence_head, dummy))
+
+
+def _fill(server_args: Any, max_verify: int) -> None:
     # SGLang's tokens per request and step: the anchor and the drafts that may be verified.
-    server_args.speculative_num_draft_tokens = config.max_verify(gamma) + 1
+    server_args.speculative_num_draft_tokens = max_verify + 1
     server_args.speculative_num_steps = 1
     server_args.speculative_eagle_topk = 1
     # All tokens are drawn by the law of this one; FlashInfer's joint top-k/top-p is another.
@@ -235,11 +259,3 @@ def complete(server_args: Any) -> None:
     # SGLang holds prefills of DFLASH servers back until several slots are free; a plain server does not.
     if server_args.min_free_slots_delay is None:
         server_args.min_free_slots_delay = 1
-    hooks.install_in_front_end()
-    logger.info(
-        "DSPARK: block size %d, policy %s, at most %d drafts verified per request, drafter %s",
-        gamma,
-        config.schedule,
-        config.max_verify(gamma),
-        server_args.speculative_draft_model_path or "none",
-    )

@@ -1,6 +1,7 @@
-"""Where SGLang captures the target's CUDA graphs when it starts, and how to have it capture none.
+"""Functions of SGLang that are hooked and have moved, and what takes the place of those that were cut anew.
 
-Methods of the model runner once. They are still there, but when it starts SGLang calls functions in their place.
+Graphs were captured by methods of the model runner once. These are still there, but when it starts SGLang calls functions
+in their place.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+_SIZING = "sglang.srt.mem_cache.allocation_sizing"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SETUP = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
-
 
 Replacement = Callable[..., Any]
 
 
-def _has_setup() -> bool:
-    return find_spec(_SETUP.rpartition(".")[0]) is not None and find_spec(_SETUP) is not None
+def _exists(module: str) -> bool:
+    return find_spec(module.rpartition(".")[0]) is not None and find_spec(module) is not None
+
+
+ROW_HEADROOM = f"{_SIZING if _exists(_SIZING) else 'sglang.srt.mem_cache.common'}.get_req_to_token_extra_context_len"
+"""Columns of ``req_to_token`` beyond the context length."""
 
 
 def _no_method_decode(runner: Any) -> None:
@@ -46,9 +51,9 @@ def _nothing_captured(runner: Any, phase: str) -> Any:
 no_decode_graphs: Replacement
 no_prefill_graphs: Replacement
 
-if _has_setup():
-    DECODE, no_decode_graphs = f"{_SETUP}.capture_decode_graph", _no_decode_capture
-    PREFILL, no_prefill_graphs = f"{_SETUP}.capture_prefill_graph", _no_prefill_capture
+if _exists(_SETUP):
+    DECODE_GRAPHS, no_decode_graphs = f"{_SETUP}.capture_decode_graph", _no_decode_capture
+    PREFILL_GRAPHS, no_prefill_graphs = f"{_SETUP}.capture_prefill_graph", _no_prefill_capture
 else:
-    DECODE, no_decode_graphs = f"{_RUNNER}.init_decode_cuda_graph", _no_method_decode
-    PREFILL, no_prefill_graphs = f"{_RUNNER}.init_prefill_cuda_graph", _no_method_prefill
+    DECODE_GRAPHS, no_decode_graphs = f"{_RUNNER}.init_decode_cuda_graph", _no_method_decode
+    PREFILL_GRAPHS, no_prefill_graphs = f"{_RUNNER}.init_prefill_cuda_graph", _no_method_prefill

@@ -1,0 +1,43 @@
+"""Small functions that hooks put before, after or in the place of SGLang's own in the scheduler process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dspark.engine.compat.arguments import tokens_per_step
+
+
+def row_headroom(original: Callable[..., int], *args: Any) -> int:
+    """Room for a second verify window past the committed length."""
+    # SGLang's own headroom holds one window. Under overlap the committed length that a reservation starts from lags by
+    # one more step, hence the second window.
+    return original(*args) + tokens_per_step()
+
+
+def nothing_to_refuse(req: Any, enable_overlap: bool) -> None:
+    """Let every request pass: what DSPARK cannot serve was refused before it was tokenized."""
+
+
+def observe_results(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
+    """Show the worker what became of a step."""
+    predicted = original(processor, result, batch)
+    processor.model_worker.observe(result, batch)
+    return predicted
+
+
+def pause(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Tell the worker that no step is under way."""
+    scheduler.draft_worker.before_other_work()
+
+
+def export_metrics(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Add our Prometheus metrics where SGLang has its own."""
+    context = scheduler.metrics_collector_context
+    if context.current_scheduler_metrics_enabled:
+        scheduler.draft_worker.export_metrics(context.collector.labels)
+
+
+def no_kv_copy_kernel(pool: Any) -> None:
+    """Leave the kernel that copies K/V between slots out."""
+    pool._kv_copy_config = None
