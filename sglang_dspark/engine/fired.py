@@ -47,6 +47,6 @@ def check(moment: Moment) -> None:
     """
     for name, target in _awaited[moment].items():
         raise EngineError(
-            f"sglang {installed_sglang()} had not called {target} {moment.value}, so the hook {name} is without effect; "
-            "sglang-dspark cannot serve on this release as it is"
+            f"sglang {installed_sglang()} had not called {target} {moment.value}, so the hook {name} is without "
+            "effect; sglang-dspark cannot serve on this release as it is"
         )

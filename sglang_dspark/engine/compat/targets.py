@@ -1,7 +1,7 @@
 """Functions of SGLang that are hooked and have moved, and what takes the place of those that were cut anew.
 
-Graphs were captured by methods of the model runner once. These are still there, but when it starts SGLang calls functions
-in their place.
+Graphs were captured by methods of the model runner once. These are still there, but when SGLang starts it calls
+functions in their place.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ HOOKS: tuple[Hook, ...] = (
                 HookType.AROUND,
                 "startup.resolution.resolve_once",
                 "flags",
-                "what SGLang would decide otherwise has to be decided before, and undone where the target decodes alone",
+                "what SGLang would decide otherwise is decided before, and undone where the target decodes alone",
             )
         ]
         if arguments.RESOLVED_LATER

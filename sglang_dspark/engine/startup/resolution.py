@@ -71,7 +71,7 @@ def resolve_once(original: Callable[..., None], args: Any) -> None:
 
 
 def _texts_of_fields(args: Any) -> dict[str, str | None]:
-    """Of our knobs, those that are arguments of SGLang as well; the offline engine sets these without a command line."""
+    """Of our knobs, those that are arguments of SGLang as well; its offline engine sets these by their names."""
     given = {name: getattr(args, flag_dest(name)) for name in _flags_of_sglang()}
     return {name: str(value) for name, value in given.items() if value is not None}
 
