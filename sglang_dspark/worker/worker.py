@@ -52,10 +52,10 @@ class DSparkWorker(SpecWorkerBase):
 
     def load_drafter(self) -> Drafter | NoDrafter:
         """The drafter that the options name."""
-        if self.options.draft_free:
+        drafter, runner = self.settled.drafter, self.target_worker.model_runner
+        if drafter is None:
             return NoDrafter(self.options)
-        runner, dummy = self.target_worker.model_runner, self.settled.dummy_draft
-        return Drafter.load(self.settled.drafter, self.options, runner, self.device, dummy=dummy)
+        return Drafter.load(drafter, self.options, runner, self.device, dummy=self.settled.dummy_draft)
 
     def acceptance_profile(self) -> torch.Tensor | None:
         """[gamma] float64 probabilities by which drafts are kept in place of what the target says; None to ask it."""

@@ -17,7 +17,7 @@ def assign_req_to_token_pool_cpu(
 ) -> None:
     """Enter ``slots``, request by request, into the columns ``start`` to ``end`` of each request's row."""
     taken = 0
-    for row, first, last in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
+    for row, first, last in zip(req_pool_indices.tolist(), start.tolist(), end.tolist(), strict=True):
         req_to_token[row, first:last] = slots[taken : taken + last - first].to(req_to_token.dtype)
         taken += last - first
 

@@ -30,7 +30,7 @@ def _no_method_decode(runner: Any) -> None:
     runner.graph_mem_usage = 0
 
 
-def _no_method_prefill(runner: Any) -> None:
+def _no_method_prefill(runner: Any, *_unused: Any) -> None:
     runner.prefill_cuda_graph_runner = runner.eager_runner
 
 
