@@ -23,7 +23,7 @@ def wrong_by(table: SpsTable, error: float, share: float, seed: int) -> SpsTable
     rng = np.random.default_rng(seed)
     shape = table.verify_ms.shape[:2]
     off = np.where(rng.random(shape) < share, rng.choice([1 + error, 1 / (1 + error)], size=shape), 1.0)
-    return replace(table, verify_ms=table.verify_ms * off[:, :, None], _by_load={})
+    return replace(table, verify_ms=table.verify_ms * off[:, :, None])
 
 
 @dataclass
