@@ -13,6 +13,7 @@ import pytest
 from golden_server import DRAFT, TARGET, greedy
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_dspark.engine.compat.arguments import has_field
 from sglang_dspark.engine.front_end.requests import check_request
 from sglang_dspark.tools.launch import CPU_ENV, PLUGIN
 
@@ -127,7 +128,7 @@ STARTUP = [
     (["--disaggregation-mode", "prefill"], "--disaggregation-mode=prefill"),
     (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num=2"),
     (["--dp-size", "2"], "--dp-size=2"),
-    (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "--dp-size=2"),
+    (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "dp-size=2"),
     (["--page-size", "16"], "--page-size=16"),
     (["--quantization", "fp8"], "--quantization=fp8"),
     (["--sampling-backend", "flashinfer"], "--sampling-backend=flashinfer"),
@@ -152,6 +153,16 @@ STARTUP = [
     ),
     (["--speculative-dspark-fallback", "plain"], "--speculative-dspark-fallback='plain'"),
     (["--speculative-dspark-fallback", "target-only", "--page-size", "16"], "--page-size=16"),
+]
+# Arguments that some releases have.
+STARTUP += [
+    (flags, named)
+    for field, flags, named in [
+        ("attn_dp_size", ["--tp-size", "2", "--attn-dp-size", "2"], "--attn-dp-size=2"),
+        ("grpc_port", ["--grpc-port", "12345"], "--grpc-port=12345"),
+        ("enable_kv_cache_sharding", ["--enable-kv-cache-sharding"], "--enable-kv-cache-sharding=True"),
+    ]
+    if has_field(field)
 ]
 
 DRAFT_FREE = [

@@ -89,3 +89,9 @@ def undo_of(args: Any) -> Callable[[], None]:
 def variables_of_sglang(prefix: str) -> frozenset[str]:
     """Environment variables that SGLang itself reads and whose names start with ``prefix``."""
     return frozenset(name for name in dir(environ.envs) if name.startswith(prefix))
+
+
+def is_switched_on(variable: str) -> bool:
+    """Whether an environment variable that this SGLang may know is set to true."""
+    known = getattr(environ.envs, variable, None)
+    return known is not None and bool(known.get())

@@ -138,6 +138,34 @@ def validate(server_args: Any) -> None:
         raise ConfigError(refusal)
 
 
+_DROP = "drop the flag"
+_HTTP = f"{_DROP}: requests are checked on their way through HTTP"
+# Arguments that not every release has: name, value where it is not given, remedy.
+_OF_SOME_RELEASES: tuple[tuple[str, Any, str], ...] = (
+    ("attn_dp_size", 1, "pass 1"),
+    ("dwdp_size", 1, "pass 1"),
+    ("grpc_port", None, f"{_HTTP}; SGLANG_GRPC_PORT in the environment sets it as well"),
+    ("smg_grpc_mode", False, _HTTP),
+    ("enable_unified_memory", False, _DROP),
+    ("enable_kv_cache_sharding", False, _DROP),
+    ("enable_page_major_kv_layout", False, _DROP),
+    ("enable_unified_cache_external_linker", False, _DROP),
+    ("enable_flexkv", False, _DROP),
+    ("enable_hisparse", False, _DROP),
+    ("prefill_only_disable_kv_cache", False, _DROP),
+    ("enable_watermark", False, _DROP),
+    ("enable_return_aux_hidden_states", False, _DROP),
+    ("dllm_algorithm", None, _DROP),
+    ("decoupled_spec_role", "null", _DROP),
+    ("speculative_use_block_verification", False, _DROP),
+    ("speculative_draft_sink_size", None, _DROP),
+)
+_SWITCHES_OF_SOME_RELEASES = (
+    ("SGLANG_RUST_SERVER", "unset it: requests are checked on their way through the Python server"),
+    ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "unset it: the drafter's K/V pool is as large as the target's at first"),
+)
+
+
 def _refusals(args: Any) -> Iterator[str]:
     view = resolved_view(args)
     forbidden = [
@@ -181,6 +209,12 @@ def _refusals(args: Any) -> Iterator[str]:
     for flag, value, refused, remedy in forbidden:
         if refused:
             yield f"DSPARK cannot run with {flag}={value}; {remedy}"
+    for name, unset, remedy in _OF_SOME_RELEASES:
+        if (value := getattr(view, name, unset)) != unset:
+            yield f"DSPARK cannot run with --{name.replace('_', '-')}={value}; {remedy}"
+    for name, remedy in _SWITCHES_OF_SOME_RELEASES:
+        if arguments.is_switched_on(name):
+            yield f"DSPARK cannot run with {name}=1 in the environment; {remedy}"
     expected = ATTENTION_BACKEND.get(args.device)
     for backend in attention_backends_of(view):
         if backend != expected:
