@@ -160,7 +160,6 @@ STARTUP += [
     for field, flags, named in [
         ("attn_dp_size", ["--tp-size", "2", "--attn-dp-size", "2"], "--attn-dp-size=2"),
         ("grpc_port", ["--grpc-port", "12345"], "--grpc-port=12345"),
-        ("enable_kv_cache_sharding", ["--enable-kv-cache-sharding"], "--enable-kv-cache-sharding=True"),
     ]
     if has_field(field)
 ]
