@@ -159,7 +159,7 @@ STARTUP += [
     (flags, named)
     for field, flags, named in [
         ("attn_dp_size", ["--tp-size", "2", "--attn-dp-size", "2"], "--attn-dp-size=2"),
-        ("grpc_port", ["--grpc-port", "12345"], "--grpc-port=12345"),
+        ("smg_grpc_mode", ["--grpc-port", "12345"], "--grpc-port=12345"),
     ]
     if has_field(field)
 ]

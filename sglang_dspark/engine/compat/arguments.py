@@ -95,3 +95,8 @@ def is_switched_on(variable: str) -> bool:
     """Whether an environment variable that this SGLang may know is set to true."""
     known = getattr(environ.envs, variable, None)
     return known is not None and bool(known.get())
+
+
+def grpc_port(args: Any) -> int | None:
+    """Port of a gRPC server beside the one for HTTP; before it came, only its number was made up."""
+    return args.grpc_port if has_field("smg_grpc_mode") else None

@@ -144,7 +144,6 @@ _HTTP = f"{_DROP}: requests are checked on their way through HTTP"
 _OF_SOME_RELEASES: tuple[tuple[str, Any, str], ...] = (
     ("attn_dp_size", 1, "pass 1"),
     ("dwdp_size", 1, "pass 1"),
-    ("grpc_port", None, f"{_HTTP}; SGLANG_GRPC_PORT in the environment sets it as well"),
     ("smg_grpc_mode", False, _HTTP),
     ("enable_unified_memory", False, _DROP),
     ("enable_kv_cache_sharding", False, _DROP),
@@ -167,7 +166,7 @@ _SWITCHES_OF_SOME_RELEASES = (
 
 
 def _refusals(args: Any) -> Iterator[str]:
-    view = resolved_view(args)
+    view, grpc_port = resolved_view(args), arguments.grpc_port(args)
     forbidden = [
         ("--pp-size", args.pp_size, args.pp_size != 1, "pass --pp-size 1"),
         ("--dp-size", args.dp_size, args.dp_size != 1, "pass --dp-size 1 and scale out with replicas behind a router"),
@@ -184,7 +183,8 @@ def _refusals(args: Any) -> Iterator[str]:
         ("--enable-lmcache", True, args.enable_lmcache, "drop the flag"),
         ("--enable-two-batch-overlap", True, args.enable_two_batch_overlap, "drop the flag"),
         ("--enable-pdmux", True, args.enable_pdmux, "drop the flag"),
-        ("--grpc-mode", True, args.grpc_mode, "drop the flag: requests are checked on their way through HTTP"),
+        ("--grpc-mode", True, args.grpc_mode, _HTTP),
+        ("--grpc-port", grpc_port, grpc_port is not None, f"{_HTTP}; SGLANG_GRPC_PORT sets it as well"),
         (
             "--grammar-backend",
             args.grammar_backend,
