@@ -20,7 +20,7 @@ POLICIES := --config auto --config static:1 --config static:2 --config static:3 
 SWEEP_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor unit test test-newest check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock clean
+.PHONY: help env demo doctor unit test test-newest check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock lock-newest clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -136,6 +136,11 @@ gpu-shape-%: env
 lock: env ## write constraints.txt from the environment as it is
 	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m uv pip freeze --exclude-editable; } > constraints.new
 	@mv constraints.new constraints.txt
+
+lock-newest: env ## write the constraints of the newest SGLang, as a package index resolves them
+	@{ sed -n '/^#/p' constraints-$(NEWEST).txt; echo 'sglang==$(NEWEST)' | $(RUN) -m uv pip compile --quiet --python-version 3.11 \
+		--all-extras --override - --index-strategy unsafe-best-match --no-header --no-annotate pyproject.toml; } > constraints.new
+	@mv constraints.new constraints-$(NEWEST).txt
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) $(VENV)-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

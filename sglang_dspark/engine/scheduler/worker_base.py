@@ -30,6 +30,7 @@ from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.first_answer import FirstAnswer
 from sglang_dspark.engine.scheduler.logprobs import named_in_all, with_logprobs
 from sglang_dspark.engine.scheduler.request_counts import count
+from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.settled import Serving
 from sglang_dspark.step.state import Rounds
 
@@ -125,6 +126,8 @@ class SpecWorkerBase(WorkerFace):
 
     def init_cuda_graphs(self) -> None:
         """Called last, after the target's graphs were captured."""
+        runner = self._target_worker.model_runner
+        check_start(runner, self.max_verify + 1, captures=self.settled.drafter is not None)
         self.prepare_to_serve()
         check(Moment.READY)
 
