@@ -1,4 +1,4 @@
-"""What SGLang was asked for and has to have done when a server starts. Asked in the wrong place, it would do nothing."""
+"""What SGLang was asked for and has to have done when a server starts. Asked in the wrong place, it does nothing."""
 
 from __future__ import annotations
 
