@@ -132,8 +132,8 @@ class SpsTable:
             raise ConfigError(f"SPS table {str(path)!r} cannot be read: {error}") from error
         if isinstance(content, dict) and _KEYS_OF_SGLANG & content.keys():
             raise ConfigError(
-                f"SPS table {str(path)!r} was written for SGLang's own DSPARK; name another file, and the steps of this "
-                "server are measured and written there"
+                f"SPS table {str(path)!r} was written for SGLang's own DSPARK; name another file, and the steps of "
+                "this server are measured and written there"
             )
         if not isinstance(content, dict) or content.get("version") != FORMAT_VERSION:
             found = content.get("version") if isinstance(content, dict) else None
