@@ -77,6 +77,8 @@ sweep: env ## five minutes: plain, off and auto at 1 and 4 users on your prompts
 evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(PREPARE)
 	@mkdir -p $(RESULTS)
+	$(RUN) benchmarks/mutants.py
+	$(RUN) benchmarks/kernels/compile_for.py --output $(RESULTS)/compiled.json
 	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/identity.json
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/sweep \
 		--config plain --config off --config auto --config static:5 --config static:4 --config static:3 \

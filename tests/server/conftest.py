@@ -72,12 +72,7 @@ SERVERS: dict[str, Recipe] = {
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe(lambda folder: (*DSPARK, "--max-running-requests", "4"), env=emulated_graphs(), forked=False),
     "simulated": Recipe(
-        lambda folder: (
-            *(*DSPARK, "--max-running-requests", "4", "--load-format", "dummy"),
-            *("--speculative-dspark-simulate-acceptance", PROFILE),
-        ),
-        env=emulated_graphs(),
-        forked=False,
+        lambda folder: (*(*DSPARK, "--load-format", "dummy", "--speculative-dspark-simulate-acceptance", PROFILE),)
     ),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),
