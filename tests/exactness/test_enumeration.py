@@ -20,15 +20,16 @@ from dspark_kernels.sampling.noise import Purpose, RoundKeys
 from told_noise import every_run
 from toy_pair import GAMMA, ToyLoop, target_law
 
-from sglang_dspark.scheduling import admission, ranking
+from sglang_dspark.scheduling import admission, schedule
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.limits import Limits
 from sglang_dspark.worker.drafter import Drafter
 
 TOLERANCE = 2e-7  # the served laws are float32, and so is the difference of two of them
-LEAK = 1e-3
+LEAK = 1e-4
 PROMPT, TEMPERATURE = [1, 0], 0.8
 NO_FILTER = (-1, 1.0, 0.0)
 
@@ -77,7 +78,7 @@ def law_error(
     return max(abs(law[texts] - probability) for texts, probability in joint.items())
 
 
-STATIC, THRESHOLD = {"schedule": "static"}, {"schedule": "threshold", "confidence_threshold": 0.5}
+STATIC, THRESHOLD = {"schedule": "static"}, {"schedule": "threshold", "confidence_threshold": 0.92}
 POLICIES = {
     "off": {"schedule": "off"},
     "static": STATIC,
@@ -96,8 +97,13 @@ def test_two_rounds_of_one_request(monkeypatch, policy):
 
 
 def half_of(loop: ToyLoop, choice: Choice) -> Choice:
-    """A budget for half of the drafts, whoever's they are."""
-    return replace(choice, rule=Rule.TOP, depth=GAMMA, budget=len(loop.texts) * GAMMA // 2, drafted=None, forced=None)
+    """Each request has a draft, and the better one is verified."""
+    return Choice(Rule.TOP, 1, len(loop.texts) // 2)
+
+
+def one_of_a_block(loop: ToyLoop, choice: Choice) -> Choice:
+    """A whole block is drafted, and its first draft is verified."""
+    return Choice(Rule.TOP, GAMMA, 1)
 
 
 def one_of_two(loop: ToyLoop, choice: Choice) -> Choice:
@@ -106,8 +112,8 @@ def one_of_two(loop: ToyLoop, choice: Choice) -> Choice:
 
 
 def bounded(loop: ToyLoop, choice: Choice) -> Choice:
-    """The first request wants one draft at most, the second one those before the first of low confidence."""
-    return half_of(loop, choice).within(Limits((1, GAMMA), (0, 0), (0.0, 0.5)))
+    """The first request wants no draft verified, the second one those before the first of low confidence."""
+    return Choice(Rule.TOP, GAMMA, 2 * GAMMA).within(Limits((0, GAMMA), (0, 0), (0.0, 0.92)))
 
 
 @pytest.mark.parametrize("choose", [half_of, one_of_two, bounded])
@@ -136,24 +142,27 @@ def ranked_by_value(monkeypatch):
     after(monkeypatch, admission, "ranked", lambda order, choice, drafted: likes_a_token(order, drafted.block.tokens))
 
 
-def ranked_by_successor(monkeypatch):
-    after(monkeypatch, admission, "ranked", lambda order, *_: torch.cat([order[:, 1:], order[:, -1:]], 1).roll(1, 0))
+def budget_by_successor(monkeypatch):
+    """The last draft's survival knows the first draft."""
+
+    def change(admitted, choice, drafted, *rest):
+        return replace(admitted, budget=GAMMA if drafted.survival[0, 1] > 0.92 * drafted.survival[0, 0] else 0)
+
+    after(monkeypatch, schedule, "admit", change)
 
 
 def budget_by_value(monkeypatch):
     def change(admitted, choice, drafted, *rest):
-        return replace(admitted, budget=1 + int(drafted.block.tokens[0, 0] == 0))
-
-    import sglang_dspark.scheduling.schedule as schedule
+        return replace(admitted, budget=GAMMA * int(drafted.block.tokens[0, 0] == 0))
 
     after(monkeypatch, schedule, "admit", change)
 
 
 def bound_by_value(monkeypatch):
     def change(lens, confidence, threshold):
-        return lens.clamp_max(1) + (confidence[:, 1] > confidence[:, 1].mean()).long()
+        return GAMMA * (confidence[:, 1] > 0.92).long()
 
-    after(monkeypatch, ranking, "above_threshold", change)
+    after(monkeypatch, admission, "above_threshold", change)
 
 
 def same_noise_in_every_round(monkeypatch):
@@ -264,22 +273,24 @@ def unverified_drafts_kept(monkeypatch):
 
 def survival_by_value(monkeypatch):
     def change(confidence, forecast, logits, bs, depth, *rest):
-        sign = torch.where(logits > logits.mean(), 1.0, -1.0)
-        return replace(confidence, packed=torch.stack([logits, (0.5 + 0.45 * sign.roll(-1, 1)).cummin(1).values]))
+        survival = torch.where(drafts[-1][:, :depth] == 0, 0.9, 0.1).cummin(1).values
+        return Confidence.of(logits, survival)
 
+    drafts = []
+    after(monkeypatch, Drafter, "propose", lambda block, *_, **__: drafts.append(block.tokens) or block)
     after(monkeypatch, Forecast, "predict", change)
 
 
 LEAKS = [
     (ranked_by_value, {}, {"requests": 2, "choose": half_of}),
-    (ranked_by_successor, {}, {"requests": 2, "choose": half_of}),
-    (budget_by_value, {}, {"choose": half_of}),
-    (bound_by_value, THRESHOLD, {"requests": 2}),
+    (budget_by_successor, {}, {"choose": one_of_a_block}),
+    (budget_by_value, {}, {"choose": one_of_a_block}),
+    (bound_by_value, THRESHOLD, {}),
     (survival_by_value, {}, {"requests": 2, "choose": half_of}),
     (same_noise_in_every_round, {"schedule": "static", "verify_len": 1}, {"length": 2}),
     (accept_with_the_drafts_noise, STATIC, {}),
     (one_number_for_all_slots, STATIC, {"length": 2}),
-    (one_number_for_all_requests, STATIC, {"requests": 2}),
+    (one_number_for_all_requests, {"schedule": "static", "verify_len": 1}, {"requests": 2}),
     (correction_with_the_noise_of_acceptance, STATIC, {}),
     (correction_from_the_target, STATIC, {}),
     (correction_against_a_uniform_draft, STATIC, {}),
@@ -294,7 +305,7 @@ LEAKS = [
     (rows_of_the_draft_before, STATIC, {}),
     (first_draft_always_kept, STATIC, {}),
     (last_kept_draft_dropped, STATIC, {"length": 2}),
-    (unverified_drafts_kept, {"schedule": "static", "verify_len": 1}, {"length": 2}),
+    (unverified_drafts_kept, {}, {"choose": one_of_a_block, "length": 2}),
 ]
 
 
