@@ -28,6 +28,8 @@ from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.limits import Limits
 from sglang_dspark.worker.drafter import Drafter
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 2e-7  # the served laws are float32, and so is the difference of two of them
 LEAK = 1e-4
 PROMPT, TEMPERATURE = [1, 0], 0.8
