@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_dspark.engine.scheduler.draft_input import STRIDE
+
 
 def row_headroom(original: Callable[[Any], int], server_args: Any) -> int:
-    """Room for a second verify window past the committed length."""
+    """Room for a second verify window past the committed length, and for a stride."""
     # SGLang's own headroom holds one window. Under overlap the committed length that a reservation starts from lags by
     # one more step, hence the second window.
-    return original(server_args) + server_args.speculative_num_draft_tokens
+    return original(server_args) + server_args.speculative_num_draft_tokens + STRIDE
 
 
 def nothing_to_refuse(req: Any, enable_overlap: bool) -> None:

@@ -121,8 +121,8 @@ HOOKS: tuple[Hook, ...] = (
         HookType.AROUND,
         "scheduler.replacements.row_headroom",
         "scheduler",
-        "a step reserves two verify windows past the committed length, rows of req_to_token have room for one: near "
-        "the context limit the second one would lie past the end of the row",
+        "a step reserves two verify windows past the committed length and a stride, rows of req_to_token have room for "
+        "one window: near the context limit the rest would lie past the end of the row",
     ),
     Hook(
         "serve-grammars-and-logprobs",
