@@ -71,13 +71,7 @@ def main(before: Path | None, requests: str, configurations: str, rounds: int, o
 def in_checkout(checkout: Path, configuration: str, requests: int) -> dict[str, Any]:
     """One process's measurement with the code of ``checkout``."""
     path = os.pathsep.join([str(checkout), str(checkout / "kernels")])
-    env = {
-        **os.environ,
-        "PYTHONPATH": path,
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    env = {**os.environ, **CPU_ENV, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--child", configuration, str(requests)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode != 0:
@@ -124,7 +118,7 @@ def measure(configuration: str, requests: int) -> dict[str, Any]:
     scheduler.request_receiver = SimpleNamespace(recv_requests=recv_requests)
     nobody = SimpleNamespace(send_output=lambda *args: None)
     object.__setattr__(scheduler.output_streamer, "send_to_detokenizer", nobody)  # a frozen dataclass
-    (scheduler.event_loop_overlap if scheduler.enable_overlap else scheduler.event_loop_normal)()
+    scheduler.run_event_loop()
     assert len(scheduler.running_batch.reqs) == requests, "a request has ended"
     took = np.diff(stamps[WARM_UP_STEPS:]) / 1e3
     per_step = {what: count / len(took) for what, count in sorted(counts.items())}

@@ -17,6 +17,7 @@ from sglang_dspark.engine.scheduler.options import BatchOptions, OptionsReader
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, Rounds, VerifyPlan
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
@@ -49,6 +50,13 @@ class DSparkWorker(SpecWorkerBase):
         self.asked = OptionsReader(self.max_verify)
         self.preset_texts = PresetTexts(self.max_verify)
 
+    def most_words(self, requests: int) -> int:
+        """What a step of so many requests tells the host at most."""
+        # By request: tokens with a bonus, three numbers, what is verified; a trace of context, anchor and drafts; and
+        # two scores per draft. All but the scores are of 64 bits.
+        window = self.max_verify + 1
+        return requests * (2 * (window + 4) + 2 * (window + 1) + 2 * self.drafter.gamma)
+
     def load_drafter(self) -> Drafter | NoDrafter:
         """The drafter that the options name."""
         if self.options.draft_free:
@@ -72,6 +80,7 @@ class DSparkWorker(SpecWorkerBase):
     def prepare_to_serve(self) -> None:
         runner, staging = self.target_worker.model_runner, self.staging
         self.reporting = Reporting(self.schedule, self.drafter.gamma, int(runner.max_running_requests))
+        self.copies = PackedCopies(self.most_words(int(runner.req_to_token_pool.size)), self.device)
         if self.on_gpu:
             slots = graph_request_slots(runner)
             warm_up(self.eager, self.target_worker, self.max_verify, slots)
@@ -119,7 +128,9 @@ class DSparkWorker(SpecWorkerBase):
         self.preset_texts.took(batch.reqs, asked, accepted)
         rounds = self.rounds(batch, asked, step, choice, drafted, plan)
         in_graphs = stages is not self.eager
-        return decode_result(batch, step, plan, output.logits_output, accepted, rounds, in_graphs=in_graphs)
+        return decode_result(
+            batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=in_graphs
+        )
 
     def read(self, batch: Any, *, adjusted: bool) -> DecodeBatch:
         """The step ahead, out of SGLang's batch."""
@@ -152,7 +163,7 @@ class DSparkWorker(SpecWorkerBase):
             requests=[req.rid for req in batch.reqs],
             choice=choice,
             drafted=drafted.depths,
-            verify_lens=plan.verify_lens[: len(step)].clone(),
+            verify_lens=plan.verify_lens[: len(step)],
             confidence=drafted.confidence,
             traced=copy_drafts(step, drafted.block) if asked.traced else None,
             copied=drafted.copied or [0] * len(step),

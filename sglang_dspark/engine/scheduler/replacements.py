@@ -20,7 +20,8 @@ def nothing_to_refuse(req: Any, enable_overlap: bool) -> None:
 
 
 def observe_results(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
-    """Show the worker what became of a step."""
+    """Show the worker what became of a step, whose tensors have come to the host."""
+    result.arrive()
     predicted = original(processor, result, batch)
     processor.model_worker.observe(result, batch)
     return predicted

@@ -138,7 +138,8 @@ HOOKS: tuple[Hook, ...] = (
         HookType.AROUND,
         "scheduler.replacements.observe_results",
         "scheduler",
-        "counters and traces need drafts and verify lengths where the accepted tokens are on the host anyway",
+        "the result of a step comes as one tensor, which is taken apart where SGLang reads its tokens; there, too, "
+        "counters and traces learn what became of its drafts",
     ),
     Hook(
         "end-token-by-token",
