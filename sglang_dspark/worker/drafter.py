@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from dspark_kernels import Accepted, CommitRows, DraftBlock, markov_sample, prepare, prepare_ref
+from dspark_kernels import Accepted, CommitRows, DraftBlock, draft_block, prepare
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.sts import StsCalibration
@@ -40,7 +40,6 @@ class Drafter:
         features: of target rows.
 
     Attributes:
-        on_gpu: whether kernels run, not their torch forms.
         cache: K/V of the context; made by :meth:`allocate`.
     """
 
@@ -59,7 +58,6 @@ class Drafter:
     ) -> None:
         self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
         self.mask_token_id = config.mask_token_id
-        self.on_gpu = device.type == "cuda"
         self._device, self._features = device, features
 
     @classmethod
@@ -128,32 +126,24 @@ class Drafter:
         # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
         hidden = hidden[:, :depth].reshape(bs * depth, -1)
-        return markov_sample(
+        return draft_block(
             self.heads.base_logits(hidden).view(bs, depth, -1),
             hidden.view(bs, depth, -1),
             step.anchors,
-            self.heads.markov,
-            model.confidence if with_confidence else None,
+            self.heads.weights,
             step.rows,
             step.keys,
-            self.heads.vocabulary,
-            self.heads.weights if self.on_gpu else None,
+            with_confidence=with_confidence,
         )
 
     def _lay_out(self, step: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and positions [bs, gamma] of the blocks: the anchor, and masks after it."""
-        lay_out = prepare if self.on_gpu else prepare_ref
-        return lay_out(step.requests, self.gamma, self.mask_token_id).block(len(step))
+        return prepare(step.requests, self.gamma, self.mask_token_id).block(len(step))
 
     def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
         """Write the K/V of the anchor and the accepted drafts of every request."""
-        rows = CommitRows(plan.columns, plan.requests, accepted.accepted_lens)
-        if not self.on_gpu:
-            kept = rows.kept().nonzero().squeeze(1)
-            self.inject(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept])
-        else:
-            # How many rows are kept is not known on the host, so all of them are projected.
-            self.inject(plan.input_ids, captured, plan.positions, plan.slots, rows)
+        kept, rows = CommitRows(plan.columns, plan.requests, accepted.accepted_lens).narrowed()
+        self.inject(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept], rows)
 
     def inject(
         self,

@@ -119,7 +119,6 @@ def decode_result(
         copies: how it comes to the host. Nothing of ``accepted`` and ``rounds`` is read after the next step's replays.
         in_graphs: whether CUDA graphs were replayed.
     """
-    assert accepted.new_seq_lens is not None
     outcome = [accepted.out_tokens, accepted.accepted_lens, accepted.bonus_tokens, accepted.new_seq_lens]
     on_the_way = copies.pack([*outcome, *(tensor for tensor in rounds.tensors if tensor is not None)])
     _, _, bonus_tokens, new_seq_lens, *_ = on_the_way.packed.read()
