@@ -205,6 +205,7 @@ def without_a_device(requests: int, counts: Counter[str]) -> None:
     """Steps of our worker replay graphs that do nothing."""
     import torch
     from dspark_kernels import Accepted, DraftBlock
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
     from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
     from sglang_dspark.step.state import TargetOutput
@@ -227,7 +228,7 @@ def without_a_device(requests: int, counts: Counter[str]) -> None:
         return result(*args, **kwargs)
 
     def static_verify(runner: Any, step: Any, plan: Any, logits: Any) -> Any:
-        return lambda: TargetOutput(SimpleNamespace(next_token_logits=logits), torch.zeros(len(plan.input_ids), 1))
+        return lambda: TargetOutput(LogitsProcessorOutput(logits), torch.zeros(len(plan.input_ids), 1))
 
     def propose(drafter: Any, step: Any, depth: int, *args: Any, **kwargs: Any) -> Any:
         tokens = torch.zeros((len(step), depth), dtype=torch.int64)
@@ -243,7 +244,7 @@ def without_a_device(requests: int, counts: Counter[str]) -> None:
 
     def initialise(self: Any, original: Any = worker.DSparkWorker.__init__, **kwargs: Any) -> None:
         original(self, **kwargs)
-        self.on_gpu = self.drafter.on_gpu = True
+        self.on_gpu = True
 
     def table(staging: Any, target_worker: Any, server_args: Any, max_verify: int) -> Any:
         drafts, grid = np.arange(max_verify + 1), geometric_grid(requests)
@@ -261,7 +262,6 @@ def without_a_device(requests: int, counts: Counter[str]) -> None:
     graph_stages.capturing, graph_stages.static_verify = capturing, static_verify
     graph_stages.prepare = partial(launch, lambda *args, **kwargs: kwargs["out"])
     verify_plan.plan_top = verify_plan.plan_uniform = partial(launch, lambda *args: args[-1])
-    verify_plan._on_host = lambda tokens: False  # noqa: SLF001
     stages.EagerStages.accept, stages.EagerStages.commit = accept, lambda *args: None
     stages.Drafter.propose = propose
     worker.DSparkWorker.__init__ = initialise

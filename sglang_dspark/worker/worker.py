@@ -151,7 +151,7 @@ class DSparkWorker(SpecWorkerBase):
 
     def with_drafted_rows(self, batch: Any, step: DecodeBatch, choice: Choice) -> DecodeBatch:
         """``step`` with the sampling parameters of the requests that are drafted, where these are not all."""
-        if choice.drafted is None:
+        if not choice.drafted:
             return step
         return replace(step, drafted_rows=self.drafted_sampling.read([batch.reqs[r] for r in choice.drafted]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -127,3 +128,20 @@ def test_nothing_is_compiled_in_a_request(graphs):
     log = graphs.log_path.read_text()
     assert "forms of kernels compiled at start-up" in log
     assert [line for line in log.splitlines() if "compiled while serving" in line] == []
+
+
+def test_a_step_is_launched_in_few_pieces(graphs):
+    """Of greedy requests: what the host submits, and what torch would launch beside the graphs."""
+    # Beside them: coefficients that calibration has renewed, an order that is ranked, lengths that are published, and
+    # the result, packed.
+    most = {"static": (3, 2, 4), "auto": (3, 2, 6), "off": (2, 2, 3)}
+    for name, bounds in most.items():
+        with policy(graphs, name):
+            output_ids(graphs, bodies()[:2], 2)
+        steps = re.findall(
+            rf"launched by a step of \d by {name}: (\d+) graphs, (\d+) kernels, (\d+) operations: (.*)",
+            graphs.log_path.read_text(),
+        )
+        assert len(steps) > 1
+        *counts, what = max(steps, key=lambda step: int(step[2]))
+        assert all(int(count) <= bound for count, bound in zip(counts, bounds, strict=True)), what

@@ -18,7 +18,10 @@ class Emulated:
         self._run, self.output = run, run()
 
     def replay(self):
-        overwrite(self.output, self._run())
+        import launches
+
+        with launches.one("graph"):
+            overwrite(self.output, self._run())
         return self.output
 
 
@@ -44,13 +47,15 @@ def emulate(module):
     from dspark_kernels import kernels_anywhere
     from dspark_kernels.drafting import walk
     from dspark_kernels.laying_out import plans
+    from launches import counting
     from waits import watching
 
     from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
     from sglang_dspark.worker import graph_stages
 
     def decode(self, batch, publish, original=module.DSparkWorker.decode):
-        with watching():
+        of = f"a step of {len(batch.reqs)} by {self.schedule.policy.name}"
+        with counting(lambda: of), watching():
             return original(self, batch, publish)
 
     @contextmanager
@@ -79,10 +84,22 @@ def emulate(module):
     graph_stages.capturing = capturing
     torch.cuda.mem_get_info = lambda: (0, 0)
     module.DSparkWorker.__init__ = initialise
+    module.PackedCopies = ring_of_the_host
     module.DSparkWorker.decode = decode
     module.graph_request_slots = lambda runner: REQUEST_SLOTS
     CpuVerifyBackend.forward_extend = forward_extend
     module.load_or_measure = step_times
+
+
+def ring_of_the_host(words, device):
+    """What comes to the host stays there for as long as on a GPU, and no longer."""
+    import torch
+
+    from sglang_dspark.step import packed
+
+    copies = packed.PackedCopies(words, device)
+    copies._rings = [torch.full((2, words), -1, dtype=packed.WORD).unbind() for _ in range(packed._DEPTH)]
+    return copies
 
 
 def note_draft_kernels():
