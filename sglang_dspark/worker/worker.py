@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, copy_drafts, decode_result, read_decode_batch
 from sglang_dspark.engine.scheduler.options import BatchOptions, OptionsReader
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
+from sglang_dspark.scheduling.prompt_hold import PromptHold
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.choice import Choice
 from sglang_dspark.step.packed import PackedCopies
@@ -47,6 +49,7 @@ class DSparkWorker(SpecWorkerBase):
         verify = partial(run_verify, self.target_worker)
         self.eager = EagerStages(self.drafter, self.schedule, verify, self.agreement, self.acceptance_profile())
         self.staging = Staging(self.eager)
+        self.prompt_hold = PromptHold(self.options.prompt_hold_ms / 1e3, lag, time.perf_counter)
         self.asked = OptionsReader(self.max_verify)
         self.preset_texts = PresetTexts(self.max_verify)
 
@@ -109,6 +112,7 @@ class DSparkWorker(SpecWorkerBase):
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
+        self.prompt_hold.launched(prefill=False)
         asked, adjusting = self.asked.read(batch.reqs), self.adjustments.of_step(batch)
         step = self.read(batch, adjusted=adjusting.any)
         copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
@@ -178,6 +182,13 @@ class DSparkWorker(SpecWorkerBase):
 
     def before_other_work(self) -> None:
         self.schedule.interrupt()
+
+    def before_prefill(self) -> None:
+        self.prompt_hold.launched(prefill=True)
+
+    def holds_prompts(self, running: int) -> bool:
+        # Clocks differ between ranks.
+        return self.agreement.share(self.prompt_hold.holds(running))
 
     def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
         self.reporting.record(rounds, running, accept_lens)

@@ -174,6 +174,14 @@ HOOKS: tuple[Hook, ...] = (
         "decoding may go on after a pause without a prefill: the pause is not the time of a step",
     ),
     Hook(
+        "hold-prompts",
+        "sglang.srt.managers.scheduler.Scheduler.init_schedule_policy",
+        HookType.AFTER,
+        "scheduler.prompt_delayer.install",
+        "scheduler",
+        "SGLang's rule for holding prompts back counts free slots; ours gives decoding as long as a prefill took",
+    ),
+    Hook(
         "export-metrics",
         "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
         HookType.AFTER,

@@ -279,6 +279,7 @@ def _fill(server_args: Any, max_verify: int) -> None:
     server_args.speculative_eagle_topk = 1
     # All tokens are drawn by the law of this one; FlashInfer's joint top-k/top-p is another.
     server_args.sampling_backend = "pytorch"
-    # SGLang holds prefills of DFLASH servers back until several slots are free; a plain server does not.
+    # SGLang holds prefills of DFLASH servers back until several slots are free; we have a rule of our own.
+    server_args.dspark_holds_prompts = server_args.min_free_slots_delay is None
     if server_args.min_free_slots_delay is None:
         server_args.min_free_slots_delay = 1
