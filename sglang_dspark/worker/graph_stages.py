@@ -25,7 +25,7 @@ from dspark_kernels import (
     prepare,
 )
 
-from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, static_verify
+from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, logits_buffer, static_verify
 from sglang_dspark.scheduling.admission import Best
 from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.confidence import Confidence
@@ -76,7 +76,7 @@ class StepGraphs:
         self._scores = torch.full((2, most, depth), torch.nan, device=device).unbind()
         self.order = torch.zeros((most, depth), device=device)
         self._rows = _zeroed(VerifyRows.empty(most, num_rows, device))
-        self._logits = torch.empty((num_rows, model_runner.model_config.vocab_size), device=device)
+        self._logits = logits_buffer(model_runner, num_rows)
         self.draft: dict[tuple[int, bool], Captured[DraftBlock]] = {}
         self.verify: dict[tuple[int, bool], Captured[TargetOutput]] = {}
         self.accept: dict[tuple[int, bool], Captured[Accepted]] = {}

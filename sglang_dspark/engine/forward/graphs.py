@@ -15,6 +15,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cu
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc, get_batch_sizes_to_capture
+from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from sglang.srt.model_executor.runner_utils import model_capture_mode
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
 
@@ -84,6 +85,23 @@ def graph_request_slots(model_runner: Any) -> list[int]:
         return []
     sizes, _ = get_batch_sizes_to_capture(model_runner, model_runner.server_args.speculative_num_draft_tokens)
     return sizes
+
+
+def has_prefill_graphs(model_runner: Any) -> bool:
+    """Whether SGLang has captured CUDA graphs of prefill."""
+    return isinstance(model_runner.prefill_cuda_graph_runner, PrefillCudaGraphRunner)
+
+
+def logits_buffer(model_runner: Any, rows: int) -> torch.Tensor:
+    """[rows, V] float32 for the logits of captured verifications.
+
+    Graphs of prefill have a buffer for the largest batch, whose logits are read before the next step: no second one.
+    """
+    shared, vocab_size = model_runner.graph_shared_output, model_runner.model_config.vocab_size
+    if shared is None or rows > shared.max_rows or not has_prefill_graphs(model_runner):
+        return torch.empty((rows, vocab_size), device=model_runner.device)
+    logits: torch.Tensor = shared.get_logits_buffer(vocab_size, rows=rows)
+    return logits
 
 
 def static_verify(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+
 from sglang_dspark.engine.scheduler.draft_input import STRIDE
+
+logger = logging.getLogger(__name__)
 
 
 def row_headroom(original: Callable[[Any], int], server_args: Any) -> int:
@@ -45,9 +50,18 @@ def no_stock_graphs(runner: Any) -> None:
     runner.graph_mem_usage = 0
 
 
-def no_stock_prefill_graphs(runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Prefill without SGLang's CUDA graphs."""
-    runner.prefill_cuda_graph_runner = runner.eager_runner
+def prefill_graphs(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
+    """SGLang's graphs of prefill where they can be captured; otherwise prompts are encoded launch by launch."""
+    disabled = check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED)
+    if not disabled and not check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE):
+        logger.warning("DSPARK: prefill without CUDA graphs: those that SGLang has chosen return no hidden states")
+        runner.prefill_cuda_graph_runner = runner.eager_runner
+        return
+    try:
+        original(runner, *args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - whatever it is, prompts can be encoded without
+        logger.warning("DSPARK: prefill without CUDA graphs: they cannot be captured here: %s", error)
+        runner.prefill_cuda_graph_runner = runner.eager_runner
 
 
 def no_kv_copy_kernel(pool: Any) -> None:

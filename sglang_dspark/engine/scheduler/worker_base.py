@@ -16,6 +16,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
+from sglang_dspark.engine.forward.phased_attention import PhasedBackend
 from sglang_dspark.engine.scheduler.adjustments import Adjustments
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import (
@@ -139,8 +140,8 @@ class SpecWorkerBase(BaseSpecWorker):
     def init_attention_backends(self) -> None:
         """Called after the target's backends exist and before any graph is captured."""
         runner = self._target_worker.model_runner
-        backend = CpuVerifyBackend if self.device.type == "cpu" else CudaVerifyBackend
-        runner.attn_backend = backend(runner)
+        verify = CpuVerifyBackend if self.device.type == "cpu" else CudaVerifyBackend
+        runner.attn_backend = PhasedBackend(runner, verify(runner))
 
     def init_cuda_graphs(self) -> None:
         """Called last, after the target's graphs were captured."""

@@ -198,12 +198,13 @@ HOOKS: tuple[Hook, ...] = (
         "the stock graphs verify one number of tokens per request; DSPARK captures graphs of its own steps",
     ),
     Hook(
-        "no-stock-prefill-graphs",
+        "prefill-graphs",
         "sglang.srt.model_executor.model_runner.ModelRunner.init_prefill_cuda_graph",
-        HookType.REPLACE,
-        "scheduler.replacements.no_stock_prefill_graphs",
+        HookType.AROUND,
+        "scheduler.replacements.prefill_graphs",
         "cuda",
-        "the stock graphs of prefill do not return the hidden states that the drafter reads, so none would run",
+        "of the stock graphs of prefill only the breakable ones return the hidden states that the drafter reads; a "
+        "capture that fails shall not end the start",
     ),
     Hook(
         "no-kv-copy-kernel",

@@ -24,7 +24,8 @@ from sglang_dspark.hub import DRAFT_FILES, local_folder
 
 logger = logging.getLogger(__name__)
 
-ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}
+# Attention of prompts, by device; verification has kernels of its own, which read the K/V pools of all of these.
+PREFILL_BACKENDS = {"cpu": ("torch_native",), "cuda": ("fa3", "flashinfer", "triton")}
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def _with_dspark(original: Callable[..., Any], cls: type, namespace: Any, config
     namespace.speculative_draft_model_path = None if drafter is None else drafter.path
     _choose_attention_backend(namespace)
     if namespace.sampling_backend not in (None, "pytorch"):
-        raise ConfigError(
-            f"DSPARK cannot run with --sampling-backend={namespace.sampling_backend}; "
-            "its tokens follow the law of the pytorch backend: drop the flag"
+        logger.warning(
+            "--sampling-backend=%s has no effect: DSPARK draws all tokens, by the law of the pytorch backend",
+            namespace.sampling_backend,
         )
     token = _options.set(_Options(config, drafter))
     try:
@@ -92,10 +93,11 @@ def _target_only(original: Callable[..., Any], cls: type, namespace: Any, reason
 
 
 def _choose_attention_backend(namespace: Any) -> None:
-    """Where the user left the choice open, take the backend that DSPARK runs on instead of SGLang's default."""
+    """On a CPU, where the user left the choice open, take the only backend that serves; on a GPU SGLang's is fine."""
     if not (namespace.attention_backend or namespace.prefill_attention_backend or namespace.decode_attention_backend):
         device = namespace.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        namespace.attention_backend = ATTENTION_BACKEND.get(device)
+        if device == "cpu":
+            [namespace.attention_backend] = PREFILL_BACKENDS["cpu"]
 
 
 def find_drafter(args: Any, config: DSparkConfig) -> ResolvedDrafter | None:
@@ -153,7 +155,7 @@ def validate(server_args: Any) -> None:
         options = _Options(config, find_drafter(server_args, config))
         server_args.speculative_draft_model_path = None if options.drafter is None else options.drafter.path
     server_args.dspark_config, server_args.dspark_drafter = options.config, options.drafter
-    if server_args.device not in ATTENTION_BACKEND:
+    if server_args.device not in PREFILL_BACKENDS:
         raise UnservedError(f"DSPARK cannot run with --device={server_args.device}; pass cpu or cuda")
     if (quantization := server_args.quantization) is not None:
         raise UnservedError(f"DSPARK cannot run with --quantization={quantization}; serve an unquantised target")
@@ -204,13 +206,24 @@ def _refusals(args: Any) -> Iterator[str]:
     for flag, value, refused, remedy in forbidden:
         if refused:
             yield f"DSPARK cannot run with {flag}={value}; {remedy}"
-    expected = ATTENTION_BACKEND.get(args.device)
-    for backend in attention_backends_of(view):
-        if backend != expected:
-            yield (
-                f"DSPARK cannot run with --attention-backend={backend} on {args.device}; "
-                f"pass --attention-backend {expected}"
-            )
+    prefill, decode = attention_backends_of(view)
+    served = PREFILL_BACKENDS[args.device]
+    if prefill not in served:
+        yield (
+            f"DSPARK cannot run with --attention-backend={prefill} on {args.device}; "
+            f"pass --attention-backend {' or '.join(served)}"
+        )
+    elif decode != prefill:
+        yield (
+            f"DSPARK cannot run with --decode-attention-backend={decode}: verification has kernels of its own; "
+            "drop the flag"
+        )
+    graphs = args.cuda_graph_backend_prefill
+    if graphs not in (None, "breakable", "disabled"):
+        yield (
+            f"DSPARK cannot run with --cuda-graph-backend-prefill={graphs}, whose graphs lose the hidden states that a "
+            "drafter reads; pass breakable or disabled"
+        )
 
 
 def complete(server_args: Any) -> None:
@@ -277,8 +290,6 @@ def _fill(server_args: Any, max_verify: int) -> None:
     server_args.speculative_num_draft_tokens = max_verify + 1
     server_args.speculative_num_steps = 1
     server_args.speculative_eagle_topk = 1
-    # All tokens are drawn by the law of this one; FlashInfer's joint top-k/top-p is another.
-    server_args.sampling_backend = "pytorch"
     # SGLang holds prefills of DFLASH servers back until several slots are free; we have a rule of our own.
     server_args.dspark_holds_prompts = server_args.min_free_slots_delay is None
     if server_args.min_free_slots_delay is None:

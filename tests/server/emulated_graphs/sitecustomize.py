@@ -66,9 +66,7 @@ def emulate(module):
         original(self, **kwargs)
         self.on_gpu = True
 
-    def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, original=CpuVerifyBackend.forward_extend):
-        if not batch.forward_mode.is_target_verify():
-            return original(self, q, k, v, layer, batch, save_kv_cache)
+    def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True):
         return ragged_attention(self, q, k, v, layer, batch)
 
     def warm_up(*args, original=module.warm_up):
