@@ -131,17 +131,17 @@ def test_nothing_is_compiled_in_a_request(graphs):
 
 
 def test_a_step_is_launched_in_few_pieces(graphs):
-    """Of greedy requests: what the host submits, and what torch would launch beside the graphs."""
-    # Beside them: coefficients that calibration has renewed, an order that is ranked, lengths that are published, and
-    # the result, packed.
-    most = {"static": (3, 2, 4), "auto": (3, 2, 6), "off": (2, 2, 3)}
+    """Of greedy requests: what the host submits, and what torch launches beside that."""
+    # Beside the graphs: lengths are published and the result is packed; in some steps of auto drafts are ranked, and
+    # coefficients of the calibration renewed.
+    most = {"static": (3, 2, 2), "auto": (3, 2, 8), "off": (2, 2, 2)}
     for name, bounds in most.items():
+        before = len(graphs.log_path.read_text())
         with policy(graphs, name):
             output_ids(graphs, bodies()[:2], 2)
-        steps = re.findall(
-            rf"launched by a step of \d by {name}: (\d+) graphs, (\d+) kernels, (\d+) operations: (.*)",
-            graphs.log_path.read_text(),
-        )
+        launched = r"launched by a step of \d by .*: (\d+) graphs, (\d+) kernels, (\d+) operations: (.*)"
+        steps = re.findall(launched, graphs.log_path.read_text()[before:])
         assert len(steps) > 1
-        *counts, what = max(steps, key=lambda step: int(step[2]))
-        assert all(int(count) <= bound for count, bound in zip(counts, bounds, strict=True)), what
+        for *counts, what in steps:
+            assert int(counts[0]) > 1
+            assert all(int(count) <= bound for count, bound in zip(counts, bounds, strict=True)), what

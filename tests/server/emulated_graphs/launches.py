@@ -52,7 +52,7 @@ def counting(what):
     operations = {name: count for name, count in _counts.items() if name not in ("graph", "kernel")}
     logger.warning(
         "launched by %s: %d graphs, %d kernels, %d operations: %s",
-        what(),
+        what,
         _counts["graph"],
         _counts["kernel"],
         sum(operations.values()),

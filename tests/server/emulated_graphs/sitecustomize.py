@@ -4,11 +4,12 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``. Wha
 tiers, padding, plans laid out on the device, buffers that a replay overwrites. What is not: capture itself.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from worker_patch import patch_worker
 
 REQUEST_SLOTS = [1, 2]
+FOREVER = ExitStack()  # a context that nobody holds ends at once
 
 
 class Emulated:
@@ -54,8 +55,7 @@ def emulate(module):
     from sglang_dspark.worker import graph_stages
 
     def decode(self, batch, publish, original=module.DSparkWorker.decode):
-        of = f"a step of {len(batch.reqs)} by {self.schedule.policy.name}"
-        with counting(lambda: of), watching():
+        with counting(f"a step of {len(batch.reqs)} by {self.schedule.policy.name}"), watching():
             return original(self, batch, publish)
 
     @contextmanager
@@ -76,7 +76,7 @@ def emulate(module):
     # On a GPU, kernels tell apart batches beyond 16 and 32 requests; here, the few that tests have.
     walk._MIN_DOT = plans._MIN_BLOCK_R = plans._MIN_BLOCK_J = 1
     forms.watch()
-    kernels_anywhere().__enter__()  # to the end of the process
+    FOREVER.enter_context(kernels_anywhere())
     note_draft_kernels()
     module.warm_up = warm_up
     graph_stages.capturing = capturing
