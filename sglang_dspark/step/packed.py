@@ -34,10 +34,16 @@ class Packed:
         Args:
             tensors: of types of four or eight bytes, those of eight first.
             out: [at least all words] int32, where they go; new memory by default.
+
+        Raises:
+            ValueError: ``out`` is too short.
         """
         words = [tensor.reshape(-1).view(WORD) for tensor in tensors]
         if out is not None:
-            out = out[: sum(map(len, words))]
+            total = sum(map(len, words))
+            if total > len(out):
+                raise ValueError(f"{total} words are to be packed where there is room for {len(out)}")
+            out = out[:total]
         return cls(torch.cat(words, out=out), tuple((tensor.dtype, tensor.shape) for tensor in tensors))
 
     def read(self) -> list[torch.Tensor]:
