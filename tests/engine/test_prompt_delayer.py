@@ -6,13 +6,17 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.managers.min_free_slots_delayer import MinFreeSlotsDelayer
 
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.compat.arguments import attach
 from sglang_dspark.engine.scheduler.prompt_delayer import PromptDelayer, install
+from sglang_dspark.engine.settled import Serving
 
 
 def scheduler_with(*, ours):
     worker = SimpleNamespace(holds_prompts=lambda running: running > 3)
     theirs = MinFreeSlotsDelayer(2)
-    arguments = SimpleNamespace(dspark_holds_prompts=ours)
+    arguments = SimpleNamespace()
+    attach(arguments, Serving(DSparkConfig(), None, dummy_draft=False, holds_prompts=ours))
     return SimpleNamespace(server_args=arguments, draft_worker=worker, min_free_slots_delayer=theirs)
 
 

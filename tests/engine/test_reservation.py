@@ -56,8 +56,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def width(monkeypatch):
-    arguments = SimpleNamespace(speculative_num_draft_tokens=WIDTH)
-    monkeypatch.setattr(draft_input, "get_global_server_args", lambda: arguments)
+    monkeypatch.setattr(draft_input, "tokens_per_step", lambda: WIDTH)
 
 
 @settings(max_examples=40)

@@ -18,13 +18,12 @@ class PhasedBackend(HybridAttnBackend):
         verify: attention of TARGET_VERIFY.
     """
 
-    # SGLang would copy the lengths of every decode step to the host; prompts bring their own.
-    needs_cpu_seq_lens = False
-
     def __init__(self, model_runner: Any, verify: AttentionBackend) -> None:
         prefill = model_runner.attn_backend
         super().__init__(model_runner, prefill_backend=prefill, decode_backend=verify)
-        self.prefill_attention_backend_str = prefill.prefill_attention_backend_str
+        # SGLang would copy the lengths of every decode step to the host; prompts bring their own.
+        self.needs_cpu_seq_lens = False
+        self.prefill_attention_backend_str = model_runner.prefill_attention_backend_str
         self.decode_attention_backend_str = verify.decode_attention_backend_str
         self.use_captured_forward_metadata_for_breakable_cuda_graph = (
             prefill.use_captured_forward_metadata_for_breakable_cuda_graph

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from dspark_kernels import to_device
-from sglang.srt.mem_cache.common import alloc_token_slots
-from sglang.srt.server_args import get_global_server_args
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+from sglang_dspark.engine.compat import requests
+from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.engine.compat.pools import alloc_token_slots
 
 STRIDE = 32
 """Tokens that a reservation reaches past what the step needs."""
@@ -32,6 +34,9 @@ class DSparkDraftInput(SpecInput):
             that plan with host lengths while the real ones are known to the device only.
         topk_p, topk_index, hidden_states: the relay reads these of every algorithm; DSPARK has none.
     """
+
+    num_tokens_per_req: ClassVar[int] = 1  # of a decode batch that is padded; asked by a method at first
+    num_tokens_for_logprob_per_req: ClassVar[int] = 1
 
     bonus_tokens: torch.Tensor
     new_seq_lens: torch.Tensor
@@ -63,17 +68,18 @@ class DSparkDraftInput(SpecInput):
         reqs = batch.reqs
         if not reqs:
             return
-        needed = 2 * get_global_server_args().speculative_num_draft_tokens
-        committed = [req.kv_committed_len for req in reqs]
-        short = [req for req in reqs if req.kv_allocated_len < req.kv_committed_len + needed]
+        needed = 2 * tokens_per_step()
+        committed, allocated = requests.lengths(reqs)
+        short = [place for place, length in enumerate(committed) if allocated[place] < length + needed]
         if short:
-            _reserve(batch, short, needed)
-        self.reserved_lens_cpu = torch.tensor([req.kv_allocated_len for req in reqs])
+            _reserve(batch, [reqs[place] for place in short], needed)
+            _, allocated = requests.lengths(reqs)
+        self.reserved_lens_cpu = torch.tensor(allocated)
         # Committed lengths of the host; under overlap the future map replaces them by the published ones.
         batch.seq_lens_cpu = torch.tensor(committed)
         batch.seq_lens_sum = sum(committed)
 
-    def filter_batch(self, new_indices: torch.Tensor, has_been_filtered: bool = True) -> None:
+    def filter_batch(self, new_indices: torch.Tensor, **_unused: Any) -> None:
         """Keep the requests at ``new_indices``."""
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
@@ -96,16 +102,16 @@ def _reserve(batch: Any, short: Sequence[Any], needed: int) -> None:
     pool, tree_cache = batch.token_to_kv_pool_allocator, batch.tree_cache
     spare = pool.available_size() + tree_cache.evictable_size()
     stride = STRIDE if spare >= (needed + _SPARE_STRIDES * STRIDE) * len(batch.reqs) else 0
-    allocated = np.array([req.kv_allocated_len for req in short], dtype=np.int64)
-    reserved = np.array([req.kv_committed_len for req in short], dtype=np.int64) + needed + stride
+    committed, allocated = (np.array(lengths, dtype=np.int64) for lengths in requests.lengths(short))
+    reserved = committed + needed + stride
     counts = reserved - allocated
     total = int(counts.sum())
     slots = alloc_token_slots(tree_cache, total)
-    rows = np.repeat([req.req_pool_idx for req in short], counts)
+    rows = np.repeat([requests.row(req) for req in short], counts)
     starts = np.repeat(np.cumsum(counts) - counts, counts)
     columns = np.repeat(allocated, counts) + np.arange(total) - starts
     table = batch.req_to_token_pool.req_to_token
     where = to_device(torch.from_numpy(np.stack([rows, columns])), table.device)
     table[where[0], where[1]] = slots.to(table.dtype)
     for req, length in zip(short, reserved.tolist(), strict=True):
-        req.kv_allocated_len = length
+        requests.set_allocated_len(req, length)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang_dspark.engine.compat.arguments import attached
+
 
 class PromptDelayer:
     """SGLang's ``MinFreeSlotsDelayer`` by another rule. Asked when prompts wait and no chunk of one is under way.
@@ -23,5 +25,5 @@ class PromptDelayer:
 
 def install(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Hook behind the scheduler's making of its policy: have it ask us, unless the user has chosen SGLang's rule."""
-    if scheduler.server_args.dspark_holds_prompts:
+    if attached(scheduler.server_args).holds_prompts:
         scheduler.min_free_slots_delayer = PromptDelayer(scheduler.draft_worker)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
-
+from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.scheduler.draft_input import STRIDE
 
-logger = logging.getLogger(__name__)
 
-
-def row_headroom(original: Callable[[Any], int], server_args: Any) -> int:
+def row_headroom(original: Callable[..., int], *args: Any) -> int:
     """Room for a second verify window past the committed length, and for a stride."""
     # SGLang's own headroom holds one window. Under overlap the committed length that a reservation starts from lags by
     # one more step, hence the second window.
-    return original(server_args) + server_args.speculative_num_draft_tokens + STRIDE
+    return original(*args) + tokens_per_step() + STRIDE
 
 
 def nothing_to_refuse(req: Any, enable_overlap: bool) -> None:
@@ -42,26 +38,6 @@ def export_metrics(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> N
     context = scheduler.metrics_collector_context
     if context.current_scheduler_metrics_enabled:
         scheduler.draft_worker.export_metrics(context.collector.labels)
-
-
-def no_stock_graphs(runner: Any) -> None:
-    """Decode without SGLang's CUDA graphs."""
-    runner.decode_cuda_graph_runner = None
-    runner.graph_mem_usage = 0
-
-
-def prefill_graphs(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
-    """SGLang's graphs of prefill where they can be captured; otherwise prompts are encoded launch by launch."""
-    disabled = check_cuda_graph_backend(Phase.PREFILL, Backend.DISABLED)
-    if not disabled and not check_cuda_graph_backend(Phase.PREFILL, Backend.BREAKABLE):
-        logger.warning("DSPARK: prefill without CUDA graphs: those that SGLang has chosen return no hidden states")
-        runner.prefill_cuda_graph_runner = runner.eager_runner
-        return
-    try:
-        original(runner, *args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - whatever it is, prompts can be encoded without
-        logger.warning("DSPARK: prefill without CUDA graphs: they cannot be captured here: %s", error)
-        runner.prefill_cuda_graph_runner = runner.eager_runner
 
 
 def no_kv_copy_kernel(pool: Any) -> None:
