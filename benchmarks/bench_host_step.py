@@ -8,7 +8,8 @@ future map, result processing and output are what a server runs. The steps are t
 GPU would do of them is not done: replays, kernels of ours and the target's forward return what lies in their buffers.
 So the figures hold Python, SGLang and small tensor operations, which cost a CPU about what launching them on a GPU
 costs. Launches of Triton kernels and graphs cost nothing here, and neither does the copying of inputs for stock graphs,
-which a CPU has not: their numbers stand beside the times. Two checkouts take turns, process by process.
+which a CPU has not: their numbers stand beside the times. Two checkouts take turns, process by process. Neighbours
+on the machine can only add to a step's CPU time: the first quartile is least disturbed by them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import numpy as np
 from sglang_dspark.tools.launch import CPU_ENV
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGURATIONS = ("plain", "off", "static", "auto")
+CONFIGURATIONS = ("plain", "parked", "static", "auto")
 PROMPT_TOKENS, KEPT = 8, 2  # drafts accepted in every step
 WARM_UP_STEPS, STEPS = 60, 220
 TIMEOUT_S = 600
@@ -81,10 +82,9 @@ def in_checkout(checkout: Path, configuration: str, requests: int) -> dict[str, 
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the processes of one configuration: the median of their medians and means, and the counts of the first."""
+    """Of the processes of one configuration: the median of each figure, and the counts of the first."""
     return {
-        "median_us": float(np.median([run["median_us"] for run in runs])),
-        "mean_us": float(np.median([run["mean_us"] for run in runs])),
+        **{name: float(np.median([run[name] for run in runs])) for name in ("quartile_us", "median_us", "mean_us")},
         "per_step": runs[0]["per_step"],
     }
 
@@ -95,7 +95,8 @@ def in_words(result: dict[str, Any]) -> str:
     for name in ("before", "now"):
         if (run := result.get(name)) is not None:
             counts = ", ".join(f"{count:.2f} {what}" for what, count in run["per_step"].items())
-            parts.append(f"{name}: median {run['median_us']:7.0f} us, mean {run['mean_us']:7.0f} us ({counts})")
+            times = ", ".join(f"{key.removesuffix('_us')} {run[key]:6.0f}" for key in run if key.endswith("_us"))
+            parts.append(f"{name}: {times} us ({counts})")
     return "  ".join(parts)
 
 
@@ -122,7 +123,8 @@ def measure(configuration: str, requests: int) -> dict[str, Any]:
     assert len(scheduler.running_batch.reqs) == requests, "a request has ended"
     took = np.diff(stamps[WARM_UP_STEPS:]) / 1e3
     per_step = {what: count / len(took) for what, count in sorted(counts.items())}
-    return {"median_us": float(np.median(took)), "mean_us": float(took.mean()), "per_step": per_step}
+    quartile, median = (float(value) for value in np.percentile(took, [25, 50]))
+    return {"quartile_us": quartile, "median_us": median, "mean_us": float(took.mean()), "per_step": per_step}
 
 
 def make_scheduler(configuration: str, requests: int, counts: Counter[str]) -> Any:
@@ -145,7 +147,7 @@ def make_scheduler(configuration: str, requests: int, counts: Counter[str]) -> A
                 str(1100 * requests + 1100),
             ),
             *("--max-running-requests", str(requests), "--skip-server-warmup", "--disable-radix-cache"),
-            *(() if configuration == "plain" else (*dspark, "--speculative-dspark-schedule", configuration)),
+            *(() if configuration == "plain" else (*dspark, "--speculative-dspark-schedule", "auto")),
         ]
     )
     if configuration != "plain":
@@ -153,6 +155,8 @@ def make_scheduler(configuration: str, requests: int, counts: Counter[str]) -> A
     scheduler = Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
     if configuration == "plain":
         without_a_forward(scheduler.tp_worker.model_runner, counts)
+    elif configuration != "auto":
+        scheduler.draft_worker.switch_policy({"policy": configuration.replace("parked", "off")})
     return scheduler
 
 
