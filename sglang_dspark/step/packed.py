@@ -38,7 +38,7 @@ class Packed:
         Raises:
             ValueError: ``out`` is too short.
         """
-        words = [tensor.reshape(-1).view(WORD) for tensor in tensors]
+        words = [_words(tensor) for tensor in tensors]
         if out is not None:
             total = sum(map(len, words))
             if total > len(out):
@@ -51,6 +51,12 @@ class Packed:
         sizes = [prod(shape) * dtype.itemsize // WORD.itemsize for dtype, shape in self.shapes]
         parts = zip(self.flat.split(sizes), self.shapes, strict=True)
         return [part.view(dtype).view(shape) for part, (dtype, shape) in parts]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    # A column has a stride, and a lone element of one keeps it.
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(WORD)
 
 
 @dataclass

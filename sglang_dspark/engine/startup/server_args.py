@@ -219,10 +219,20 @@ def _refusals(args: Any) -> Iterator[str]:
         if arguments.is_switched_on(name):
             yield f"DSPARK cannot run with {name}=1 in the environment; {remedy}"
     prefill, decode = attention_backends_of(view)
-    served = PREFILL_BACKENDS[args.device]
+    yield from attention_refusals(args.device, prefill, decode, args.cuda_graph_backend_prefill)
+
+
+def attention_refusals(device: str, prefill: str, decode: str, graphs: str | None) -> Iterator[str]:
+    """What is wrong with the attention of a server.
+
+    Args:
+        prefill, decode: backends as SGLang has resolved them.
+        graphs: ``--cuda-graph-backend-prefill``; None where it was not given.
+    """
+    served = PREFILL_BACKENDS[device]
     if prefill not in served:
         yield (
-            f"DSPARK cannot run with --attention-backend={prefill} on {args.device}; "
+            f"DSPARK cannot run with --attention-backend={prefill} on {device}; "
             f"pass --attention-backend {' or '.join(served)}"
         )
     elif decode != prefill:
@@ -230,7 +240,6 @@ def _refusals(args: Any) -> Iterator[str]:
             f"DSPARK cannot run with --decode-attention-backend={decode}: verification has kernels of its own; "
             "drop the flag"
         )
-    graphs = args.cuda_graph_backend_prefill
     if graphs not in (None, "breakable", "disabled"):
         yield (
             f"DSPARK cannot run with --cuda-graph-backend-prefill={graphs}, whose graphs lose the hidden states that a "
