@@ -4,21 +4,12 @@ import csv
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
+from step_tables import write_table
 
 from sglang_dspark.scheduling.sps_table import SpsTable
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-
-
-def write_table(folder, gamma=2):
-    """10 ms for a step, and 1 for each draft of a request."""
-    drafts, requests = np.arange(gamma + 1.0), np.array([[1.0], [8.0]])
-    verify, draft = 10 + drafts * requests, np.where(drafts > 0, 1.0, 0.0) + 0 * requests
-    table = SpsTable({"dtype": "float32"}, [1, 8], range(gamma + 1), [64], draft[..., None], verify[..., None])
-    table.save(folder / "sps.json")
-    return folder / "sps.json"
 
 
 def test_the_example_shows_where_speculation_stops_to_pay(run):

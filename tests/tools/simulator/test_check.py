@@ -105,6 +105,7 @@ def test_configurations_of_one_policy_are_points_of_their_own(tmp_path):
     assert found["again"].tok_s == found["static:3"].tok_s
 
 
+@pytest.mark.slow
 def test_time_to_first_token_follows_from_the_table(comparisons):
     """Nothing of it is fitted: prefills take what the table says of verification."""
     assert all(0.7 < c.ttft_ms / c.measured.ttft_ms < 1.25 for c in comparisons)
