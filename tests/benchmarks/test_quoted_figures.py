@@ -180,7 +180,7 @@ QUOTES = [
     Quote(
         "README.md",
         "What to expect on a GPU",
-        rf"was {NUMBER} times as fast as plain SGLang for 1 user, and slower for 16 and 64: {NUMBER} and {NUMBER} times",
+        rf"was {NUMBER} times as fast as plain SGLang for 1 user, and slower for 16 and 64: {NUMBER} and {NUMBER}",
         1,
         h200_auto,
     ),
