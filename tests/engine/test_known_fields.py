@@ -1,7 +1,7 @@
 """What SGLang can be asked for, as far as somebody has looked: a new name fails here until it is served or refused.
 
-`data/sglang_fields.json` lists the names of all releases that are served. Before a name is added to it, `server_args.py`
-or `front_end/requests.py` has to refuse what DSPARK does not serve.
+`data/sglang_fields.json` lists the names of all releases that are served. Before a name is added to it,
+`server_args.py` or `front_end/requests.py` has to refuse what DSPARK does not serve.
 """
 
 from __future__ import annotations
