@@ -159,7 +159,7 @@ class Metrics:
             yield "policy_steps_total", steps, {"policy": policy}
 
     def _levels(self) -> Iterator[tuple[str, float | None, dict[str, str]]]:
-        recent, (policy, parked) = self._history.recent(), self._state()
+        recent, (policy, parked) = self._history.snapshot().recent_report(), self._state()
         for name, (key, _) in GAUGES.items():
             yield name, recent[key], {}
         for name, (key, _) in STEP_GAUGES.items():

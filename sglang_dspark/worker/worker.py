@@ -18,7 +18,7 @@ from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.scheduling.ranking import ranked
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.stats.counters import Counters
-from sglang_dspark.stats.history import History
+from sglang_dspark.stats.history import History, Snapshot
 from sglang_dspark.stats.metrics import Metrics
 from sglang_dspark.step.choice import Choice
 from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, Rounds, VerifyPlan
@@ -261,14 +261,10 @@ class DSparkWorker(SpecWorkerBase):
                 self.counters.drafter_accept_length,
             )
 
-    def report(self, history_s: int = 0) -> dict[str, Any]:
+    def report(self, history_s: int = 0) -> tuple[dict[str, Any], Snapshot]:
         known = {"block_size": self.drafter.gamma, "max_running_requests": self.max_running_requests}
         # The schedule first: it learns from what it has only noted so far.
-        report = known | self.schedule.report() | self.history.report()
-        for span in (report, report["recent"]):
-            running = span["running_requests"]
-            span["occupancy"] = None if running is None else running / self.max_running_requests
-        return report | {"history": self.history.series(history_s)} if history_s else report
+        return known | self.schedule.report(), self.history.snapshot(history_s)
 
     @property
     def max_running_requests(self) -> int:

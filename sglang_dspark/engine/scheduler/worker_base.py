@@ -28,6 +28,7 @@ from sglang_dspark.engine.scheduler.batch import (
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.logprobs import named_in_all, with_logprobs
 from sglang_dspark.engine.scheduler.request_counts import count
+from sglang_dspark.stats.history import Snapshot
 from sglang_dspark.step.state import Rounds
 
 Publish = Callable[[torch.Tensor], None]
@@ -83,8 +84,8 @@ class SpecWorkerBase(BaseSpecWorker):
         """
 
     @abstractmethod
-    def report(self, history_s: int = 0) -> dict[str, Any]:
-        """JSON for ``GET /dspark/stats``; ``history_s``: seconds to list one by one."""
+    def report(self, history_s: int = 0) -> tuple[dict[str, Any], Snapshot]:
+        """What ``GET /dspark/stats`` is made of, see ``full_report``; ``history_s``: seconds to list one by one."""
 
     @abstractmethod
     def capabilities(self) -> dict[str, Any]:
