@@ -13,7 +13,8 @@ _MOST_NGRAM = 16
 # Every n-gram length costs an index entry per token of the prompt.
 _MOST_NGRAM_LENGTHS = 8
 _MOST_CANDIDATES = 1000
-_LONGEST_CANDIDATE = 200  # characters: a beginning is looked for token by token in every step
+_LONGEST_CANDIDATE = 200  # bytes: a beginning is looked for token by token in every step
+_LONGEST_CANDIDATES = 32768  # bytes in all: the front end serves nobody else while it tokenizes them
 
 # Which presets read a key; given without one of them, it would have no effect.
 _READERS = {
@@ -55,10 +56,12 @@ def _candidates(value: Any) -> tuple[str, ...]:
     is_list = isinstance(value, list | tuple) and 0 < len(value) <= _MOST_CANDIDATES
     if not is_list or not all(isinstance(label, str) and label.strip() for label in value):
         raise ValueError(f"must be a list of 1 to {_MOST_CANDIDATES} strings that are not blank")
-    if any(len(label) > _LONGEST_CANDIDATE for label in value):
-        raise ValueError(f"must be strings of at most {_LONGEST_CANDIDATE} characters")
-    if any("\ud800" <= character <= "\udfff" for label in value for character in label):
-        raise ValueError("must be text that UTF-8 can encode")
+    try:
+        sizes = [len(label.encode()) for label in value]
+    except UnicodeEncodeError:
+        raise ValueError("must be text that UTF-8 can encode") from None
+    if max(sizes) > _LONGEST_CANDIDATE or sum(sizes) > _LONGEST_CANDIDATES:
+        raise ValueError(f"must be strings of at most {_LONGEST_CANDIDATE} bytes, and {_LONGEST_CANDIDATES} in all")
     return tuple(value)
 
 

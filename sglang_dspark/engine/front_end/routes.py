@@ -69,7 +69,7 @@ class Routes:
         answer = await self._ask("stats", {"history_s": HISTORY_S if history_s else 0})
         if isinstance(answer, JSONResponse):
             return answer
-        return await asyncio.to_thread(_stats, *answer, history_s)
+        return await asyncio.to_thread(_stats, answer, history_s)
 
     async def capabilities(self) -> JSONResponse:
         """What decodes on this server, and why."""
@@ -101,7 +101,8 @@ class Routes:
             return error_response(503, str(error), question)
 
 
-def _stats(known: dict[str, Any], snapshot: Snapshot, history_s: int) -> JSONResponse:
+def _stats(answer: tuple[dict[str, Any], Snapshot], history_s: int) -> JSONResponse:
+    known, snapshot = answer
     report = full_report(known, snapshot, with_history=history_s > 0)
     if history_s:
         report["history"] = report["history"][-history_s:]
