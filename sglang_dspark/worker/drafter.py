@@ -44,6 +44,7 @@ class Drafter:
     """
 
     cache: DraftCache
+    drafts = True  # whether it can propose anything
 
     def __init__(
         self,
@@ -181,6 +182,7 @@ class NoDrafter:
     There is no draft K/V, and nothing is read from the target's layers.
     """
 
+    drafts = False
     mask_token_id = 0  # of staged blocks that nobody reads
 
     def __init__(self, options: DSparkConfig) -> None:
@@ -201,7 +203,7 @@ class NoDrafter:
         """The target's K/V is all there is."""
 
     def inject(self, *rows: Any) -> None:
-        """Likewise."""
+        """There is no K/V to write."""
 
     def describe(self, path: str) -> None:
-        """Nothing."""
+        """There is no checkpoint to describe."""
