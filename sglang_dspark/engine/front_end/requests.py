@@ -9,8 +9,7 @@ import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_dspark.engine.scheduler import options as speculation
-
-_UNSERVED = ("return_hidden_states", "custom_logit_processor", "lora_path", "input_embeds")
+from sglang_dspark.engine.startup.served import REFUSED_FIELDS
 
 
 def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> None:
@@ -28,7 +27,7 @@ def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> N
 
 
 def _refusals(request: GenerateReqInput, vocab_size: int) -> Iterator[str]:
-    for name in _UNSERVED:
+    for name in REFUSED_FIELDS:
         value = getattr(request, name, None)
         if value:
             yield f"DSPARK does not serve {name}={_shown(value)} yet; drop the field or use a server without DSPARK"

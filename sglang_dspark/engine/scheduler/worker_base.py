@@ -12,6 +12,7 @@ import torch
 from dspark_kernels import draw
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
@@ -188,9 +189,19 @@ class SpecWorkerBase(BaseSpecWorker):
         )
         return result
 
+    @staticmethod
+    def check_logits(logits: torch.Tensor) -> None:
+        """What SGLang's sampler does with NaN, where SGLANG_SANITIZE_NAN_LOGITS or SGLANG_ENABLE_ASYNC_ASSERT is set.
+
+        Args:
+            logits: the target's, [n, V]; changed in place.
+        """
+        sanitize_nan_logits(logits, "DSPARK: target logits")
+
     def _draw_first(self, batch: Any, result: Any) -> None:
         """Draw the token after each prompt, and after a retraction the next one, into ``result``."""
         rows, output = self.sampling.read(batch.reqs), result.logits_output
+        self.check_logits(output.next_token_logits)
         if self.adjustments.concern_prefill(batch):
             self.adjustments.begin(batch, output.next_token_logits)
         positions = batch.seq_lens.to(torch.int64)

@@ -93,7 +93,7 @@ def install_routes() -> None:
 
 def install_in_scheduler(device: str) -> None:
     """Hooks of the scheduler process; called before any memory pool exists."""
-    from sglang_dspark.engine.scheduler import finish, request_counts
+    from sglang_dspark.engine.scheduler import finish, request_counts, streams
 
     hooks = [
         Hook(
@@ -125,6 +125,20 @@ def install_in_scheduler(device: str) -> None:
             HookType.AROUND,
             finish.token_by_token,
             "of several ends among the tokens of a step, the first one counts",
+        ),
+        Hook(
+            "session-turns",
+            "sglang.srt.session.session_controller.Session.create_req",
+            HookType.BEFORE,
+            finish.forget_overshoot,
+            "the tokens behind an end, which a step may commit, would become part of the next turn's prompt",
+        ),
+        Hook(
+            "stream-when-due",
+            "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
+            HookType.AROUND,
+            streams.when_due,
+            "stream_interval is counted in tokens, of which a step brings several",
         ),
         Hook(
             "attach-counts",

@@ -20,7 +20,7 @@ from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.pairing import check_architecture, check_target
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 from sglang_dspark.draft.weights import check_draft_model
-from sglang_dspark.engine.startup import hooks
+from sglang_dspark.engine.startup import hooks, served
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 from sglang_dspark.hub import DRAFT_FILES, local_folder
 
@@ -151,47 +151,7 @@ def validate(server_args: Any) -> None:
 
 def _refusals(args: Any) -> Iterator[str]:
     view = resolved_view(args)
-    forbidden = [
-        ("--pp-size", args.pp_size, args.pp_size != 1, "pass --pp-size 1"),
-        ("--dp-size", args.dp_size, args.dp_size != 1, "pass --dp-size 1 and scale out with replicas behind a router"),
-        ("--enable-dp-attention", True, view.enable_dp_attention, "drop the flag"),
-        ("--attn-cp-size", view.attn_cp_size, view.attn_cp_size != 1, "pass 1"),
-        ("--dcp-size", args.dcp_size, args.dcp_size != 1, "pass 1"),
-        ("--enable-lora", True, bool(args.enable_lora or args.lora_paths), "drop --enable-lora and --lora-paths"),
-        ("--disaggregation-mode", args.disaggregation_mode, args.disaggregation_mode != "null", "drop the flag"),
-        ("--tokenizer-worker-num", args.tokenizer_worker_num, args.tokenizer_worker_num > 1, "pass 1"),
-        ("--page-size", args.page_size, (args.page_size or 1) != 1, "pass --page-size 1"),
-        ("--enable-mixed-chunk", True, args.enable_mixed_chunk, "drop the flag"),
-        ("--kv-cache-dtype", args.kv_cache_dtype, args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"), "pass auto"),
-        ("--enable-hierarchical-cache", True, args.enable_hierarchical_cache, "drop the flag"),
-        ("--enable-lmcache", True, args.enable_lmcache, "drop the flag"),
-        ("--enable-two-batch-overlap", True, args.enable_two_batch_overlap, "drop the flag"),
-        ("--enable-pdmux", True, args.enable_pdmux, "drop the flag"),
-        ("--grpc-mode", True, args.grpc_mode, "drop the flag: requests are checked on their way through HTTP"),
-        (
-            "--grammar-backend",
-            args.grammar_backend,
-            args.grammar_backend not in ("xgrammar", "llguidance", "none"),
-            "pass xgrammar, llguidance or none: drafts are tried out on a grammar that can go back",
-        ),
-        ("--enable-strict-thinking", True, args.enable_strict_thinking, "drop the flag"),
-        ("--enable-memory-saver", True, args.enable_memory_saver, "drop the flag"),
-        (
-            "--enable-deterministic-inference",
-            True,
-            args.enable_deterministic_inference,
-            "drop the flag; requests with a seed are reproducible under DSPARK without it",
-        ),
-        (
-            "--speculative-draft-window-size",
-            args.speculative_draft_window_size,
-            args.speculative_draft_window_size is not None,
-            "drop the flag",
-        ),
-    ]
-    for flag, value, refused, remedy in forbidden:
-        if refused:
-            yield f"DSPARK cannot run with {flag}={value}; {remedy}"
+    yield from served.refusals(args, view)
     expected = ATTENTION_BACKEND.get(args.device)
     for backend in attention_backends_of(view):
         if backend != expected:
