@@ -21,19 +21,24 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-def load_draft_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> DraftModel:
+def load_draft_model(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device | str, config: DraftConfig | None = None
+) -> DraftModel:
     """Read a draft checkpoint directory; the model comes back frozen, its confidence head in float32.
 
     To train it further, call ``requires_grad_()`` and ``train()`` on it.
 
     ``embed_tokens.weight`` and ``lm_head.weight`` may be absent: the model then needs ``bind_target`` before use.
 
+    Args:
+        config: the checkpoint's, where it has been read already.
+
     Raises:
         CheckpointError: config.json is unfit, a file is missing or damaged, or tensors are missing, unexpected,
             misshapen or not floating point; all offending tensors are named in the one message.
     """
     with ExitStack() as stack:
-        model, tensors = _empty_model(Path(path), stack)
+        model, tensors = _empty_model(Path(path), config, stack)
         model.to(dtype).to_empty(device=device)
         if model.confidence is not None:
             model.confidence.float()
@@ -63,14 +68,17 @@ def random_draft_model(config: DraftConfig, *, dtype: torch.dtype, device: torch
     return model.freeze()
 
 
-def check_draft_model(path: str | Path) -> None:
+def check_draft_model(path: str | Path, config: DraftConfig | None = None) -> None:
     """Look at a draft checkpoint without reading its tensors: :func:`load_draft_model` will not complain.
+
+    Args:
+        config: the checkpoint's, where it has been read already.
 
     Raises:
         CheckpointError: as there.
     """
     with ExitStack() as stack:
-        _empty_model(Path(path), stack)
+        _empty_model(Path(path), config, stack)
 
 
 def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bool) -> None:
@@ -91,9 +99,9 @@ def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bo
     (path / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _empty_model(path: Path, stack: ExitStack) -> tuple[DraftModel, dict[str, Any]]:
+def _empty_model(path: Path, config: DraftConfig | None, stack: ExitStack) -> tuple[DraftModel, dict[str, Any]]:
     """The model without memory, and the open files that hold its tensors, which fit it."""
-    config = DraftConfig.from_pretrained(path)
+    config = config or DraftConfig.from_pretrained(path)
     tensors = _open_tensors(path, stack)
     with torch.device("meta"):
         model = DraftModel(config, own_embedding=EMBEDDING in tensors, own_lm_head=LM_HEAD in tensors)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_dspark.scheduling.ranking import Bounds, ranked
-from sglang_dspark.scheduling.selection import above_threshold, early_stop, random_lens, top_prefixes
+from sglang_dspark.scheduling.selection import above_threshold, early_stop, top_prefixes
 from sglang_dspark.scheduling.step_times import StepTimes
 from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.state import Drafted
@@ -89,8 +89,6 @@ def admit(choice: Choice, drafted: Drafted, threshold: float | None, times: Step
     if choice.rule is Rule.THRESHOLD:
         assert threshold is not None, "the policy was made with one"
         lens = above_threshold(drafted.raw_confidence, threshold)
-    elif choice.rule is Rule.RANDOM:
-        lens = torch.tensor(random_lens(choice.depth, len(drafted), int(choice.context)), device=drafted.device)
     else:
         assert times is not None, "the policy was made with measured step times"
         step_ms = times.by_drafts(len(drafted), choice.depth, choice.context)

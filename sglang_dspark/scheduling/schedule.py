@@ -132,8 +132,6 @@ class Schedule:
                 return LivePolicy(Rule.THRESHOLD, self.max_verify, options.confidence_threshold)
             case "adaptive-block":
                 return AdaptiveBlockPolicy(self.max_verify)
-            case "random":
-                return LivePolicy(Rule.RANDOM, self.max_verify, needs_confidence=False)
         if self._auto is None:
             raise ConfigError(
                 f"policy={options.schedule!r} needs measured step times, which this server has not taken; start it "
@@ -207,9 +205,8 @@ class Schedule:
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
             return
-        if self.policy.looks_back:
-            verified = rounds.verify_lens.tolist()
-            self.policy.observe(sum(verified[running[i]] for i in drafted), sum(accept_lens[i] for i in drafted))
+        verified = rounds.verify_lens.tolist()
+        self.policy.observe(sum(verified[running[i]] for i in drafted), sum(accept_lens[i] for i in drafted))
         self.forecast.note(Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
 
     def report(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ class Rule(Enum):
     TOP = "top"
     EARLY_STOP = "early-stop"
     THRESHOLD = "threshold"
-    RANDOM = "random"
 
 
 @dataclass(frozen=True)

@@ -35,5 +35,5 @@ class Confidence:
         return self.packed[1]
 
     def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> Confidence:
-        """The same elsewhere."""
+        """These confidences where ``copy`` brings the tensor, such as to the host."""
         return Confidence(copy(self.packed))

@@ -36,7 +36,7 @@ class DecodeBatch:
 
     @property
     def requests(self) -> StepRequests:
-        """The same for the kernels, all requests real."""
+        """The requests as the kernels take them, all of them real."""
         return StepRequests(self.anchors, self.prefix_lens, self.req_pool_indices, self.req_to_token)
 
     def drafting(self, requests: Sequence[int]) -> tuple[DecodeBatch, torch.Tensor]:
@@ -95,7 +95,7 @@ class Drafted:
         return len(self.depths)
 
     def with_copies(self, copies: Copies | None) -> Drafted:
-        """The same with drafts that presets propose."""
+        """These drafts, and those that presets propose in place of some."""
         if copies is None:
             return self
         return replace(self, block=self.block.with_copies(copies.tokens, copies.mask), copied=copies.lens)
@@ -177,7 +177,7 @@ class Rounds:
     parked: bool = False
 
     def on_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> Rounds:
-        """The same with tensors that ``copy`` brings to the host."""
+        """These rounds with tensors that ``copy`` brings to the host."""
         return replace(
             self,
             verify_lens=copy(self.verify_lens),

@@ -164,6 +164,17 @@ class LaunchedServer:
         reaper.communicate()
         self._reaper = None  # the group's number may belong to others from now on
 
+    def suspend(self) -> None:
+        """Keep the server's processes off the CPU until :meth:`resume`; an idle scheduler may poll with a whole core.
+
+        They go on where they were. SGLang's watchdog only counts while a batch runs, so suspend an idle server.
+        """
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a suspended server go on; does nothing to one that runs."""
+        self._signal(signal.SIGCONT)
+
     def get_json(self, path: str, *, timeout_s: float = 60.0) -> Any:
         """Decoded JSON answer to ``GET path``.
 
@@ -199,6 +210,10 @@ class LaunchedServer:
     def log_tail(self, num_lines: int = TAIL_LINES) -> str:
         """The last lines that the server printed."""
         return "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # the next request tells that it has died
+            os.killpg(self.pid, number)
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:

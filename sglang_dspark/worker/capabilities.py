@@ -61,7 +61,7 @@ def capabilities(server_args: Any, model_runner: Any, staging: Staging, max_veri
 
 
 def in_one_line(found: dict[str, Any]) -> str:
-    """The same for the log."""
+    """What :func:`capabilities` found, for the log."""
     features, drafter = found["features"], _drafter_in_words(found["drafter"])
     available = [name for name, policy in found["policies"].items() if policy["available"]]
     return (

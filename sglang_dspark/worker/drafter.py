@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from dspark_kernels import Accepted, CommitRows, DraftBlock, markov_sample, prepare, prepare_ref
+from dspark_kernels import Accepted, CommitRows, DraftBlock, draft_block, prepare
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.sts import StsCalibration
@@ -16,7 +16,8 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
+from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
+from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model, random_draft_model
 from sglang_dspark.engine.forward.target import Target
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
@@ -39,7 +40,6 @@ class Drafter:
         features: of target rows.
 
     Attributes:
-        on_gpu: whether kernels run, not their torch forms.
         cache: K/V of the context; made by :meth:`allocate`.
     """
 
@@ -58,24 +58,31 @@ class Drafter:
     ) -> None:
         self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
         self.mask_token_id = config.mask_token_id
-        self.on_gpu = device.type == "cuda"
         self._device, self._features = device, features
 
     @classmethod
-    def load(cls, path: str, options: DSparkConfig, model_runner: Any, device: torch.device, *, dummy: bool) -> Self:
+    def load(
+        cls,
+        resolved: ResolvedDrafter,
+        options: DSparkConfig,
+        model_runner: Any,
+        device: torch.device,
+        *,
+        dummy: bool,
+    ) -> Self:
         """Load a checkpoint beside the target of ``model_runner``.
 
         Args:
             dummy: take random weights of its shape.
         """
-        config = DraftConfig.from_pretrained(path)
+        path, config = resolved.path, resolved.config
         target = Target(model_runner, config)
         if dummy:
             model = random_draft_model(config, dtype=target.dtype, device=device)
         else:
-            model = load_draft_model(path, dtype=target.dtype, device=device)
+            model = load_draft_model(path, dtype=target.dtype, device=device, config=config)
         shared = target.share_with(model)
-        heads = ProposalHeads(model, load_token_ids(path, config.vocab_size))
+        heads = ProposalHeads(model, resolved.token_ids)
         logger.info(
             "DSPARK drafter %s loaded%s; read from the target: %s",
             path,
@@ -119,32 +126,24 @@ class Drafter:
         # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
         hidden = hidden[:, :depth].reshape(bs * depth, -1)
-        return markov_sample(
+        return draft_block(
             self.heads.base_logits(hidden).view(bs, depth, -1),
             hidden.view(bs, depth, -1),
             step.anchors,
-            self.heads.markov,
-            model.confidence if with_confidence else None,
+            self.heads.weights,
             step.rows,
             step.keys,
-            self.heads.vocabulary,
-            self.heads.weights if self.on_gpu else None,
+            with_confidence=with_confidence,
         )
 
     def _lay_out(self, step: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and positions [bs, gamma] of the blocks: the anchor, and masks after it."""
-        lay_out = prepare if self.on_gpu else prepare_ref
-        return lay_out(step.requests, self.gamma, self.mask_token_id).block(len(step))
+        return prepare(step.requests, self.gamma, self.mask_token_id).block(len(step))
 
     def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
         """Write the K/V of the anchor and the accepted drafts of every request."""
-        rows = CommitRows(plan.columns, plan.requests, accepted.accepted_lens)
-        if not self.on_gpu:
-            kept = rows.kept().nonzero().squeeze(1)
-            self.inject(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept])
-        else:
-            # How many rows are kept is not known on the host, so all of them are projected.
-            self.inject(plan.input_ids, captured, plan.positions, plan.slots, rows)
+        kept, rows = CommitRows(plan.columns, plan.requests, accepted.accepted_lens).narrowed()
+        self.inject(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept], rows)
 
     def inject(
         self,

@@ -54,10 +54,10 @@ class DSparkWorker(SpecWorkerBase):
         """The drafter that the options name."""
         if self.options.draft_free:
             return NoDrafter(self.options)
-        path, runner = self.server_args.speculative_draft_model_path, self.target_worker.model_runner
+        resolved, runner = self.server_args.dspark_drafter, self.target_worker.model_runner
         # SGLang has put --speculative-draft-load-format here by now, where it was given.
         dummy = self.server_args.load_format == "dummy"
-        return Drafter.load(path, self.options, runner, self.device, dummy=dummy)
+        return Drafter.load(resolved, self.options, runner, self.device, dummy=dummy)
 
     def acceptance_profile(self) -> torch.Tensor | None:
         """[gamma] float64 probabilities by which drafts are kept in place of what the target says; None to ask it."""

@@ -184,7 +184,7 @@ def test_overlapping_activities_are_busy_once():
 def test_kernels_are_called_as_in_the_sources():
     kernels = {
         name: path.name
-        for path in (REPOSITORY / "kernels" / "dspark_kernels").glob("*.py")
+        for path in (REPOSITORY / "kernels" / "dspark_kernels").rglob("*.py")
         for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
     }
     assert set(KERNEL_STAGES) <= set(kernels)

@@ -22,7 +22,7 @@ class Tokenizer:
 
 
 def manager(tokenizer):
-    return SimpleNamespace(tokenizer=tokenizer, server_args=SimpleNamespace(dspark_confidence_head=True))
+    return SimpleNamespace(tokenizer=tokenizer, server_args=SimpleNamespace(dspark_drafter=None))
 
 
 def settled(tokenizer, candidates, **entries):

@@ -11,9 +11,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dspark.engine.startup import served
-from sglang_dspark.tools.compatibility import table
+from sglang_dspark.tools.sglang_flags import table
 
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "sglang_flags.md"
 FLAGS = [
     *(refusal.name for refusal in served.REFUSED_FLAGS),
     *served.CHECKED_ELSEWHERE,
@@ -46,7 +46,7 @@ def test_the_lists_are_those_of_sglang(listed, of_sglang):
 
 
 def test_the_page_is_that_of_the_lists():
-    """``python -m sglang_dspark.tools.compatibility > docs/compatibility.md`` writes it anew."""
+    """``python -m sglang_dspark.tools.sglang_flags > docs/sglang_flags.md`` writes it anew."""
     assert PAGE.read_text(encoding="utf-8") == table()
 
 

@@ -5,7 +5,7 @@ reports exactly this reveals as much about the draft before as any head could: w
 """
 
 import torch
-from dspark_kernels import Accepted, DraftBlock, RoundKeys, accept_ref, markov_sample_ref
+from dspark_kernels import Accepted, DraftBlock, RoundKeys, Windows, accept_ref, draft_block_ref
 from scipy import stats
 from token_law import Rule, SyntheticPair
 
@@ -36,12 +36,11 @@ class ConfidentPair:
     def draft(self, anchors: torch.Tensor, step: int) -> DraftBlock:
         """A block per request; its confidences are logits of the overlap."""
         bs = len(anchors)
-        block = markov_sample_ref(
+        block = draft_block_ref(
             self.pair.base_logits.expand(bs, -1, -1),
             torch.zeros(bs, self.gamma, 2),
             anchors,
-            self.pair.markov,
-            None,
+            self.pair.heads,
             self.sampling.rows(bs),
             self.keys(bs, step),
         )
@@ -58,7 +57,7 @@ class ConfidentPair:
         logits = self.pair.target_logits[chain[torch.arange(chain.shape[1]) <= lens[:, None]]]
         indptr = torch.nn.functional.pad((lens + 1).cumsum(0), (1, 0))
         rows, keys = self.sampling.rows(len(lens)), self.keys(len(lens), step)
-        return accept_ref(block.tokens, lens, logits, indptr, block.probs, rows, keys, block.copied)
+        return accept_ref(block, Windows(lens, indptr), logits, keys.positions, rows, keys)
 
     def law_p_value(self, anchors: torch.Tensor, out_tokens: torch.Tensor) -> float:
         """Chi-square: does every emitted token [n, gamma + 1] follow the target, given the token before it?

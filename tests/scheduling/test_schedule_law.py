@@ -102,7 +102,6 @@ OPTIONS = {
     "early-stop": DSparkConfig(schedule="early-stop"),
     "threshold": DSparkConfig(schedule="threshold", confidence_threshold=0.6),
     "adaptive-block": DSparkConfig(schedule="adaptive-block"),
-    "random": DSparkConfig(schedule="random"),
 }
 
 

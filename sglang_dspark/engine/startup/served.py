@@ -1,4 +1,4 @@
-"""Which flags and request fields of SGLang DSPARK serves: one list, for the refusals and docs/compatibility.md.
+"""Which flags and request fields of SGLang DSPARK serves: one list, for the refusals and docs/sglang_flags.md.
 
 Every flag and field of the supported SGLang is named here, so that a new one is noticed when SGLang changes.
 """

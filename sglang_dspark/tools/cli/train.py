@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 from click.core import ParameterSource
+
+from sglang_dspark.tools.cli.template_kwargs import chat_template_kwargs_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,16 +71,6 @@ def _numbers(value: str, kind: type[_Number]) -> tuple[_Number, ...]:
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,2,3") from error
 
 
-def _json_object(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any]:
-    try:
-        content = json.loads(value or "{}")
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise click.BadParameter(f"""{value!r} is not a JSON object such as '{{"enable_thinking": false}}'""")
-    return content
-
-
 @click.command(short_help="Make a drafter for a target, on text that the target writes itself.")
 @click.option("--target", required=True, help="Folder of the target model, or its name on the Hugging Face hub.")
 @click.option("--output", type=_FOLDER, required=True, help="Where everything goes; the drafter is in OUTPUT/draft.")
@@ -96,11 +87,7 @@ def _json_object(ctx: click.Context, param: click.Parameter, value: str | None) 
 )
 @click.option("--max-tokens", type=click.IntRange(min=2), default=512, show_default=True, help="Longest answer.")
 @click.option("--max-prompt-tokens", type=_COUNT, default=1024, show_default=True, help="Leave longer prompts out.")
-@click.option(
-    "--chat-template-kwargs",
-    callback=_json_object,
-    help="""Given to the template, e.g. '{"enable_thinking": false}'.""",
-)
+@chat_template_kwargs_option
 @click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the chat template.")
 @click.option("--server", help="URL of an SGLang server of the target that writes the texts.  [default: in process]")
 @click.option("--api-key", help="The server's --api-key.")

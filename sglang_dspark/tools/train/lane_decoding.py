@@ -91,8 +91,12 @@ class LaneDecoder:
         temperatures: Sequence[float],
         max_new_tokens: int,
         generator: torch.Generator,
+        on_progress: Callable[[float], None] = lambda num_texts: None,
     ) -> list[CorpusRow]:
-        """As `sglang_dspark.tools.train.decoding.decode`; every prompt with its answer has to fit the capacity."""
+        """As `sglang_dspark.tools.train.decoding.decode`; every prompt with its answer has to fit the capacity.
+
+        `on_progress` counts whole texts.
+        """
         noise = torch.Generator(self._device).manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
         texts: dict[int, CorpusRow] = {}
         waiting = list(range(len(prompts)))
@@ -112,6 +116,7 @@ class LaneDecoder:
                 for lane, text in self._finished(list(working)):
                     prompt = working.pop(lane)
                     texts[prompt] = CorpusRow(text, len(prompts[prompt]))
+                    on_progress(1)
         return [texts[i] for i in range(len(prompts))]
 
     def _fill(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dspark_kernels.distribution_loss import distribution_loss, distribution_loss_ref
+from dspark_kernels import distribution_loss
 from torch import Tensor
 
 from sglang_dspark.draft.model import DraftModel
@@ -129,7 +129,6 @@ class _DistributionLoss(torch.autograd.Function):
         device = hidden.device.type
         compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         chunk_rows = _CHUNK_ROWS if device == "cpu" else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // len(lm_head))
-        gradient = distribution_loss if device == "cuda" else distribution_loss_ref
         with torch.autocast(device, enabled=False):
             head, target_head = lm_head.to(compute_dtype), target_lm_head.to(compute_dtype)
             w2 = None if markov_w2 is None else markov_w2.to(compute_dtype)
@@ -145,7 +144,7 @@ class _DistributionLoss(torch.autograd.Function):
                 if w2 is not None and latents is not None:
                     u = latents[part].to(compute_dtype)
                     logits.addmm_(u, w2.T)
-                ce[part], l1[part], grad = gradient(
+                ce[part], l1[part], grad = distribution_loss(
                     logits,
                     F.linear(target_hidden[part].to(compute_dtype), target_head),
                     log_weight,

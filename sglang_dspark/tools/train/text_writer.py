@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -46,11 +46,19 @@ class InProcessWriter:
 
     Args:
         keep_states: keep the target's states with the rows (`StoredRow`).
+        on_progress: called while texts are written, with how many were since the last call; parts of texts count.
     """
 
-    def __init__(self, target: Target, *, keep_states: bool = False) -> None:
+    def __init__(
+        self,
+        target: Target,
+        *,
+        keep_states: bool = False,
+        on_progress: Callable[[float], None] = lambda num_texts: None,
+    ) -> None:
         self._target = target
         self._keep_states = keep_states
+        self._on_progress = on_progress
         self._decoder: LaneDecoder | None = None
         self._most_prompts = 0  # that the decoder was made for
         self._in_lanes = target.device.type == "cuda" and not keep_states
@@ -73,8 +81,17 @@ class InProcessWriter:
     ) -> list[CorpusRow]:
         """See `TextWriter.write`."""
         if not self._in_lanes:
-            return decode(self._target, prompts, temperatures, max_new_tokens, generator, keep_states=self._keep_states)
-        return self._decoder_for(prompts, max_new_tokens).decode(prompts, temperatures, max_new_tokens, generator)
+            return decode(
+                self._target,
+                prompts,
+                temperatures,
+                max_new_tokens,
+                generator,
+                keep_states=self._keep_states,
+                on_progress=self._on_progress,
+            )
+        decoder = self._decoder_for(prompts, max_new_tokens)
+        return decoder.decode(prompts, temperatures, max_new_tokens, generator, self._on_progress)
 
     def _decoder_for(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> LaneDecoder:
         """The decoder of the last call where it fits; every other one has to be captured anew."""

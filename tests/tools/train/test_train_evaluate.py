@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dspark_kernels import MarkovWalk
 
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.reference import decode_greedy
@@ -79,7 +80,8 @@ def literal_rounds(model, target, row, token_ids):
         hidden = block_hidden(model, k[:, None], v[:, None], torch.tensor([[start]]), text[None, start, None])[0, 0]
         token, accepted = int(text[start]), 0
         for slot in range(model.config.block_size):
-            bias, _, _ = heads.markov.step(torch.tensor([token]), hidden[slot : slot + 1], None)
+            # The head is a vanilla one: slots do not depend on those before but by the last token.
+            bias = MarkovWalk(heads.weights.markov, hidden[None, slot, None]).bias(torch.tensor([token]))
             token = token_ids[int((heads.base_logits(hidden[slot : slot + 1]) + bias).argmax())]
             if start + 1 + slot > end or token != text[start + 1 + slot]:
                 break

@@ -1,0 +1,88 @@
+"""The documents say what the code does: options, keys, folders, commands and links."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from sglang_dspark.config import ENV_PREFIX, DSparkConfig, default_text, flag_name
+from sglang_dspark.speculation import Speculation
+from sglang_dspark.tools.cli import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+OPTIONS = (ROOT / "docs" / "options.md").read_text()
+MAP = (ROOT / "docs" / "architecture.md").read_text()
+README_LINES, README_WORDS = 120, 900
+
+
+def flag_rows() -> list[str]:
+    """The rows that the options table has to have."""
+    rows = []
+    for knob in fields(DSparkConfig):
+        text, default = knob.metadata["help"], default_text(knob.name)
+        rows.append(f"| `{flag_name(knob.name)}` | `{ENV_PREFIX}{knob.name.upper()}` | {default} | {text} |")
+    return rows
+
+
+def table_keys(first_heading: str) -> list[str]:
+    """First cells, without backticks, of the table whose header starts with this cell."""
+    table = OPTIONS.split(f"| {first_heading} |", 1)[1].split("\n\n", 1)[0]
+    return re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+
+
+def test_options_table_equals_the_configuration():
+    expected = flag_rows()
+    found = [line for line in OPTIONS.splitlines() if line.startswith("| `--speculative-dspark-")]
+    assert found == expected, "write these rows into docs/options.md:\n" + "\n".join(expected)
+
+
+def test_speculation_table_equals_the_request_field():
+    assert table_keys("key") == [knob.name for knob in fields(Speculation)]
+
+
+def test_every_folder_of_the_package_is_on_the_map():
+    table = MAP.split("| folder |", 1)[1].split("\n\n", 1)[0]
+    folders = {path.parent.name for path in (ROOT / "sglang_dspark").glob("*/__init__.py")}
+    assert {folder for folder in folders if f"{folder}/`" not in table} == set()
+
+
+def test_the_readme_is_read_in_five_minutes():
+    assert len(README.splitlines()) <= README_LINES
+    assert len(README.split()) <= README_WORDS
+
+
+PATHS = re.findall(r"`((?:engine|worker|step|scheduling|draft|proposals|stats|calibration|tools)/[\w/]+\.py)`", MAP)
+
+
+@pytest.mark.parametrize("path", sorted(set(PATHS)))
+def test_files_that_the_map_names_exist(path):
+    assert (ROOT / "sglang_dspark" / path).is_file()
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+COMMAND = re.compile(r"^(?:make|python -m sglang_dspark) ([a-z]+)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMAND.findall(README) + COMMAND.findall(CONTRIBUTING))))
+def test_commands_exist(command):
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert command in targets or command in COMMANDS
+
+
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_local_links_lead_somewhere(document):
+    """To files that exist, and to headings that a page has."""
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()) if "://" not in link]
+    assert links or document != ROOT / "README.md"
+    for link in links:
+        name, _, heading = link.partition("#")
+        page = document.parent / name if name else document
+        assert page.exists(), link
+        if heading and page.suffix == ".md":
+            titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, link
