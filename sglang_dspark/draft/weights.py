@@ -14,6 +14,7 @@ from torch import Tensor
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.errors import CheckpointError
+from sglang_dspark.files import write_text_whole, written_whole
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -82,7 +83,7 @@ def check_draft_model(path: str | Path, config: DraftConfig | None = None) -> No
 
 
 def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bool) -> None:
-    """Write ``config.json`` and ``model.safetensors`` into directory ``path`` (made if needed).
+    """Write ``model.safetensors`` and ``config.json`` into directory ``path``, each whole or not at all.
 
     With ``include_embeddings`` the embedding and LM head in use, own or the target's, are written too, as DeepSpec
     expects; without, the checkpoint is small and needs the target's.
@@ -94,9 +95,11 @@ def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bo
         tensors |= {EMBEDDING: model.embed_weight, LM_HEAD: model.lm_head_weight}
     # Cloned because frozen K/V weights, and tied target weights, share storage, which safetensors refuses.
     tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, path / SINGLE_FILE, metadata={"format": "pt"})
+    # Whole files, one after the other: whoever loads the folder meanwhile gets no half of one.
+    with written_whole(path / SINGLE_FILE) as partial:
+        save_file(tensors, partial, metadata={"format": "pt"})
     content = model.config.to_dict() | {"dtype": str(model.fc.weight.dtype).removeprefix("torch.")}
-    (path / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_text_whole(path / "config.json", json.dumps(content, indent=2) + "\n")
 
 
 def _empty_model(path: Path, config: DraftConfig | None, stack: ExitStack) -> tuple[DraftModel, dict[str, Any]]:
