@@ -310,7 +310,7 @@ class Trainer:
             state = torch.load(path, map_location=self.device, weights_only=True)
         except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
             reason = str(error).partition("\n")[0]
-            raise ConfigError(f"{path} is damaged ({reason}); remove it to start afresh, or bring back a copy") from error
+            raise ConfigError(f"{path} is damaged ({reason}); remove it to start afresh") from error
         ours = self.config.to_dict()
         theirs = state["config"]
         changed = [

@@ -44,6 +44,13 @@ def test_continuing_with_other_settings_is_refused(target, corpus, config, tmp_p
         Trainer(replace(config, learning_rate=1e-4), target, corpus, corpus, tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"not a state"])
+def test_a_damaged_state_is_named(target, corpus, config, tmp_path, content):
+    (tmp_path / "training_state.pt").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"training_state.pt is damaged .*remove it to start afresh"):
+        Trainer(config, target, corpus, corpus, tmp_path)
+
+
 def test_taps_must_agree_with_the_target(target, corpus, config, tmp_path):
     with pytest.raises(ConfigError, match=r"target_layer_ids=\[0, 1\]"):
         Trainer(replace(config, target_layer_ids=(0, 1)), target, corpus, corpus, tmp_path)
