@@ -16,7 +16,7 @@ POLICIES := --config auto --config static:1 --config static:2 --config static:3 
 SWEEP_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor test check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock clean
+.PHONY: help env demo doctor unit test check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,8 +34,14 @@ demo: env ## three minutes: SmolLM2-135M with and without DSPARK, side by side o
 doctor: env ## is this installation able to serve?
 	$(RUN) -m sglang_dspark doctor
 
-test: env ## all tests that need no GPU
-	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Tests that share a server, or else a file, run in one process one after another.
+PYTEST = $(RUN) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
+unit: env ## the fast tests: no server, no interpreted kernel, nothing marked slow (a minute and a half)
+	$(PYTEST) --ignore tests/server -m "not slow"
+
+test: env ## all tests that need no GPU (ten minutes)
+	$(PYTEST)
 
 check: env ## lint, formatting and types
 	$(RUN) -m ruff check

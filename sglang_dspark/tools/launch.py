@@ -24,7 +24,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from sglang_dspark.errors import LaunchError
 from sglang_dspark.tools.http_client import open_directly
@@ -128,15 +128,7 @@ class LaunchedServer:
             LaunchError: it died or took too long; the message ends with the tail of its log.
         """
         with self.log_path.open("wb") as log:
-            # A session of its own: Ctrl-C reaches only us, and the whole group can be stopped by its leader's id.
-            self._process = subprocess.Popen(
-                self._command,
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._process = self._start(log)
             self._reaper = _start_reaper(self._process.pid)
         try:
             self._wait_until_healthy()
@@ -214,6 +206,17 @@ class LaunchedServer:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):  # the next request tells that it has died
             os.killpg(self.pid, number)
+
+    def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        # A session of its own: Ctrl-C reaches only us, and the whole group can be stopped by its leader's id.
+        return subprocess.Popen(
+            self._command,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:

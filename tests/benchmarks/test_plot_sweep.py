@@ -231,6 +231,7 @@ def test_caption_says_what_was_measured_and_where():
     assert caption(complete(sweep().assign(model=np.nan))).startswith("a model served elsewhere, float32 on")
 
 
+@pytest.mark.slow
 def test_command_writes_all_figures(tmp_path):
     sweep().to_csv(tmp_path / "sweep.csv", index=False)
     result = CliRunner().invoke(main, [str(tmp_path / "sweep.csv")])
@@ -270,6 +271,7 @@ def test_report_has_all_parts_and_loads_nothing(tmp_path, monkeypatch):
     assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
 
 
+@pytest.mark.slow
 def test_report_of_an_older_file_says_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "DPI", 30)
     sweep().to_csv(tmp_path / "sweep.csv", index=False)
@@ -283,6 +285,7 @@ def test_report_of_an_older_file_says_what_is_missing(tmp_path, monkeypatch):
     assert page.count("1 of 2") == 1  # the other entry compared unequal prompts
 
 
+@pytest.mark.slow
 def test_report_of_simulated_acceptance_is_marked(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "DPI", 30)
     sweep().to_csv(tmp_path / "sweep.csv", index=False)

@@ -7,6 +7,8 @@ from dspark_kernels import Purpose, RoundKeys
 from dspark_kernels.judging import acceptance_reference
 from token_law import Rule, SyntheticPair, law_p_values, mean_distance, run_trials
 
+pytestmark = pytest.mark.slow
+
 ALPHA = 1e-4
 MIN_DISTANCE = 0.1
 MATRIX = [

@@ -1,62 +1,26 @@
-"""Checkpoints of every kind through a real server: the drafts are those of the slow reference decoder."""
+"""Other checkpoints than the golden one through a real server."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import pytest
 import torch
-from golden_server import CASES, DRAFT, DSPARK, TARGET, generate, greedy, output_ids
+from golden_server import CASES, TARGET, generate, greedy, output_ids, policy
 
-from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reference import decode_greedy
-from sglang_dspark.draft.weights import load_draft_model, save_draft_model
+from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.tools.golden import load_target
 
-VARIANTS = {
-    "rnn-block4-embedding-tap-bare-confidence": {
-        "markov_head_type": "rnn",
-        "block_size": 4,
-        "target_layer_ids": [-1, 1, 3],
-        "confidence_head_with_markov": False,
-        "num_hidden_layers": 1,
-    },
-    "gated-block6-one-tap-rank5": {
-        "markov_head_type": "gated",
-        "block_size": 6,
-        "target_layer_ids": [2],
-        "markov_rank": 5,
-        "num_hidden_layers": 3,
-    },
-}
-STATIC = ("--speculative-dspark-schedule", "static")
-LONG_BLOCK = {"block_size": 24, "markov_head_type": "vanilla"}
 PROMPT = CASES[1]["prompt_ids"]
 
 
-def random_drafter(folder: Path, **changes) -> Path:
-    """A drafter for the golden target with random weights, without embedding and LM head of its own."""
-    config = json.loads((DRAFT / "config.json").read_text()) | changes
-    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
-    torch.manual_seed(3)
-    model = DraftModel(DraftConfig.from_dict(config, origin="test"), own_embedding=False, own_lm_head=False)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Spread out, so that no two logits are close; the Markov bias weighs as much as the base logits.
-            parameter.normal_(std=1.0 if "markov" in name else 0.5 if parameter.ndim == 1 else 0.15)
-    save_draft_model(model, folder, include_embeddings=False)
-    return folder
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_drafts_equal_the_reference(launch, tmp_path, name):
-    folder = random_drafter(tmp_path, **VARIANTS[name])
+def test_drafts_equal_the_reference(rnn):
+    """Other forms of heads: tests/worker/test_head_variants.py."""
+    folder = Path(rnn.get_json("/dspark/capabilities")["drafter"]["path"])
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")
     expected = decode_greedy(model, load_target(TARGET, model), PROMPT, max_new_tokens=12, stop_token_ids=[1])
-    server = launch(*DSPARK[:3], str(folder), *STATIC)
-    [answer] = generate(server, [greedy(PROMPT, 12, speculation={"trace": True})], 1)
+    with policy(rnn, "static"):
+        [answer] = generate(rnn, [greedy(PROMPT, 12, speculation={"trace": True})], 1)
     assert answer["output_ids"] == expected.output_ids
     rounds = [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
     assert len(rounds) >= 8
@@ -67,13 +31,10 @@ def test_drafts_equal_the_reference(launch, tmp_path, name):
     assert len({tuple(r["draft"]) for r in rounds}) > 1
 
 
-def test_block_much_longer_than_the_verify_length_at_the_context_limit(launch, tmp_path):
+def test_block_much_longer_than_the_verify_length_at_the_context_limit(long_block, plain):
     """The block reaches far past the row of K/V slots; only the verify window may be looked up there."""
-    folder = random_drafter(tmp_path, **LONG_BLOCK)
-    limit = ["--context-length", "96"]
-    server = launch(*DSPARK[:3], str(folder), *STATIC, "--speculative-dspark-verify-len", "1", *limit)
     bodies = [
         {"input_ids": PROMPT[:8], "sampling_params": {"temperature": 0, "max_new_tokens": 87 - i, "ignore_eos": True}}
         for i in range(4)
     ]
-    assert output_ids(server, bodies, 4) == output_ids(launch(*limit), bodies, 4)
+    assert output_ids(long_block, bodies, 4) == output_ids(plain, bodies, 4)

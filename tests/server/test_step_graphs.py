@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from golden_server import DRAFT, DSPARK, TARGET, emulated_graphs, generate, greedy, output_ids, policy
-
-from sglang_dspark.tools.launch import CPU_FLAGS, LaunchedServer
+from golden_server import DRAFT, generate, greedy, output_ids, policy
 
 CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:3]
 TOKENS = 4  # an interpreted step takes a tenth of a second
-
-
-@pytest.fixture(scope="module")
-def graphs() -> Iterator[LaunchedServer]:
-    """A server whose decode steps are staged and replayed as on a GPU."""
-    flags = (*CPU_FLAGS, "--max-running-requests", "4", "--dtype", "float32")
-    with LaunchedServer(TARGET, *flags, *DSPARK, env=emulated_graphs()) as server:
-        yield server
 
 
 def bodies(**fields: Any) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ def comparisons():
     return compare(read_sweep(RESULTS / "policies" / "sweep.csv"), table)
 
 
+@pytest.mark.slow
 def test_throughput_is_predicted_where_the_steps_took_what_the_table_says(comparisons):
     """The points beyond the tolerance, and why: docs/simulation.md."""
     missed = {(c.measured.users, c.measured.policy) for c in comparisons if abs(c.error) > TOLERANCE}

@@ -79,6 +79,7 @@ def test_prompts_from_a_file_and_invented_ones_become_a_measured_drafter(train, 
     assert "doctor --target" in result.output
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_every_stage_equals_an_uninterrupted_one(train, tmp_path, monkeypatch):
     def killed_at_call(owner, name, call):
         whole, calls = getattr(owner, name), []

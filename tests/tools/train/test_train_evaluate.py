@@ -23,6 +23,7 @@ def half_trained(target, corpus, config, tmp_path):
     return Trainer(config, target, corpus, corpus, tmp_path).run()
 
 
+@pytest.mark.slow
 def test_greedy_replay_equals_the_literal_decoding_loop(target, rows, half_trained):
     def run_target(ids):
         states = target.forward(torch.tensor([list(ids)]))
@@ -45,6 +46,7 @@ def test_greedy_replay_equals_the_literal_decoding_loop(target, rows, half_train
     assert 1.1 < report.accept_length < 4.9
 
 
+@pytest.mark.slow
 def test_sampled_replay_accepts_with_the_probability_of_speculative_sampling(target, rows, half_trained):
     """First-slot acceptance on fixed texts: the mean of min(1, p_d(y) / p_t(y)) over the anchors that were visited."""
     row = rows[0]
@@ -133,6 +135,7 @@ def test_loops_are_found_where_they_begin():
     assert loop_start([*[7] * 30, *story]) is None  # over
 
 
+@pytest.mark.slow
 def test_sets_are_measured_in_every_way(target, half_trained):
     sets = {"first": [[5, 9, 11], [7, 3, 8, 20]], "second": [[60, 4]]}
     writer = InProcessWriter(target)

@@ -12,6 +12,7 @@ PROMPTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes", [2, 5, 16])
 def test_lanes_write_the_same_greedy_texts_as_plain_decoding(lanes, target):
     expected = decode(target, PROMPTS, [0.0] * len(PROMPTS), 37, torch.Generator())
@@ -27,6 +28,7 @@ def test_lanes_write_the_same_greedy_texts_as_plain_decoding(lanes, target):
         assert [row.prompt_len for row in written] == list(map(len, PROMPTS))
 
 
+@pytest.mark.slow
 def test_sampled_tokens_follow_the_target_distribution_beside_greedy_ones(target):
     prompt, heat = PROMPTS[1], 0.7
     probs = torch.softmax(target.model(torch.tensor([prompt])).logits[0, -1] / heat, dim=-1)

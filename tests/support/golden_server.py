@@ -18,13 +18,14 @@ from typing import Any
 from sglang_dspark.tools.http_client import open_directly
 from sglang_dspark.tools.launch import CPU_ENV, LaunchedServer
 
+SERVER_TESTS = Path(__file__).parents[1] / "server"
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
 CASES: list[dict[str, Any]] = json.loads((DRAFT / "golden.json").read_text())["cases"]
 VOCAB = range(3, 60)  # ids that the golden target's training text used
-EMULATION = Path(__file__).parent / "emulated_graphs"
-RANDOM_LENGTHS = Path(__file__).parent / "random_lengths"
-WORKER_PATCH = Path(__file__).parent / "worker_patch"
+EMULATION = SERVER_TESTS / "emulated_graphs"
+RANDOM_LENGTHS = SERVER_TESTS / "random_lengths"
+WORKER_PATCH = SERVER_TESTS / "worker_patch"
 DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
 
 GUARDED = (

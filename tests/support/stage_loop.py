@@ -1,6 +1,7 @@
 """Decode steps without a server: the served stages on the golden pair, whose target is transformers' own."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.stages import OneRank
 from sglang_dspark.step.state import DecodeBatch, Rounds, TargetOutput
-from sglang_dspark.tools.golden import load_golden, load_target
+from sglang_dspark.tools.golden import Golden, load_golden, load_target
 from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.stages import EagerStages
 
@@ -29,14 +30,14 @@ class StageLoop:
 
     Attributes:
         golden: what the checkpoint's own implementation gives for its prompts.
+        noise_seed: of requests without a seed of their own.
         texts: committed ids of every request.
         traces: [(start, anchor, drafts, accepted)] of every request.
     """
 
-    def __init__(self, table: SpsTable | None = None, **options) -> None:
-        model = load_draft_model(DRAFT, dtype=torch.float32, device="cpu")
-        self.golden = load_golden(DRAFT, model.config)
-        self._target = load_target(DATA / "target", model)
+    def __init__(self, table: SpsTable | None = None, draft: Path = DRAFT, **options) -> None:
+        model = load_draft_model(draft, dtype=torch.float32, device="cpu")
+        self.target = load_target(DATA / "target", model)
         self.gamma = model.config.block_size
         self.drafter = Drafter(
             model.config,
@@ -50,6 +51,11 @@ class StageLoop:
         self.schedule = Schedule(config, self.gamma, self.drafter.calibration(config, self.gamma), CPU)
         self.schedule.start(table)
         self.stages = EagerStages(self.drafter, self.schedule, self._verify, OneRank())
+        self.noise_seed = 1
+
+    @cached_property
+    def golden(self) -> Golden:
+        return load_golden(DRAFT, self.drafter.config)
 
     @torch.no_grad()
     def serve(
@@ -68,7 +74,7 @@ class StageLoop:
         )
         self.texts, self.traces = [], [[] for _ in prompts]
         for request, prompt in enumerate(prompts):
-            logits, features = self._target(prompt)
+            logits, features = self.target(prompt)
             slots = self._table[request, : len(prompt)].long()
             self.drafter.inject(torch.tensor(prompt), features, torch.arange(len(prompt)), slots)
             self.texts.append([*prompt, int(logits[-1].argmax())])
@@ -87,7 +93,7 @@ class StageLoop:
             req_pool_indices=torch.arange(bs),
             req_to_token=self._table,
             rows=self._rows,
-            keys=RoundKeys(seed=1, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
+            keys=RoundKeys(seed=self.noise_seed, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
         )
         names = [f"r{request}" for request in range(bs)]
         choice = self.schedule.choose(names, float(prefix_lens.double().mean()))
@@ -114,7 +120,7 @@ class StageLoop:
         for request, text in enumerate(self.texts):
             window = ids[starts[request] : starts[request + 1]]
             assert window[0] == text[-1]
-            whole_logits, whole_features = self._target([*text, *window[1:]])
+            whole_logits, whole_features = self.target([*text, *window[1:]])
             logits.append(whole_logits[-len(window) :])
             features.append(whole_features[-len(window) :])
         return TargetOutput(SimpleNamespace(next_token_logits=torch.cat(logits)), torch.cat(features))
