@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -96,7 +97,7 @@ def try_one(mutant: Mutant, tree: Path) -> tuple[Verdict, str]:
     finally:
         (tree / mutant.file).write_text(source)
     # Of pytest: 0 all passed, 1 some failed; the rest were not run, for an error of syntax perhaps.
-    verdicts = {0: Verdict.SURVIVED, 1: Verdict.CAUGHT}
+    verdicts = {0: Verdict.SURVIVED, 1: Verdict.CAUGHT, -signal.SIGSEGV: Verdict.CAUGHT}
     return verdicts.get(done.returncode, Verdict.NOT_RUN), done.stdout + done.stderr
 
 

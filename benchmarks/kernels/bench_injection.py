@@ -41,7 +41,7 @@ def _case(
         1e6 ** (-torch.arange(0, HEAD_DIM, 2, device=device) / HEAD_DIM),
         torch.randint(0, 32768, (num_rows,), device=device),
         1 + torch.randperm(POOL_SLOTS - 1, device=device)[:num_rows],
-        *pools,
+        (pools[0], pools[1]),
         rows,
     )
     # Positions and slots of the kept rows, columns and requests of all.

@@ -45,7 +45,7 @@ class DraftCache:
         """
         projected = drafter.context_projection(drafter.project_context(features))
         norm = drafter.context_k_norm, drafter.config.rms_norm_eps
-        kv_inject(projected, *norm, drafter.rotary.inv_freq, positions, slots, self.k, self.v, rows)
+        kv_inject(projected, *norm, drafter.rotary.inv_freq, positions, slots, (self.k, self.v), rows)
 
 
 def bytes_per_token(config: DraftConfig, dtype: torch.dtype) -> int:

@@ -95,7 +95,6 @@ def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bo
         tensors |= {EMBEDDING: model.embed_weight, LM_HEAD: model.lm_head_weight}
     # Cloned because frozen K/V weights, and tied target weights, share storage, which safetensors refuses.
     tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    # Whole files, one after the other: whoever loads the folder meanwhile gets no half of one.
     with written_whole(path / SINGLE_FILE) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
     content = model.config.to_dict() | {"dtype": str(model.fc.weight.dtype).removeprefix("torch.")}

@@ -106,7 +106,7 @@ class Forecast:
         if not self._adapts:
             return False
         verified, accepted = outcomes_of(notes)
-        # What was not verified is not read, and NaN past the drafted depth. NaN of a broken head stays, and is left out.
+        # NaN past the drafted depth was not verified, and is not read; that of a broken head is left out.
         read = np.where(np.arange(self._max_verify) < verified[:, None], logits, 0.0)
         counted = weighted(notes, read, verified, accepted)
         calibration.observe(*counted, num_steps=sum(note.rounds.choice.weight for note in notes))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from sglang_dspark.stats.counters import Counters
@@ -45,6 +46,16 @@ class Snapshot:
     last: int
     ticks: list[int]
     rows: bytes
+
+    def packed(self) -> dict[str, Any]:
+        """The same as numbers, texts, lists and bytes, which travel between processes."""
+        packed: dict[str, Any] = msgspec.to_builtins(self, builtin_types=(bytes,), enc_hook=np.ndarray.tolist)
+        return packed
+
+    @classmethod
+    def unpacked(cls, packed: dict[str, Any]) -> Snapshot:
+        """The inverse of :meth:`packed`."""
+        return msgspec.convert(packed, cls, builtin_types=(bytes,), dec_hook=lambda kind, values: np.asarray(values))
 
     def report(self) -> dict[str, Any]:
         """JSON: figures since the start, and those of the last seconds as ``recent``."""

@@ -136,7 +136,7 @@ class Metrics:
         while not waiting.wait(PERIOD_S):
             try:
                 self.update()
-            except Exception as error:  # a full disk, for one: metrics of several processes are files
+            except (OSError, ValueError) as error:  # a full disk: metrics of several processes are files
                 if not fails:
                     logger.warning("DSPARK: metrics cannot be updated, which is tried again every second: %r", error)
                 fails = True

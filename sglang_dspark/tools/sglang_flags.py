@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Iterable
 
 from sglang_dspark.engine.startup import served
-from sglang_dspark.engine.support import SUPPORTED_SGLANG
 
 _WIDTH = 120
 _PAGE = """\
@@ -96,7 +95,7 @@ def table() -> str:
     )
     elsewhere = "\n".join(f"| `{served.flag_of(name)}` | {said} |" for name, said in served.CHECKED_ELSEWHERE.items())
     return _PAGE.format(
-        sglang=SUPPORTED_SGLANG,
+        sglang=served.LISTED_SGLANG,
         refused=refused,
         elsewhere=elsewhere,
         served=_listed(map(served.flag_of, served.SERVED_FLAGS)),

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.stats.counters import Counters
-from sglang_dspark.stats.history import History, Snapshot
+from sglang_dspark.stats.history import History
 from sglang_dspark.stats.metrics import Metrics
 from sglang_dspark.step.state import Rounds
 
@@ -72,11 +72,12 @@ class Reporting:
                 self._counters.drafter_accept_length,
             )
 
-    def report(self, history_s: int = 0) -> tuple[dict[str, Any], Snapshot]:
+    def report(self, history_s: int = 0) -> dict[str, Any]:
         """What ``GET /dspark/stats`` is made of, see ``full_report``; ``history_s``: seconds to list one by one."""
         known = {"block_size": self._gamma, "max_running_requests": self._max_running_requests}
         # The schedule first: it learns from what it has only noted so far.
-        return known | self._schedule.report(), self._history.snapshot(history_s)
+        known |= self._schedule.report()
+        return {"known": known, "snapshot": self._history.snapshot(history_s).packed()}
 
     def export_metrics(self, labels: dict[str, Any]) -> None:
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""

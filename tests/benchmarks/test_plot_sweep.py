@@ -241,6 +241,7 @@ def test_command_writes_all_figures(tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_report_has_all_parts_and_loads_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "DPI", 30)
     open_loop().to_csv(tmp_path / "sweep.csv", index=False)

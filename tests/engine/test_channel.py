@@ -1,7 +1,7 @@
 """Questions to the scheduler: none hangs, fails or gets another one's answer, whatever callers and bodies do."""
 
 import asyncio
-import pickle
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -20,21 +20,22 @@ class Manager:
 
     def __init__(self, answers=True):
         self.answers, self.asked = answers, []
-        self.set_internal_state_communicator = FanOutCommunicator(self._send, fan_out=1)
+        self.get_internal_state_communicator = FanOutCommunicator(self._send, fan_out=1)
 
     def auto_create_handle_loop(self):
         pass
 
     def _send(self, request):
-        question = pickle.loads(pickle.dumps(request)).server_args[KEY]
+        question = json.loads(request.rid)[KEY]
         self.asked.append(question)
         if self.answers:
             asyncio.get_running_loop().call_later(0.001, self.reply, question)
 
     def reply(self, question):
         refused = question["fields"].get("policy") == "bad"
-        reply = SimpleNamespace(updated=not refused, server_args={KEY: "no such policy" if refused else question})
-        self.set_internal_state_communicator.handle_recv(reply)
+        found = {"refusal": "no such policy"} if refused else {"answer": question}
+        reply = SimpleNamespace(internal_state={KEY: found})
+        self.get_internal_state_communicator.handle_recv(reply)
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +96,7 @@ def test_what_cannot_be_sent_holds_up_nobody():
         manager = Manager()
         asked = Channel(lambda: manager)
         good = [asked.ask("policy", {"policy": f"p{i}"}) for i in range(3)]
-        bad = asked.ask("policy", {"policy": lambda: None})  # does not pickle
+        bad = asked.ask("policy", {"policy": lambda: None})  # is no JSON
         answers = await asyncio.wait_for(asyncio.gather(good[0], bad, good[1], good[2], return_exceptions=True), 5)
         assert [isinstance(answer, Exception) for answer in answers] == [False, True, False, False]
 

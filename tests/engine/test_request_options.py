@@ -22,7 +22,7 @@ class Tokenizer:
 
 
 def manager(tokenizer):
-    return SimpleNamespace(tokenizer=tokenizer, server_args=SimpleNamespace(dspark_drafter=None))
+    return SimpleNamespace(tokenizer=tokenizer, server_args=SimpleNamespace(_dspark=SimpleNamespace(drafter=None)))
 
 
 def settled(tokenizer, candidates, **entries):

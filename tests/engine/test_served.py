@@ -2,14 +2,15 @@
 
 from collections import Counter
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs
 
+from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.startup import served
 from sglang_dspark.tools.sglang_flags import table
 
@@ -31,18 +32,19 @@ FIELDS = [
 ]
 
 
+@pytest.mark.skipif(version("sglang") != served.LISTED_SGLANG, reason="the lists are those of another release")
 @pytest.mark.parametrize(
     ("listed", "of_sglang"),
     [
-        (FLAGS, [field.name for field in fields(ServerArgs)]),
-        (FIELDS, [field.name for field in fields(GenerateReqInput)]),
-        (served.SAMPLING_PARAMETERS, list(SamplingParams.__struct_fields__)),
+        (FLAGS, lambda: [field.name for field in arguments.fields()]),
+        (FIELDS, lambda: [field.name for field in fields(GenerateReqInput)]),
+        (served.SAMPLING_PARAMETERS, lambda: SamplingParams.__struct_fields__),
     ],
     ids=["flags", "fields", "sampling_parameters"],
 )
 def test_the_lists_are_those_of_sglang(listed, of_sglang):
     """Where this fails on a new SGLang: look at what the new one does, then put it where it belongs."""
-    assert Counter(listed) == Counter(of_sglang)
+    assert Counter(listed) == Counter(of_sglang())
 
 
 def test_the_page_is_that_of_the_lists():
@@ -50,10 +52,12 @@ def test_the_page_is_that_of_the_lists():
     assert PAGE.read_text(encoding="utf-8") == table()
 
 
-DEFAULTS = {field.name: field.default for field in fields(ServerArgs)} | {"grammar_backend": "xgrammar"}
+DEFAULTS = {field.name: field.default for field in arguments.fields()} | {"grammar_backend": "xgrammar"}
 
 
-@pytest.mark.parametrize("refusal", served.REFUSED_FLAGS, ids=lambda refusal: refusal.name)
+@pytest.mark.parametrize(
+    "refusal", served.REFUSED_FLAGS + served.REFUSED_FLAGS_OF_SOME_RELEASES, ids=lambda refusal: refusal.name
+)
 def test_defaults_are_served_and_other_values_refused_by_name(refusal):
     defaults = SimpleNamespace(**DEFAULTS)
     assert list(served.refusals(defaults, defaults)) == []

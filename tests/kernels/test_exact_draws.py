@@ -1,7 +1,7 @@
 """Draws at the probabilities and sizes of real servers, where an error is too small for a law of a small vocabulary."""
 
 import torch
-from dspark_kernels import Purpose, RoundKeys, SamplingRows, accept_ref, inverse_cdf, target_probs
+from dspark_kernels import DraftBlock, Purpose, RoundKeys, SamplingRows, Windows, accept_ref, inverse_cdf, target_probs
 
 VOCAB_SIZE = 152_064
 
@@ -14,16 +14,10 @@ def one_draft(target, draft, tokens, copied=None):
     """Kept counts, next tokens, and the uniforms of acceptance of one draft per request from laws [V]."""
     num = len(tokens)
     keys = RoundKeys(5, 1, torch.arange(num), torch.zeros(num, dtype=torch.int64))
-    accepted = accept_ref(
-        tokens[:, None],
-        torch.ones(num, dtype=torch.int64),
-        target.log().expand(2 * num, -1),
-        torch.arange(0, 2 * num + 1, 2),
-        draft.expand(num, 1, -1),
-        sampled_rows(num),
-        keys,
-        copied=copied,
-    )
+    block = DraftBlock(tokens[:, None], draft.expand(num, 1, -1), copied=copied)
+    windows = Windows(torch.ones(num, dtype=torch.int64), torch.arange(0, 2 * num + 1, 2))
+    logits = target.log().expand(2 * num, -1)
+    accepted = accept_ref(block, windows, logits, keys.positions, sampled_rows(num), keys)
     return accepted.accepted_lens, accepted.bonus_tokens, keys.block_uniform(1, Purpose.ACCEPT)[:, 0]
 
 

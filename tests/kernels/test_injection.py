@@ -1,8 +1,10 @@
 """Writing committed K/V: the fused kernel against the torch form, and both against the draft model."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
-from dspark_kernels import CommitRows, kv_inject, kv_inject_ref
+from dspark_kernels import CommitRows, dispatch, kv_inject, kv_inject_ref
 from rounding import DTYPES, assert_equal_but_for_rounding
 
 from sglang_dspark.draft.config import DraftConfig
@@ -60,16 +62,16 @@ def inject_case(shape, dtype, device, seed=0):
         inv_freq.to(device),
         torch.randint(0, 2000, (num_rows,), generator=generator).to(device),
         (1 + torch.randperm(num_slots - 1, generator=generator)[:num_rows]).to(device),
-        *pools,
+        tuple(pools),
     ]
 
 
 def run_both(case, rows=None):
     """Pools after the kernel and after the reference, compared but for the padding slot; the kernel's are returned."""
-    (*inputs, k_pool, v_pool), pools = case, []
+    (*inputs, (k_pool, v_pool)), pools = case, []
     for form in (kv_inject, kv_inject_ref):
         written = k_pool.clone(), v_pool.clone()
-        form(*inputs, *written, rows)
+        form(*inputs, written, rows)
         pools.append(written)
     for kernel, reference in zip(*pools, strict=True):
         assert_equal_but_for_rounding(kernel[:, 1:], reference[:, 1:])
@@ -95,27 +97,39 @@ def test_only_committed_rows_are_written(index_dtype, device):
     expected = torch.tensor([1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0], dtype=torch.bool)
     rows = CommitRows(*(x.to(index_dtype).to(device) for x in (columns, requests, accepted)))
     assert torch.equal(rows.kept().cpu(), expected)
-    untouched = [pool.clone() for pool in case[-2:]]
+    untouched = [pool.clone() for pool in case[-1]]
     for pool, before in zip(run_both(case, rows), untouched, strict=True):
         changed = (pool != before).flatten(2).any(-1).any(0).cpu()
         assert set(changed.nonzero().squeeze(1).tolist()) == set(case[5].cpu()[expected].tolist())
+
+
+def test_what_is_computed_is_narrowed_where_the_host_may_read(device):
+    """On a CPU to the kept rows; with kernels not at all, for their number is known on the device alone."""
+    columns, requests = torch.tensor([0, 1, 0, 1], device=device), torch.tensor([0, 0, 1, 1], device=device)
+    rows = CommitRows(columns, requests, torch.tensor([0, 1], device=device))
+    assert rows.narrowed() == (slice(None), rows)
+    on_host = CommitRows(*(part.cpu() for part in vars(rows).values()))
+    with patch.object(dispatch, "_anywhere", []):
+        kept, rest = on_host.narrowed()
+    assert kept.tolist() == [0, 2, 3] and rest is None
 
 
 def test_the_input_may_be_a_slice_and_may_be_empty(device):
     case = inject_case((6, 2, 3, 64), torch.bfloat16, device)
     wide = torch.cat([case[0], case[0]], dim=1)
     run_both([wide[:, : case[0].shape[1]], *case[1:]])
-    before = case[-2].clone()
+    before = case[-1][0].clone()
     kv_inject(case[0][:0], *case[1:4], case[4][:0], case[5][:0], *case[6:])
-    assert torch.equal(case[-2], before)
+    assert torch.equal(case[-1][0], before)
 
 
 def test_shapes_that_do_not_fit_are_refused(device):
     case = inject_case((3, 2, 3, 64), torch.float32, device)
     with pytest.raises(ValueError, match="L \\* 2 \\* kv_heads \\* hd"):
         kv_inject(case[0][:, :-1], *case[1:])
+    k_pool, v_pool = case[6]
     with pytest.raises(ValueError, match="contiguous"):
-        kv_inject(*case[:6], case[6].transpose(1, 2).contiguous().transpose(1, 2), case[7])
+        kv_inject(*case[:6], (k_pool.transpose(1, 2).contiguous().transpose(1, 2), v_pool))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -135,8 +149,8 @@ def test_both_forms_store_what_the_draft_model_computes(dtype, device):
     inputs = torch.nn.functional.linear(h_ctx, weight), k_norm, config.rms_norm_eps, model.rotary.inv_freq
     shape = (config.num_hidden_layers, num_slots, config.num_key_value_heads, config.head_dim)
     k_pool, v_pool = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-    kv_inject_ref(*inputs, positions, slots, k_pool, v_pool)
+    kv_inject_ref(*inputs, positions, slots, (k_pool, v_pool))
     assert torch.equal(k_pool[:, slots], k) and torch.equal(v_pool[:, slots], v)
-    kv_inject(*inputs, positions, slots, k_pool, v_pool)
+    kv_inject(*inputs, positions, slots, (k_pool, v_pool))
     assert_equal_but_for_rounding(k_pool[:, slots], k)
     assert torch.equal(v_pool[:, slots], v)

@@ -221,7 +221,7 @@ def test_a_captured_step_follows_its_buffers(device):
     def step():
         plan = plan_top(survival, budget, drafts, staged.requests(table), tier)
         kept = CommitRows(plan.columns, plan.requests, accepted)
-        kv_inject(projected, norm, 1e-6, inv_freq, plan.positions, plan.slots, *pools, kept)
+        kv_inject(projected, norm, 1e-6, inv_freq, plan.positions, plan.slots, tuple(pools), kept)
         return plan
 
     prepare(step_requests(1, depth, device), depth, 0, staged)

@@ -95,6 +95,20 @@ def test_greedy_neighbours_of_sampled_requests(graphs):
     assert first[-1] == alone
 
 
+def test_every_step_draws_with_noise_of_its_own(graphs):
+    """Requests that follow each other in the same row draft other tokens behind the same anchor."""
+    parameters = {"temperature": 2.0, "max_new_tokens": 3, "ignore_eos": True}
+    body = {"input_ids": CASES[0]["prompt_ids"], "sampling_params": parameters, "speculation": {"trace": True}}
+    drafts: dict[int, list[list[int]]] = {}
+    with policy(graphs, "static"):
+        for answer in generate(graphs, [body] * 10, 1):
+            first = next(entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None)
+            drafts.setdefault(first["anchor"], []).append(first["draft"])
+    most = max(drafts.values(), key=len)
+    assert len(most) > 1
+    assert any(draft != most[0] for draft in most)
+
+
 def test_nothing_is_read_back_in_a_step(graphs):
     """In none of the tests above, nor here: whatever waits for the device is named in emulated_graphs/waits.py."""
     laws: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}]

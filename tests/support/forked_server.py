@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import subprocess
@@ -80,6 +81,7 @@ def _serve(order: dict[str, Any]) -> None:
         os.dup2(source, target)
     os.environ.clear()
     os.environ.update(order["env"])
+    random.seed()  # or every server would have the same seed, and look for the same ports
     sys.argv = ["sglang.launch_server", *order["arguments"]]
     # SGLang asks for "spawn" here: its processes would import everything once more.
     choose = multiprocessing.set_start_method

@@ -12,7 +12,7 @@ from golden_server import RANDOM_LENGTHS, TARGET, sitecustomized
 
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer
 
-MAX_SERVERS = 3  # a server is three processes of 0.8 GB each, and two test processes may have so many
+MAX_SERVERS = 4  # a server is three processes of 0.8 GB each, and two test processes may have so many
 ON_GPU = torch.cuda.is_available()
 
 

@@ -1,6 +1,7 @@
 """SPS tables computed from formulas, where the true time of every step is known."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -63,3 +64,12 @@ def random_table(rng: np.random.Generator, **options) -> SpsTable:
         lambda r, d, c: rng.uniform(1, 3, size=r.shape),
         **options,
     )
+
+
+def write_table(folder: Path, gamma: int = 2) -> Path:
+    """A file: 10 ms for a step, and 1 for each draft of a request."""
+    drafts, requests = np.arange(gamma + 1.0), np.array([[1.0], [8.0]])
+    verify, draft = 10 + drafts * requests, np.where(drafts > 0, 1.0, 0.0) + 0 * requests
+    table = SpsTable({"dtype": "float32"}, [1, 8], range(gamma + 1), [64], draft[..., None], verify[..., None])
+    table.save(folder / "sps.json")
+    return folder / "sps.json"

@@ -60,11 +60,11 @@ def kv_inject_ref(
     inv_freq: torch.Tensor,  # [hd / 2] float32
     positions: torch.Tensor,  # [n] int
     slots: torch.Tensor,  # [n] int
-    k_pool: torch.Tensor,  # [L, slots, kv_heads, hd]
-    v_pool: torch.Tensor,  # [L, slots, kv_heads, hd]
+    pool: tuple[torch.Tensor, torch.Tensor],  # K and V, [L, slots, kv_heads, hd] each
     rows: CommitRows | None = None,
 ) -> None:
     """The same as :func:`kv_inject` in plain torch; rows that are not kept land in slot 0. No host sync."""
+    k_pool, v_pool = pool
     num_layers, _, num_kv_heads, head_dim = k_pool.shape
     k, v = projected.unflatten(-1, (num_layers, 2, num_kv_heads, head_dim)).permute(2, 1, 0, 3, 4).unbind(0)
     k = torch.nn.functional.rms_norm(k, (head_dim,), eps=eps) * k_norm_weight[:, None, None]
@@ -167,8 +167,7 @@ def kv_inject(
     inv_freq: torch.Tensor,  # [hd / 2] float32
     positions: torch.Tensor,  # [n] int
     slots: torch.Tensor,  # [n] int
-    k_pool: torch.Tensor,  # [L, slots, kv_heads, hd]
-    v_pool: torch.Tensor,  # [L, slots, kv_heads, hd]
+    pool: tuple[torch.Tensor, torch.Tensor],  # K and V, [L, slots, kv_heads, hd] each
     rows: CommitRows | None = None,
 ) -> None:
     """Write the K/V of the kept rows into the pools. No host sync; safe under graph capture.
@@ -181,12 +180,13 @@ def kv_inject(
         inv_freq: rotary frequencies; the halves of a head are rotated against each other.
         positions: absolute positions.
         slots: pool rows.
-        k_pool, v_pool: contiguous; rows that are not kept are not touched.
+        pool: contiguous; rows that are not kept are not touched.
         rows: which rows are kept; None keeps all, as in prefill.
 
     Raises:
         ValueError: shapes that do not fit together, or a pool that is not contiguous.
     """
+    k_pool, v_pool = pool
     num_layers, num_slots, num_kv_heads, head_dim = k_pool.shape
     num_rows = projected.shape[0]
     if projected.shape[1] != 2 * num_layers * num_kv_heads * head_dim or head_dim % 2:

@@ -133,11 +133,11 @@ def window_attention(
         splits = num_splits(triton.cdiv(num_rows, windows.width), k.shape[1], num_processors(q.device))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if splits == 1:
-        _attend(q, k, v, pool, windows, out, None, causal=causal, scale=scale, splits=1)
+        _attend((q, k, v), pool, windows, out, None, causal=causal, scale=scale)
         return out
     parts = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
     lse = torch.empty((splits, num_rows, num_heads), dtype=torch.float32, device=q.device)
-    _attend(q, k, v, pool, windows, parts, lse, causal=causal, scale=scale, splits=splits)
+    _attend((q, k, v), pool, windows, parts, lse, causal=causal, scale=scale)
     combine_kernel[(num_rows * num_heads,)](
         parts,
         lse,
@@ -155,9 +155,7 @@ def window_attention(
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     pool: tuple[torch.Tensor, torch.Tensor],
     windows: PagedWindows,
     out: torch.Tensor,
@@ -165,15 +163,17 @@ def _attend(
     *,
     causal: bool,
     scale: float,
-    splits: int,
 ) -> None:
-    """Write the attention, or with ``lse`` the parts of it."""
+    """Write the attention of q, k and v into ``out``, or with ``lse`` the parts of it."""
+    q, k, v = rows
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group, width, block_d = num_heads // num_kv_heads, windows.width, _block_d(head_dim)
     share = _heads_per_program(group, width, block_d)
     block_m = max(_MIN_DOT, triton.next_power_of_2(width * share))
-    window_attention_kernel[len(windows.prefix_lens), num_kv_heads * triton.cdiv(group, share), splits](
+    window_attention_kernel[
+        len(windows.prefix_lens), num_kv_heads * triton.cdiv(group, share), 1 if lse is None else len(lse)
+    ](
         q,
         k,
         v,

@@ -1,8 +1,9 @@
-"""Questions of the HTTP process to the scheduler process, over SGLang's channel for changing a running server."""
+"""Questions of the HTTP process to the scheduler process, over SGLang's channel for looking at a running server."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from sglang_dspark.errors import BusyError, ConfigError
 from sglang_dspark.stats.history import HISTORY_S
 
 KEY = "dspark"
-"""Where a question and its answer lie among the server arguments that the channel was made for."""
+"""Where our answer lies among the figures that the channel was made for."""
 ANSWER_LIMIT_S = 10.0
 """Longest time that a caller waits. A scheduler that computes a long prefill answers after it."""
 PAUSE_S = 0.02
@@ -23,8 +24,11 @@ class Channel:
     """Asks the scheduler one question at a time.
 
     SGLang's channel answers in the order of the questions, and hangs or fails when several callers wait in its queue
-    and one of them goes away. So nobody ever waits there: callers wait for a lock of ours, and a question that was sent
-    keeps the lock until its answer is there, whether its caller still waits or not.
+    and one of them fails. So ours wait for a lock of their own, and a question that was sent keeps the lock until its
+    answer is there, whether its caller still waits or not.
+
+    A question travels as the id of SGLang's request for the scheduler's state, which carries nothing else and which no
+    client can write.
 
     Args:
         manager: gives SGLang's ``TokenizerManager``.
@@ -66,12 +70,12 @@ class Channel:
                 f"the scheduler has not answered for {self._limit_s:g} s; it may be in a long step, and a question to "
                 "change something may still take effect: try again later"
             ) from None
-        if not reply.updated:
-            raise ConfigError(reply.server_args[KEY])
-        return reply.server_args[KEY]
+        if "refusal" in reply:
+            raise ConfigError(reply["refusal"])
+        return reply["answer"]
 
     async def _ask(self, key: tuple[Any, ...], question: str, fields: dict[str, Any]) -> Any:
-        from sglang.srt.managers.io_struct import SetInternalStateReq
+        from sglang.srt.managers.io_struct import GetInternalStateReq
 
         clock = asyncio.get_running_loop().time
         async with self._lock:
@@ -82,8 +86,13 @@ class Channel:
             self._last_sent = clock()
             manager = self._manager()
             manager.auto_create_handle_loop()
-            request = SetInternalStateReq(server_args={KEY: {"question": question, "fields": fields}})
-            return (await manager.set_internal_state_communicator(request))[0]
+            request = GetInternalStateReq(rid=json.dumps({KEY: {"question": question, "fields": fields}}))
+            while True:
+                try:
+                    return (await manager.get_internal_state_communicator(request))[0].internal_state[KEY]
+                except AssertionError:
+                    # Nothing was sent: a question of SGLang's own, for its /server_info, took the turn of this one.
+                    continue
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -93,24 +102,24 @@ class Channel:
 
 def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """Hook around the scheduler's end of the channel; what is not ours goes on to SGLang."""
-    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
-    asked = recv_req.server_args.get(KEY)
-    if asked is None:
+    if recv_req.rid is None:
         return original(scheduler, recv_req)
+    asked = json.loads(recv_req.rid)[KEY]
     try:
-        found = _found(scheduler.draft_worker, asked)
+        reply = {"answer": _found(scheduler.draft_worker, asked["question"], asked["fields"])}
     except ConfigError as error:
-        return SetInternalStateReqOutput(updated=False, server_args={KEY: str(error)})
-    return SetInternalStateReqOutput(updated=True, server_args={KEY: found})
+        reply = {"refusal": str(error)}
+    return GetInternalStateReqOutput(internal_state={KEY: reply})
 
 
-def _found(worker: Any, asked: Any) -> Any:
-    match asked:
-        case {"question": "stats", "fields": {"history_s": int(seconds)}}:
-            return worker.report(min(max(seconds, 0), HISTORY_S))
-        case {"question": "policy", "fields": dict(fields)}:
+def _found(worker: Any, question: str, fields: dict[str, Any]) -> Any:
+    match question:
+        case "stats":
+            return worker.report(min(max(fields["history_s"], 0), HISTORY_S))
+        case "policy":
             return worker.switch_policy(fields)
-        case {"question": "capabilities"}:
+        case "capabilities":
             return worker.capabilities()
-    raise ConfigError(f"{KEY}: no question that the scheduler answers; use the routes below /dspark")
+    raise ConfigError(f"{question}: no question that the scheduler answers")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_dspark.engine.scheduler import options as speculation
-from sglang_dspark.engine.startup.served import REFUSED_FIELDS
+from sglang_dspark.engine.startup.served import REFUSED_FIELDS, REFUSED_FIELDS_OF_SOME_RELEASES
+
+_UNSERVED_PARAMETERS = ("watermark", "beam_width")
 
 
 def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> None:
@@ -27,10 +29,14 @@ def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> N
 
 
 def _refusals(request: GenerateReqInput, vocab_size: int) -> Iterator[str]:
-    for name in REFUSED_FIELDS:
+    for name in (*REFUSED_FIELDS, *REFUSED_FIELDS_OF_SOME_RELEASES):
         value = getattr(request, name, None)
         if value:
             yield f"DSPARK does not serve {name}={_shown(value)} yet; drop the field or use a server without DSPARK"
+    parameters = request.sampling_params if isinstance(request.sampling_params, Mapping) else {}
+    for name in _UNSERVED_PARAMETERS:
+        if (value := parameters.get(name)) not in (None, False, 1):
+            yield f"DSPARK does not serve sampling_params.{name}={_shown(value)} yet; drop it"
     number = request.top_logprobs_num or 0
     if request.return_logprob and not 0 <= number <= vocab_size:
         # The scheduler would end over it, plain SGLang's too.
@@ -47,11 +53,16 @@ def check_types(original: Callable[..., Any], manager: Any, *args: Any, **kwargs
     """
     try:
         tokenized = original(manager, *args, **kwargs)
-        parameters = msgspec.to_builtins(tokenized.sampling_params, str_keys=True)
-        # What custom_params may hold is for those to say who read it.
-        msgspec.convert({**parameters, "custom_params": None}, type(tokenized.sampling_params))
-    except (TypeError, msgspec.ValidationError) as error:
+    except TypeError as error:
         raise ValueError(f"sampling_params: {error}") from error
+    parameters = tokenized.sampling_params
+    for field in msgspec.structs.fields(parameters):
+        if field.name == "custom_params":
+            continue  # what these may hold is for those to say who read them
+        try:
+            msgspec.convert(msgspec.to_builtins(getattr(parameters, field.name), str_keys=True), field.type)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise ValueError(f"sampling_params: {field.name}: {error}") from error
     return tokenized
 
 

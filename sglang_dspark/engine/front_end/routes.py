@@ -101,9 +101,8 @@ class Routes:
             return error_response(503, str(error), question)
 
 
-def _stats(answer: tuple[dict[str, Any], Snapshot], history_s: int) -> JSONResponse:
-    known, snapshot = answer
-    report = full_report(known, snapshot, with_history=history_s > 0)
+def _stats(answer: dict[str, Any], history_s: int) -> JSONResponse:
+    report = full_report(answer["known"], Snapshot.unpacked(answer["snapshot"]), with_history=history_s > 0)
     if history_s:
         report["history"] = report["history"][-history_s:]
     return JSONResponse(report)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.proposals.candidate_labels import join_labels, spellings
 from sglang_dspark.proposals.proposer import Proposer, Proposers
@@ -57,8 +57,10 @@ def settle(manager: Any, request: Any) -> None:
     """
     parameters = request.sampling_params
     custom_params = parameters.get("custom_params") if isinstance(parameters, Mapping) else None
+    if not isinstance(custom_params, dict):
+        return
     options = _read(custom_params)
-    drafter: ResolvedDrafter | None = manager.server_args.dspark_drafter
+    drafter = attached(manager.server_args).drafter
     has_head = drafter is not None and drafter.config.enable_confidence_head
     if options.confidence_threshold is not None and not has_head:
         raise ValueError(
@@ -68,7 +70,6 @@ def settle(manager: Any, request: Any) -> None:
     if isinstance(custom_params, dict):
         custom_params.pop(_LABELS_KEY, None)
     if options.preset == CLASSIFICATION:
-        assert custom_params is not None, "the options came out of it"
         if manager.tokenizer is None:
             raise ValueError("speculation.candidates needs a tokenizer; start the server without --skip-tokenizer-init")
         custom_params[_LABELS_KEY] = list(_label_tokens(manager.tokenizer, options.candidates))

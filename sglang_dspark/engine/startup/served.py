@@ -1,6 +1,6 @@
 """Which flags and request fields of SGLang DSPARK serves: one list, for the refusals and docs/sglang_flags.md.
 
-Every flag and field of the supported SGLang is named here, so that a new one is noticed when SGLang changes.
+Every flag and field of one SGLang is named here, so that a new one is noticed when SGLang changes.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+LISTED_SGLANG = "0.5.15.post1"
+"""The release whose flags and fields these are; of others, the lists refuse what they name."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,10 @@ class Refusal:
 
     def refuses(self, args: Any) -> bool:
         """Whether ``args`` have another value."""
-        return getattr(args, self.name) not in self.allowed
+        return getattr(args, self.name, self.allowed[0]) not in self.allowed
 
 
+HTTP = "drop the flag: requests are checked on their way through HTTP"
 OTHER_ALGORITHM = "drop the flag: DSPARK does not read it, it belongs to other speculative algorithms"
 
 REFUSED_FLAGS: tuple[Refusal, ...] = (
@@ -48,7 +52,7 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("enable_lmcache", (False,)),
     Refusal("enable_two_batch_overlap", (False,)),
     Refusal("enable_pdmux", (False,)),
-    Refusal("grpc_mode", (False,), "drop the flag: requests are checked on their way through HTTP"),
+    Refusal("grpc_mode", (False,), HTTP),
     Refusal(
         "grammar_backend",
         ("xgrammar", "llguidance", "none"),
@@ -61,6 +65,11 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         (False,),
         "drop the flag; requests with a seed are reproducible under DSPARK without it",
     ),
+    Refusal("enable_unified_memory", (False,)),
+    Refusal("enable_page_major_kv_layout", (False,)),
+    Refusal("enable_hisparse", (False,)),
+    Refusal("prefill_only_disable_kv_cache", (False,)),
+    Refusal("dllm_algorithm", (None,)),
     Refusal("enable_streaming_session", (False,), "drop the flag; sessions without streaming are served"),
     Refusal("enable_return_routed_experts", (False,)),
     Refusal("enable_return_indexer_topk", (False,)),
@@ -95,6 +104,20 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("speculative_ngram_external_sam_budget", (0,), OTHER_ALGORITHM),
     Refusal("speculative_ngram_external_corpus_max_tokens", (10_000_000,), OTHER_ALGORITHM),
 )
+
+REFUSED_FLAGS_OF_SOME_RELEASES: tuple[Refusal, ...] = (
+    Refusal("attn_dp_size", (1,), "pass 1"),
+    Refusal("dwdp_size", (1,), "pass 1"),
+    Refusal("smg_grpc_mode", (False,), HTTP),
+    Refusal("enable_kv_cache_sharding", (False,)),
+    Refusal("enable_unified_cache_external_linker", (False,)),
+    Refusal("enable_flexkv", (False,)),
+    Refusal("enable_watermark", (False,)),
+    Refusal("enable_return_aux_hidden_states", (False,)),
+    Refusal("speculative_use_block_verification", (False,)),
+    Refusal("speculative_draft_sink_size", (None,)),
+)
+"""Flags that the release of these lists does not have."""
 
 CHECKED_ELSEWHERE = {
     "device": "`cpu` or `cuda`",
@@ -150,11 +173,11 @@ disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion enfor
 max_mamba_cache_size mamba_ssm_dtype enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
 mamba_full_memory_ratio mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval
 enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_backend linear_attn_decode_backend
-linear_attn_prefill_backend enable_linear_replayssm linear_replayssm_cache_len enable_hisparse hisparse_config
+linear_attn_prefill_backend enable_linear_replayssm linear_replayssm_cache_len  hisparse_config
 enable_broadcast_mm_inputs_process enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config
 limit_mm_data_per_request enable_mm_global_cache disable_fast_image_processor keep_mm_feature_on_device
 kt_weight_path kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts kt_max_deferred_experts_per_token
-dllm_algorithm dllm_algorithm_config encoder_only language_only encoder_transfer_backend encoder_urls
+ dllm_algorithm_config encoder_only language_only encoder_transfer_backend encoder_urls
 encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder
 """.split()
 """Flags of models that are refused as targets: experts, state spaces, other modalities, other quantisations."""
@@ -178,7 +201,7 @@ UNEXAMINED_FLAGS = """
 tokenizer_backend detokenizer_worker_num model_loader_extra_config model_config_parser enable_fp32_lm_head
 enable_tf32_matmul enable_dynamic_chunking prefill_max_requests disable_priority_preemption default_priority_value
 abort_on_priority_when_disabled schedule_low_priority_values_first priority_scheduling_preemption_threshold
-radix_eviction_policy prefill_only_disable_kv_cache enable_page_major_kv_layout enable_unified_memory
+radix_eviction_policy
 disable_chunked_prefix_cache scheduler_recv_interval nnodes node_rank enable_p2p_check base_gpu_id gpu_id_step
 soft_watchdog_timeout use_ray custom_sigquit_handler numa_node enable_http2 file_storage_path
 strip_thinking_cache tool_server batch_notify_size enable_session_radix_cache crash_dump_folder
@@ -224,6 +247,17 @@ REFUSED_FIELDS = (
 )
 """Fields of a request that DSPARK refuses when they are set."""
 
+REFUSED_FIELDS_OF_SOME_RELEASES = (
+    "watermark",
+    "return_sampling_mask",
+    "max_thinking_tokens",
+    "token_indices_to_pool",
+    "sampling_logprobs_mode",
+    "return_flat_raw_top_logprobs",
+    "return_flat_raw_output_top_logprobs",
+)
+"""The same, of fields that the release of these lists does not have."""
+
 SERVED_FIELDS = """
 rid text input_ids sampling_params return_logprob logprob_start_len top_logprobs_num token_ids_logprob
 return_text_in_logprobs stream log_metrics session_params routing_key conversation_id background require_reasoning
@@ -258,7 +292,7 @@ def refusals(args: Any, resolved: Any) -> Iterator[str]:
         args: SGLang's ``ServerArgs``.
         resolved: the same, with what SGLang has decided about them by now.
     """
-    for refusal in REFUSED_FLAGS:
+    for refusal in (*REFUSED_FLAGS, *REFUSED_FLAGS_OF_SOME_RELEASES):
         if refusal.refuses(args) or refusal.refuses(resolved):
             value = getattr(args if refusal.refuses(args) else resolved, refusal.name)
             yield f"DSPARK cannot run with {flag_of(refusal.name)}={value}; {refusal.remedy}"

@@ -19,11 +19,11 @@ from sglang_dspark.tools.train.text_writer import InProcessWriter
 
 # Tokens that go through the target together.
 _BATCH_TOKENS = 16_384
-# Prompts that are answered together on a CPU; a GPU takes them all.
-_CPU_BATCH = 64
+# Prompts that are answered together.
+_PROMPTS_AT_A_TIME = 64
 
 
-def evaluate_in_process(
+def evaluate_in_process(  # noqa: PLR0913 - each is an option of the command
     target_path: Path,
     draft_path: Path,
     sets: Mapping[str, Sequence[str]],
@@ -71,7 +71,7 @@ def evaluate_in_process(
             temperature=temperature,
             max_new_tokens=max_tokens,
             block_size=model.config.block_size,
-            batch_size=len(prompts) if device == "cuda" else _CPU_BATCH,
+            batch_size=_PROMPTS_AT_A_TIME,
             seed=seed,
         )
         texts[name] = keep_states(target, rows, batch_tokens=_BATCH_TOKENS)

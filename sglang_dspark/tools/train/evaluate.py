@@ -75,7 +75,7 @@ def write_texts(
 
 
 @torch.no_grad()
-def replay(
+def replay(  # noqa: PLR0913 - each is an option of the command
     model: DraftModel,
     target: Target,
     texts: Sequence[CorpusRow],

@@ -24,26 +24,13 @@ from torch import Tensor
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.tools.train.anchors import AnchorBatch
 from sglang_dspark.tools.train.block_forward import block_hidden, block_latents, context_kv
+from sglang_dspark.tools.train.config import LossWeights
 from sglang_dspark.tools.train.loss_vocabulary import VocabularySlice
 
 # Rows of logits handled at a time on a CPU: 256 x 7168 float32 stay in a 32 MiB cache across the passes of
 # `distribution_loss_ref`. On a GPU small chunks save nothing, and each takes launches: 256 MiB of 16-bit logits there.
 _CHUNK_ROWS = 256
 _CHUNK_ELEMENTS = 2**27
-
-
-@dataclass(frozen=True)
-class LossWeights:
-    """Weights of the three terms, and the decay length of the position weights in slots."""
-
-    ce: float = 0.1
-    l1: float = 0.9
-    confidence: float = 1.0
-    position_decay: float = 4.0
-
-    def by_position(self, block_size: int, device: torch.device) -> Tensor:
-        """``[gamma]`` float32, 1 for the first slot."""
-        return torch.exp(-torch.arange(block_size, device=device) / self.position_decay)
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ def draft_loss(
     """Loss of the draft model on `batch`, teacher-forced. Differentiable in all its parameters but the LM head's."""
     hidden = block_hidden(model, *context_kv(model, batch.features), batch.anchors, batch.anchor_ids)
     slots = batch.slots
-    slot_weights = weights.by_position(model.config.block_size, hidden.device)[slots % model.config.block_size]
+    slot_weights = _by_position(weights, model.config.block_size, hidden.device)[slots % model.config.block_size]
     slot_weights = slot_weights / (slot_weights.sum() + 1e-6)
 
     latents = w1_embeddings = markov_w2 = None
@@ -113,7 +100,7 @@ class _DistributionLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - autograd takes tensors one by one
         ctx: Any,
         hidden: Tensor,  # [n, d]
         latents: Tensor | None,  # [n, r]
@@ -165,3 +152,8 @@ class _DistributionLoss(torch.autograd.Function):
     def backward(ctx: Any, ce_grad: Any, l1_grad: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if grad is None else grad * loss_grad for grad in ctx.saved_tensors]
         return (*scaled, None, None, None, None, None, None, None)
+
+
+def _by_position(weights: LossWeights, block_size: int, device: torch.device) -> Tensor:
+    """``[gamma]`` float32 weights of the slots, 1 for the first."""
+    return torch.exp(-torch.arange(block_size, device=device) / weights.position_decay)

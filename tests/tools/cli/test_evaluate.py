@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from step_tables import write_table
 from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH, TraceServer
 
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
@@ -142,8 +143,6 @@ def test_in_process_the_chat_template_gets_its_arguments(run, sets, target, draf
 
 def test_recorded_rounds_go_into_the_simulator(run, server, sets, tmp_path):
     assert run("evaluate", "--url", server.url, *sets, "--blocks", tmp_path / "blocks.jsonl").exit_code == 0
-    from test_simulate import write_table
-
     table = write_table(tmp_path, GAMMA)
     result = run(
         "simulate", "--table", table, "--blocks", tmp_path / "blocks.jsonl", "--users", 2, "--policies", "static"
