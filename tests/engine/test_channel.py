@@ -135,6 +135,30 @@ def test_callers_that_go_away_leave_the_channel_in_order():
     asyncio.run(run())
 
 
+def test_a_turn_that_sglang_gives_to_another_is_waited_for_again():
+    """SGLang's channel fails a caller, before anything is sent, whose turn another one takes, as /server_info may."""
+
+    async def run():
+        manager = Manager()
+        communicator, turns = manager.get_internal_state_communicator, []
+
+        async def busy(request):
+            turns.append(request)
+            assert len(turns) % 3 == 0
+            return await communicator(request)
+
+        manager.get_internal_state_communicator = busy
+        asked = Channel(lambda: manager)
+        manager.reply = lambda question: communicator.handle_recv(
+            SimpleNamespace(internal_state={KEY: {"answer": question}})
+        )
+        for number in range(3):
+            assert (await asked.ask("policy", {"policy": f"p{number}"}))["fields"] == {"policy": f"p{number}"}
+        assert len(manager.asked) == 3
+
+    asyncio.run(run())
+
+
 def test_no_more_wait_than_can_be_answered():
     async def run():
         manager = Manager(answers=False)

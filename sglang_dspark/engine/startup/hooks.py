@@ -175,6 +175,7 @@ HOOKS: tuple[Hook, ...] = (
         "scheduler.finish.forget_overshoot",
         "scheduler",
         "the tokens behind an end, which a step may commit, would become part of the next turn's prompt",
+        Moment.SOME_TIME,
     ),
     Hook(
         "stream-when-due",
