@@ -1,6 +1,6 @@
 """Thousands of odd requests through our part of the front end, without a server: none makes it fail."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 from fastapi import FastAPI, Request
@@ -9,6 +9,7 @@ from fuzzing.bodies import CHAT, COMPLETIONS, GENERATE, LARGE, Bodies
 from starlette.middleware import Middleware
 from starlette.testclient import TestClient
 
+from sglang_dspark.engine import fired
 from sglang_dspark.engine.front_end import routes
 from sglang_dspark.engine.front_end.http import SpeculationMiddleware
 from sglang_dspark.speculation import Speculation
@@ -39,6 +40,7 @@ def client(monkeypatch):
         async def ask(self, question, fields):
             return {"question": question, "fields": {key: repr(value) for key, value in fields.items()}}
 
+    monkeypatch.setattr(fired, "_awaited", defaultdict(dict))  # of other tests, which install hooks
     monkeypatch.setattr(routes, "Channel", Echo)
     monkeypatch.setattr(routes, "_stats", lambda answer, history_s: JSONResponse(answer))
     monkeypatch.setattr(routes.dashboard, "page", lambda needs_key: ("page", "policy"))
