@@ -10,7 +10,7 @@ FROM ${SGLANG_IMAGE}
 WORKDIR /opt/sglang-dspark
 COPY . .
 # Without dependencies: the image has them, and pip shall not exchange what SGLang was tested with. `pip check` names
-# sglang-dspark, and so ends the build, where the base is another release than the one that the plugin drives.
+# sglang-dspark, and so ends the build, where the base is outside the range that pyproject.toml allows.
 # hadolint ignore=DL4006
 RUN pip install --no-cache-dir --no-deps . \
     && ! pip check | grep sglang-dspark \
