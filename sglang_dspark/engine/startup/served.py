@@ -126,7 +126,7 @@ CHECKED_ELSEWHERE = {
     "decode_attention_backend": "as `--attention-backend`",
     "prefill_attention_backend": "as `--attention-backend`",
     "sampling_backend": "accepted, without effect: all tokens are drawn by the law of `pytorch`",
-    "cuda_graph_backend_prefill": "`breakable`; graphs of prefill of other kinds are refused",
+    "cuda_graph_backend_prefill": "`breakable` or `disabled`",
     "speculative_algorithm": "`DSPARK`",
     "speculative_draft_model_path": "the drafter; required, or `--speculative-dspark-draft-free`",
     "speculative_draft_model_revision": "served",
