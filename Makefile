@@ -4,8 +4,9 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 # The newest SGLang that the server tests pass on; `make env SGLANG=...` makes an environment of any other.
 NEWEST := 0.5.23
-# Compiled for the torch of its release, which reads the tensors of another one wrongly.
-ON_TOP := SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
+# SGLang's radix tree was compiled for the torch of its release and reads the tensors of another one wrongly. What servers
+# compile in their first requests takes minutes where tests share the cores.
+ON_TOP := SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python TORCH_COMPILE_DISABLE=1
 
 # What `make evidence` measures: the bundled pair, unless TARGET and DRAFT name another one.
 SMOLLM2 := $(HOME)/.cache/sglang-dspark/smollm2-135m-instruct
@@ -80,6 +81,7 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(RUN) benchmarks/mutants.py
 	$(RUN) benchmarks/kernels/compile_for.py --output $(RESULTS)/compiled.json
 	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/identity.json
+	$(RUN) benchmarks/fuzz.py $(PAIR) --number 10000 --output $(RESULTS)/fuzz.json
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/sweep \
 		--config plain --config off --config auto --config static:5 --config static:4 --config static:3 \
 		--config static:2 --config static:1 --concurrency 1,2,4,8,16 --max-tokens 96 --ignore-eos --rounds 8 $(SWEEP_FLAGS)
