@@ -47,7 +47,7 @@ class StepGraphs:
         self.tiers = Tiers.of(request_slots, self.depth)
         most = self.tiers.requests[-1]
         num_rows = max((most, *self.tiers.tokens))
-        self.prepared = _zeroed(PreparedStep.empty(most, worker.drafter.gamma, device))
+        self.prepared = _zeroed(PreparedStep.empty(most, worker.drafter.num_slots, device))
         self.step_number = torch.zeros((), dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(most, device=device)
         self.coefficients = worker.schedule.forecast.coefficients.clone()
@@ -170,7 +170,7 @@ class StepGraphs:
         rows = slots if plain else self.tiers.token_rows(requests + drafts)
         if rows is None:
             return None
-        prepare(step.requests, self.worker.drafter.gamma, self.worker.drafter.mask_token_id, out=self.prepared)
+        prepare(step.requests, self.worker.drafter.num_slots, self.worker.drafter.mask_token_id, out=self.prepared)
         return GraphStages(self, slots, rows, plain)
 
 

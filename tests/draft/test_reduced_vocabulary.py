@@ -50,7 +50,7 @@ def test_a_block_is_that_of_the_whole_vocabulary_with_the_others_forbidden(model
     forbidden[..., IDS] = reduced
     group = rows(bs, temperature, seed)
     found = markov_sample_ref(reduced, hidden, anchors, heads.markov, None, group, keys(bs), heads.vocabulary)
-    expected = markov_sample_ref(forbidden, hidden, anchors, model.markov, None, group, keys(bs))
+    expected = markov_sample_ref(forbidden, hidden, anchors, model.markov_head, None, group, keys(bs))
     assert torch.equal(found.tokens, expected.tokens)
     assert set(found.tokens.flatten().tolist()) <= set(IDS)
     if expected.probs is None:

@@ -67,8 +67,9 @@ class Case:
 
     def propose(self, token_ids):
         model = SimpleNamespace(
-            markov=self.markov,
-            confidence=self.confidence,
+            markov_head=self.markov,
+            confidence_head=self.confidence,
+            token_ids=None,
             config=SimpleNamespace(vocab_size=self.v),
             lm_head_weight=torch.zeros(self.v, 1, device=self.device),
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from golden_server import CASES, DRAFT, DSPARK, TARGET, generate, greedy, output_ids
 
-from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import read_content
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reference import decode_greedy
 from sglang_dspark.draft.weights import load_draft_model, save_draft_model
@@ -41,7 +41,7 @@ def random_drafter(folder: Path, **changes) -> Path:
     config = json.loads((DRAFT / "config.json").read_text()) | changes
     config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     torch.manual_seed(3)
-    model = DraftModel(DraftConfig.from_dict(config, origin="test"), own_embedding=False, own_lm_head=False)
+    model = DraftModel(read_content(config, origin="test").config, own_embedding=False, own_lm_head=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Spread out, so that no two logits are close; the Markov bias weighs as much as the base logits.

@@ -16,9 +16,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, add_flags, flag_name, flag_texts
-from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.pairing import check_architecture, check_target
-from sglang_dspark.draft.reduced_vocabulary import load_token_ids
+from sglang_dspark.draft.formats import read_config
+from sglang_dspark.draft.pairing import check_architecture, check_device, check_pair
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.startup import hooks
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
@@ -115,7 +114,6 @@ def find_drafter(args: Any, config: DSparkConfig) -> str | None:
     folder = local_folder(path, flag=flag, files=DRAFT_FILES, revision=revision, cache_dir=args.download_dir)
     if _draft_load_format(args) != "dummy":
         check_draft_model(folder)
-    load_token_ids(folder, DraftConfig.from_pretrained(folder).vocab_size)
     return folder
 
 
@@ -212,15 +210,16 @@ def complete(server_args: Any) -> None:
         ConfigError, CheckpointError: options, checkpoint or target do not fit together.
     """
     config = _config()
-    draft = None if config.draft_free else DraftConfig.from_pretrained(server_args.speculative_draft_model_path)
+    draft = None if config.draft_free else read_config(server_args.speculative_draft_model_path)
     target = server_args.get_model_config()
     if target.quantization is not None or getattr(target.hf_config, "quantization_config", None) is not None:
         raise UnservedError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
     if draft is None:
         check_architecture(target.hf_text_config)
     else:
-        check_target(draft, target.hf_text_config)
-    gamma = config.gamma(None if draft is None else draft.block_size)
+        check_pair(draft, target.hf_text_config)
+        check_device(draft, server_args.device)
+    gamma = config.gamma(None if draft is None else draft.gamma)
     given = server_args.speculative_num_draft_tokens
     if given is not None and given != gamma + 1:
         raise ConfigError(

@@ -22,15 +22,15 @@ TARGET_LM_HEAD = "lm_head.weight"  # absent where it is tied to the embedding
 
 def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
     """Configurations, tensors and memory of a target and its drafter. Stops at the first thing that does not fit."""
-    from sglang_dspark.draft.config import DraftConfig
-    from sglang_dspark.draft.pairing import check_target
+    from sglang_dspark.draft.formats import read
+    from sglang_dspark.draft.pairing import check_pair
     from sglang_dspark.draft.weights import load_draft_model
 
     try:
-        draft = DraftConfig.from_pretrained(draft_dir)
+        draft = read(draft_dir).config
         yield Finding("ok", "drafter", describe_drafter(draft))
         target = _read_target_config(target_dir)
-        check_target(draft, target)
+        check_pair(draft, target)
         yield Finding("ok", "target", _describe_target(target))
         model = load_draft_model(draft_dir, dtype=_dtype(target), device="cpu")
         num_tensors = sum(1 for _ in model.parameters())

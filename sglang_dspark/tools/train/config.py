@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_dspark.draft.config import MARKOV_HEAD_TYPES, DraftConfig
+from sglang_dspark.draft.config import MARKOV_HEAD_TYPES, DraftConfig, MarkovHeadType
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.train.loss import LossWeights
 
@@ -29,7 +29,7 @@ class TrainConfig:
     num_layers: int = 2
     intermediate_size: int | None = None  # None = the target's
     markov_rank: int = 32
-    markov_head_type: str = "vanilla"
+    markov_head_type: MarkovHeadType = "vanilla"
     confidence_head: bool = True
     confidence_head_with_markov: bool = True
 

@@ -112,7 +112,7 @@ def _lay_out(worker: DSparkWorker, requests: Iterable[int], on_device: bool) -> 
             plan_uniform(depth, drafts, given, num * (depth + 1))
             plan_top(torch.zeros((num, depth), device=worker.device), 0, drafts, given, num)
         if not on_device:
-            prepare(given, worker.drafter.gamma, worker.drafter.mask_token_id)
+            prepare(given, worker.drafter.num_slots, worker.drafter.mask_token_id)
 
 
 class _Steps:
