@@ -55,14 +55,19 @@ def config_json(**overrides: Any) -> dict[str, Any]:
     return {key: value for key, value in content.items() if value is not ...}
 
 
+def proposed_tokens(number: int) -> list[int]:
+    """Ids of a reduced vocabulary, with holes."""
+    return [2 * i + (i > 2) for i in range(number)]
+
+
 def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """Every tensor that DeepSpec stores for this config, float32, large enough that each one matters."""
     d, inner, vocab, hd = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "head_dim"))
     q, kv = config["num_attention_heads"] * hd, config["num_key_value_heads"] * hd
-    rank = config["markov_rank"]
+    rank, proposed = config["markov_rank"], config.get("draft_vocab_size") or vocab
     shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (vocab, d),
-        "lm_head.weight": (vocab, d),
+        "lm_head.weight": (proposed, d),
         "fc.weight": (d, len(config["target_layer_ids"]) * d),
         "hidden_norm.weight": (d,),
         "norm.weight": (d,),
@@ -81,8 +86,11 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
             f"layers.{i}.mlp.up_proj.weight": (inner, d),
             f"layers.{i}.mlp.down_proj.weight": (d, inner),
         }
+        if config["attention_bias"]:
+            widths = {"q_proj": q, "k_proj": kv, "v_proj": kv, "o_proj": d}
+            shapes |= {f"layers.{i}.self_attn.{name}.bias": (width,) for name, width in widths.items()}
     if rank:
-        shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (vocab, rank)}
+        shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (proposed, rank)}
         if config["markov_head_type"] == "gated":
             shapes |= {"markov_head.gate_proj.weight": (rank, d + rank), "markov_head.gate_proj.bias": (rank,)}
         if config["markov_head_type"] == "rnn":
@@ -114,6 +122,9 @@ def make_checkpoint(tmp_path) -> Checkpoint:
         (path / "config.json").write_text(json.dumps(config))
         tensors = {name: t for name, t in random_tensors(config, seed).items() if name not in drop}
         save_file(tensors | (add or {}), path / "model.safetensors")
+        if proposed := config.get("draft_vocab_size"):
+            content = {"version": 1, "token_ids": proposed_tokens(proposed)}
+            (path / "draft_vocabulary.json").write_text(json.dumps(content))
         return path
 
     return make
