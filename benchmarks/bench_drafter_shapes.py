@@ -24,12 +24,12 @@ from dspark_kernels import RoundKeys, SamplingRows
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from sglang_dspark.scheduling.sps_table import SpsTable
 
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
+from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.state import DecodeBatch
 from sglang_dspark.tools import provenance
 from sglang_dspark.worker.drafter import Drafter

@@ -14,20 +14,22 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import numpy as np
 import torch
+from dspark_kernels import DraftBlock
 from rich.console import Console
 from rich.table import Table
-from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
-from sglang_dspark.scheduling.step_times import StepKind
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
+from sglang_dspark.scheduling.step_times import StepKind
 from sglang_dspark.step.state import Drafted, Rounds
 from sglang_dspark.tools import provenance
 
@@ -68,14 +70,16 @@ class Server:
         """Take every part of a step once."""
         schedule, requests, times, survivals = self._schedule, self._requests, *self._knowledge()
         choice = self._timed("Schedule.choose", lambda: schedule.choose(self._ids, CONTEXT))
-        depth, lens = choice.depth, torch.zeros(requests, dtype=torch.int64)
-        rounds = Rounds(self._ids, choice, [depth] * requests, lens, None, None, [0] * requests)
+        depth = choice.depth
+        drafted = Drafted(
+            DraftBlock(torch.zeros((requests, depth), dtype=torch.int64), None, None), None, [depth] * requests
+        )
         if depth > 0:
             logits = torch.from_numpy(self._rng.normal(1.5, 1.0, size=(requests, depth))).float()
-            predictions = self._timed("Forecast.predict", lambda: schedule.forecast.predict(logits, requests, depth))
-            drafted = Drafted(None, predictions, [depth] * requests)
-            lens, _ = self._timed("Schedule.verify_lens", lambda: schedule.verify_lens(choice, drafted, self._step))
-            rounds = Rounds(self._ids, choice, [depth] * requests, lens, predictions, None, [0] * requests)
+            confidence = self._timed("Forecast.predict", lambda: schedule.forecast.predict(logits, requests, depth))
+            drafted = replace(drafted, confidence=confidence)
+        lens = self._timed("Schedule.admit", lambda: schedule.admit(choice, drafted).verify_lens)
+        rounds = Rounds(self._ids, choice, drafted.depths, lens, drafted.confidence, None, [0] * requests)
         kept = np.minimum(self._rng.geometric(0.25, size=requests) - 1, lens.numpy()).tolist()
         kind = StepKind(requests, requests + int(lens.sum()), depth, CONTEXT)
         ms = times.table.step_ms(requests, kind.num_tokens, depth, CONTEXT) * self._rng.normal(1.0, 0.03)

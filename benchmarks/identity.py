@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedS
 # A near-tie is a gap below this, in units of the logits.
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.25}
 RETRACTED = "Retract requests"
+_MEAN_S_BETWEEN_CHANGES = 0.02  # about a step on a CPU
 
 
 @dataclass(frozen=True)
@@ -51,17 +55,19 @@ class Scenario:
     must_hit_cache: bool = False
 
 
-# Under the test policy `random` every request verifies another number of drafts in every step, often none.
+# Under `changing` the lengths have nothing to do with the text: `static` is switched at random instants from 0 to all
+# drafts, and requests bring limits of their own.
+CHANGING = "changing"
 SCENARIOS = (
-    *(Scenario(f"{policy}, 1 user", policy, users=1, share=0.25) for policy in ("auto", "random")),
-    *(Scenario(f"{policy}, {users} users", policy, users) for policy in ("auto", "random") for users in (4, 16)),
-    Scenario("no overlap", "random", flags=("--disable-overlap-schedule",)),
+    *(Scenario(f"{policy}, 1 user", policy, users=1, share=0.25) for policy in ("auto", CHANGING)),
+    *(Scenario(f"{policy}, {users} users", policy, users) for policy in ("auto", CHANGING) for users in (4, 16)),
+    Scenario("no overlap", CHANGING, flags=("--disable-overlap-schedule",)),
     # Room for every prompt and answer: in the default pool the second pass finds little more than the system prompt.
-    Scenario("radix-cache hits", "random", flags=("--max-total-tokens", "40960"), passes=2, must_hit_cache=True),
-    Scenario("chunked prefill of 64", "random", flags=("--chunked-prefill-size", "64")),
+    Scenario("radix-cache hits", CHANGING, flags=("--max-total-tokens", "40960"), passes=2, must_hit_cache=True),
+    Scenario("chunked prefill of 64", CHANGING, flags=("--chunked-prefill-size", "64")),
     Scenario(
         "retraction",
-        "random",
+        CHANGING,
         flags=("--max-total-tokens", "1600", "--schedule-conservativeness", "0.01"),
         log_must_show=RETRACTED,
     ),
@@ -111,16 +117,44 @@ class Judge:
 
 
 def generate(
-    server: LaunchedServer, prompts: Sequence[list[int]], max_tokens: int, concurrency: int
+    server: LaunchedServer,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    concurrency: int,
+    most_verified: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Greedy answers in order."""
+    """Greedy answers in order.
+
+    Args:
+        most_verified: per prompt, most drafts that a step may verify; None leaves it to the server.
+    """
     parameters = {"temperature": 0, "max_new_tokens": max_tokens}
 
-    def one(ids: list[int]) -> dict[str, Any]:
-        return dict(server.post_json("/generate", {"input_ids": ids, "sampling_params": parameters}))
+    def one(index: int) -> dict[str, Any]:
+        options = {} if most_verified is None else {"speculation": {"max_verify": most_verified[index]}}
+        body = {"input_ids": prompts[index], "sampling_params": parameters, **options}
+        return dict(server.post_json("/generate", body))
 
     with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(one, prompts))
+        return list(pool.map(one, range(len(prompts))))
+
+
+@contextmanager
+def changing_lengths(server: LaunchedServer, block_size: int) -> Iterator[None]:
+    """Verify another number of drafts per request from one random instant to the next."""
+    rng, done = random.Random(0), threading.Event()
+
+    def change() -> None:
+        while not done.wait(rng.expovariate(1 / _MEAN_S_BETWEEN_CHANGES)):
+            server.post_json("/dspark/policy", {"policy": "static", "verify_len": rng.randint(0, block_size)})
+
+    with ThreadPoolExecutor(1) as pool:
+        changing = pool.submit(change)
+        try:
+            yield
+        finally:
+            done.set()
+            changing.result()
 
 
 def run_scenario(
@@ -134,11 +168,18 @@ def run_scenario(
     """Run one scenario and compare; the result goes into the report as it is."""
     prompts = prompts[:: round(1 / scenario.share)]
     expected = expected[:: round(1 / scenario.share)]
-    server.post_json("/dspark/policy", {"policy": scenario.policy})
     server.flush_cache()
     before = server.get_json("/dspark/stats")
-    for _ in range(scenario.passes):
-        answers = generate(server, prompts, max_tokens, scenario.users)
+    if scenario.policy == CHANGING:
+        block_size = before["block_size"]
+        most = [random.Random(index).randint(0, block_size) for index in range(len(prompts))]
+        lengths: AbstractContextManager[None] = changing_lengths(server, block_size)
+    else:
+        server.post_json("/dspark/policy", {"policy": scenario.policy})
+        most, lengths = None, nullcontext()
+    with lengths:
+        for _ in range(scenario.passes):
+            answers = generate(server, prompts, max_tokens, scenario.users, most)
     after = server.get_json("/dspark/stats")
     log = server.log_path.read_text(errors="replace")
     rounds, verified, committed = (

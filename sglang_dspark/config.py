@@ -10,8 +10,11 @@ import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
+from msgspec import Meta
+
+from sglang_dspark.declared import checked, kinds, rule, whole
 from sglang_dspark.errors import ConfigError
 
 FLAG_PREFIX = "--speculative-dspark-"
@@ -21,109 +24,74 @@ ENV_PREFIX = "SGLANG_DSPARK_"
 # block-size says otherwise: as many as the released drafters propose.
 DRAFT_FREE_BLOCK_SIZE = 7
 
-SCHEDULES = ("auto", "early-stop", "static", "threshold", "adaptive-block", "off")
-FALLBACKS = ("refuse", "target-only")
-# Verifies lengths without rhyme or reason, for tests of exactness: accepted, but not offered.
-RANDOM_SCHEDULE = "random"
+Schedule = Literal["auto", "early-stop", "static", "threshold", "adaptive-block", "off"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+Probability = Annotated[float, Meta(ge=0, le=1, description="must lie in [0, 1]")]
+Profile = Annotated[tuple[Probability, ...], Meta(description="must lie in [0, 1], each of them")]
+Switch = Annotated[bool, Meta(description="must be on or off")]
 
 
-def _non_negative_int(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError("must not be negative")
-    return value
+def _on_or_off(text: str) -> bool | str:
+    return {"on": True, "off": False}.get(text, text)
 
 
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError("must be at least 1")
-    return value
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
 
 
-def _schedule(text: str) -> str:
-    if text not in (*SCHEDULES, RANDOM_SCHEDULE):
-        raise ValueError(f"must be one of {', '.join(SCHEDULES)}")
-    return text
-
-
-def _fallback(text: str) -> str:
-    if text not in FALLBACKS:
-        raise ValueError(f"must be one of {', '.join(FALLBACKS)}")
-    return text
-
-
-def _probability(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise ValueError("must lie in [0, 1]")
-    return value
-
-
-def _profile(text: str) -> tuple[float, ...]:
-    return tuple(_probability(part) for part in text.split(","))
-
-
-def _switch(text: str) -> bool:
-    if text not in ("on", "off"):
-        raise ValueError("must be on or off")
-    return text == "on"
-
-
-def _knob(parse: Callable[[str], Any], help_text: str, *, default: Any = None, bare: str | None = None) -> Any:
-    """``bare`` is what the flag means without a value; None where it takes one."""
-    return field(default=default, metadata={"parse": parse, "help": help_text, "bare": bare})
+def _knob(help_text: str, *, default: Any = None, read: Callable[[str], Any] = str, bare: str | None = None) -> Any:
+    """One option: ``read`` turns its text into a value; ``bare`` is what the flag means without one, None needs one."""
+    return field(default=default, metadata={"help": help_text, "read": read, "bare": bare})
 
 
 @dataclass(frozen=True)
 class DSparkConfig:
     """Resolved options of one server. ``None`` means "take it from the draft checkpoint"."""
 
-    schedule: str = _knob(
-        _schedule,
+    schedule: Schedule = _knob(
         "Verify policy. `auto` follows measured step times and the drafter's confidence, and does not speculate where "
         "that would be slower; `early-stop` is Algorithm 1 of the DSpark paper; `static` verifies the same number of "
         "drafts in every step; `threshold` verifies up to the first draft of low confidence; `adaptive-block` verifies "
         "whole blocks, or short ones while few drafts are accepted; `off` drafts nothing.",
         default="auto",
     )
-    block_size: int | None = _knob(
-        _positive_int, "Drafts per request and step (gamma); at most the block size of the draft checkpoint."
+    block_size: Annotated[int, whole(1)] | None = _knob(
+        "Drafts per request and step (gamma); at most the block size of the draft checkpoint.", read=int
     )
-    verify_len: int | None = _knob(
-        _non_negative_int, "Policy `static`: drafts verified per request and step, 0 to the block size."
+    verify_len: Annotated[int, whole(0)] | None = _knob(
+        "Policy `static`: drafts verified per request and step, 0 to the block size.", read=int
     )
-    confidence_threshold: float | None = _knob(
-        _probability, "Policy `threshold`: verify the drafts before the first one whose raw confidence is below this."
+    confidence_threshold: Probability | None = _knob(
+        "Policy `threshold`: verify the drafts before the first one whose raw confidence is below this.", read=float
     )
     confidence_sts_path: str | None = _knob(
-        str, "Calibration temperatures of the confidence head, written by `python -m sglang_dspark calibrate`."
+        "Calibration temperatures of the confidence head, written by `python -m sglang_dspark calibrate`."
     )
-    online_calibration: bool = _knob(
-        _switch, "`on` or `off`: keep the confidence head calibrated by what verification observes.", default=True
+    online_calibration: Switch = _knob(
+        "`on` or `off`: keep the confidence head calibrated by what verification observes.",
+        default=True,
+        read=_on_or_off,
     )
     sps_table_path: str | None = _knob(
-        str,
         "Table of measured step times: loaded when the file exists, else measured at start-up and written there, under "
         "the policies `auto` and `early-stop`. Without the flag it is kept below ~/.cache/sglang-dspark.",
     )
-    draft_free: bool = _knob(
-        _switch,
+    draft_free: Switch = _knob(
         "Serve without a drafter: requests with a preset speculate, others decode plainly. Needs no value.",
         default=False,
+        read=_on_or_off,
         bare="on",
     )
-    fallback: str = _knob(
-        _fallback,
+    fallback: Literal["refuse", "target-only"] = _knob(
         "When the drafter is unusable, or target or device are not served: `refuse` ends the start, `target-only` "
         "serves the target alone and says why in the log and in `GET /dspark/capabilities`.",
         default="refuse",
     )
-    simulate_acceptance: tuple[float, ...] | None = _knob(
-        _profile,
+    simulate_acceptance: Profile | None = _knob(
         "With `--load-format dummy` only: keep drafts by chance, to measure the steps of a shape. Probabilities by "
         "position, of keeping a draft when all before it are kept, e.g. `0.8,0.75,0.7`; the last one counts for the "
         "rest of the block.",
+        read=_numbers,
     )
 
     def __post_init__(self) -> None:
@@ -177,9 +145,9 @@ class DSparkConfig:
                 origin, text = env_name, env.get(env_name)
             if text is not None:
                 try:
-                    values[knob.name] = knob.metadata["parse"](text)
+                    values[knob.name] = checked(knob.metadata["read"](text), _KINDS[knob.name])
                 except ValueError as error:
-                    raise ConfigError(f"{origin}={text!r}: {error}") from error
+                    raise ConfigError(f"{origin}={text!r}: {rule(_KINDS[knob.name])}") from error
         return cls(**values)
 
     def with_policy(self, fields: Mapping[str, Any]) -> DSparkConfig:
@@ -199,11 +167,8 @@ class DSparkConfig:
             raise ConfigError(f"policy is missing; give one of {', '.join(SCHEDULES)}")
         values: dict[str, Any] = dict.fromkeys(known.values())
         for name, value in fields.items():
-            kind = str if name == "policy" else int | float
-            if isinstance(value, bool) or not isinstance(value, kind):
-                raise ConfigError(f"{name}={value!r} has the wrong type")
             try:
-                values[known[name]] = _PARSERS[known[name]](str(value))
+                values[known[name]] = checked(value, _KINDS[known[name]])
             except ValueError as error:
                 raise ConfigError(f"{name}={value!r}: {error}") from error
         return replace(self, **values)
@@ -271,7 +236,7 @@ class DSparkConfig:
         return self.verify_len
 
 
-_PARSERS: Mapping[str, Callable[[str], Any]] = {knob.name: knob.metadata["parse"] for knob in fields(DSparkConfig)}
+_KINDS = kinds(DSparkConfig)
 
 
 def flag_name(field_name: str) -> str:

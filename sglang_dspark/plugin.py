@@ -16,12 +16,18 @@ def register() -> None:
     try:
         from sglang_dspark.engine.startup.registration import register_algorithm
 
-        register_algorithm()
+        register_algorithm(_load_worker)
     except Exception as error:
         if not _dspark_selected(sys.argv):
             raise
         prefix = "" if isinstance(error, DSparkError) else f"{type(error).__name__}: "
         raise SystemExit(f"sglang-dspark cannot start: {prefix}{error}") from error
+
+
+def _load_worker() -> type:
+    from sglang_dspark.worker.worker import DSparkWorker
+
+    return DSparkWorker
 
 
 def _dspark_selected(argv: list[str]) -> bool:

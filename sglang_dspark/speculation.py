@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, get_args
 
-NO_PRESET, SUMMARIZATION, CLASSIFICATION = PRESETS = ("none", "summarization", "classification")
+from msgspec import Meta
+
+from sglang_dspark.declared import checked, kinds, whole
+
+Preset = Literal["none", "summarization", "classification"]
+PRESETS: tuple[Preset, ...] = get_args(Preset)
+NO_PRESET, SUMMARIZATION, CLASSIFICATION = PRESETS
 
 _MOST_DRAFTS = 65535
-_MOST_NGRAM = 16
 # Every n-gram length costs an index entry per token of the prompt.
 _MOST_NGRAM_LENGTHS = 8
 _MOST_CANDIDATES = 1000
@@ -24,46 +29,16 @@ _READERS = {
 }
 
 
-def _switch(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("must be true or false")
-    return value
-
-
-def _integer(least: int, most: int) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ValueError(f"must be an integer from {least} to {most}")
-        return value
-
-    return check
-
-
-def _probability(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError("must be a number from 0 to 1")
-    return float(value)
-
-
-def _preset(value: Any) -> str:
-    if value not in PRESETS:
-        raise ValueError(f"must be one of {', '.join(PRESETS)}")
-    return str(value)
-
-
-def _candidates(value: Any) -> tuple[str, ...]:
-    is_list = isinstance(value, list | tuple) and 0 < len(value) <= _MOST_CANDIDATES
-    if not is_list or not all(isinstance(label, str) and label.strip() for label in value):
-        raise ValueError(f"must be a list of 1 to {_MOST_CANDIDATES} strings that are not blank")
-    if any(len(label) > _LONGEST_CANDIDATE for label in value):
-        raise ValueError(f"must be strings of at most {_LONGEST_CANDIDATE} characters")
-    if any("\ud800" <= character <= "\udfff" for label in value for character in label):
-        raise ValueError("must be text that UTF-8 can encode")
-    return tuple(value)
-
-
-def _key(check: Callable[[Any], Any], default: Any) -> Any:
-    return field(default=default, metadata={"check": check})
+Ngram = Annotated[int, whole(1, 16)]
+Probability = Annotated[float, Meta(ge=0, le=1, description="must be a number from 0 to 1")]
+Labels = Annotated[
+    tuple[Annotated[str, Meta(pattern=r"\S")], ...],
+    Meta(
+        min_length=1,
+        max_length=_MOST_CANDIDATES,
+        description=f"must be a list of 1 to {_MOST_CANDIDATES} strings that are not blank",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -84,15 +59,15 @@ class Speculation:
             first token that it committed, null elsewhere.
     """
 
-    enabled: bool = _key(_switch, True)
-    max_verify: int | None = _key(_integer(0, _MOST_DRAFTS), None)
-    confidence_threshold: float | None = _key(_probability, None)
-    preset: str = _key(_preset, NO_PRESET)
-    min_ngram: int = _key(_integer(1, _MOST_NGRAM), 3)
-    max_ngram: int = _key(_integer(1, _MOST_NGRAM), 5)
-    max_draft: int | None = _key(_integer(1, _MOST_DRAFTS), None)
-    candidates: tuple[str, ...] = _key(_candidates, ())
-    trace: bool = _key(_switch, False)
+    enabled: bool = True
+    max_verify: Annotated[int, whole(0, _MOST_DRAFTS)] | None = None
+    confidence_threshold: Probability | None = None
+    preset: Preset = "none"
+    min_ngram: Ngram = 3
+    max_ngram: Ngram = 5
+    max_draft: Annotated[int, whole(1, _MOST_DRAFTS)] | None = None
+    candidates: Labels = ()
+    trace: bool = False
 
     @classmethod
     def parse(cls, value: Any) -> Speculation:
@@ -106,17 +81,18 @@ class Speculation:
             return cls()
         if not isinstance(value, Mapping):
             raise ValueError(f"speculation must be an object, not {_shown(value)}")
-        checks = {knob.name: knob.metadata["check"] for knob in fields(cls)}
-        checked = {}
+        given = {}
         for key, entry in value.items():
-            if key not in checks:
-                raise ValueError(f"speculation.{key} is not a known option; known are {', '.join(sorted(checks))}")
+            if key not in _KINDS:
+                raise ValueError(f"speculation.{key} is not a known option; known are {', '.join(sorted(_KINDS))}")
             try:
-                checked[key] = checks[key](entry)
+                given[key] = checked(entry, _KINDS[key])
+                if key == "candidates":
+                    _check_labels(given[key])
             except ValueError as error:
                 raise ValueError(f"speculation.{key} {error}, not {_shown(entry)}") from None
-        options = cls(**checked)
-        options._check_together(checked)
+        options = cls(**given)
+        options._check_together(given)
         return options
 
     def _check_together(self, given: Mapping[str, Any]) -> None:
@@ -156,6 +132,16 @@ class Speculation:
         values = {knob.name: (getattr(self, knob.name), knob.default) for knob in fields(self)}
         changed = {name: value for name, (value, default) in values.items() if value != default}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+
+
+_KINDS = kinds(Speculation)
+
+
+def _check_labels(labels: tuple[str, ...]) -> None:
+    if any(len(label) > _LONGEST_CANDIDATE for label in labels):
+        raise ValueError(f"must be strings of at most {_LONGEST_CANDIDATE} characters")
+    if any("\ud800" <= character <= "\udfff" for label in labels for character in label):
+        raise ValueError("must be text that UTF-8 can encode")
 
 
 def _shown(value: Any) -> str:

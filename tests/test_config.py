@@ -111,9 +111,9 @@ def test_policy_of_a_running_server():
     [
         ({}, "policy is missing"),
         ({"policy": "fast"}, "policy='fast': must be one of auto, early-stop"),
-        ({"policy": 3}, "policy=3 has the wrong type"),
-        ({"policy": "static", "verify_len": True}, "verify_len=True has the wrong type"),
-        ({"policy": "static", "verify_len": 1.5}, "verify_len=1.5"),
+        ({"policy": 3}, "policy=3: must be one of auto, early-stop"),
+        ({"policy": "static", "verify_len": True}, "verify_len=True: must be an integer of at least 0"),
+        ({"policy": "static", "verify_len": 1.5}, "verify_len=1.5: must be an integer"),
         ({"policy": "static", "length": 2}, "length is not a field of a policy"),
         ({"policy": "auto", "verify_len": 2}, "belongs to the policy static"),
         ({"policy": "threshold"}, "needs --speculative-dspark-confidence-threshold"),

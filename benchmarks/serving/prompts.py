@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.tools.prompts import first_turn
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def load_prompts(path: Path) -> list[Prompt]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"--prompts {path}: {error.strerror}; pass a JSONL file of prompts") from error
-    prompts = [Prompt(index, _first_turn(line, f"{path}:{index + 1}")) for index, line in enumerate(lines)]
+    prompts = [Prompt(index, first_turn(line, f"--prompts {path}:{index + 1}")) for index, line in enumerate(lines)]
     if not prompts:
         raise ConfigError(f"--prompts {path} is empty; pass a JSONL file of prompts")
     return prompts
@@ -58,13 +58,3 @@ def round_prompts(prompts: Sequence[Prompt], round_index: int, num_prompts: int)
     """
     start = round_index * num_prompts
     return [prompts[(start + offset) % len(prompts)] for offset in range(num_prompts)]
-
-
-def _first_turn(line: str, where: str) -> str:
-    try:
-        turns = json.loads(line)["turns"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f'--prompts {where} is not a JSON object {{"turns": [text, ...]}}: {line[:60]!r}') from error
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
-        raise ConfigError(f"--prompts {where}: `turns` must be a list that starts with a text, found {turns!r:.60}")
-    return turns[0]

@@ -56,6 +56,11 @@ class DraftBlock:
     law: DraftLaw | None = None
     copied: torch.Tensor | None = None
 
+    @classmethod
+    def empty(cls, bs: int, device: torch.device | str) -> DraftBlock:
+        """Blocks without drafts, as in a plain step."""
+        return cls(torch.empty((bs, 0), dtype=torch.int64, device=device), None, None)
+
     def spread(self, index: torch.Tensor, bs: int) -> DraftBlock:
         """A batch of ``bs`` requests in which ``index`` [m] int64 have these blocks, the others fillers."""
 

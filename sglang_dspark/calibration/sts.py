@@ -22,15 +22,19 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
+from msgspec import Meta
 
 from sglang_dspark.calibration.metrics import ece
 from sglang_dspark.calibration.survival import Bools, Floats, Ints, sigmoid, survived
+from sglang_dspark.declared import checked, kinds
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import write_text_whole
 from sglang_dspark.hub import checkpoint_name
 
 VERSION = 1
@@ -41,6 +45,8 @@ GRID_LIMIT = 4.0
 GRID_STEPS = 100
 TIE = 1e-12
 """ECEs closer than this are equal: sums in another order differ by as much."""
+
+Numbers = Annotated[tuple[float, ...], Meta(description="must be a list of numbers")]
 
 
 def fit_sts(logits: Floats, accepted: Ints) -> Floats:
@@ -91,14 +97,14 @@ def _grid() -> Floats:
 class StsCalibration:
     """Temperatures with their origin; the fields are the keys of the file, see the module."""
 
-    temperatures: tuple[float, ...]
+    temperatures: Numbers
     target: str | None = None
     draft: str | None = None
     dataset: str = ""
-    num_samples: int = 0
-    ece_before: tuple[float, ...] = ()
-    ece_after: tuple[float, ...] = ()
-    ece_shifted: tuple[float, ...] = ()
+    num_samples: Annotated[int, Meta(ge=0, description="must be a whole number")] = 0
+    ece_before: Numbers = ()
+    ece_after: Numbers = ()
+    ece_shifted: Numbers = ()
 
     def save(self, path: Path) -> None:
         """Write the file.
@@ -108,7 +114,7 @@ class StsCalibration:
         """
         known = {key: value for key, value in asdict(self).items() if value is not None}
         try:
-            path.write_text(json.dumps({"version": VERSION, **known}, indent=2) + "\n", encoding="utf-8")
+            write_text_whole(path, json.dumps({"version": VERSION, **known}, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot be written ({error.strerror}); name a file in a folder of yours"
@@ -130,25 +136,23 @@ class StsCalibration:
         version = document.pop("version", None)
         if version != VERSION:
             raise _error(path, "version", version, f"this release reads {VERSION}; calibrate again")
-        unknown = sorted(document.keys() - {field.name for field in fields(cls)})
+        unknown = sorted(document.keys() - _KINDS.keys())
         if unknown:
             raise _error(path, unknown[0], document[unknown[0]], "not a key of this file; remove it")
-        temperatures = _check_temperatures(path, _numbers(path, document, "temperatures"), gamma)
-        names = {key: _text(path, document, key) for key in ("target", "draft")}
-        for key, served in (("target", target), ("draft", draft)):
-            _check_name(path, key, names[key], served)
-        num_samples = document.get("num_samples", 0)
-        if type(num_samples) is not int:
-            raise _error(path, "num_samples", num_samples, "must be a whole number; remove the key or calibrate again")
-        return cls(
-            temperatures,
-            **names,
-            dataset=_text(path, document, "dataset") or "",
-            num_samples=num_samples,
-            ece_before=_numbers(path, document, "ece_before"),
-            ece_after=_numbers(path, document, "ece_after"),
-            ece_shifted=_numbers(path, document, "ece_shifted"),
-        )
+        values: dict[str, Any] = {"temperatures": ()}
+        for key, value in document.items():
+            try:
+                values[key] = checked(value, _KINDS[key])
+            except ValueError as error:
+                raise _error(path, key, value, f"{error}; calibrate again") from error
+        calibration = cls(**values)
+        _check_temperatures(path, calibration.temperatures, gamma)
+        _check_name(path, "target", calibration.target, target)
+        _check_name(path, "draft", calibration.draft, draft)
+        return calibration
+
+
+_KINDS = kinds(StsCalibration)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -165,22 +169,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     return document
 
 
-def _numbers(path: Path, document: dict[str, Any], key: str) -> tuple[float, ...]:
-    values = document.get(key, [])
-    # bool is an int to Python.
-    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
-        raise _error(path, key, values, "must be a list of numbers; calibrate again")
-    return tuple(map(float, values))
-
-
-def _text(path: Path, document: dict[str, Any], key: str) -> str | None:
-    value = document.get(key)
-    if value is not None and not isinstance(value, str):
-        raise _error(path, key, value, "must be a text; remove the key or calibrate again")
-    return value
-
-
-def _check_temperatures(path: Path, values: tuple[float, ...], gamma: int) -> tuple[float, ...]:
+def _check_temperatures(path: Path, values: Sequence[float], gamma: int) -> None:
     if len(values) != gamma:
         remedy = f"{len(values)} temperatures for blocks of {gamma} drafts; calibrate with this drafter and block size"
         raise _error(path, "temperatures", list(values), remedy)
@@ -188,7 +177,6 @@ def _check_temperatures(path: Path, values: tuple[float, ...], gamma: int) -> tu
         if not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:  # NaN is not, either
             remedy = f"must be from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}; calibrate again"
             raise _error(path, f"temperatures[{index}]", value, remedy)
-    return values
 
 
 def _check_name(path: Path, key: str, measured: str | None, served: str | None) -> None:

@@ -21,19 +21,24 @@ LM_HEAD = "lm_head.weight"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def load_draft_model(path: str | Path, *, dtype: torch.dtype, device: torch.device | str) -> DraftModel:
+def load_draft_model(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device | str, reading: Reading | None = None
+) -> DraftModel:
     """Read a checkpoint directory of any format; the model comes back frozen, its confidence head in float32.
 
     To train it further, call ``requires_grad_()`` and ``train()`` on it.
 
     The embedding and the LM head may be absent: the model then needs ``bind_target`` before use.
 
+    Args:
+        reading: of the checkpoint, where it has been read already.
+
     Raises:
         CheckpointError: config.json is unfit, a file is missing or damaged, or tensors are missing, unexpected,
             misshapen or not floating point; all offending tensors are named in the one message.
     """
     with ExitStack() as stack:
-        checkpoint = _Checkpoint(Path(path), stack)
+        checkpoint = _Checkpoint(Path(path), stack, reading or read(path))
         model = checkpoint.model
         model.to(dtype).to_empty(device=device)
         if model.confidence_head is not None:
@@ -69,16 +74,17 @@ def random_draft_model(config: DraftConfig, *, dtype: torch.dtype, device: torch
     return model.freeze()
 
 
-def check_draft_model(path: str | Path) -> Reading:
+def check_draft_model(path: str | Path, reading: Reading | None = None) -> None:
     """Look at a checkpoint without reading its weights; what this accepts, :func:`load_draft_model` loads.
+
+    Args:
+        reading: of the checkpoint, where it has been read already.
 
     Raises:
         CheckpointError: as there.
     """
     with ExitStack() as stack:
-        checkpoint = _Checkpoint(Path(path), stack)
-        checkpoint.token_ids()
-        return checkpoint.reading
+        _Checkpoint(Path(path), stack, reading or read(path)).token_ids()
 
 
 def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bool) -> None:
@@ -118,7 +124,7 @@ def convert(source: str | Path, output: str | Path, settings: dict[str, object])
         CheckpointError: as for :func:`load_draft_model`.
     """
     with ExitStack() as stack:
-        checkpoint = _Checkpoint(Path(source), stack, settings)
+        checkpoint = _Checkpoint(Path(source), stack, read(source, settings))
         names = checkpoint.model.state_dict()
         tensors = {name: checkpoint.tensor(name).contiguous() for name in names}
         write_canonical(output, checkpoint.reading.config, tensors, checkpoint.token_ids())
@@ -128,9 +134,8 @@ def convert(source: str | Path, output: str | Path, settings: dict[str, object])
 class _Checkpoint:
     """An open checkpoint whose tensors fit the model of its configuration, which is without memory still."""
 
-    def __init__(self, folder: Path, stack: ExitStack, settings: dict[str, object] | None = None) -> None:
-        self.folder = folder
-        self.reading = read(folder, settings)
+    def __init__(self, folder: Path, stack: ExitStack, reading: Reading) -> None:
+        self.folder, self.reading = folder, reading
         self._stored = StoredTensors(folder, stack)
         self._shapes = self._stored.shapes
         self._names = self.reading.rules.names(self._shapes, str(folder))

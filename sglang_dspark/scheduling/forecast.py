@@ -14,6 +14,7 @@ from sglang_dspark.scheduling.outcomes import Note, outcomes_of, weighted
 from sglang_dspark.scheduling.position_acceptance import PositionAcceptance
 from sglang_dspark.scheduling.request_gains import RequestGains
 from sglang_dspark.stats.predicted import PredictedSurvival
+from sglang_dspark.step.confidence import Confidence
 
 # Learning from a step costs 0.1 ms however few requests it had: so many steps are taken together.
 LEARN_STEPS = 8
@@ -69,10 +70,9 @@ class Forecast:
 
     def predict(
         self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[2, bs, depth] the logits, NaN without a head, and the survivals of :meth:`survival`."""
-        survival = self.survival(logits, bs, depth, coefficients)
-        return torch.stack([torch.full_like(survival, torch.nan) if logits is None else logits, survival])
+    ) -> Confidence:
+        """The logits, and the survivals of :meth:`survival`."""
+        return Confidence.of(logits, self.survival(logits, bs, depth, coefficients))
 
     def note(self, outcome: Note) -> None:
         """Take note of a step's outcome, and learn from several at a time: each lesson has a price of its own."""
@@ -87,15 +87,13 @@ class Forecast:
         if not notes:
             return
         self.positions.observe(*weighted(notes, *outcomes_of(notes)))
-        predicted = [note for note in notes if note.rounds.predictions is not None]
+        predicted = [note for note in notes if note.rounds.confidence is not None]
         if self.calibration is None:
             self._renew_coefficients()
         if not predicted:
             return
         # Depths differ where policies cut blocks short.
-        logits, survival = (
-            np.concatenate([note.prediction(which, self._max_verify) for note in predicted]) for which in (0, 1)
-        )
+        logits, survival = np.concatenate([note.confidence(self._max_verify) for note in predicted], axis=1)
         self.predicted.observe(survival, *outcomes_of(predicted))
         renewed = self.calibration is None or self._calibrate(self.calibration, predicted, logits)
         if self.lagged is not None:

@@ -21,12 +21,12 @@ class Note:
     requests: list[int]
     accept_lens: list[int]
 
-    def prediction(self, which: int, width: int) -> Array:
-        """[n, width] logits (0) or survivals (1), NaN past the drafted depth."""
-        assert self.rounds.predictions is not None
-        values = self.rounds.predictions[which].numpy()
-        padded = np.full((len(self.requests), width), np.nan)
-        padded[:, : values.shape[1]] = values[self.rows]
+    def confidence(self, width: int) -> Array:
+        """[2, n, width] logits and survivals, NaN past the drafted depth."""
+        assert self.rounds.confidence is not None
+        packed = self.rounds.confidence.packed.numpy()
+        padded = np.full((2, len(self.requests), width), np.nan)
+        padded[:, :, : packed.shape[2]] = packed[:, self.rows]
         return padded
 
     @property

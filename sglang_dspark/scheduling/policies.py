@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from sglang_dspark.step.choice import PLAIN, Choice, Rule
 
@@ -24,12 +24,10 @@ class Policy(ABC):
     Attributes:
         needs_confidence: whether the drafter's confidences have to be computed.
         parked: whether speculation rests because plain steps are faster.
-        looks_back: whether it is to be shown what became of every step, see :meth:`observe`.
     """
 
     needs_confidence: bool
     parked: bool = False
-    looks_back: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -48,9 +46,8 @@ class Policy(ABC):
         """Accepted drafts that a request must bring per round, or it is not drafted; 0 drafts them all."""
         return 0.0
 
-    def observe(self, verified: int, accepted: int) -> None:
+    def observe(self, verified: int, accepted: int) -> None:  # noqa: B027 - a policy may look back, and most do not
         """Take note of a step that verified drafts of the drafter, all requests together."""
-        raise NotImplementedError(f"{self.name} does not look back")
 
 
 @dataclass
@@ -70,12 +67,12 @@ class FixedPolicy(Policy):
 
 @dataclass
 class LivePolicy(Policy):
-    """``early-stop``, ``threshold`` and the test hook ``random``: whole blocks are drafted, lengths follow."""
+    """``early-stop`` and ``threshold``: whole blocks are drafted, lengths follow from the drafts' confidences."""
 
     rule: Rule
     gamma: int
     threshold: float | None = None
-    needs_confidence: bool = True
+    needs_confidence: bool = field(default=True, init=False)
 
     @property
     def name(self) -> str:
@@ -100,7 +97,6 @@ class AdaptiveBlockPolicy(Policy):
     """
 
     gamma: int
-    looks_back: ClassVar[bool] = True
     name: str = "adaptive-block"
     needs_confidence: bool = False
     _steps: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=ADAPTIVE_WINDOW_STEPS), init=False)

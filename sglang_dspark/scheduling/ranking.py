@@ -35,7 +35,6 @@ class Bounds:
         most, num_copied = host_index((limits.most, limits.copied), device)
         copied = num_copied > 0
         if limits.thresholds is not None:
-            assert drafted.raw_confidence is not None
             sure = above_threshold(drafted.raw_confidence, host_floats(limits.thresholds, device)[:, None])
             most = torch.where(copied, most, torch.minimum(most, sure))
         return cls(most, copied)
@@ -56,9 +55,9 @@ class Bounds:
 
 def ranked(choice: Choice, drafted: Drafted) -> torch.Tensor:
     """[bs, width of the block] what drafts are ranked by: their survival, but for what the choice singles out."""
-    bs, width, device = len(drafted.depths), drafted.width, drafted.device
+    bs, width, device = len(drafted), drafted.width, drafted.device
     # A policy without confidences ranks drafts only to keep them within limits, which leave no choice.
-    survival = torch.ones((bs, width), device=device) if drafted.survival is None else drafted.survival
+    survival = torch.ones((bs, width), device=device) if drafted.confidence is None else drafted.survival
     survival = torch.nn.functional.pad(survival, (0, width - survival.shape[1]), value=_EXCLUDED)
     if choice.drafted is not None:
         left_out = host_index([r for r in range(bs) if r not in choice.drafted], device)

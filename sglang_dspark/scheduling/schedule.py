@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,15 +11,14 @@ import torch
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.admission import Admitted, admit
 from sglang_dspark.scheduling.auto_policy import AutoPolicy, draft_depths
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.outcomes import Note
 from sglang_dspark.scheduling.policies import AdaptiveBlockPolicy, FixedPolicy, LivePolicy, Policy
-from sglang_dspark.scheduling.ranking import Bounds, ranked
-from sglang_dspark.scheduling.selection import above_threshold, early_stop, random_lens, top_prefixes
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.scheduling.step_clock import StepClock
+from sglang_dspark.scheduling.step_clock import StepClock, TimedStep
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.limits import Limits
@@ -40,10 +40,9 @@ class Schedule:
         options: the server's, with the policy in force.
         policy: the policy in force.
         whole_batches: whether all requests are drafted to the full depth in any case, as in CUDA graphs: then there is
-            nothing to gain from shallow blocks, or from leaving requests out. Set before :meth:`start`.
+            nothing to gain from shallow blocks, or from leaving requests out.
         forecast: how likely drafts are to survive.
         times: how long steps take; None without a table.
-        clock: takes the time of steps.
     """
 
     def __init__(
@@ -58,18 +57,19 @@ class Schedule:
         self.max_verify = max_verify
         self.forecast = Forecast(max_verify, calibration, adapts=options.online_calibration, device=device)
         self.times: StepTimes | None = None
-        self.clock = StepClock(lag, synchronous=device.type == "cpu")
+        self._clock = StepClock(lag, synchronous=device.type == "cpu")
         self.whole_batches = False
-        self._context = 0.0
         self.policy: Policy = FixedPolicy(0, "off")
         self._auto: AutoPolicy | None = None  # keeps what it decided while another policy is in force
 
-    def start(self, table: SpsTable | None) -> None:
+    def start(self, table: SpsTable | None, *, whole_batches: bool = False) -> None:
         """Begin with the configured policy. Without a drafter, ``auto`` drafts nothing: there are presets alone.
 
         Args:
             table: measured step times; None where the policy needs none.
+            whole_batches: see the attribute.
         """
+        self.whole_batches = whole_batches
         if table is not None:
             self.times = StepTimes(table)
             depths = (table.gamma,) if self.whole_batches else draft_depths(table.draft_ms)
@@ -132,8 +132,6 @@ class Schedule:
                 return LivePolicy(Rule.THRESHOLD, self.max_verify, options.confidence_threshold)
             case "adaptive-block":
                 return AdaptiveBlockPolicy(self.max_verify)
-            case "random":
-                return LivePolicy(Rule.RANDOM, self.max_verify, needs_confidence=False)
         if self._auto is None:
             raise ConfigError(
                 f"policy={options.schedule!r} needs measured step times, which this server has not taken; start it "
@@ -141,19 +139,23 @@ class Schedule:
             )
         return self._auto if options.schedule == "auto" else LivePolicy(Rule.EARLY_STOP, self.max_verify)
 
-    def choose(self, requests: Sequence[str], context: float, limits: Limits | None = None) -> Choice:
-        """Decide the step ahead, and take the time of the one behind.
+    def choose(
+        self, requests: Sequence[str], context: float, limits: Limits | None = None, *, traced: bool = False
+    ) -> Choice:
+        """Decide the step ahead, and take the time of the one behind, which is in ``last_time`` then.
 
         Args:
             requests: ids of the requests.
             context: mean context tokens per request.
             limits: what the requests ask for themselves; None when nobody asks for anything.
+            traced: whether a request wants to be told the confidences.
         """
-        self.clock.enter(self.times)
-        self._context = context
+        self._clock.enter(self.times)
         choice = self._choose(requests, context)
-        self.clock.begin_stages()
-        return choice if limits is None else choice.within(limits)
+        self._clock.begin_stages()
+        choice = choice if limits is None else choice.within(limits)
+        with_confidence = traced or choice.needs_confidence or self.policy.needs_confidence
+        return replace(choice, context=context, with_confidence=with_confidence)
 
     def _choose(self, requests: Sequence[str], context: float) -> Choice:
         choice = self.policy.choose(len(requests), context)
@@ -169,8 +171,17 @@ class Schedule:
         """Whether speculation rests because plain steps are faster."""
         return self.policy.parked
 
-    def took(self, choice: Choice, requests: int, num_tokens: int) -> None:
-        """The step under way verifies this many tokens; its time is a whole batch's, unless it drafts for some only.
+    @property
+    def last_time(self) -> TimedStep | None:
+        """How long the step took whose time was taken last; None where there was none to take."""
+        return self._clock.last
+
+    def admit(self, choice: Choice, drafted: Drafted) -> Admitted:
+        """The drafts of a step that are verified. Policies that need live values on the host wait for the device."""
+        return admit(choice, drafted, self.options.confidence_threshold, self.times)
+
+    def done(self, choice: Choice, requests: int, num_tokens: int) -> None:
+        """All stages of the step were called; its time is a whole batch's, unless it drafts for some only.
 
         Args:
             num_tokens: rows of the verify forward, those of padding included: what a tier costs is known by its size.
@@ -178,39 +189,11 @@ class Schedule:
         usual = choice.drafted is None and not choice.has_copies
         # A plain step is known by its requests, however many rows they are padded to.
         num_tokens = num_tokens if choice.depth else requests
-        self.clock.took(StepKind(requests, num_tokens, choice.depth, self._context) if usual else None)
+        self._clock.done(StepKind(requests, num_tokens, choice.depth, choice.context) if usual else None)
 
-    def verify_lens(self, choice: Choice, drafted: Drafted, step: int) -> tuple[torch.Tensor, int]:
-        """Verify lengths of a drafted step, and their sum.
-
-        Args:
-            step: number of the engine's step.
-
-        Returns:
-            ``(verify_lens [bs] int64 on the device, sum on the host)``; the policies that need live values on the host
-            wait for the device.
-        """
-        bs, depth = len(drafted.depths), choice.depth
-        if choice.rule is Rule.TOP:
-            lens = top_prefixes(ranked(choice, drafted), choice.budget)
-            return lens, choice.budget if choice.fixes_total else int(lens.sum())
-        bounds = None if choice.limits is None else Bounds.of(choice.limits, drafted)
-        match choice.rule:
-            case Rule.THRESHOLD:
-                assert drafted.raw_confidence is not None
-                assert self.options.confidence_threshold is not None
-                lens = above_threshold(drafted.raw_confidence, self.options.confidence_threshold)
-            case Rule.EARLY_STOP:
-                assert self.times is not None
-                assert drafted.survival is not None
-                step_ms = self.times.by_drafts(bs, depth, self._context)
-                survival = drafted.survival if bounds is None else bounds.drafted(drafted.survival)
-                lens = torch.tensor(early_stop(survival.double().cpu().numpy(), step_ms), device=drafted.device)
-            case _:
-                lens = torch.tensor(random_lens(depth, bs, step), device=drafted.device)
-        if bounds is not None:
-            lens = bounds.cut(lens)
-        return lens, int(lens.sum())
+    def interrupt(self) -> None:
+        """Something other than a decode step runs: the time until the next one is not a step's."""
+        self._clock.interrupt()
 
     def observe(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
         """Take note of a step's outcome.
@@ -222,9 +205,8 @@ class Schedule:
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
             return
-        if self.policy.looks_back:
-            verified = rounds.verify_lens.tolist()
-            self.policy.observe(sum(verified[running[i]] for i in drafted), sum(accept_lens[i] for i in drafted))
+        verified = rounds.verify_lens.tolist()
+        self.policy.observe(sum(verified[running[i]] for i in drafted), sum(accept_lens[i] for i in drafted))
         self.forecast.note(Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
 
     def report(self) -> dict[str, Any]:

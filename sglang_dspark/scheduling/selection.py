@@ -6,8 +6,6 @@ the calibrated confidences (DSpark, Eq. 9). Survivals never grow along a block, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -74,8 +72,3 @@ def above_threshold(confidence: torch.Tensor, threshold: float | torch.Tensor) -
         [bs] int64 lengths.
     """
     return (confidence >= threshold).to(torch.int64).cumprod(1).sum(1)
-
-
-def random_lens(depth: int, requests: int, step: int) -> Sequence[int]:
-    """Lengths 0..depth without rhyme or reason, the same for the same step: a test hook for exactness."""
-    return np.random.default_rng((step, requests)).integers(0, depth + 1, size=requests).tolist()

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-import uuid
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.arrays import Array
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import write_text_whole
 
 FORMAT_VERSION = 1
 
@@ -46,7 +48,6 @@ class SpsTable:
     draft_ms: Array
     verify_ms: Array
     tiers: Sequence[int] = ()
-    _by_load: dict[int, LoadTimes] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         shape = (len(self.requests), len(self.drafts), len(self.contexts))
@@ -69,6 +70,10 @@ class SpsTable:
     def gamma(self) -> int:
         """Drafts per block."""
         return self.drafts[-1]
+
+    @cached_property
+    def _by_load(self) -> dict[int, LoadTimes]:
+        return {}
 
     def times(self, requests: int) -> LoadTimes:
         """Times of every step that ``requests`` requests can take.
@@ -112,16 +117,7 @@ class SpsTable:
             "verify_ms": np.round(self.verify_ms, 4).tolist(),
             "tiers": list(self.tiers),
         }
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own: servers that share a cache may write the same table at the same time.
-        partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-        try:
-            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        write_text_whole(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> SpsTable:
@@ -141,19 +137,16 @@ class SpsTable:
                 "is measured anew"
             )
         try:
-            return cls(
-                key={str(name): str(value) for name, value in content["key"].items()},
-                requests=[int(n) for n in content["requests"]],
-                drafts=[int(n) for n in content["drafts"]],
-                contexts=[int(n) for n in content["contexts"]],
-                draft_ms=np.asarray(content["draft_ms"], dtype=np.float64),
-                verify_ms=np.asarray(content["verify_ms"], dtype=np.float64),
-                tiers=[int(n) for n in content["tiers"]],
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{str(path)!r}: {error}; remove the file, and it is measured anew") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"SPS table {str(path)!r} is damaged ({error!r}); remove the file") from error
+            # Every key has to be there, whatever has a default.
+            return msgspec.convert({"tiers": None} | content, cls, dec_hook=_array)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"SPS table {str(path)!r} is damaged: {error}; remove the file, and it is measured anew"
+            ) from error
+
+
+def _array(kind: type, values: list[Any]) -> Array:
+    return np.asarray(values, dtype=np.float64)
 
 
 @dataclass(frozen=True)

@@ -54,12 +54,13 @@ class StepClock:
         """The step is chosen."""
         self._staging = time.perf_counter()
 
-    def took(self, kind: StepKind | None) -> None:
-        """What kind of step it is; None where its time would teach nothing."""
-        self._kinds.append(kind)
+    def done(self, kind: StepKind | None) -> None:
+        """The step has committed.
 
-    def end_stages(self) -> None:
-        """The step has committed."""
+        Args:
+            kind: of step; None where its time would teach nothing.
+        """
+        self._kinds.append(kind)
         if self._synchronous:
             self._staged_ms = (time.perf_counter() - self._staging) * 1e3
 

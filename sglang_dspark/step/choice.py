@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from sglang_dspark.step.limits import Limits
@@ -16,7 +16,6 @@ class Rule(Enum):
     TOP = "top"
     EARLY_STOP = "early-stop"
     THRESHOLD = "threshold"
-    RANDOM = "random"
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,8 @@ class Choice:
         drafted: requests that are drafted, ascending; None drafts all.
         weight: rounds that a round of this step stands for in the statistics of survivals.
         limits: what requests ask for themselves, see :meth:`within`; None when nobody asks for anything.
+        with_confidence: whether the drafter's confidences are computed.
+        context: mean context tokens per request, which the choice was made for.
     """
 
     rule: Rule
@@ -40,6 +41,15 @@ class Choice:
     drafted: tuple[int, ...] | None = None
     weight: int = 1
     limits: Limits | None = None
+    with_confidence: bool = field(default=True, compare=False)
+    context: float = field(default=0.0, compare=False)
+
+    def depths(self, requests: int) -> list[int]:
+        """Drafts that the drafter proposes for each of the step's requests."""
+        if self.drafted is None:
+            return [self.depth] * requests
+        drafted = set(self.drafted)
+        return [self.depth if request in drafted else 0 for request in range(requests)]
 
     def is_uniform(self, requests: int) -> bool:
         """Whether every request verifies its whole block, whatever the confidences."""

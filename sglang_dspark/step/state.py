@@ -6,13 +6,15 @@ vocabulary. Tensors live on the worker's device unless their name ends in ``_cpu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from dspark_kernels import DraftBlock, RoundKeys, SamplingRows, StepRequests, VerifyRows
 
 from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.transfers import host_index
 
 
@@ -27,26 +29,30 @@ class DecodeBatch:
     rows: SamplingRows
     keys: RoundKeys
     adjusted: bool = False  # whether the target's logits are adjusted between verification and acceptance
+    drafted_rows: SamplingRows | None = None  # of the requests that are drafted, where these are not all
 
     def __len__(self) -> int:
         return self.anchors.shape[0]
 
     @property
     def requests(self) -> StepRequests:
-        """The same for the kernels, all requests real."""
+        """The requests as the kernels take them, all of them real."""
         return StepRequests(self.anchors, self.prefix_lens, self.req_pool_indices, self.req_to_token)
 
-    def take(self, index: torch.Tensor, rows: SamplingRows) -> DecodeBatch:
-        """The step of the requests ``index`` [m] int64 alone; ``rows`` are their sampling parameters."""
-        return DecodeBatch(
+    def drafting(self, requests: Sequence[int]) -> tuple[DecodeBatch, torch.Tensor]:
+        """The step of ``requests`` alone, to whom ``drafted_rows`` belong, and their places, [m] int64."""
+        assert self.drafted_rows is not None, "a step that drafts for some requests has their sampling parameters"
+        index = host_index(requests, self.anchors.device)
+        part = DecodeBatch(
             anchors=self.anchors[index],
             prefix_lens=self.prefix_lens[index],
             req_pool_indices=self.req_pool_indices[index],
             req_to_token=self.req_to_token,
-            rows=rows,
+            rows=self.drafted_rows,
             keys=self.keys.take(index),
             adjusted=self.adjusted,
         )
+        return part, index
 
 
 @dataclass(frozen=True)
@@ -73,50 +79,48 @@ class Drafted:
     """What the draft stage proposes.
 
     Attributes:
-        block: the drafts, [bs, depth]; None for a plain step.
-        predictions: [2, bs, depth] float32, the confidence head's raw logits (NaN without one) and the calibrated
-            survivals: the probability that a draft and all before it are accepted; None where nobody asked.
-        depths: drafts proposed per request; rows of requests without any hold fillers.
+        block: the drafts, [bs, depth]; of depth 0 in a plain step.
+        confidence: how sure the drafter is of its drafts; None where nobody asked. A block with copied drafts may be
+            wider.
+        depths: drafts that the drafter proposes per request; rows of requests without any hold fillers.
+        copied: drafts that a preset proposes instead, per request; empty where no preset does.
     """
 
-    block: DraftBlock | None
-    predictions: torch.Tensor | None
+    block: DraftBlock
+    confidence: Confidence | None
     depths: list[int]
+    copied: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        return len(self.depths)
 
     def with_copies(self, copies: Copies | None) -> Drafted:
-        """The same with drafts that presets propose."""
+        """These drafts, and those that presets propose in place of some."""
         if copies is None:
             return self
-        if self.block is None:
-            block = DraftBlock(copies.tokens, None, None, copied=copies.mask)
-        else:
-            block = self.block.with_copies(copies.tokens, copies.mask)
-        return replace(self, block=block)
+        return replace(self, block=self.block.with_copies(copies.tokens, copies.mask), copied=copies.lens)
 
     @property
     def width(self) -> int:
         """Drafts that the block has room for."""
-        if self.block is not None:
-            return self.block.tokens.shape[1]
-        return 0 if self.predictions is None else self.predictions.shape[2]
+        return self.block.tokens.shape[1]
 
     @property
     def device(self) -> torch.device:
         """Where the drafts are."""
-        tensor = self.predictions if self.block is None else self.block.tokens
-        assert tensor is not None, "a plain step has no drafts"
-        return tensor.device
+        return self.block.tokens.device
 
     @property
-    def survival(self) -> torch.Tensor | None:
-        """[bs, depth] of ``predictions``."""
-        return None if self.predictions is None else self.predictions[1]
+    def survival(self) -> torch.Tensor:
+        """[bs, depth] of ``confidence``, which the policy has asked for."""
+        assert self.confidence is not None, "a policy that reads survivals asks for confidences"
+        return self.confidence.survival
 
     @property
-    def raw_confidence(self) -> torch.Tensor | None:
+    def raw_confidence(self) -> torch.Tensor:
         """[bs, depth] the head's own probability that a draft is accepted, given that all before it are."""
-        logits = None if self.block is None else self.block.confidence_logits
-        return None if logits is None else logits.sigmoid()
+        assert self.block.confidence_logits is not None, "thresholds are refused on a server without a confidence head"
+        return self.block.confidence_logits.sigmoid()
 
 
 @dataclass(frozen=True)
@@ -124,12 +128,27 @@ class VerifyPlan(VerifyRows):
     """Which drafts are verified, and the flattened tokens.
 
     Attributes:
-        lens_cpu: ``verify_lens`` on the host, where the worker runs there.
         width: bound on the rows of a request, anchor included.
     """
 
-    lens_cpu: list[int] | None
     width: int
+
+    @classmethod
+    def of(cls, rows: VerifyRows, width: int) -> VerifyPlan:
+        """``rows`` as a plan."""
+        return cls(**vars(rows), width=width)
+
+
+class TargetOutput(NamedTuple):
+    """What a verification forward of the target gives.
+
+    Attributes:
+        logits_output: SGLang's ``LogitsProcessorOutput``, whose ``next_token_logits`` are [N, V].
+        captured: [N, taps * d] the tapped hidden states, which ``logits_output`` no longer holds.
+    """
+
+    logits_output: Any
+    captured: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -141,7 +160,7 @@ class Rounds:
         choice: what the policy had decided.
         drafted: drafts proposed per request.
         verify_lens: [bs] int64, drafts verified per request.
-        predictions: as in :class:`Drafted`.
+        confidence: as in :class:`Drafted`.
         traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
         copied: drafts that a preset proposed, per request; those requests count as not drafted.
         policy, parked: name of the policy that chose, and whether it let speculation rest.
@@ -151,8 +170,17 @@ class Rounds:
     choice: Choice
     drafted: list[int]
     verify_lens: torch.Tensor
-    predictions: torch.Tensor | None
+    confidence: Confidence | None
     traced: torch.Tensor | None
     copied: Sequence[int]
     policy: str = "auto"
     parked: bool = False
+
+    def on_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> Rounds:
+        """These rounds with tensors that ``copy`` brings to the host."""
+        return replace(
+            self,
+            verify_lens=copy(self.verify_lens),
+            confidence=None if self.confidence is None else self.confidence.copied(copy),
+            traced=None if self.traced is None else copy(self.traced),
+        )

@@ -23,7 +23,7 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path}: {error}; pass a JSONL file of prompts") from error
     texts = (
-        _first_turn(line, f"--prompts {path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()
+        first_turn(line, f"--prompts {path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()
     )
     prompts = list(dict.fromkeys(texts))[:limit]
     if not prompts:
@@ -31,7 +31,15 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
     return prompts
 
 
-def _first_turn(line: str, where: str) -> str:
+def first_turn(line: str, where: str) -> str:
+    """The first user turn of one line of a prompt file.
+
+    Args:
+        where: the line stands, for the message.
+
+    Raises:
+        ConfigError: the line is not of the form above.
+    """
     try:
         row: Any = json.loads(line)
     except ValueError as error:

@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from sglang_dspark.files import write_text_whole
+
 PACKAGES = ("sglang-dspark", "sglang", "torch", "transformers", "triton")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -93,9 +95,7 @@ def file_digest(path: Path) -> str:
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write ``document`` to ``path`` in one step, so that a reader never finds half of it."""
-    draft = path.with_suffix(path.suffix + ".part")
-    draft.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    draft.replace(path)
+    write_text_whole(path, json.dumps(document, indent=2) + "\n")
 
 
 def _output(*words: str) -> str:

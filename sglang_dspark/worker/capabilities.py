@@ -3,58 +3,65 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from sglang_dspark.config import SCHEDULES
+from sglang_dspark.config import SCHEDULES, DSparkConfig
 from sglang_dspark.engine.support import versions
+from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.speculation import Speculation
-
-if TYPE_CHECKING:
-    from sglang_dspark.worker.worker import DSparkWorker
+from sglang_dspark.worker.staging import Staging
 
 
-def capabilities(worker: DSparkWorker) -> dict[str, Any]:
-    """JSON: the decode path and why, versions, checkpoints, policies and features."""
-    args, runner = worker.server_args, worker.target_worker.model_runner
-    model, drafter = runner.model_config, worker.drafter.describe(args.speculative_draft_model_path)
-    drafting = "requests with a preset speculate" if drafter is None else "the drafter fits the target"
+def capabilities(server_args: Any, model_runner: Any, staging: Staging, max_verify: int) -> dict[str, Any]:
+    """JSON: the decode path and why, versions, checkpoints, policies and features.
+
+    Args:
+        server_args, model_runner: SGLang's, of the server and of its target.
+        staging: what takes the steps.
+        max_verify: most drafts that a step verifies per request.
+    """
+    options: DSparkConfig = server_args.dspark_config
+    drafter, schedule = staging.eager.drafter, staging.eager.schedule
+    model, described = model_runner.model_config, drafter.describe(server_args.speculative_draft_model_path)
+    drafting = "requests with a preset speculate" if described is None else "the drafter fits the target"
+    on_gpu = model_runner.device == "cuda"
+    has_head = schedule.forecast.calibration is not None
     return {
         "effective_decode_path": "dspark",
         "reason": f"selected by --speculative-algorithm, and {drafting}",
         "versions": versions(),
-        "device": torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else "cpu",
-        "dtype": str(runner.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "dtype": str(model_runner.dtype).removeprefix("torch."),
         "target": {
-            "path": args.model_path,
-            "name": args.served_model_name,
+            "path": server_args.model_path,
+            "name": server_args.served_model_name,
             "architecture": (model.hf_text_config.architectures or [None])[0],
             "vocab_size": model.hf_text_config.vocab_size,
             "context_length": model.context_len,
         },
-        "drafter": drafter,
-        "simulated_acceptance": worker.options.acceptance_profile(worker.drafter.gamma),
-        "block_size": worker.drafter.gamma,
-        "max_verify": worker.max_verify,
-        "max_running_requests": worker.max_running_requests,
-        "policy": worker.schedule.policy.name,
-        "policies": {name: _policy(worker, name) for name in SCHEDULES},
+        "drafter": described,
+        "simulated_acceptance": options.acceptance_profile(drafter.gamma),
+        "block_size": drafter.gamma,
+        "max_verify": max_verify,
+        "max_running_requests": int(model_runner.max_running_requests),
+        "policy": schedule.policy.name,
+        "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in SCHEDULES},
         "features": {
-            "speculation_fields": _speculation_fields(has_head=worker.schedule.forecast.calibration is not None),
-            "cuda_graphs": worker.graphs is not None,
-            "overlap": not args.disable_overlap_schedule,
-            "attention_backend": args.attention_backend,
-            "tensor_parallel_size": args.tp_size,
-            "online_calibration": worker.schedule.forecast.calibration is not None
-            and worker.options.online_calibration,
-            "prometheus": bool(args.enable_metrics),
+            "speculation_fields": _speculation_fields(has_head=has_head),
+            "cuda_graphs": staging.graphs is not None,
+            "overlap": not server_args.disable_overlap_schedule,
+            "attention_backend": server_args.attention_backend,
+            "tensor_parallel_size": server_args.tp_size,
+            "online_calibration": has_head and options.online_calibration,
+            "prometheus": bool(server_args.enable_metrics),
         },
     }
 
 
 def in_one_line(found: dict[str, Any]) -> str:
-    """The same for the log."""
+    """What :func:`capabilities` found, for the log."""
     features, drafter = found["features"], _drafter_in_words(found["drafter"])
     available = [name for name, policy in found["policies"].items() if policy["available"]]
     return (
@@ -82,11 +89,11 @@ def _speculation_fields(*, has_head: bool) -> list[str]:
     return names if has_head else [name for name in names if name != "confidence_threshold"]
 
 
-def _policy(worker: DSparkWorker, name: str) -> dict[str, Any]:
-    unavailable = worker.schedule.why_not(name)
+def _policy(schedule: Schedule, name: str, *, on_gpu: bool) -> dict[str, Any]:
+    unavailable = schedule.why_not(name)
     return {
         "available": unavailable is None,
         "reason": unavailable,
         # On a CPU, host and device are the same.
-        "waits_for_device": worker.on_gpu and worker.schedule.reads_live_values(name),
+        "waits_for_device": on_gpu and schedule.reads_live_values(name),
     }

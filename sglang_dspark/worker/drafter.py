@@ -15,9 +15,9 @@ from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.formats import read
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
+from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
+from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import load_draft_model, random_draft_model
 from sglang_dspark.engine.forward.target import Target
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
@@ -46,6 +46,7 @@ class Drafter:
     """
 
     cache: DraftCache
+    drafts = True  # whether it can propose anything
 
     def __init__(
         self,
@@ -64,23 +65,30 @@ class Drafter:
         self._device, self._features = device, features
 
     @classmethod
-    def load(cls, path: str, options: DSparkConfig, model_runner: Any, device: torch.device, *, dummy: bool) -> Self:
+    def load(
+        cls,
+        resolved: ResolvedDrafter,
+        options: DSparkConfig,
+        model_runner: Any,
+        device: torch.device,
+        *,
+        dummy: bool,
+    ) -> Self:
         """Load a checkpoint beside the target of ``model_runner``.
 
         Args:
             dummy: take random weights of its shape.
         """
-        reading = read(path)
-        config = reading.config
-        if reading.unknown_keys:
-            logger.warning("DSPARK drafter %s: unknown keys in config.json: %s", path, ", ".join(reading.unknown_keys))
+        path, config = resolved.path, resolved.config
+        if unknown := resolved.reading.unknown_keys:
+            logger.warning("DSPARK drafter %s: unknown keys in config.json: %s", path, ", ".join(unknown))
         target = Target(model_runner, config)
         if dummy:
             model = random_draft_model(config, dtype=target.dtype, device=device)
         else:
-            model = load_draft_model(path, dtype=target.dtype, device=device)
+            model = load_draft_model(path, dtype=target.dtype, device=device, reading=resolved.reading)
         shared = target.share_with(model)
-        heads = ProposalHeads(model, load_token_ids(path, config.vocab_size))
+        heads = ProposalHeads(model, resolved.token_ids)
         logger.info(
             "DSPARK drafter %s loaded%s; read from the target: %s",
             path,
@@ -187,6 +195,7 @@ class NoDrafter:
     There is no draft K/V, and nothing is read from the target's layers.
     """
 
+    drafts = False
     mask_token_id = 0  # of staged blocks that nobody reads
 
     def __init__(self, options: DSparkConfig) -> None:
@@ -207,7 +216,7 @@ class NoDrafter:
         """The target's K/V is all there is."""
 
     def inject(self, *rows: Any) -> None:
-        """Likewise."""
+        """There is no K/V to write."""
 
     def describe(self, path: str) -> None:
-        """Nothing."""
+        """There is no checkpoint to describe."""

@@ -9,21 +9,28 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from dspark_kernels import Accepted, DraftBlock, RoundKeys, SamplingRows
-from dspark_kernels.plan import VerifyRows, plan_top, plan_uniform
-from dspark_kernels.prepare import PreparedStep, StepRequests, prepare
+from dspark_kernels import (
+    Accepted,
+    DraftBlock,
+    PreparedStep,
+    RoundKeys,
+    SamplingRows,
+    StepRequests,
+    VerifyRows,
+    prepare,
+)
 
 from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, static_verify
-from sglang_dspark.scheduling.ranking import ranked
+from sglang_dspark.scheduling.admission import Best
 from sglang_dspark.step.choice import Choice, Rule
-from sglang_dspark.step.state import DecodeBatch, Drafted, VerifyPlan
+from sglang_dspark.step.confidence import Confidence
+from sglang_dspark.step.state import DecodeBatch, Drafted, TargetOutput, VerifyPlan
+from sglang_dspark.worker.stages import EagerStages
 from sglang_dspark.worker.tiers import Tiers
-
-if TYPE_CHECKING:
-    from sglang_dspark.worker.worker import DSparkWorker
+from sglang_dspark.worker.verify_plan import lay_out
 
 T = TypeVar("T", PreparedStep, VerifyRows)
 
@@ -34,36 +41,46 @@ RULES = (Rule.TOP, Rule.UNIFORM)
 
 
 class StepGraphs:
-    """Captured stages of one worker, and the buffers that they read and write.
+    """Captured stages of a server, and the buffers that they read and write.
+
+    Args:
+        eager: the same stages launch by launch, which are captured.
+        model_runner: SGLang's, of the target.
+        request_slots: batch sizes to capture, ascending.
+        depth: drafts per request that captured steps have room for.
+        seed: of the engine's noise.
 
     Attributes:
         tiers: sizes that were captured.
     """
 
-    def __init__(self, worker: DSparkWorker, request_slots: list[int]) -> None:
+    def __init__(self, eager: EagerStages, model_runner: Any, request_slots: list[int], depth: int, seed: int) -> None:
         self._free_before = torch.cuda.mem_get_info()[0]
-        self.worker = worker
-        self.depth, device = worker.graph_depth, worker.device
-        self.tiers = Tiers.of(request_slots, self.depth)
-        most = self.tiers.requests[-1]
+        self.eager, self.depth = eager, depth
+        self._runner, self._seed = model_runner, seed
+        self._req_to_token: torch.Tensor = model_runner.req_to_token_pool.req_to_token
+        self.tiers = Tiers.of(request_slots, depth)
+        most, device = self.tiers.requests[-1], self._req_to_token.device
         num_rows = max((most, *self.tiers.tokens))
-        self.prepared = _zeroed(PreparedStep.empty(most, worker.drafter.num_slots, device))
+        forecast = eager.schedule.forecast
+        self.prepared = _zeroed(PreparedStep.empty(most, eager.drafter.num_slots, device))
         self.step_number = torch.zeros((), dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(most, device=device)
-        self.coefficients = worker.schedule.forecast.coefficients.clone()
-        self._copied_coefficients = worker.schedule.forecast.coefficients
-        self.drafts = torch.zeros((most, self.depth), dtype=torch.int64, device=device)
-        self.predictions = torch.zeros((2, most, self.depth), device=device)
+        self.coefficients = forecast.coefficients.clone()
+        self._copied_coefficients = forecast.coefficients
+        self.drafts = torch.zeros((most, depth), dtype=torch.int64, device=device)
+        self.confidence = Confidence(torch.zeros((2, most, depth), device=device))
+        self.order = torch.zeros((most, depth), device=device)
         self._rows = _zeroed(VerifyRows.empty(most, num_rows, device))
-        self._logits = torch.empty((num_rows, worker.target_worker.model_config.vocab_size), device=device)
+        self._logits = torch.empty((num_rows, model_runner.model_config.vocab_size), device=device)
         self.draft: dict[tuple[int, bool], Captured[DraftBlock]] = {}
-        self.verify: dict[tuple[int, bool], Captured[tuple[Any, torch.Tensor]]] = {}
+        self.verify: dict[tuple[int, bool], Captured[TargetOutput]] = {}
         self.accept: dict[tuple[int, bool], Captured[Accepted]] = {}
 
     def capture(self) -> None:
         """Capture every tier; takes seconds."""
         began = time.monotonic()
-        with torch.no_grad(), capturing(self.worker.target_worker.model_runner) as capture:
+        with torch.no_grad(), capturing(self._runner) as capture:
             # Drafts first: the law of sampled drafts is read after the verification was replayed.
             if self.depth > 0:
                 for slots in reversed(self.tiers.requests):
@@ -84,31 +101,36 @@ class StepGraphs:
         )
 
     def _capture_draft(self, capture: Capture, slots: int, sampled: bool) -> None:
-        worker, step = self.worker, self._static_step(slots, sampled)
+        drafter, forecast = self.eager.drafter, self.eager.schedule.forecast
+        step = self._static_step(slots, sampled)
 
         def run() -> DraftBlock:
-            block = worker.drafter.propose(step, self.depth, with_confidence=True, layout=self.prepared.block(slots))
-            self.drafts[:slots] = block.tokens
-            self.predictions[:, :slots] = worker.schedule.forecast.predict(
-                block.confidence_logits, slots, self.depth, self.coefficients
-            )
+            block = drafter.propose(step, self.depth, with_confidence=True, layout=self.prepared.block(slots))
+            self._keep(block, forecast.predict(block.confidence_logits, slots, self.depth, self.coefficients))
             return block
 
         self.draft[slots, sampled] = capture(run)
 
+    def _keep(self, block: DraftBlock, confidence: Confidence | None) -> None:
+        bs = len(block.tokens)
+        self.drafts[:bs] = block.tokens
+        if confidence is not None:
+            self.confidence.packed[:, :bs] = confidence.packed
+
     def _capture_verify(self, capture: Capture, rows: int, plain: bool) -> None:
-        worker, plan, step = self.worker, self.plan_of(rows, plain), self._static_step(self.slots_of(rows), False)
-        runner = worker.target_worker.model_runner
-        verify = capture(static_verify(runner, step, plan, self._logits[:rows]))
+        eager, step = self.eager, self._static_step(self.slots_of(rows), False)
+        plan = VerifyPlan.of(self.rows_of(rows), 1 if plain else self.depth + 1)
+        verify = capture(static_verify(self._runner, step, plan, self._logits[:rows]))
         self.verify[rows, plain] = verify
-        if worker.agreement.needed:
+        if eager.agreement.needed:
             return  # ranks settle the outcome between the forward and the commit
-        output, captured = verify.output
-        drafts = self.drafts[: len(step), : plan.width - 1]
+        output = verify.output
+        block = DraftBlock(self.drafts[: len(step), : plan.width - 1], None, None)
+        drafted = Drafted(block, None, [plan.width - 1] * len(step))
 
         def run() -> Accepted:
-            accepted = worker.accept(step, DraftBlock(drafts, None, None), plan, output)
-            worker.commit(plan, accepted, captured)
+            accepted = eager.accept(step, drafted, plan, output)
+            eager.commit(plan, accepted, output)
             return accepted
 
         self.accept[rows, plain] = capture(run)
@@ -130,31 +152,47 @@ class StepGraphs:
             slots=whole.slots[:rows],
         )
 
-    def plan_of(self, rows: int, plain: bool) -> VerifyPlan:
-        """The same as a plan."""
-        return VerifyPlan(lens_cpu=None, width=1 if plain else self.depth + 1, **vars(self.rows_of(rows)))
-
     def requests_of(self, slots: int) -> StepRequests:
         """The staged requests, padded to ``slots``."""
-        return self.prepared.requests(self.worker.req_to_token, slots)
+        return self.prepared.requests(self._req_to_token, slots)
 
     def _static_step(self, slots: int, sampled: bool) -> DecodeBatch:
         requests = self.requests_of(slots)
+        temperatures = self.temperatures[:slots] if sampled else None
         return DecodeBatch(
             anchors=requests.anchors,
             prefix_lens=requests.prefix_lens,
             req_pool_indices=requests.req_pool_indices,
             req_to_token=requests.req_to_token,
-            rows=SamplingRows.by_temperature(slots, self.temperatures[:slots] if sampled else None, self.worker.device),
+            rows=SamplingRows.by_temperature(slots, temperatures, self._req_to_token.device),
             # The kernels key their noise by slot; positions matter to seeded requests only.
-            keys=RoundKeys(
-                self.worker.target_worker.random_seed, self.step_number, requests.req_pool_indices, requests.prefix_lens
-            ),
+            keys=RoundKeys(self._seed, self.step_number, requests.req_pool_indices, requests.prefix_lens),
         )
 
-    def refresh_coefficients(self) -> None:
+    def draft_block(self, step: DecodeBatch, slots: int, with_confidence: bool) -> DraftBlock:
+        """Draft for all requests of the staged step, into the buffers.
+
+        Args:
+            slots: request slots of a greedy draft.
+        """
+        requests, sampled = len(step), step.rows.any_sampled
+        captured_slots = self.tiers.sampled_slots(requests) if sampled else slots
+        if step.rows.any_seeded or captured_slots is None:
+            block = self.eager.drafter.propose(step, self.depth, with_confidence)
+            predict = self.eager.schedule.forecast.predict
+            self._keep(block, predict(block.confidence_logits, requests, self.depth) if with_confidence else None)
+        else:
+            if sampled:
+                self.temperatures[:requests] = step.rows.draw_temperatures
+                self.temperatures[requests:captured_slots] = 0
+                self.step_number.fill_(step.keys.step)
+            self._refresh_coefficients()
+            block = self.draft[captured_slots, sampled].replay().first(requests)
+        return replace(block, tokens=self.drafts[:requests])
+
+    def _refresh_coefficients(self) -> None:
         """Take over what calibration has learned."""
-        latest = self.worker.schedule.forecast.coefficients
+        latest = self.eager.schedule.forecast.coefficients
         if self._copied_coefficients is not latest:
             self.coefficients.copy_(latest)
             self._copied_coefficients = latest
@@ -170,85 +208,71 @@ class StepGraphs:
         rows = slots if plain else self.tiers.token_rows(requests + drafts)
         if rows is None:
             return None
-        prepare(step.requests, self.worker.drafter.num_slots, self.worker.drafter.mask_token_id, out=self.prepared)
+        drafter = self.eager.drafter
+        prepare(step.requests, drafter.num_slots, drafter.mask_token_id, out=self.prepared)
         return GraphStages(self, slots, rows, plain)
 
 
 class GraphStages:
-    """The stages of one staged step; each does what the worker's method of its name does."""
+    """The stages of one staged step.
+
+    Args:
+        slots: request slots of the tier that drafts.
+        rows: of the tier that verifies.
+        plain: whether the step has no drafts.
+    """
 
     def __init__(self, graphs: StepGraphs, slots: int, rows: int, plain: bool) -> None:
-        self._graphs, self._worker = graphs, graphs.worker
+        self._graphs, self._eager = graphs, graphs.eager
         self._slots, self._rows, self._plain = slots, rows, plain
         self._committed = False
 
-    def draft(self, step: DecodeBatch, choice: Choice, rows: SamplingRows, with_confidence: bool) -> Drafted:
+    def draft(self, step: DecodeBatch, choice: Choice) -> Drafted:
         """Propose blocks for all requests: on a GPU a few less take no less time."""
         requests, graphs = len(step), self._graphs
         if self._plain:
-            return Drafted(None, None, [0] * requests)
-        sampled = step.rows.any_sampled
-        slots = graphs.tiers.sampled_slots(requests) if sampled else self._slots
-        if step.rows.any_seeded or slots is None:
-            block = self._worker.drafter.propose(step, graphs.depth, with_confidence)
-            graphs.drafts[:requests] = block.tokens
-            if with_confidence:
-                graphs.predictions[:, :requests] = self._worker.schedule.forecast.predict(
-                    block.confidence_logits, requests, graphs.depth
-                )
-        else:
-            if sampled:
-                graphs.temperatures[:requests] = step.rows.draw_temperatures
-                graphs.temperatures[requests:slots] = 0
-                graphs.step_number.fill_(step.keys.step)
-            graphs.refresh_coefficients()
-            block = graphs.draft[slots, sampled].replay().first(requests)
-        parked = () if choice.drafted is None else set(range(requests)).difference(choice.drafted)
-        return Drafted(
-            block=replace(block, tokens=graphs.drafts[:requests]),
-            # Outlives the step, and the next replay overwrites the buffers.
-            predictions=graphs.predictions[:, :requests].clone() if with_confidence else None,
-            depths=[0 if request in parked else choice.depth for request in range(requests)],
-        )
+            return Drafted(DraftBlock.empty(requests, step.anchors.device), None, [0] * requests)
+        block = graphs.draft_block(step, self._slots, choice.with_confidence)
+        confidence = None
+        if choice.with_confidence:
+            # Outlives the step, and the next replay overwrites the buffer.
+            confidence = Confidence(graphs.confidence.packed[:, :requests].clone())
+        return Drafted(block, confidence, choice.depths(requests))
 
     def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
-        """Lay out the rows of the tier."""
-        graphs, requests = self._graphs, len(step)
-        drafts = None
-        if drafted.block is not None:
-            drafts = graphs.drafts[: graphs.slots_of(self._rows)]
-            self._worker.agreement.adopt(graphs.drafts[:requests])
-        given, out = graphs.requests_of(graphs.slots_of(self._rows)), graphs.rows_of(self._rows)
-        if choice.is_uniform(requests):
-            plan_uniform(choice.depth, drafts, given, self._rows, out)
-        else:
-            assert drafts is not None
-            if choice.singles_out:
-                graphs.predictions[1, :requests] = ranked(choice, drafted)
-            self._worker.agreement.adopt(graphs.predictions[1, :requests])
-            plan_top(graphs.predictions[1, : len(drafts)], choice.budget, drafts, given, self._rows, out)
-        return graphs.plan_of(self._rows, self._plain)
+        """Choose which drafts are verified, and lay out the rows of the tier."""
+        graphs, slots = self._graphs, self._graphs.slots_of(self._rows)
+        admitted = self._eager.schedule.admit(choice, drafted)
+        if isinstance(admitted, Best):
+            # The kernel reads an order for every request slot.
+            graphs.order[: len(step)] = admitted.order
+            self._eager.agreement.adopt(graphs.order[: len(step)])
+            admitted = Best(graphs.order[:slots], admitted.budget)
+        self._eager.agreement.adopt(drafted.block.tokens)
+        drafts = drafted.block.tokens if self._plain else graphs.drafts[:slots]
+        plan = lay_out(graphs.requests_of(slots), drafts, admitted, graphs.rows_of(self._rows))
+        return replace(plan, width=1 if self._plain else graphs.depth + 1)
 
-    def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> tuple[Any, torch.Tensor]:
-        """Run the target over the tier."""
+    def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
+        """Run the target over the tier, whose buffers hold the plan."""
         return self._graphs.verify[self._rows, self._plain].replay()
 
-    def accept(self, step: DecodeBatch, block: DraftBlock | None, plan: VerifyPlan, output: Any) -> Accepted:
+    def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> Accepted:
         """Judge the drafts; those of greedy batches whose logits stay as they are, are committed on the way."""
         requests = len(step)
-        if step.rows.all_greedy and not step.adjusted and not self._worker.agreement.needed:
+        if step.rows.all_greedy and not step.adjusted and not self._eager.agreement.needed:
             self._committed = True
-            if self._worker.profile is not None:
+            if self._eager.profile is not None:
                 self._graphs.step_number.fill_(step.keys.step)
             accepted = self._graphs.accept[self._rows, self._plain].replay()
             return Accepted(*(part[:requests].clone() for part in vars(accepted).values()))
         part = replace(plan, verify_lens=plan.verify_lens[:requests], indptr=plan.indptr[: requests + 1])
-        return self._worker.accept(step, block, part, output)
+        return self._eager.accept(step, drafted, part, output)
 
-    def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
-        """Write the draft K/V of the committed rows."""
+    def commit(self, plan: VerifyPlan, accepted: Accepted, output: TargetOutput) -> None:
+        """Write the draft K/V of the committed rows, where accepting has not done so."""
         if not self._committed:
-            self._worker.commit(plan, accepted, captured)
+            self._eager.commit(plan, accepted, output)
 
 
 def _zeroed(buffers: T) -> T:

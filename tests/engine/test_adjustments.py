@@ -43,7 +43,7 @@ def step(adjustments: Adjustments, *reqs: Request) -> torch.Tensor:
     logits, indptr = torch.zeros(len(reqs), VOCAB), torch.arange(len(reqs) + 1)
     nothing = torch.zeros(len(reqs), dtype=torch.int64)
     plan = SimpleNamespace(requests=indptr[:-1], columns=nothing, input_ids=nothing, indptr=indptr)
-    adjustments.apply(batch_of(*reqs), plan, None, logits)
+    adjustments.of_step(batch_of(*reqs)).apply(plan, logits)
     return logits
 
 
@@ -55,12 +55,12 @@ def adjustments() -> Adjustments:
 def test_batches_without_adjustments_are_nobodys_concern(adjustments):
     plain, greedy = Request(), Request(temperature=0.0, stop=["x"], frequency_penalty=0.0)
     assert not adjustments.concern_prefill(batch_of(plain, greedy))
-    assert not adjustments.concern_step(batch_of(plain, greedy))
+    assert not adjustments.of_step(batch_of(plain, greedy)).any
     penalised = Request(presence_penalty=1.0)
     assert adjustments.concern_prefill(batch_of(plain, penalised))
     prefill(adjustments, penalised)
-    assert adjustments.concern_step(batch_of(plain, penalised))
-    assert not adjustments.concern_step(batch_of(plain))
+    assert adjustments.of_step(batch_of(plain, penalised)).any
+    assert not adjustments.of_step(batch_of(plain)).any
 
 
 def test_counts_follow_the_request_through_changing_batches(adjustments):

@@ -16,6 +16,7 @@ from dspark_kernels.plan import (
 from dspark_kernels.prepare import PreparedStep, StepRequests, prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from sglang_dspark.scheduling.selection import top_prefixes
 
 SIZES = [(bs, depth) for bs in (1, 3, 17, 130) for depth in (1, 5, 16)]

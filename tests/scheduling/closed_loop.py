@@ -4,12 +4,12 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from step_tables import GAMMA
+
 from sglang_dspark.scheduling.auto_policy import AutoPolicy, draft_depths
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
-from step_tables import GAMMA
-
 from sglang_dspark.step.choice import Choice
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
 
@@ -23,7 +23,7 @@ def wrong_by(table: SpsTable, error: float, share: float, seed: int) -> SpsTable
     rng = np.random.default_rng(seed)
     shape = table.verify_ms.shape[:2]
     off = np.where(rng.random(shape) < share, rng.choice([1 + error, 1 / (1 + error)], size=shape), 1.0)
-    return replace(table, verify_ms=table.verify_ms * off[:, :, None], _by_load={})
+    return replace(table, verify_ms=table.verify_ms * off[:, :, None])
 
 
 @dataclass

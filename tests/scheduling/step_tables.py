@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
 from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
 
 GAMMA = 7

@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from step_tables import GAMMA, compute_bound, costly_drafts, make_table, memory_bound
+
 from sglang_dspark.scheduling.auto_policy import (
     FIRST_LOOK_ROUNDS,
     MIN_GAIN,
@@ -19,8 +21,6 @@ from sglang_dspark.scheduling.auto_policy import (
 from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
 from sglang_dspark.scheduling.policies import FixedPolicy, LivePolicy
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
-from step_tables import GAMMA, compute_bound, costly_drafts, make_table, memory_bound
-
 from sglang_dspark.step.choice import PLAIN, Choice, Rule
 
 CONTEXT = 300.0

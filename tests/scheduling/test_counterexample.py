@@ -13,6 +13,7 @@ import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingRows, accept_ref, markov_sample_ref
 from scipy import stats
+
 from sglang_dspark.scheduling.selection import early_stop, top_prefixes
 
 ALPHA = 1e-4

@@ -1,11 +1,12 @@
-"""The rules that read this step's confidences on the host: early stop, threshold; and the hook that reads nothing."""
+"""The rules that read this step's confidences on the host: early stop and threshold."""
 
 import itertools
 
 import numpy as np
 import pytest
 import torch
-from sglang_dspark.scheduling.selection import above_threshold, early_stop, random_lens
+
+from sglang_dspark.scheduling.selection import above_threshold, early_stop
 
 
 def algorithm_1(survival, sps):
@@ -122,10 +123,3 @@ def test_the_threshold_cuts_at_the_first_confidence_below_it():
 
 def test_a_confidence_that_is_no_number_is_below_every_threshold():
     assert above_threshold(torch.tensor([[float("nan"), 1.0], [1.0, float("nan")]]), 0.0).tolist() == [0, 1]
-
-
-def test_random_lens_are_the_same_for_the_same_step_only():
-    steps = [tuple(random_lens(7, 16, step)) for step in range(50)]
-    assert steps == [tuple(random_lens(7, 16, step)) for step in range(50)]
-    assert len(set(steps)) == 50
-    assert {n for lens in steps for n in lens} == set(range(8))

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+from step_tables import GAMMA, compute_bound, costly_drafts, random_table
+
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.planner import by_drafts, outlook
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
-from step_tables import GAMMA, compute_bound, costly_drafts, random_table
 
 ALL_DEPTHS = tuple(range(1, GAMMA + 1))
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from sglang_dspark.scheduling.position_acceptance import PositionAcceptance
 
 

@@ -1,6 +1,7 @@
 """Which requests are worth drafting."""
 
 import numpy as np
+
 from sglang_dspark.scheduling.request_gains import RETRY_STEPS, RequestGains
 
 GOOD, BAD = np.array([[0.9, 0.6]]), np.array([[0.05, np.nan]])

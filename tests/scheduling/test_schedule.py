@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 import torch
 from dspark_kernels import DraftBlock
-from sglang_dspark.scheduling.sps_table import SpsTable
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.forecast import LEARN_STEPS
 from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.state import Drafted, Rounds
 
@@ -35,15 +36,14 @@ def schedule(*, gamma=GAMMA, with_head=True, with_table=True, **options):
 def rounds(choice, drafted, verify_lens, logits=None, survival=None):
     requests = [f"r{index}" for index in range(len(drafted))]
     return Rounds(
-        requests, choice, drafted, torch.tensor(verify_lens), predictions(logits, survival), None, [0] * len(drafted)
+        requests, choice, drafted, torch.tensor(verify_lens), confidence(logits, survival), None, [0] * len(drafted)
     )
 
 
-def predictions(logits, survival):
+def confidence(logits, survival):
     if logits is None and survival is None:
         return None
-    unknown = torch.full_like(survival if logits is None else logits, torch.nan)
-    return torch.stack([unknown if part is None else part for part in (logits, survival)])
+    return Confidence.of(logits, torch.full_like(logits, torch.nan) if survival is None else survival)
 
 
 def tokens(requests, depth):
@@ -54,7 +54,7 @@ def tokens(requests, depth):
     ("options", "fields", "complaint"),
     [
         ({"gamma": 0, "with_table": False, "schedule": "off"}, {"policy": "auto"}, "without K/V slots"),
-        ({"gamma": 0, "with_table": False, "schedule": "off"}, {"policy": "random"}, "without K/V slots"),
+        ({"gamma": 0, "with_table": False, "schedule": "off"}, {"policy": "adaptive-block"}, "without K/V slots"),
         ({"with_table": False, "schedule": "static"}, {"policy": "auto"}, "measured step times"),
         ({"with_table": False, "schedule": "static"}, {"policy": "early-stop"}, "measured step times"),
         ({"with_head": False}, {"policy": "threshold", "confidence_threshold": 0.5}, "confidence head"),
@@ -127,11 +127,9 @@ def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
 def test_a_forced_request_is_verified_in_full_and_one_alone_excludes_the_others():
     made = schedule()
     survival = torch.tensor([[0.9, 0.8, 0.7], [0.3, 0.2, 0.1]])
-    drafted = Drafted(None, predictions(None, survival), [GAMMA] * 2)
-    lens, total = made.verify_lens(Choice(Rule.TOP, GAMMA, 4, forced=1), drafted, 0)
-    assert (lens.tolist(), total) == ([1, 3], 4)
-    lens, total = made.verify_lens(Choice(Rule.TOP, GAMMA, 3, forced=1, drafted=(1,)), drafted, 0)
-    assert (lens.tolist(), total) == ([0, 3], 3)
+    drafted = Drafted(tokens(2, GAMMA), confidence(None, survival), [GAMMA] * 2)
+    assert made.admit(Choice(Rule.TOP, GAMMA, 4, forced=1), drafted).verify_lens.tolist() == [1, 3]
+    assert made.admit(Choice(Rule.TOP, GAMMA, 3, forced=1, drafted=(1,)), drafted).verify_lens.tolist() == [0, 3]
 
 
 def test_calibration_can_be_frozen():
@@ -157,10 +155,8 @@ def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
     usual = [choice for choice in (made.choose(["r0", "r1"], 64.0) for _ in range(100)) if choice.forced is None]
     assert sum(choice.drafted == (0,) for choice in usual) > 80
     assert any(choice.drafted is None for choice in usual)
-    lens, total = made.verify_lens(
-        Choice(Rule.TOP, GAMMA, 2, drafted=(0,)), Drafted(None, torch.full((2, 2, GAMMA), 0.5), [GAMMA, 0]), 0
-    )
-    assert (lens.tolist(), total) == ([2, 0], 2)
+    drafted = Drafted(tokens(2, GAMMA), Confidence(torch.full((2, 2, GAMMA), 0.5)), [GAMMA, 0])
+    assert made.admit(Choice(Rule.TOP, GAMMA, 2, drafted=(0,)), drafted).verify_lens.tolist() == [2, 0]
     assert made.choose(["r2", "r3"], 64.0).drafted is None
 
 
@@ -171,17 +167,17 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
     made, ids, rng = schedule(with_head=with_head), [f"r{index}" for index in range(users)], np.random.default_rng(0)
     parked = []
     for accepts, steps in ((0, 2000), (GAMMA, 4000)):
-        for step in range(steps):
+        for _ in range(steps):
             choice = made.choose(ids, 64.0)
             parked.append(made.parked)
-            made.clock.interrupt()
+            made.interrupt()
             if choice.depth == 0:
                 continue
             logits = torch.from_numpy(rng.normal(3.0, 1.0, (users, choice.depth))).float() if with_head else None
-            drafted = [choice.depth * (choice.drafted is None or r in choice.drafted) for r in range(users)]
             foretold = made.forecast.predict(logits, users, choice.depth)
-            lens, _ = made.verify_lens(choice, Drafted(tokens(users, choice.depth), foretold, drafted), step)
-            outcome = Rounds(ids, choice, drafted, lens, foretold, None, [0] * users)
+            drafted = Drafted(tokens(users, choice.depth), foretold, choice.depths(users))
+            lens = made.admit(choice, drafted).verify_lens
+            outcome = Rounds(ids, choice, drafted.depths, lens, foretold, None, [0] * users)
             made.observe(outcome, list(range(users)), np.minimum(lens.numpy(), accepts).tolist())
     bad, good = parked[:2000], parked[2000:]
     assert bad.index(True) <= 64 // users + LEARN_STEPS
@@ -206,14 +202,12 @@ def test_adaptive_blocks_follow_the_last_steps():
 SURVIVAL = torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4], [0.3, 0.2, 0.1]])
 
 
-def lens_within(made, choice, limits, survival=SURVIVAL, step=0):
+def lens_within(made, choice, limits, survival=SURVIVAL):
     """Lengths of a step of three requests whose blocks have these survivals."""
     logits = torch.logit(torch.tensor([[0.9, 0.9, 0.9], [0.9, 0.4, 0.9], [0.3, 0.9, 0.9]]))
     block = DraftBlock(torch.zeros(3, GAMMA, dtype=torch.int64), None, logits)
-    predicted = None if survival is None else predictions(logits, survival)
-    lens, total = made.verify_lens(choice.within(limits), Drafted(block, predicted, [GAMMA] * 3), step)
-    assert total == lens.sum()
-    return lens.tolist()
+    predicted = None if survival is None else confidence(logits, survival)
+    return made.admit(choice.within(limits), Drafted(block, predicted, [GAMMA] * 3)).verify_lens.tolist()
 
 
 def test_a_capped_request_leaves_its_share_to_the_others():
@@ -250,20 +244,15 @@ def test_a_fixed_length_within_limits_needs_no_survivals():
     [
         ({"schedule": "threshold", "confidence_threshold": 0.6}, [3, 1, 0]),
         ({"schedule": "early-stop"}, [3, 3, 2]),
-        ({"schedule": "random"}, None),
     ],
 )
 def test_live_rules_within_limits(options, free):
     made = schedule(**options)
     choice = made.choose(["a", "b", "c"], 64.0)
-    for step in range(20):
-        got = lens_within(made, choice, Limits((3, 3, 3), (0, 0, 0)), step=step)
-        assert free is None or got == free
-        expected = [min(got[0], 2), 0, 3]
-        limits = Limits((2, 0, 3), (0, 0, 3))
-        assert lens_within(made, choice, limits, step=step) == expected
-        bounded = lens_within(made, choice, Limits((3, 3, 3), (0, 0, 0), (0.0, 0.5, 0.5)), step=step)
-        assert bounded == [got[0], min(got[1], 1), 0]
+    assert lens_within(made, choice, Limits((3, 3, 3), (0, 0, 0))) == free
+    assert lens_within(made, choice, Limits((2, 0, 3), (0, 0, 3))) == [min(free[0], 2), 0, 3]
+    bounded = lens_within(made, choice, Limits((3, 3, 3), (0, 0, 0), (0.0, 0.5, 0.5)))
+    assert bounded == [free[0], min(free[1], 1), 0]
 
 
 def test_predicted_survivals_are_kept_with_what_came_of_them():
@@ -282,26 +271,25 @@ def test_the_time_of_a_step_is_known_when_the_next_one_is_chosen():
     for with_table in (True, False):
         made = schedule(with_table=with_table, schedule="static", verify_len=2)
         choice = made.choose(["a", "b"], 64.0)
-        assert made.clock.last is None
-        made.took(choice, 2, 6)
+        assert made.last_time is None
+        made.done(choice, 2, 6)
         made.choose(["a", "b"], 64.0)
-        assert made.clock.last.requests == 2
-        assert made.clock.last.measured_ms > 0
-        assert (made.clock.last.expected_ms is None) == (not with_table)
-        made.took(choice, 2, 6)
-        made.clock.interrupt()
+        assert made.last_time.requests == 2
+        assert made.last_time.measured_ms > 0
+        assert (made.last_time.expected_ms is None) == (not with_table)
+        made.done(choice, 2, 6)
+        made.interrupt()
         made.choose(["a", "b"], 64.0)
-        assert made.clock.last is None
+        assert made.last_time is None
 
 
 def test_on_a_cpu_the_host_time_is_what_the_stages_do_not_take(monkeypatch):
     clock = iter([0.0, 0.001, 0.021, 0.030, 0.031])  # a step is chosen, staged, committed; the next is
     monkeypatch.setattr("sglang_dspark.scheduling.step_clock.time.perf_counter", lambda: next(clock))
     made = schedule()
-    made.took(made.choose(["a", "b"], 64.0), 2, 6)
-    made.clock.end_stages()
+    made.done(made.choose(["a", "b"], 64.0), 2, 6)
     made.choose(["a", "b"], 64.0)
-    assert made.clock.last.measured_ms == pytest.approx(30)
+    assert made.last_time.measured_ms == pytest.approx(30)
     assert made.times.report()["host_ms"] == {"2": pytest.approx(10)}
 
 
@@ -317,7 +305,7 @@ def test_a_plain_step_is_timed_as_one_however_many_rows_it_is_padded_to(monkeypa
     seen = []
     monkeypatch.setattr("sglang_dspark.scheduling.step_times.StepTimes.observe", lambda _, kind, *ms: seen.append(kind))
     made = schedule(schedule="off")
-    made.took(made.choose(["a", "b", "c"], 64.0), 3, 4)
+    made.done(made.choose(["a", "b", "c"], 64.0), 3, 4)
     made.choose(["a", "b", "c"], 64.0)
     assert [(kind.requests, kind.num_tokens, kind.depth) for kind in seen] == [(3, 3, 0)]
 

@@ -16,9 +16,7 @@ from step_tables import make_table
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.scheduling import policies
-from sglang_dspark.scheduling import ranking as candidates
-from sglang_dspark.scheduling import schedule as schedule_module
+from sglang_dspark.scheduling import admission, policies, ranking
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.limits import Limits
@@ -44,15 +42,17 @@ def make_schedule(options):
 
 def drafted_by(block, schedule, choice):
     """As the worker's draft stage: cut to the depth, or of one request alone; the head is far from calibrated."""
+    if choice.depth == 0:
+        return Drafted(DraftBlock.empty(BS, "cpu"), None, [0] * BS)
     block = DraftBlock(
         block.tokens[:, : choice.depth], block.probs[:, : choice.depth], 3 * block.confidence_logits[:, : choice.depth]
     )
-    depths = [choice.depth] * BS
     if choice.drafted is not None:
         part = torch.tensor(choice.drafted)
         some = DraftBlock(block.tokens[part], block.probs[part], block.confidence_logits[part])
-        block, depths = some.spread(part, BS), [choice.depth * (r in choice.drafted) for r in range(BS)]
-    return Drafted(block, schedule.forecast.predict(block.confidence_logits, BS, choice.depth), depths)
+        block = some.spread(part, BS)
+    confidence = schedule.forecast.predict(block.confidence_logits, BS, choice.depth)
+    return Drafted(block, confidence, choice.depths(BS))
 
 
 def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=lambda anchors: (None, None)):
@@ -67,29 +67,12 @@ def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=l
         meddle(schedule, step, out_tokens)
         limits, copies = ask(anchors)
         choice = schedule.choose(REQUESTS, 100.0, limits)
-        block, lens = model.draft(anchors, step), torch.zeros(BS, dtype=torch.int64)
-        if choice.depth > 0 or choice.has_copies:
-            drafted = drafted_by(block, schedule, choice) if choice.depth else Drafted(None, None, [0] * BS)
-            drafted = drafted.with_copies(copies)
-            block = block if copies is None else block.with_copies(copies.tokens, copies.mask)
-            if choice.is_uniform(BS):
-                lens = torch.full_like(lens, choice.depth)
-            else:
-                lens, total = schedule.verify_lens(choice, drafted, step)
-                assert total == lens.sum()
-            on_the_way.append(
-                Rounds(
-                    REQUESTS,
-                    choice,
-                    drafted.depths,
-                    lens,
-                    drafted.predictions,
-                    None,
-                    copies.lens if copies else [0] * BS,
-                )
-            )
-        else:
-            on_the_way.append(Rounds(REQUESTS, choice, [0] * BS, lens, None, None, [0] * BS))
+        block = model.draft(anchors, step)
+        drafted = drafted_by(block, schedule, choice).with_copies(copies)
+        block = block if copies is None else block.with_copies(copies.tokens, copies.mask)
+        lens = schedule.admit(choice, drafted).verify_lens
+        copied = drafted.copied or [0] * BS
+        on_the_way.append(Rounds(REQUESTS, choice, drafted.depths, lens, drafted.confidence, None, copied))
         accepted = model.accept(anchors, block, lens, step)
         history.append((anchors, accepted))
         anchors, out_tokens = accepted.bonus_tokens, accepted.out_tokens
@@ -119,7 +102,6 @@ OPTIONS = {
     "early-stop": DSparkConfig(schedule="early-stop"),
     "threshold": DSparkConfig(schedule="threshold", confidence_threshold=0.6),
     "adaptive-block": DSparkConfig(schedule="adaptive-block"),
-    "random": DSparkConfig(schedule="random"),
 }
 
 
@@ -171,7 +153,7 @@ def test_the_text_follows_the_target_whatever_requests_ask_for(model, name):
 
 def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
     """The same server with drafts judged by their successor's confidence."""
-    honest = candidates.above_threshold
+    honest = ranking.above_threshold
 
     def ahead(confidence, threshold):
         return honest(torch.cat([confidence[:, 1:], confidence[:, -1:]], dim=1), threshold)
@@ -180,7 +162,7 @@ def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
         return Limits((GAMMA,) * BS, (0,) * BS, (0.6,) * BS), None
 
     for rule, exact in ((ahead, False), (honest, True)):
-        monkeypatch.setattr(candidates, "above_threshold", rule)
+        monkeypatch.setattr(ranking, "above_threshold", rule)
         anchors, out_tokens, _ = serve(model, make_schedule(DSparkConfig(schedule="static")), ask=bounded)
         assert (model.law_p_value(anchors, out_tokens) > ALPHA) == exact
 
@@ -213,17 +195,17 @@ def test_the_text_follows_the_target_while_auto_parks_probes_and_recalibrates(mo
 
 def test_a_draft_deciding_about_itself_would_be_noticed(model, monkeypatch):
     """The same server with drafts ranked by their successor's survival."""
-    honest = schedule_module.top_prefixes
+    honest = admission.top_prefixes
 
     def ahead(survival, budget):
         return honest(torch.cat([survival[:, 1:], survival[:, -1:]], dim=1), budget)
 
-    monkeypatch.setattr(schedule_module, "top_prefixes", ahead)
+    monkeypatch.setattr(admission, "top_prefixes", ahead)
     schedule = make_schedule(DSparkConfig())
     half = Choice(Rule.TOP, GAMMA, BS * GAMMA // 3)
     monkeypatch.setattr(schedule.policy, "choose", lambda requests, context: half)
     anchors, out_tokens, _ = serve(model, schedule)
     assert model.law_p_value(anchors, out_tokens) < ALPHA
-    monkeypatch.setattr(schedule_module, "top_prefixes", honest)
+    monkeypatch.setattr(admission, "top_prefixes", honest)
     anchors, out_tokens, _ = serve(model, schedule)
     assert model.law_p_value(anchors, out_tokens) > ALPHA

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from confident_pair import ConfidentPair
-from sglang_dspark.scheduling.selection import above_threshold, early_stop, random_lens, top_prefixes
+
+from sglang_dspark.scheduling.selection import above_threshold, early_stop, top_prefixes
 
 ALPHA = 1e-4
 NUM_PAIRS = 6_000
@@ -82,7 +83,7 @@ def uniform(now, survival, before, pair):
 
 
 def randomly(now, survival, before, pair):
-    return random_lens(3, 2, pair)
+    return np.random.default_rng(pair).integers(0, 4, size=2).tolist()
 
 
 @pytest.mark.parametrize("rule", [top, stop_early, threshold, uniform, randomly])

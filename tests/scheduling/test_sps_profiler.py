@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from sglang_dspark.scheduling.sps_profiler import MAX_PASSES, MIN_PASSES, measure
 
 from sglang_dspark.scheduling import sps_profiler
+from sglang_dspark.scheduling.sps_profiler import MAX_PASSES, MIN_PASSES, measure
 
 REQUESTS, DRAFTS, CONTEXTS = [1, 2, 4, 8], [0, 1, 2], [64, 1024]
 

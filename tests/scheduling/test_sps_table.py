@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
 from step_tables import CONTEXTS, GAMMA, compute_bound, make_table, memory_bound, random_table
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
 
 
 def test_grid_points_are_reproduced():

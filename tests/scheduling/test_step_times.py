@@ -4,8 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 from step_tables import GAMMA, compute_bound, memory_bound
+
+from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 
 R, CONTEXT = 8, 300.0
 

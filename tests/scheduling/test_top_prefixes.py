@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+
 from sglang_dspark.scheduling.selection import top_prefixes
 
 NUM_INSTANCES = 2000

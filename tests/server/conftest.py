@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from golden_server import DSPARK, TARGET, Launch
+from golden_server import DSPARK, RANDOM_LENGTHS, TARGET, Launch, sitecustomized
 
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer
 
@@ -17,7 +17,10 @@ FLAGS, ENV = (CUDA_FLAGS, {"HF_HUB_OFFLINE": "1"}) if torch.cuda.is_available() 
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """``launch(*flags)`` gives a float32 server of the golden target, on a GPU if there is one; the last stay up."""
+    """``launch(*flags)`` gives a float32 server of the golden target, on a GPU if there is one; the last stay up.
+
+    These servers know one more policy, ``random``, see ``random_lengths``.
+    """
     tables = tmp_path_factory.mktemp("sps")
     servers: dict[tuple[str, ...], LaunchedServer] = {}
 
@@ -28,7 +31,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
                 servers.pop(next(iter(servers))).stop()
             # Step times are measured in a second here; they shall not end up in the user's cache.
             table = tables / f"{hashlib.sha256(repr(flags).encode()).hexdigest()[:16]}.json"
-            env = {**ENV, "SGLANG_DSPARK_SPS_TABLE_PATH": str(table)}
+            env = {**ENV, **sitecustomized(RANDOM_LENGTHS), "SGLANG_DSPARK_SPS_TABLE_PATH": str(table)}
             server = LaunchedServer(TARGET, *FLAGS, "--dtype", "float32", *flags, env=env)
             server.__enter__()
         servers[flags] = server

@@ -23,6 +23,7 @@ TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
 CASES: list[dict[str, Any]] = json.loads((DRAFT / "golden.json").read_text())["cases"]
 VOCAB = range(3, 60)  # ids that the golden target's training text used
 EMULATION = Path(__file__).parent / "emulated_graphs"
+RANDOM_LENGTHS = Path(__file__).parent / "random_lengths"
 WORKER_PATCH = Path(__file__).parent / "worker_patch"
 DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.worker.startup import measure_steps as sps
+from sglang_dspark.worker.startup import sps_cache
 
 
 class UnwritableTable:
@@ -16,7 +16,7 @@ class UnwritableTable:
 
 def test_a_server_without_a_cache_says_so_and_goes_on(caplog):
     with caplog.at_level(logging.WARNING):
-        sps._save(UnwritableTable(), Path("/cache/table.json"), named=False)
+        sps_cache._save(UnwritableTable(), Path("/cache/table.json"), named=False)
     assert "cannot be kept" in caplog.text
     assert "/cache/table.json" in caplog.text
 
@@ -25,10 +25,10 @@ def test_a_named_file_that_cannot_be_written_ends_the_start():
     with pytest.raises(
         ConfigError, match=r"--speculative-dspark-sps-table-path='/x/t.json' cannot be written: Permission"
     ):
-        sps._save(UnwritableTable(), Path("/x/t.json"), named=True)
+        sps_cache._save(UnwritableTable(), Path("/x/t.json"), named=True)
 
 
 def test_a_user_without_a_home_has_a_cache(monkeypatch):
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it does for a user that nobody knows
-    assert sps._cache_folder().is_absolute()
+    assert sps_cache._cache_folder().is_absolute()

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingRows
-from sglang_dspark.scheduling.selection import top_prefixes
 
+from sglang_dspark.scheduling.admission import Best, Lengths, Uniform
 from sglang_dspark.step.state import DecodeBatch
-from sglang_dspark.worker.verify_plan import ragged_plan, top_plan, uniform_plan
+from sglang_dspark.worker import verify_plan
+from sglang_dspark.worker.verify_plan import lay_out
 
 GAMMA = 3
 PREFIXES = [10, 0, 200]
@@ -27,6 +28,14 @@ def step():
     )
 
 
+def uniform_plan(step, tokens, verify_len):
+    return lay_out(step.requests, tokens, Uniform(verify_len, len(step), tokens.device))
+
+
+def ragged_plan(step, lens):
+    return lay_out(step.requests, DRAFTS, Lengths(torch.tensor(lens)))
+
+
 def rows_of(plan, request):
     start, end = plan.indptr[request], plan.indptr[request + 1]
     return [t[start:end].tolist() for t in (plan.input_ids, plan.positions, plan.slots, plan.columns)]
@@ -35,15 +44,15 @@ def rows_of(plan, request):
 def test_uniform(step):
     plan = uniform_plan(step, DRAFTS, 2)
     assert plan.width == 3
-    assert plan.lens_cpu == plan.verify_lens.tolist() == [2, 2, 2]
+    assert plan.verify_lens.tolist() == [2, 2, 2]
     assert rows_of(plan, 2) == [[30, 31, 32], [200, 201, 202], [2200, 2201, 2202], [0, 1, 2]]
     assert plan.requests.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize("lens", [[0, 3, 1], [3, 0, 0], [1, 2, 3], [0, 0, 0]])
 def test_ragged(step, lens):
-    plan = ragged_plan(step, DRAFTS, torch.tensor(lens), 3 + sum(lens))
-    assert plan.width == max(lens) + 1
+    plan = ragged_plan(step, lens)
+    assert plan.width == GAMMA + 1
     assert plan.indptr.tolist() == [0, 1 + lens[0], 2 + lens[0] + lens[1], 3 + sum(lens)]
     for request, verify_len in enumerate(lens):
         ids, positions, slots, columns = rows_of(plan, request)
@@ -55,21 +64,29 @@ def test_ragged(step, lens):
 
 
 def test_uniform_is_the_ragged_plan_of_equal_lengths(step):
-    uniform, ragged = uniform_plan(step, DRAFTS, 3), ragged_plan(step, DRAFTS, torch.tensor([3, 3, 3]), 12)
+    uniform, ragged = uniform_plan(step, DRAFTS, 3), ragged_plan(step, [3, 3, 3])
     for name in ("verify_lens", "indptr", "requests", "columns", "input_ids", "positions", "slots"):
         assert torch.equal(getattr(uniform, name), getattr(ragged, name)), name
 
 
 def test_verifying_nothing_needs_no_drafts(step):
-    assert uniform_plan(step, None, 0).input_ids.tolist() == [10, 20, 30]
+    assert uniform_plan(step, DRAFTS[:, :0], 0).input_ids.tolist() == [10, 20, 30]
 
 
 @pytest.mark.parametrize("budget", [1, 4, 7])
 def test_top_is_the_ragged_plan_of_the_best_drafts(step, budget):
-    """In one launch; a draft that must not be verified, and one that must."""
-    order = torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]])
-    top = top_plan(step, DRAFTS, order, budget)
-    ragged = ragged_plan(step, DRAFTS, top_prefixes(order, budget), 3 + budget)
+    """A draft that must not be verified, and one that must."""
+    best = Best(torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]]), budget)
+    top, ragged = lay_out(step.requests, DRAFTS, best), ragged_plan(step, best.verify_lens.tolist())
     for name in ("verify_lens", "indptr", "requests", "columns", "input_ids", "positions", "slots"):
         assert torch.equal(getattr(top, name), getattr(ragged, name)), name
     assert top.width == 4
+
+
+def test_on_a_gpu_the_best_drafts_are_laid_out_in_one_launch(step, monkeypatch):
+    """Here by Triton's interpreter."""
+    best = Best(torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]]), 4)
+    on_host = lay_out(step.requests, DRAFTS, best)
+    monkeypatch.setattr(verify_plan, "_on_host", lambda tokens: False)
+    for name, rows in vars(lay_out(step.requests, DRAFTS, best)).items():
+        assert torch.equal(torch.as_tensor(rows), torch.as_tensor(getattr(on_host, name))), name

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.runner_utils import model_capture_mode
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
 
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
-from sglang_dspark.step.state import DecodeBatch, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def graph_request_slots(model_runner: Any) -> list[int]:
 
 def static_verify(
     model_runner: Any, step: DecodeBatch, plan: VerifyPlan, logits: torch.Tensor
-) -> Callable[[], tuple[Any, torch.Tensor]]:
+) -> Callable[[], TargetOutput]:
     """The target's forward over the rows of ``plan``, to be captured.
 
     Args:
@@ -126,11 +126,11 @@ def static_verify(
         dp_padding_mode=DpPaddingMode.get_default_mode_in_cuda_graph(),
     )
 
-    def run() -> tuple[Any, torch.Tensor]:
+    def run() -> TargetOutput:
         with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)):
             set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
             set_is_extend_in_batch(False)
             output = model_runner.model.forward(plan.input_ids, plan.positions, forward_batch)
-        return replace(output, hidden_states=None), output.hidden_states
+        return TargetOutput(replace(output, hidden_states=None), output.hidden_states)
 
     return run

@@ -10,7 +10,7 @@ from dspark_kernels.ragged_attention import ContextGroup, group_contexts
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-from sglang_dspark.step.state import DecodeBatch, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
 
 @dataclass
@@ -26,13 +26,8 @@ class DSparkVerifyInput(DFlashVerifyInput):
     groups: list[ContextGroup] = field(default_factory=list)
 
 
-def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: VerifyPlan) -> tuple[Any, torch.Tensor]:
-    """Run the target over ``plan``'s tokens, launch by launch.
-
-    Returns:
-        ``(output, captured)``: SGLang's ``LogitsProcessorOutput``, whose ``next_token_logits`` are [N, V], and the
-        tapped hidden states [N, taps * d], which it no longer holds.
-    """
+def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
+    """Run the target over ``plan``'s tokens, launch by launch."""
     verify_input = DSparkVerifyInput(
         draft_token=plan.input_ids,
         positions=plan.positions,
@@ -40,8 +35,8 @@ def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: Verify
         capture_hidden_mode=CaptureHiddenMode.FULL,
         indptr=plan.indptr,
     )
-    if plan.lens_cpu is not None:
-        verify_input.groups = _context_groups(target_worker.model_runner, decode, plan.lens_cpu)
+    if plan.verify_lens.device.type == "cpu":
+        verify_input.groups = _context_groups(target_worker.model_runner, decode, plan.verify_lens.tolist())
     batch.out_cache_loc = plan.slots
     # Backends that plan on the host need a bound of context plus window. SGLang restores the batch's fields afterwards.
     if batch.seq_lens_cpu is not None:
@@ -55,7 +50,7 @@ def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: Verify
     )
     output = result.logits_output
     captured, output.hidden_states = output.hidden_states, None
-    return output, captured
+    return TargetOutput(output, captured)
 
 
 def _context_groups(runner: Any, decode: DecodeBatch, verify_lens: list[int]) -> list[ContextGroup]:

@@ -35,9 +35,9 @@ class Adjustments:
         """Whether any request of a prefill has its logits adjusted."""
         return batch.has_grammar or any(map(has_adjustment, batch.reqs))
 
-    def concern_step(self, batch: Any) -> bool:
-        """Whether any request of a decode step has."""
-        return batch.has_grammar or self._slots_of(batch.reqs) is not None
+    def of_step(self, batch: Any) -> AdjustedStep:
+        """The adjustments of a decode step."""
+        return AdjustedStep(self, batch, any=batch.has_grammar or self._slots_of(batch.reqs) is not None)
 
     def begin(self, batch: Any, logits: torch.Tensor) -> None:
         """Set up the requests of a prefill and adjust the logits [bs, V] of the tokens that it draws."""
@@ -48,27 +48,9 @@ class Adjustments:
             self._table.set(slot, adjustment_of(req, self._vocab_size), list(req.output_ids))
         indptr = torch.arange(len(batch.reqs) + 1, device=self._device)
         requests, anchors = indptr[:-1], torch.zeros_like(indptr[:-1])
-        self._adjust_rows(batch.reqs, logits, requests, anchors, anchors, indptr)
+        self.adjust(batch.reqs, logits, requests, anchors, anchors, indptr)
         if batch.has_grammar:
-            self._mask(batch.reqs, logits, [[0]] * len(batch.reqs))
-
-    def windows(self, batch: Any, plan: VerifyPlan) -> list[list[int]] | None:
-        """The tokens under verification, request by request, where a grammar has to follow them on the host."""
-        if not batch.has_grammar:
-            return None
-        starts, tokens = plan.indptr.tolist(), plan.input_ids.tolist()
-        return [tokens[starts[i] : starts[i + 1]] for i in range(len(batch.reqs))]
-
-    def apply(self, batch: Any, plan: VerifyPlan, windows: list[list[int]] | None, logits: torch.Tensor) -> None:
-        """Adjust the rows of a verification in place.
-
-        Args:
-            windows: what :meth:`windows` gave.
-            logits: [N, V].
-        """
-        self._adjust_rows(batch.reqs, logits, plan.requests, plan.columns, plan.input_ids, plan.indptr)
-        if windows is not None:
-            self._mask(batch.reqs, logits, windows)
+            self.mask(batch.reqs, logits, [[0]] * len(batch.reqs))
 
     def count(self, reqs: Sequence[Any], tokens: torch.Tensor) -> None:
         """Take note of new output [bs, w] int64, -1 behind it. No host sync."""
@@ -77,13 +59,15 @@ class Adjustments:
             assert self._table is not None
             self._table.count(slots, tokens)
 
-    def _adjust_rows(self, reqs: Sequence[Any], logits: torch.Tensor, *layout: torch.Tensor) -> None:
+    def adjust(self, reqs: Sequence[Any], logits: torch.Tensor, *layout: torch.Tensor) -> None:
+        """Apply penalties, minimum lengths and biases to logits [N, V] in place; ``layout`` as in the kernel."""
         slots = self._slots_of(reqs)
         if slots is not None:
             assert self._table is not None
             adjust(logits, self._table, slots, *layout)
 
-    def _mask(self, reqs: Sequence[Any], logits: torch.Tensor, windows: list[list[int]]) -> None:
+    def mask(self, reqs: Sequence[Any], logits: torch.Tensor, windows: list[list[int]]) -> None:
+        """Exclude what grammars forbid from logits [N, V] in place; ``windows``: tokens under verification."""
         rows, bitmask = masks_of(reqs, windows, self._vocab_size)
         if bitmask is not None:
             mask_tokens(logits, host_index(rows, self._device), bitmask.to(self._device, non_blocking=True))
@@ -116,6 +100,39 @@ class Adjustments:
             self._free = list(range(size, 2 * size))
 
 
+class AdjustedStep:
+    """The adjustments of one decode step; its methods are called in this order.
+
+    Attributes:
+        any: whether a request has any. Without, there is nothing to do.
+    """
+
+    def __init__(self, adjustments: Adjustments, batch: Any, *, any: bool) -> None:
+        self.any = any
+        self._adjustments, self._batch = adjustments, batch
+        self._windows: list[list[int]] | None = None
+
+    def read(self, plan: VerifyPlan) -> None:
+        """Read the tokens under verification where a grammar has to follow them on the host, which waits for them.
+
+        Called before the target's forward is launched, which would be waited for otherwise.
+        """
+        if self._batch.has_grammar:
+            starts, tokens = plan.indptr.tolist(), plan.input_ids.tolist()
+            self._windows = [tokens[starts[i] : starts[i + 1]] for i in range(len(self._batch.reqs))]
+
+    def apply(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
+        """Adjust the rows of a verification [N, V] in place."""
+        reqs = self._batch.reqs
+        self._adjustments.adjust(reqs, logits, plan.requests, plan.columns, plan.input_ids, plan.indptr)
+        if self._windows is not None:
+            self._adjustments.mask(reqs, logits, self._windows)
+
+    def count(self, tokens: torch.Tensor) -> None:
+        """Take note of new output [bs, w] int64, -1 behind it. No host sync."""
+        self._adjustments.count(self._batch.reqs, tokens)
+
+
 def has_adjustment(req: Any) -> bool:
     """Whether a request has a penalty, a minimum length or a logit bias."""
     parameters = req.sampling_params
@@ -129,7 +146,7 @@ def has_adjustment(req: Any) -> bool:
 
 
 def adjustment_of(req: Any, vocab_size: int) -> Adjustment:
-    """The same as what the kernels know."""
+    """A request's penalties, minimum length and biases, as the kernels take them."""
     parameters = req.sampling_params
     stops: set[int | None] = set()
     if parameters.min_new_tokens:

@@ -40,22 +40,29 @@ class Agreement:
         """Whether there are other ranks."""
         return bool(self._group.world_size > 1)
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return bool(self._group.rank_in_group == 0)
+
     def share(self, value: T) -> T:
         """Rank 0's ``value`` on every rank, by way of the host; any picklable object. Does not touch the device."""
         shared: T = self._group.broadcast_object(value)
         return shared
 
     def adopt(self, *tensors: torch.Tensor | None) -> None:
-        """Overwrite ``tensors`` in place with rank 0's, in one broadcast on the device and without a host sync.
+        """Overwrite ``tensors`` in place with rank 0's, in one broadcast per dtype on the device, without a host sync.
 
         Args:
-            tensors: contiguous, of one dtype, and of the same shapes on all ranks; None is passed over.
+            tensors: contiguous, and of the same shapes on all ranks; None is passed over.
         """
         if not self.needed:
             return
-        flat = [tensor.view(-1) for tensor in tensors if tensor is not None]
-        if not flat:
-            return
-        packed = self._group.broadcast(torch.cat(flat))
-        for tensor, agreed in zip(flat, packed.split([len(part) for part in flat]), strict=True):
-            tensor.copy_(agreed)
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor is not None and tensor.numel():
+                by_dtype.setdefault(tensor.dtype, []).append(tensor.view(-1))
+        for flat in by_dtype.values():
+            packed = self._group.broadcast(torch.cat(flat))
+            for part, agreed in zip(flat, packed.split([len(part) for part in flat]), strict=True):
+                part.copy_(agreed)

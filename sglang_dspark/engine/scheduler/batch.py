@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,12 +71,7 @@ class DSparkBatchResult(GenerationBatchResult):
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
         """Start the copies on SGLang's copy stream; the base class, last, records the event that readers wait for."""
         if self.rounds is not None:
-            copies: dict[str, Any] = {
-                name: copy_to_host(value)
-                for name, value in vars(self.rounds).items()
-                if isinstance(value, torch.Tensor)
-            }
-            self.rounds = replace(self.rounds, **copies)
+            self.rounds = self.rounds.on_host(copy_to_host)
         super().copy_to_cpu(*args, **kwargs)
 
 
@@ -131,7 +126,7 @@ def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[
     """
     if rounds.traced is None:
         return
-    logits = None if rounds.predictions is None else rounds.predictions[0]
+    logits = None if rounds.confidence is None else rounds.confidence.logits
     confidences = [None] * len(reqs) if logits is None or logits.isnan().any() else logits.tolist()
     lens = rounds.verify_lens.tolist()
     columns = (rounds.traced.tolist(), rounds.drafted, rounds.copied, confidences, lens, committed_lens)

@@ -1,4 +1,4 @@
-"""A decode batch made of nothing, for timing steps before the first request arrives."""
+"""A decode batch made of nothing, for warming up and timing steps before the first request arrives."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ class DummyBatch:
     @property
     def _num_slots(self) -> int:
         return int(self._runner.token_to_kv_pool.size)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return torch.device(self._runner.device)
 
     def fresh(self) -> ScheduleBatch:
         """The batch as the scheduler would hand it over."""

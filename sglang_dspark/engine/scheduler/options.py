@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.proposals.candidate_labels import join_labels, spellings, split_labels
 from sglang_dspark.proposals.proposer import Proposer, make_proposer
@@ -54,7 +55,9 @@ def settle(manager: Any, request: Any) -> None:
     parameters = request.sampling_params
     custom_params = parameters.get("custom_params") if isinstance(parameters, Mapping) else None
     options = _read(custom_params)
-    if options.confidence_threshold is not None and not manager.server_args.dspark_confidence_head:
+    drafter: ResolvedDrafter | None = manager.server_args.dspark_drafter
+    has_head = drafter is not None and drafter.config.enable_confidence_head
+    if options.confidence_threshold is not None and not has_head:
         raise ValueError(
             "speculation.confidence_threshold needs a drafter with a confidence head, which this server does not have; "
             "use speculation.max_verify or drop the key"

@@ -34,7 +34,7 @@ Publish = Callable[[torch.Tensor], None]
 
 
 class SpecWorkerBase(BaseSpecWorker):
-    """SGLang's Spec V2 worker interface, reduced to :meth:`inject_context` and :meth:`decode` for the subclass."""
+    """SGLang's Spec V2 worker interface; what it leaves to the subclass is abstract below."""
 
     def __init__(self, *, server_args: Any, target_worker: Any, tp_rank: int, **_ranks: Any) -> None:
         self._target_worker = target_worker

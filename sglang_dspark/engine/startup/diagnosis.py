@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Iterator
 
 from sglang.srt.environ import envs
 from sglang.srt.plugins import load_plugins
@@ -10,6 +11,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_registry import get_spec
 
 from sglang_dspark.config import FLAG_PREFIX
+from sglang_dspark.engine.startup.hooks import HOOKS, Hook
 from sglang_dspark.engine.startup.registration import ALGORITHM
 
 
@@ -29,3 +31,14 @@ def has_flags() -> bool:
 def plugin_filter() -> str | None:
     """SGLang's comma-separated list of the plugins it may load; None means all."""
     return envs.SGLANG_PLUGINS.get() or None
+
+
+def hooks() -> Iterator[tuple[Hook, str | None]]:
+    """Every hook, and what is wrong with the function that it patches; None where it is there."""
+    for hook in HOOKS:
+        try:
+            hook.load_target()
+        except (ImportError, AttributeError) as error:
+            yield hook, str(error)
+        else:
+            yield hook, None

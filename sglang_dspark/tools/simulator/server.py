@@ -76,8 +76,7 @@ class SimulatedServer:
         self._has_head = blocks.draw([0], np.random.default_rng(0))[0] is not None
         calibration = OnlineCalibration(gamma) if self._has_head else None
         self.schedule = Schedule(options, gamma, calibration, _CPU)
-        self.schedule.whole_batches = bool(costs.table.tiers)
-        self.schedule.start(costs.table)
+        self.schedule.start(costs.table, whole_batches=bool(costs.table.tiers))
         self._step = self._workloads = 0
         # The step behind, as the schedule is to learn of its time; a prefill in between makes it unmeasurable.
         self._timed: tuple[StepKind, float] | None = None
@@ -97,13 +96,14 @@ class SimulatedServer:
         ids = [f"{self._workloads}.{request.index}" for request in requests]
         choice = self.schedule.choose(ids, context)
         logits, whole = self.blocks.draw([request.index for request in requests], self._rng)
-        drafted, lens = self._draft(choice, bs, logits)
+        drafted = self._draft(choice, bs, logits)
+        lens = self.schedule.admit(choice, drafted).verify_lens
         num_tokens = bs + int(lens.sum())
         ms = self.costs.step_ms(choice, bs, num_tokens, context)
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
         kind = StepKind(bs, num_tokens, choice.depth, context)
         self._timed = (kind, ms) if choice.drafted is None else None
-        rounds = Rounds(ids, choice, drafted.depths, lens, drafted.predictions, None, copied=[0] * bs)
+        rounds = Rounds(ids, choice, drafted.depths, lens, drafted.confidence, None, copied=[0] * bs)
         return ms, _Result(list(requests), rounds, np.minimum(whole, lens.numpy()))
 
     def prefill(self, requests: Sequence[Request]) -> tuple[float, _Result]:
@@ -111,20 +111,14 @@ class SimulatedServer:
         self._timed = None
         return self.costs.prefill.ms(sum(request.prompt_tokens for request in requests)), _Result(list(requests))
 
-    def _draft(self, choice: Choice, bs: int, logits: np.ndarray | None) -> tuple[Drafted, torch.Tensor]:
-        """What the draft stage proposes, and [bs] drafts verified."""
-        if choice.depth == 0:
-            return Drafted(None, None, [0] * bs), torch.zeros(bs, dtype=torch.int64)
-        depth = choice.depth
-        depths = [depth * (choice.drafted is None or request in choice.drafted) for request in range(bs)]
-        confidence = None if logits is None else torch.from_numpy(logits[:, :depth]).float()
-        predictions = None
-        if self.schedule.policy.needs_confidence:
-            predictions = self.schedule.forecast.predict(confidence, bs, depth)
-        drafted = Drafted(DraftBlock(torch.zeros(bs, depth), None, confidence), predictions, depths)
-        if choice.is_uniform(bs):
-            return drafted, torch.full((bs,), depth)
-        return drafted, self.schedule.verify_lens(choice, drafted, self._step)[0]
+    def _draft(self, choice: Choice, bs: int, logits: np.ndarray | None) -> Drafted:
+        """What the draft stage proposes."""
+        depth, head = choice.depth, None if logits is None else torch.from_numpy(logits[:, : choice.depth]).float()
+        block = DraftBlock(torch.zeros((bs, depth), dtype=torch.int64), None, head)
+        confidence = None
+        if depth > 0 and choice.with_confidence:
+            confidence = self.schedule.forecast.predict(head, bs, depth)
+        return Drafted(block, confidence, choice.depths(bs))
 
 
 class _Episode:

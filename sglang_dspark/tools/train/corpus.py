@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import written_whole
 from sglang_dspark.tools.train.prompt_format import PromptFormat
 from sglang_dspark.tools.train.rows import CorpusRow, StoredRow
 from sglang_dspark.tools.train.text_writer import TextWriter
@@ -107,7 +108,6 @@ def generate(
         on_shard: called with (shards written, shards in total) after each shard.
     """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     batches = list(_chunks(list(zip(prompts, temperatures, strict=True)), batch_size))[:max_shards]
     started, slowest = time.perf_counter(), 0.0
     for number, batch in enumerate(batches):
@@ -139,9 +139,8 @@ def _write_shard(path: Path, rows: Sequence[CorpusRow]) -> None:
     if stored:
         tensors["features"] = torch.cat([_padded(row.features, row) for row in stored])
         tensors["last_hidden"] = torch.cat([_padded(row.last_hidden, row) for row in stored])
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial)
-    partial.rename(path)
+    with written_whole(path) as partial:
+        save_file(tensors, partial)
 
 
 def _padded(states: Tensor, row: CorpusRow) -> Tensor:

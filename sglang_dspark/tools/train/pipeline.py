@@ -14,6 +14,7 @@ import torch
 from sglang_dspark.draft.pairing import TARGET_ARCHITECTURES
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import write_text_whole
 from sglang_dspark.tools.train.config import TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus
 from sglang_dspark.tools.train.evaluate import AcceptanceReport, replay
@@ -135,7 +136,7 @@ def train(job: TrainJob, display: Display) -> Evaluation:
     evaluation = _evaluate(job, target, texts, folder.plan.max_tokens, display)
     content = {"target": job.target, "steps": trainer.step}
     content |= {name: report.to_dict() for name, report in vars(evaluation).items()}
-    (job.output / EVALUATION_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_text_whole(job.output / EVALUATION_FILE, json.dumps(content, indent=2) + "\n")
     return evaluation
 
 

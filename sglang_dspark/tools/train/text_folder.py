@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import write_text_whole
 from sglang_dspark.tools.prompts import read_prompts
 from sglang_dspark.tools.train.corpus import Corpus, generate, invent_prompts
 from sglang_dspark.tools.train.prompt_format import PromptFormat
@@ -103,8 +104,7 @@ class TextFolder:
                     )
             plan = replace(plan, **{name: getattr(begun, name) for name in bound})
         self.plan = plan
-        path.mkdir(parents=True, exist_ok=True)
-        _write_whole(settings, json.dumps(asdict(plan), indent=2) + "\n")
+        write_text_whole(settings, json.dumps(asdict(plan), indent=2) + "\n")
 
     def write(self, writer: TextWriter, prompt_format: PromptFormat, on_progress: OnProgress) -> None:
         """Make everything that is not there yet.
@@ -177,7 +177,7 @@ class TextFolder:
         path = self.path / "prompts.jsonl"
         if not path.exists():
             rows = self._collect_prompts(writer, prompt_format, on_progress)
-            _write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+            write_text_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
         train: list[list[int]] = []
         held_out: list[list[int]] = []
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -210,7 +210,6 @@ class TextFolder:
         for batch in range(math.ceil(_TRIES * plan.invent / size)):
             path = self.path / "invented" / f"{batch:05d}.json"
             if not path.exists():
-                path.parent.mkdir(exist_ok=True)
                 turns = invent_prompts(
                     writer,
                     prompt_format,
@@ -220,15 +219,9 @@ class TextFolder:
                     batch_size=size,
                     generator=torch.Generator().manual_seed(plan.seed + _SEEDS_PER_JOB * 3 + batch),
                 )
-                _write_whole(path, json.dumps(turns))
+                write_text_whole(path, json.dumps(turns))
             found |= dict.fromkeys(json.loads(path.read_text(encoding="utf-8")))
             on_progress("inventing prompts", min(len(found), plan.invent), plan.invent)
             if len(found) >= plan.invent:
                 break
         return list(found)[: plan.invent]
-
-
-def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(path)

@@ -24,6 +24,7 @@ from torch import Tensor
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.weights import load_draft_model, save_draft_model
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import written_whole
 from sglang_dspark.tools.train.anchors import AnchorBatch, collate, sample_anchors
 from sglang_dspark.tools.train.config import TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus
@@ -288,9 +289,8 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        partial = self.out_dir / f"{STATE_FILE}.partial"
-        torch.save(state, partial)
-        partial.rename(self.out_dir / STATE_FILE)
+        with written_whole(self.out_dir / STATE_FILE) as partial:
+            torch.save(state, partial)
         self._saved_step = self.step
 
     def _take_weights(self, folder: Path) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 from dspark_kernels import (
@@ -29,12 +30,11 @@ from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.step.choice import PLAIN, Choice, Rule
 from sglang_dspark.step.limits import Limits
-from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, VerifyPlan
+from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, TargetOutput, VerifyPlan
 from sglang_dspark.step.transfers import host_index
+from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.stages import EagerStages
 from sglang_dspark.worker.tiers import MAX_TOKENS
-
-if TYPE_CHECKING:
-    from sglang_dspark.worker.worker import DSparkWorker
 
 logger = logging.getLogger(__name__)
 
@@ -56,31 +56,39 @@ _DRAFT_LAWS: tuple[_Law, ...] = ((_GREEDY,), (_SAMPLED,), (_SEEDED,), (_SEEDED, 
 _LAWS: tuple[_Law, ...] = (*_DRAFT_LAWS, (_FILTERED,), (_SEEDED_FILTERED,), (_SEEDED, _FILTERED))
 
 
-def warm_up(worker: DSparkWorker, request_slots: Sequence[int]) -> None:
-    """Compile what the steps of ``worker`` need, or load it from Triton's cache; takes seconds then.
+def warm_up(stages: EagerStages, target_worker: Any, max_verify: int, request_slots: Sequence[int]) -> None:
+    """Compile what the steps of a server need, or load it from Triton's cache; takes seconds then.
 
     Args:
+        stages: of the server.
+        target_worker: SGLang's worker of the target.
+        max_verify: most drafts that a step verifies per request.
         request_slots: batch sizes that are captured as CUDA graphs, none where these are off.
     """
     began = time.monotonic()
-    runner = worker.target_worker.model_runner
-    most = min(worker.max_running_requests, int(runner.req_to_token_pool.size))
-    window = worker.max_verify + 1
+    runner = target_worker.model_runner
+    most = min(int(runner.max_running_requests), int(runner.req_to_token_pool.size))
+    window = max_verify + 1
     context = max(1, min(_CONTEXT, min(runner.model_config.context_len, runner.token_to_kv_pool.size) - window))
+
+    def dummy(requests: int) -> DummyBatch:
+        return DummyBatch(target_worker, requests, context, window)
+
     with torch.no_grad():
-        _lay_out(worker, sizes(most), on_device=False)
-        _lay_out(worker, sizes(max(request_slots, default=0)), on_device=True)
+        req_to_token = runner.req_to_token_pool.req_to_token
+        _lay_out(stages.drafter, req_to_token, max_verify, sizes(most), on_device=False)
+        _lay_out(stages.drafter, req_to_token, max_verify, sizes(max(request_slots, default=0)), on_device=True)
         of_whole_steps = sizes(min(most, _MAX_REQUESTS))
         for requests in of_whole_steps:
-            with DummyBatch(worker.target_worker, requests, context, window) as dummy:
-                _Steps(worker, dummy).run()
+            with dummy(requests) as batch:
+                _WarmUpSteps(stages, batch, max_verify).run()
         for depth in range(1, window):
             many = max(num for num in of_whole_steps if num * (depth + 1) <= MAX_TOKENS)
             for requests in sorted({1, many}):
-                with DummyBatch(worker.target_worker, requests, context, window) as dummy:
-                    _Steps(worker, dummy).verify(depth)
-        with DummyBatch(worker.target_worker, min(2, most), context, window) as dummy:
-            _Steps(worker, dummy).accept()
+                with dummy(requests) as batch:
+                    _WarmUpSteps(stages, batch, max_verify).verify(depth)
+        with dummy(min(2, most)) as batch:
+            _WarmUpSteps(stages, batch, max_verify).accept()
     # Graphs allocate from a pool of their own, which cannot use what lies cached here.
     torch.cuda.empty_cache()
     logger.info("DSPARK: every kernel compiled or loaded, in %.1f s", time.monotonic() - began)
@@ -96,92 +104,91 @@ def widths(most: int) -> list[int]:
     return sorted({min(2**power - 1, most) for power in range(1, (most + 1).bit_length() + 1)} - {0})
 
 
-def _lay_out(worker: DSparkWorker, requests: Iterable[int], on_device: bool) -> None:
+def _lay_out(
+    drafter: Drafter | NoDrafter, req_to_token: torch.Tensor, most: int, requests: Iterable[int], *, on_device: bool
+) -> None:
     """Stage and plan for so many requests, of more of them and more drafts than a whole step here has.
 
     Args:
+        most: drafts that a step verifies per request.
         on_device: the device knows the number of requests, as in CUDA graphs, and not the host.
     """
-    most = worker.max_verify
+    device = req_to_token.device
     for num in requests:
-        zeros = torch.zeros(num, dtype=torch.int64, device=worker.device)
-        given = StepRequests(zeros, zeros, zeros, worker.req_to_token, zeros[:1] if on_device else None)
+        zeros = torch.zeros(num, dtype=torch.int64, device=device)
+        given = StepRequests(zeros, zeros, zeros, req_to_token, zeros[:1] if on_device else None)
         plan_uniform(0, None, given, num)
         for depth in sizes(most):
-            drafts = torch.zeros((num, depth), dtype=torch.int64, device=worker.device)
+            drafts = torch.zeros((num, depth), dtype=torch.int64, device=device)
             plan_uniform(depth, drafts, given, num * (depth + 1))
-            plan_top(torch.zeros((num, depth), device=worker.device), 0, drafts, given, num)
+            plan_top(torch.zeros((num, depth), device=device), 0, drafts, given, num)
         if not on_device:
-            prepare(given, worker.drafter.num_slots, worker.drafter.mask_token_id)
+            prepare(given, drafter.num_slots, drafter.mask_token_id)
 
 
-class _Steps:
-    """Decode steps of a dummy batch, by the worker's own stages."""
+class _WarmUpSteps:
+    """Decode steps of a dummy batch, by the server's own stages."""
 
-    def __init__(self, worker: DSparkWorker, dummy: DummyBatch) -> None:
-        self._worker, self._dummy = worker, dummy
+    def __init__(self, stages: EagerStages, dummy: DummyBatch, max_verify: int) -> None:
+        self._stages, self._dummy, self._most = stages, dummy, max_verify
         self._requests = len(dummy.fresh().seq_lens)
-        self._drafts = not worker.options.draft_free
 
     def run(self) -> None:
         """A plain step, and one with drafts of which not all are verified."""
-        requests, most = self._requests, self._worker.max_verify
         self._step(PLAIN, _DRAFT_LAWS)
-        if self._drafts and most > 0:
-            depth = max(1, min(most, _MAX_SAMPLED_DRAFTS // requests))
-            self._step(Choice(Rule.TOP, depth, max(1, requests * depth // 2)), _DRAFT_LAWS)
+        if self._stages.drafter.drafts and self._most > 0:
+            depth = max(1, min(self._most, _MAX_SAMPLED_DRAFTS // self._requests))
+            self._step(Choice(Rule.TOP, depth, max(1, self._requests * depth // 2)), _DRAFT_LAWS)
 
     def accept(self) -> None:
         """Judge by every law, windows of every width: drafts of the drafter, copied ones, and both side by side."""
-        rest = self._requests - 1
+        rest, drafts = self._requests - 1, self._stages.drafter.drafts
         self._surroundings(*self._step(PLAIN, _LAWS))
-        for width in widths(self._worker.max_verify):
-            if self._drafts:
+        for width in widths(self._most):
+            if drafts:
                 self._step(Choice(Rule.UNIFORM, width), _LAWS)
-            tokens = torch.zeros((self._requests, width), dtype=torch.int64, device=self._worker.device)
+            tokens = torch.zeros((self._requests, width), dtype=torch.int64, device=self._dummy.device)
             copies = Copies(tokens, (width, *[0] * rest))
             self._step(PLAIN.within(Limits(copies.lens, copies.lens)), _LAWS, copies)
-            if rest and self._drafts:
+            if rest and drafts:
                 beside = Choice(Rule.UNIFORM, 1).within(Limits((width, *[1] * rest), copies.lens))
                 self._step(beside, _LAWS, copies)
 
     def verify(self, depth: int) -> None:
         """Verify drafts that nobody proposed. Attention has kernels for a width, and for few requests and many."""
-        worker, step = self._worker, self._batch((_GREEDY,))
+        stages, step = self._stages, self._batch((_GREEDY,), PLAIN)
         block = DraftBlock(step.anchors[:, None].repeat(1, depth), None, None)
-        plan = worker.plan(step, Drafted(block, None, [depth] * len(step)), Choice(Rule.UNIFORM, depth))
-        output, captured = worker.verify(self._dummy.fresh(), step, plan)
-        worker.commit(plan, worker.accept(step, block, plan, output), captured)
+        drafted = Drafted(block, None, [depth] * len(step))
+        plan = stages.plan(step, drafted, Choice(Rule.UNIFORM, depth))
+        output = stages.verify(self._dummy.fresh(), step, plan)
+        stages.commit(plan, stages.accept(step, drafted, plan, output), output)
 
     def _step(
         self, choice: Choice, laws: Sequence[_Law], copies: Copies | None = None
-    ) -> tuple[VerifyPlan, Any, torch.Tensor]:
+    ) -> tuple[VerifyPlan, TargetOutput]:
         """Draft and judge by each of ``laws``; plan and verify once: the target knows nothing of them."""
-        worker, verified = self._worker, None
-        for law in laws:
-            step = self._batch(law)
-            rows = self._rows(law, choice.drafted or range(len(step)))
-            drafted = worker.draft(step, choice, rows, with_confidence=True).with_copies(copies)
-            if verified is None:
-                plan = worker.plan(step, drafted, choice)
-                verified = worker.verify(self._dummy.fresh(), step, plan)
-            output, captured = verified
-            accepted = worker.accept(step, drafted.block, plan, output)
-        worker.commit(plan, accepted, captured)
-        return plan, output, captured
+        stages = self._stages
+        steps = [self._batch(law, choice) for law in laws]
+        blocks = [stages.draft(step, choice).with_copies(copies) for step in steps]
+        plan = stages.plan(steps[0], blocks[0], choice)
+        output = stages.verify(self._dummy.fresh(), steps[0], plan)
+        for step, drafted in zip(steps, blocks, strict=True):
+            accepted = stages.accept(step, drafted, plan, output)
+        stages.commit(plan, accepted, output)
+        return plan, output
 
-    def _surroundings(self, plan: VerifyPlan, output: Any, captured: torch.Tensor) -> None:
+    def _surroundings(self, plan: VerifyPlan, output: TargetOutput) -> None:
         """What else runs: a prompt's draft K/V, and penalties, biases and the like on the target's logits."""
-        worker = self._worker
-        worker.inject_context(plan.input_ids, captured, plan.positions, plan.slots)
-        table = AdjustmentTable.empty(1, output.next_token_logits.shape[1], worker.device)
-        nobody = host_index([-1], worker.device)
-        adjust(output.next_token_logits, table, nobody, plan.requests, plan.columns, plan.input_ids, plan.indptr)
+        self._stages.drafter.inject(plan.input_ids, output.captured, plan.positions, plan.slots)
+        logits = output.logits_output.next_token_logits
+        table = AdjustmentTable.empty(1, logits.shape[1], logits.device)
+        nobody = host_index([-1], logits.device)
+        adjust(logits, table, nobody, plan.requests, plan.columns, plan.input_ids, plan.indptr)
 
-    def _batch(self, law: _Law) -> DecodeBatch:
-        rows = self._rows(law, range(self._requests))
-        return read_decode_batch(self._dummy.fresh(), rows, seed=0, step=0)
+    def _batch(self, law: _Law, choice: Choice) -> DecodeBatch:
+        step = read_decode_batch(self._dummy.fresh(), self._rows(law, range(self._requests)), seed=0, step=0)
+        return step if choice.drafted is None else replace(step, drafted_rows=self._rows(law, choice.drafted))
 
     def _rows(self, law: _Law, requests: Sequence[int]) -> SamplingRows:
         temperatures, top_ks, top_ps, min_ps, seeds = zip(*(law[r % len(law)] for r in requests), strict=True)
-        return SamplingRows.from_lists(temperatures, top_ks, top_ps, min_ps, seeds, device=self._worker.device)
+        return SamplingRows.from_lists(temperatures, top_ks, top_ps, min_ps, seeds, device=self._dummy.device)

@@ -46,8 +46,7 @@ def emulate(module):
     from waits import watching
 
     from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
-    from sglang_dspark.worker import graph_stages as step_graphs
-    from sglang_dspark.worker import verify_plan
+    from sglang_dspark.worker import graph_stages, verify_plan
 
     def decode(self, batch, publish, original=module.DSparkWorker.decode):
         with watching():
@@ -66,8 +65,8 @@ def emulate(module):
             return original(self, q, k, v, layer, batch, save_kv_cache)
         return ragged_attention(self, q, k, v, layer, batch)
 
-    def warm_up(worker, request_slots, original=module.warm_up):
-        original(worker, request_slots)
+    def warm_up(*args, original=module.warm_up):
+        original(*args)
         forms.end_of_warm_up()
 
     # On a GPU, kernels tell apart batches beyond 16 and 32 requests; here, the few that tests have.
@@ -77,8 +76,8 @@ def emulate(module):
     note_draft_kernels()
     module.warm_up = warm_up
     # Steps that run launch by launch are planned and attended as on a GPU, too.
-    verify_plan._on_host = lambda decode: False
-    step_graphs.capturing = capturing
+    verify_plan._on_host = lambda tokens: False
+    graph_stages.capturing = capturing
     torch.cuda.mem_get_info = lambda: (0, 0)
     module.DSparkWorker.__init__ = initialise
     module.DSparkWorker.decode = decode
@@ -123,24 +122,24 @@ def note_draft_kernels():
     cache.kv_inject_ref = inject
 
 
-def step_times(worker):
+def step_times(staging, target_worker, server_args, max_verify):
     """A table under which speculation pays: to measure interpreted kernels takes half a minute and says nothing.
 
     A few of the steps to be measured are taken nevertheless: what they compile would count as their time.
     """
     import numpy as np
     import torch
-    from sglang_dspark.scheduling.sps_table import SpsTable
 
     from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
-    from sglang_dspark.worker.startup.measure_steps import _Steps
+    from sglang_dspark.scheduling.sps_table import SpsTable
+    from sglang_dspark.worker.startup.measure_steps import MeasuredSteps
 
     for requests in (1, 1 + REQUEST_SLOTS[-1]):
-        with torch.no_grad(), DummyBatch(worker.target_worker, requests, 16, worker.max_verify + 1) as dummy:
-            steps = _Steps(worker, dummy)
+        with torch.no_grad(), DummyBatch(target_worker, requests, 16, max_verify + 1) as dummy:
+            steps = MeasuredSteps(staging, dummy, max_verify)
             steps.draft(3)
             steps.verify(3)
-    drafts = np.arange(worker.max_verify + 1)
+    drafts = np.arange(max_verify + 1)
     return SpsTable(
         key={},
         requests=REQUEST_SLOTS,
@@ -148,7 +147,7 @@ def step_times(worker):
         contexts=[16],
         draft_ms=np.tile((drafts > 0)[None, :, None], (len(REQUEST_SLOTS), 1, 1)).astype(float),
         verify_ms=(20.0 + np.outer(REQUEST_SLOTS, 1 + drafts))[:, :, None],
-        tiers=list(worker.graphs.tiers.tokens),
+        tiers=list(staging.graphs.tiers.tokens),
     )
 
 

@@ -35,8 +35,7 @@ EMULATED = {
 }
 # Branches that are a CPU's alone, and tensors that are the host's.
 ON_THE_HOST = {
-    ("draft_attention.py", "block_attend"),
-    ("verify_plan.py", "ragged_plan"),
+    ("draft_attention.py", "_on_cpu"),
     ("verify.py", "_context_groups"),
     ("verify.py", "run_verify"),  # lengths as SGLang's scheduler knows them
     ("accept.py", "_seeded_choices"),
@@ -47,7 +46,8 @@ ON_THE_HOST = {
 WAITING = {
     ("preset_texts.py", "propose"),
     ("preset_texts.py", "_read_last_step"),
-    ("schedule.py", "verify_lens"),
+    ("admission.py", "admit"),
+    ("verify_plan.py", "lay_out"),  # lengths whose sum only the device knows
 }
 EXPECTED = EMULATED | ON_THE_HOST | WAITING
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.engine import support
+from sglang_dspark.engine.startup import diagnosis
+from sglang_dspark.engine.startup.hooks import HOOKS
 from sglang_dspark.engine.support import SUPPORTED_SGLANG
 from sglang_dspark.tools.doctor import installation
 from sglang_dspark.tools.doctor.finding import Finding
@@ -167,3 +170,15 @@ def test_options_that_need_each_other(run, target):
         result = run("doctor", *arguments)
         assert result.exit_code == 2
         assert says in result.output
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_every_patch_of_sglang_is_listed_with_its_reason(run, monkeypatch):
+    gone = replace(HOOKS[-1], target=HOOKS[-1].target + "_gone")
+    monkeypatch.setattr(diagnosis, "HOOKS", (HOOKS[0], gone))
+    monkeypatch.setenv("COLUMNS", "400")
+    result = run("doctor", "--hooks")
+    assert result.exit_code == 1
+    assert f"hook {HOOKS[0].name}" in result.output
+    assert f"{HOOKS[0].where}, after {HOOKS[0].target}: {HOOKS[0].reason}" in result.output
+    assert f"has no attribute '{gone.target.rpartition('.')[2]}'" in result.output

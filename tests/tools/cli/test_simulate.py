@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from sglang_dspark.scheduling.sps_table import SpsTable
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

@@ -2,13 +2,7 @@ import pytest
 import torch
 
 from sglang_dspark.errors import ConfigError, DSparkError
-from sglang_dspark.tools.demo.smollm2 import (
-    K_NORM_WEIGHT,
-    Q_NORM_WEIGHT,
-    QK_SCALE,
-    build,
-    unpermute_rope_rows,
-)
+from sglang_dspark.tools.demo.smollm2 import build, unpermute_rope_rows
 
 
 def rotate_neighbours(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -35,22 +29,6 @@ def test_unpermuted_rows_rotate_by_halves_as_the_originals_did_by_neighbours(num
     for before, after in zip(original, converted, strict=True):
         rotated = rotate_neighbours(before, angles)
         torch.testing.assert_close(rotate_halves(after, angles), torch.cat([rotated[0::2], rotated[1::2]]))
-
-
-def test_qwen3_form_norms_undo_the_projection_scale():
-    eps = 1e-5
-    query, key = torch.randn(2, 1000, 64, dtype=torch.float64).unbind(0)
-
-    def norm(vectors, weight):
-        return weight * vectors / (vectors.square().mean(-1, keepdim=True) + eps).sqrt()
-
-    scores = (norm(query * QK_SCALE, Q_NORM_WEIGHT) * norm(key * QK_SCALE, K_NORM_WEIGHT)).sum(-1)
-    torch.testing.assert_close(scores, (query * key).sum(-1), rtol=1e-4, atol=1e-4)
-
-
-def test_unknown_form_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="form='gpt2'"):
-        build(tmp_path / "out", form="gpt2")
 
 
 def test_a_directory_with_something_else_is_not_overwritten(tmp_path):

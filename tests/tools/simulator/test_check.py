@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from sglang_dspark.scheduling.sps_table import SpsTable
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.tools.simulator.check import acceptance, compare, read_sweep
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

@@ -1,4 +1,4 @@
-"""The README says what the code does: options, keys, commands and links."""
+"""The documents say what the code does: options, keys, folders, commands and links."""
 
 import re
 from dataclasses import fields
@@ -12,6 +12,9 @@ from sglang_dspark.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+OPTIONS = (ROOT / "docs" / "options.md").read_text()
+MAP = (ROOT / "docs" / "architecture.md").read_text()
+README_LINES, README_WORDS = 120, 900
 
 
 def flag_rows() -> list[str]:
@@ -25,14 +28,14 @@ def flag_rows() -> list[str]:
 
 def table_keys(first_heading: str) -> list[str]:
     """First cells, without backticks, of the table whose header starts with this cell."""
-    table = README.split(f"| {first_heading} |", 1)[1].split("\n\n", 1)[0]
+    table = OPTIONS.split(f"| {first_heading} |", 1)[1].split("\n\n", 1)[0]
     return re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
 
 
 def test_options_table_equals_the_configuration():
     expected = flag_rows()
-    found = [line for line in README.splitlines() if line.startswith("| `--speculative-dspark-")]
-    assert found == expected, "write these rows into README.md:\n" + "\n".join(expected)
+    found = [line for line in OPTIONS.splitlines() if line.startswith("| `--speculative-dspark-")]
+    assert found == expected, "write these rows into docs/options.md:\n" + "\n".join(expected)
 
 
 def test_speculation_table_equals_the_request_field():
@@ -40,18 +43,35 @@ def test_speculation_table_equals_the_request_field():
 
 
 def test_every_folder_of_the_package_is_on_the_map():
-    table = README.split("| folder |", 1)[1].split("\n\n", 1)[0]
+    table = MAP.split("| folder |", 1)[1].split("\n\n", 1)[0]
     folders = {path.parent.name for path in (ROOT / "sglang_dspark").glob("*/__init__.py")}
     assert {folder for folder in folders if f"{folder}/`" not in table} == set()
 
 
-@pytest.mark.parametrize("command", re.findall(r"^(?:make|python -m sglang_dspark) ([a-z]+)", README, re.MULTILINE))
+def test_the_readme_is_read_in_five_minutes():
+    assert len(README.splitlines()) <= README_LINES
+    assert len(README.split()) <= README_WORDS
+
+
+PATHS = re.findall(r"`((?:engine|worker|step|scheduling|draft|proposals|stats|calibration|tools)/[\w/]+\.py)`", MAP)
+
+
+@pytest.mark.parametrize("path", sorted(set(PATHS)))
+def test_files_that_the_map_names_exist(path):
+    assert (ROOT / "sglang_dspark" / path).is_file()
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+COMMAND = re.compile(r"^(?:make|python -m sglang_dspark) ([a-z]+)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMAND.findall(README) + COMMAND.findall(CONTRIBUTING))))
 def test_commands_exist(command):
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert command in targets or command in COMMANDS
 
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,0 +1,52 @@
+"""Files and folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def written_whole(path: str | Path) -> Iterator[Path]:
+    """Give a path to write to, a file or a folder, which takes the place of ``path`` when the block ends.
+
+    What was written is on the disk before it gets its name, so a reader finds the old content or all of the new one,
+    whatever happens to the process or the machine. When the block raises, what it wrote is removed. Writers of the same
+    ``path`` do not meet: each has a partial file of its own. The folder of ``path`` is made where it is missing.
+
+    Raises:
+        OSError: the file cannot be written, or ``path`` is a folder that holds something.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        yield partial
+        for part in (*partial.rglob("*"), partial):
+            _sync(part)
+        partial.replace(path)
+    except BaseException:
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def write_text_whole(path: str | Path, text: str) -> None:
+    """:func:`written_whole` for a text."""
+    with written_whole(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

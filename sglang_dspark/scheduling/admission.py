@@ -1,0 +1,97 @@
+"""Which drafts of a step are verified: from a choice, and what is known of the drafts, to what the plan lays out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_dspark.scheduling.ranking import Bounds, ranked
+from sglang_dspark.scheduling.selection import above_threshold, early_stop, top_prefixes
+from sglang_dspark.scheduling.step_times import StepTimes
+from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.state import Drafted
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Every request verifies its first ``verify_len`` drafts, whatever the confidences."""
+
+    verify_len: int
+    requests: int
+    device: torch.device
+
+    @property
+    def decisive(self) -> None:
+        """The choice decides alone, and nothing on the device does."""
+
+    @property
+    def verify_lens(self) -> torch.Tensor:
+        """[bs] int64 drafts verified per request."""
+        return torch.full((self.requests,), self.verify_len, device=self.device)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The drafts that rank highest are verified; how many was fixed before any of them was drawn.
+
+    Attributes:
+        order: [bs, width] float32 what drafts rank by, non-increasing along a row; negative ones are never verified.
+        budget: drafts verified in all.
+    """
+
+    order: torch.Tensor
+    budget: int
+
+    @property
+    def decisive(self) -> torch.Tensor:
+        """What decides on the device: all ranks of a server have to take the same."""
+        return self.order
+
+    @property
+    def verify_lens(self) -> torch.Tensor:
+        """[bs] int64 drafts verified per request."""
+        return top_prefixes(self.order, self.budget)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A rule over live confidences gave each request its length, and only the device knows their sum.
+
+    Attributes:
+        verify_lens: [bs] int64 drafts verified per request.
+    """
+
+    verify_lens: torch.Tensor
+
+    @property
+    def decisive(self) -> torch.Tensor:
+        """What decides on the device: all ranks of a server have to take the same."""
+        return self.verify_lens
+
+
+Admitted = Uniform | Best | Lengths
+
+
+def admit(choice: Choice, drafted: Drafted, threshold: float | None, times: StepTimes | None) -> Admitted:
+    """The drafts that ``choice`` verifies. No host sync under the rules UNIFORM and TOP, unless a request has a bound.
+
+    Args:
+        threshold: of the rule THRESHOLD.
+        times: measured step times, for the rule EARLY_STOP.
+    """
+    if choice.is_uniform(len(drafted)):
+        return Uniform(choice.depth, len(drafted), drafted.device)
+    if choice.rule is Rule.TOP:
+        best = Best(ranked(choice, drafted), choice.budget)
+        return best if choice.fixes_total else Lengths(best.verify_lens)
+    bounds = None if choice.limits is None else Bounds.of(choice.limits, drafted)
+    if choice.rule is Rule.THRESHOLD:
+        assert threshold is not None, "the policy was made with one"
+        lens = above_threshold(drafted.raw_confidence, threshold)
+    else:
+        assert times is not None, "the policy was made with measured step times"
+        step_ms = times.by_drafts(len(drafted), choice.depth, choice.context)
+        survival = drafted.survival if bounds is None else bounds.drafted(drafted.survival)
+        lens = torch.tensor(early_stop(survival.double().cpu().numpy(), step_ms), device=drafted.device)
+    return Lengths(lens if bounds is None else bounds.cut(lens))

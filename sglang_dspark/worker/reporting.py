@@ -1,0 +1,95 @@
+"""What a running server counts and says of itself: statistics, metrics and the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.stats.counters import Counters
+from sglang_dspark.stats.history import History
+from sglang_dspark.stats.metrics import Metrics
+from sglang_dspark.step.state import Rounds
+
+logger = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 30.0
+
+
+class Reporting:
+    """Counts what steps do, and answers those who ask.
+
+    Args:
+        schedule: of the server.
+        gamma: drafts of a block.
+        max_running_requests: requests that a step may have.
+    """
+
+    def __init__(self, schedule: Schedule, gamma: int, max_running_requests: int) -> None:
+        self._schedule, self._gamma, self._max_running_requests = schedule, gamma, max_running_requests
+        self._counters = Counters(gamma, schedule.forecast.predicted)
+        self._history = History(self._counters)
+        self._logged_at = time.monotonic()
+        self._warned = False
+
+    def record_time(self) -> None:
+        """Count the time of the step behind, where it was taken."""
+        if (timed := self._schedule.last_time) is not None:
+            self._counters.record_time(timed.requests, timed.measured_ms, timed.expected_ms)
+
+    def record(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
+        """Count a step, whose tensors are on the host.
+
+        Args:
+            running: requests of the step that it was meant for.
+            accept_lens: drafts accepted, of these.
+        """
+        verify_lens = rounds.verify_lens.tolist()
+        self._history.tick()
+        self._counters.record(
+            [rounds.drafted[request] for request in running],
+            [verify_lens[request] for request in running],
+            accept_lens,
+            policy=rounds.policy,
+            parked=rounds.parked,
+            copied_lens=[rounds.copied[request] for request in running],
+        )
+
+    def log(self) -> None:
+        """Write a line now and then, and once that a drafter does not fit its target."""
+        now = time.monotonic()
+        if now - self._logged_at < _LOG_INTERVAL_S:
+            return
+        self._logged_at = now
+        logger.info("DSPARK: %s", self._counters)
+        if self._counters.looks_miswired and not self._warned:
+            self._warned = True
+            logger.warning(
+                "DSPARK: the accept length stays at %.2f. The drafter hardly predicts this target: was it trained for "
+                "it, and with DeepSpec's conventions (0-based target_layer_ids whose output is tapped, anchor in "
+                "slot 0)? Output stays exact but decoding is slower than without speculation.",
+                self._counters.drafter_accept_length,
+            )
+
+    def report(self, history_s: int = 0) -> dict[str, Any]:
+        """JSON for ``GET /dspark/stats``; ``history_s``: seconds to list one by one."""
+        known = {"block_size": self._gamma, "max_running_requests": self._max_running_requests}
+        # The schedule first: it learns from what it has only noted so far.
+        report = known | self._schedule.report() | self._history.report()
+        for span in (report, report["recent"]):
+            running = span["running_requests"]
+            span["occupancy"] = None if running is None else running / self._max_running_requests
+        return report | {"history": self._history.series(history_s)} if history_s else report
+
+    def export_metrics(self, labels: dict[str, Any]) -> None:
+        """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
+        Metrics(self._counters, self._history, self._state, self._max_running_requests, labels).start()
+
+    def until_now(self) -> dict[str, Any]:
+        """JSON: what was counted since the start."""
+        return {"uptime_s": self._history.uptime_s, **self._counters.sums().total().counts()}
+
+    def _state(self) -> tuple[str, bool]:
+        """Name of the policy, and whether speculation rests."""
+        return self._schedule.policy.name, self._schedule.parked

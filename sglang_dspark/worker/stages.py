@@ -1,0 +1,87 @@
+"""The stages of a decode step, launched one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from dspark_kernels import Accepted, DraftBlock, accept, simulated_accept
+
+from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.stages import Agreement, Verify
+from sglang_dspark.step.state import DecodeBatch, Drafted, TargetOutput, VerifyPlan
+from sglang_dspark.worker.drafter import Drafter, NoDrafter
+from sglang_dspark.worker.verify_plan import lay_out
+
+
+class EagerStages:
+    """Takes every step; knows no engine but the forward that it is given.
+
+    Args:
+        drafter: proposes blocks and keeps their K/V.
+        schedule: says how likely drafts are to survive, and which are verified.
+        verify: the target's forward.
+        agreement: between the ranks of the server.
+        profile: [gamma] float64 probabilities by which drafts are kept in place of what the target says; None asks it.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter | NoDrafter,
+        schedule: Schedule,
+        verify: Verify,
+        agreement: Agreement,
+        profile: torch.Tensor | None = None,
+    ) -> None:
+        self.drafter, self.schedule, self.agreement, self.profile = drafter, schedule, agreement, profile
+        self._verify = verify
+
+    def draft(self, step: DecodeBatch, choice: Choice) -> Drafted:
+        """Propose a block for the requests that the choice names; nothing for a plain step."""
+        bs, depth = len(step), choice.depth
+        if depth == 0:
+            return Drafted(DraftBlock.empty(bs, step.anchors.device), None, [0] * bs)
+        if choice.drafted is None:
+            block = self.drafter.propose(step, depth, choice.with_confidence)
+        else:
+            part, places = step.drafting(choice.drafted)
+            block = self.drafter.propose(part, depth, choice.with_confidence).spread(places, bs)
+        confidence = None
+        if choice.with_confidence:
+            confidence = self.schedule.forecast.predict(block.confidence_logits, bs, depth)
+        return Drafted(block, confidence, choice.depths(bs))
+
+    def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
+        """Choose which drafts are verified, and lay their tokens out."""
+        admitted = self.schedule.admit(choice, drafted)
+        self.agreement.adopt(drafted.block.tokens, admitted.decisive)
+        return lay_out(step.requests, drafted.block.tokens, admitted)
+
+    def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
+        """Run the target over the plan's rows."""
+        return self._verify(batch, step, plan)
+
+    def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> Accepted:
+        """Keep the drafts that the target agrees with and draw the token after them."""
+        block = drafted.block
+        accepted = accept(
+            block.tokens,
+            plan.verify_lens,
+            output.logits_output.next_token_logits,
+            plan.indptr,
+            block.probs if block.law is None else block.law,
+            step.rows,
+            step.keys,
+            copied=block.copied,
+            prefix_lens=step.prefix_lens,
+        )
+        if self.profile is not None:
+            accepted = simulated_accept(accepted, block.tokens, plan.verify_lens, self.profile, step.keys)
+        assert accepted.new_seq_lens is not None
+        self.agreement.adopt(accepted.accepted_lens, accepted.bonus_tokens, accepted.out_tokens, accepted.new_seq_lens)
+        return accepted
+
+    def commit(self, plan: VerifyPlan, accepted: Accepted, output: TargetOutput) -> None:
+        """Write the draft K/V of the anchor and the accepted drafts of every request."""
+        self.drafter.commit(plan, accepted, output.captured)

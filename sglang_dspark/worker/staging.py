@@ -1,0 +1,29 @@
+"""Who takes the stages of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.stages import Stages
+from sglang_dspark.step.state import DecodeBatch
+from sglang_dspark.worker.graph_stages import StepGraphs
+from sglang_dspark.worker.stages import EagerStages
+
+
+@dataclass
+class Staging:
+    """The stages of a server.
+
+    Attributes:
+        eager: launched one by one; takes every step.
+        graphs: captured; None where steps run launch by launch.
+    """
+
+    eager: EagerStages
+    graphs: StepGraphs | None = None
+
+    def of(self, step: DecodeBatch, choice: Choice) -> Stages:
+        """The stages of this step: its CUDA graphs where it fits into them."""
+        staged = None if self.graphs is None else self.graphs.stage(step, choice)
+        return staged or self.eager

@@ -1,0 +1,127 @@
+"""The SPS table of a server: taken from its file when it fits, else measured and written there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_dspark import __version__
+from sglang_dspark.config import DSparkConfig, flag_name
+from sglang_dspark.draft import reduced_vocabulary
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.hub import checkpoint_name
+from sglang_dspark.scheduling.sps_table import SpsTable
+from sglang_dspark.worker.graph_stages import StepGraphs
+from sglang_dspark.worker.staging import Staging
+from sglang_dspark.worker.startup.measure_steps import measure_steps, most_requests
+
+logger = logging.getLogger(__name__)
+
+CACHE = Path("~/.cache/sglang-dspark/sps")
+_NEEDS_TABLE = ("auto", "early-stop")
+
+
+def load_or_measure(staging: Staging, target_worker: Any, server_args: Any, max_verify: int) -> SpsTable | None:
+    """The table of this server; None for a policy that needs none and has no file.
+
+    Args:
+        staging: what takes the steps of the server.
+        target_worker, server_args: SGLang's.
+        max_verify: most drafts that a step verifies per request.
+
+    Raises:
+        ConfigError: the file that the flag names was measured for something else.
+    """
+    options: DSparkConfig = server_args.dspark_config
+    agreement = staging.eager.agreement
+    key = _key(staging.graphs, target_worker, server_args, max_verify)
+    named = None if options.sps_table_path is None else Path(options.sps_table_path).expanduser()
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    path = named or _cache_folder() / f"{digest}.json"
+    # Rank 0's file and measurements count: on several machines the other ranks have files and clocks of their own.
+    usable = os.access(path, os.R_OK if named is None else os.F_OK)  # a cache that cannot be read is none
+    table = agreement.share(_load(path, key) if usable and agreement.leads else None)
+    if table is not None or options.schedule not in _NEEDS_TABLE:
+        return table
+    table = agreement.share(measure_steps(staging, target_worker, max_verify, key))
+    if agreement.leads:
+        _save(table, path, named is not None)
+    return table
+
+
+def _cache_folder() -> Path:
+    try:
+        return CACHE.expanduser()
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir()) / "sglang-dspark" / "sps"
+
+
+def _save(table: SpsTable, path: Path, named: bool) -> None:
+    try:
+        table.save(path)
+    except OSError as error:
+        if named:
+            raise ConfigError(
+                f"{flag_name('sps_table_path')}={str(path)!r} cannot be written: {error.strerror}; name a file in a "
+                "folder that this server may write to"
+            ) from error
+        logger.warning("DSPARK: step times cannot be kept, the next start measures them again: %s", error)
+    else:
+        logger.info("DSPARK: step times written to %s", path)
+
+
+def _load(path: Path, key: dict[str, str]) -> SpsTable:
+    table = SpsTable.load(path)
+    if difference := table.mismatch(key):
+        raise ConfigError(
+            f"{flag_name('sps_table_path')}={str(path)!r} does not fit this server: {difference}; remove the file, "
+            "and it is measured anew, or name another one"
+        )
+    logger.info("DSPARK: step times from %s", path)
+    return table
+
+
+def _key(graphs: StepGraphs | None, target_worker: Any, server_args: Any, max_verify: int) -> dict[str, str]:
+    """What a table is valid for."""
+    runner = target_worker.model_runner
+    on_gpu = torch.device(target_worker.device).type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
+        "threads": "" if on_gpu else str(torch.get_num_threads()),
+        "target": _digest(server_args.model_path),
+        "draft": _digest(server_args.speculative_draft_model_path),
+        "dtype": str(runner.dtype).removeprefix("torch."),
+        "max_verify": str(max_verify),
+        "max_requests": str(most_requests(runner)),
+        "cuda_graphs": "none" if graphs is None else graphs.tiers.digest,
+        "tp_size": str(server_args.tp_size),
+        "torch": torch.__version__,
+        "sglang": version("sglang"),
+        "sglang_dspark": __version__,
+    }
+
+
+def _digest(model_path: str) -> str:
+    """Identity of a checkpoint's shape: its name, and what its small files say, without the place where it lies."""
+    files = [Path(model_path) / name for name in ("config.json", reduced_vocabulary.FILE)]
+    content = b"".join(file.read_bytes() for file in files if file.is_file())
+    return f"{checkpoint_name(model_path)}:{hashlib.sha256(content).hexdigest()[:12]}"
+
+
+def _cpu_name() -> str:
+    """The processor's model name; the architecture where the system does not tell."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,89 @@
+"""The table of patches: every row names functions that exist and that fit each other."""
+
+import inspect
+import pkgutil
+from typing import get_args
+
+import pytest
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dspark.engine.startup import hooks
+from sglang_dspark.engine.startup.hooks import HOOKS, Hook, Where
+from sglang_dspark.errors import EngineError
+
+HANDED_FIRST = {HookType.BEFORE: 0, HookType.AFTER: 1, HookType.AROUND: 1, HookType.REPLACE: 0}
+
+
+def names(function, *kinds):
+    return [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+
+
+def test_names_and_targets_are_told_apart():
+    assert len({hook.name for hook in HOOKS}) == len({hook.target for hook in HOOKS}) == len(HOOKS)
+    assert {hook.where for hook in HOOKS} == set(get_args(Where))
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)
+def test_a_handler_takes_what_its_target_is_given(hook):
+    """SGLang hands the target's arguments on, and a handler that cannot take them fails in a running server."""
+    target = inspect.unwrap(hook.load_target())
+    arguments = names(target, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    arguments += ["cls"] * inspect.ismethod(target)
+    keywords = dict.fromkeys(names(target, inspect.Parameter.KEYWORD_ONLY))
+    inspect.signature(hook.load_handler()).bind(*[None] * HANDED_FIRST[hook.kind], *arguments, **keywords)
+
+
+@pytest.mark.parametrize("field", ["target", "handler"])
+def test_a_row_without_a_function_is_seen(field):
+    row = {**vars(HOOKS[0]), field: vars(HOOKS[0])[field] + "_gone"}
+    with pytest.raises((AttributeError, ImportError)):
+        getattr(Hook(**row), f"load_{field}")()
+
+
+class Registry:
+    """SGLang's registry: it logs what it cannot patch, and patches a target once."""
+
+    def __init__(self, patched=()):
+        self._patched, self.registered = set(patched), []
+
+    def register(self, target, handler, kind):
+        self.registered.append(target)
+
+    def apply_hooks(self):
+        for target in self.registered:
+            try:
+                pkgutil.resolve_name(target)
+            except AttributeError:
+                continue
+            self._patched.add(target)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    def install(*places, rows=HOOKS, patched=()):
+        registry = Registry(patched)
+        monkeypatch.setattr(hooks, "HookRegistry", registry)
+        monkeypatch.setattr(hooks, "HOOKS", tuple(rows))
+        monkeypatch.setattr(hooks, "_installed", set())
+        hooks.install(*places)
+        hooks.install(*places)
+        return registry.registered
+
+    return install
+
+
+def test_a_place_gets_its_hooks_once(install):
+    assert install("routes") == [hook.target for hook in HOOKS if hook.where == "routes"]
+    assert install("scheduler", "cpu") == [hook.target for hook in HOOKS if hook.where in ("scheduler", "cpu")]
+
+
+def test_a_target_that_another_plugin_has_patched_is_refused(install):
+    [first, *_] = [hook for hook in HOOKS if hook.where == "routes"]
+    with pytest.raises(EngineError, match=f"hook {first.name} finds {first.target} patched by another plugin"):
+        install("routes", patched=[first.target])
+
+
+def test_a_hook_that_does_not_take_effect_is_refused(install):
+    gone = Hook(**{**vars(HOOKS[0]), "target": HOOKS[0].target + "_gone"})
+    with pytest.raises(EngineError, match=f"hook {gone.name} did not take effect on {gone.target}"):
+        install(gone.where, rows=[gone])

@@ -1,0 +1,24 @@
+"""A policy that looks at nothing: exactness must not depend on how much is verified."""
+
+import numpy as np
+
+from sglang_dspark.scheduling.policies import Policy
+from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.limits import Limits
+
+
+class RandomPolicy(Policy):
+    """From 0 to ``most`` drafts, drawn for each request in each step."""
+
+    name = "random"
+    needs_confidence = False
+
+    def __init__(self, most):
+        self._most, self._rng = most, np.random.default_rng(0)
+
+    def choose(self, requests, context):
+        lens = self._rng.integers(0, self._most + 1, size=requests).tolist()
+        return Choice(Rule.UNIFORM, self._most, self._most * requests).within(Limits(tuple(lens), (0,) * requests))
+
+    def report(self):
+        return {}

@@ -1,0 +1,22 @@
+"""Gives a server the policy ``random``: in every step each request verifies another number of drafts, often none.
+
+Python imports this module at start-up when its folder is on ``PYTHONPATH``.
+"""
+
+from worker_patch import patch_worker
+
+
+def offer(module):
+    """Let ``POST /dspark/policy`` take ``{"policy": "random"}`` too."""
+    from random_policy import RandomPolicy
+
+    def switch_policy(self, fields, original=module.DSparkWorker.switch_policy):
+        if fields != {"policy": "random"}:
+            return original(self, fields)
+        self.schedule.policy = RandomPolicy(self.max_verify)
+        return {"policy": "random"}
+
+    module.DSparkWorker.switch_policy = switch_policy
+
+
+patch_worker(offer)

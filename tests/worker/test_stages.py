@@ -1,0 +1,65 @@
+"""The served stages without a server: what the golden pair drafts, accepts and writes under every policy."""
+
+import numpy as np
+import pytest
+from stage_loop import StageLoop
+
+from sglang_dspark.scheduling.sps_table import SpsTable
+
+NUM_TOKENS = 24
+
+
+def table(gamma: int) -> SpsTable:
+    """Verifying a draft costs a tenth of a plain step, drafting another tenth."""
+    drafts, requests = np.arange(gamma + 1.0), np.array([[1.0], [8.0]])
+    verify, draft = 10 + drafts * requests, np.where(drafts > 0, 1.0, 0.0) * requests
+    return SpsTable({}, [1, 8], range(gamma + 1), [64], draft[..., None], verify[..., None])
+
+
+def prompts_of(loop: StageLoop) -> list[list[int]]:
+    return [case.prompt_ids for case in loop.golden.cases]
+
+
+def test_the_golden_rounds_are_decoded_in_one_batch():
+    """Requests of different lengths side by side: drafts, accepted counts and texts of the checkpoint's own code."""
+    loop = StageLoop(schedule="static")
+    outputs = loop.serve(prompts_of(loop), NUM_TOKENS)
+    compared = 0
+    for case, output, trace in zip(loop.golden.cases, outputs, loop.traces, strict=True):
+        length = min(NUM_TOKENS, len(case.output_ids))
+        assert output[:length] == case.output_ids[:length]
+        for expected, got in zip(case.rounds, trace, strict=False):
+            if loop.golden.ends_at_limit(case, expected) or got[0] + loop.gamma >= len(case.prompt_ids) + length:
+                break
+            assert got == (expected.start, expected.anchor, expected.draft, expected.accepted)
+            compared += 1
+    assert compared > 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "off"},
+        {"schedule": "static", "verify_len": 1},
+        {"schedule": "threshold", "confidence_threshold": 0.5},
+        {"schedule": "early-stop"},
+        {"schedule": "adaptive-block"},
+        {},
+    ],
+    ids=lambda options: options.get("schedule", "auto"),
+)
+def test_greedy_text_is_the_same_under_every_policy(options):
+    loop = StageLoop(table(7), **options)
+    expected = [case.output_ids[:NUM_TOKENS] for case in loop.golden.cases]
+    outputs = loop.serve(prompts_of(loop), NUM_TOKENS)
+    assert [output[: len(text)] for output, text in zip(outputs, expected, strict=True)] == expected
+
+
+def test_seeded_text_is_the_same_whatever_is_verified():
+    texts = []
+    for verify_len in (0, 2, 7):
+        loop = StageLoop(schedule="static", verify_len=verify_len)
+        texts.append(loop.serve(prompts_of(loop)[:3], 10, temperature=1.0, seeds=range(3)))
+    assert texts[0] == texts[1] == texts[2]
+    greedy = [case.output_ids[:10] for case in loop.golden.cases[:3]]
+    assert [text[: len(expected)] for text, expected in zip(texts[0], greedy, strict=True)] != greedy
