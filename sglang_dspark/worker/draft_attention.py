@@ -17,7 +17,7 @@ from sglang_dspark.step.state import DecodeBatch
 
 def block_attend(cache: DraftCache, step: DecodeBatch, num_slots: int, config: DraftConfig) -> Attend:
     """The callback of :meth:`DraftModel.forward_block` for this step, whose blocks have ``num_slots`` rows."""
-    make = _on_cpu if step.anchors.device.type == "cpu" else _on_gpu
+    make = attend_on_cpu if step.anchors.device.type == "cpu" else attend_on_gpu
     attends = {seen: make(cache, step, num_slots, config, seen) for seen in set(config.visibilities)}
     of_layer = [attends[seen] for seen in config.visibilities]
 
@@ -27,9 +27,10 @@ def block_attend(cache: DraftCache, step: DecodeBatch, num_slots: int, config: D
     return attend
 
 
-def _on_cpu(
+def attend_on_cpu(
     cache: DraftCache, step: DecodeBatch, num_slots: int, config: DraftConfig, visibility: Visibility
 ) -> Attend:
+    """The callback for layers of this visibility, in torch; reads lengths on the host."""
     bs, heads_per_kv = len(step), config.num_attention_heads // config.num_key_value_heads
     table, rows, lens = _within_reach(step, visibility.reach)
     groups = group_contexts(
@@ -51,9 +52,10 @@ def _on_cpu(
     return attend
 
 
-def _on_gpu(
+def attend_on_gpu(
     cache: DraftCache, step: DecodeBatch, num_slots: int, config: DraftConfig, visibility: Visibility
 ) -> Attend:
+    """The callback for layers of this visibility, by the Triton kernel. No host sync; safe under graph capture."""
     assert not visibility.slides, "refused at start-up: the kernel shows all slots of a block the same context"
     bs, device = len(step), step.anchors.device
     table = _within_reach(step, visibility.reach)

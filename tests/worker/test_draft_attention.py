@@ -7,7 +7,7 @@ import torch
 
 from sglang_dspark.draft.reference import attend_dense, block_mask
 from sglang_dspark.draft.visibility import Visibility
-from sglang_dspark.worker.draft_attention import _on_cpu, _on_gpu
+from sglang_dspark.worker.draft_attention import attend_on_cpu, attend_on_gpu
 
 SLOTS, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 2, 16
 PREFIXES = (0, 1, 7, 24, 30)
@@ -43,14 +43,14 @@ def step_of(device):
     )
 
 
-@pytest.mark.parametrize("make", [_on_cpu, _on_gpu])
+@pytest.mark.parametrize("make", [attend_on_cpu, attend_on_gpu])
 @pytest.mark.parametrize("visibility", KINDS.values(), ids=KINDS.keys())
 def test_blocks_see_what_their_layer_shows(make, visibility):
-    if make is _on_gpu and visibility.slides:
+    if make is attend_on_gpu and visibility.slides:
         with pytest.raises(AssertionError, match="refused at start-up"):
             make(None, None, SLOTS, None, visibility)
         return
-    device = DEVICE if make is _on_gpu else "cpu"
+    device = DEVICE if make is attend_on_gpu else "cpu"
     step = step_of(device)
     generator = torch.Generator().manual_seed(1)
     cache = SimpleNamespace(

@@ -20,7 +20,7 @@ from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.startup import hooks
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
-from sglang_dspark.hub import DRAFT_FILES, local_folder
+from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
 
 logger = logging.getLogger(__name__)
 
@@ -113,10 +113,11 @@ def find_drafter(args: Any, config: DSparkConfig) -> ResolvedDrafter | None:
                 f"{flag}={path} names a drafter, and {flag_name('draft_free')} serves without one; drop one of them"
             )
         return None
+    path = path or drafter_in_target(args.model_path, revision=args.revision, cache_dir=args.download_dir)
     if not path:
         raise ConfigError(
-            f"DSPARK needs a drafter: pass {flag} with a DeepSpec-format checkpoint of your target, "
-            f"or {flag_name('draft_free')} to serve requests with presets alone"
+            f"DSPARK needs a drafter: pass {flag} with a checkpoint of one for your target, which has none in a folder "
+            f"{SUBFOLDER} of its own, or {flag_name('draft_free')} to serve requests with presets alone"
         )
     revision = args.speculative_draft_model_revision
     folder = local_folder(path, flag=flag, files=DRAFT_FILES, revision=revision, cache_dir=args.download_dir)

@@ -35,7 +35,7 @@ EMULATED = {
 }
 # Branches that are a CPU's alone, and tensors that are the host's.
 ON_THE_HOST = {
-    ("draft_attention.py", "_on_cpu"),
+    ("draft_attention.py", "attend_on_cpu"),
     ("verify.py", "_context_groups"),
     ("verify.py", "run_verify"),  # lengths as SGLang's scheduler knows them
     ("accept.py", "_seeded_choices"),
