@@ -15,6 +15,7 @@ from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats.description import describe
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.resolved import ResolvedDrafter
@@ -90,9 +91,11 @@ class Drafter:
         shared = target.share_with(model)
         heads = ProposalHeads(model, resolved.token_ids)
         logger.info(
-            "DSPARK drafter %s loaded%s; read from the target: %s",
+            "DSPARK drafter %s (%s format) loaded%s: %s; read from the target: %s",
             path,
+            resolved.reading.format,
             ", with random weights" if dummy else "",
+            describe(config),
             ", ".join(shared) or "nothing",
         )
         gamma = options.gamma(config.gamma)
