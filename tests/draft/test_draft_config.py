@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_dspark.draft.formats import read_config, read_content
-from sglang_dspark.draft.pairing import check_dimensions
-from sglang_dspark.errors import CheckpointError
+from sglang_dspark.draft.pairing import check_device, check_dimensions
+from sglang_dspark.errors import CheckpointError, UnservedError
 
 
 def read(content):
@@ -220,6 +220,15 @@ def test_a_drafter_of_unknown_depth_still_needs_its_taps(make_config):
     check_dimensions(config, SimpleNamespace(**target, num_hidden_layers=4))
     with pytest.raises(CheckpointError, match=r"reads the output of layer 2.* of a target with 3 layers"):
         check_dimensions(config, SimpleNamespace(**target, num_hidden_layers=3))
+
+
+def test_windows_that_slide_along_the_block_are_refused_on_cuda(make_config):
+    sliding = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}
+    for device in ("cpu", "cuda"):
+        check_device(read(make_config(**sliding, window_from_anchor=True)), device)
+    check_device(read(make_config(**sliding)), "cpu")
+    with pytest.raises(UnservedError, match=r"--device=cuda: some/config.json has a sliding_window=16 that slides"):
+        check_device(read(make_config(**sliding)), "cuda")
 
 
 def test_reading_a_config_needs_no_torch_and_the_model_no_engine():
