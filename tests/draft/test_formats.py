@@ -350,3 +350,39 @@ def test_an_own_lm_head_of_a_reduced_vocabulary_is_kept_where_it_differs(write):
         model = load_draft_model(folder, dtype=torch.float32, device="cpu")
         assert model.bind_target(torch.randn(19, 24), target) == shared
         assert torch.equal(model.lm_head_weight, head)
+
+
+ODD = [None, "x", "", -1, 0, 2.5, 1e400, [], [[]], [None], ["x"], [1], [{}], {}, {"a": 1}, True, False]
+
+
+def with_odd_values(content):
+    """The config with one of its values, at any depth, replaced by something else."""
+    for key, value in content.items():
+        yield from (content | {key: odd} for odd in ODD)
+        if isinstance(value, dict):
+            yield from (content | {key: inner} for inner in with_odd_values(value))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        config_json(**WINDOW, causal_layers=[True, False]),
+        content_of(exports.specforge, **YARN)[0] | {"use_sliding_window": True, "max_window_layers": 1},
+        content_of(exports.modelopt)[0],
+        content_of(exports.torchspec)[0] | {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2},
+        content_of(exports.speculators, **WINDOW)[0],
+    ],
+    ids=["DeepSpec", "SpecForge", "ModelOpt", "TorchSpec", "speculators"],
+)
+def test_whatever_a_file_holds_is_read_or_refused(content):
+    shapes = {"markov_head.markov_w1.weight": [], "confidence_head.proj.weight": [], "d2t": [], "fc.weight": [1]}
+    outcomes = {"read": 0, "refused": 0}
+    for odd in with_odd_values(content):
+        for stored in ({}, shapes):
+            try:
+                read_content(odd, origin="config.json", shapes=stored)
+                outcomes["read"] += 1
+            except CheckpointError as error:
+                assert str(error).startswith("config.json: ")
+                outcomes["refused"] += 1
+    assert min(outcomes.values()) > 50

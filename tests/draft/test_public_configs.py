@@ -205,8 +205,8 @@ READ = {
         ),
         "speculators",
         (
-            f"8 drafts per block, 3 layers, taps [1, 7, 13], {FULL_HEADS}, window of 2048 rows before the anchor in all "
-            "layers, causal block in all layers, heads for 32000 of 128256 tokens, RoPE of type llama3, factor 32"
+            f"8 drafts per block, 3 layers, taps [1, 7, 13], {FULL_HEADS}, window of 2048 rows before the anchor in "
+            "all layers, causal block in all layers, heads for 32000 of 128256 tokens, RoPE of type llama3, factor 32"
         ),
     ),
     "speculators, DFlash": (

@@ -47,6 +47,8 @@ SILENT = (
 ).split()
 """Keys that say nothing about the network."""
 
+_MAX_WINDOW_LAYERS = 28  # the class's default: layers before this one have full attention
+
 # Positions of text are the same in all sections of a multimodal embedding.
 _ROPE_SILENT = {
     "rope_theta",
@@ -79,18 +81,18 @@ def attention(content: Content, num_layers: Any, section: str = "") -> dict[str,
     types = content.find(f"{section}layer_types")
     window = content.find(f"{section}sliding_window")
     sliding = content.find(f"{section}use_sliding_window", default=False)
-    first = content.find(f"{section}max_window_layers", default=28)
+    first = content.find(f"{section}max_window_layers", default=_MAX_WINDOW_LAYERS)
     content.names |= {"layer_types": f"{section}layer_types", "sliding_window": f"{section}sliding_window"}
     if type(num_layers) is not int:
         return {}
     if content.find("dflash_config.use_swa") is True:
         types, window = [SLIDING] * num_layers, content.find("dflash_config.swa_window_size", "sliding_window")
-    elif types is None and sliding is True:
+    elif types is None and sliding is True and type(first) is int:
         types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     if types is None or types == [FULL] * num_layers:
         return {}
     if not isinstance(types, list):
-        return {"layer_types": types}
+        raise content.refuse(f"{section}layer_types", "should be a list of kinds of attention, one for each layer")
     return {"layer_types": tuple(types), "sliding_window": window}
 
 
@@ -119,7 +121,7 @@ def rope(
         kind: whose parameters count where ``rope_parameters`` has a set per kind of attention; None takes those of the
             kinds that occur.
     """
-    parameters = _parameters(content, section, {kind} if kind else set(layer_types) or {FULL})
+    parameters = _parameters(content, section, {kind} if kind else {FULL, SLIDING} & {*map(str, layer_types)} or {FULL})
     values: dict[str, Any] = {}
     for field in ("rope_theta", "partial_rotary_factor"):
         top = content.find(section + field)
@@ -128,7 +130,7 @@ def rope(
             raise content.refuse(section + field, f"contradicts {parameters[field]!r} beside the other keys of RoPE")
         if (value := parameters.get(field, top)) is not None:
             values[field] = value
-    types = {parameters[name] for name in ("rope_type", "type") if name in parameters} - {"default", "mrope"}
+    types = {str(parameters[name]) for name in ("rope_type", "type") if name in parameters} - {"default", "mrope"}
     given = {name: value for name, value in parameters.items() if name not in _ROPE_SILENT}
     if types:
         values["rope_scaling"] = _scaling(content, types, given)
@@ -183,10 +185,10 @@ def _of_kind(content: Content, key: str, parameters: Mapping[str, Any], kinds: s
     return chosen
 
 
-def _scaling(content: Content, types: set[Any], given: dict[str, Any]) -> RopeScaling:
+def _scaling(content: Content, types: set[str], given: dict[str, Any]) -> RopeScaling:
     origin = f"{content.origin}: rope_parameters"
     if len(types) > 1:
-        raise CheckpointError(f"{origin} has two types, {sorted(map(str, types))}: {REMEDY}")
-    if unknown := given.keys() - {field.name for field in fields(RopeScaling)}:
+        raise CheckpointError(f"{origin} has two types, {sorted(types)}: {REMEDY}")
+    if unknown := given.keys() - {field.name for field in fields(RopeScaling) if field.name != "origin"}:
         raise CheckpointError(f"{origin}={given!r} has unknown keys {sorted(unknown)}: {REMEDY}")
-    return RopeScaling(rope_type=types.pop(), origin=origin, **given)
+    return RopeScaling(rope_type=types.pop(), origin=origin, **given)  # type: ignore[arg-type]  # it checks

@@ -56,7 +56,7 @@ class Found:
 
 def heads(values: dict[str, Any], shapes: Shapes, rules: TensorRules, defaults: Mapping[str, Any]) -> None:
     """Fill in what the file does not say about the heads: by its tensors, or by the format's defaults without any."""
-    stored = {rules.name(name): shape for name, shape in shapes.items()}
+    stored = {rules.name(name): shape for name, shape in shapes.items() if shape}
     if stored:
         w1, confidence = stored.get("markov_head.markov_w1.weight"), stored.get("confidence_head.proj.weight")
         defaults = {"markov_rank": 0 if w1 is None else w1[-1], "enable_confidence_head": confidence is not None}
@@ -77,7 +77,7 @@ def reduced_vocabulary(values: dict[str, Any], shapes: Shapes, default: int | No
     """Set ``draft_vocab_size``: None where it is the target's."""
     size = values.get("draft_vocab_size")
     if size is None:
-        size = shapes[DRAFT_TO_TARGET][0] if DRAFT_TO_TARGET in shapes else None if shapes else default
+        size = next(iter(shapes.get(DRAFT_TO_TARGET, ())), None if shapes else default)
     values["draft_vocab_size"] = None if size == values.get("vocab_size") else size
 
 

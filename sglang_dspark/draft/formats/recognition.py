@@ -61,7 +61,7 @@ def recognise(config: Mapping[str, Any], tensors: Collection[str], origin: str) 
     nested = config.get("dflash_config")
     dflash: Mapping[str, Any] = nested if isinstance(nested, Mapping) else {}
     _refuse_other_networks(config, dflash, tensors, origin)
-    if "speculators_model_type" in config:
+    if config.get("speculators_model_type") is not None:
         return "speculators"
     names = _architectures(config)
     if names & _DEEPSPEC:
@@ -103,7 +103,7 @@ def _refuse_other_networks(
 
     kind = config.get("speculators_model_type")
     if kind not in (None, "dspark", "dflash"):
-        raise refuse(f"speculators_model_type={kind!r}", _SPECULATORS_KINDS.get(kind, "its network is not known"))
+        raise refuse(f"speculators_model_type={kind!r}", _SPECULATORS_KINDS.get(str(kind), "its network is not known"))
     if config.get("model_type") == "k3_dspark":
         raise refuse("model_type='k3_dspark'", _OWN_CLASSES["K3DSparkModel"])
     if "dspark_target_layer_ids" in config or any(name.startswith("mtp.") for name in tensors):

@@ -101,7 +101,7 @@ def read(content: Content, shapes: Shapes) -> Found:
 
 def _class_defaults(content: Content) -> dict[str, Any]:
     name = content.find(f"{_LAYERS}model_type", default="qwen3")
-    defaults = dict(_CLASS_DEFAULTS.get(name, {}))
+    defaults = dict(_CLASS_DEFAULTS.get(str(name), {}))
     if name == "llama":
         heads = content.find(f"{_LAYERS}num_attention_heads", default=defaults["num_attention_heads"])
         width = content.find(f"{_LAYERS}hidden_size", default=defaults["hidden_size"])
@@ -117,7 +117,8 @@ def _sample_from_anchor(content: Content, kind: str, block_size: Any) -> Any:
     if given is not None:
         return given
     methods = content.find("speculators_config.proposal_methods", default=[])
-    drafts = methods[0].get("speculative_tokens") if methods and isinstance(methods[0], Mapping) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    drafts = first.get("speculative_tokens") if isinstance(first, Mapping) else None
     if type(block_size) is not int or drafts == block_size - 1 or (drafts is None and kind == "dflash"):
         return False
     if drafts == block_size and kind == "dspark":
