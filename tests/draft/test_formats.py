@@ -376,13 +376,14 @@ def with_odd_values(content):
 )
 def test_whatever_a_file_holds_is_read_or_refused(content):
     shapes = {"markov_head.markov_w1.weight": [], "confidence_head.proj.weight": [], "d2t": [], "fc.weight": [1]}
-    outcomes = {"read": 0, "refused": 0}
+    read_well, messages = 0, []
     for odd in with_odd_values(content):
         for stored in ({}, shapes):
             try:
                 read_content(odd, origin="config.json", shapes=stored)
-                outcomes["read"] += 1
+                read_well += 1
             except CheckpointError as error:
-                assert str(error).startswith("config.json: ")
-                outcomes["refused"] += 1
-    assert min(outcomes.values()) > 50
+                messages.append(str(error))
+    assert read_well > 50
+    assert len(messages) > 50
+    assert all(message.startswith("config.json: ") for message in messages)
