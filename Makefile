@@ -16,7 +16,7 @@ POLICIES := --config auto --config static:1 --config static:2 --config static:3 
 SWEEP_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor test check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock clean
+.PHONY: help env demo doctor unit test check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,14 +28,20 @@ $(VENV)/.installed: pyproject.toml constraints.txt .ci/make_env.py
 	$(or $(PYTHON),$(error Python 3.11 is needed: make env PYTHON=/path/to/python3.11)) .ci/make_env.py
 	@touch $@
 
-demo: env ## SmolLM2-135M with and without DSPARK on this machine
+demo: env ## three minutes: SmolLM2-135M with and without DSPARK, side by side on this machine
 	$(RUN) -m sglang_dspark demo
 
 doctor: env ## is this installation able to serve?
 	$(RUN) -m sglang_dspark doctor
 
-test: env ## all tests that need no GPU
-	$(RUN) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Tests that share a server, or else a file, run in one process one after another.
+PYTEST = $(RUN) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
+unit: env ## the fast tests: no server, no interpreted kernel, nothing marked slow (a minute and a half)
+	$(PYTEST) --ignore tests/server -m "not slow"
+
+test: env ## all tests that need no GPU (ten minutes)
+	$(PYTEST)
 
 check: env ## lint, formatting and types
 	$(RUN) -m ruff check
@@ -50,19 +56,21 @@ format: env ## sort imports and format
 PREPARE = $(if $(PROMPTS),$(if $(TARGET),@:,$(RUN) -c 'from sglang_dspark.tools.demo.smollm2 import build; \
 	build("$(SMOLLM2)", progress=print)'),$(error name JSONL files of {"turns": [text, ...]}: make $@ PROMPTS="a.jsonl b.jsonl"))
 
-sweep: env ## five minutes: plain and DSPARK at 1 and 4 users on your prompts, with a report
+sweep: env ## five minutes: plain, off and auto at 1 and 4 users on your prompts, with a report
 	$(PREPARE)
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(SWEEP) \
-		--config plain --config auto --concurrency 1,4 --num-prompts 4 --max-tokens 64 --rounds 2 $(SWEEP_FLAGS)
+		--config plain --config off --config auto --concurrency 1,4 --num-prompts 4 --max-tokens 64 --rounds 2 $(SWEEP_FLAGS)
 	$(RUN) benchmarks/report.py $(SWEEP)
 
 evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(PREPARE)
 	@mkdir -p $(RESULTS)
+	$(RUN) benchmarks/mutants.py
+	$(RUN) benchmarks/kernels/compile_for.py --output $(RESULTS)/compiled.json
 	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/identity.json
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/sweep \
-		--config plain --config auto --config static:5 --config static:4 --config static:3 --config static:2 \
-		--config static:1 --concurrency 1,2,4,8,16 --max-tokens 96 --ignore-eos --rounds 6 $(SWEEP_FLAGS)
+		--config plain --config off --config auto --config static:5 --config static:4 --config static:3 \
+		--config static:2 --config static:1 --concurrency 1,2,4,8,16 --max-tokens 96 --ignore-eos --rounds 8 $(SWEEP_FLAGS)
 	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/sweep/sweep.csv
 	$(RUN) benchmarks/report.py $(RESULTS)/sweep
 	$(RUN) benchmarks/policy_turns.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/turns $(POLICIES) \
@@ -90,8 +98,8 @@ gpu-identity: env
 gpu-sweep: env
 	$(PREPARE)
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/sweep --device cuda \
-		--config plain --config auto --config static:5 --config static:3 --concurrency 1,4,16,64 --num-prompts 128 \
-		--rounds 4 --server-flags "$(GPU_FLAGS)" $(SWEEP_FLAGS)
+		--config plain --config off --config auto --config static:5 --config static:3 --concurrency 1,4,16,64 \
+		--num-prompts 128 --rounds 4 --server-flags "$(GPU_FLAGS)" $(SWEEP_FLAGS)
 	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/gpu/sweep/sweep.csv
 	$(RUN) benchmarks/report.py $(RESULTS)/gpu/sweep
 
@@ -106,9 +114,10 @@ gpu-shapes: $(SHAPES:%=gpu-shape-%)
 gpu-shape-%: env
 	$(RUN) benchmarks/shape_pair.py --shape $* --output $(RESULTS)/gpu/$*/pair
 	$(RUN) benchmarks/sweep_concurrency.py $(call SHAPE_PAIR,$*) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/$*/sweep \
-		--device cuda --config plain --config "auto=auto $(ACCEPTANCE)" --config "static7=static:7 $(ACCEPTANCE)" \
-		--config "static3=static:3 $(ACCEPTANCE)" --concurrency 1,4,16,64 --num-prompts 16 --max-tokens 256 --ignore-eos \
-		--rounds 3 --server-flags "--load-format dummy $(GPU_FLAGS)" $(SWEEP_FLAGS)
+		--device cuda --config plain --config "off=off $(ACCEPTANCE)" --config "auto=auto $(ACCEPTANCE)" \
+		--config "static7=static:7 $(ACCEPTANCE)" --config "static3=static:3 $(ACCEPTANCE)" \
+		--concurrency 1,4,16,64 --num-prompts 16 --max-tokens 256 --ignore-eos --rounds 3 \
+		--server-flags "--load-format dummy $(GPU_FLAGS)" $(SWEEP_FLAGS)
 	$(RUN) benchmarks/report.py $(RESULTS)/gpu/$*/sweep
 	test -e $(RESULTS)/gpu/$*/trace/trace.json.gz || \
 	$(RUN) benchmarks/step_trace.py record $(call SHAPE_PAIR,$*) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/$*/trace \

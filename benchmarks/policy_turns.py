@@ -9,8 +9,9 @@ draft than others. Against the one, a turn is a fraction of a second: policies a
 decoded, and the server says with every switch what it has counted until then. Against the other, a round decodes the
 same texts as often as there are policies, which change places every time, so that each has its turn at every part of
 the texts. Prompts are in the prefix cache, and nothing is counted before all users are being served or after the first
-answer has ended. What is left are steps that verify differently. For what a user sees, prefill and all, and against a
-plain server, there is ``sweep_concurrency.py``.
+answer has ended. What is left are steps that verify differently. Batches of prompts do not overlap, and paired_ratio.py
+makes intervals of batches, not of rounds, so that they hold for other texts as well. For what a user sees, prefill and
+all, and against a plain server, there is ``sweep_concurrency.py``.
 
 The server runs without overlap scheduling, so that a step is counted before the next one is chosen.
 
@@ -55,7 +56,8 @@ class Turns:
     """A server, and users who ask it what they are told.
 
     Args:
-        prompts: taken in turn; each round begins with another one.
+        prompts: shuffled and divided into batches, one prompt per user; each round decodes the next batch, and when all
+            have been decoded, the first one again.
         seconds: of a turn.
         cycles: turns that each policy has while the same answers are being decoded.
         sampling: how all prompts are asked; answers have to last for all turns.
@@ -72,18 +74,25 @@ class Turns:
         shuffle, rows = random.Random(SEED), []
         timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(self._server.url, timeout=timeout, connector=connector) as session:
-            await asyncio.gather(*(self._ask(session, prompt, max_tokens=1) for prompt in self._prompts))
-            await self._decode(session, self._prompts[:users], configurations, _nothing(configurations))
+            batches = prompt_batches(self._prompts, users)
+            await self._prefill(session, batches[-1])
+            await self._decode(session, batches[-1], configurations, _nothing(configurations))
             for number in range(num_rounds):
-                prompts = [self._prompts[(number * users + user) % len(self._prompts)] for user in range(users)]
+                batch = number % len(batches)
+                prompts = batches[batch]
+                await self._prefill(session, prompts)
                 order = shuffle.sample(configurations, len(configurations))
                 sums = _nothing(order)
                 for shift in range(len(order)):
                     await self._decode(session, prompts, order[shift:] + order[:shift], sums)
-                rows += [self._row(each, users, number, sums[each.label]) for each in configurations]
+                rows += [self._row(each, users, number, batch, sums[each.label]) for each in configurations]
                 if any(counts["rounds"] != users * counts["steps"] for counts in sums.values()):
                     raise DSparkError(f"the server did not decode for all {users} users at a time; ask for fewer")
         return rows
+
+    async def _prefill(self, session: aiohttp.ClientSession, prompts: Sequence[Prompt]) -> None:
+        """Put prompts into the prefix cache."""
+        await asyncio.gather(*(self._ask(session, prompt, max_tokens=1) for prompt in prompts))
 
     async def _decode(
         self,
@@ -143,13 +152,16 @@ class Turns:
         return json.loads(content) if content else None
 
     @staticmethod
-    def _row(configuration: Configuration, users: int, number: int, counts: dict[str, float]) -> dict[str, Any]:
+    def _row(
+        configuration: Configuration, users: int, number: int, batch: int, counts: dict[str, float]
+    ) -> dict[str, Any]:
         return {
             "config": configuration.label,
             "policy": configuration.policy,
             "dtype": configuration.dtype,
             "concurrency": users,
             "round": number,
+            "batch": batch,
             "decode_tok_s": counts["committed_tokens"] / counts["uptime_s"],
             "ms_per_step": 1e3 * counts["uptime_s"] / counts["steps"],
             "accept_length": counts["committed_tokens"] / counts["rounds"],
@@ -157,6 +169,20 @@ class Turns:
             "seconds": counts["uptime_s"],
             **{name: round(counts[name]) for name in COUNTERS},
         }
+
+
+def prompt_batches(prompts: Sequence[Prompt], users: int) -> list[list[Prompt]]:
+    """Disjoint batches of one prompt per user, shuffled; what does not fill a batch is left out.
+
+    Rounds of the same batch repeat its texts, so they are no new evidence about texts: intervals are made of batches.
+
+    Raises:
+        ConfigError: there are fewer prompts than users.
+    """
+    if len(prompts) < users:
+        raise ConfigError(f"--concurrency {users} needs as many prompts, found {len(prompts)}; raise --num-prompts")
+    shuffled = random.Random(SEED).sample(prompts, len(prompts))
+    return [shuffled[start : start + users] for start in range(0, len(prompts) - users + 1, users)]
 
 
 def _nothing(configurations: Sequence[Configuration]) -> dict[str, dict[str, float]]:
@@ -197,7 +223,7 @@ def _policies(texts: Sequence[str], dtype: str) -> list[Configuration]:
 @click.option("--rounds", default=20, show_default=True, type=click.IntRange(1))
 @click.option("--seconds", default=0.2, show_default=True, type=click.FloatRange(0, min_open=True), help="Of a turn.")
 @click.option("--cycles", default=3, show_default=True, type=click.IntRange(1), help="Turns of a policy per answer.")
-@click.option("--num-prompts", default=48, show_default=True, type=click.IntRange(1))
+@click.option("--num-prompts", default=512, show_default=True, type=click.IntRange(1))
 @click.option("--max-tokens", default=512, show_default=True, type=click.IntRange(1), help="Of an answer.")
 @click.option("--raw-prompts", is_flag=True, help="Send the text as it is, without the chat template.")
 @click.option("--dtype", default="bfloat16", show_default=True)

@@ -23,11 +23,12 @@ import pandas as pd
 from figures.latency import promise
 from figures.style import DARK, LIGHT, name
 from figures.throughput import crossover_text
-from paired_ratio import frame_baselines, paired_ratios, summarise
+from paired_ratio import MIN_ROUNDS, frame_baselines, paired_ratios, summarise
 from PIL import Image
 from plot_sweep import Drawing, drawings
-from serving.frontier import crossovers, is_measured_against_plain, user_ratios
-from serving.results import read_sweep
+from serving.configurations import PLAIN
+from serving.frontier import crossovers, shown_baselines, user_ratios
+from serving.results import over_rounds, read_sweep
 
 from sglang_dspark.errors import ConfigError, DSparkError
 
@@ -37,9 +38,10 @@ NUM_COLORS = 96
 
 HOW_TO_READ = {
     "throughput_vs_concurrency": (
-        "Above: what the machine delivers to all users together. Below: the same as a multiple of plain SGLang. Each"
-        " round compares two neighbours in time, so that drift of the machine drops out. A line in the shaded zone"
-        " loses to plain serving; a cross marks where it enters that zone."
+        "Above: what the machine delivers to all users together. Below, two ratios: off, the plugin without drafts, as"
+        " a multiple of plain SGLang, and what speculates as a multiple of off. Their product is the whole gain. Each"
+        " round compares runs close in time, so that drift of the machine drops out. A line in the shaded zone loses to"
+        " its baseline; a cross marks where it enters that zone."
     ),
     "throughput_vs_user_speed": (
         "The trade-off of serving: more users get more out of the machine, and each of them waits longer. A curve that"
@@ -118,32 +120,48 @@ STEP_TIMES = (
 
 
 def findings(frame: pd.DataFrame) -> list[str]:
-    """What the numbers say, in sentences: the gain of each adaptive configuration, where plain wins, what is noise."""
-    baselines = frame_baselines(frame)
+    """What the numbers say: the plugin without drafts, then each adaptive policy, where they lose, what is noise."""
+    pairs = paired_ratios(frame, "output_tok_s", frame_baselines(frame))
+    ratios = user_ratios(frame, frame_baselines(frame))
+    policies = frame.drop_duplicates("config").set_index("config")["policy"]
     sentences = []
-    if is_measured_against_plain(frame, baselines):
-        pairs = paired_ratios(frame, "output_tok_s", baselines)
-        summary = summarise(pairs) if not pairs.empty else pd.DataFrame()
-        adaptive = set(frame.loc[frame["policy"].isin(["auto", "early-stop", "threshold"]), "config"])
-        for config, rows in summary.groupby("config", sort=False) if adaptive else ():
-            if config in adaptive:
-                parts = [
-                    f"{row.ratio:.2f} ({row.smallest:.2f} to {row.largest:.2f}) at {row.load}"
-                    for row in rows.itertuples()
-                ]
-                sentences.append(f"{name(frame, config)} delivers, in times of plain serving: {', '.join(parts)}.")
+    for against in shown_baselines(ratios) if not pairs.empty else ():
+        summary = summarise(pairs[pairs["baseline"].map(policies) == against])
+        told = ("off", *ADAPTIVE) if against == PLAIN else ADAPTIVE
+        for config, rows in summary.groupby("config", sort=False):
+            if policies[config] in told:
+                parts = [f"{row.ratio:.2f} ({_interval(row)}) at {row.load}" for row in rows.itertuples()]
+                sentences.append(
+                    f"{name(frame, config)} delivers, in times of {IN_WORDS[against]}: {', '.join(parts)}."
+                )
         slower = [f"{name(frame, row.config)} at {row.load}" for row in summary.itertuples() if row.largest < 1]
         if slower:
-            sentences.append(f"Slower than plain serving in every round: {', '.join(slower)}.")
-        crossing = crossover_text(frame, crossovers(user_ratios(frame, baselines)))
+            sentences.append(f"Slower than {against} in every round: {', '.join(slower)}.")
+        crossing = crossover_text(frame, crossovers(ratios[ratios["against"] == against]), against)
         if crossing:
             sentences.append(f"{crossing}.")
+    if PLAIN in set(policies) and not {"off"} & set(policies) and set(ADAPTIVE) & set(policies):
+        sentences.append("`off` was not measured, so speculation and the plugin's own step cannot be told apart.")
     rounds = frame["round"].nunique()
-    if rounds < 5:
+    if rounds < MIN_ROUNDS:
         sentences.append(
             f"{rounds} rounds are too few for an interval of confidence: ranges are the smallest and largest round."
         )
     return sentences
+
+
+ADAPTIVE = ("auto", "early-stop", "threshold")
+IN_WORDS = {
+    "plain": "plain serving",
+    "off": "the plugin without drafts (speculation alone)",
+}
+"""Baselines by their policy."""
+
+
+def _interval(row: Any) -> str:
+    """The interval of a row of :func:`paired_ratio.summarise`, or the range where there is none."""
+    low, high = (row.low, row.high) if row.rounds >= MIN_ROUNDS else (row.smallest, row.largest)
+    return f"{low:.2f} to {high:.2f}"
 
 
 def tables(frame: pd.DataFrame, agreement: dict[str, Any]) -> list[TableOf]:
@@ -184,20 +202,21 @@ def _speed_table(frame: pd.DataFrame) -> TableOf:
     ratios = summarise(pairs).set_index(["config", "load"]) if not pairs.empty else pd.DataFrame()
     rows = []
     for load, config, cells in _by_load(frame):
-        ratio = ratios.loc[(config, load)] if (config, load) in ratios.index else None
-        rows.append(
-            [
-                *(load, name(frame, config), _median(cells, "output_tok_s"), _median(cells, "per_user_tok_s")),
-                _median(cells, "per_user_tok_s_p5"),
-                f"{ratio['ratio']:.2f}" if ratio is not None else "-",
-                f"{ratio['smallest']:.2f} to {ratio['largest']:.2f}" if ratio is not None else "",
-            ]
-        )
-    names = ", ".join(sorted({name(frame, label) for label in baselines.values()}))
-    note = f"Tokens per second, median of the rounds. Ratio to {names}, paired by round."
-    return TableOf(
-        "Speed", note, ["load", "configuration", "all users", "one user", "slowest 5 %", "ratio", "range"], rows
+        row = [load, name(frame, config), _figure(cells, "output_tok_s"), _figure(cells, "per_user_tok_s")]
+        row.append(_figure(cells, "per_user_tok_s_p5"))
+        if (config, load) in ratios.index:
+            ratio = ratios.loc[(config, load)]
+            row += [f"{ratio['ratio']:.2f}", name(frame, baselines[config]), _interval(ratio)]
+        else:
+            row += ["-", "", ""]
+        rows.append(row)
+    spread = "95 % interval of the mean" if frame["round"].nunique() >= MIN_ROUNDS else "range of the rounds"
+    note = (
+        "Tokens per second, median of the rounds. Ratios are geometric means of those of the rounds: what speculates to"
+        " off, the same server without drafts, and off to plain serving."
     )
+    header = ["load", "configuration", "all users", "one user", "slowest 5 %", "ratio", "to", spread]
+    return TableOf("Speed", note, header, rows)
 
 
 def _latency_table(frame: pd.DataFrame) -> TableOf:
@@ -215,8 +234,8 @@ def _speculation_table(frame: pd.DataFrame) -> TableOf:
     columns = ["accept_length", "mean_verify_len", "wasted_share", "plain_share"]
     header = ["load", "configuration", "accept length", "verify length", "wasted", "not drafted"]
     note = (
-        "Accept length counts the target's own token. Wasted: share of verified drafts that were rejected. Not"
-        " drafted: share of steps in which nothing was, as on a parked server."
+        "Counts of all rounds together. Accept length counts the target's own token. Wasted: share of verified drafts"
+        " that were rejected. Not drafted: share of steps in which nothing was, as on a parked server."
     )
     return TableOf("Speculation", note, header, _cells(speculative, columns))
 
@@ -257,13 +276,13 @@ def _by_load(frame: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
 
 def _cells(frame: pd.DataFrame, columns: list[str]) -> list[list[str]]:
     return [
-        [load, name(frame, config), *(_median(cells, column) for column in columns)]
+        [load, name(frame, config), *(_figure(cells, column) for column in columns)]
         for load, config, cells in _by_load(frame)
     ]
 
 
-def _median(cells: pd.DataFrame, column: str) -> str:
-    value = cells[column].median() if column in cells else float("nan")
+def _figure(cells: pd.DataFrame, column: str) -> str:
+    value = over_rounds(cells, column)
     if pd.isna(value):
         return "-"
     if column.endswith("_share"):

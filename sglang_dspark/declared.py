@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from msgspec import Meta, ValidationError, convert
 
+from sglang_dspark.errors import ConfigError
+
 
 def whole(least: int, most: int | None = None) -> Meta:
     """An integer in these bounds, which are included."""
@@ -32,6 +34,21 @@ def checked(value: Any, kind: Any) -> Any:
         return convert(value, kind)
     except ValidationError as error:
         raise ValueError(rule(kind)) from error
+
+
+def check_fields(config: Any) -> None:
+    """Check the declared fields of a dataclass that are not None.
+
+    Raises:
+        ConfigError: names the first field that breaks its rule, its value and the rule.
+    """
+    for name, kind in kinds(type(config)).items():
+        value = getattr(config, name)
+        if value is not None and get_origin(kind) in (Annotated, Literal):
+            try:
+                checked(value, kind)
+            except ValueError as error:
+                raise ConfigError(f"{name}={value!r} {error}") from error
 
 
 def rule(kind: Any) -> str:

@@ -29,6 +29,11 @@ settings.register_profile("shared-machine", settings(), deadline=None, suppress_
 settings.load_profile("shared-machine")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those with servers first: a slow file that came last would keep one of two processes busy alone."""
-    items.sort(key=lambda item: "server" not in item.path.parent.parts)
+    """Interpreted kernels are slow; tests of one file share its fixtures, where nothing else groups them."""
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))

@@ -4,6 +4,7 @@ import ast
 import graphlib
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -165,3 +166,12 @@ def test_import_stays_light(module: str):
     probe = f"import sys, {module}; print(sorted({{'torch', 'sglang', 'triton', 'transformers'}} & set(sys.modules)))"
     output = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True).stdout
     assert output.strip() == "[]"
+
+
+def test_every_file_that_is_not_python_is_packaged():
+    """What the code reads beside itself has to be in the wheel too."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["sglang_dspark"]
+    packaged = {path for pattern in data for path in PACKAGE.glob(pattern)}
+    beside = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert len(beside) > 5
+    assert {in_package(path) for path in beside - packaged} == set()

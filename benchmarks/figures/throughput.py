@@ -7,18 +7,19 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 from paired_ratio import frame_baselines
-from serving.frontier import Crossover, crossovers, is_measured_against_plain, pareto, user_ratios
+from serving.configurations import OFF, PLAIN
+from serving.frontier import Crossover, crossovers, pareto, shown_baselines, user_ratios
 
 from figures.style import closed_loop, dodge, end_labels, figure_of, name, per_config, spread, styles, users_axis
+from sglang_dspark.config import SCHEDULES
 
 
 def throughput_vs_concurrency(frame: pd.DataFrame) -> Figure:
-    """Output tokens per second of all users, and their ratio to plain serving, over the number of users."""
+    """Output tokens per second of all users over their number, and the two ratios: never one that mixes them."""
     frame = closed_loop(frame)
-    baselines = frame_baselines(frame)
-    ratios = user_ratios(frame, baselines)
-    has_ratios = is_measured_against_plain(frame, baselines) and not ratios.empty
-    figure, panels = figure_of(frame, 2 if has_ratios else 1, 8.4 if has_ratios else 5.0)
+    ratios = user_ratios(frame, frame_baselines(frame))
+    baselines = shown_baselines(ratios)
+    figure, panels = figure_of(frame, 1 + len(baselines), 5.0 + 3.4 * len(baselines))
     ends = []
     for label, style, rows in per_config(frame):
         points = spread(rows, "output_tok_s")
@@ -29,13 +30,23 @@ def throughput_vs_concurrency(frame: pd.DataFrame) -> Figure:
     panels[0].set_title("Output tokens per second, all users together")
     panels[0].set_ylim(bottom=0)
     end_labels(panels[0], ends)
-    if has_ratios:
-        _draw_ratios(panels[1], frame, ratios)
+    for axes, against in zip(panels[1:], baselines, strict=True):
+        _draw_ratios(axes, frame, ratios[ratios["against"] == against], against)
     users_axis(panels[-1], frame)
     return figure
 
 
-def _draw_ratios(axes: Axes, frame: pd.DataFrame, ratios: pd.DataFrame) -> None:
+def ratio_title(ratios: pd.DataFrame, against: str) -> str:
+    """What a panel of ratios to one baseline shows."""
+    if against == OFF:
+        return "Speculation: times the plugin without drafts (off)"
+    policies = set(ratios["policy"])
+    if policies & (set(SCHEDULES) - {OFF}):
+        return "Times plain SGLang (the plugin's own step and speculation in one)"
+    return "Without drafts: times plain SGLang" if policies <= {OFF, PLAIN} else "Times plain SGLang"
+
+
+def _draw_ratios(axes: Axes, frame: pd.DataFrame, ratios: pd.DataFrame, against: str) -> None:
     style, ends = styles(frame), []
     for label, points in ratios.groupby("config", sort=False):
         x, middle = points["concurrency"].to_numpy(float) * dodge(frame, str(label)), points["ratio"]
@@ -47,29 +58,30 @@ def _draw_ratios(axes: Axes, frame: pd.DataFrame, ratios: pd.DataFrame) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 0.85), max(high, 1.15))
     axes.axhspan(axes.get_ylim()[0], 1, color=neutral, alpha=0.07, zorder=0)
-    axes.set_title("Times plain SGLang, paired by round (shaded: slower than plain)")
+    axes.set_title(f"{ratio_title(ratios, against)}, paired by round (shaded: slower)")
     axes.yaxis.set_major_formatter(ScalarFormatter())
     found = crossovers(ratios)
     for crossover in found:
         if crossover.users is not None:
             axes.plot(crossover.users, 1, marker="X", markersize=11, color=style[crossover.config]["color"], zorder=6)
-    text = crossover_text(frame, found)
+    text = crossover_text(frame, found, against)
     if text:
         axes.annotate(text, (0.015, 0.03), xycoords="axes fraction", fontsize=8, va="bottom", wrap=True)
     end_labels(axes, ends)
 
 
-def crossover_text(frame: pd.DataFrame, found: list[Crossover]) -> str:
-    """Where plain overtakes what speculates, in words; empty where nothing speculates."""
+def crossover_text(frame: pd.DataFrame, found: list[Crossover], against: str) -> str:
+    """Where the baseline, named by its policy, overtakes what speculates; empty where nothing speculates."""
     crossed = [f"{name(frame, c.config)} beyond about {c.users:.2g} users" for c in found if c.users is not None]
     behind = [name(frame, c.config) for c in found if c.users is None and c.ratio_at_most < 1]
     parts = []
     if crossed:
-        parts.append(f"✖ plain overtakes {', '.join(crossed)} (interpolated)")
+        parts.append(f"✖ {against} overtakes {', '.join(crossed)} (interpolated)")
     if behind:
-        parts.append(f"behind plain from the start: {', '.join(behind)}")
+        parts.append(f"behind {against} from the start: {', '.join(behind)}")
     if found and not parts:
-        parts.append(f"No crossover: all are ahead of plain at {int(closed_loop(frame)['concurrency'].max())} users")
+        users = int(closed_loop(frame)["concurrency"].max())
+        parts.append(f"No crossover: all are ahead of {against} at {users} users")
     return "; ".join(parts)
 
 

@@ -6,8 +6,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
+from serving.results import over_rounds
 
-from figures.style import closed_loop, end_labels, figure_of, name, per_config, spread, users_axis
+from figures.style import closed_loop, end_labels, figure_of, name, per_config, users_axis
 
 
 def verification_vs_concurrency(frame: pd.DataFrame) -> Figure:
@@ -38,9 +39,9 @@ def waste_vs_load(frame: pd.DataFrame) -> Figure:
     figure, (axes,) = figure_of(frame)
     ends = []
     for label, style, rows in per_config(frame):
-        by_load = rows.groupby("load")[[occupancy, "wasted_share"]].median().astype(float).sort_values(occupancy)
-        axes.plot(by_load[occupancy], by_load["wasted_share"], label=label, **style)
-        ends.append((by_load["wasted_share"].iloc[-1], name(frame, label), style["color"]))
+        points = by_load(rows, "load", occupancy, "wasted_share").sort_values(occupancy)
+        axes.plot(points[occupancy], points["wasted_share"], label=label, **style)
+        ends.append((points["wasted_share"].iloc[-1], name(frame, label), style["color"]))
     if occupancy == "concurrency":
         users_axis(axes, frame)
     else:
@@ -54,13 +55,21 @@ def waste_vs_load(frame: pd.DataFrame) -> Figure:
     return figure
 
 
+def by_load(rows: pd.DataFrame, load: str, *columns: str) -> pd.DataFrame:
+    """``[load -> columns]`` of one configuration, over its rounds."""
+    groups = rows.groupby(load, sort=True)
+    return pd.DataFrame(
+        {column: {key: over_rounds(cells, column) for key, cells in groups} for column in columns}, dtype=float
+    )
+
+
 def _draw(axes: Axes, frame: pd.DataFrame, column: str, limits: tuple[float, float | None]) -> None:
     ends = []
     for label, style, rows in per_config(frame):
-        points = spread(rows, column)
+        points = by_load(rows, "concurrency", column).dropna()
         if points.empty:
             continue
-        axes.plot(points.index.to_numpy(float), points["median"], label=label, **style)
-        ends.append((points["median"].iloc[-1], name(frame, label), style["color"]))
+        axes.plot(points.index.to_numpy(float), points[column], label=label, **style)
+        ends.append((points[column].iloc[-1], name(frame, label), style["color"]))
     axes.set_ylim(*limits)
     end_labels(axes, ends, gap=0.085)

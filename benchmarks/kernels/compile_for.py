@@ -26,7 +26,8 @@ from unittest.mock import patch
 import click
 import torch
 import triton
-from dspark_kernels import markov_walk
+from dspark_kernels import kernels_anywhere
+from dspark_kernels.drafting import walk
 from harness import Case, bench_modules
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +36,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sglang_dspark import provenance
+from sglang_dspark.tools import provenance
 
 # Shared memory that a block can ask for, in bytes (CUDA programming guide, technical specifications by capability).
 SHARED_BYTES = {
@@ -97,7 +98,7 @@ class _AbsentGpu:
 def _compiling_only(capability: int) -> Iterator[list[tuple[str, CompiledKernel]]]:
     """Launches within compile their kernels and end there, for tensors without memory too."""
     found: list[tuple[str, CompiledKernel]] = []
-    launch, interpreting = JITFunction.run, triton.knobs.runtime.interpret
+    launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> CompiledKernel:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
@@ -105,15 +106,10 @@ def _compiling_only(capability: int) -> Iterator[list[tuple[str, CompiledKernel]
         return kernel
 
     driver.set_active(_AbsentGpu(capability))
-    room, walk = SHARED_BYTES[capability], sys.modules[markov_walk.__module__]
-    with patch.object(JITFunction, "run", compile_only), patch.object(walk, "shared_bytes", lambda device: room):
-        # Wrappers leave tensors that are not on a GPU to the torch form, unless kernels are interpreted. Ours are not:
-        # that was decided when they were defined.
-        triton.knobs.runtime.interpret = True
-        try:
-            yield found
-        finally:
-            triton.knobs.runtime.interpret = interpreting
+    room = SHARED_BYTES[capability]
+    launching_nothing = patch.object(JITFunction, "run", compile_only)
+    with launching_nothing, patch.object(walk, "shared_bytes", lambda device: room), kernels_anywhere():
+        yield found
 
 
 def compile_cases(cases: list[Case], capability: int) -> list[Compiled]:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from sglang_dspark import provenance
+from sglang_dspark.tools import provenance
 
 _QUICK_SAMPLES, _SAMPLES = 20, 200
 

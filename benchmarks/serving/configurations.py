@@ -11,7 +11,7 @@ from sglang_dspark.config import SCHEDULES
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.launch import dspark_flags
 
-PLAIN, DFLASH, EXTERNAL = "plain", "dflash", "external"
+PLAIN, DFLASH, EXTERNAL, OFF = "plain", "dflash", "external", "off"
 POLICIES = (PLAIN, DFLASH, *SCHEDULES)
 DTYPES = ("float32", "bfloat16", "float16")
 GRAMMAR = "[NAME=]POLICY[:ARGUMENT][@DTYPE] [SERVER FLAGS]"
@@ -163,6 +163,27 @@ def choose_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
     for label, _, dtype in sorted(served, key=lambda entry: entry[1] != PLAIN):
         by_dtype.setdefault(dtype, label)
     return {label: by_dtype[dtype] for label, _, dtype in served}
+
+
+def choose_ratio_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
+    """Label of the configuration that the speed of each one is divided by, by label.
+
+    A DSPARK policy is divided by ``off`` of the same dtype, which runs on the same server: that ratio is speculation's.
+    ``off`` and all others are divided by what :func:`choose_baselines` says, plain serving where it was measured: for
+    ``off``, that ratio is what the plugin's own steps gain without any draft. A ratio of a policy to plain serving
+    would mix the two; it is all that is left where the sweep has no ``off``.
+
+    Args:
+        served: label, policy and dtype of every configuration.
+    """
+    baselines = choose_baselines(served)
+    without_drafts = {dtype: label for label, policy, dtype in reversed(served) if policy == OFF}
+    speculates = {label: policy in SCHEDULES and policy != OFF for label, policy, _ in served}
+    dtypes = {label: dtype for label, _, dtype in served}
+    return {
+        label: without_drafts.get(dtypes[label], baseline) if speculates[label] else baseline
+        for label, baseline in baselines.items()
+    }
 
 
 def _check_argument(text: str, policy: str, argument: str) -> None:

@@ -54,6 +54,12 @@ class ExternalServer:
     ) -> None:
         """Leave the server as it is."""
 
+    def suspend(self) -> None:
+        """Let it run: it is not ours to suspend."""
+
+    def resume(self) -> None:
+        """Nothing to do, it was never suspended."""
+
     def get_json(self, path: str) -> dict[str, Any]:
         """Decoded JSON answer to ``GET path``; empty where the server has no such route."""
         try:

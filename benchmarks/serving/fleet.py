@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
 
-from serving.client import Endpoint, ReplyError, flush_cache
+from serving.client import Endpoint, ReplyError
 from serving.external import ExternalServer
 from sglang_dspark.errors import LaunchError
 from sglang_dspark.tools.launch import LaunchedServer
@@ -52,9 +50,9 @@ class Fleet:
             for label, server in self._unique():
                 self._on_start(label)
                 stack.enter_context(server)
-                # A suspended process cannot act on the signal that ends it.
-                stack.callback(_signal_group, server, signal.SIGCONT)
-                _signal_group(server, signal.SIGSTOP)
+                # A suspended process cannot act on a signal that asks it to end.
+                stack.callback(server.resume)
+                server.suspend()
             self._stack = stack.pop_all()
         return self
 
@@ -69,30 +67,21 @@ class Fleet:
 
     @contextmanager
     def awake(self, label: str) -> Iterator[tuple[Server, Endpoint]]:
-        """Let one server run, with an empty radix cache, for the duration of the ``with`` block.
+        """Let one server run for the duration of the ``with`` block.
 
         Raises:
             LaunchError: the server failed or has died; the message ends with the tail of its log.
         """
         server = self._servers[label]
-        _signal_group(server, signal.SIGCONT)
+        server.resume()
         endpoint = server.endpoint if isinstance(server, ExternalServer) else Endpoint(server.url)
         try:
-            # The answer also proves that the server has come back to its loop before the clock starts.
-            if not isinstance(server, ExternalServer) or server.can_flush:
-                flush_cache(endpoint)
             yield server, endpoint
         except ReplyError as error:
             raise LaunchError(f"{label}: {error}{_last_words(server)}") from error
         finally:
-            _signal_group(server, signal.SIGSTOP)
+            server.suspend()
 
 
 def _last_words(server: Server) -> str:
     return "" if isinstance(server, ExternalServer) else f"\nEnd of {server.log_path}:\n{server.log_tail()}"
-
-
-def _signal_group(server: Server, number: signal.Signals) -> None:
-    if server.pid is not None:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, number)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from serving.configurations import PLAIN
+from serving.configurations import OFF, PLAIN
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -43,8 +43,9 @@ def user_ratios(frame: pd.DataFrame, baselines: dict[str, str], metric: str = "o
     """Ratios to the baseline in the closed loop, paired by round.
 
     Returns:
-        One row per configuration other than a baseline and number of users, in ascending order of users: columns
-        ``config, policy, concurrency, ratio`` (geometric mean), ``low, high`` (smallest and largest round).
+        One row per configuration other than its baseline and number of users, in ascending order of users: columns
+        ``config, policy, against, concurrency, ratio`` (geometric mean), ``low, high`` (smallest and largest round);
+        ``against`` is the policy of the baseline.
     """
     closed = frame[frame["concurrency"].notna()]
     table = closed.pivot_table(index=["concurrency", "round"], columns="config", values=metric, sort=True)
@@ -56,8 +57,8 @@ def user_ratios(frame: pd.DataFrame, baselines: dict[str, str], metric: str = "o
         logs = np.log(table[config] / table[baseline]).dropna().groupby("concurrency")
         for users, values in logs:
             low, middle, high = np.exp([values.min(), values.mean(), values.max()])
-            records.append((config, policies[config], int(users), middle, low, high))
-    return pd.DataFrame(records, columns=["config", "policy", "concurrency", "ratio", "low", "high"])
+            records.append((config, policies[config], policies[baseline], int(users), middle, low, high))
+    return pd.DataFrame(records, columns=["config", "policy", "against", "concurrency", "ratio", "low", "high"])
 
 
 def crossovers(ratios: pd.DataFrame) -> list[Crossover]:
@@ -67,7 +68,7 @@ def crossovers(ratios: pd.DataFrame) -> list[Crossover]:
         ratios: of :func:`user_ratios`.
     """
     found = []
-    for config, points in ratios[ratios["policy"] != "off"].groupby("config", sort=False):
+    for config, points in ratios[ratios["policy"] != OFF].groupby("config", sort=False):
         users = np.log2(points["concurrency"].to_numpy(dtype=float))
         logs = np.log(points["ratio"].to_numpy(dtype=float))
         at = None
@@ -80,7 +81,9 @@ def crossovers(ratios: pd.DataFrame) -> list[Crossover]:
     return found
 
 
-def is_measured_against_plain(frame: pd.DataFrame, baselines: dict[str, str]) -> bool:
-    """Whether every baseline is plain serving."""
-    policies = frame.drop_duplicates("config").set_index("config")["policy"]
-    return all(policies[label] == PLAIN for label in set(baselines.values()))
+def shown_baselines(ratios: pd.DataFrame) -> list[str]:
+    """Policies of the baselines that a reader knows, those of :func:`user_ratios` in the order of the two parts.
+
+    What the plugin gains without drafts comes first, then what speculation adds.
+    """
+    return [policy for policy in (PLAIN, OFF) if (ratios["against"] == policy).any()]

@@ -10,6 +10,33 @@ from serving.load import load_label
 from serving.row import COLUMNS
 from sglang_dspark.errors import ConfigError
 
+COUNTED_BY = {
+    "accept_length": "decode_rounds",
+    "mean_verify_len": "decode_rounds",
+    "wasted_share": "verified",
+    "plain_share": "steps",
+    "parked_share": "steps",
+}
+"""Quotient of two counts -> the column with its denominator."""
+
+
+def over_rounds(rows: pd.DataFrame, column: str) -> float:
+    """One figure for several rounds of a configuration at a load; NaN without a value.
+
+    Quotients of counts are pooled: the counts of all rounds are added up before they are divided, because a short round
+    says less than a long one. Everything else, times and speeds, is the median, which a disturbed round does not move.
+    """
+    if column not in rows:
+        return float("nan")
+    known = rows[rows[column].notna()]
+    counted_by = COUNTED_BY.get(column)
+    if counted_by is None:
+        return float(known[column].median())
+    if counted_by not in known or known[counted_by].isna().any():
+        return float(known[column].mean())  # a server of others: it tells the quotient only
+    weights = known[counted_by]
+    return float((known[column] * weights).sum() / weights.sum()) if weights.sum() else float("nan")
+
 
 def read_sweep(path: Path) -> pd.DataFrame:
     """Rows of a ``sweep.csv``, completed by :func:`complete`.

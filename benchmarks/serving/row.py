@@ -16,9 +16,9 @@ import numpy as np
 
 from serving.client import Reply
 from serving.counters import STAT_KEYS
-from serving.cpu_time import CpuTime
 from serving.schedule import Cell
 from serving.sla import Sla, goodput
+from sglang_dspark.tools.cpu_time import CpuTime
 
 
 @dataclass(frozen=True)

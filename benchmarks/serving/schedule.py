@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from serving.configurations import Configuration
 from serving.load import Load
 
 WARM_UP_ROUND = -1
+SEED = 0
 
 CellKey = tuple[str, Load, int]
 """Label of the configuration, load, round."""
@@ -41,22 +43,17 @@ class Cell:
 def interleave(configurations: Sequence[Configuration], loads: Sequence[Load], num_rounds: int) -> list[Cell]:
     """All cells in the order in which they run, the warm-up round first.
 
-    A shared machine drifts within minutes, so configurations that are compared run right after one another, and the
-    starting one moves on from round to round and from load to load: over as many rounds as there are
-    configurations each one has been at every position.
+    A shared machine drifts within minutes, so configurations that are compared run right after one another. Their order
+    is drawn anew for every round and load: were it fixed or rotated, each would always follow the same other one, and
+    what that leaves behind (a warm cache, a lowered clock) would count as a property of its successor. Equal arguments
+    give equal orders.
     """
     cells = []
     for round_index in range(WARM_UP_ROUND, num_rounds):
-        for offset, load in enumerate(loads):
-            order = rotate(configurations, round_index + offset)
+        for load in loads:
+            order = random.Random(f"{SEED}, round {round_index}, {load}").sample(configurations, len(configurations))
             cells += [Cell(c, load, round_index, position) for position, c in enumerate(order)]
     return cells
-
-
-def rotate(items: Sequence[Configuration], by: int) -> list[Configuration]:
-    """``items`` from position ``by`` (modulo their number) on, then those before it."""
-    start = by % len(items)
-    return [*items[start:], *items[:start]]
 
 
 def still_to_measure(cells: Sequence[Cell], measured: Container[CellKey]) -> list[Cell]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from serving.agreement import Agreement, compare
-from serving.client import Reply, Sampling, ask_closed, ask_open
+from serving.client import Endpoint, Reply, Sampling, ask_closed, ask_open, flush_cache
 from serving.configurations import DFLASH, EXTERNAL, Configuration, choose_baselines
 from serving.counters import read_accept_length, read_counters
-from serving.cpu_time import CpuTime
 from serving.external import ExternalServer
 from serving.fleet import Fleet, Server
 from serving.load import Load, poisson_arrivals
@@ -32,12 +31,16 @@ from serving.schedule import Cell, interleave, still_to_measure
 from serving.sla import Sla
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools import provenance
+from sglang_dspark.tools.cpu_time import CpuTime
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
 CPU_MAX_REQUESTS = 16
 """Requests that ``CPU_FLAGS`` admit; a sweep with more users raises the limit."""
 
 PROMPTS_PER_USER = 2
+
+SETTLE_PROMPT = Prompt(-1, "Count from one to twenty.")
+SETTLE_TOKENS = 16
 
 WARM_UP_S = 5.0
 """Arrivals of an open loop that a warm-up round takes."""
@@ -243,6 +246,7 @@ def _measure(
     with fleet.awake(configuration.label) as (server, endpoint):
         if not isinstance(server, ExternalServer) and configuration.policy_fields is not None:
             server.post_json("/dspark/policy", configuration.policy_fields)
+        _settle(server, endpoint, sweep.sampling, cell.load.concurrency or 1)
         counts_before = read_counters(server, configuration)
         cpu_before = CpuTime.read(server.pid) if server.pid is not None else None
         if cell.load.rate is not None:
@@ -258,6 +262,17 @@ def _measure(
     if counts_before is not None and counts_after is not None:
         counts = {name: counts_after[name] - counts_before[name] for name in counts_after}
     return make_row(cell, replies, Observation(cpu_time, counts, accept_length), sweep.sla, origin), replies
+
+
+def _settle(server: Server, endpoint: Endpoint, sampling: Sampling, users: int) -> None:
+    """Throw away a short answer per user, and empty the prefix cache.
+
+    A server that has just been woken up, or has changed its policy, is not yet what it is measured as.
+    """
+    short = replace(sampling, max_tokens=min(SETTLE_TOKENS, sampling.max_tokens))
+    ask_closed(endpoint, [SETTLE_PROMPT] * users, users, short)
+    if not isinstance(server, ExternalServer) or server.can_flush:
+        flush_cache(endpoint)
 
 
 def _warn_of_caches(servers: dict[str, Server], say: Callable[[str], None]) -> list[str]:

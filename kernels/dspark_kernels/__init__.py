@@ -1,66 +1,108 @@
 """The sampling mathematics, free of any serving engine: torch references and Triton kernels that compute the same.
 
-References (``*_ref``, and what has no kernel) run on any device; the CPU path serves with them.
+A function with kernels is called without regard to the device (``dispatch``); its reference is named ``*_ref``.
 """
 
-from .accept import Accepted, accept_ref
-from .accept_fused import accept, accept_fused
-from .adjust import Adjustment, AdjustmentTable, adjust, adjust_ref
-from .block_confidence import ConfidenceWeights, block_confidence, block_confidence_ref
-from .draft_block import DraftBlock, DraftVocabulary
-from .draft_law import DraftLaw
-from .kv_inject import CommitRows, kv_inject, kv_inject_ref
-from .markov_sample import ConfidenceHead, MarkovHead, markov_sample, markov_sample_ref
-from .markov_walk import LatentHead, MarkovWeights, WalkWeights, markov_walk, markov_walk_ref
-from .noise import Purpose, RoundKeys, exponential, exponential_at, philox4x32, race_exponential, uniform
-from .plan import VerifyRows, plan_lens, plan_top, plan_top_ref, plan_uniform, plan_uniform_ref
-from .prepare import PreparedStep, StepRequests, prepare, prepare_ref
-from .sampling_params import LawParams, SamplingRows
-from .simulated_accept import simulated_accept, simulated_accept_ref
-from .target_law import target_probs
-from .to_device import to_device
-from .token_draw import draw, inverse_cdf, seeded_argmax
-from .token_mask import mask_tokens
+from dspark_kernels.attention.blocks import BlockAttention, block_attention, block_attention_ref
+from dspark_kernels.attention.injection import CommitRows, kv_inject, kv_inject_ref
+from dspark_kernels.attention.ragged import ContextGroup, attend_groups, group_contexts
+from dspark_kernels.attention.rotation import qk_norm_rope, qk_norm_rope_ref
+from dspark_kernels.attention.window import PagedWindows, num_splits, window_attention, window_attention_ref
+from dspark_kernels.dispatch import Dispatched, kernels_anywhere, on_kernels, runs_kernels
+from dspark_kernels.drafting.confidence import block_confidence, block_confidence_ref
+from dspark_kernels.drafting.draft_law import DraftLaw
+from dspark_kernels.drafting.drafted_block import DraftBlock
+from dspark_kernels.drafting.heads import (
+    ConfidenceWeights,
+    DraftHeads,
+    DraftVocabulary,
+    LatentHead,
+    MarkovWalk,
+    MarkovWeights,
+)
+from dspark_kernels.drafting.swiglu import silu_mul, silu_mul_ref
+from dspark_kernels.drafting.walk import draft_block
+from dspark_kernels.drafting.walk_reference import draft_block_ref
+from dspark_kernels.judging.acceptance import accept
+from dspark_kernels.judging.acceptance_reference import accept_ref
+from dspark_kernels.judging.adjustment import Adjustment, AdjustmentTable, adjust, adjust_ref
+from dspark_kernels.judging.bitmasks import mask_tokens
+from dspark_kernels.judging.outcome import Accepted
+from dspark_kernels.judging.simulation import simulated_accept, simulated_accept_ref
+from dspark_kernels.laying_out.plans import (
+    VerifyRows,
+    plan_lens,
+    plan_top,
+    plan_top_ref,
+    plan_uniform,
+    plan_uniform_ref,
+)
+from dspark_kernels.laying_out.preparation import PreparedStep, StepRequests, prepare, prepare_ref
+from dspark_kernels.laying_out.windows import Windows
+from dspark_kernels.sampling.noise import (
+    Purpose,
+    RoundKeys,
+    exponential,
+    exponential_at,
+    philox4x32,
+    race_exponential,
+    uniform,
+)
+from dspark_kernels.sampling.parameters import LawParams, SamplingRows
+from dspark_kernels.sampling.target_law import target_probs
+from dspark_kernels.sampling.token_draw import draw, inverse_cdf, seeded_argmax
+from dspark_kernels.training.losses import distribution_loss, distribution_loss_ref
+from dspark_kernels.transfers import to_device
 
 __all__ = [
     "Accepted",
     "Adjustment",
     "AdjustmentTable",
+    "BlockAttention",
     "CommitRows",
-    "ConfidenceHead",
     "ConfidenceWeights",
+    "ContextGroup",
+    "Dispatched",
     "DraftBlock",
+    "DraftHeads",
     "DraftLaw",
     "DraftVocabulary",
     "LatentHead",
     "LawParams",
-    "MarkovHead",
+    "MarkovWalk",
     "MarkovWeights",
+    "PagedWindows",
     "PreparedStep",
     "Purpose",
     "RoundKeys",
     "SamplingRows",
     "StepRequests",
     "VerifyRows",
-    "WalkWeights",
+    "Windows",
     "accept",
-    "accept_fused",
     "accept_ref",
     "adjust",
     "adjust_ref",
+    "attend_groups",
+    "block_attention",
+    "block_attention_ref",
     "block_confidence",
     "block_confidence_ref",
+    "distribution_loss",
+    "distribution_loss_ref",
+    "draft_block",
+    "draft_block_ref",
     "draw",
     "exponential",
     "exponential_at",
+    "group_contexts",
     "inverse_cdf",
+    "kernels_anywhere",
     "kv_inject",
     "kv_inject_ref",
-    "markov_sample",
-    "markov_sample_ref",
-    "markov_walk",
-    "markov_walk_ref",
     "mask_tokens",
+    "num_splits",
+    "on_kernels",
     "philox4x32",
     "plan_lens",
     "plan_top",
@@ -69,11 +111,18 @@ __all__ = [
     "plan_uniform_ref",
     "prepare",
     "prepare_ref",
+    "qk_norm_rope",
+    "qk_norm_rope_ref",
     "race_exponential",
+    "runs_kernels",
     "seeded_argmax",
+    "silu_mul",
+    "silu_mul_ref",
     "simulated_accept",
     "simulated_accept_ref",
     "target_probs",
     "to_device",
     "uniform",
+    "window_attention",
+    "window_attention_ref",
 ]

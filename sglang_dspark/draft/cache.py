@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from dspark_kernels.kv_inject import CommitRows, kv_inject, kv_inject_ref
+from dspark_kernels import CommitRows, kv_inject
 
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel
@@ -45,8 +45,7 @@ class DraftCache:
         """
         projected = drafter.context_projection(drafter.project_context(features))
         norm = drafter.context_k_norm, drafter.config.rms_norm_eps
-        inject = kv_inject if self.k.is_cuda else kv_inject_ref
-        inject(projected, *norm, drafter.rotary.inv_freq, positions, slots, self.k, self.v, rows)
+        kv_inject(projected, *norm, drafter.rotary.inv_freq, positions, slots, (self.k, self.v), rows)
 
 
 def bytes_per_token(config: DraftConfig, dtype: torch.dtype) -> int:

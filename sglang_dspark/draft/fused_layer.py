@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from dspark_kernels.qk_norm_rope import qk_norm_rope
-from dspark_kernels.silu_mul import silu_mul
+from dspark_kernels import qk_norm_rope, silu_mul
 from torch import Tensor
 
 from sglang_dspark.draft.backbone import Attend, DecoderLayer

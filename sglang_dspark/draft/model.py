@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
+from dspark_kernels import Dispatched
 from torch import Tensor, nn
 
 from sglang_dspark.draft.backbone import Attend, DecoderLayer
@@ -103,8 +104,12 @@ class DraftModel(nn.Module):
             ``[T, d]`` after the final norm. A slot predicts the token after its own position; in blocks whose first
             slot does not predict, it predicts the token at its position.
         """
-        if self._fused_layers and embeds.is_cuda:
-            return self.forward_block_fused(embeds, positions, attend)
+        if not self._fused_layers:
+            return self.forward_block_plain(embeds, positions, attend)
+        return Dispatched(self.forward_block_fused, self.forward_block_plain)(embeds, positions, attend)
+
+    def forward_block_plain(self, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """:meth:`forward_block` module by module."""
         cos, sin = self.rotary(positions)
         hidden = embeds
         for index, layer in enumerate(self.layers):

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 import pydantic
 import torch
 import torch.nn.functional as F
-from dspark_kernels import ConfidenceWeights, DraftVocabulary, MarkovWeights, WalkWeights
+from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, MarkovWeights
 from torch import Tensor
 
 from sglang_dspark.draft.checked import Index, check
@@ -73,12 +73,10 @@ def save_token_ids(folder: str | Path, token_ids: Sequence[int]) -> None:
 
 
 class ProposalHeads:
-    """LM head and Markov head of a frozen drafter, over the tokens that it proposes.
+    """LM head, Markov head and confidence head of a frozen drafter, over the tokens that it proposes.
 
     Attributes:
-        vocabulary: these tokens; None stands for all.
-        markov: the Markov head over them; None without one.
-        weights: the tensors of the Markov and the confidence head that the kernels read, for the same tokens.
+        weights: all but the LM head.
     """
 
     def __init__(self, model: DraftModel, token_ids: Sequence[int] | None) -> None:
@@ -88,48 +86,37 @@ class ProposalHeads:
             token_ids: ascending; None proposes all tokens that the model has heads for. A model with a reduced
                 vocabulary of its own proposes that.
         """
-        self.vocabulary: DraftVocabulary | None = None
-        self.markov: MarkovHead | _ReducedMarkovHead | None = model.markov_head
         self._rows = model.lm_head_weight
-        w2 = None if model.markov_head is None else model.markov_head.markov_w2.weight
+        vocabulary, markov = None, None
+        if model.markov_head is not None:
+            markov = _markov_weights(model.markov_head, None)
         if model.token_ids is not None:
-            self.vocabulary = DraftVocabulary(model.token_ids, model.config.vocab_size)
+            vocabulary = DraftVocabulary(model.token_ids, model.config.vocab_size)
         elif token_ids is not None:
             ids = torch.tensor(token_ids, device=model.lm_head_weight.device)
-            self.vocabulary = DraftVocabulary(ids, model.config.vocab_size)
+            vocabulary = DraftVocabulary(ids, model.config.vocab_size)
             self._rows = model.lm_head_weight[ids]
             if model.markov_head is not None:
-                self.markov = _ReducedMarkovHead(model.markov_head, ids)
-                w2 = self.markov.w2
-        self.weights = WalkWeights(_markov_weights(model.markov_head, w2), _confidence_weights(model.confidence_head))
+                markov = _markov_weights(model.markov_head, vocabulary)
+        self.weights = DraftHeads(markov, _confidence_weights(model.confidence_head), vocabulary)
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The tokens that are proposed; None stands for all."""
+        return self.weights.vocabulary
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """``hidden [T, d]`` (post-norm) -> logits ``[T, v]`` before the Markov bias, in the LM head's dtype."""
         return F.linear(hidden.to(self._rows.dtype), self._rows)
 
 
-def _markov_weights(head: MarkovHead | None, w2: Tensor | None) -> MarkovWeights | None:
-    if head is None or w2 is None:
+def _markov_weights(head: MarkovHead | None, vocabulary: DraftVocabulary | None) -> MarkovWeights | None:
+    """The bias covers the proposed tokens only; what the head remembers of the last token covers all."""
+    if head is None:
         return None
+    w2 = head.markov_w2.weight if vocabulary is None else head.markov_w2.weight[vocabulary.token_ids]
     return MarkovWeights(head.markov_w1.weight, w2, None if isinstance(head, VanillaMarkovHead) else head)
 
 
 def _confidence_weights(head: ConfidenceHead | None) -> ConfidenceWeights | None:
     return None if head is None else ConfidenceWeights(head.proj.weight[0], head.proj.bias)
-
-
-class _ReducedMarkovHead:
-    """A Markov head whose bias covers some tokens only; what it remembers of the last token covers all."""
-
-    def __init__(self, head: MarkovHead, ids: Tensor) -> None:
-        self._head = head
-        self.w2 = head.markov_w2.weight[ids]
-
-    def initial_state(self, bs: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        return self._head.initial_state(bs, device, dtype)
-
-    def step(self, prev_tokens: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As :meth:`MarkovHead.step`, with a bias ``[bs, v]``; ``prev_tokens`` are ids of the whole vocabulary."""
-        w1_embedding = self._head.markov_w1(prev_tokens)
-        latent, new_state = self._head.latent(w1_embedding, hidden, state)
-        return F.linear(latent, self.w2), w1_embedding, new_state

@@ -30,7 +30,7 @@ Progress = Callable[[int, int, float], None]
 """Called after each pass with (passes done, passes at most, seconds since the start)."""
 
 
-def measure(
+def measure(  # noqa: PLR0913 - what is measured, and how long it may take
     load: Callable[[int, int], SteppedLoad],
     *,
     key: Mapping[str, str],

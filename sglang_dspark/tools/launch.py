@@ -24,7 +24,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from sglang_dspark.errors import LaunchError
 from sglang_dspark.tools.http_client import open_directly
@@ -128,15 +128,7 @@ class LaunchedServer:
             LaunchError: it died or took too long; the message ends with the tail of its log.
         """
         with self.log_path.open("wb") as log:
-            # A session of its own: Ctrl-C reaches only us, and the whole group can be stopped by its leader's id.
-            self._process = subprocess.Popen(
-                self._command,
-                env=self._env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._process = self._start(log)
             self._reaper = _start_reaper(self._process.pid)
         try:
             self._wait_until_healthy()
@@ -163,6 +155,17 @@ class LaunchedServer:
         reaper.kill()
         reaper.communicate()
         self._reaper = None  # the group's number may belong to others from now on
+
+    def suspend(self) -> None:
+        """Keep the server's processes off the CPU until :meth:`resume`; an idle scheduler may poll with a whole core.
+
+        They go on where they were. SGLang's watchdog only counts while a batch runs, so suspend an idle server.
+        """
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a suspended server go on; does nothing to one that runs."""
+        self._signal(signal.SIGCONT)
 
     def get_json(self, path: str, *, timeout_s: float = 60.0) -> Any:
         """Decoded JSON answer to ``GET path``.
@@ -199,6 +202,21 @@ class LaunchedServer:
     def log_tail(self, num_lines: int = TAIL_LINES) -> str:
         """The last lines that the server printed."""
         return "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # the next request tells that it has died
+            os.killpg(self.pid, number)
+
+    def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        # A session of its own: Ctrl-C reaches only us, and the whole group can be stopped by its leader's id.
+        return subprocess.Popen(
+            self._command,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 from sglang_dspark.errors import ConfigError
 
 
-def read_prompts(path: Path, limit: int | None = None) -> list[str]:
+def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None = None) -> list[str]:
     """First user turns in the order of the file, each text once: a repeated one would be measured twice.
 
     Args:
         limit: how many to read at most.
+        shuffle_seed: where the file has more than `limit` lines, choose among them as DeepSpec's evaluator does: its
+            lines are shuffled with this seed, and the first ones stay.
 
     Raises:
         ConfigError: the file cannot be read, a line is not of the form above, or there is no line.
@@ -22,9 +25,12 @@ def read_prompts(path: Path, limit: int | None = None) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path}: {error}; pass a JSONL file of prompts") from error
-    texts = (
+    texts = [
         first_turn(line, f"--prompts {path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()
-    )
+    ]
+    if shuffle_seed is not None and limit is not None and len(texts) > limit:
+        random.Random(shuffle_seed).shuffle(texts)
+        texts = texts[:limit]
     prompts = list(dict.fromkeys(texts))[:limit]
     if not prompts:
         raise ConfigError(f"--prompts {path} is empty; pass a JSONL file of prompts")

@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from dspark_kernels.ragged_attention import ContextGroup, attend_groups, group_contexts
-from dspark_kernels.window_attention import num_splits, window_attention
+from dspark_kernels import (
+    BlockAttention,
+    ContextGroup,
+    PagedWindows,
+    StepRequests,
+    attend_groups,
+    block_attention,
+    group_contexts,
+    window_attention,
+)
+from dspark_kernels.dispatch import on_kernels
 
 from sglang_dspark.draft.backbone import Attend
 from sglang_dspark.draft.cache import DraftCache
@@ -17,83 +26,93 @@ from sglang_dspark.step.state import DecodeBatch
 
 def block_attend(cache: DraftCache, step: DecodeBatch, num_slots: int, config: DraftConfig) -> Attend:
     """The callback of :meth:`DraftModel.forward_block` for this step, whose blocks have ``num_slots`` rows."""
-    make = attend_on_cpu if step.anchors.device.type == "cpu" else attend_on_gpu
-    attends = {seen: make(cache, step, num_slots, config, seen) for seen in set(config.visibilities)}
-    of_layer = [attends[seen] for seen in config.visibilities]
+    heads_per_kv, scale = config.num_attention_heads // config.num_key_value_heads, config.attention_scale
+
+    def attention(visibility: Visibility) -> BlockAttention:
+        if visibility.is_full:
+            return block_attention(
+                step.requests, num_slots, heads_per_kv=heads_per_kv, dtype=cache.k.dtype, scale=scale
+            )
+        return partial_attention(
+            step.requests, num_slots, visibility, heads_per_kv=heads_per_kv, dtype=cache.k.dtype, scale=scale
+        )
+
+    attentions = {visibility: attention(visibility) for visibility in set(config.visibilities)}
+    of_layer = [attentions[visibility] for visibility in config.visibilities]
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return of_layer[layer](layer, q, k, v)
+        return of_layer[layer](q, k, v, (cache.k[layer], cache.v[layer]))
 
     return attend
 
 
-def attend_on_cpu(
-    cache: DraftCache, step: DecodeBatch, num_slots: int, config: DraftConfig, visibility: Visibility
-) -> Attend:
-    """The callback for layers of this visibility, in torch; reads lengths on the host."""
-    bs, heads_per_kv = len(step), config.num_attention_heads // config.num_key_value_heads
-    table, rows, lens = _within_reach(step, visibility.reach)
+def partial_attention_ref(
+    requests: StepRequests,
+    num_slots: int,
+    visibility: Visibility,
+    *,
+    heads_per_kv: int,
+    dtype: torch.dtype,
+    scale: float,
+) -> BlockAttention:
+    """The same as :func:`partial_attention` in plain torch. Reads lengths on the host."""
+    near = _within_reach(requests, visibility.reach)
     groups = group_contexts(
-        table,
-        rows.tolist(),
-        lens.tolist(),
-        [num_slots] * bs,
+        near.req_to_token,
+        near.req_pool_indices.tolist(),
+        near.prefix_lens.tolist(),
+        [num_slots] * len(near),
         causal=False,
         heads_per_kv=heads_per_kv,
-        dtype=cache.k.dtype,
+        dtype=dtype,
         extra_keys=num_slots,
     )
     if visibility.slides or visibility.causal:
-        groups = [_masked(group, visibility, lens, num_slots, heads_per_kv, cache.k.dtype) for group in groups]
-
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attend_groups(q, cache.k[layer], cache.v[layer], groups, config.attention_scale, extra_kv=(k, v))
-
-    return attend
+        groups = [_masked(group, visibility, near.prefix_lens, num_slots, heads_per_kv, dtype) for group in groups]
+    return lambda q, k, v, pool: attend_groups(q, *pool, groups, scale, extra_kv=(k, v))
 
 
-def attend_on_gpu(
-    cache: DraftCache, step: DecodeBatch, num_slots: int, config: DraftConfig, visibility: Visibility
-) -> Attend:
-    """The callback for layers of this visibility, by the Triton kernel. No host sync; safe under graph capture."""
-    assert not visibility.slides, "refused at start-up: the kernel shows all slots of a block the same context"
-    bs, device = len(step), step.anchors.device
-    table = _within_reach(step, visibility.reach)
-    indptr = torch.arange(0, (bs + 1) * num_slots, num_slots, device=device)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    splits = num_splits(bs, config.num_key_value_heads, processors)
+@on_kernels(partial_attention_ref)
+def partial_attention(
+    requests: StepRequests,
+    num_slots: int,
+    visibility: Visibility,
+    *,
+    heads_per_kv: int,
+    dtype: torch.dtype,
+    scale: float,
+) -> BlockAttention:
+    """Attention of blocks that see a part of their context, or of themselves.
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return window_attention(
-            q,
-            k,
-            v,
-            cache.k[layer],
-            cache.v[layer],
-            *table,
-            indptr,
-            width=num_slots,
-            causal=visibility.causal,
-            scale=config.attention_scale,
-            splits=splits,
-        )
-
-    return attend
-
-
-def _within_reach(step: DecodeBatch, reach: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where the context rows are that any slot sees: the last ``reach`` of every request, all of them for None.
+    Args:
+        requests: of the step.
+        num_slots: rows of a block.
+        visibility: what they see.
+        heads_per_kv, dtype, scale: as for :func:`block_attention`.
 
     Returns:
-        A table of K/V slots, the row of each request [bs] in it, and how many of its columns [bs] count. No host sync.
+        What computes a layer. On a GPU without a host sync, and safe under graph capture.
     """
+    assert not visibility.slides, "refused at start-up: the kernel shows all slots of a block the same context"
+    near = _within_reach(requests, visibility.reach)
+    indptr = torch.arange(0, (len(near) + 1) * num_slots, num_slots, device=near.anchors.device)
+    windows = PagedWindows(near.req_to_token, near.req_pool_indices, near.prefix_lens, indptr, num_slots)
+    return lambda q, k, v, pool: window_attention(q, k, v, pool, windows, causal=visibility.causal, scale=scale)
+
+
+def _within_reach(requests: StepRequests, reach: int | None) -> StepRequests:
+    """The same requests with the last ``reach`` rows of their contexts alone, all of them for None. No host sync."""
     if reach is None:
-        return step.req_to_token, step.req_pool_indices, step.prefix_lens
-    device, last = step.anchors.device, step.req_to_token.shape[1] - 1
+        return requests
+    device, last = requests.anchors.device, requests.req_to_token.shape[1] - 1
     reach = min(reach, last + 1)
-    columns = (step.prefix_lens - reach).clamp(min=0)[:, None] + torch.arange(reach, device=device)
-    table = step.req_to_token[step.req_pool_indices[:, None], columns.clamp(max=last)]
-    return table, torch.arange(len(step), device=device), step.prefix_lens.clamp(max=reach)
+    columns = (requests.prefix_lens - reach).clamp(min=0)[:, None] + torch.arange(reach, device=device)
+    return replace(
+        requests,
+        req_to_token=requests.req_to_token[requests.req_pool_indices[:, None], columns.clamp(max=last)],
+        req_pool_indices=torch.arange(len(requests), device=device),
+        prefix_lens=requests.prefix_lens.clamp(max=reach),
+    )
 
 
 def _masked(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from dspark_kernels import Accepted, CommitRows, DraftBlock, markov_sample, prepare, prepare_ref
+from dspark_kernels import Accepted, CommitRows, DraftBlock, draft_block, prepare
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.sts import StsCalibration
@@ -42,7 +42,6 @@ class Drafter:
 
     Attributes:
         num_slots: rows of a block in the network: its drafts, and the anchor where that does not predict.
-        on_gpu: whether kernels run, not their torch forms.
         cache: K/V of the context; made by :meth:`allocate`.
     """
 
@@ -62,7 +61,6 @@ class Drafter:
         self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
         self.num_slots = config.first_slot + gamma
         self.mask_token_id = config.mask_token_id
-        self.on_gpu = device.type == "cuda"
         self._device, self._features = device, features
 
     @classmethod
@@ -135,32 +133,24 @@ class Drafter:
         # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
         hidden = hidden[:, first : first + depth].reshape(bs * depth, -1)
-        return markov_sample(
+        return draft_block(
             self.heads.base_logits(hidden).view(bs, depth, -1),
             hidden.view(bs, depth, -1),
             step.anchors,
-            self.heads.markov,
-            model.confidence_head if with_confidence else None,
+            self.heads.weights,
             step.rows,
             step.keys,
-            self.heads.vocabulary,
-            self.heads.weights if self.on_gpu else None,
+            with_confidence=with_confidence,
         )
 
     def _lay_out(self, step: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and positions [bs, num_slots] of the blocks: the anchor, and masks after it."""
-        lay_out = prepare if self.on_gpu else prepare_ref
-        return lay_out(step.requests, self.num_slots, self.mask_token_id).block(len(step))
+        return prepare(step.requests, self.num_slots, self.mask_token_id).block(len(step))
 
     def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
         """Write the K/V of the anchor and the accepted drafts of every request."""
-        rows = CommitRows(plan.columns, plan.requests, accepted.accepted_lens)
-        if not self.on_gpu:
-            kept = rows.kept().nonzero().squeeze(1)
-            self.inject(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept])
-        else:
-            # How many rows are kept is not known on the host, so all of them are projected.
-            self.inject(plan.input_ids, captured, plan.positions, plan.slots, rows)
+        kept, rows = CommitRows(plan.columns, plan.requests, accepted.accepted_lens).narrowed()
+        self.inject(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept], rows)
 
     def inject(
         self,

@@ -125,7 +125,7 @@ class StepGraphs:
         if eager.agreement.needed:
             return  # ranks settle the outcome between the forward and the commit
         output = verify.output
-        block = DraftBlock(self.drafts[: len(step), : plan.width - 1], None, None)
+        block = DraftBlock(self.drafts[: len(step), : plan.width - 1])
         drafted = Drafted(block, None, [plan.width - 1] * len(step))
 
         def run() -> Accepted:

@@ -64,21 +64,10 @@ class EagerStages:
 
     def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> Accepted:
         """Keep the drafts that the target agrees with and draw the token after them."""
-        block = drafted.block
-        accepted = accept(
-            block.tokens,
-            plan.verify_lens,
-            output.logits_output.next_token_logits,
-            plan.indptr,
-            block.probs if block.law is None else block.law,
-            step.rows,
-            step.keys,
-            copied=block.copied,
-            prefix_lens=step.prefix_lens,
-        )
+        logits = output.logits_output.next_token_logits
+        accepted = accept(drafted.block, plan, logits, step.prefix_lens, step.rows, step.keys)
         if self.profile is not None:
-            accepted = simulated_accept(accepted, block.tokens, plan.verify_lens, self.profile, step.keys)
-        assert accepted.new_seq_lens is not None
+            accepted = simulated_accept(accepted, drafted.block.tokens, plan.verify_lens, self.profile, step.keys)
         self.agreement.adopt(accepted.accepted_lens, accepted.bonus_tokens, accepted.out_tokens, accepted.new_seq_lens)
         return accepted
 

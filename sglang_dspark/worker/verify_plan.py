@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from dspark_kernels import StepRequests, VerifyRows, plan_lens, plan_top, plan_uniform, plan_uniform_ref
+from dspark_kernels import StepRequests, VerifyRows, plan_lens, plan_top, plan_uniform
 
 from sglang_dspark.scheduling.admission import Admitted, Best, Lengths, Uniform
 from sglang_dspark.step.state import VerifyPlan
@@ -25,16 +25,10 @@ def lay_out(
     room = None if into is None else len(into.input_ids)
     match admitted:
         case Uniform(verify_len):
-            plan = plan_uniform_ref if _on_host(tokens) else plan_uniform
-            rows = plan(verify_len, tokens, requests, room or bs * (verify_len + 1), into)
+            rows = plan_uniform(verify_len, tokens, requests, room or bs * (verify_len + 1), into)
             depth = verify_len
-        case Best(order, budget) if not _on_host(tokens):
+        case Best(order, budget):
             rows = plan_top(order, budget, tokens, requests, room or bs + budget, into)
-        case Best() | Lengths():
-            lens = admitted.verify_lens
+        case Lengths(lens):
             rows = plan_lens(lens, tokens, requests, bs + int(lens.sum()))
     return VerifyPlan.of(rows, depth + 1)
-
-
-def _on_host(tokens: torch.Tensor) -> bool:
-    return tokens.device.type == "cpu"

@@ -16,7 +16,7 @@ from figures.verification import verification_vs_concurrency, waste_vs_load
 from matplotlib.figure import Figure
 from plot_sweep import drawings, main
 from serving.frontier import crossovers, pareto, user_ratios
-from serving.results import complete
+from serving.results import complete, read_sweep
 
 ORIGIN = {
     "model": "target",
@@ -112,12 +112,44 @@ def test_words_about_the_crossover():
             dict(zip(USERS, gains, strict=True))
         )
         frame = frame[frame["policy"] != "auto"]
-        return crossover_text(frame, crossovers(user_ratios(frame, {"static:7@float32": "plain@float32"})))
+        return crossover_text(frame, crossovers(user_ratios(frame, {"static:7@float32": "plain@float32"})), "plain")
 
     assert text(1, 1, 1) == "✖ plain overtakes static:7 beyond about 4 users (interpolated)"
     assert text(0.4, 0.8, 1) == "behind plain from the start: static:7"
     assert text(1, 1, 4) == "No crossover: all are ahead of plain at 16 users"
-    assert crossover_text(complete(sweep()), []) == ""
+    assert crossover_text(complete(sweep()), [], "plain") == ""
+
+
+def with_off(frame):
+    """The same sweep with the plugin's steps without drafts, 1.25 times as fast as plain serving."""
+    off = frame[frame["policy"] == "plain"].assign(config="off@float32", policy="off")
+    return pd.concat([frame, off.assign(output_tok_s=1.25 * off["output_tok_s"])], ignore_index=True)
+
+
+def test_two_ratios_never_mix():
+    """What speculates is divided by off, and off by plain serving, each in a panel of its own."""
+    _, plugin, speculation = throughput_vs_concurrency(complete(with_off(sweep()))).axes
+    assert "Without drafts: times plain SGLang" in plugin.get_title()
+    assert set(lines(plugin)) == {"off@float32"}
+    assert lines(plugin)["off@float32"][0].get_ydata() == pytest.approx([1.25] * 3)
+    assert "Speculation: times the plugin without drafts" in speculation.get_title()
+    assert set(lines(speculation)) == {"static:7@float32", "auto@float32"}
+    assert lines(speculation)["auto@float32"][0].get_ydata() == pytest.approx([2 / 1.25, 1.5 / 1.25, 1.1 / 1.25])
+    assert any("off overtakes static:7" in text.get_text() for text in speculation.texts)
+    _, mixed = throughput_vs_concurrency(complete(sweep())).axes
+    assert "the plugin's own step and speculation in one" in mixed.get_title()
+
+
+def test_report_names_both_parts_of_a_gain(tmp_path):
+    path = tmp_path / "sweep.csv"
+    with_off(sweep()).to_csv(path, index=False)
+    sentences = " ".join(report.findings(read_sweep(path)))
+    assert "off delivers, in times of plain serving: 1.25 (1.25 to 1.25) at 1 user" in sentences
+    assert "auto delivers, in times of the plugin without drafts (speculation alone): 1.60 (1.60 to 1.60)" in sentences
+    assert "Slower than off in every round: static:7 at 4 users, static:7 at 16 users, auto at 16 users" in sentences
+    assert "cannot be told apart" not in sentences
+    sweep().to_csv(path, index=False)
+    assert "`off` was not measured" in " ".join(report.findings(read_sweep(path)))
 
 
 def test_pareto_frontier_holds_what_nothing_beats():
@@ -199,6 +231,7 @@ def test_caption_says_what_was_measured_and_where():
     assert caption(complete(sweep().assign(model=np.nan))).startswith("a model served elsewhere, float32 on")
 
 
+@pytest.mark.slow
 def test_command_writes_all_figures(tmp_path):
     sweep().to_csv(tmp_path / "sweep.csv", index=False)
     result = CliRunner().invoke(main, [str(tmp_path / "sweep.csv")])
@@ -208,6 +241,7 @@ def test_command_writes_all_figures(tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_report_has_all_parts_and_loads_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "DPI", 30)
     open_loop().to_csv(tmp_path / "sweep.csv", index=False)
@@ -232,12 +266,13 @@ def test_report_has_all_parts_and_loads_nothing(tmp_path, monkeypatch):
         assert f">{title}</h2>" in page
     assert "python sweep.py &lt;&amp;&gt;" in page and "max_tokens 96" in page and "7 of 8" in page
     assert "auto delivers, in times of plain serving: 2.00 (2.00 to 2.00) at 1 user" in page
-    assert "Slower than plain serving in every round: static:7 at 16 users" in page
+    assert "Slower than plain in every round: static:7 at 16 users" in page
     assert "static:7 beyond about 4 users" in page and "3 rounds are too few" in page
     assert not re.findall(r'(?:src|srcset|href)="(?!data:|#)', page)
     assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
 
 
+@pytest.mark.slow
 def test_report_of_an_older_file_says_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "DPI", 30)
     sweep().to_csv(tmp_path / "sweep.csv", index=False)
@@ -251,6 +286,7 @@ def test_report_of_an_older_file_says_what_is_missing(tmp_path, monkeypatch):
     assert page.count("1 of 2") == 1  # the other entry compared unequal prompts
 
 
+@pytest.mark.slow
 def test_report_of_simulated_acceptance_is_marked(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "DPI", 30)
     sweep().to_csv(tmp_path / "sweep.csv", index=False)

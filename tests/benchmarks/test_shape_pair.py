@@ -28,6 +28,7 @@ TINY = replace(
 
 
 # Millions of weights, as published: of the target, and of the drafter without the embedding and the LM head.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "target_weights", "draft_weights"),
     [("qwen3-4b", 4022.5, 615.2), ("qwen3-8b", 8190.7, 1126.4), ("qwen3-14b", 14768.3, 1860.4)],
@@ -49,6 +50,7 @@ def test_published_accept_lengths_follow_from_the_profiles():
         assert 1 + survival.sum().item() == pytest.approx(expected, abs=0.05)
 
 
+@pytest.mark.slow
 def test_a_pair_is_served_without_weights(tmp_path):
     write_pair(TINY, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")

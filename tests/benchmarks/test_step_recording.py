@@ -11,7 +11,7 @@ import step_trace
 from click.testing import CliRunner
 from serving.client import Sampling
 from serving.prompts import Prompt
-from test_step_trace import recorded
+from step_tape import recorded
 from tracing.recording import WARM_UP_TOKENS, record_steps
 
 from sglang_dspark.errors import DSparkError

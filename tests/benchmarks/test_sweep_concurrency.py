@@ -1,6 +1,8 @@
 """A whole sweep over servers without a model."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from itertools import pairwise
@@ -39,6 +41,12 @@ class FakeServer:
     def __exit__(self, *error):
         self._process.kill()
         self._process.wait()
+
+    def suspend(self):
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def resume(self):
+        os.killpg(self.pid, signal.SIGCONT)
 
     def get_json(self, path):
         assert path == "/dspark/stats"
@@ -86,10 +94,9 @@ def test_sweep_writes_every_cell(sweep):
 
     frame = pd.read_csv(output / "sweep.csv")
     assert tuple(frame.columns) == COLUMNS
-    assert list(zip(frame["config"], frame["concurrency"], frame["round"], strict=True)) == [
-        *(("plain@bfloat16", 1, 0), ("static:3@bfloat16", 1, 0), ("static:3@bfloat16", 2, 0), ("plain@bfloat16", 2, 0)),
-        *(("static:3@bfloat16", 1, 1), ("plain@bfloat16", 1, 1), ("plain@bfloat16", 2, 1), ("static:3@bfloat16", 2, 1)),
-    ]
+    cells = list(zip(frame["config"], frame["concurrency"], frame["round"], strict=True))
+    assert [cell[1:] for cell in cells[::2]] == [cell[1:] for cell in cells[1::2]] == [(1, 0), (2, 0), (1, 1), (2, 1)]
+    assert all({a[0], b[0]} == {"plain@bfloat16", "static:3@bfloat16"} for a, b in zip(*[iter(cells)] * 2, strict=True))
     assert (frame["num_tokens"] == 12).all() and (frame["draft"] == "draft").all()
     speculative = frame[frame["policy"] == "static"]
     assert (speculative["decode_rounds"] == 2).all() and (speculative["accept_length"] == 3.0).all()
@@ -113,8 +120,23 @@ def test_policies_share_a_server_and_are_switched_before_each_cell(sweep):
     assert len(FakeServer.pids) == 2
     assert not any("schedule" in flag for flags in FakeServer.flags_seen for flag in flags)
     policies = {"policy": "static", "verify_len": 3}, {"policy": "threshold", "confidence_threshold": 0.5}
-    # The last configuration starts the warm-up round, the first one the recorded round.
-    assert FakeServer.policies == 2 * [*policies, {"policy": "auto"}]
+    for switched in (FakeServer.policies[:3], FakeServer.policies[3:]):  # warm-up round, recorded round
+        assert sorted(map(str, switched)) == sorted(map(str, [*policies, {"policy": "auto"}]))
+
+
+def test_a_server_settles_on_answers_that_are_not_recorded(sweep):
+    """Before every cell: one short answer per user, then an empty prefix cache."""
+    engine = FakeEngine()
+    options = ("--config", "plain", "--concurrency", "1,2", "--rounds", "1", "--num-prompts", "2")
+    result, output = sweep(*options, engine=engine)
+    assert result.exit_code == 0, result.output
+    asked = [(body["messages"][0]["content"], body["max_tokens"]) for _, body in engine.bodies]
+    settled = [tokens for text, tokens in asked if text == sweep_module.SETTLE_PROMPT.text]
+    assert settled == [16] * 6  # two rounds of 1 and 2 users, the first one of them to warm up
+    assert asked[0][0] == asked[2][0] == sweep_module.SETTLE_PROMPT.text
+    assert engine.flushes == 4
+    requests = (output / "requests.jsonl").read_text()
+    assert sweep_module.SETTLE_PROMPT.text not in requests and len(requests.splitlines()) == 2 + 4
 
 
 def test_sampled_texts_are_not_compared(sweep):

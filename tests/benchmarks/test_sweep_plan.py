@@ -1,6 +1,7 @@
 """What a sweep serves, asks, and in which order."""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from scipy.stats import expon, kstest
 from serving.configurations import (
     Configuration,
     choose_baselines,
+    choose_ratio_baselines,
     parse_configuration,
     parse_configurations,
     parse_external,
@@ -86,13 +88,44 @@ def test_baseline_is_the_plain_configuration_of_the_same_dtype():
     assert choose_baselines(served) == {"a": "b", "b": "b", "c": "c", "d": "c"}
 
 
-def test_every_configuration_runs_equally_often_at_every_position():
+def test_speed_is_divided_by_off_for_what_speculates_and_by_plain_for_off():
+    served = [
+        ("auto", "auto", "float32"),
+        ("plain", "plain", "float32"),
+        ("off", "off", "float32"),
+        ("other off", "off", "float32"),
+        ("dflash", "dflash", "float32"),
+        ("static16", "static", "bfloat16"),
+        ("plain16", "plain", "bfloat16"),
+    ]
+    assert choose_ratio_baselines(served) == {
+        "auto": "off",
+        "plain": "plain",
+        "off": "plain",
+        "other off": "plain",
+        "dflash": "plain",
+        "static16": "plain16",  # nothing else is left without an off of its dtype
+        "plain16": "plain16",
+    }
+
+
+def test_no_configuration_always_runs_at_one_position_or_after_the_same_one():
     configurations = [PLAIN, STATIC, OTHER]
-    cells = [cell for cell in interleave(configurations, loads([1, 8], []), 6) if not cell.is_warm_up]
-    assert len(cells) == 3 * 2 * 6
+    cells = [cell for cell in interleave(configurations, loads([1, 8], []), 30) if not cell.is_warm_up]
+    assert cells == [cell for cell in interleave(configurations, loads([1, 8], []), 30) if not cell.is_warm_up]
+    assert len(cells) == 3 * 2 * 30
     for load in (Load(1), Load(8)):
         seen = Counter((cell.configuration, cell.position) for cell in cells if cell.load == load)
-        assert set(seen.values()) == {2} and len(seen) == 9
+        assert len(seen) == 9 and min(seen.values()) >= 4  # 10 in the mean; below 4 in one of 150 draws
+    groups = [cells[start : start + 3] for start in range(0, len(cells), 3)]
+    followers = Counter((a.configuration, b.configuration) for group in groups for a, b in pairwise(group))
+    assert len(followers) == 6 and min(followers.values()) >= 8  # 20 in the mean
+
+
+def test_order_of_a_cell_does_not_depend_on_how_many_rounds_follow():
+    """A sweep that is continued with more rounds goes on as if it had been planned with them."""
+    few, many = (interleave([PLAIN, STATIC, OTHER], loads([1, 4], []), rounds) for rounds in (2, 5))
+    assert many[: len(few)] == few
 
 
 def test_cells_that_are_compared_run_in_a_row():

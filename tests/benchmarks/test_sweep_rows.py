@@ -3,20 +3,21 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 import pytest
 from serving.client import Reply
 from serving.configurations import Configuration
 from serving.counters import STAT_KEYS
-from serving.cpu_time import CpuTime
 from serving.load import Load
 from serving.request_log import RequestLog
-from serving.results import complete
+from serving.results import complete, over_rounds
 from serving.row import COLUMNS, Observation, Origin, RowWriter, make_row
 from serving.schedule import Cell
 from serving.sla import Sla
 
 from sglang_dspark.tools import provenance
+from sglang_dspark.tools.cpu_time import CpuTime
 
 ORIGIN = Origin("set.jsonl", "target", "draft", "abc", "sglang=1 torch=2", "cpu, 2 cores", "")
 CELL = Cell(Configuration("s3", "static", "3", "float32"), Load(2), 5, 1)
@@ -170,3 +171,15 @@ def test_log_keeps_complete_cells_only_when_a_sweep_goes_on(tmp_path):
     with RequestLog(path, {CELL.key}) as log:
         assert [answer.round for answer in log.answers] == [5, 5]
     assert len(path.read_text().splitlines()) == 2
+
+
+def test_counts_are_pooled_over_rounds_and_times_are_medians():
+    """A round of 90 decode rounds says more about accept length than one of 10."""
+    rows = pd.DataFrame(
+        {"accept_length": [2.0, 3.0, 4.0], "decode_rounds": [90, 10, 0], "itl_p50_ms": [10.0, 50.0, 20.0]}
+    )
+    assert over_rounds(rows, "accept_length") == pytest.approx((2.0 * 90 + 3.0 * 10) / 100)
+    assert over_rounds(rows, "itl_p50_ms") == 20.0
+    assert np.isnan(over_rounds(rows, "goodput_tok_s"))
+    told = rows.assign(decode_rounds=np.nan)  # a server that tells the quotient only
+    assert over_rounds(told, "accept_length") == 3.0

@@ -2,7 +2,7 @@
 
 import json
 
-import exports
+import format_exports as exports
 import pytest
 import torch
 from canonical_drafter import config_json, proposed_tokens, random_tensors

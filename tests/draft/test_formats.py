@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-import exports
+import format_exports as exports
 import pytest
 import torch
 from canonical_drafter import config_json, proposed_tokens, random_tensors

@@ -4,7 +4,16 @@ import json
 
 import pytest
 import torch
-from dspark_kernels import DraftVocabulary, RoundKeys, SamplingRows, accept_ref, markov_sample_ref
+from dspark_kernels import (
+    DraftHeads,
+    DraftVocabulary,
+    MarkovWalk,
+    RoundKeys,
+    SamplingRows,
+    Windows,
+    accept_ref,
+    draft_block_ref,
+)
 from scipy.stats import chisquare
 
 from sglang_dspark.draft.reduced_vocabulary import FILE, ProposalHeads, load_token_ids, save_token_ids
@@ -31,10 +40,10 @@ def test_heads_give_the_same_numbers_for_their_tokens(model):
     hidden, tokens = torch.randn(4, model.config.hidden_size), torch.tensor([1, 7, 21, 50])
     whole, part = ProposalHeads(model, None), ProposalHeads(model, IDS)
     torch.testing.assert_close(part.base_logits(hidden), whole.base_logits(hidden)[:, IDS])
-    bias, w1_embedding, _ = whole.markov.step(tokens, hidden, None)
-    part_bias, part_w1_embedding, _ = part.markov.step(tokens, hidden, None)
+    bias, part_bias = (MarkovWalk(heads.weights.markov, hidden[:, None]).bias(tokens) for heads in (whole, part))
     torch.testing.assert_close(part_bias, bias[:, IDS])
-    assert torch.equal(part_w1_embedding, w1_embedding)
+    expected, _, _ = model.markov_head.step(tokens, hidden, None)
+    assert torch.equal(bias, expected)
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -49,8 +58,8 @@ def test_a_block_is_that_of_the_whole_vocabulary_with_the_others_forbidden(model
     forbidden = torch.full((bs, gamma, model.config.vocab_size), float("-inf"))
     forbidden[..., IDS] = reduced
     group = rows(bs, temperature, seed)
-    found = markov_sample_ref(reduced, hidden, anchors, heads.markov, None, group, keys(bs), heads.vocabulary)
-    expected = markov_sample_ref(forbidden, hidden, anchors, model.markov_head, None, group, keys(bs))
+    found = draft_block_ref(reduced, hidden, anchors, heads.weights, group, keys(bs))
+    expected = draft_block_ref(forbidden, hidden, anchors, ProposalHeads(model, None).weights, group, keys(bs))
     assert torch.equal(found.tokens, expected.tokens)
     assert set(found.tokens.flatten().tolist()) <= set(IDS)
     if expected.probs is None:
@@ -65,19 +74,11 @@ def test_the_text_follows_the_target_though_most_of_it_is_never_proposed():
     ids = torch.tensor([1, 3, 4])
     logits = torch.tensor([0.2, -0.3, 0.1]).expand(bs, 1, -1)
     group = rows(bs, 1.0)
-    block = markov_sample_ref(
-        logits, torch.zeros(bs, 1, 1), torch.zeros(bs, dtype=torch.int64), None, None, group, keys(bs),
-        DraftVocabulary(ids, len(target)),
-    )  # fmt: skip
-    accepted = accept_ref(
-        block.tokens,
-        torch.ones(bs, dtype=torch.int64),
-        target.log().expand(2 * bs, -1),
-        torch.arange(0, 2 * bs + 1, 2),
-        block.probs,
-        group,
-        keys(bs),
-    )
+    heads = DraftHeads(vocabulary=DraftVocabulary(ids, len(target)))
+    hidden, anchors = torch.zeros(bs, 1, 1), torch.zeros(bs, dtype=torch.int64)
+    block = draft_block_ref(logits, hidden, anchors, heads, group, keys(bs))
+    windows = Windows(torch.ones(bs, dtype=torch.int64), torch.arange(0, 2 * bs + 1, 2))
+    accepted = accept_ref(block, windows, target.log().expand(2 * bs, -1), anchors, group, keys(bs))
     assert 0.5 < accepted.accepted_lens.double().mean() < 0.8
     counts = torch.bincount(accepted.out_tokens[:, 0], minlength=len(target)).numpy()
     assert chisquare(counts, target.numpy() / target.sum().item() * bs).pvalue > 1e-4

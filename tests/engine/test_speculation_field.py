@@ -98,3 +98,11 @@ def test_bad_values_are_refused_by_name(value):
 def test_malformed_carriers_are_refused():
     status, message = send(b'{"speculation": {"trace": true}, "sampling_params": 3}')
     assert (status, "sampling_params" in message) == (400, True)
+
+
+def test_the_field_wins_over_what_the_body_carries_itself():
+    carried = {"dspark": {"max_verify": 7}, "mine": 1}
+    body = {"speculation": {"max_verify": 2}, "sampling_params": {"custom_params": carried}}
+    found = json.loads(send(json.dumps(body).encode()))["sampling_params"]["custom_params"]
+    assert found["mine"] == 1
+    assert found["dspark"]["max_verify"] == 2

@@ -1,14 +1,9 @@
 """A server of the golden pair on a GPU, with CUDA graphs and overlap scheduling."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-# The golden pair and its requests are those of the server tests.
-sys.path.append(str(Path(__file__).parents[1] / "server"))
-
 from golden_server import DSPARK, TARGET, sitecustomized
 
 from sglang_dspark.tools.launch import CUDA_FLAGS, LaunchedServer

@@ -1,7 +1,9 @@
-"""One thread, no gradients: how the references run in a server."""
+"""Kernels run wherever the tests do, in memory that holds NaN before anything is written; one thread, no gradients."""
 
 import pytest
 import torch
+from dspark_kernels import kernels_anywhere
+from poison import poisoned_memory
 
 
 @pytest.fixture(autouse=True)
@@ -11,7 +13,21 @@ def inference():
         yield
 
 
+@pytest.fixture(autouse=True)
+def kernels():
+    """Compiled on a GPU, otherwise under Triton's interpreter; references are called by their own names."""
+    with kernels_anywhere():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def poison():
+    """What is allocated and not written is found out."""
+    with poisoned_memory():
+        yield
+
+
 @pytest.fixture
 def device() -> torch.device:
-    """Where Triton kernels run: compiled on a GPU, otherwise interpreted on the CPU."""
+    """Where Triton kernels run."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,10 +1,11 @@
 """The real heads of a draft model, with random weights."""
 
 import torch
+from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, MarkovWeights
 
 from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.markov_head import MarkovHead, build_markov_head
+from sglang_dspark.draft.markov_head import MarkovHead, VanillaMarkovHead, build_markov_head
 
 
 def draft_heads(
@@ -44,3 +45,15 @@ def draft_heads(
         for parameter in head.parameters() if head is not None else ():
             parameter.data.normal_(std=std, generator=generator)
     return heads
+
+
+def as_weights(
+    markov: MarkovHead | None, confidence: ConfidenceHead | None, vocabulary: DraftVocabulary | None = None
+) -> DraftHeads:
+    """The tensors of modules, W2 over the tokens of ``vocabulary``."""
+    weights = None
+    if markov is not None:
+        w2 = markov.markov_w2.weight if vocabulary is None else markov.markov_w2.weight[vocabulary.token_ids]
+        weights = MarkovWeights(markov.markov_w1.weight, w2, None if isinstance(markov, VanillaMarkovHead) else markov)
+    proj = None if confidence is None else confidence.proj
+    return DraftHeads(weights, None if proj is None else ConfidenceWeights(proj.weight[0], proj.bias), vocabulary)

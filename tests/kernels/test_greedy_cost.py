@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dspark_kernels import RoundKeys, SamplingRows, accept_ref, draw, markov_sample_ref
+from dspark_kernels import DraftBlock, DraftHeads, RoundKeys, SamplingRows, Windows, accept_ref, draft_block_ref, draw
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -32,21 +32,19 @@ def batch(temperature):
 
 CALLS = {
     "draw": lambda rows, keys: draw(torch.randn(BS, VOCAB), rows, keys),
-    "markov_sample": lambda rows, keys: markov_sample_ref(
+    "draft_block": lambda rows, keys: draft_block_ref(
         torch.randn(BS, GAMMA, VOCAB),
         torch.randn(BS, GAMMA, 2),
         torch.zeros(BS, dtype=torch.long),
-        None,
-        None,
+        DraftHeads(),
         rows,
         keys,
     ),
     "accept": lambda rows, keys: accept_ref(
-        torch.zeros(BS, GAMMA, dtype=torch.long),
-        torch.tensor([4, 0, 2]),
+        DraftBlock(torch.zeros(BS, GAMMA, dtype=torch.long)),
+        Windows(torch.tensor([4, 0, 2]), torch.tensor([0, 5, 6, 9])),
         torch.randn(9, VOCAB),
-        torch.tensor([0, 5, 6, 9]),
-        None,
+        keys.positions,
         rows,
         keys,
     ),

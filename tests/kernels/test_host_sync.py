@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dspark_kernels import RoundKeys, SamplingRows, accept_ref, draw, markov_sample_ref
+from dspark_kernels import DraftBlock, DraftHeads, RoundKeys, SamplingRows, Windows, accept_ref, draft_block_ref, draw
 
 BS, GAMMA, VOCAB = 6, 4, 9000
 GREEDY, PLAIN, SEEDED = (0.0, -1, 1.0, 0.0, None), (1.0, -1, 1.0, 0.0, None), (0.8, -1, 0.9, 0.1, 5)
@@ -36,21 +36,14 @@ def test_drawing_reads_nothing_back(batch):
 
 
 def test_drafting_reads_nothing_back(batch):
-    block = markov_sample_ref(floats(BS, GAMMA, VOCAB), floats(BS, GAMMA, 2), ints(BS), None, None, *batch)
+    block = draft_block_ref(floats(BS, GAMMA, VOCAB), floats(BS, GAMMA, 2), ints(BS), DraftHeads(), *batch)
     assert block.tokens.shape == (BS, GAMMA)
 
 
 @pytest.mark.parametrize("gamma", [GAMMA, 0])
 def test_accepting_reads_nothing_back(batch, gamma):
-    accepted = accept_ref(
-        ints(BS, gamma),
-        ints(BS),
-        floats(17, VOCAB),
-        ints(BS + 1),
-        floats(BS, gamma, VOCAB),
-        *batch,
-        floats(BS, gamma) > 0,
-    )
+    block = DraftBlock(ints(BS, gamma), floats(BS, gamma, VOCAB), copied=floats(BS, gamma) > 0)
+    accepted = accept_ref(block, Windows(ints(BS), ints(BS + 1)), floats(17, VOCAB), ints(BS), *batch)
     assert accepted.out_tokens.shape == (BS, gamma + 1)
 
 

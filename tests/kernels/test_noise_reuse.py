@@ -8,7 +8,18 @@ plainly. With noise keyed by position, round 2 drafts that same token again. It 
 
 import pytest
 import torch
-from dspark_kernels import Purpose, RoundKeys, SamplingRows, accept_ref, draw, markov_sample_ref, noise, uniform
+from dspark_kernels import (
+    DraftHeads,
+    Purpose,
+    RoundKeys,
+    SamplingRows,
+    Windows,
+    accept_ref,
+    draft_block_ref,
+    draw,
+    uniform,
+)
+from dspark_kernels.sampling import noise
 from scipy import stats
 
 ALPHA = 1e-4
@@ -23,7 +34,7 @@ def probability_of_token_0() -> float:
 
     def draft(keys):
         base_logits = torch.zeros(NUM_TRIALS, 2, 2)
-        return markov_sample_ref(base_logits, base_logits, torch.zeros_like(trials), None, None, rows, keys)
+        return draft_block_ref(base_logits, base_logits, torch.zeros_like(trials), DraftHeads(), rows, keys)
 
     first_round = draft(RoundKeys(1, 10, trials, torch.full_like(trials, 5)))
     lagged_budget = (first_round.tokens[:, 1] == 0).long()
@@ -32,7 +43,7 @@ def probability_of_token_0() -> float:
     block = draft(keys)
     indptr = torch.nn.functional.pad((lagged_budget + 1).cumsum(0), (1, 0))
     logits = TARGET.log().expand(int(indptr[-1]), -1)
-    accepted = accept_ref(block.tokens, lagged_budget, logits, indptr, block.probs, rows, keys)
+    accepted = accept_ref(block, Windows(lagged_budget, indptr), logits, keys.positions, rows, keys)
     return (accepted.out_tokens[:, 0] == 0).double().mean().item()
 
 
@@ -76,9 +87,10 @@ def test_no_counter_occurs_twice_while_serving(monkeypatch):
             draw(logits[:bs], rows, keys)
             continue
         base_logits = logits[: bs * gamma].view(bs, gamma, vocab_size)
-        block = markov_sample_ref(base_logits, base_logits, torch.zeros(bs, dtype=torch.long), None, None, rows, keys)
+        anchors = torch.zeros(bs, dtype=torch.long)
+        block = draft_block_ref(base_logits, base_logits, anchors, DraftHeads(), rows, keys)
         indptr = torch.arange(bs + 1) * (gamma + 1)
-        accept_ref(block.tokens, torch.full((bs,), gamma), logits, indptr, block.probs, rows, keys)
+        accept_ref(block, Windows(torch.full((bs,), gamma), indptr), logits, keys.positions, rows, keys)
     assert len(used) == len(set(used)) == 3 * bs + 9 * bs * (gamma + gamma + 1)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dspark_kernels import RoundKeys, SamplingRows, accept_ref, draw, markov_sample_ref
+from dspark_kernels import RoundKeys, SamplingRows, Windows, accept_ref, draft_block_ref, draw
 from token_law import SyntheticPair
 
 NUM_TOKENS = 40
@@ -25,18 +25,11 @@ def generate(pair, parameters, *, drafter="good", verify_len=lambda step: 3, eng
             emitted = draw(pair.target_logits[anchors], rows, keys)[:, None]
         else:
             hidden = torch.zeros(bs, gamma, 2)
-            block = markov_sample_ref(base_logits, hidden, anchors, pair.markov, None, rows, keys)
+            block = draft_block_ref(base_logits, hidden, anchors, pair.heads, rows, keys)
             length = verify_len(step)
             chain = torch.cat([anchors[:, None], block.tokens], dim=1)[:, : length + 1]
-            accepted = accept_ref(
-                block.tokens,
-                torch.full((bs,), length),
-                pair.target_logits[chain.flatten()],
-                torch.arange(bs + 1) * (length + 1),
-                block.probs,
-                rows,
-                keys,
-            )
+            windows = Windows(torch.full((bs,), length), torch.arange(bs + 1) * (length + 1))
+            accepted = accept_ref(block, windows, pair.target_logits[chain.flatten()], keys.positions, rows, keys)
             emitted, num_accepted = accepted.out_tokens, num_accepted + int(accepted.accepted_lens.sum())
         for text, tokens in zip(texts, emitted.tolist(), strict=True):
             text.extend(token for token in tokens if token >= 0)

@@ -8,7 +8,8 @@ from typing import Optional
 
 import pytest
 import torch
-from dspark_kernels import SamplingRows, target_law, target_probs
+from dspark_kernels import SamplingRows, target_probs
+from dspark_kernels.sampling import target_law
 
 TEMPERATURES = (0.5, 1.0, 1.7)
 TOP_KS = (-1, 5)

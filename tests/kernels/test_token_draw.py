@@ -11,8 +11,8 @@ from dspark_kernels import (
     inverse_cdf,
     seeded_argmax,
     target_probs,
-    token_draw,
 )
+from dspark_kernels.sampling import token_draw
 from scipy import stats
 
 ALPHA = 1e-4

@@ -7,11 +7,20 @@ moves mass along that order, so a few bins see it where a chi-square over all to
 values of one slot are independent of everything before the slot, hence the strata by the previous slot's value.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from draft_heads import draft_heads
-from dspark_kernels import LawParams, RoundKeys, SamplingRows, accept_ref, markov_sample_ref, target_probs
+from draft_heads import as_weights, draft_heads
+from dspark_kernels import (
+    DraftHeads,
+    LawParams,
+    RoundKeys,
+    SamplingRows,
+    Windows,
+    accept_ref,
+    draft_block_ref,
+    target_probs,
+)
 from scipy import stats
 
 NUM_BINS = 8
@@ -52,6 +61,10 @@ class SyntheticPair:
         self.markov.markov_w1.weight.data = torch.eye(vocab_size)
         self.markov.markov_w2.weight.data = (self.target_logits + errors).T.contiguous()
 
+    @property
+    def heads(self) -> DraftHeads:
+        return as_weights(self.markov, None)
+
     def draft_logits(self) -> torch.Tensor:
         """[gamma, previous, V] corrected logits."""
         return self.base_logits[:, None] + self.markov.markov_w2.weight.T
@@ -84,7 +97,7 @@ def run_trials(
     full_blocks: bool = False,
     stored_law: torch.Tensor | None = None,
 ) -> Trials:
-    """One round per trial, through ``markov_sample_ref`` and ``accept_ref``.
+    """One round per trial, through ``draft_block_ref`` and ``accept_ref``.
 
     Verify lengths cycle through 0..gamma unless ``full_blocks``; anchors cycle through the vocabulary unless given.
     ``stored_law`` [gamma, previous, V] replaces the p_d that verification is told.
@@ -102,19 +115,14 @@ def _run_chunk(pair, rule, num_trials, first, anchor, full_blocks, stored_law):
     anchors = trial % vocab_size if anchor is None else torch.full_like(trial, anchor)
     rows, keys = rule.rows(num_trials, first), RoundKeys(2024, first, trial, trial % 1000)
     base_logits = pair.base_logits.expand(num_trials, -1, -1)
-    block = markov_sample_ref(base_logits, torch.zeros(num_trials, gamma, 2), anchors, pair.markov, None, rows, keys)
+    block = draft_block_ref(base_logits, torch.zeros(num_trials, gamma, 2), anchors, pair.heads, rows, keys)
     chain = torch.cat([anchors[:, None], block.tokens], dim=1)
     verify_lens = torch.full_like(trial, gamma) if full_blocks else (trial // vocab_size) % (gamma + 1)
     verified = torch.arange(gamma + 1) <= verify_lens[:, None]
-    accepted = accept_ref(
-        block.tokens,
-        verify_lens,
-        pair.target_logits[chain[verified]],
-        torch.nn.functional.pad((verify_lens + 1).cumsum(0), (1, 0)),
-        block.probs if stored_law is None else stored_law[torch.arange(gamma), chain[:, :-1]],
-        rows,
-        keys,
-    )
+    if stored_law is not None:
+        block = replace(block, probs=stored_law[torch.arange(gamma), chain[:, :-1]])
+    windows = Windows(verify_lens, torch.nn.functional.pad((verify_lens + 1).cumsum(0), (1, 0)))
+    accepted = accept_ref(block, windows, pair.target_logits[chain[verified]], keys.positions, rows, keys)
     return anchors, accepted.out_tokens, accepted.accepted_lens
 
 

@@ -1,12 +1,7 @@
-"""The synthetic pair and the test of the text's law serve here too; references run as they do in a server."""
-
-import sys
-from pathlib import Path
+"""References run as they do in a server."""
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kernels"))
 
 
 @pytest.fixture(autouse=True)

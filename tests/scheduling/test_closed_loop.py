@@ -5,6 +5,8 @@ import pytest
 from closed_loop import ClosedLoop, Drafter, wrong_by
 from step_tables import compute_bound, memory_bound
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 0.02
 MACHINES = {"compute bound": compute_bound, "memory bound": memory_bound}
 USERS = (1, 2, 4, 8, 16, 32, 64)

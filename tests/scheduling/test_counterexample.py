@@ -11,7 +11,7 @@ tests/kernels/test_noise_reuse.py has the other way to 0.85: a lagged budget, an
 import numpy as np
 import pytest
 import torch
-from dspark_kernels import RoundKeys, SamplingRows, accept_ref, markov_sample_ref
+from dspark_kernels import DraftHeads, RoundKeys, SamplingRows, Windows, accept_ref, draft_block_ref
 from scipy import stats
 
 from sglang_dspark.scheduling.selection import early_stop, top_prefixes
@@ -57,11 +57,11 @@ def simulated_law(length_of):
     rows = SamplingRows.from_lists(*([value] * NUM_TRIALS for value in (1.0, -1, 1.0, 0.0, None)))
     keys = RoundKeys(7, 1, trials, torch.zeros_like(trials))
     logits = torch.from_numpy(DRAFT).float().log().expand(NUM_TRIALS, 2, 2)
-    block = markov_sample_ref(logits, logits, torch.zeros_like(trials), None, None, rows, keys)
+    block = draft_block_ref(logits, logits, torch.zeros_like(trials), DraftHeads(), rows, keys)
     lens = torch.tensor([length_of(0), length_of(1)])[block.tokens[:, 0]]
     indptr = torch.nn.functional.pad((lens + 1).cumsum(0), (1, 0))
     target = torch.from_numpy(TARGET).float().log().expand(int(indptr[-1]), -1)
-    out = accept_ref(block.tokens, lens, target, indptr, block.probs, rows, keys).out_tokens
+    out = accept_ref(block, Windows(lens, indptr), target, keys.positions, rows, keys).out_tokens
     return (out[:, 0] == 0).double().mean().item()
 
 

@@ -22,6 +22,8 @@ from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.state import Copies, Drafted, Rounds
 
+pytestmark = pytest.mark.slow
+
 ALPHA = 1e-4
 BS, NUM_STEPS, GAMMA = 32, 400, 3
 REQUESTS = [f"r{row}" for row in range(BS)]

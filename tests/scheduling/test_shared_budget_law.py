@@ -11,6 +11,8 @@ from confident_pair import ConfidentPair
 
 from sglang_dspark.scheduling.selection import above_threshold, early_stop, top_prefixes
 
+pytestmark = pytest.mark.slow
+
 ALPHA = 1e-4
 NUM_PAIRS = 6_000
 # Of two requests, by drafts verified: a slope on which early stop goes some way, and stairs that it does not climb.

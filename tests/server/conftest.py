@@ -1,56 +1,133 @@
-"""Servers for the end-to-end tests: real SGLang processes on the golden pair."""
+"""Servers for the end-to-end tests: real SGLang processes, each a fixture of its own.
+
+A test names the servers that it asks. Tests that share one, but for the target alone, run in the same process one after
+another, so that every server is started once. All but the emulated ones know one more policy, ``random``, see
+``random_lengths``.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-import torch
-from golden_server import DSPARK, RANDOM_LENGTHS, TARGET, Launch, sitecustomized
+from byte_tokenizer import save_byte_tokenizer
+from golden_server import DSPARK, GUARDED, emulated_graphs
+from random_drafter import damaged_drafter, random_drafter
+from server_pool import Recipe, ServerPool
 
-from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer
+from sglang_dspark.tools.demo import smollm2
+from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
-MAX_SERVERS = 3  # a server is three processes of 0.8 GB each, and two test processes may have so many
-FLAGS, ENV = (CUDA_FLAGS, {"HF_HUB_OFFLINE": "1"}) if torch.cuda.is_available() else (CPU_FLAGS, CPU_ENV)
+BUNDLED = Path(smollm2.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
+STATIC = ("--speculative-dspark-schedule", "static")
+DRAFT_FREE = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-draft-free")
+# A pool that cannot hold the running requests, and a context that they grow out of.
+TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
+PROFILE = "1,0.5,0.75,0"  # the rest as the last
+
+# Unlike a GPU server, a CPU server needs two things of its environment for --tp-size 2, with or without DSPARK: a build
+# of torch that knows CUDA takes NCCL for usable unless the library cannot be found, and SGLang does not share one NUMA
+# node between ranks unless told which cores each one gets. Compiling the parallel embedding takes half a minute.
+TWO_RANKS = {"SGLANG_NCCL_SO_PATH": "none", "SGLANG_CPU_OMP_THREADS_BIND": "0|1", "TORCH_COMPILE_DISABLE": "1"}
+
+
+def _letters(folder: Path) -> tuple[str | Path, ...]:
+    """A tokenizer of letters, and the grammar backend that plain SGLang can run on a CPU."""
+    # Where a schema allows whitespace, the golden target writes nothing else.
+    grammars = ("--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace")
+    return ("--tokenizer-path", save_byte_tokenizer(folder), *grammars)
+
+
+SERVERS: dict[str, Recipe] = {
+    # The target alone, and DSPARK with its defaults.
+    "plain": Recipe(),
+    "dspark": Recipe(lambda folder: DSPARK, forked=False),
+    # Every scheduling of SGLang that is not the default, and a part of the drafter's block.
+    "corner": Recipe(
+        lambda folder: (
+            *(*DSPARK, "--disable-overlap-schedule", "--chunked-prefill-size", "64"),
+            *("--speculative-dspark-block-size", "3"),
+        )
+    ),
+    "tight": Recipe(lambda folder: (*DSPARK, *TIGHT, "--chunked-prefill-size", "64")),
+    # Random weights: it knows nothing, and differs from the golden drafter in all that a configuration can say.
+    "rnn": Recipe(lambda folder: dspark_flags(random_drafter(folder, "rnn"))),
+    "dflash": Recipe(lambda folder: dspark_flags(random_drafter(folder, "dflash"))),
+    "long_block": Recipe(
+        lambda folder: (
+            *(*dspark_flags(random_drafter(folder, "long-block")), *STATIC),
+            *("--speculative-dspark-verify-len", "1", "--context-length", "96"),
+        )
+    ),
+    "draft_free": Recipe(lambda folder: (*DRAFT_FREE, "--fastapi-root-path", "/behind/a/proxy")),
+    "target_only": Recipe(
+        lambda folder: (*dspark_flags(damaged_drafter(folder)), "--speculative-dspark-fallback", "target-only")
+    ),
+    # Metrics of several processes have to be announced before their library is imported.
+    "guarded": Recipe(lambda folder: GUARDED, forked=False),
+    "letters": Recipe(lambda folder: (*DSPARK, *_letters(folder))),
+    # Under overlap SGLang counts penalties one token late.
+    "plain_letters": Recipe(lambda folder: (*_letters(folder), "--disable-overlap-schedule")),
+    "parallel": Recipe(lambda folder: (*DSPARK, "--tp-size", "2"), env=TWO_RANKS, forked=False),
+    # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
+    "graphs": Recipe(lambda folder: (*DSPARK, "--max-running-requests", "4"), env=emulated_graphs(), forked=False),
+    "simulated": Recipe(
+        lambda folder: (*(*DSPARK, "--load-format", "dummy", "--speculative-dspark-simulate-acceptance", PROFILE),)
+    ),
+    "smollm2": Recipe(
+        lambda folder: (*dspark_flags(BUNDLED), *STATIC),
+        model=lambda: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),
+    ),
+}
 
 
 @pytest.fixture(scope="session")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """``launch(*flags)`` gives a float32 server of the golden target, on a GPU if there is one; the last stay up.
-
-    These servers know one more policy, ``random``, see ``random_lengths``.
-    """
-    tables = tmp_path_factory.mktemp("sps")
-    servers: dict[tuple[str, ...], LaunchedServer] = {}
-
-    def get(*flags: str) -> LaunchedServer:
-        server = servers.pop(flags, None)
-        if server is None:
-            if len(servers) == MAX_SERVERS:
-                servers.pop(next(iter(servers))).stop()
-            # Step times are measured in a second here; they shall not end up in the user's cache.
-            table = tables / f"{hashlib.sha256(repr(flags).encode()).hexdigest()[:16]}.json"
-            env = {**ENV, **sitecustomized(RANDOM_LENGTHS), "SGLANG_DSPARK_SPS_TABLE_PATH": str(table)}
-            server = LaunchedServer(TARGET, *FLAGS, "--dtype", "float32", *flags, env=env)
-            server.__enter__()
-        servers[flags] = server
-        return server
-
+def server_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    pool = ServerPool(SERVERS, tmp_path_factory.mktemp("servers"))
     try:
-        yield get
+        yield pool
     finally:
-        for server in servers.values():
-            server.stop()
+        pool.close()
 
 
-@pytest.fixture
-def plain(launch: Launch) -> LaunchedServer:
-    """The target alone."""
-    return launch()
+def _server(name: str) -> Callable[..., LaunchedServer]:
+    @pytest.fixture(name=name)
+    def get(server_pool: ServerPool) -> LaunchedServer:
+        return server_pool.get(name)
+
+    return get
 
 
-@pytest.fixture
-def dspark(launch: Launch) -> LaunchedServer:
-    """DSPARK with its defaults, overlap scheduling on."""
-    return launch(*DSPARK)
+for _name in SERVERS:
+    globals()[f"_{_name}"] = _server(_name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests that share a server into one group, those with most tests first."""
+    asked = {item: SERVERS.keys() & set(getattr(item, "fixturenames", ())) for item in items}
+    groups = _joined([names - {"plain"} for names in asked.values()])
+    sizes: dict[str, int] = {}
+    for item, names in asked.items():
+        if names:
+            group = next((group for group in groups if names & group), names)
+            name = "servers " + " ".join(sorted(group))
+            item.add_marker(pytest.mark.xdist_group(name))
+            sizes[name] = sizes.get(name, 0) + 1
+
+    def place(item: pytest.Item) -> int:
+        mark = item.get_closest_marker("xdist_group")
+        return -sizes.get(mark.args[0], 0) if mark else 0
+
+    items.sort(key=place)
+
+
+def _joined(sets: list[set[str]]) -> list[set[str]]:
+    """Sets that overlap, made one."""
+    joined: list[set[str]] = []
+    for names in sets:
+        if names:
+            touching = [group for group in joined if group & names]
+            joined = [group for group in joined if not group & names] + [names.union(*touching)]
+    return joined

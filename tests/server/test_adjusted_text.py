@@ -84,7 +84,7 @@ def test_everything_together_equals_a_literal_loop(dspark, name):
 
 def test_sampled_text_under_adjustments_follows_the_law(dspark):
     """The first two tokens of many samples, against the law of the target after a literal adjustment."""
-    decoder, num, depth = LiteralDecoder(), 4096, 3
+    decoder, num, depth = LiteralDecoder(), 2048, 3
     parameters = {"temperature": HOT, "frequency_penalty": 1.5, "repetition_penalty": 1.4, "logit_bias": {"39": 8.0}}
     with policy(dspark, "random"):
         drawn = sample(dspark, parameters, num, depth)

@@ -20,16 +20,7 @@ from golden_server import (
 from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
 from target_law import TargetLaw, p_value
 
-FLAGS = (
-    *("--speculative-algorithm", "DSPARK", "--speculative-dspark-draft-free"),
-    *("--fastapi-root-path", "/behind/a/proxy"),
-)
 NUM_SAMPLES = 1024
-
-
-@pytest.fixture
-def draft_free(launch):
-    return launch(*FLAGS)
 
 
 def without_confidence(bodies):

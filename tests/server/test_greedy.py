@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from golden_server import (
     CASES,
-    DSPARK,
     assert_pool_is_whole,
     generate,
     greedy,
@@ -20,12 +19,6 @@ from golden_server import (
     with_options,
 )
 
-# Each drives the server into another corner. In float32 the target's own text depends on none of them.
-CORNERS = {
-    "overlap": [],
-    "no-overlap": ["--disable-overlap-schedule"],
-    "chunked-prefill-short-block": ["--chunked-prefill-size", "64", "--speculative-dspark-block-size", "3"],
-}
 POLICIES: list[dict[str, Any]] = [
     {"name": "auto"},
     {"name": "random"},
@@ -55,16 +48,23 @@ def test_golden_traces(dspark):
         assert {len(r["confidence"]) for r in rounds} == {7}
 
 
-@pytest.mark.parametrize("corner", CORNERS)
-def test_text_equals_the_target_alone(launch, plain, corner):
+def test_text_equals_the_target_alone(dspark, plain):
+    check_text(dspark, plain)
+
+
+def test_text_without_overlap_with_chunked_prefill_and_a_short_block(corner, plain):
+    """In float32 the target's own text depends on none of them."""
+    check_text(corner, plain)
+
+
+def check_text(server, plain):
     bodies = mixed_bodies(60, seed=1)
     expected = output_ids(plain, bodies)
-    dspark = launch(*DSPARK, *CORNERS[corner])
     for concurrency in (1, 4, 16):
-        with policy(dspark, "random"):
-            assert output_ids(dspark, bodies, concurrency) == expected
-    assert output_ids(dspark, bodies, 16) == expected
-    assert output_ids(dspark, with_options(bodies), 16) == expected
+        with policy(server, "random"):
+            assert output_ids(server, bodies, concurrency) == expected
+    assert output_ids(server, bodies, 16) == expected
+    assert output_ids(server, with_options(bodies), 16) == expected
 
 
 @pytest.mark.parametrize("settings", POLICIES, ids=lambda settings: settings["name"])

@@ -7,16 +7,10 @@ import re
 import time
 from pathlib import Path
 
-import pytest
-from golden_server import GUARDED, call, greedy, in_background
+from golden_server import call, greedy, in_background
 from prometheus_client.parser import text_string_to_metric_families
 
 GRAFANA = Path(__file__).parents[2] / "docker" / "grafana" / "dspark.json"
-
-
-@pytest.fixture
-def guarded(launch):
-    return launch(*GUARDED)
 
 
 def test_who_may_ask(guarded):

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from golden_server import DRAFT, DSPARK, TARGET, call, greedy, output_ids, policy
+from golden_server import DRAFT, TARGET, call, greedy, output_ids, policy
 
 from sglang_dspark import __version__
 
@@ -78,13 +78,8 @@ def test_capabilities(dspark):
     assert line and "block size 7" in line[0] and "policy auto" in line[0]
 
 
-def test_a_damaged_drafter_with_a_fallback_is_the_target_alone(launch, plain, tmp_path):
-    damaged = tmp_path / "drafter"
-    damaged.mkdir()
-    (damaged / "config.json").write_bytes((DRAFT / "config.json").read_bytes())
-    (damaged / "model.safetensors").write_bytes((DRAFT / "model.safetensors").read_bytes()[:-1000])
-    flags = [str(damaged) if flag == str(DRAFT) else flag for flag in DSPARK]
-    server = launch(*flags, "--speculative-dspark-fallback", "target-only")
+def test_a_damaged_drafter_with_a_fallback_is_the_target_alone(target_only, plain):
+    server = target_only
     found = server.get_json("/dspark/capabilities")
     assert found["effective_decode_path"] == "target-only"
     assert "model.safetensors: cannot be read" in found["reason"]

@@ -8,7 +8,7 @@ import shutil
 from urllib.parse import urlsplit
 
 import pytest
-from golden_server import GUARDED, greedy, output_ids
+from golden_server import greedy, output_ids
 
 selenium = pytest.importorskip("selenium", reason="pip install selenium")
 from selenium import webdriver  # noqa: E402
@@ -171,8 +171,7 @@ def test_a_silent_server_is_said_to_be_silent(dspark, page):
     assert not page.driver.find_element(By.ID, "notice").is_displayed()
 
 
-def test_it_asks_for_the_key(launch, page):
-    guarded = launch(*GUARDED)
+def test_it_asks_for_the_key(guarded, page):
     page.open(guarded)
     page.wait_for_state("locked")
     assert page.errors() == []

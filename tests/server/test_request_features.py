@@ -5,6 +5,7 @@ The plain server schedules synchronously: under overlap SGLang counts penalties 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -16,16 +17,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from byte_tokenizer import save_byte_tokenizer
-from golden_server import CASES, DSPARK, generate, greedy, output_ids, policy
+from golden_server import CASES, generate, greedy, output_ids, policy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_dspark.tools.http_client import open_directly
 from sglang_dspark.tools.launch import LaunchedServer
 
-# Plain SGLang cannot run xgrammar on a CPU; without whitespace, because the golden target would write nothing else.
-ENGINE = ("--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace")
 LOGPROB_TOL = 2e-4  # float32, logits of another batch shape
 PROMPTS = [case["prompt_ids"] for case in CASES[:4]]
 PERSON = {
@@ -78,35 +76,21 @@ def body(feature: str, prompt: list[int]) -> dict[str, Any]:
     return request
 
 
-@pytest.fixture(scope="module")
-def lettered(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    """Flags for texts of letters."""
-    tokenizer = save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    return ("--tokenizer-path", str(tokenizer), *ENGINE)
-
-
 @pytest.fixture
-def dspark_letters(launch, lettered) -> LaunchedServer:
-    return launch(*DSPARK, *lettered)
+def answers(letters, plain_letters) -> dict[str, dict[str, Any]]:
+    return answers_of_both(letters, plain_letters)
 
 
-@pytest.fixture
-def plain_letters(launch, lettered) -> LaunchedServer:
-    return launch(*lettered, "--disable-overlap-schedule")
-
-
-@pytest.fixture(scope="module")
-def answers(launch, lettered) -> dict[str, dict[str, Any]]:
+@functools.cache
+def answers_of_both(letters: LaunchedServer, plain_letters: LaunchedServer) -> dict[str, dict[str, Any]]:
     """Answers by server and feature, of many concurrent requests that all want something else."""
     wanted = [(feature, prompt) for prompt in PROMPTS for feature in FEATURES]
     # A plain server ends when requests that name tokens share a prefill with others that want logprobs.
     naming = [(feature, prompt) for feature, prompt in wanted if "token_ids_logprob" in FEATURES[feature][1]]
     others = [pair for pair in wanted if pair not in naming]
-    server = launch(*lettered, "--disable-overlap-schedule")
-    plain = [generate(server, [body(*pair) for pair in pairs], 12) for pairs in (others, naming)]
-    server = launch(*DSPARK, *lettered)
-    with policy(server, "random"):
-        dspark = generate(server, [body(*pair) for pair in wanted], 12)
+    plain = [generate(plain_letters, [body(*pair) for pair in pairs], 12) for pairs in (others, naming)]
+    with policy(letters, "random"):
+        dspark = generate(letters, [body(*pair) for pair in wanted], 12)
     return {
         "plain": {feature: of_feature(feature, others + naming, plain[0] + plain[1]) for feature in FEATURES},
         "dspark": {feature: of_feature(feature, wanted, dspark) for feature in FEATURES},
@@ -158,7 +142,7 @@ def test_the_features_do_something(answers):
             assert set(json.loads(answer["text"])) == {"name", "age"}
 
 
-def test_of_several_ends_in_a_block_the_first_counts(dspark_letters, plain_letters):
+def test_of_several_ends_in_a_block_the_first_counts(letters, plain_letters):
     """A stop token, and a few tokens later the most tokens that were asked for, or a stop string."""
     bodies = []
     for prompt in PROMPTS:
@@ -173,8 +157,8 @@ def test_of_several_ends_in_a_block_the_first_counts(dspark_letters, plain_lette
                     bodies.append(stopping(prompt, stop=text[end - 1 : end + 1], stop_token_ids=[stop]))
             bodies.append(stopping(prompt, stop_regex=f"{re.escape(text[place])}$"))
     expected = generate(plain_letters, bodies, 8)
-    with policy(dspark_letters, "static"):
-        answers = generate(dspark_letters, bodies, 8)
+    with policy(letters, "static"):
+        answers = generate(letters, bodies, 8)
     for key in ("output_ids", "text"):
         assert [answer[key] for answer in answers] == [answer[key] for answer in expected]
     reasons, rightly = ([answer["meta_info"]["finish_reason"] for answer in found] for found in (answers, expected))
@@ -188,7 +172,7 @@ def stopping(prompt: list[int], **parameters: Any) -> dict[str, Any]:
     return request
 
 
-def test_streams_say_the_same_and_count_their_tokens(dspark_letters, plain_letters):
+def test_streams_say_the_same_and_count_their_tokens(letters, plain_letters):
     request = {
         "model": "m",
         "prompt": PROMPTS[1],
@@ -199,7 +183,7 @@ def test_streams_say_the_same_and_count_their_tokens(dspark_letters, plain_lette
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    streams = [read_stream(server, request) for server in (dspark_letters, plain_letters)]
+    streams = [read_stream(server, request) for server in (letters, plain_letters)]
     texts = ["".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) for chunks in streams]
     assert texts[0] == texts[1] != ""
     usages = [next(chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")) for chunks in streams]
@@ -240,11 +224,11 @@ CHATS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", CHATS)
-def test_chats(dspark_letters, plain_letters, kind):
+def test_chats(letters, plain_letters, kind):
     messages = [{"role": "user", "content": "a person, please"}]
     request = {"model": "m", "messages": messages, "max_tokens": 40, "temperature": 0, **CHATS[kind]}
     choice, expected = (
-        server.post_json("/v1/chat/completions", request)["choices"][0] for server in (dspark_letters, plain_letters)
+        server.post_json("/v1/chat/completions", request)["choices"][0] for server in (letters, plain_letters)
     )
     for message in (choice["message"], expected["message"]):
         for call in message["tool_calls"] or ():
@@ -265,10 +249,10 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", SPECULATION)
-def test_the_official_client(dspark_letters, plain_letters, kind, stream):
+def test_the_official_client(letters, plain_letters, kind, stream):
     """Whatever ``extra_body`` asks of speculation, text, reason and usage are the plain server's."""
     field = SPECULATION[kind]
-    answer = ask_officially(dspark_letters, stream, {} if field is None else {"speculation": field})
+    answer = ask_officially(letters, stream, {} if field is None else {"speculation": field})
     assert answer == ask_officially(plain_letters, stream, {})
     assert all(text for text, _, _ in answer)
 
@@ -292,27 +276,27 @@ def ask_officially(server: LaunchedServer, stream: bool, extra_body: dict[str, A
     return found
 
 
-def test_the_official_client_is_told_what_is_wrong(dspark_letters):
+def test_the_official_client_is_told_what_is_wrong(letters):
     with pytest.raises(openai.BadRequestError, match="max_verify"):
-        ask_officially(dspark_letters, False, {"speculation": {"max_verify": -1}})
+        ask_officially(letters, False, {"speculation": {"max_verify": -1}})
 
 
-def test_prompt_up_to_the_context_limit(dspark_letters, plain_letters):
+def test_prompt_up_to_the_context_limit(letters, plain_letters):
     """The last tokens of the context, with counts and logprobs along the whole prompt."""
     prompt = (PROMPTS[0] * 200)[:1000]
     request = greedy(prompt, 23, return_logprob=True, logprob_start_len=990)
     request["sampling_params"] |= {"frequency_penalty": 0.3, "ignore_eos": True}
-    answer, expected = (server.post_json("/generate", request) for server in (dspark_letters, plain_letters))
+    answer, expected = (server.post_json("/generate", request) for server in (letters, plain_letters))
     assert answer["output_ids"] == expected["output_ids"]
     assert_close(answer["meta_info"]["input_token_logprobs"], expected["meta_info"]["input_token_logprobs"])
 
 
-def test_nothing_is_left_behind_by_a_flush(dspark_letters):
+def test_nothing_is_left_behind_by_a_flush(letters):
     request = greedy(PROMPTS[0], 24)
     request["sampling_params"] |= {"frequency_penalty": 0.8}
-    before = output_ids(dspark_letters, [request])
-    dspark_letters.flush_cache()
-    assert output_ids(dspark_letters, [request]) == before
+    before = output_ids(letters, [request])
+    letters.flush_cache()
+    assert output_ids(letters, [request]) == before
 
 
 # Values of the right types, in and out of range; wrong types are in test_refusals.py.
@@ -351,7 +335,7 @@ FIELDS = st.fixed_dictionaries(
 )
 
 
-def test_any_parameters_get_the_status_of_the_plain_server(dspark_letters, plain_letters):
+def test_any_parameters_get_the_status_of_the_plain_server(letters, plain_letters):
     """And leave a neighbour's text alone."""
     codes: Counter[int] = Counter()
     different: list[Any] = []
@@ -360,7 +344,7 @@ def test_any_parameters_get_the_status_of_the_plain_server(dspark_letters, plain
     @given(parameters=PARAMETERS, fields=FIELDS)
     def try_one(parameters: dict[str, Any], fields: dict[str, Any]) -> None:
         request = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, **parameters}, **fields}
-        code, expected = (status(server, request) for server in (dspark_letters, plain_letters))
+        code, expected = (status(server, request) for server in (letters, plain_letters))
         codes[code] += 1
         if code != expected or code >= 500:
             different.append((code, expected, request))
@@ -371,7 +355,7 @@ def test_any_parameters_get_the_status_of_the_plain_server(dspark_letters, plain
     print(f"{codes.total()} requests of random parameters, by status: {dict(codes)}")  # noqa: T201
     assert different == []
     assert min(codes[200], codes[400]) > 30
-    assert output_ids(dspark_letters, bodies) == expected
+    assert output_ids(letters, bodies) == expected
 
 
 def status(server: LaunchedServer, request: dict[str, Any]) -> int:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import random
 
-from golden_server import DSPARK, VOCAB, assert_pool_is_whole, generate, greedy, output_ids, prompts, with_options
-
-TIGHT = ["--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01"]
+from golden_server import VOCAB, assert_pool_is_whole, generate, greedy, output_ids, prompts, with_options
 
 
-def test_retraction_and_context_limit(launch):
+def test_retraction_and_context_limit(tight, plain):
     """A pool that cannot hold the running requests, and requests that grow into the context limit.
 
     With a block of 7 a step reserves 16 slots past the committed length, rows of req_to_token have room for 12 by
     default: without more headroom the neighbour's first slots would be overwritten.
     """
-    dspark, plain = launch(*DSPARK, *TIGHT), launch(*TIGHT)
     rng = random.Random(3)
     # Stop tokens off: every request runs to its limit.
     bodies = [
@@ -26,15 +23,14 @@ def test_retraction_and_context_limit(launch):
         for k, n in [(90, 37), (100, 27), (120, 7), (110, 17), (60, 67), (30, 97), (10, 117), (119, 8)] * 3
     ]
     expected = output_ids(plain, bodies, 16)
-    assert output_ids(dspark, bodies, 16) == expected
-    assert output_ids(dspark, with_options(bodies), 16) == expected
-    assert "KV cache pool is full. Retract requests." in dspark.log_path.read_text()
-    assert_pool_is_whole(dspark)
+    assert output_ids(tight, bodies, 16) == expected
+    assert output_ids(tight, with_options(bodies), 16) == expected
+    assert "KV cache pool is full. Retract requests." in tight.log_path.read_text()
+    assert_pool_is_whole(tight)
 
 
-def test_retracted_requests_keep_their_counts_and_grammars(launch, dspark):
+def test_retracted_requests_keep_their_counts_and_grammars(tight):
     """What penalties have counted and grammars have read comes back with the second prefill."""
-    tight = launch(*DSPARK, *TIGHT)
     bodies = []
     for i, prompt in enumerate(prompts(24, seed=8)):
         body = greedy(prompt[:60], 60)
@@ -42,6 +38,7 @@ def test_retracted_requests_keep_their_counts_and_grammars(launch, dspark):
         if i % 3 == 0:
             body["sampling_params"]["regex"] = "(red|blue|green|cat|dog|bird)+"
         bodies.append(body)
-    answers = generate(tight, bodies, 16)
-    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
-    assert [answer["output_ids"] for answer in answers] == output_ids(dspark, bodies, 3)
+    crowded, few = (generate(tight, bodies, concurrency) for concurrency in (16, 3))
+    retractions = [sum(answer["meta_info"]["num_retractions"] for answer in answers) for answers in (crowded, few)]
+    assert retractions[0] > retractions[1] == 0
+    assert [answer["output_ids"] for answer in crowded] == [answer["output_ids"] for answer in few]

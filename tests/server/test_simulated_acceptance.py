@@ -1,26 +1,14 @@
-"""A server of random weights that accepts by chance: its steps, as a GPU would take them and launch by launch."""
+"""A server of random weights that accepts by chance."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
-import pytest
-from golden_server import DSPARK, TARGET, emulated_graphs, generate, policy
+from golden_server import generate, policy
 
-from sglang_dspark.tools.launch import CPU_FLAGS, LaunchedServer
+from sglang_dspark.tools.launch import LaunchedServer
 
-PROFILE = (1.0, 0.5, 0.75, 0.0)  # the rest as the last
-FLAGS = (
-    *("--dtype", "float32", "--load-format", "dummy", "--max-running-requests", "4"),
-    *("--speculative-dspark-simulate-acceptance", ",".join(map(str, PROFILE))),
-)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LaunchedServer]:
-    with LaunchedServer(TARGET, *CPU_FLAGS, *FLAGS, *DSPARK, env=emulated_graphs()) as server:
-        yield server
+PROFILE = (1.0, 0.5, 0.75, 0.0, 0.0, 0.0, 0.0)
 
 
 def accepted_by(server: LaunchedServer, temperature: float, max_new_tokens: int) -> list[list[int]]:
@@ -42,25 +30,24 @@ def accepted_by(server: LaunchedServer, temperature: float, max_new_tokens: int)
     return accepted
 
 
-def test_drafts_are_accepted_by_the_profile(server):
-    """In steps that are replayed."""
-    with policy(server, "static"):
-        accepted = accepted_by(server, temperature=0, max_new_tokens=18)
-    # Kept as often as they should be: tests/kernels/test_simulated_accept.py.
+def test_drafts_are_accepted_by_the_profile(simulated):
+    """Kept as often as they should be: the tests of the kernel."""
+    with policy(simulated, "static"):
+        accepted = accepted_by(simulated, temperature=0, max_new_tokens=40)
     assert {count for counts in accepted for count in counts} <= {1, 2, 3}
     # Every round has noise of its own.
     assert any(len(set(counts)) > 1 for counts in accepted)
 
 
-def test_nothing_is_accepted_that_was_not_verified(server):
-    """By sampled requests, whose drafts are judged outside of graphs."""
-    with policy(server, "static", verify_len=1):
-        accepted = accepted_by(server, temperature=1, max_new_tokens=7)
+def test_nothing_is_accepted_that_was_not_verified(simulated):
+    """By sampled requests."""
+    with policy(simulated, "static", verify_len=1):
+        accepted = accepted_by(simulated, temperature=1, max_new_tokens=7)
     assert {count for counts in accepted for count in counts} == {1}
 
 
-def test_it_says_so(server):
-    assert server.get_json("/dspark/capabilities")["simulated_acceptance"] == [*PROFILE, 0.0, 0.0, 0.0]
-    log = server.log_path.read_text()
+def test_it_says_so(simulated):
+    assert simulated.get_json("/dspark/capabilities")["simulated_acceptance"] == [*PROFILE]
+    log = simulated.log_path.read_text()
     assert "acceptance is simulated" in log
     assert "with random weights" in log

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from golden_server import DRAFT, DSPARK, TARGET, emulated_graphs, generate, greedy, output_ids, policy
-
-from sglang_dspark.tools.launch import CPU_FLAGS, LaunchedServer
+from golden_server import DRAFT, generate, greedy, output_ids, policy
 
 CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:3]
 TOKENS = 4  # an interpreted step takes a tenth of a second
-
-
-@pytest.fixture(scope="module")
-def graphs() -> Iterator[LaunchedServer]:
-    """A server whose decode steps are staged and replayed as on a GPU."""
-    flags = (*CPU_FLAGS, "--max-running-requests", "4", "--dtype", "float32")
-    with LaunchedServer(TARGET, *flags, *DSPARK, env=emulated_graphs()) as server:
-        yield server
 
 
 def bodies(**fields: Any) -> list[dict[str, Any]]:
@@ -104,6 +93,20 @@ def test_greedy_neighbours_of_sampled_requests(graphs):
     assert first[: len(CASES)] == expected()
     assert all(0 < len(ids) <= TOKENS for ids in first)
     assert first[-1] == alone
+
+
+def test_every_step_draws_with_noise_of_its_own(graphs):
+    """Requests that follow each other in the same row draft other tokens behind the same anchor."""
+    parameters = {"temperature": 2.0, "max_new_tokens": 3, "ignore_eos": True}
+    body = {"input_ids": CASES[0]["prompt_ids"], "sampling_params": parameters, "speculation": {"trace": True}}
+    drafts: dict[int, list[list[int]]] = {}
+    with policy(graphs, "static"):
+        for answer in generate(graphs, [body] * 10, 1):
+            first = next(entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None)
+            drafts.setdefault(first["anchor"], []).append(first["draft"])
+    most = max(drafts.values(), key=len)
+    assert len(most) > 1
+    assert any(draft != most[0] for draft in most)
 
 
 def test_nothing_is_read_back_in_a_step(graphs):

@@ -5,24 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from golden_server import CASES, DSPARK, VOCAB, generate, greedy, output_ids, policy
-
-# Unlike a GPU server, a CPU server needs two things of its environment for --tp-size 2, with or without DSPARK: a build
-# of torch that knows CUDA takes NCCL for usable unless the library cannot be found, and SGLang does not share one NUMA
-# node between ranks unless told which cores each one gets. Compiling the parallel embedding takes half a minute.
-ENVIRONMENT = {
-    "SGLANG_NCCL_SO_PATH": "none",
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-    "TORCH_COMPILE_DISABLE": "1",
-}
-
-
-@pytest.fixture
-def parallel(launch, monkeypatch):
-    with monkeypatch.context() as patched:
-        for name, value in ENVIRONMENT.items():
-            patched.setenv(name, value)
-        return launch(*DSPARK, "--tp-size", "2")
+from golden_server import CASES, VOCAB, generate, greedy, output_ids, policy
 
 
 def prompts(num: int, seed: int) -> list[list[int]]:

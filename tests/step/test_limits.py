@@ -87,3 +87,9 @@ def test_bounds_by_confidence_leave_the_total_open():
     within = Choice(Rule.TOP, 3, 4).within(Limits((3, 3), (0, 0), (0.5, 0.0)))
     assert within.needs_confidence
     assert not within.fixes_total
+
+
+def test_a_request_that_may_verify_nothing_is_not_drafted():
+    choice = Choice(Rule.TOP, 3, 6).within(Limits(most=(3, 0), copied=(0, 0)))
+    assert choice.drafted == (0,)
+    assert choice.depths(2) == [3, 0]

@@ -1,13 +1,12 @@
 """Attention of draft blocks over the paged cache, as a CPU and as a GPU compute it, against an explicit mask."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from dspark_kernels import StepRequests
 
 from sglang_dspark.draft.reference import attend_dense, block_mask
 from sglang_dspark.draft.visibility import Visibility
-from sglang_dspark.worker.draft_attention import attend_on_cpu, attend_on_gpu
+from sglang_dspark.worker.draft_attention import partial_attention
 
 SLOTS, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 2, 16
 PREFIXES = (0, 1, 7, 24, 30)
@@ -26,46 +25,49 @@ KINDS = {
 }
 
 
-class Step(SimpleNamespace):
-    def __len__(self):
-        return len(PREFIXES)
-
-
 def step_of(device):
     """Five requests whose rows lie anywhere, in a table whose last columns some of them reach."""
     generator = torch.Generator().manual_seed(3)
     table = torch.randperm(8 * 30, generator=generator, dtype=torch.int32).view(8, 30) + 1
-    return Step(
-        req_to_token=table.to(device),
-        req_pool_indices=torch.tensor([6, 0, 3, 5, 1], device=device),
-        prefix_lens=torch.tensor(PREFIXES, device=device),
+    return StepRequests(
         anchors=torch.zeros(len(PREFIXES), dtype=torch.int64, device=device),
+        prefix_lens=torch.tensor(PREFIXES, device=device),
+        req_pool_indices=torch.tensor([6, 0, 3, 5, 1], device=device),
+        req_to_token=table.to(device),
     )
 
 
-@pytest.mark.parametrize("make", [attend_on_cpu, attend_on_gpu])
-@pytest.mark.parametrize("visibility", KINDS.values(), ids=KINDS.keys())
-def test_blocks_see_what_their_layer_shows(make, visibility):
-    if make is attend_on_gpu and visibility.slides:
-        with pytest.raises(AssertionError, match="refused at start-up"):
-            make(None, None, SLOTS, None, visibility)
-        return
-    device = DEVICE if make is attend_on_gpu else "cpu"
-    step = step_of(device)
+def check(form, visibility, device):
+    requests = step_of(device)
     generator = torch.Generator().manual_seed(1)
-    cache = SimpleNamespace(
-        k=torch.randn(1, 241, KV_HEADS, HEAD_DIM, generator=generator).to(device),
-        v=torch.randn(1, 241, KV_HEADS, HEAD_DIM, generator=generator).to(device),
-    )
+
+    def rand(rows, heads):
+        return torch.randn(rows, heads, HEAD_DIM, generator=generator).to(device)
+
+    pool = rand(241, KV_HEADS), rand(241, KV_HEADS)
     rows = len(PREFIXES) * SLOTS
-    q = torch.randn(rows, HEADS, HEAD_DIM, generator=generator).to(device)
-    k, v = (torch.randn(rows, KV_HEADS, HEAD_DIM, generator=generator).to(device) for _ in range(2))
-    config = SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, attention_scale=SCALE)
-    found = make(cache, step, SLOTS, config, visibility)(0, q, k, v)
+    q, k, v = rand(rows, HEADS), rand(rows, KV_HEADS), rand(rows, KV_HEADS)
+    how = {"heads_per_kv": HEADS // KV_HEADS, "dtype": torch.float32, "scale": SCALE}
+    found = form(requests, SLOTS, visibility, **how)(q, k, v, pool)
     for request, prefix in enumerate(PREFIXES):
         own = slice(request * SLOTS, (request + 1) * SLOTS)
-        places = step.req_to_token[step.req_pool_indices[request], :prefix].long()
-        keys, values = torch.cat((cache.k[0, places], k[own])), torch.cat((cache.v[0, places], v[own]))
+        places = requests.req_to_token[requests.req_pool_indices[request], :prefix].long()
+        keys, values = (torch.cat((cached[places], x[own])) for cached, x in zip(pool, (k, v), strict=True))
         seen = block_mask(visibility, prefix, SLOTS).to(device)
         expected = attend_dense(q[own], keys, values, scale=SCALE, seen=seen)
         torch.testing.assert_close(found[own], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("visibility", KINDS.values(), ids=KINDS.keys())
+def test_blocks_see_what_their_layer_shows(visibility):
+    check(partial_attention.reference, visibility, "cpu")
+
+
+@pytest.mark.parametrize("name", [name for name, visibility in KINDS.items() if not visibility.slides])
+def test_blocks_see_the_same_by_kernels(name):
+    check(partial_attention.kernel, KINDS[name], DEVICE)
+
+
+def test_a_window_that_slides_along_the_block_has_no_kernel():
+    with pytest.raises(AssertionError, match="refused at start-up"):
+        check(partial_attention.kernel, KINDS["window from the slot"], DEVICE)

@@ -1,11 +1,13 @@
 """Drafting of a batch from the paged cache, by torch and by the kernels, against the reference one by one."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingRows
+from dspark_kernels.dispatch import kernels_anywhere
 
 from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.model import DraftModel
@@ -13,7 +15,6 @@ from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.reference import ContextKV, draft_block
 from sglang_dspark.draft.rope import RopeScaling
 from sglang_dspark.step.state import DecodeBatch
-from sglang_dspark.worker import draft_attention
 from sglang_dspark.worker.drafter import Drafter
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
@@ -38,13 +39,6 @@ SWITCHES = {
 }
 
 
-def as_on_a_gpu(drafter, monkeypatch):
-    """Take the route that a drafter takes on a GPU; Triton interprets the kernels."""
-    drafter.on_gpu = True
-    monkeypatch.setattr(draft_attention, "attend_on_cpu", draft_attention.attend_on_gpu)
-    monkeypatch.setattr(DraftModel, "forward_block", DraftModel.forward_block_fused)
-
-
 CASES = [(name, False) for name in SWITCHES] + [
     ("DFlash", True),
     ("window from the anchor, causal", True),
@@ -55,7 +49,7 @@ CASES = [(name, False) for name in SWITCHES] + [
 
 @pytest.mark.parametrize(("name", "on_gpu"), CASES, ids=[f"{n}, {'kernels' if gpu else 'torch'}" for n, gpu in CASES])
 @torch.no_grad()
-def test_a_batch_is_drafted_as_the_reference_drafts_each_request(monkeypatch, name, on_gpu):
+def test_a_batch_is_drafted_as_the_reference_drafts_each_request(name, on_gpu):
     config = replace(read_config(GOLDEN), **SWITCHES[name])
     generator = torch.Generator().manual_seed(11)
     model = DraftModel(config)
@@ -82,8 +76,6 @@ def test_a_batch_is_drafted_as_the_reference_drafts_each_request(monkeypatch, na
     for request, rows in zip(requests, features, strict=True):
         positions = torch.arange(len(rows))
         drafter.inject(positions, rows, positions, table[request, : len(rows)].long())
-    if on_gpu:
-        as_on_a_gpu(drafter, monkeypatch)
     step = DecodeBatch(
         anchors=anchors,
         prefix_lens=lens,
@@ -93,7 +85,8 @@ def test_a_batch_is_drafted_as_the_reference_drafts_each_request(monkeypatch, na
         keys=RoundKeys(0, 0, torch.arange(2), lens),
     )
     for depth in (2,) if on_gpu else (config.gamma, 2):
-        block = drafter.propose(step, depth, with_confidence=True)
+        with kernels_anywhere() if on_gpu else nullcontext():
+            block = drafter.propose(step, depth, with_confidence=True)
         assert block.tokens.tolist() == [one.tokens[:depth] for one in expected]
         if config.enable_confidence_head:
             confidence = torch.stack([one.confidence_logits[:depth] for one in expected])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from dspark_kernels import kernels_anywhere
 from stage_loop import StageLoop
 
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -34,6 +35,20 @@ def test_the_golden_rounds_are_decoded_in_one_batch():
             assert got == (expected.start, expected.anchor, expected.draft, expected.accepted)
             compared += 1
     assert compared > 10
+
+
+@pytest.mark.slow
+def test_kernels_decode_the_golden_rounds():
+    """The stages as on a GPU, under Triton's interpreter: laid out, drafted, judged and committed by kernels."""
+    loop = StageLoop(schedule="static")
+    case = loop.golden.cases[0]
+    with kernels_anywhere():
+        (output,) = loop.serve(prompts_of(loop)[:1], 10)
+    assert output[:10] == case.output_ids[:10]
+    rounds = list(zip(case.rounds, loop.traces[0], strict=False))
+    assert len(rounds) > 1
+    for expected, got in rounds[:-1]:
+        assert got == (expected.start, expected.anchor, expected.draft, expected.accepted)
 
 
 @pytest.mark.parametrize(

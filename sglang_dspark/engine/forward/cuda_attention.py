@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from dspark_kernels.window_attention import num_splits, window_attention
+from dspark_kernels import PagedWindows, window_attention
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
@@ -18,10 +18,6 @@ class CudaVerifyBackend(TritonAttnBackend):
     architectures that are served have none of them (``draft.pairing``). Prefill stays SGLang's own, so a prompt is
     encoded exactly as on a server without DSPARK.
     """
-
-    def __init__(self, model_runner: Any) -> None:
-        super().__init__(model_runner)
-        self._num_processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Lay out a forward; verification needs nothing."""
@@ -49,16 +45,18 @@ class CudaVerifyBackend(TritonAttnBackend):
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             k,
             v,
-            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-            self.req_to_token,
-            forward_batch.req_pool_indices,
-            forward_batch.seq_lens,
-            layout.indptr,
-            width=layout.draft_token_num,
+            (
+                self.token_to_kv_pool.get_key_buffer(layer.layer_id),
+                self.token_to_kv_pool.get_value_buffer(layer.layer_id),
+            ),
+            PagedWindows(
+                self.req_to_token,
+                forward_batch.req_pool_indices,
+                forward_batch.seq_lens,
+                layout.indptr,
+                layout.draft_token_num,
+            ),
             causal=True,
             scale=layer.scaling,
-            # Captured forwards have a slot for every request that might come; so many requests at least have rows.
-            splits=num_splits(-(-len(q) // layout.draft_token_num), layer.tp_k_head_num, self._num_processors),
         )
         return attended.view(q.shape)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dspark_kernels.ragged_attention import ContextGroup, group_contexts
+from dspark_kernels import ContextGroup, group_contexts
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 

@@ -26,7 +26,7 @@ class Adjustments:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
-        self._table: AdjustmentTable | None = None
+        self._table = AdjustmentTable.empty(0, vocab_size, device)
         self._slots: dict[Any, int] = {}
         self._free: list[int] = []
         self._index = LastBatch(self._index_of)
@@ -44,7 +44,6 @@ class Adjustments:
         self._index.forget()
         for req in filter(has_adjustment, batch.reqs):
             slot = self._slot_for(req)
-            assert self._table is not None
             self._table.set(slot, adjustment_of(req, self._vocab_size), list(req.output_ids))
         indptr = torch.arange(len(batch.reqs) + 1, device=self._device)
         requests, anchors = indptr[:-1], torch.zeros_like(indptr[:-1])
@@ -56,14 +55,12 @@ class Adjustments:
         """Take note of new output [bs, w] int64, -1 behind it. No host sync."""
         slots = self._slots_of(reqs)
         if slots is not None:
-            assert self._table is not None
             self._table.count(slots, tokens)
 
     def adjust(self, reqs: Sequence[Any], logits: torch.Tensor, *layout: torch.Tensor) -> None:
         """Apply penalties, minimum lengths and biases to logits [N, V] in place; ``layout`` as in the kernel."""
         slots = self._slots_of(reqs)
         if slots is not None:
-            assert self._table is not None
             adjust(logits, self._table, slots, *layout)
 
     def mask(self, reqs: Sequence[Any], logits: torch.Tensor, windows: list[list[int]]) -> None:
@@ -91,13 +88,9 @@ class Adjustments:
         return slot
 
     def _grow(self) -> None:
-        if self._table is None:
-            self._table = AdjustmentTable.empty(_FIRST_SLOTS, self._vocab_size, self._device)
-            self._free = list(range(_FIRST_SLOTS))
-        else:
-            size = len(self._table)
-            self._table = self._table.grown(2 * size)
-            self._free = list(range(size, 2 * size))
+        size = len(self._table)
+        self._table = self._table.grown(2 * size or _FIRST_SLOTS)
+        self._free = list(range(size, len(self._table)))
 
 
 class AdjustedStep:

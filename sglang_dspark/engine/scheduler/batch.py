@@ -91,7 +91,6 @@ def decode_result(
         output: SGLang's ``LogitsProcessorOutput`` of the verification.
         in_graphs: whether CUDA graphs were replayed.
     """
-    assert accepted.new_seq_lens is not None
     return DSparkBatchResult(
         logits_output=with_logprobs(batch, output, plan.indptr, accepted.out_tokens, step.rows.law.temperatures),
         next_token_ids=accepted.out_tokens.reshape(-1),

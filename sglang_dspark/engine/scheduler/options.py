@@ -54,6 +54,8 @@ def settle(manager: Any, request: Any) -> None:
     """
     parameters = request.sampling_params
     custom_params = parameters.get("custom_params") if isinstance(parameters, Mapping) else None
+    if not isinstance(custom_params, dict):
+        return
     options = _read(custom_params)
     drafter: ResolvedDrafter | None = manager.server_args.dspark_drafter
     has_head = drafter is not None and drafter.config.enable_confidence_head
@@ -63,7 +65,6 @@ def settle(manager: Any, request: Any) -> None:
             "use speculation.max_verify or drop the key"
         )
     if options.preset == CLASSIFICATION:
-        assert custom_params is not None, "the options came out of it"
         if manager.tokenizer is None:
             raise ValueError("speculation.candidates needs a tokenizer; start the server without --skip-tokenizer-init")
         custom_params[_LABELS_KEY] = join_labels(

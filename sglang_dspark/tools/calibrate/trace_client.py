@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_dspark.errors import ConfigError
@@ -39,6 +39,7 @@ class TraceClient:
         max_tokens: length limit of an answer.
         temperature: 0 = greedy.
         raw: send the text as it is (``/generate``) instead of through the chat template.
+        chat_template_kwargs: further arguments of the chat template, such as ``{"enable_thinking": False}``.
         api_key: the server's ``--api-key``, None where it has none.
     """
 
@@ -46,6 +47,7 @@ class TraceClient:
     max_tokens: int
     temperature: float
     raw: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     api_key: str | None = None
 
     def pair(self) -> tuple[str, str]:
@@ -113,6 +115,8 @@ class TraceClient:
                 "return_meta_info": True,
                 **options,
             }
+            if self.chat_template_kwargs:
+                body["chat_template_kwargs"] = dict(self.chat_template_kwargs)
             answer = self._request("/v1/chat/completions", body)["choices"][0]
         meta = answer["meta_info"]
         stopped = (meta.get("finish_reason") or {}).get("type") == "stop"

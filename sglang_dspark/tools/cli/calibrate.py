@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from sglang_dspark.tools.cli.outputs import check_outputs
 from sglang_dspark.tools.cli.progress import progress_bar
+from sglang_dspark.tools.cli.template_kwargs import chat_template_kwargs_option, refuse_without_template
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,6 +39,7 @@ _DPI = 150
 @click.option("--held-out", type=_SHARE, default=0.3, show_default=True, help="Share of the prompts to test on.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=8, show_default=True, help="Requests at a time.")
 @click.option("--raw", is_flag=True, help="Send the prompts as they are, without the chat template.")
+@chat_template_kwargs_option
 @click.option("--api-key", help="The server's --api-key.")
 @click.option("--output", type=_FILE, required=True, help="Where the temperatures go (JSON).")
 @click.option("--plot", type=_FILE, help="Where a reliability diagram goes (PNG).")
@@ -50,6 +52,7 @@ def calibrate(
     held_out: float,
     concurrency: int,
     raw: bool,
+    chat_template_kwargs: dict[str, Any],
     api_key: str | None,
     output: Path,
     plot: Path | None,
@@ -60,6 +63,8 @@ def calibrate(
     writes a file for --speculative-dspark-confidence-sts-path. Only rounds that verify the whole block count: the
     server has to run with --speculative-dspark-schedule static. Errors are measured on prompts that were not fitted.
     """
+    refuse_without_template(raw, chat_template_kwargs)
+
     from rich.console import Console
 
     from sglang_dspark.calibration.online import fit_once
@@ -72,7 +77,7 @@ def calibrate(
     console = Console(highlight=False)
     prompts = read_prompts(prompt_file, limit)
     check_outputs(output, plot)
-    client = TraceClient(url.rstrip("/"), max_tokens, temperature, raw, api_key)
+    client = TraceClient(url.rstrip("/"), max_tokens, temperature, raw, chat_template_kwargs, api_key)
     (target, draft), gamma = client.pair(), client.block_size()
     with progress_bar(console, "prompts", len(prompts)) as advance:
         answers = client.ask_all(prompts, concurrency, advance)

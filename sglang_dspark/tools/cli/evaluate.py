@@ -12,7 +12,9 @@ import click
 
 from sglang_dspark.tools.cli.checkpoint import Checkpoint
 from sglang_dspark.tools.cli.outputs import check_folders, check_outputs
-from sglang_dspark.tools.cli.progress import progress_bar
+from sglang_dspark.tools.cli.progress import progress_bar, progress_bars
+from sglang_dspark.tools.cli.protocol import PROTOCOLS, overridden, set_options
+from sglang_dspark.tools.cli.template_kwargs import chat_template_kwargs_option, refuse_without_template
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +31,15 @@ _DPI = 150
 @click.option("--target", type=Checkpoint(), help="Or in this process: the target; also without the Markov head.")
 @click.option("--draft", type=Checkpoint(), help="Its drafter.")
 @click.option("--prompts", "files", type=_FILE, multiple=True, required=True, help="JSONL, a set each; repeatable.")
+@click.option(
+    "--protocol",
+    type=click.Choice(list(PROTOCOLS)),
+    is_eager=True,
+    callback=set_options,
+    help="Ask as it is published: temperature 1, 2048 tokens, at most 500 prompts of a set, shuffled, no thinking.",
+)
 @click.option("--limit", type=click.IntRange(min=1), help="Only the first so many prompts of each set.")
+@click.option("--shuffle-seed", type=click.IntRange(min=0), help="With --limit: so many at random, by this seed.")
 @click.option("--max-tokens", type=click.IntRange(min=2), default=128, show_default=True, help="Longest answer.")
 @click.option(
     "--temperature",
@@ -40,6 +50,7 @@ _DPI = 150
 )
 @click.option("--concurrency", type=click.IntRange(min=1), default=8, show_default=True, help="Requests at a time.")
 @click.option("--raw", is_flag=True, help="Give the prompts as they are, without the chat template.")
+@chat_template_kwargs_option
 @click.option("--api-key", help="The server's --api-key.")
 @click.option(
     "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="In process, above temperature 0."
@@ -48,16 +59,21 @@ _DPI = 150
 @click.option("--csv", "csv_file", type=_FILE, help="Where a line per set goes (CSV).")
 @click.option("--plot", type=_FILE, help="Where a figure goes (PNG).")
 @click.option("--blocks", "blocks_file", type=_FILE, help="Where the rounds go, for simulate --blocks.")
+@click.pass_context
 def evaluate(
+    ctx: click.Context,
     url: str | None,
     target: Path | None,
     draft: Path | None,
     files: tuple[Path, ...],
+    protocol: str | None,
     limit: int | None,
+    shuffle_seed: int | None,
     max_tokens: int,
     temperature: float,
     concurrency: int,
     raw: bool,
+    chat_template_kwargs: dict[str, Any],
     api_key: str | None,
     seed: int,
     output: Path | None,
@@ -67,9 +83,9 @@ def evaluate(
 ) -> None:
     """Accept length, acceptance by position and calibration of a drafter on sets of prompts.
 
-    The protocol is that of DeepSpec's evaluator. The server has to verify whole blocks (--speculative-dspark-schedule
-    static). A set is a JSONL file of {"turns": [text, ...]}, of which the first turn is asked; docs/evaluation.md says
-    where the usual ones can be had.
+    Figures are counted as DeepSpec does; --protocol deepspec also asks as it does. The server has to verify whole
+    blocks (--speculative-dspark-schedule static). A set is a JSONL file of {"turns": [text, ...]}, of which the first
+    turn is asked; docs/evaluation.md says where the usual ones can be had.
     """
     if (target is None) != (draft is None):
         raise click.UsageError("--target and --draft belong together: give both or neither")
@@ -77,6 +93,7 @@ def evaluate(
         raise click.UsageError("--url, --plot and --blocks are for a server; --target and --draft measure without one")
     if target is not None and temperature not in (0, 1):
         raise click.UsageError(f"--temperature {temperature:g}: in process it is 0 or 1; ask a server with --url")
+    refuse_without_template(raw, chat_template_kwargs)
 
     from rich.console import Console
 
@@ -85,23 +102,46 @@ def evaluate(
     console = Console(highlight=False)
     check_outputs(output, plot)
     check_folders({"--csv": csv_file, "--blocks": blocks_file})
-    sets = {path.stem: read_prompts(path, limit) for path in files}
+    sets = {path.stem: read_prompts(path, limit, shuffle_seed) for path in files}
     if len(sets) < len(files):
         raise click.UsageError("two of the --prompts have the same name, which is that of their set; rename one")
-    about = _provenance(files, max_tokens=max_tokens, temperature=temperature, limit=limit, raw=raw)
+    departures = overridden(ctx, protocol)
+    if departures:
+        console.print(f"with {', '.join(departures)} this is not the protocol of {protocol} any more")
+    about = _provenance(
+        files,
+        name=None if departures else protocol,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        limit=limit,
+        shuffle_seed=shuffle_seed,
+        raw=raw,
+        chat_template_kwargs=chat_template_kwargs,
+    )
     if target is not None and draft is not None:
         from sglang_dspark.tools.evaluation.in_process import evaluate_in_process
 
-        with console.status("the target writes, the drafter is replayed along its text"):
+        totals = {"answers written": sum(map(len, sets.values())), "sets measured": len(sets)}
+        with progress_bars(console, totals) as (wrote, measured_one):
             results = evaluate_in_process(
-                target, draft, sets, temperature=int(temperature), max_tokens=max_tokens, raw=raw, seed=seed
+                target,
+                draft,
+                sets,
+                temperature=int(temperature),
+                max_tokens=max_tokens,
+                raw=raw,
+                chat_template_kwargs=chat_template_kwargs,
+                seed=seed,
+                on_written=wrote,
+                on_measured=measured_one,
             )
         about |= {"target": target.name, "draft": draft.name}
         console.print(_in_process_table(results))
     else:
         from sglang_dspark.tools.calibrate.trace_client import TraceClient
 
-        client = TraceClient((url or "http://127.0.0.1:30000").rstrip("/"), max_tokens, temperature, raw, api_key)
+        address = (url or "http://127.0.0.1:30000").rstrip("/")
+        client = TraceClient(address, max_tokens, temperature, raw, chat_template_kwargs, api_key)
         about |= dict(zip(("target", "draft"), client.pair(), strict=True))
         measured = _ask(console, client, sets, concurrency)
         for table in _tables(measured):

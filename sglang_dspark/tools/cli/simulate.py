@@ -10,6 +10,8 @@ import click
 from sglang_dspark.tools.cli import simulation_tables as tables
 from sglang_dspark.tools.cli.outputs import check_folders, check_outputs
 from sglang_dspark.tools.cli.progress import progress_bar
+from sglang_dspark.tools.cli.settings import setting, taken
+from sglang_dspark.tools.simulator.crossover import CrossoverModel
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,11 +19,9 @@ if TYPE_CHECKING:
     from sglang_dspark.scheduling.sps_table import SpsTable
     from sglang_dspark.tools.simulator.blocks import BlockSource
     from sglang_dspark.tools.simulator.costs import Prefill
-    from sglang_dspark.tools.simulator.crossover import CrossoverModel
     from sglang_dspark.tools.simulator.sweep import Conditions
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_SHARE = click.FloatRange(0, 1, min_open=True)
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 _COUNT = click.IntRange(min=1)
 _DPI = 150
@@ -63,10 +63,10 @@ def _numbers(kind: type) -> Any:
 @click.option("--check", "sweep_file", type=_FILE, help="Compare with this sweep.csv of real servers instead.")
 @click.option("--published", is_flag=True, help="What the DSpark paper publishes beside what this code makes of it.")
 @click.option("--example", is_flag=True, help="The crossover model instead; also what comes without --table.")
-@click.option("--first", type=_SHARE, default=0.9, show_default=True, help="Its acceptance of the first draft.")
-@click.option("--decay", type=_SHARE, default=0.97, show_default=True, help="Its factor from draft to draft.")
-@click.option("--block", type=_COUNT, default=7, show_default=True, help="Its drafts per block.")
-@click.option("--capacity", type=_COUNT, default=128, show_default=True, help="Its tokens per step at no extra cost.")
+@setting("--first", CrossoverModel, "first", "Its acceptance of the first draft.")
+@setting("--decay", CrossoverModel, "decay", "Its factor from draft to draft.")
+@setting("--block", CrossoverModel, "block", "Its drafts per block.")
+@setting("--capacity", CrossoverModel, "capacity", "Its tokens per step at no extra cost.")
 @click.option("--csv", "csv_file", type=_FILE, help="Where the figures go (CSV).")
 @click.option("--plot", type=_FILE, help="Where a figure goes (PNG).")
 @click.option(
@@ -110,9 +110,7 @@ def _refuse(options: dict[str, Any], why: str, *names: str) -> None:
 
 
 def _example(console: Console, options: dict[str, Any]) -> None:
-    from sglang_dspark.tools.simulator.crossover import CrossoverModel
-
-    model = CrossoverModel(*(options[name] for name in ("first", "decay", "block", "capacity")))
+    model = CrossoverModel(**taken(CrossoverModel, options))
     console.print(tables.of_model(model, options["users"] or _EXAMPLE_USERS))
     console.print(_verdict(model))
     if options["html"]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import click
 from click.core import ParameterSource
+
+from sglang_dspark.tools.cli.settings import setting, taken
+from sglang_dspark.tools.cli.template_kwargs import chat_template_kwargs_option
+from sglang_dspark.tools.train.config import TextPlan, TrainConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,33 +26,9 @@ _DRAFTER = click.Path(exists=True, file_okay=False, path_type=Path)
 _COUNT = click.IntRange(min=1)
 _DEFAULT_INVENTED = 2000
 # A server takes new requests as others end; the larger the batch, the shorter the wait for its last answer.
-_WRITE_BATCH, _SERVER_WRITE_BATCH = 64, 512
-# On a GPU, likewise, a lane takes the next text as one ends.
-_LANE_WRITE_BATCH = 2048
+_SERVER_WRITE_BATCH = 512
 # Steps of a run that its time ends.
 _MANY_STEPS = 10**9
-# Options that become fields of TextPlan, and those that become fields of TrainConfig under another name.
-_PLAN_OPTIONS = (
-    *("prompts", "invent", "texts", "held_out", "temperatures", "max_tokens", "max_prompt_tokens", "raw"),
-    *("chat_template_kwargs", "write_batch", "seed"),
-)
-_CONFIG_OPTIONS = {
-    "block_size": "block_size",
-    "intermediate_size": "intermediate_size",
-    "rank": "markov_rank",
-    "head": "markov_head_type",
-    "confidence_head": "confidence_head",
-    "own_embeddings": "own_embeddings",
-    "steps": "steps",
-    "max_minutes": "max_minutes",
-    "batch_rows": "batch_rows",
-    "anchors": "anchors_per_row",
-    "learning_rate": "learning_rate",
-    "markov_lr_scale": "markov_lr_scale",
-    "loss_vocab": "loss_vocab",
-    "checkpoint_every": "checkpoint_every",
-    "seed": "seed",
-}
 
 
 def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -70,16 +49,6 @@ def _numbers(value: str, kind: type[_Number]) -> tuple[_Number, ...]:
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,2,3") from error
 
 
-def _json_object(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any]:
-    try:
-        content = json.loads(value or "{}")
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise click.BadParameter(f"""{value!r} is not a JSON object such as '{{"enable_thinking": false}}'""")
-    return content
-
-
 @click.command(short_help="Make a drafter for a target, on text that the target writes itself.")
 @click.option("--target", required=True, help="Folder of the target model, or its name on the Hugging Face hub.")
 @click.option("--output", type=_FOLDER, required=True, help="Where everything goes; the drafter is in OUTPUT/draft.")
@@ -89,64 +58,70 @@ def _json_object(ctx: click.Context, param: click.Parameter, value: str | None) 
     type=click.IntRange(min=0),
     help=f"Prompts that the target invents.  [default: {_DEFAULT_INVENTED}, with --prompts 0]",
 )
-@click.option("--texts", type=_COUNT, help="Answers to train on.  [default: one per prompt]")
-@click.option("--held-out", type=_COUNT, default=32, show_default=True, help="Prompts that are only measured on.")
-@click.option(
-    "--temperatures", callback=_temperatures, default="0,0.7,1", show_default=True, help="Of the answers, in turn."
+@setting("--texts", TextPlan, "texts", "Answers to train on.  [default: one per prompt]")
+@setting("--held-out", TextPlan, "held_out", "Prompts that are only measured on.")
+@setting(
+    "--temperatures",
+    TextPlan,
+    "temperatures",
+    "Of the answers, in turn.",
+    type=str,
+    callback=_temperatures,
+    default=",".join(f"{heat:g}" for heat in TextPlan.temperatures),
 )
-@click.option("--max-tokens", type=click.IntRange(min=2), default=512, show_default=True, help="Longest answer.")
-@click.option("--max-prompt-tokens", type=_COUNT, default=1024, show_default=True, help="Leave longer prompts out.")
-@click.option(
-    "--chat-template-kwargs",
-    callback=_json_object,
-    help="""Given to the template, e.g. '{"enable_thinking": false}'.""",
-)
+@setting("--max-tokens", TextPlan, "max_tokens", "Longest answer.")
+@setting("--max-prompt-tokens", TextPlan, "max_prompt_tokens", "Leave longer prompts out.")
+@chat_template_kwargs_option
 @click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the chat template.")
-@click.option("--server", help="URL of an SGLang server of the target that writes the texts.  [default: in process]")
+@click.option(
+    "--server",
+    help="URL of an SGLang server of the target that writes the texts.  [default: one of its own, on a CPU none]",
+)
 @click.option("--api-key", help="The server's --api-key.")
 @click.option("--concurrency", type=_COUNT, default=64, show_default=True, help="Requests to the server at a time.")
-@click.option(
-    "--write-batch", type=_COUNT, help="Texts written together.  [default: 64, on a GPU 2048, with --server 512]"
+@setting(
+    "--write-batch",
+    TextPlan,
+    "write_batch",
+    f"Texts written together.  [default: {TextPlan.write_batch}, by a server {_SERVER_WRITE_BATCH}]",
+    default=None,
+    show_default=False,
 )
 @click.option("--corpus", type=_FOLDER, help="Folder of the texts; may be another run's.  [default: OUTPUT/corpus]")
 @click.option("--store-states", is_flag=True, help="Keep the target's states with the texts. For slow machines.")
-@click.option("--block-size", type=_COUNT, default=7, show_default=True, help="Drafts per round.")
+@setting("--block-size", TrainConfig, "block_size", "Drafts per round.")
 @click.option("--layers", type=_COUNT, help="Layers of the drafter.  [default: a seventh of the target's, 1 to 5]")
-@click.option("--intermediate-size", type=_COUNT, help="Width of its MLPs.  [default: the target's]")
-@click.option(
-    "--rank", type=click.IntRange(min=0), default=256, show_default=True, help="Markov rank; 0: no such head."
-)
-@click.option(
-    "--head", type=click.Choice(["vanilla", "gated", "rnn"]), default="vanilla", show_default=True, help="Markov head."
-)
-@click.option("--confidence-head/--no-confidence-head", default=True, show_default=True)
+@setting("--intermediate-size", TrainConfig, "intermediate_size", "Width of its MLPs.  [default: the target's]")
+@setting("--rank", TrainConfig, "markov_rank", "Markov rank; 0: no such head.")
+@setting("--head", TrainConfig, "markov_head_type", "Markov head.")
+@click.option("--confidence-head/--no-confidence-head", default=TrainConfig.confidence_head, show_default=True)
 @click.option("--taps", callback=_layers, help="Target layers it reads, e.g. 1,9,17.  [default: up to 5, evenly]")
 @click.option("--mask-token-id", type=click.IntRange(min=0), help="Token that is never written.  [default: found]")
 @click.option("--own-embeddings", is_flag=True, help="Copy the target's embedding and head into the checkpoint.")
-@click.option("--steps", type=_COUNT, default=3000, show_default=True, help="Training steps.")
-@click.option(
+@setting("--steps", TrainConfig, "steps", "Training steps.")
+@setting(
     "--max-minutes",
-    type=click.FloatRange(min=0, min_open=True),
-    help="End the training, and the decay of its learning rate, after this time instead of after --steps.",
+    TrainConfig,
+    "max_minutes",
+    "End the training, and the decay of its learning rate, after this time instead of after --steps.",
 )
 @click.option("--init", type=_DRAFTER, help="Folder of a drafter to start from; what does not fit is drawn.")
-@click.option("--batch-rows", type=_COUNT, default=16, show_default=True, help="Texts per step.")
-@click.option("--anchors", type=_COUNT, default=32, show_default=True, help="Blocks per text and step.")
-@click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), default=6e-4, show_default=True)
-@click.option(
-    "--markov-lr-scale",
-    type=click.FloatRange(min=0),
-    default=10,
-    show_default=True,
-    help="On the rate of the Markov head.",
-)
-@click.option(
-    "--loss-vocab", type=click.IntRange(min=0), default=0, help="Only so many frequent tokens in the loss; 0: all."
-)
-@click.option("--checkpoint-every", type=_COUNT, default=200, show_default=True, help="Steps between checkpoints.")
+@setting("--batch-rows", TrainConfig, "batch_rows", "Texts per step.")
+@setting("--anchors", TrainConfig, "anchors_per_row", "Blocks per text and step.")
+@setting("--learning-rate", TrainConfig, "learning_rate", "At its peak.")
+@setting("--markov-lr-scale", TrainConfig, "markov_lr_scale", "On the rate of the Markov head.")
+@setting("--loss-vocab", TrainConfig, "loss_vocab", "Only so many frequent tokens in the loss; 0: all.")
+@setting("--checkpoint-every", TrainConfig, "checkpoint_every", "Steps between checkpoints.")
 @click.option("--device", help="[default: cuda where there is one, else cpu]")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: bfloat16 on cuda, else float32]")
-@click.option("--seed", type=click.IntRange(min=0), default=42, show_default=True)
+@setting(
+    "--dtype",
+    TrainConfig,
+    "compute_dtype",
+    "[default: bfloat16 on cuda, else float32]",
+    default=None,
+    show_default=False,
+)
+@setting("--seed", TrainConfig, "seed", "Of everything random.")
 @click.pass_context
 def train(ctx: click.Context, /, **options: Any) -> None:
     """Make a drafter for a target, on text that the target writes itself.
@@ -184,7 +159,6 @@ def _job(ctx: click.Context, options: dict[str, Any]) -> TrainJob:
 
     from sglang_dspark.errors import ConfigError
     from sglang_dspark.tools.train.pipeline import TrainJob
-    from sglang_dspark.tools.train.text_folder import TextPlan
 
     device = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.partition(":")[0] not in ("cpu", "cuda"):
@@ -201,23 +175,20 @@ def _job(ctx: click.Context, options: dict[str, Any]) -> TrainJob:
     if "invent" not in given:
         options["invent"] = 0 if options["prompts"] else _DEFAULT_INVENTED
     if options["write_batch"] is None:
-        lanes = device.startswith("cuda") and not options["store_states"]
-        options["write_batch"] = (
-            _SERVER_WRITE_BATCH if options["server"] else _LANE_WRITE_BATCH if lanes else _WRITE_BATCH
-        )
+        by_server = options["server"] or (device.startswith("cuda") and not options["store_states"])
+        options["write_batch"] = _SERVER_WRITE_BATCH if by_server else TextPlan.write_batch
     if options["max_minutes"] is not None and "steps" not in given:
         options["steps"] = _MANY_STEPS
-    plan = {name: options[name] for name in _PLAN_OPTIONS}
-    plan["prompts"] = tuple(map(str, options["prompts"]))
+    options["prompts"] = tuple(map(str, options["prompts"]))
+    options["corpus"] = options["corpus"] or options["output"] / "corpus"
+    options["device"] = device
+    options["compute_dtype"] = options["compute_dtype"] or ("bfloat16" if device.startswith("cuda") else "float32")
+    plan = taken(TextPlan, options)
     return TrainJob(
-        **{name: options[name] for name in ("target", "output", "server", "api_key", "concurrency")},
-        **{name: options[name] for name in ("taps", "layers", "mask_token_id", "store_states", "init")},
-        corpus=options["corpus"] or options["output"] / "corpus",
+        **taken(TrainJob, options),
         plan=TextPlan(**plan),
-        plan_options=frozenset(given & set(_PLAN_OPTIONS) - {"seed"}),
-        settings={field: options[name] for name, field in _CONFIG_OPTIONS.items()},
-        device=device,
-        dtype=getattr(torch, options["dtype"] or ("bfloat16" if device.startswith("cuda") else "float32")),
+        plan_options=frozenset(given & plan.keys() - {"seed"}),
+        settings=taken(TrainConfig, options, but=TrainJob),
     )
 
 

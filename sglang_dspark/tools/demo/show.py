@@ -1,36 +1,44 @@
-"""Serve a pair of models with DSPARK, then the target alone, and print what came out of both."""
+"""Serve a target with and without the plugin, side by side, and print how they compare."""
 
 from __future__ import annotations
 
+import time
+import urllib.error
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from textwrap import shorten
 
 import openai
+import psutil
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sglang_dspark.errors import DSparkError
-from sglang_dspark.tools.demo.compare import (
-    PROMPTS,
-    Answer,
-    Questioner,
-    accept_length,
-    first_difference,
-    has_chat_template,
-    tokens_per_second,
-)
+from sglang_dspark.tools.demo.figures import Spread, accept_length, answers, first_difference, ratio, speed
+from sglang_dspark.tools.demo.questioner import has_chat_template
+from sglang_dspark.tools.demo.turns import AUTO, MODES, OFF, PLAIN, Contest, Measured, Turn, schedule, share_of_others
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
-GPU_FLAGS = ("--mem-fraction-static", "0.5")
+PROMPTS = (
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "What is the capital of France, and what is it known for?",
+    "Natalia sold 48 clips in April and half as many in May. How many clips did she sell in total? Think step by step.",
+    "Explain in simple words why the sky is blue.",
+)
+GPU_FLAGS = ("--mem-fraction-static", "0.4")
+LAST_START_S = 240.0
+"""No further round starts so long after the first one."""
+BUSY_SHARE = 0.05
+"""Share of the machine's cores, taken by others, from which on the demo says that the machine is busy."""
 
 
 class Demo:
-    """One comparison. The servers run one after the other: side by side they would take each other's cores."""
+    """One comparison of plain SGLang, the plugin without speculation, and the plugin with it."""
 
     def __init__(
         self,
@@ -40,6 +48,7 @@ class Demo:
         *,
         prompts: Sequence[str],
         max_tokens: int,
+        rounds: int,
         dtype: str,
         log_dir: Path,
     ) -> None:
@@ -48,91 +57,136 @@ class Demo:
         self._draft = draft
         self._prompts = prompts or PROMPTS
         self._max_tokens = max_tokens
+        self._rounds = rounds
         self._log_dir = log_dir
-        on_gpu = torch.cuda.is_available()
-        self._device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
-        self._flags = (*(GPU_FLAGS if on_gpu else CPU_FLAGS), "--dtype", dtype)
-        self._env: Mapping[str, str] = {} if on_gpu else CPU_ENV
+        self._on_gpu = torch.cuda.is_available()
+        cores = f"CPU, {torch.get_num_threads()} threads"
+        self._place = f"{torch.cuda.get_device_name() if self._on_gpu else cores}, {dtype}"
+        self._flags = (*(GPU_FLAGS if self._on_gpu else CPU_FLAGS), "--dtype", dtype)
+        self._env: Mapping[str, str] = {} if self._on_gpu else CPU_ENV
 
     def run(self) -> None:
-        """Serve twice and print everything.
+        """Start both servers, let them take turns, and print everything.
 
         Raises:
             LaunchError: a server did not start.
             DSparkError: a server refused a prompt or died.
         """
-        self._console.print(f"target   {self._target}\ndrafter  {self._draft}", soft_wrap=True)
-        with_dspark = self._serve("dspark", dspark_flags(self._draft))
-        plain = self._serve("plain", ())
-        self._print_table(with_dspark, plain)
-        self._print_differences(with_dspark, plain)
-
-    def _serve(self, name: str, flags: Sequence[str]) -> list[Answer]:
-        log_path = self._log_dir / f"demo-{name}.log"
-        self._console.print(f"\n[bold]{name} server[/] on {self._device}; log: {log_path}", soft_wrap=True)
+        self._console.print(f"target   {self._target}\ndrafter  {self._draft}\non       {self._place}", soft_wrap=True)
+        measured: list[Measured] = []
         with ExitStack() as stack:
-            with self._console.status(f"starting the {name} server") as status:
-                server = LaunchedServer(
-                    self._target,
-                    *self._flags,
-                    *flags,
-                    env=self._env,
-                    log_path=log_path,
-                    progress=lambda seconds, _: status.update(f"starting the {name} server: {seconds:.0f} s"),
-                )
-                stack.enter_context(server)
-                questioner = Questioner(server, chat=has_chat_template(self._target), speculative=bool(flags))
-                status.update("sending a warm-up request")
-                questioner.warm_up()
-            self._console.print(f"[dim]ready after {server.startup_s:.0f} s[/]")
-            return [self._ask(questioner, prompt) for prompt in self._prompts]
+            plain = self._serve(stack, "plain", ())
+            dspark = self._serve(stack, "dspark", dspark_flags(self._draft))
+            contest = Contest(plain, dspark, self._prompts, self._max_tokens, chat=has_chat_template(self._target))
+            try:
+                self._measure(contest, measured)
+            except (openai.OpenAIError, urllib.error.URLError) as error:
+                raise DSparkError(f"the server did not answer: {error}") from error
+        self._print_summary(measured)
+        self._print_prompts(measured)
+        self._print_differences(measured)
+        self._print_load(measured)
 
-    def _ask(self, questioner: Questioner, prompt: str) -> Answer:
-        self._console.print(f"\n[cyan]> {escape(prompt)}[/]")
-        try:
-            answer = questioner.ask(prompt, self._max_tokens, lambda text: self._console.out(text, end=""))
-        except openai.OpenAIError as error:
-            raise DSparkError(f"the server did not answer: {error}") from error
-        rate = f"{answer.num_tokens} tokens in {answer.seconds:.1f} s, {tokens_per_second([answer]):.1f} tok/s"
-        length = accept_length([answer])
-        if length is not None:
-            rate += f", accept length {length:.2f}"
-        self._console.print(f"\n[dim]({rate})[/]")
-        return answer
-
-    def _print_table(self, with_dspark: Sequence[Answer], plain: Sequence[Answer]) -> None:
-        table = Table(box=SIMPLE)
-        table.add_column("prompt")
-        for heading in ("tokens", "accept length", "DSPARK", "plain", "ratio", "same text"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for prompt, ours, theirs in zip(self._prompts, with_dspark, plain, strict=True):
-            table.add_row(escape(shorten(prompt, 15, placeholder="...")), *_cells([ours], [theirs]))
-        table.add_section()
-        table.add_row("all", *_cells(with_dspark, plain))
-        self._console.print(table)
+    def _serve(self, stack: ExitStack, name: str, flags: Sequence[str]) -> LaunchedServer:
+        log_path = self._log_dir / f"demo-{name}.log"
+        with self._console.status(f"starting the {name} server") as status:
+            server = LaunchedServer(
+                self._target,
+                *self._flags,
+                *flags,
+                env=self._env,
+                log_path=log_path,
+                progress=lambda seconds, _: status.update(f"starting the {name} server: {seconds:.0f} s"),
+            )
+            stack.enter_context(server)
+            server.suspend()
         self._console.print(
-            "Speeds in tokens per second, from sending a request to the end of its stream. Greedy, one request at a "
-            "time, each prompt asked once; the servers ran one after the other with the same settings."
+            f"[dim]{name} server ready after {server.startup_s:.0f} s; log: {log_path}[/]", soft_wrap=True
+        )
+        return server
+
+    def _measure(self, contest: Contest, measured: list[Measured]) -> None:
+        rounds, start_s = schedule(len(self._prompts), self._rounds), time.monotonic()
+        columns = (TextColumn("{task.description:38}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            task = progress.add_task("first answers, not counted", total=sum(map(len, rounds)))
+            for mode in MODES:
+                contest.ask(Turn(0, 0, mode))
+            for index, turns in enumerate(rounds):
+                if index and time.monotonic() - start_s > LAST_START_S:
+                    self._console.print(
+                        f"\n[yellow]ended after {index} of {self._rounds} rounds:[/] they take long here"
+                    )
+                    break
+                for turn in turns:
+                    progress.update(task, description=f"round {index + 1} of {self._rounds}: {turn.mode.name}")
+                    measured.append(contest.ask(turn))
+                    progress.advance(task)
+                    if index == 0 and len(measured) % len(MODES) == 0:
+                        self._print_answer(measured, turn.prompt)
+
+    def _print_answer(self, measured: Sequence[Measured], prompt: int) -> None:
+        """The text that all modes gave in the first round; where they differ, plain SGLang's."""
+        self._console.print(f"\n[cyan]> {escape(self._prompts[prompt])}[/]")
+        self._console.out(answers(measured, PLAIN, prompt)[0].text.strip())
+
+    def _print_summary(self, measured: Sequence[Measured]) -> None:
+        table = Table(box=SIMPLE)
+        for heading in ("", "tokens per second", "", "times as fast"):
+            table.add_column(heading, no_wrap=True)
+        table.add_row(PLAIN.name, _in_words(speed(measured, PLAIN), 1), "", "")
+        for name, mode, base in (("off / plain", OFF, PLAIN), ("auto / off", AUTO, OFF)):
+            factor = _in_words(ratio(measured, mode, base), 2)
+            table.add_row(mode.name, _in_words(speed(measured, mode), 1), name, f"[bold]{factor}[/]")
+        self._console.print(table)
+        own = "own steps" if self._on_gpu else "own CPU attention"
+        length = accept_length(answers(measured, AUTO))
+        gained = "" if length is None else f": {length:.2f} tokens per step"
+        self._console.print(f"off / plain is the plugin's {own}, without a drafter; auto / off is speculation{gained}.")
+        self._console.print(
+            f"Medians of {len(measured) // len(MODES)} answers each (prompts: {len(self._prompts)}, rounds: "
+            f"{measured[-1].turn.round + 1}), in brackets the middle half of them. One greedy request at a time, from "
+            "sending it to the end of its stream. A ratio pairs answers to the same prompt in the same round. All "
+            "take turns in shuffled order, each after an answer that does not count."
         )
 
-    def _print_differences(self, with_dspark: Sequence[Answer], plain: Sequence[Answer]) -> None:
-        for prompt, ours, theirs in zip(self._prompts, with_dspark, plain, strict=True):
-            index = first_difference(ours.text, theirs.text)
-            if index is not None:
-                self._console.print(f"\n[yellow]texts differ from character {index}[/] for: {escape(prompt)}")
-                self._console.out(f"DSPARK: ...{ours.text[max(0, index - 40) : index + 40]!r}")
-                self._console.out(f"plain:  ...{theirs.text[max(0, index - 40) : index + 40]!r}")
+    def _print_prompts(self, measured: Sequence[Measured]) -> None:
+        table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+        table.add_column("prompt", no_wrap=True)
+        for heading in ("plain", "off", "auto", "auto / off", "per step", "same text"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for index, prompt in enumerate(self._prompts):
+            speeds = [f"{speed(measured, mode, index).median:.1f}" for mode in MODES]
+            length = accept_length(answers(measured, AUTO, index))
+            same = len({answer.text for mode in MODES for answer in answers(measured, mode, index)}) == 1
+            table.add_row(
+                escape(shorten(prompt, 22, placeholder="...")),
+                *speeds,
+                f"{ratio(measured, AUTO, OFF, index).median:.2f}",
+                "-" if length is None else f"{length:.2f}",
+                "[green]yes[/]" if same else "[yellow]no[/]",
+            )
+        self._console.print(table)
+
+    def _print_differences(self, measured: Sequence[Measured]) -> None:
+        for index, prompt in enumerate(self._prompts):
+            expected = answers(measured, PLAIN, index)[0].text
+            for mode in MODES:
+                texts = {answer.text for answer in answers(measured, mode, index)} - {expected}
+                for text in sorted(texts):
+                    at = first_difference(expected, text) or 0
+                    self._console.print(f"\n[yellow]texts differ from character {at}[/] for: {escape(prompt)}")
+                    self._console.out(f"{PLAIN.name}: ...{expected[max(0, at - 40) : at + 40]!r}")
+                    self._console.out(f"{mode.name}: ...{text[max(0, at - 40) : at + 40]!r}")
+
+    def _print_load(self, measured: Sequence[Measured]) -> None:
+        share, cores = share_of_others(measured), psutil.cpu_count() or 1
+        if share > BUSY_SHARE:
+            self._console.print(
+                f"\n[yellow]This machine was busy:[/] other programs took {share * cores:.1f} of its {cores} cores "
+                "during the answers. Speeds are lower than on a quiet machine, and ratios less certain: run it again."
+            )
 
 
-def _cells(with_dspark: Sequence[Answer], plain: Sequence[Answer]) -> list[str]:
-    rate, plain_rate = tokens_per_second(with_dspark), tokens_per_second(plain)
-    length = accept_length(with_dspark)
-    same = all(ours.text == theirs.text for ours, theirs in zip(with_dspark, plain, strict=True))
-    return [
-        str(sum(answer.num_tokens for answer in with_dspark)),
-        "-" if length is None else f"{length:.2f}",
-        f"{rate:.1f}",
-        f"{plain_rate:.1f}",
-        f"{rate / plain_rate:.2f}",
-        "[green]yes[/]" if same else "[yellow]no[/]",
-    ]
+def _in_words(spread: Spread, digits: int) -> str:
+    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"

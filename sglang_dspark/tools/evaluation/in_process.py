@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from sglang_dspark.tools.train.text_writer import InProcessWriter
 
 # Tokens that go through the target together.
 _BATCH_TOKENS = 16_384
-# Prompts that are answered together on a CPU; a GPU takes them all.
-_CPU_BATCH = 64
+# Prompts that are answered together.
+_PROMPTS_AT_A_TIME = 64
 
 
-def evaluate_in_process(
+def evaluate_in_process(  # noqa: PLR0913 - each is an option of the command
     target_path: Path,
     draft_path: Path,
     sets: Mapping[str, Sequence[str]],
@@ -32,7 +32,10 @@ def evaluate_in_process(
     temperature: int,
     max_tokens: int,
     raw: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
+    on_written: Callable[[float], None] = lambda texts: None,
+    on_measured: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Results of `sglang_dspark.tools.train.measure.measure`: with and without the Markov head, set by set.
 
@@ -42,6 +45,9 @@ def evaluate_in_process(
         sets: name -> prompts.
         temperature: 0 or 1.
         max_tokens: no round starts at or after this many tokens of an answer.
+        chat_template_kwargs: further arguments of the target's chat template.
+        on_written: called while the target writes, with the answers written since the last call; parts count.
+        on_measured: called when a set has been replayed in all ways.
 
     Raises:
         CheckpointError: the drafter was made for another target.
@@ -55,9 +61,8 @@ def evaluate_in_process(
     check_dimensions(model.config, config)
     target = Target.from_pretrained(target_path, model.config.target_layer_ids, dtype=dtype, device=device)
     model.bind_target(target.embed_weight, target.lm_head_weight)
-    prompt_format = PromptFormat.from_pretrained(target_path, raw=raw)
-    writer = InProcessWriter(target)
-    texts = {}
+    prompt_format = PromptFormat.from_pretrained(target_path, raw=raw, template_kwargs=chat_template_kwargs)
+    writer, texts = InProcessWriter(target, on_progress=on_written), {}
     for name, prompts in sets.items():
         rows = write_texts(
             writer,
@@ -65,9 +70,13 @@ def evaluate_in_process(
             temperature=temperature,
             max_new_tokens=max_tokens,
             block_size=model.config.gamma,
-            batch_size=len(prompts) if device == "cuda" else _CPU_BATCH,
+            batch_size=_PROMPTS_AT_A_TIME,
             seed=seed,
         )
-        texts[name, temperature] = keep_states(target, rows, batch_tokens=_BATCH_TOKENS)
+        texts[name] = keep_states(target, rows, batch_tokens=_BATCH_TOKENS)
     token_ids = load_token_ids(draft_path, target.vocab_size)
-    return measure(model, token_ids, target, texts, max_new_tokens=max_tokens, seed=seed)
+    results = []
+    for name, rows in texts.items():
+        results += measure(model, token_ids, target, {(name, temperature): rows}, max_new_tokens=max_tokens, seed=seed)
+        on_measured()
+    return results

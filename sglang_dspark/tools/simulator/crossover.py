@@ -9,12 +9,15 @@ step, ``fixed`` verifies the whole block, ``scheduled`` as many drafts as give t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 
 from sglang_dspark.arrays import Array
-from sglang_dspark.errors import ConfigError
+from sglang_dspark.declared import check_fields, whole
 
+_SHARE = Meta(gt=0, le=1, description="must lie in (0, 1]")
 POLICIES = ("plain", "fixed", "scheduled")
 
 
@@ -46,14 +49,13 @@ class CrossoverModel:
         capacity: tokens that a step has room for at no extra cost.
     """
 
-    first: float = 0.9
-    decay: float = 0.97
-    block: int = 7
-    capacity: int = 128
+    first: Annotated[float, _SHARE] = 0.9
+    decay: Annotated[float, _SHARE] = 0.97
+    block: Annotated[int, whole(1)] = 7
+    capacity: Annotated[int, whole(1)] = 128
 
     def __post_init__(self) -> None:
-        if not (0 < self.first <= 1 and 0 < self.decay <= 1 and self.block >= 1 and self.capacity >= 1):
-            raise ConfigError(f"{self}: acceptance and decay lie in (0, 1], block and capacity count from 1")
+        check_fields(self)
 
     @property
     def survival(self) -> Array:

@@ -1,22 +1,66 @@
-"""Settings of a training run."""
+"""Settings of a training run: what texts are written, and how the drafter is trained on them.
+
+The command takes its defaults and bounds from here, so this module does without torch.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, fields
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
+from msgspec import Meta
 
-from sglang_dspark.draft.config import MARKOV_HEAD_TYPES, DraftConfig, MarkovHeadType
-from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.train.loss import LossWeights
+from sglang_dspark.declared import check_fields, whole
+from sglang_dspark.draft.config import DraftConfig
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+if TYPE_CHECKING:
+    import torch
+
+_POSITIVE = Meta(gt=0, description="must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPlan:
+    """What is written."""
+
+    prompts: tuple[str, ...] = ()  # JSONL files
+    invent: Annotated[int, whole(0)] = 0  # prompts that the target invents
+    texts: Annotated[int, whole(1)] | None = None  # answers to train on; None = one per prompt
+    held_out: Annotated[int, whole(1)] = 32  # prompts that are only measured on
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # of the answers, dealt round robin
+    max_tokens: Annotated[int, whole(2)] = 512  # of an answer
+    max_prompt_tokens: Annotated[int, whole(1)] = 1024  # longer prompts, template included, are left out
+    raw: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    stored_taps: tuple[int, ...] | None = None  # taps whose states are kept with the answers; None = token ids only
+    write_batch: Annotated[int, whole(1)] = 64  # texts written together
+    seed: Annotated[int, whole(0)] = 42
+
+    @classmethod
+    def read(cls, path: Path) -> TextPlan:
+        """From a ``settings.json``."""
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
+        }
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the three terms, and the decay length of the position weights in slots."""
+
+    ce: float = 0.1
+    l1: float = 0.9
+    confidence: float = 1.0
+    position_decay: float = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Shape of the drafter and how to train it; the defaults of the optimizer are DeepSpec's.
+    """Shape of the drafter and how to train it; the defaults are the command's.
 
     Raises:
         ConfigError: a value is out of range.
@@ -25,66 +69,54 @@ class TrainConfig:
     # Shape of the drafter; everything else is the target's.
     target_layer_ids: tuple[int, ...]
     mask_token_id: int
-    block_size: int = 7
-    num_layers: int = 2
-    intermediate_size: int | None = None  # None = the target's
-    markov_rank: int = 32
-    markov_head_type: MarkovHeadType = "vanilla"
+    block_size: Annotated[int, whole(1)] = 7
+    num_layers: Annotated[int, whole(1)] = 2
+    intermediate_size: Annotated[int, whole(1)] | None = None  # None = the target's
+    markov_rank: Annotated[int, whole(0)] = 256  # 0 = no Markov head
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     confidence_head: bool = True
     confidence_head_with_markov: bool = True
 
     # Data of one step: batch_rows x anchors_per_row blocks.
-    batch_rows: int = 16
-    anchors_per_row: int = 32
-    loss_vocab: int = 0  # most frequent tokens that every step's loss covers; 0 = the whole vocabulary
+    batch_rows: Annotated[int, whole(1)] = 16
+    anchors_per_row: Annotated[int, whole(1)] = 32
+    loss_vocab: Annotated[int, whole(0)] = (
+        0  # most frequent tokens that every step's loss covers; 0 = the whole vocabulary
+    )
     loss_vocab_sampled: int = 1024  # tokens drawn per step to stand for the others, see loss_vocabulary.py
     loss: LossWeights = field(default_factory=LossWeights)
 
     # Optimizer.
-    steps: int = 1000
-    max_minutes: float | None = None  # of training; the run, and the decay of the learning rate, then end with them
-    learning_rate: float = 6e-4
-    markov_lr_scale: float = 1.0  # on the learning rate of the Markov embeddings, whose rows are seldom updated
-    warmup_share: float = 0.04
+    steps: Annotated[int, whole(1)] = 3000
+    max_minutes: Annotated[float, _POSITIVE] | None = (
+        None  # of training; the run, and the decay of the learning rate, then end with them
+    )
+    learning_rate: Annotated[float, _POSITIVE] = 6e-4
+    # On the learning rate of the Markov embeddings, whose rows are seldom updated.
+    markov_lr_scale: Annotated[float, Meta(ge=0, description="must be 0 or more")] = 10.0
+    warmup_share: Annotated[float, Meta(ge=0, lt=1, description="must be in [0, 1)")] = 0.04
     weight_decay: float = 0.0
     grad_clip: float = 1.0
-    seed: int = 42
+    seed: Annotated[int, whole(0)] = 42
 
     # Execution. Parameters and optimizer are float32; matrix products run in compute_dtype.
     device: str = "cpu"
-    compute_dtype: str = "float32"
-    log_every: int = 10  # steps
-    checkpoint_every: int = 200  # steps, with max_minutes a minute instead; held-out acceptance is measured then too
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    log_every: Annotated[int, whole(1)] = 10  # steps
+    checkpoint_every: Annotated[int, whole(1)] = (
+        200  # steps, with max_minutes a minute instead; held-out acceptance is measured then too
+    )
     own_embeddings: bool = False  # copies of the target's embedding and LM head in the checkpoint, as DeepSpec has them
 
     def __post_init__(self) -> None:
-        for name in (
-            "block_size",
-            "num_layers",
-            "batch_rows",
-            "anchors_per_row",
-            "steps",
-            "log_every",
-            "checkpoint_every",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.markov_rank < 0:
-            raise ConfigError(f"markov_rank={self.markov_rank} must be 0 (no Markov head) or more")
-        if self.markov_head_type not in MARKOV_HEAD_TYPES:
-            raise ConfigError(
-                f"markov_head_type={self.markov_head_type!r} is not one of {', '.join(MARKOV_HEAD_TYPES)}"
-            )
-        if self.compute_dtype not in _DTYPES:
-            raise ConfigError(f"compute_dtype={self.compute_dtype!r} is not one of {', '.join(_DTYPES)}")
-        if self.max_minutes is not None and self.max_minutes <= 0:
-            raise ConfigError(f"max_minutes={self.max_minutes} must be above 0; leave it out to train for all steps")
-        if not 0 <= self.warmup_share < 1:
-            raise ConfigError(f"warmup_share={self.warmup_share} must be in [0, 1)")
+        check_fields(self)
 
     @property
     def compute_torch_dtype(self) -> torch.dtype:
-        return _DTYPES[self.compute_dtype]
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.compute_dtype)
+        return dtype
 
     def draft_config(self, target_config: Any) -> DraftConfig:
         """Configuration of the drafter for a target with this transformers text configuration.

@@ -84,7 +84,7 @@ def invent_prompts(
     return [prompt for prompt in prompts if prompt]
 
 
-def generate(
+def generate(  # noqa: PLR0913 - each is an option of the command
     writer: TextWriter,
     prompts: Sequence[Sequence[int]],
     temperatures: Sequence[float],

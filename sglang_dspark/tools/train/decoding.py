@@ -6,7 +6,7 @@ take far more room than the text, so that pays for small targets on a slow machi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ def decode(
     generator: torch.Generator,
     *,
     keep_states: bool = False,
+    on_progress: Callable[[float], None] = lambda num_texts: None,
 ) -> list[CorpusRow]:
     """Continue every prompt until a stop token or `max_new_tokens`.
 
@@ -37,6 +38,8 @@ def decode(
         max_new_tokens: most tokens written per row; the stop token is kept.
         generator: CPU generator for the draws; a target elsewhere draws from one seeded by it.
         keep_states: return `StoredRow` with the states at every position but the last, on the CPU.
+        on_progress: called with the texts written since the last call; a text of `max_new_tokens` tokens is written in
+            as many equal parts, and one that ends early at once when the last one does.
     """
     bs, width, device = len(prompts), max(map(len, prompts)), target.device
     ids = torch.zeros(bs, width, dtype=torch.long)
@@ -61,6 +64,7 @@ def decode(
         for i in active.nonzero().flatten().tolist():
             outputs[rows[i]].append(int(tokens[i]))
         active &= ~torch.isin(tokens, stop_ids)
+        on_progress(bs / max_new_tokens)
         if not active.any() or column == width + max_new_tokens - 1:
             break
         if active.float().mean() < _COMPACT_BELOW:
@@ -76,6 +80,7 @@ def decode(
         )
         if kept is not None:
             kept.add(rows, column, states)
+    on_progress(bs * (width + max_new_tokens - 1 - column) / max_new_tokens)
     texts = [(torch.tensor([*prompt, *output]), len(prompt)) for prompt, output in zip(prompts, outputs, strict=True)]
     if kept is None:
         return [CorpusRow(*text) for text in texts]

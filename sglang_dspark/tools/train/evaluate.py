@@ -10,10 +10,11 @@ the real decoding loop.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from dspark_kernels import MarkovWalk
 from torch import Tensor
 
 from sglang_dspark.draft.model import DraftModel
@@ -74,7 +75,7 @@ def write_texts(
 
 
 @torch.no_grad()
-def replay(
+def replay(  # noqa: PLR0913 - each is an option of the command
     model: DraftModel,
     target: Target,
     texts: Sequence[CorpusRow],
@@ -100,7 +101,7 @@ def replay(
     """
     heads = ProposalHeads(model, token_ids)
     if not use_markov:
-        heads.markov = None
+        heads.weights = replace(heads.weights, markov=None)
     generator = torch.Generator().manual_seed(seed)
     histogram = torch.zeros(model.config.gamma + 1, dtype=torch.long)
     num_committed = 0
@@ -200,13 +201,12 @@ def _label_probs(heads: ProposalHeads, hidden: Tensor, anchor_ids: Tensor, label
 def _walk(heads: ProposalHeads, hidden: Tensor, tokens: Sequence[Tensor]) -> Iterator[Tensor]:
     """Logits ``[n, v]`` slot by slot, each given ``tokens[slot]``, which may be added while the walk goes on."""
     base_logits = heads.base_logits(hidden)
-    if heads.markov is None:
+    if heads.weights.markov is None:
         yield from base_logits.unbind(1)
         return
-    state = heads.markov.initial_state(len(hidden), hidden.device, hidden.dtype)
+    walk = MarkovWalk(heads.weights.markov, hidden)
     for slot in range(hidden.shape[1]):
-        bias, _, state = heads.markov.step(tokens[slot], hidden[:, slot], state)
-        yield base_logits[:, slot] + bias
+        yield base_logits[:, slot] + walk.bias(tokens[slot])
 
 
 def loop_start(tokens: Sequence[int]) -> int | None:

@@ -18,32 +18,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dspark_kernels.distribution_loss import distribution_loss, distribution_loss_ref
+from dspark_kernels import distribution_loss
 from torch import Tensor
 
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.tools.train.anchors import AnchorBatch
 from sglang_dspark.tools.train.block_forward import block_hidden, block_latents, context_kv
+from sglang_dspark.tools.train.config import LossWeights
 from sglang_dspark.tools.train.loss_vocabulary import VocabularySlice
 
 # Rows of logits handled at a time on a CPU: 256 x 7168 float32 stay in a 32 MiB cache across the passes of
 # `distribution_loss_ref`. On a GPU small chunks save nothing, and each takes launches: 256 MiB of 16-bit logits there.
 _CHUNK_ROWS = 256
 _CHUNK_ELEMENTS = 2**27
-
-
-@dataclass(frozen=True)
-class LossWeights:
-    """Weights of the three terms, and the decay length of the position weights in slots."""
-
-    ce: float = 0.1
-    l1: float = 0.9
-    confidence: float = 1.0
-    position_decay: float = 4.0
-
-    def by_position(self, block_size: int, device: torch.device) -> Tensor:
-        """``[gamma]`` float32, 1 for the first slot."""
-        return torch.exp(-torch.arange(block_size, device=device) / self.position_decay)
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ def draft_loss(
     """Loss of the draft model on `batch`, teacher-forced. Differentiable in all its parameters but the LM head's."""
     hidden = block_hidden(model, *context_kv(model, batch.features), batch.anchors, batch.anchor_ids)
     slots = batch.slots
-    slot_weights = weights.by_position(model.config.block_size, hidden.device)[slots % model.config.block_size]
+    slot_weights = _by_position(weights, model.config.block_size, hidden.device)[slots % model.config.block_size]
     slot_weights = slot_weights / (slot_weights.sum() + 1e-6)
 
     latents = w1_embeddings = markov_w2 = None
@@ -113,7 +100,7 @@ class _DistributionLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 - autograd takes tensors one by one
         ctx: Any,
         hidden: Tensor,  # [n, d]
         latents: Tensor | None,  # [n, r]
@@ -129,7 +116,6 @@ class _DistributionLoss(torch.autograd.Function):
         device = hidden.device.type
         compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         chunk_rows = _CHUNK_ROWS if device == "cpu" else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // len(lm_head))
-        gradient = distribution_loss if device == "cuda" else distribution_loss_ref
         with torch.autocast(device, enabled=False):
             head, target_head = lm_head.to(compute_dtype), target_lm_head.to(compute_dtype)
             w2 = None if markov_w2 is None else markov_w2.to(compute_dtype)
@@ -145,7 +131,7 @@ class _DistributionLoss(torch.autograd.Function):
                 if w2 is not None and latents is not None:
                     u = latents[part].to(compute_dtype)
                     logits.addmm_(u, w2.T)
-                ce[part], l1[part], grad = gradient(
+                ce[part], l1[part], grad = distribution_loss(
                     logits,
                     F.linear(target_hidden[part].to(compute_dtype), target_head),
                     log_weight,
@@ -166,3 +152,8 @@ class _DistributionLoss(torch.autograd.Function):
     def backward(ctx: Any, ce_grad: Any, l1_grad: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if grad is None else grad * loss_grad for grad in ctx.saved_tensors]
         return (*scaled, None, None, None, None, None, None, None)
+
+
+def _by_position(weights: LossWeights, block_size: int, device: torch.device) -> Tensor:
+    """``[gamma]`` float32 weights of the slots, 1 for the first."""
+    return torch.exp(-torch.arange(block_size, device=device) / weights.position_decay)

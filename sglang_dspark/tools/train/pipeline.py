@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -15,7 +15,7 @@ from sglang_dspark.draft.pairing import TARGET_ARCHITECTURES
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import write_text_whole
-from sglang_dspark.tools.train.config import TrainConfig
+from sglang_dspark.tools.train.config import TextPlan, TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus
 from sglang_dspark.tools.train.evaluate import AcceptanceReport, replay
 from sglang_dspark.tools.train.prompt_format import PromptFormat
@@ -28,10 +28,10 @@ from sglang_dspark.tools.train.rows import (
     padded_ids,
     stored_states,
 )
-from sglang_dspark.tools.train.server_writer import ServerWriter
-from sglang_dspark.tools.train.target import Target, stop_ids
+from sglang_dspark.tools.train.server_writer import OwnServerWriter, ServerWriter
+from sglang_dspark.tools.train.target import Target, stop_ids_of
 from sglang_dspark.tools.train.target_defaults import MaskTokens, default_depth, default_taps
-from sglang_dspark.tools.train.text_folder import TextFolder, TextPlan, Texts
+from sglang_dspark.tools.train.text_folder import TextFolder, Texts
 from sglang_dspark.tools.train.text_writer import InProcessWriter
 from sglang_dspark.tools.train.trainer import DRAFT_DIR, StepReport, Trainer, answer_counts
 
@@ -58,7 +58,7 @@ class Display(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob:
-    """Everything that the command can be told; field names are those of its options where they have one."""
+    """Everything that the command can be told."""
 
     target: str  # checkpoint folder or name on the Hugging Face hub
     output: Path
@@ -68,14 +68,25 @@ class TrainJob:
     store_states: bool = False
     server: str | None = None
     api_key: str | None = None
-    concurrency: int = 64
+    concurrency: int
     taps: tuple[int, ...] | None = None
     layers: int | None = None
     mask_token_id: int | None = None
     init: Path | None = None  # drafter to start from
     settings: dict[str, Any]  # further fields of `TrainConfig`
     device: str
-    dtype: torch.dtype
+    compute_dtype: Literal["float32", "bfloat16"]
+
+    @property
+    def writes_in_process(self) -> bool:
+        """Whether the target writes in this process: on a GPU a server is faster, but it does not give states."""
+        return self.server is None and (self.store_states or not self.device.startswith("cuda"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of target and drafter while they run."""
+        dtype: torch.dtype = getattr(torch, self.compute_dtype)
+        return dtype
 
 
 @dataclass(frozen=True)
@@ -104,21 +115,13 @@ def train(job: TrainJob, display: Display) -> Evaluation:
     prompt_format = PromptFormat.from_pretrained(
         job.target, raw=folder.plan.raw, template_kwargs=folder.plan.chat_template_kwargs
     )
-    target = None
-    if job.server is None:
+    if job.writes_in_process or stored is not None:
         target = _load_target(job, taps, display)
         folder.write(InProcessWriter(target, keep_states=stored is not None), prompt_format, display.progress)
     else:
-        writer = ServerWriter(
-            job.server,
-            _stop_ids(job.target),
-            target_config.vocab_size,
-            concurrency=job.concurrency,
-            api_key=job.api_key,
-        )
-        folder.write(writer, prompt_format, display.progress)
-    # Not before the texts are there: the server may have filled the device, and can be stopped now.
-    target = target or _load_target(job, taps, display)
+        _write_by_server(job, folder, target_config.vocab_size, prompt_format, display)
+        # Not before the texts are there: the server may have filled the device, and can be stopped now.
+        target = _load_target(job, taps, display)
     texts = folder.load()
     _check_agreement(target, texts.greedy, job.corpus)
     display.say(f"{len(texts.train)} texts with {texts.train.num_answer_tokens} answer tokens to train on")
@@ -140,6 +143,18 @@ def train(job: TrainJob, display: Display) -> Evaluation:
     return evaluation
 
 
+def _write_by_server(
+    job: TrainJob, folder: TextFolder, vocab_size: int, prompt_format: PromptFormat, display: Display
+) -> None:
+    ids = stop_ids_of(job.target)
+    if job.server is not None:
+        writer = ServerWriter(job.server, ids, vocab_size, concurrency=job.concurrency, api_key=job.api_key)
+        folder.write(writer, prompt_format, display.progress)
+        return
+    with OwnServerWriter(job.target, job.device, job.compute_dtype, ids, vocab_size, job.concurrency) as own:
+        folder.write(own, prompt_format, display.progress)
+
+
 def _target_config(path: str) -> Any:
     from transformers import AutoConfig
 
@@ -150,16 +165,6 @@ def _target_config(path: str) -> Any:
             f"--target {path}: {str(error).splitlines()[0]}; give the folder of a checkpoint, or the name of a model "
             "on the Hugging Face hub"
         ) from error
-
-
-def _stop_ids(path: str) -> frozenset[int]:
-    from transformers import AutoConfig, GenerationConfig
-
-    try:
-        generation = GenerationConfig.from_pretrained(path)
-    except OSError:  # a checkpoint without generation_config.json
-        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
-    return stop_ids(generation.eos_token_id)
 
 
 def _check_stored(job: TrainJob, stored: tuple[int, ...] | None, taps: tuple[int, ...]) -> None:
@@ -181,7 +186,7 @@ def _check_stored(job: TrainJob, stored: tuple[int, ...] | None, taps: tuple[int
 
 
 def _load_target(job: TrainJob, taps: tuple[int, ...], display: Display) -> Target:
-    display.say(f"loading {job.target} on {job.device} in {str(job.dtype).removeprefix('torch.')}")
+    display.say(f"loading {job.target} on {job.device} in {job.compute_dtype}")
     return Target.from_pretrained(job.target, taps, dtype=job.dtype, device=job.device)
 
 
@@ -229,7 +234,7 @@ def _train_config(
         mask_token_id=masks.default() if job.mask_token_id is None else job.mask_token_id,
         num_layers=job.layers or default_depth(target.num_layers),
         device=job.device,
-        compute_dtype=str(job.dtype).removeprefix("torch."),
+        compute_dtype=job.compute_dtype,
         **job.settings,
     )
 

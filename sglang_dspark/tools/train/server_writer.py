@@ -1,15 +1,17 @@
-"""Texts written by a running SGLang server, with or without speculation: token ids go in, token ids come out."""
+"""Texts written by an SGLang server, with or without speculation: token ids go in, token ids come out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
 import torch
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.http_client import JsonClient
+from sglang_dspark.tools.launch import CPU_DEVICE_FLAGS, CPU_ENV, LaunchedServer
 from sglang_dspark.tools.train.rows import CorpusRow
 
 TIMEOUT_S = 1800.0
@@ -30,7 +32,7 @@ class ServerWriter:
     """
 
     def __init__(
-        self, url: str, stop_ids: frozenset[int], vocab_size: int, *, concurrency: int = 64, api_key: str | None = None
+        self, url: str, stop_ids: frozenset[int], vocab_size: int, *, concurrency: int, api_key: str | None = None
     ) -> None:
         self._client = JsonClient("--server", url.rstrip("/"), "an SGLang", TIMEOUT_S, api_key)
         self._stop_ids = stop_ids
@@ -87,3 +89,54 @@ class ServerWriter:
         # Some versions cut the stop token off.
         stop = (answer["meta_info"].get("finish_reason") or {}).get("matched")
         return output if stop not in self._stop_ids or output[-1] == stop else [*output, stop]
+
+
+class OwnServerWriter:
+    """A `ServerWriter` with a server of its own, which starts with the first text and stops with the ``with`` block.
+
+    Args:
+        target: checkpoint folder, or name on the Hugging Face hub.
+        device: that serves, ``cuda``, ``cuda:1`` or ``cpu``.
+        dtype: name of the dtype that it serves in.
+        stop_ids, vocab_size, concurrency: as those of `ServerWriter`.
+    """
+
+    def __init__(
+        self, target: str, device: str, dtype: str, stop_ids: frozenset[int], vocab_size: int, concurrency: int
+    ) -> None:
+        kind, _, index = device.partition(":")
+        flags = CPU_DEVICE_FLAGS if kind == "cpu" else ("--base-gpu-id", index or "0")
+        env = CPU_ENV if kind == "cpu" else {}
+        self._server = LaunchedServer(target, *flags, "--dtype", dtype, env=env)
+        self._stop_ids, self._vocab_size, self._concurrency = stop_ids, vocab_size, concurrency
+        self._open = ExitStack()
+        self._writer: ServerWriter | None = None
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """See `TextWriter.stop_ids`."""
+        return self._stop_ids
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.close()
+        self._writer = None
+
+    def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        temperatures: Sequence[float],
+        max_new_tokens: int,
+        generator: torch.Generator,
+    ) -> list[CorpusRow]:
+        """See `ServerWriter.write`.
+
+        Raises:
+            LaunchError: the server did not start.
+        """
+        if self._writer is None:
+            url = self._open.enter_context(self._server).url
+            self._writer = ServerWriter(url, self._stop_ids, self._vocab_size, concurrency=self._concurrency)
+        return self._writer.write(prompts, temperatures, max_new_tokens, generator)

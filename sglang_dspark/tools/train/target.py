@@ -17,7 +17,7 @@ from sglang_dspark.errors import ConfigError
 # Name under which `_grouped_attention` is registered with transformers.
 _ATTENTION = "dspark_grouped_sdpa"
 # Families whose attention is plain and grouped; others may have soft caps, sinks or windows that it does not know.
-GROUPED_FAMILIES = ("llama", "qwen2", "qwen3")
+_GROUPED_FAMILIES = ("llama", "qwen2", "qwen3")
 # Relative error of logits recomputed from the last hidden state: a forgotten scale or soft cap is far off.
 _LOGIT_TOLERANCE = 0.05
 
@@ -66,7 +66,7 @@ class Target:
 
         AttentionInterface.register(_ATTENTION, _grouped_attention)
         AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
-        plain = AutoConfig.from_pretrained(path).model_type in GROUPED_FAMILIES
+        plain = AutoConfig.from_pretrained(path).model_type in _GROUPED_FAMILIES
         attention = {"attn_implementation": _ATTENTION} if plain else {}
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **attention)
         return cls(model.to(device), tap_ids)
@@ -144,6 +144,17 @@ class Target:
                 f"{type(self.model).__name__}: its logits are not its LM head times its last hidden state (a soft cap, "
                 "scale or bias); drafters for such targets cannot be trained here, choose a Llama- or Qwen3-like target"
             )
+
+
+def stop_ids_of(path: str | Path) -> frozenset[int]:
+    """Token ids that end an answer, of a checkpoint directory or a model of the Hugging Face hub."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # a checkpoint without generation_config.json
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
+    return stop_ids(generation.eos_token_id)
 
 
 def stop_ids(eos_token_id: int | Sequence[int] | None) -> frozenset[int]:

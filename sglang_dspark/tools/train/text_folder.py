@@ -14,7 +14,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import write_text_whole
 from sglang_dspark.tools.prompts import read_prompts
+from sglang_dspark.tools.train.config import TextPlan
 from sglang_dspark.tools.train.corpus import Corpus, generate, invent_prompts
 from sglang_dspark.tools.train.prompt_format import PromptFormat
 from sglang_dspark.tools.train.text_writer import TextWriter
@@ -36,33 +37,6 @@ _SEEDS_PER_JOB = 1_000_000
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (what is done, how many are, how many there will be)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextPlan:
-    """What is written. Field names are those of the command's options."""
-
-    prompts: tuple[str, ...] = ()  # JSONL files
-    invent: int = 0  # prompts that the target invents
-    texts: int | None = None  # answers to train on; None = one per prompt
-    held_out: int = 32  # prompts that are only measured on
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # of the answers, dealt round robin
-    max_tokens: int = 512  # of an answer
-    max_prompt_tokens: int = 1024  # longer prompts, template included, are left out
-    raw: bool = False
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    stored_taps: tuple[int, ...] | None = None  # taps whose states are kept with the answers; None = token ids only
-    write_batch: int = 64  # texts written together
-    seed: int = 42
-
-    @classmethod
-    def read(cls, path: Path) -> TextPlan:
-        """From a ``settings.json``."""
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
-        }
-        return cls(**values)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class MeasuredSteps:
     def verify(self, drafts: int) -> None:
         """Plan, verify, accept and commit so many drafts per request."""
         step, choice = self._step, Choice(Rule.UNIFORM, drafts)
-        drafted = Drafted(DraftBlock(self._tokens[drafts], None, None), None, [drafts] * len(step))
+        drafted = Drafted(DraftBlock(self._tokens[drafts]), None, [drafts] * len(step))
         stages = self._staging.of(step, choice)
         plan = stages.plan(step, drafted, choice)
         # Graphs have staged the step already, and need no batch: making one would count as time of the step.

@@ -117,7 +117,7 @@ def _lay_out(
     for num in requests:
         zeros = torch.zeros(num, dtype=torch.int64, device=device)
         given = StepRequests(zeros, zeros, zeros, req_to_token, zeros[:1] if on_device else None)
-        plan_uniform(0, None, given, num)
+        plan_uniform(0, zeros[:, None][:, :0], given, num)
         for depth in sizes(most):
             drafts = torch.zeros((num, depth), dtype=torch.int64, device=device)
             plan_uniform(depth, drafts, given, num * (depth + 1))
@@ -157,7 +157,7 @@ class _WarmUpSteps:
     def verify(self, depth: int) -> None:
         """Verify drafts that nobody proposed. Attention has kernels for a width, and for few requests and many."""
         stages, step = self._stages, self._batch((_GREEDY,), PLAIN)
-        block = DraftBlock(step.anchors[:, None].repeat(1, depth), None, None)
+        block = DraftBlock(step.anchors[:, None].repeat(1, depth))
         drafted = Drafted(block, None, [depth] * len(step))
         plan = stages.plan(step, drafted, Choice(Rule.UNIFORM, depth))
         output = stages.verify(self._dummy.fresh(), step, plan)

@@ -31,16 +31,13 @@ EMULATED = {
     ("sitecustomize.py", "overwrite"),
     ("cpu_attention.py", None),
     ("torch_native_backend.py", None),
-    ("ragged_attention.py", None),
+    ("ragged.py", None),
 }
 # Branches that are a CPU's alone, and tensors that are the host's.
 ON_THE_HOST = {
-    ("draft_attention.py", "attend_on_cpu"),
+    ("blocks.py", "block_attention_ref"),
     ("verify.py", "_context_groups"),
     ("verify.py", "run_verify"),  # lengths as SGLang's scheduler knows them
-    ("accept.py", "_seeded_choices"),
-    ("token_draw.py", "_seeded_scores"),
-    ("target_law.py", "_cut_"),
 }
 # Those that wait, and say so in the documentation: presets, and the policies early-stop and threshold.
 WAITING = {

@@ -24,12 +24,15 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(json.dumps(known[self.path]).encode(), "application/json")
 
     def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
+        if not self.path.startswith("/v1/"):
+            self._do(request)
+            return
         if "refuse" in str(request):
             self.send_error(400, "no such luck")
             return
         stats["committed_tokens"] += 3
-        stats["rounds"] += 2
+        stats["rounds"] += 2 if stats.get("policy") == "auto" else 3
         tokens = [*TOKENS[:-1], " 4"] if "differ" in str(request) and not SPECULATIVE else TOKENS
         chat = self.path == "/v1/chat/completions"
         choices = [[{"index": 0, **({"delta": {"content": t}} if chat else {"text": t})}] for t in tokens]
@@ -37,6 +40,11 @@ class Handler(BaseHTTPRequestHandler):
         events.append({"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": 1, "total_tokens": 5}})
         lines = [f"data: {json.dumps({'id': 'x', 'object': 'c', 'created': 0, 'model': 'm', **e})}\n\n" for e in events]
         self._answer("".join([*lines, "data: [DONE]\n\n"]).encode(), "text/event-stream")
+
+    def _do(self, request):
+        if self.path == "/dspark/policy":
+            stats["policy"] = request["policy"]
+        self._answer(b"{}", "application/json")
 
     def _answer(self, body, content_type):
         self.send_response(200)

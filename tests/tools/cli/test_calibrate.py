@@ -74,6 +74,14 @@ def test_what_the_server_is_asked(calibrate, server):
     assert {body["messages"][0]["content"] for _, _, body in server.requests} == {f"prompt {i}" for i in range(20)}
 
 
+def test_the_chat_template_gets_its_arguments(calibrate, server):
+    assert calibrate("--chat-template-kwargs", '{"enable_thinking": false}').exit_code == 0
+    assert {str(body["chat_template_kwargs"]) for _, _, body in server.requests} == {"{'enable_thinking': False}"}
+    result = calibrate("--chat-template-kwargs", '{"enable_thinking": false}', "--raw")
+    assert result.exit_code == 2
+    assert "--raw leaves the chat template out" in result.output
+
+
 def test_raw_prompts_and_an_api_key(calibrate, server):
     assert calibrate("--raw", "--api-key", "secret", "--max-tokens", 64).exit_code == 0
     path, headers, body = server.requests[0]

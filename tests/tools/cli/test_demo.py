@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dspark.tools.cli import demo as command
-from sglang_dspark.tools.demo.compare import Answer, accept_length, first_difference, tokens_per_second
+from sglang_dspark.tools.demo import show
 
 
 @pytest.fixture
@@ -15,18 +15,50 @@ def demo(run, stub_sglang, target, draft, tmp_path):
     return lambda *options: run("demo", "--target", target, "--draft", draft, "--cache-dir", tmp_path / "c", *options)
 
 
-def test_two_servers_are_compared(demo, tmp_path):
-    result = demo("--prompt", "same", "--prompt", "these differ")
+def rows(output):
+    """The words of every line that looks like one of a table."""
+    return [words for line in output.splitlines() if len(words := line.split()) > 1]
+
+
+def test_three_ways_to_decode_are_compared(demo, tmp_path):
+    result = demo("--prompt", "same", "--prompt", "these differ", "--rounds", "2")
     assert result.exit_code == 0, result.output
-    assert result.output.count("\none two three four\n") == 3
+    assert result.output.count("\none two three four\n") == 1
     assert result.output.count("\none two three 4\n") == 1
-    assert "accept length 1.50" in result.output
-    table = [words for line in result.output.splitlines() if (words := line.split())[-1:] in (["yes"], ["no"])]
-    assert table[0][:3] == ["same", "4", "1.50"]
-    assert [row[-1] for row in table] == ["yes", "no", "no"]
-    assert "texts differ from character 14 for: these differ" in result.output
+    table = rows(result.output)
+    assert [row for row in table if row[:2] == ["plain", "SGLang"] and "times" not in row]
+    off = next(row for row in table if row[:2] == ["plugin,", "off"])
+    auto = next(row for row in table if row[:2] == ["plugin,", "auto"])
+    assert " ".join(off[6:9]) == "off / plain"
+    assert " ".join(auto[6:9]) == "auto / off"
+    assert "off / plain is the plugin's own CPU attention, without a drafter" in result.output
+    assert "auto / off is speculation: 1.50 tokens per step." in result.output
+    assert "auto / plain" not in result.output
+    assert "Medians of 4 answers each (prompts: 2, rounds: 2)" in result.output
+    assert [(row[0], row[-2], row[-1]) for row in table if row[-1] in ("yes", "no")] == [
+        ("same", "1.50", "yes"),
+        ("these", "1.50", "no"),
+    ]
+    assert result.output.count("texts differ from character 14 for: these differ") == 2
     assert (tmp_path / "c" / "demo-dspark.log").exists()
     assert (tmp_path / "c" / "demo-plain.log").exists()
+
+
+@pytest.mark.parametrize(("share", "says"), [(0.3, True), (0.01, False)])
+def test_a_busy_machine_is_spoken_of(demo, monkeypatch, share, says):
+    monkeypatch.setattr(show, "share_of_others", lambda measured: share)
+    monkeypatch.setattr(show.psutil, "cpu_count", lambda: 4)
+    result = demo("--prompt", "same", "--rounds", "1")
+    assert result.exit_code == 0, result.output
+    assert ("other programs took 1.2 of its 4 cores" in result.output) == says
+
+
+def test_rounds_that_take_long_come_to_an_end(demo, monkeypatch):
+    monkeypatch.setattr(show, "LAST_START_S", 0.0)
+    result = demo("--prompt", "same", "--rounds", "5")
+    assert result.exit_code == 0, result.output
+    assert "ended after 1 of 5 rounds" in result.output
+    assert "Medians of 1 answers each (prompts: 1, rounds: 1)" in result.output
 
 
 def test_a_target_with_a_chat_template_is_talked_to(run, stub_sglang, target, draft, tmp_path):
@@ -34,7 +66,7 @@ def test_a_target_with_a_chat_template_is_talked_to(run, stub_sglang, target, dr
     (chat / "chat_template.jinja").touch()
     result = run("demo", "--target", chat, "--draft", draft, "--cache-dir", tmp_path, "--prompt", "same")
     assert result.exit_code == 0, result.output
-    assert result.output.count("one two three four") == 2
+    assert result.output.count("one two three four") == 1
 
 
 def test_a_server_that_does_not_start_ends_the_demo(run, stub_sglang, draft, tmp_path):
@@ -58,17 +90,3 @@ def test_an_installation_without_the_bundled_drafter(run, monkeypatch, tmp_path)
     result = run("demo", "--cache-dir", tmp_path)
     assert result.exit_code == 1
     assert "give a pair with --target and --draft" in result.output
-
-
-def test_sums_over_answers():
-    answers = [Answer("a", 30, 2.0, 10, 29), Answer("b", 10, 0.5, 10, 9)]
-    assert tokens_per_second(answers) == 16.0
-    assert accept_length(answers) == 1.9
-    assert accept_length([Answer("a", 30, 2.0, 0, 0)]) is None
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "index"), [("ab", "ab", None), ("ab", "ac", 1), ("ab", "abc", 2), ("", "", None)]
-)
-def test_first_difference(left, right, index):
-    assert first_difference(left, right) == index

@@ -89,6 +89,7 @@ def test_a_tensor_with_a_nan(run, target, broken):
     assert "NaN or infinite values in norm.weight" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_sglang")
 def test_every_golden_mismatch_is_listed(run, target, broken, draft):
     edit_tensors(broken, lambda tensors: tensors["markov_head.markov_w2.weight"].zero_())

@@ -2,9 +2,13 @@
 
 import csv
 import json
+import random
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+from step_tables import write_table
 from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH, TraceServer
 
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
@@ -43,7 +47,15 @@ def test_everything_is_measured_and_written(run, server, sets, tmp_path):
 
     content = json.loads(paths["json"].read_text())
     assert (content["target"], content["draft"]) == ("Target-1B", "draft-1b")
-    assert content["protocol"] == {"max_tokens": 128, "temperature": 0.5, "limit": None, "raw": False}
+    assert content["protocol"] == {
+        "name": None,
+        "max_tokens": 128,
+        "temperature": 0.5,
+        "limit": None,
+        "shuffle_seed": None,
+        "raw": False,
+        "chat_template_kwargs": {},
+    }
     assert [prompts["file"] for prompts in content["prompts"]] == ["math.jsonl", "chat.jsonl"]
     assert {"command", "commit", "versions", "hardware"} <= content.keys()
     assert [one["set"] for one in content["results"]] == ["math", "chat"]
@@ -72,10 +84,65 @@ def test_everything_is_measured_and_written(run, server, sets, tmp_path):
     assert {body["temperature"] for _, _, body in server.requests} == {0.5}
 
 
+def test_the_protocol_of_deepspec_sets_everything_that_it_says(run, server, tmp_path):
+    """500 of 600 prompts, chosen by ``random.Random(980406).shuffle``, as eval.py does it."""
+    numbers = list(range(600))
+    path = tmp_path / "math.jsonl"
+    path.write_text("".join(json.dumps({"turns": [f"problem {i}"]}) + "\n" for i in numbers))
+    out = tmp_path / "out.json"
+    result = run("evaluate", "--url", server.url, "--prompts", path, "--protocol", "deepspec", "--output", out)
+    assert result.exit_code == 0, result.output
+    assert json.loads(out.read_text())["protocol"] == {
+        "name": "deepspec",
+        "max_tokens": 2048,
+        "temperature": 1.0,
+        "limit": 500,
+        "shuffle_seed": 980406,
+        "raw": False,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    random.Random(980406).shuffle(numbers)
+    asked = {body["messages"][0]["content"] for _, _, body in server.requests}
+    assert asked == {f"problem {i}" for i in numbers[:500]}
+    for _, _, body in server.requests:
+        assert (body["temperature"], body["max_tokens"]) == (1.0, 2048)
+        assert body["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+def test_what_departs_from_a_protocol_does_not_bear_its_name(run, server, sets, tmp_path):
+    out = tmp_path / "out.json"
+    options = ("--protocol", "deepspec", "--limit", 3, "--temperature", 1, "--output", out)
+    result = run("evaluate", "--url", server.url, *sets, *options)
+    assert result.exit_code == 0, result.output
+    assert "with --limit this is not the protocol of deepspec any more" in result.output
+    protocol = json.loads(out.read_text())["protocol"]
+    assert (protocol["name"], protocol["limit"], protocol["max_tokens"]) == (None, 3, 2048)
+    assert len(server.requests) == 6
+
+
+def test_a_chat_template_that_is_left_out_takes_no_arguments(run, server, sets):
+    for options in (("--chat-template-kwargs", '{"enable_thinking": false}'), ("--protocol", "deepspec")):
+        result = run("evaluate", "--url", server.url, *sets, "--raw", *options)
+        assert result.exit_code == 2
+        assert "--raw leaves the chat template out" in result.output
+    result = run("evaluate", "--url", server.url, *sets, "--chat-template-kwargs", "[1]")
+    assert result.exit_code == 2
+    assert "'[1]' is not a JSON object" in result.output
+
+
+def test_in_process_the_chat_template_gets_its_arguments(run, sets, target, draft, tmp_path):
+    chat = Path(shutil.copytree(target, tmp_path / "chat", copy_function=shutil.copyfile))
+    refusal = "{% if think is not defined %}{{ raise_exception('nobody said whether to think') }}{% endif %}"
+    (chat / "chat_template.jinja").write_text(refusal + "{{ messages[0]['content'] }}")
+    options = ("--target", chat, "--draft", draft, "--limit", 2, "--max-tokens", 12)
+    silent = run("evaluate", *sets, *options)
+    assert "nobody said whether to think" in str(silent.exception)
+    result = run("evaluate", *sets, *options, "--chat-template-kwargs", '{"think": false}')
+    assert result.exit_code == 0, result.output
+
+
 def test_recorded_rounds_go_into_the_simulator(run, server, sets, tmp_path):
     assert run("evaluate", "--url", server.url, *sets, "--blocks", tmp_path / "blocks.jsonl").exit_code == 0
-    from test_simulate import write_table
-
     table = write_table(tmp_path, GAMMA)
     result = run(
         "simulate", "--table", table, "--blocks", tmp_path / "blocks.jsonl", "--users", 2, "--policies", "static"

@@ -114,3 +114,23 @@ def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path, how):
 def test_there_is_no_process_before_the_block():
     with pytest.raises(LaunchError, match="not started"):
         _ = LaunchedServer("model").pid
+
+
+def test_a_suspended_server_does_nothing_until_it_is_resumed_and_can_be_stopped(tmp_path):
+    def state():
+        return Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def becomes(stopped):
+        deadline = time.monotonic() + 5
+        while (state() == "T") != stopped and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return (state() == "T") == stopped
+
+    with LaunchedServer("model", log_path=tmp_path / "log") as server:
+        server.suspend()
+        assert becomes(stopped=True)
+        server.resume()
+        assert becomes(stopped=False)
+        assert server.get_json("/dspark/stats")["rounds"] == 0
+        server.suspend()
+    assert wait_until_dead(server.pid)

@@ -3,21 +3,10 @@
 import csv
 from pathlib import Path
 
-import numpy as np
 import pytest
-
-from sglang_dspark.scheduling.sps_table import SpsTable
+from step_tables import write_table
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-
-
-def write_table(folder, gamma=2):
-    """10 ms for a step, and 1 for each draft of a request."""
-    drafts, requests = np.arange(gamma + 1.0), np.array([[1.0], [8.0]])
-    verify, draft = 10 + drafts * requests, np.where(drafts > 0, 1.0, 0.0) + 0 * requests
-    table = SpsTable({"dtype": "float32"}, [1, 8], range(gamma + 1), [64], draft[..., None], verify[..., None])
-    table.save(folder / "sps.json")
-    return folder / "sps.json"
 
 
 def test_the_example_shows_where_speculation_stops_to_pay(run):
@@ -28,6 +17,7 @@ def test_the_example_shows_where_speculation_stops_to_pay(run):
     assert float(fixed["64"][5]) > 1 > float(fixed["128"][5])
 
 
+@pytest.mark.slow
 def test_policies_are_swept_and_written(run, tmp_path):
     table = write_table(tmp_path)
     outputs = ("--csv", tmp_path / "out.csv", "--plot", tmp_path / "out.png")
@@ -79,6 +69,7 @@ def test_options_that_do_not_go_together(run, options, says):
     assert says in result.output
 
 
+@pytest.mark.slow
 def test_pages_are_written(run, tmp_path):
     options = ("--table", write_table(tmp_path), "--conditional", "0.8,0.7", "--policies", "off", "--users", "1,2")
     for name, arguments in {"model": (), "server": options}.items():
@@ -102,6 +93,7 @@ def test_a_policy_that_does_not_exist(run, tmp_path):
     assert (result.exit_code, "'fast' is no policy" in result.output) == (1, True)
 
 
+@pytest.mark.slow
 def test_published_numbers_stand_beside_ours(run):
     result = run("simulate", "--published")
     assert result.exit_code == 0, result.output

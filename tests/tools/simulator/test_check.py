@@ -18,6 +18,7 @@ def comparisons():
     return compare(read_sweep(RESULTS / "policies" / "sweep.csv"), table)
 
 
+@pytest.mark.slow
 def test_throughput_is_predicted_where_the_steps_took_what_the_table_says(comparisons):
     """The points beyond the tolerance, and why: docs/simulation.md."""
     missed = {(c.measured.users, c.measured.policy) for c in comparisons if abs(c.error) > TOLERANCE}
@@ -30,12 +31,14 @@ def test_throughput_is_predicted_where_the_steps_took_what_the_table_says(compar
     }
 
 
+@pytest.mark.slow
 def test_what_remains_when_step_times_are_taken_out_is_small(comparisons):
     errors = [abs(c.error_at_speed) for c in comparisons]
     assert max(errors) < TOLERANCE
     assert sum(errors) / len(errors) < 0.04
 
 
+@pytest.mark.slow
 def test_time_to_first_token_follows_from_the_table(comparisons):
     """Nothing of it is fitted: prefills take what the table says of verification."""
     assert all(0.7 < c.ttft_ms / c.measured.ttft_ms < 1.25 for c in comparisons)

@@ -96,6 +96,7 @@ def test_the_same_seed_gives_the_same_figures():
     assert runs[0] == runs[1] != runs[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("users", [1, 16])
 def test_auto_parks_where_drafts_are_hopeless(users):
     made = conditions(compute_bound(), [0.05] * GAMMA, repeats=2)
@@ -104,6 +105,7 @@ def test_auto_parks_where_drafts_are_hopeless(users):
     assert auto.output_tok_s > 0.97 * off.output_tok_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("users", [1, 4, 16, 64])
 def test_auto_is_about_as_good_as_the_best_fixed_length(users):
     made = conditions(compute_bound(), [0.8] * GAMMA, repeats=2)

@@ -12,7 +12,10 @@ from click.testing import CliRunner
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.tools.cli import main
 from sglang_dspark.tools.train import corpus as corpus_module
+from sglang_dspark.tools.train import pipeline
+from sglang_dspark.tools.train.config import TextPlan
 from sglang_dspark.tools.train.target import Target
+from sglang_dspark.tools.train.text_writer import InProcessWriter
 from sglang_dspark.tools.train.trainer import Trainer
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "target"
@@ -79,6 +82,7 @@ def test_prompts_from_a_file_and_invented_ones_become_a_measured_drafter(train, 
     assert "doctor --target" in result.output
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_every_stage_equals_an_uninterrupted_one(train, tmp_path, monkeypatch):
     def killed_at_call(owner, name, call):
         whole, calls = getattr(owner, name), []
@@ -143,6 +147,46 @@ def test_training_by_the_clock_from_another_drafter(train, tmp_path):
     log = [json.loads(line) for line in (tmp_path / "second/log.jsonl").read_text().splitlines()]
     assert log[-1]["held_out"]
     assert log[-1]["step"] == 6  # of --steps, which come first
+
+
+def test_a_server_of_its_own_writes_the_same_greedy_texts(train, tmp_path, chat_target, monkeypatch):
+    """On a GPU the command starts a server; here the same pipeline runs with a stand-in for it."""
+    made = []
+
+    class Own(InProcessWriter):
+        def __init__(self, target, device, dtype, stop_ids, vocab_size, concurrency):
+            made.append((target, device, dtype, vocab_size, concurrency))
+            super().__init__(Target.from_pretrained(target, (1,), dtype=torch.float32))
+            assert stop_ids == self.stop_ids
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            made.append("stopped")
+
+    assert train("here").exit_code == 0
+    monkeypatch.setattr(pipeline, "OwnServerWriter", Own)
+    monkeypatch.setattr(pipeline.TrainJob, "writes_in_process", False)
+    result = train("there")
+    assert result.exit_code == 0, result.output
+    assert made == [(str(chat_target), "cpu", "float32", 256, 64), "stopped"]
+    assert written(tmp_path / "here") == written(tmp_path / "there")
+
+
+@pytest.mark.parametrize(
+    ("options", "here"),
+    [
+        ({"device": "cpu"}, True),
+        ({"device": "cuda:1"}, False),
+        ({"device": "cuda", "store_states": True}, True),
+        ({"device": "cpu", "server": "http://x"}, False),
+    ],
+)
+def test_who_writes_the_texts(options, here, tmp_path):
+    job = {"target": "t", "output": tmp_path, "corpus": tmp_path, "plan": TextPlan(), "plan_options": frozenset()}
+    job |= {"concurrency": 1, "settings": {}, "compute_dtype": "float32"}
+    assert pipeline.TrainJob(**job, **options).writes_in_process == here
 
 
 REFUSED = {

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from sglang_dspark.tools.train.decoding import decode
@@ -54,3 +55,15 @@ def test_sampled_tokens_follow_the_target_distribution(target):
     counts = torch.bincount(torch.tensor([answer(row)[0] for row in written]), minlength=64)
     # Half the L1 distance of 4000 draws to their own law is about 0.4 * sqrt(64 / 4000) = 0.05 at most.
     assert float((counts / 4000 - probs).abs().sum() / 2) < 0.06
+
+
+def test_progress_counts_every_text_once_however_early_it_ends(target):
+    """One step before the limit nearly all is done; what stops early is counted when the batch ends."""
+    alone = greedy_alone(target, PROMPTS[0], 12)
+    stopping = Target(target.model, target.tap_ids)
+    stopping.stop_ids = frozenset({alone[2]})
+    for writer, tokens in ((target, 12), (stopping, 12), (stopping, 40)):
+        steps: list[float] = []
+        decode(writer, PROMPTS, [0.0] * len(PROMPTS), tokens, torch.Generator(), on_progress=steps.append)
+        assert sum(steps) == pytest.approx(len(PROMPTS))
+        assert steps[0] == pytest.approx(len(PROMPTS) / tokens)

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from dspark_kernels import MarkovWalk
 
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.reference import decode_greedy
@@ -22,6 +23,7 @@ def half_trained(target, corpus, config, tmp_path):
     return Trainer(config, target, corpus, corpus, tmp_path).run()
 
 
+@pytest.mark.slow
 def test_greedy_replay_equals_the_literal_decoding_loop(target, rows, half_trained):
     def run_target(ids):
         states = target.forward(torch.tensor([list(ids)]))
@@ -44,6 +46,7 @@ def test_greedy_replay_equals_the_literal_decoding_loop(target, rows, half_train
     assert 1.1 < report.accept_length < 4.9
 
 
+@pytest.mark.slow
 def test_sampled_replay_accepts_with_the_probability_of_speculative_sampling(target, rows, half_trained):
     """First-slot acceptance on fixed texts: the mean of min(1, p_d(y) / p_t(y)) over the anchors that were visited."""
     row = rows[0]
@@ -79,7 +82,8 @@ def literal_rounds(model, target, row, token_ids):
         hidden = block_hidden(model, k[:, None], v[:, None], torch.tensor([[start]]), text[None, start, None])[0, 0]
         token, accepted = int(text[start]), 0
         for slot in range(model.config.block_size):
-            bias, _, _ = heads.markov.step(torch.tensor([token]), hidden[slot : slot + 1], None)
+            # The head is a vanilla one: slots do not depend on those before but by the last token.
+            bias = MarkovWalk(heads.weights.markov, hidden[None, slot, None]).bias(torch.tensor([token]))
             token = token_ids[int((heads.base_logits(hidden[slot : slot + 1]) + bias).argmax())]
             if start + 1 + slot > end or token != text[start + 1 + slot]:
                 break
@@ -131,6 +135,7 @@ def test_loops_are_found_where_they_begin():
     assert loop_start([*[7] * 30, *story]) is None  # over
 
 
+@pytest.mark.slow
 def test_sets_are_measured_in_every_way(target, half_trained):
     sets = {"first": [[5, 9, 11], [7, 3, 8, 20]], "second": [[60, 4]]}
     writer = InProcessWriter(target)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sglang_dspark.errors import ConfigError, DSparkError
-from sglang_dspark.tools.train.server_writer import ServerWriter
+from sglang_dspark.tools.train import server_writer
+from sglang_dspark.tools.train.server_writer import OwnServerWriter, ServerWriter
 
 STOP = 1
 
@@ -90,6 +91,54 @@ def test_tokens_that_are_not_the_targets(server):
 
 
 def test_nobody_answers(server):
-    writer = ServerWriter("http://127.0.0.1:9", frozenset(), 64)
+    writer = ServerWriter("http://127.0.0.1:9", frozenset(), 64, concurrency=1)
     with pytest.raises(ConfigError, match=r"--server http://127\.0\.0\.1:9: .*check that an SGLang server"):
         writer.write([[3]], [0.0], 4, torch.Generator())
+
+
+@pytest.fixture
+def launched(server, monkeypatch):
+    """Every server that a writer launches, as a list of what happened; the stand-in answers for all of them."""
+    events = []
+
+    class Launched:
+        url = server.url
+
+        def __init__(self, target, *flags, env):
+            self._asked = (target, flags, dict(env))
+
+        def __enter__(self):
+            events.append(self._asked)
+            return self
+
+        def __exit__(self, *error):
+            events.append("stopped")
+
+    monkeypatch.setattr(server_writer, "LaunchedServer", Launched)
+    return events
+
+
+def test_a_server_of_its_own_runs_from_the_first_text_to_the_end(launched):
+    with OwnServerWriter("model", "cuda:1", "bfloat16", frozenset({STOP}), 64, 2) as writer:
+        assert launched == []
+        for _ in range(2):
+            [row] = writer.write([[3]], [0.0], 20, torch.Generator())
+            assert row.input_ids.tolist() == [3, 7, 1]
+        assert launched == [("model", ("--base-gpu-id", "1", "--dtype", "bfloat16"), {})]
+    assert launched[1:] == ["stopped"]
+
+
+def test_texts_that_are_there_need_no_server(launched):
+    with OwnServerWriter("model", "cpu", "float32", frozenset({STOP}), 64, 2) as writer:
+        assert writer.stop_ids == {STOP}
+    assert launched == []
+
+
+def test_a_server_of_its_own_is_stopped_after_a_failure(launched):
+    def fail():
+        with OwnServerWriter("model", "cuda", "bfloat16", frozenset({STOP}), 64, 2) as writer:
+            writer.write([[9, 9]], [0.0], 20, torch.Generator())
+
+    with pytest.raises(DSparkError, match="no such luck"):
+        fail()
+    assert launched[-1] == "stopped"

@@ -13,6 +13,7 @@ from sglang_dspark.tools.train.rows import stored_states
 from sglang_dspark.tools.train.trainer import DRAFT_DIR, Trainer
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_a_small_corpus_by_heart(target, rows, config, tmp_path):
     corpus = Corpus(rows[:3])
     overfit = replace(config, steps=250, learning_rate=1e-2, batch_rows=3, anchors_per_row=20, checkpoint_every=250)

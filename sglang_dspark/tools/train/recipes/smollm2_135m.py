@@ -16,12 +16,14 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids, save_token_ids
 from sglang_dspark.draft.weights import load_draft_model
@@ -32,8 +34,9 @@ from sglang_dspark.tools.train.measure import measure, measured_texts, table
 from sglang_dspark.tools.train.prompt_format import PromptFormat
 from sglang_dspark.tools.train.recipes.seed_prompts import BOXED, openings, templated
 from sglang_dspark.tools.train.rows import CorpusRow, keep_states, kept_bytes, stored_states
-from sglang_dspark.tools.train.target import Target
-from sglang_dspark.tools.train.text_writer import InProcessWriter
+from sglang_dspark.tools.train.server_writer import OwnServerWriter
+from sglang_dspark.tools.train.target import Target, stop_ids_of
+from sglang_dspark.tools.train.text_writer import InProcessWriter, TextWriter
 from sglang_dspark.tools.train.trainer import DRAFT_DIR, StepReport, Trainer, answer_counts
 
 TARGET_DIR = Path(".cache/smollm2-135m-instruct")
@@ -51,8 +54,9 @@ ANSWER_SHARES = (0.7, 0.2, 0.1)
 MAX_INVENTED_LEN = 128
 MAX_PROMPT_LEN = 256
 MAX_ANSWER_LEN = 256
-# Texts per shard, and openings per batch: a lane that ends early takes the next text of the shard.
+# Texts per shard, and openings per batch; and requests at the server at a time.
 BATCH_SIZE = 8192
+CONCURRENCY = 512
 DRAFT_VOCABULARY = 12288
 # Of the free memory of a GPU, for the states of the texts.
 STATES_SHARE = 0.6
@@ -107,14 +111,24 @@ def load_target(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Target:
     return Target.from_pretrained(folder, TAP_IDS, dtype=dtype, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def write_prompts(target: Target, prompt_format: PromptFormat, path: Path, seconds: float, say: Say) -> None:
+@contextmanager
+def text_writer(folder: Path) -> Iterator[TextWriter]:
+    """An SGLang server of the target on the GPU where there is one, else the target in this process."""
+    if not torch.cuda.is_available():
+        yield InProcessWriter(load_target(folder))
+        return
+    vocab_size = AutoConfig.from_pretrained(folder).vocab_size
+    with OwnServerWriter(str(folder), "cuda", "bfloat16", stop_ids_of(folder), vocab_size, CONCURRENCY) as writer:
+        yield writer
+
+
+def write_prompts(writer: TextWriter, prompt_format: PromptFormat, path: Path, seconds: float, say: Say) -> None:
     """Collect the training prompts in `path`, all domains mixed; inventing ends after about `seconds`."""
     if path.exists():
         return
     rng = random.Random(SEED)
     generator = torch.Generator().manual_seed(SEED)
-    writer = InProcessWriter(target)
-    size = _batch_size(target)
+    size = _batch_size()
     started = time.perf_counter()
     prompts = {domain: templated(domain, counts[0], SEED) for domain, counts in PROMPT_COUNTS.items()}
     for domain, temperature, chunk in _inventing_jobs(size):
@@ -159,7 +173,7 @@ def _inventing_jobs(size: int) -> Iterator[tuple[str, float, list[str]]]:
 
 
 def write_corpus(
-    target: Target, prompt_format: PromptFormat, prompts_path: Path, folder: Path, seconds: float, say: Say
+    writer: TextWriter, prompt_format: PromptFormat, prompts_path: Path, folder: Path, seconds: float, say: Say
 ) -> None:
     """Let the target answer the prompts for about `seconds`; texts go to shards in `folder`."""
     rows = [json.loads(line) for line in prompts_path.read_text(encoding="utf-8").splitlines()]
@@ -168,12 +182,12 @@ def write_corpus(
     say(f"{len(prompts)} prompts to answer")
     started = time.perf_counter()
     generate(
-        InProcessWriter(target),
+        writer,
         prompts,
         temperatures,
         folder,
         max_new_tokens=MAX_ANSWER_LEN,
-        batch_size=_batch_size(target),
+        batch_size=_batch_size(),
         seed=SEED,
         seconds=seconds,
         on_shard=lambda done, total: say(f"shard {done} of {total}, {time.perf_counter() - started:.0f} s"),
@@ -242,8 +256,8 @@ def measure_drafters(target_dir: Path, drafters: Sequence[Path], files: Sequence
     return results
 
 
-def _batch_size(target: Target) -> int:
-    return BATCH_SIZE if target.device.type == "cuda" else CPU_BATCH_SIZE
+def _batch_size() -> int:
+    return BATCH_SIZE if torch.cuda.is_available() else CPU_BATCH_SIZE
 
 
 def _since(started: float) -> str:
@@ -280,12 +294,13 @@ def main(arguments: Sequence[str]) -> None:
     if options.command == "measure":
         measure_drafters(options.target, options.draft, options.files, say)
         return
-    target = load_target(options.target)
     prompt_format = PromptFormat.from_pretrained(options.target)
     prompts, texts = options.output / "prompts.jsonl", options.output / "corpus"
     seconds = 60 * options.write_minutes
-    write_prompts(target, prompt_format, prompts, INVENTING_SHARE * seconds, say)
-    write_corpus(target, prompt_format, prompts, texts, (1 - INVENTING_SHARE) * seconds, say)
+    with text_writer(options.target) as writer:
+        write_prompts(writer, prompt_format, prompts, INVENTING_SHARE * seconds, say)
+        write_corpus(writer, prompt_format, prompts, texts, (1 - INVENTING_SHARE) * seconds, say)
+    target = load_target(options.target)
     config = variant_config(options.variant, options.train_minutes, target.device.type)
     corpus, held_out = load_corpus(target, texts, say)
     train(target, corpus, held_out, options.output / options.variant, config, say, options.init)

@@ -1,0 +1,128 @@
+"""Break the code on purpose, one place at a time: the test that guards the place has to fail.
+
+The list is tests/mutants.toml. Every change is made in a copy of the working tree.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).resolve().parents[1]
+MUTANTS = ROOT / "tests" / "mutants.toml"
+TIMEOUT_S = 900
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change.
+
+    Attributes:
+        file: relative to the repository.
+        old: text that occurs once in it.
+        new: what takes its place.
+        test: id of the test that has to fail.
+        why: what would go wrong for a user.
+    """
+
+    file: str
+    old: str
+    new: str
+    test: str
+    why: str
+
+    def apply(self, tree: Path) -> str:
+        """Change the file below ``tree``; returns what it held.
+
+        Raises:
+            ValueError: the old text does not occur exactly once.
+        """
+        path = tree / self.file
+        source = path.read_text()
+        if source.count(self.old) != 1:
+            raise ValueError(f"{self.file}: {self.old!r} occurs {source.count(self.old)} times, not once")
+        path.write_text(source.replace(self.old, self.new))
+        return source
+
+
+class Verdict(Enum):
+    """What became of a mutant."""
+
+    CAUGHT = "caught"
+    SURVIVED = "SURVIVED"
+    NOT_RUN = "NOT RUN"
+
+
+def read_mutants(path: Path = MUTANTS) -> list[Mutant]:
+    """The list."""
+    return [Mutant(**entry) for entry in tomllib.loads(path.read_text())["mutant"]]
+
+
+def copy_tree(target: Path) -> None:
+    """Copy the files that git knows, or would."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target / name)
+
+
+def run_tests(tree: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run tests in a copy of the tree, with its code."""
+    # Two changes within a second may leave a file as old and as long as it was: bytecode would be taken for fresh.
+    paths = {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "kernels")]), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    return subprocess.run(
+        command, cwd=tree, env=os.environ | paths, capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
+
+
+def try_one(mutant: Mutant, tree: Path) -> tuple[Verdict, str]:
+    """The verdict, and what pytest printed."""
+    source = mutant.apply(tree)
+    try:
+        done = run_tests(tree, [mutant.test])
+    finally:
+        (tree / mutant.file).write_text(source)
+    # Of pytest: 0 all passed, 1 some failed; the rest were not run, for an error of syntax perhaps.
+    verdicts = {0: Verdict.SURVIVED, 1: Verdict.CAUGHT, -signal.SIGSEGV: Verdict.CAUGHT}
+    return verdicts.get(done.returncode, Verdict.NOT_RUN), done.stdout + done.stderr
+
+
+@click.command()
+@click.option("--only", default="", help="Try those with this text in file, test or reason.")
+def main(only: str) -> None:
+    """Try every mutant of tests/mutants.toml and print a table; fail unless all are caught."""
+    mutants = [m for m in read_mutants() if only in f"{m.file} {m.test} {m.why}"]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        unchanged = run_tests(tree, sorted({mutant.test for mutant in mutants}))
+        if unchanged.returncode != 0:
+            raise click.ClickException(f"the tests fail without any change:\n{unchanged.stdout[-4000:]}")
+        wrong = 0
+        for mutant in mutants:
+            start = time.monotonic()
+            verdict, printed = try_one(mutant, tree)
+            click.echo(f"{verdict.value:9} {time.monotonic() - start:5.0f} s  {mutant.file}: {mutant.why}")
+            if verdict is not Verdict.CAUGHT:
+                wrong += 1
+                click.echo(f"  by {mutant.test}\n{printed[-1500:]}", err=True)
+    click.echo(f"{len(mutants) - wrong} of {len(mutants)} caught")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

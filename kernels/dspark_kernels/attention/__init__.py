@@ -1,0 +1,1 @@
+"""Attention of a few rows over paged K/V, and what writes these."""

@@ -1,0 +1,229 @@
+"""Attention of a few query rows per request: over its paged context, and over the window of the rows themselves.
+
+Both forwards of a decode step have this shape. In the draft block every row sees the whole window (Eq. 3), in the
+target's verification a row sees the window up to itself. K/V of the window are handed in beside the pool: those of a
+draft block are never stored there.
+
+Slots are read from SGLang's ``req_to_token`` table, and lengths from the device: the kernel needs no index list built
+for it and no value of the host, so it can be captured in a CUDA graph.
+
+All query heads that share a K/V head, and all rows of a request, are one tile: the context is read once per K/V head,
+where a kernel that works head by head reads it once per query head. A group of heads whose tile would be too large is
+shared out among programs. Few requests with long contexts would leave most of a GPU idle, so the context is split over
+several programs and their parts are combined afterwards (flash-decoding).
+
+Bytes moved: 2 * kv_heads * hd * (context + rows) of K and V, and twice the queries; the floor is that over the memory
+bandwidth. With S splits, 8 * S bytes per query element come on top.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from dspark_kernels.attention.strides import with_whole_rows
+from dspark_kernels.attention.window_kernels import combine_kernel, window_attention_kernel
+from dspark_kernels.dispatch import on_kernels
+from dspark_kernels.hardware import num_processors
+
+_MIN_DOT = 16  # smallest tile side of tl.dot
+_MAX_SPLITS = 32
+_MAX_TILE = 16_384  # elements of a program's queries, beyond which registers and shared memory do not suffice
+_FOUR_WARPS_TILE = 4096  # elements that four warps hold in their registers
+_WIDE_HEAD = 128  # head dimension beyond which only half as many keys are taken at a time
+
+
+@dataclass(frozen=True)
+class PagedWindows:
+    """Windows of rows over paged contexts.
+
+    Attributes:
+        req_to_token: [rows, columns] int32, slot of every position of every request; columns ``0..prefix_lens[r]-1`` of
+            row ``req_pool_indices[r]`` are read.
+        req_pool_indices: [bs] int64.
+        prefix_lens: [bs] int64, context length per request; 0 is allowed.
+        indptr: [bs + 1] int64, first row of each request; a request without rows is allowed, and so are rows past the
+            last request.
+        width: bound on the rows of a request.
+    """
+
+    req_to_token: torch.Tensor
+    req_pool_indices: torch.Tensor
+    prefix_lens: torch.Tensor
+    indptr: torch.Tensor
+    width: int
+
+
+def window_attention_ref(
+    q: torch.Tensor,  # [N, heads, hd]
+    k: torch.Tensor,  # [N, kv_heads, hd]
+    v: torch.Tensor,  # [N, kv_heads, hd]
+    pool: tuple[torch.Tensor, torch.Tensor],  # [slots, kv_heads, hd] each
+    windows: PagedWindows,
+    *,
+    causal: bool,
+    scale: float,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """The same as :func:`window_attention` in plain torch. Syncs with the host."""
+    out = torch.zeros_like(q)
+    for request, (start, end) in enumerate(itertools.pairwise(windows.indptr.tolist())):
+        if start == end:
+            continue
+        prefix, rows = int(windows.prefix_lens[request]), end - start
+        slots = windows.req_to_token[windows.req_pool_indices[request], :prefix].long()
+        keys, values = (
+            torch.cat([cached[slots], x[start:end]]).transpose(0, 1) for cached, x in zip(pool, (k, v), strict=True)
+        )
+        visible = torch.ones(rows, prefix + rows, dtype=torch.bool, device=q.device)
+        if causal:
+            visible = visible.tril(prefix)
+        attended = F.scaled_dot_product_attention(
+            q[start:end].transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=visible,
+            scale=scale,
+            enable_gqa=True,
+        )
+        out[start:end] = attended[0].transpose(0, 1)
+    return out
+
+
+@on_kernels(window_attention_ref)
+def window_attention(
+    q: torch.Tensor,  # [N, heads, hd]
+    k: torch.Tensor,  # [N, kv_heads, hd]
+    v: torch.Tensor,  # [N, kv_heads, hd]
+    pool: tuple[torch.Tensor, torch.Tensor],  # [slots, kv_heads, hd] each
+    windows: PagedWindows,
+    *,
+    causal: bool,
+    scale: float,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Attend from every row to its request's context and window.
+
+    Args:
+        q, k, v: rows of the windows, request by request, normalised and rotated; float32, float16 or bfloat16. Rows may
+            lie apart, as they do in the output of a fused projection.
+        pool: K and V of the contexts in this layer, contiguous.
+        windows: whose rows they are, and where the contexts lie.
+        causal: a row sees the window up to itself, not all of it.
+        scale: of the scores.
+        splits: programs that share a context, at most 32; None = what fills the GPU, see :func:`num_splits`.
+
+    Returns:
+        [N, heads, hd] in q's dtype, 0 in rows of no request; softmax and sums in float32. No host sync; safe under
+        graph capture.
+
+    Raises:
+        ValueError: the pool rows are not contiguous.
+    """
+    if not (pool[0].is_contiguous() and pool[1].is_contiguous()):
+        raise ValueError("k_pool and v_pool must be contiguous; pass one layer of a [L, slots, kv_heads, hd] pool")
+    q, k, v = (with_whole_rows(x) for x in (q, k, v))
+    num_rows, num_heads, head_dim = q.shape
+    if splits is None:
+        # Captured forwards have a slot for every request that might come; so many requests at least have rows.
+        splits = num_splits(triton.cdiv(num_rows, windows.width), k.shape[1], num_processors(q.device))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if splits == 1:
+        _attend((q, k, v), pool, windows, out, None, causal=causal, scale=scale)
+        return out
+    parts = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
+    lse = torch.empty((splits, num_rows, num_heads), dtype=torch.float32, device=q.device)
+    _attend((q, k, v), pool, windows, parts, lse, causal=causal, scale=scale)
+    combine_kernel[(num_rows * num_heads,)](
+        parts,
+        lse,
+        out,
+        num_rows * num_heads,
+        splits,
+        windows.indptr[-1:],
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        # Whatever the number of splits, which changes with the batch: the same kernel.
+        BLOCK_S=_MAX_SPLITS,
+        BLOCK_D=_block_d(head_dim),
+    )
+    return out
+
+
+def _attend(
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    pool: tuple[torch.Tensor, torch.Tensor],
+    windows: PagedWindows,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    causal: bool,
+    scale: float,
+) -> None:
+    """Write the attention of q, k and v into ``out``, or with ``lse`` the parts of it."""
+    q, k, v = rows
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group, width, block_d = num_heads // num_kv_heads, windows.width, _block_d(head_dim)
+    share = _heads_per_program(group, width, block_d)
+    block_m = max(_MIN_DOT, triton.next_power_of_2(width * share))
+    window_attention_kernel[
+        len(windows.prefix_lens), num_kv_heads * triton.cdiv(group, share), 1 if lse is None else len(lse)
+    ](
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *pool,
+        windows.req_to_token,
+        windows.req_pool_indices,
+        windows.prefix_lens,
+        windows.indptr,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        windows.req_to_token.stride(0),
+        num_rows,
+        scale,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        CAUSAL=causal,
+        IS_SPLIT=lse is not None,
+        SHARE=share,
+        BLOCK_H=triton.next_power_of_2(share),
+        BLOCK_M=block_m,
+        BLOCK_W=max(_MIN_DOT, triton.next_power_of_2(width)),
+        BLOCK_N=64 if block_d <= _WIDE_HEAD else 32,
+        BLOCK_D=block_d,
+        num_warps=4 if block_m * block_d <= _FOUR_WARPS_TILE else 8,
+    )
+
+
+def _block_d(head_dim: int) -> int:
+    return max(_MIN_DOT, triton.next_power_of_2(head_dim))
+
+
+def _heads_per_program(group: int, width: int, block_d: int) -> int:
+    """Query heads of a K/V head that share a tile: all of them, unless it were too large."""
+    share = group
+    while share > 1 and triton.next_power_of_2(width * share) * block_d > _MAX_TILE:
+        share = triton.cdiv(share, 2)
+    return share
+
+
+def num_splits(bs: int, num_kv_heads: int, num_processors: int) -> int:
+    """Splits of the contexts that give every multiprocessor of the GPU about two programs.
+
+    Args:
+        bs: requests of the batch.
+        num_kv_heads: of one layer on this rank.
+        num_processors: multiprocessors of the GPU.
+    """
+    wanted = 2 * num_processors // max(1, bs * num_kv_heads)
+    return max(1, min(_MAX_SPLITS, 1 << (wanted.bit_length() - 1))) if wanted else 1

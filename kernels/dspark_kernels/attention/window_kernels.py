@@ -1,0 +1,255 @@
+"""The kernels behind ``window_attention``: one attends, the other joins the parts of contexts that were split."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _attend_tile(q, k, v, visible, row_max, row_sum, acc, scale):
+    """One step of the online softmax over a tile of keys; every row has a finite ``row_max`` or sees one of them."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    weights = tl.exp(scores - new_max[:, None])
+    shrink = tl.exp(row_max - new_max)
+    row_sum = row_sum * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return new_max, row_sum, acc
+
+
+@triton.jit
+def _attend_context(
+    q,
+    k_pool_ptr,  # of the K/V head
+    v_pool_ptr,
+    table,  # slots of the request
+    first,
+    last,
+    dims,
+    row_max,
+    row_sum,
+    acc,
+    scale,
+    SLOT_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The online softmax over the context's positions ``first..last-1``."""
+    for begin in range(first, last, BLOCK_N):
+        positions = begin + tl.arange(0, BLOCK_N)
+        visible = positions < last
+        slots = tl.load(table + positions, mask=visible, other=0).to(tl.int64)
+        offsets = slots[:, None] * SLOT_SIZE + dims[None, :]
+        mask = visible[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(k_pool_ptr + offsets, mask=mask, other=0.0)
+        v = tl.load(v_pool_ptr + offsets, mask=mask, other=0.0)
+        row_max, row_sum, acc = _attend_tile(q, k, v, visible[None, :], row_max, row_sum, acc, scale)
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def _attend_window(
+    q,
+    k_ptr,  # first row of the request, its K/V head
+    v_ptr,
+    k_stride,
+    v_stride,
+    length,
+    place,  # of the query rows in the window
+    dims,
+    row_max,
+    row_sum,
+    acc,
+    scale,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """The online softmax over the request's own rows."""
+    columns = tl.arange(0, BLOCK_W)
+    is_column = columns < length
+    mask = is_column[:, None] & (dims < HEAD_DIM)[None, :]
+    rows = columns.to(tl.int64)[:, None]
+    k = tl.load(k_ptr + rows * k_stride + dims[None, :], mask=mask, other=0.0)
+    v = tl.load(v_ptr + rows * v_stride + dims[None, :], mask=mask, other=0.0)
+    visible = is_column[None, :]
+    if CAUSAL:
+        # Column 0 is visible to every row, those past the request's end included.
+        visible = visible & (columns[None, :] <= place[:, None])
+    return _attend_tile(q, k, v, visible, row_max, row_sum, acc, scale)
+
+
+@triton.jit
+def _clear_padding(
+    out_ptr,
+    indptr_ptr,
+    num_rows,
+    heads,
+    in_share,
+    ROW_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write zeros to a share of the rows of no request, for ``heads`` [M]: what follows computes with them."""
+    dims = tl.arange(0, BLOCK_D)
+    places = heads[:, None] * HEAD_DIM + dims[None, :]
+    mask = in_share[:, None] & (dims < HEAD_DIM)[None, :]
+    zeros = tl.zeros(places.shape, out_ptr.dtype.element_ty)
+    end = tl.load(indptr_ptr + tl.num_programs(0)).to(tl.int32)
+    for row in range(end + tl.program_id(0), num_rows, tl.num_programs(0)):
+        tl.store(out_ptr + tl.cast(row, tl.int64) * ROW_SIZE + places, zeros, mask=mask)
+
+
+# What changes from step to step must not cause compilations, by its value or by the place of a tensor in memory.
+_STEP_POINTERS = ["req_pool_indices_ptr", "prefix_lens_ptr", "indptr_ptr"]
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_STEP_POINTERS)
+def window_attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,  # [N, heads, hd]; with IS_SPLIT [splits, N, heads, hd] float32
+    lse_ptr,  # [splits, N, heads] float32, None without IS_SPLIT
+    k_pool_ptr,
+    v_pool_ptr,
+    req_to_token_ptr,
+    req_pool_indices_ptr,
+    prefix_lens_ptr,
+    indptr_ptr,
+    q_stride,
+    k_stride,
+    v_stride,
+    table_stride,
+    num_rows,
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per K/V head
+    HEAD_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    SHARE: tl.constexpr,  # heads of a group that a program takes
+    BLOCK_H: tl.constexpr,  # >= SHARE
+    BLOCK_M: tl.constexpr,  # >= SHARE times the most rows of a request
+    BLOCK_W: tl.constexpr,  # >= the most rows of a request
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # >= HEAD_DIM
+) -> None:
+    """Grid (bs, K/V heads times shares of their groups, splits): a program's query rows are all of the request's."""
+    shares: tl.constexpr = (GROUP + SHARE - 1) // SHARE
+    request = tl.program_id(0)
+    kv_head = tl.program_id(1) // shares
+    first_head = tl.program_id(1) % shares * SHARE
+    split = tl.program_id(2)
+    if not IS_SPLIT:
+        of_share = tl.arange(0, BLOCK_H)
+        in_share = (of_share < SHARE) & (first_head + of_share < GROUP)
+        row_size: tl.constexpr = NUM_KV_HEADS * GROUP * HEAD_DIM
+        heads = kv_head * GROUP + first_head + of_share
+        _clear_padding(out_ptr, indptr_ptr, num_rows, heads, in_share, row_size, HEAD_DIM, BLOCK_D)
+    start = tl.load(indptr_ptr + request).to(tl.int64)
+    length = (tl.load(indptr_ptr + request + 1) - start).to(tl.int32)
+    if length > 0:
+        dims = tl.arange(0, BLOCK_D)
+        in_head = dims < HEAD_DIM
+        rows = tl.arange(0, BLOCK_M)
+        place = rows // SHARE
+        in_group = first_head + rows % SHARE
+        is_row = (place < length) & (in_group < GROUP)
+        head = kv_head * GROUP + in_group
+        row_heads = (start + place) * (NUM_KV_HEADS * GROUP) + head
+        q_mask = is_row[:, None] & in_head[None, :]
+        q_offsets = (start + place) * q_stride + head * HEAD_DIM
+        q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=q_mask, other=0.0)
+
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+        prefix = tl.load(prefix_lens_ptr + request).to(tl.int32)
+        # Whole tiles per split, so that only the last one is ragged.
+        tiles = tl.cdiv(prefix, BLOCK_N)
+        per_split = tl.cdiv(tiles, tl.num_programs(2)) * BLOCK_N
+        first = split * per_split
+        last = tl.minimum(first + per_split, prefix)
+
+        table = req_to_token_ptr + tl.load(req_pool_indices_ptr + request).to(tl.int64) * table_stride
+        row_max, row_sum, acc = _attend_context(
+            q,
+            k_pool_ptr + kv_head * HEAD_DIM,
+            v_pool_ptr + kv_head * HEAD_DIM,
+            table,
+            first,
+            last,
+            dims,
+            row_max,
+            row_sum,
+            acc,
+            scale,
+            NUM_KV_HEADS * HEAD_DIM,
+            HEAD_DIM,
+            BLOCK_N,
+        )
+        if split == 0:
+            row_max, row_sum, acc = _attend_window(
+                q,
+                k_ptr + start * k_stride + kv_head * HEAD_DIM,
+                v_ptr + start * v_stride + kv_head * HEAD_DIM,
+                k_stride,
+                v_stride,
+                length,
+                place,
+                dims,
+                row_max,
+                row_sum,
+                acc,
+                scale,
+                CAUSAL,
+                HEAD_DIM,
+                BLOCK_W,
+            )
+
+        # As a weighted part where other programs have the rest of the context.
+        if not IS_SPLIT:
+            out = acc / row_sum[:, None]
+            out_offsets = row_heads[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+        else:
+            # A split without a key has sum 0: its part is 0 with a weight of exp(-inf).
+            out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+            lse = tl.where(row_sum > 0, row_max + tl.log(tl.where(row_sum > 0, row_sum, 1.0)), float("-inf"))
+            part = row_heads + split * num_rows * (NUM_KV_HEADS * GROUP)
+            tl.store(out_ptr + part[:, None] * HEAD_DIM + dims[None, :], out, mask=q_mask)
+            tl.store(lse_ptr + part, lse, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_row_heads", "splits"], do_not_specialize_on_alignment=["last_ptr"])
+def combine_kernel(
+    parts_ptr,  # [splits, N, heads, hd] float32
+    lse_ptr,  # [splits, N, heads] float32
+    out_ptr,  # [N, heads, hd]
+    num_row_heads,
+    splits,
+    last_ptr,  # the end of indptr: rows from there on belong to no request
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # >= splits
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Grid (N * heads,): the parts of a row and head, joined; 0 in rows of no request."""
+    row_head = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, BLOCK_D)
+    in_head = dims < HEAD_DIM
+    out = tl.zeros([BLOCK_D], tl.float32)
+    if row_head // NUM_HEADS < tl.load(last_ptr):
+        split = tl.arange(0, BLOCK_S)
+        is_split = split < splits
+        places = split * num_row_heads + row_head
+        lse = tl.load(lse_ptr + places, mask=is_split, other=float("-inf"))
+        weights = tl.exp(lse - tl.max(lse, 0))
+        mask = is_split[:, None] & in_head[None, :]
+        parts = tl.load(parts_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+        out = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out_ptr + row_head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=in_head)

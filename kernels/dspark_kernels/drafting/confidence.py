@@ -1,0 +1,121 @@
+"""Confidence logits of a drafted block: w . [h_k ; W1[x_{k-1}]] + b in float32 (DSpark, Eq. 7)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from dspark_kernels.dispatch import on_kernels
+from dspark_kernels.drafting.heads import ConfidenceWeights
+
+_BLOCK_D = 1024
+
+
+def block_confidence_ref(
+    hidden: torch.Tensor,  # [bs, gamma, d]
+    anchors: torch.Tensor,  # [bs] int64
+    tokens: torch.Tensor,  # [bs, gamma] int64
+    weights: ConfidenceWeights,
+    w1: torch.Tensor | None,  # [V, r]
+) -> torch.Tensor:
+    """The same as :func:`block_confidence` in plain torch."""
+    _check(hidden, weights, w1)
+    features = hidden.float()
+    if weights.weight.shape[0] > hidden.shape[-1]:
+        assert w1 is not None
+        previous = torch.cat((anchors[:, None], tokens[:, :-1]), dim=1)
+        features = torch.cat((features, F.embedding(previous, w1).float()), dim=-1)
+    return F.linear(features, weights.weight.float()[None], weights.bias.float()).squeeze(-1)
+
+
+# Depths change from step to step; each would compile the kernel again.
+@triton.jit(do_not_specialize=["gamma"])
+def _block_confidence_kernel(
+    hidden_ptr,
+    anchors_ptr,
+    tokens_ptr,
+    weight_ptr,
+    bias_ptr,
+    w1_ptr,
+    out_ptr,
+    gamma,
+    HIDDEN: tl.constexpr,
+    RANK: tl.constexpr,  # 0: no Markov embedding
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # >= RANK
+):
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, BLOCK_D)
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, HIDDEN, BLOCK_D):
+        inside = start + dims < HIDDEN
+        hidden = tl.load(hidden_ptr + row * HIDDEN + start + dims, mask=inside, other=0.0).to(tl.float32)
+        total += hidden * tl.load(weight_ptr + start + dims, mask=inside, other=0.0).to(tl.float32)
+    logit = tl.sum(total, 0) + tl.load(bias_ptr).to(tl.float32)
+    if RANK > 0:
+        is_first = row % gamma == 0
+        anchor = tl.load(anchors_ptr + row // gamma)
+        previous = tl.where(is_first, anchor, tl.load(tokens_ptr + row - 1, mask=row > 0, other=0))
+        ranks = tl.arange(0, BLOCK_R)
+        inside = ranks < RANK
+        embedding = tl.load(w1_ptr + previous * RANK + ranks, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + HIDDEN + ranks, mask=inside, other=0.0).to(tl.float32)
+        logit += tl.sum(embedding * weight, 0)
+    tl.store(out_ptr + row, logit)
+
+
+@on_kernels(block_confidence_ref)
+def block_confidence(
+    hidden: torch.Tensor,  # [bs, gamma, d]
+    anchors: torch.Tensor,  # [bs] int64
+    tokens: torch.Tensor,  # [bs, gamma] int64
+    weights: ConfidenceWeights,
+    w1: torch.Tensor | None,  # [V, r]
+) -> torch.Tensor:
+    """Raw confidence logits of a whole block in one launch.
+
+    Args:
+        hidden: post-norm hidden states, any float dtype.
+        anchors: the tokens before slot 0.
+        tokens: the block's tokens; the last one is not read.
+        weights: the head; its length says whether it reads Markov embeddings.
+        w1: Markov embeddings; may be None when the head does not read them.
+
+    Returns:
+        [bs, gamma] float32. No host sync; safe under graph capture.
+
+    Raises:
+        ValueError: the head reads Markov embeddings of another width than W1 has.
+    """
+    bs, gamma, width = hidden.shape
+    rank = _check(hidden, weights, w1)
+    out = torch.empty((bs, gamma), dtype=torch.float32, device=hidden.device)
+    _block_confidence_kernel[(bs * gamma,)](
+        hidden.contiguous(),
+        anchors.contiguous(),
+        tokens.contiguous(),
+        weights.weight,
+        weights.bias,
+        w1,
+        out,
+        gamma,
+        HIDDEN=width,
+        RANK=rank,
+        BLOCK_D=min(_BLOCK_D, triton.next_power_of_2(width)),
+        BLOCK_R=triton.next_power_of_2(max(rank, 1)),
+    )
+    return out
+
+
+def _check(hidden: torch.Tensor, weights: ConfidenceWeights, w1: torch.Tensor | None) -> int:
+    """The rank of the Markov embeddings that the head reads, 0 for none."""
+    width = hidden.shape[-1]
+    rank = weights.weight.shape[0] - width
+    if rank != 0 and (w1 is None or w1.shape[1] != rank):
+        raise ValueError(
+            f"the confidence head has {weights.weight.shape[0]} weights for {width} hidden channels, W1 has shape "
+            f"{None if w1 is None else tuple(w1.shape)}; pass the W1 of the same checkpoint"
+        )
+    return rank

@@ -1,0 +1,80 @@
+"""A drafted block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dspark_kernels.drafting.draft_law import DraftLaw
+
+
+@dataclass(frozen=True)
+class DraftBlock:
+    """A drafted block. When a request of the batch is sampled, exactly one of ``probs`` and ``law`` is set.
+
+    Attributes:
+        tokens: [bs, gamma] int64.
+        probs: [bs, gamma, V] float32, what the tokens of sampled requests were drawn from, arbitrary for the others;
+            None when no request is sampled.
+        confidence_logits: [bs, gamma] float32, uncalibrated; None without a confidence head.
+        law: the same as ``probs`` from the kernels, not written out.
+        copied: [bs, gamma] bool, tokens that were not drawn but copied from elsewhere: their proposal is one-hot,
+            whatever ``probs`` or ``law`` says; None without any.
+    """
+
+    tokens: torch.Tensor
+    probs: torch.Tensor | None = None
+    confidence_logits: torch.Tensor | None = None
+    law: DraftLaw | None = None
+    copied: torch.Tensor | None = None
+
+    @staticmethod
+    def empty(bs: int, device: torch.device | str) -> DraftBlock:
+        """Blocks without drafts, as plain steps have them."""
+        return DraftBlock(torch.empty((bs, 0), dtype=torch.int64, device=device))
+
+    @property
+    def depth(self) -> int:
+        """Drafts of a block."""
+        return self.tokens.shape[1]
+
+    def written_law(self) -> torch.Tensor | None:
+        """[bs, gamma, V] float32 of ``probs`` or ``law``, whichever is there."""
+        return self.probs if self.law is None else self.law.probs()
+
+    def spread(self, index: torch.Tensor, bs: int) -> DraftBlock:
+        """A batch of ``bs`` requests in which ``index`` [m] int64 have these blocks, the others fillers."""
+
+        def place(part: torch.Tensor | None) -> torch.Tensor | None:
+            return None if part is None else part.new_zeros((bs, *part.shape[1:])).index_copy_(0, index, part)
+
+        tokens = place(self.tokens)
+        assert tokens is not None
+        law = None if self.law is None else self.law.spread(index, bs)
+        return DraftBlock(tokens, place(self.probs), place(self.confidence_logits), law)
+
+    def first(self, bs: int) -> DraftBlock:
+        """The first ``bs`` requests; no copy."""
+        law = None if self.law is None else self.law.first(bs)
+        probs, logits = (None if part is None else part[:bs] for part in (self.probs, self.confidence_logits))
+        return DraftBlock(self.tokens[:bs], probs, logits, law)
+
+    def with_copies(self, tokens: torch.Tensor, copied: torch.Tensor) -> DraftBlock:
+        """These blocks with other tokens in place of some drafts.
+
+        Args:
+            tokens: [bs, width] int64; a wider block than this one is filled up with fillers.
+            copied: [bs, width] bool, where ``tokens`` are taken.
+        """
+        gamma, width = self.tokens.shape[1], tokens.shape[1]
+        wider = max(0, width - gamma)
+        pad = torch.nn.functional.pad
+        tokens, copied = pad(tokens, (0, max(0, gamma - width))), pad(copied, (0, max(0, gamma - width)))
+        return DraftBlock(
+            tokens=torch.where(copied, tokens, pad(self.tokens, (0, wider))),
+            probs=None if self.probs is None else pad(self.probs, (0, 0, 0, wider)),
+            confidence_logits=None if self.confidence_logits is None else pad(self.confidence_logits, (0, wider)),
+            law=None if self.law is None else self.law.widened(wider),
+            copied=copied,
+        )

@@ -1,0 +1,222 @@
+"""A block of drafts, token by token: one function, as kernels and as the torch walk (``walk_reference``).
+
+Per slot the kernels compute logits = U_k + W2 u in float32, with u = W1[x_{k-1}] or what the head makes of it; x_k is
+argmax(logits) for a greedy request, argmax(logits / T - log E_k) for a sampled or seeded one, with the engine's noise
+or that of its own seed. Their law is softmax(logits / T): temperature alone, no top-k, top-p or min-p, for a filter
+needs the whole row before the first token can be drawn. Verification is exact for every law that the drafts were really
+drawn from, so the price is some acceptance where the target's filters are narrow.
+
+What one block must move: W2 and the base logits once per slot, gamma * v * (r * sizeof(W2) + bs * sizeof(U)) bytes,
+plus gamma * bs * v * 4 for the scores of sampled requests. W2 of 151,936 tokens and rank 256 in bfloat16 is 78 MB, more
+than the 50 MB of L2 of an H200: 0.54 GB for gamma = 7, or 0.11 ms at 4.8 TB/s before the first request is counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from dspark_kernels.dispatch import on_kernels
+from dspark_kernels.drafting.confidence import block_confidence
+from dspark_kernels.drafting.draft_law import DraftLaw
+from dspark_kernels.drafting.drafted_block import DraftBlock
+from dspark_kernels.drafting.heads import DraftHeads, DraftVocabulary, MarkovWalk, MarkovWeights
+from dspark_kernels.drafting.walk_kernel import choose_kernel
+from dspark_kernels.drafting.walk_reference import draft_block_ref
+from dspark_kernels.hardware import num_processors, shared_bytes
+from dspark_kernels.sampling.noise import RoundKeys
+from dspark_kernels.sampling.parameters import SamplingRows
+
+_MIN_DOT = 16  # smallest tile side of tl.dot
+_MAX_BLOCK_B = 64  # requests that share one reading of a W2 tile; registers and shared memory end here
+_BLOCK_V = 64
+_BLOCK_R = {torch.float32: 32}  # products in full float32 keep their operands in registers
+_MAX_BLOCK_R = 256
+_FINISH_TILE = 2048  # partial results that the last program of a group takes at a time
+_STAGES_BYTES = 147_456  # of shared memory that three stages of the largest tiles take
+
+
+@on_kernels(draft_block_ref)
+def draft_block(
+    base_logits: torch.Tensor,  # [bs, gamma, v]
+    hidden: torch.Tensor,  # [bs, gamma, d]
+    anchors: torch.Tensor,  # [bs] int64
+    heads: DraftHeads,
+    rows: SamplingRows,
+    keys: RoundKeys,
+    *,
+    with_confidence: bool = True,
+) -> DraftBlock:
+    """Draft a block, drawing each token from the logits that its predecessor corrects.
+
+    On a GPU one launch per slot, one to clear counters and one for the confidence logits; a gated or rnn head adds its
+    own torch operations to every slot.
+
+    Args:
+        base_logits: the draft backbone's logits, not modified; float32, float16 or bfloat16, the last dimension
+            contiguous.
+        hidden: post-norm hidden states, read by gated and rnn heads and by the confidence head.
+        anchors: the last committed token of each request, predecessor of slot 0.
+        heads: the drafter's.
+        rows: sampling parameters of the bs requests.
+        keys: noise keys of this round; slot k is drawn at position ``keys.positions + k``. For kernels,
+            ``request_keys`` must lie in [0, 2**32); under graph capture ``step`` must be a tensor, and the seed becomes
+            a constant of the graph. The engine's noise is keyed by column, that of a seed by token.
+        with_confidence: whether to compute confidence logits, where the drafter has that head.
+
+    Returns:
+        The block; what sampled requests were drawn from is in ``law`` from kernels, in ``probs`` from torch. Greedy
+        ties go to the lowest column; NaN logits never win in kernels, where a row of nothing but NaN or -inf gives its
+        first column. No host sync; safe under graph capture.
+
+    Raises:
+        ValueError: heads or logits do not fit together, or are not contiguous.
+    """
+    _check(base_logits, heads)
+    law = _empty_law(base_logits, heads.vocabulary) if rows.any_sampled else None
+    launches = _Launches(base_logits, heads, law, rows, keys)
+    walk = None if heads.markov is None else MarkovWalk(heads.markov, hidden)
+    tokens = torch.empty(base_logits.shape[:2], dtype=torch.int64, device=base_logits.device)
+    for k in range(base_logits.shape[1]):
+        previous = anchors if k == 0 else tokens[:, k - 1]
+        latents = None
+        if heads.markov is not None and walk is not None:
+            by_token = heads.markov.head is None
+            latents = heads.markov.w1 if by_token else walk.latent(previous).to(heads.markov.w2.dtype).contiguous()
+        launches.choose(k, previous, latents, tokens)
+    confidence_logits = None
+    if heads.confidence is not None and with_confidence:
+        confidence_logits = block_confidence(hidden, anchors, tokens, heads.confidence, heads.w1)
+    return DraftBlock(tokens, None, confidence_logits, law)
+
+
+class _Launches:
+    """The launches of one block: what they share, and the memory in which programs leave partial results."""
+
+    def __init__(
+        self, base_logits: torch.Tensor, heads: DraftHeads, law: DraftLaw | None, rows: SamplingRows, keys: RoundKeys
+    ) -> None:
+        bs, gamma, v = base_logits.shape
+        self._base_logits, self._law, self._sizes = base_logits, law, (bs, v)
+        tiles = self._tiles = _Tiles.of(base_logits, heads.markov)
+        device = base_logits.device
+        self._counters = torch.zeros((gamma, tiles.groups), dtype=torch.int32, device=device)
+        shape = (tiles.groups, tiles.programs, tiles.block_b)
+        partials = torch.empty((3, *shape), dtype=torch.float32, device=device)
+        seeded = rows.any_seeded
+        self._shared: dict[str, Any] = {
+            "w2_ptr": None if heads.markov is None else heads.markov.w2,
+            "token_ids_ptr": None if heads.vocabulary is None else heads.vocabulary.token_ids,
+            "temperatures_ptr": None if rows.all_greedy else rows.draw_temperatures,
+            "request_keys_ptr": keys.request_keys,
+            "step_ptr": None if law is None else keys.device_step,
+            "seed": keys.signed_seed,
+            "seeds_ptr": rows.seeds if seeded else None,
+            "positions_ptr": keys.positions,
+            "is_seeded_ptr": rows.is_seeded.view(torch.uint8) if seeded else None,
+            "partial_ptr": partials,
+            "partial_columns_ptr": torch.empty(shape, dtype=torch.int32, device=device),
+            "bs": bs,
+            "v": v,
+            "RANK": tiles.rank,
+            "BY_TOKEN": heads.markov is not None and heads.markov.head is None,
+            "REDUCED": heads.vocabulary is not None,
+            "SAMPLED": law is not None,
+            "SEEDED": seeded,
+            **tiles.options(shared_bytes(device)),
+        }
+
+    def choose(self, k: int, previous: torch.Tensor, latents: torch.Tensor | None, tokens: torch.Tensor) -> None:
+        """Write the tokens of slot ``k``, after those of ``previous`` [bs], into ``tokens`` [bs, gamma]."""
+        slot_logits, law = self._base_logits[:, k], self._law
+        gamma = tokens.shape[1]
+        choose_kernel[self._tiles.groups, self._tiles.programs](
+            base_ptr=slot_logits,
+            base_stride=slot_logits.stride(0),
+            prev_ptr=previous,
+            prev_stride=previous.stride(0),
+            latents_ptr=latents,
+            scores_ptr=None if law is None else law.scores[:, k],
+            scores_stride=gamma * self._sizes[1],
+            log_norms_ptr=None if law is None else law.log_norms[:, k],
+            log_norms_stride=gamma,
+            tokens_ptr=tokens[:, k],
+            tokens_stride=gamma,
+            counters_ptr=self._counters[k],
+            slot=k,
+            **self._shared,
+        )
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """How the work of a slot is divided: groups of requests, and programs that share the vocabulary."""
+
+    groups: int
+    programs: int
+    block_b: int
+    rank: int
+    block_r: int
+
+    @staticmethod
+    def of(base_logits: torch.Tensor, markov: MarkovWeights | None) -> _Tiles:
+        bs, _, v = base_logits.shape
+        block_b = min(_MAX_BLOCK_B, max(_MIN_DOT, triton.next_power_of_2(bs)))
+        groups = triton.cdiv(bs, block_b)
+        # Each program has its share of the vocabulary, so more than run at the same time would only wait. In bfloat16
+        # with rank 256, registers and shared memory of sm_90 hold two of 4 warps and one of 8, and so do those of sm_89
+        # in two stages.
+        residents = num_processors(base_logits.device) * (8 // _num_warps(block_b))
+        rank = 0 if markov is None else markov.w2.shape[1]
+        max_block_r = _MAX_BLOCK_R if markov is None else _BLOCK_R.get(markov.w2.dtype, _MAX_BLOCK_R)
+        return _Tiles(
+            groups=groups,
+            programs=min(triton.cdiv(v, _BLOCK_V), max(1, residents // groups)),
+            block_b=block_b,
+            rank=rank,
+            block_r=min(max_block_r, max(_MIN_DOT, triton.next_power_of_2(rank))),
+        )
+
+    def options(self, room: int) -> dict[str, int]:
+        """Of the launches, on a GPU with ``room`` bytes of shared memory for a program."""
+        return {
+            "BLOCK_B": self.block_b,
+            "BLOCK_V": _BLOCK_V,
+            "BLOCK_R": self.block_r,
+            "BLOCK_P": max(1, _FINISH_TILE // self.block_b),
+            "num_warps": _num_warps(self.block_b),
+            "num_stages": 3 if room >= _STAGES_BYTES else 2,
+        }
+
+
+def _num_warps(block_b: int) -> int:
+    return 8 if block_b == _MAX_BLOCK_B else 4
+
+
+def _empty_law(base_logits: torch.Tensor, vocabulary: DraftVocabulary | None) -> DraftLaw:
+    scores = torch.empty(base_logits.shape, dtype=torch.float32, device=base_logits.device)
+    log_norms = torch.empty(base_logits.shape[:2], dtype=torch.float32, device=base_logits.device)
+    return DraftLaw(scores, log_norms, None if vocabulary is None else vocabulary.columns)
+
+
+def _check(base_logits: torch.Tensor, heads: DraftHeads) -> None:
+    v, markov, vocabulary = base_logits.shape[-1], heads.markov, heads.vocabulary
+    if base_logits.stride(-1) != 1:
+        raise ValueError("base_logits must be contiguous in its last dimension; call .contiguous()")
+    if vocabulary is not None and len(vocabulary.token_ids) != v:
+        raise ValueError(
+            f"base_logits has {v} columns, the draft vocabulary {len(vocabulary.token_ids)} tokens; take both from the "
+            "same ProposalHeads"
+        )
+    if markov is None:
+        return
+    if markov.w2.shape != (v, markov.w1.shape[1]) or markov.w1.dtype != markov.w2.dtype:
+        raise ValueError(
+            f"w2 is {tuple(markov.w2.shape)} {markov.w2.dtype} where the logits and w1 ask for "
+            f"{(v, markov.w1.shape[1])} {markov.w1.dtype}; take both from the same checkpoint and cast them alike"
+        )
+    if not (markov.w1.is_contiguous() and markov.w2.is_contiguous()):
+        raise ValueError("w1 and w2 must be contiguous; call .contiguous() once when the drafter is loaded")

@@ -1,0 +1,282 @@
+"""The launch that chooses one slot's tokens: Markov bias, base logits, choice and normaliser in one pass over V.
+
+Programs share the vocabulary out among themselves, tile by tile, for a group of requests each; a tile of W2 is read
+once per group. Per request every program leaves its best column (and, for sampled requests, a partial sum of
+exponentials); the last program of a group to arrive combines them and writes the tokens, from which the next slot's
+launch starts.
+
+A sampled token is the winner of an exponential race: argmax(score - log E) with independent unit-rate E is distributed
+as softmax(score). One pass is enough, and no probabilities are written. E has a relative error below 1e-6, so the
+compared values err by less than 3e-6 plus the rounding of a float32 score: probabilities are off by a few parts in a
+million of themselves.
+
+A seeded request runs the same race with the noise of its own seed, by which verification will draw the token of that
+position: nothing is stored, as that draw is compared and not weighed against a law.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dspark_kernels.sampling.noise import Purpose
+from dspark_kernels.sampling.noise_device import race_noise, seeded_noise_at
+
+_DRAFT = tl.constexpr(int(Purpose.DRAFT))
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: a start for maxima that may be subtracted
+_NO_COLUMN = tl.constexpr(0x7FFFFFFF)
+# Scores of a lower temperature are so large that float32 holds them to no more than 1e-3, and a law of such scores is
+# not the one that is drawn from. Every law is exact as a proposal, and one of 0.01 is all but greedy.
+_LEAST_TEMPERATURE = tl.constexpr(0.01)
+
+
+@triton.jit
+def _finish_group(
+    group,
+    rows,
+    bs,
+    num_programs,
+    plane,
+    partial_ptr,
+    partial_columns_ptr,
+    is_sampled,
+    token_ids_ptr,
+    tokens_ptr,
+    tokens_stride,
+    log_norms_ptr,
+    log_norms_stride,
+    REDUCED: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """Combine the partial results of a group's programs and write its tokens and normalisers."""
+    best = tl.full([BLOCK_P, BLOCK_B], float("-inf"), tl.float32)
+    columns = tl.full([BLOCK_P, BLOCK_B], _NO_COLUMN, tl.int32)
+    tops = tl.full([BLOCK_P, BLOCK_B], _LOWEST, tl.float32)
+    masses = tl.zeros([BLOCK_P, BLOCK_B], tl.float32)
+    for start in range(0, num_programs, BLOCK_P):
+        programs = start + tl.arange(0, BLOCK_P)
+        there = (programs < num_programs)[:, None]
+        offsets = (group * num_programs + programs)[:, None] * BLOCK_B + tl.arange(0, BLOCK_B)[None, :]
+        # Past the L1 cache, which other multiprocessors' stores do not reach.
+        value = tl.load(partial_ptr + offsets, mask=there, other=float("-inf"), cache_modifier=".cg")
+        column = tl.load(partial_columns_ptr + offsets, mask=there, other=_NO_COLUMN, cache_modifier=".cg")
+        better = (value > best) | ((value == best) & (column < columns))
+        best = tl.where(better, value, best)
+        columns = tl.where(better, column, columns)
+        if SAMPLED:
+            top = tl.load(partial_ptr + plane + offsets, mask=there, other=_LOWEST, cache_modifier=".cg")
+            mass = tl.load(partial_ptr + 2 * plane + offsets, mask=there, other=0.0, cache_modifier=".cg")
+            new_tops = tl.maximum(tops, top)
+            masses = masses * tl.exp(tops - new_tops) + mass * tl.exp(top - new_tops)
+            tops = new_tops
+    winner = tl.max(best, 0)
+    chosen = tl.min(tl.where(best == winner[None, :], columns, _NO_COLUMN), 0)
+    in_batch = rows < bs
+    tokens = chosen.to(tl.int64)
+    if REDUCED:
+        tokens = tl.load(token_ids_ptr + tokens, mask=in_batch, other=0)
+    tl.store(tokens_ptr + rows.to(tl.int64) * tokens_stride, tokens, mask=in_batch)
+    if SAMPLED:
+        highest = tl.max(tops, 0)
+        total = tl.sum(masses * tl.exp(tops - highest[None, :]), 0)
+        norms = highest + tl.log(total)
+        tl.store(log_norms_ptr + rows.to(tl.int64) * log_norms_stride, norms, mask=is_sampled)
+
+
+@triton.jit
+def _bias(latents, in_batch, w2_rows, is_column, RANK: tl.constexpr, BLOCK_R: tl.constexpr) -> tl.tensor:
+    """Latents times W2, [BLOCK_B, BLOCK_V] float32.
+
+    ``latents`` are values [BLOCK_B, BLOCK_R], or pointers to the requests' rows [BLOCK_B] where the rank is too wide
+    for one tile.
+    """
+    dims = tl.arange(0, BLOCK_R)
+    if RANK <= BLOCK_R:
+        w2 = tl.load(w2_rows[:, None] + dims[None, :], mask=is_column[:, None] & (dims < RANK)[None, :], other=0.0)
+        return tl.dot(latents, tl.trans(w2), input_precision="ieee")
+    else:  # noqa: RET505 - the branch is chosen when the kernel is compiled, and may have no code behind it
+        bias = tl.zeros([latents.shape[0], w2_rows.shape[0]], tl.float32)
+        for start in range(0, RANK, BLOCK_R):
+            in_rank = start + dims < RANK
+            part_of_w2 = is_column[:, None] & in_rank[None, :]
+            part = tl.load(
+                latents[:, None] + (start + dims)[None, :], mask=in_batch[:, None] & in_rank[None, :], other=0.0
+            )
+            w2 = tl.load(w2_rows[:, None] + (start + dims)[None, :], mask=part_of_w2, other=0.0)
+            bias += tl.dot(part, tl.trans(w2), input_precision="ieee")
+        return bias
+
+
+@triton.jit
+def _seeded_race(scores, seeds, positions, token_ids_ptr, columns, is_column, REDUCED: tl.constexpr) -> tl.tensor:
+    """Scores raced with the noise of requests' own seeds at the tokens of the columns."""
+    tokens = columns
+    if REDUCED:
+        tokens = tl.load(token_ids_ptr + columns, mask=is_column, other=0).to(tl.int32)
+    return scores - tl.log(seeded_noise_at(seeds[:, None], positions[:, None], tokens[None, :]))
+
+
+@triton.jit
+def _leave(best, best_columns, tops, masses, partial_ptr, partial_columns_ptr, own, plane, SAMPLED: tl.constexpr):
+    """Write what a program has found, for the one that finishes."""
+    value = tl.max(best, 1)
+    tl.store(partial_ptr + own, value)
+    tl.store(partial_columns_ptr + own, tl.min(tl.where(best == value[:, None], best_columns, _NO_COLUMN), 1))
+    if SAMPLED:
+        top = tl.max(tops, 1)
+        tl.store(partial_ptr + plane + own, top)
+        tl.store(partial_ptr + 2 * plane + own, tl.sum(masses * tl.exp(tops - top[:, None]), 1))
+
+
+_SMALL_POINTERS = [
+    *("prev_ptr", "temperatures_ptr", "request_keys_ptr", "step_ptr", "seeds_ptr", "positions_ptr", "is_seeded_ptr"),
+    *("log_norms_ptr", "tokens_ptr"),
+]
+
+
+# No slot, seed or batch size may cause a compilation of its own, by its value or by the alignment of its pointers.
+@triton.jit(
+    do_not_specialize=["bs", "prev_stride", "seed", "slot", "log_norms_stride", "tokens_stride"],
+    do_not_specialize_on_alignment=[*_SMALL_POINTERS, "counters_ptr"],
+)
+def choose_kernel(
+    base_ptr,  # [bs, v] rows of this slot, base_stride apart
+    base_stride,
+    prev_ptr,  # [bs] int64, the tokens before this slot
+    prev_stride,
+    latents_ptr,  # W1 [V, r] when BY_TOKEN, else [bs, r]
+    w2_ptr,  # [v, r]
+    token_ids_ptr,  # [v] int64, read when REDUCED
+    temperatures_ptr,  # [bs] float32, 0 = greedy; read when SAMPLED or SEEDED
+    request_keys_ptr,  # [bs] int64; this and the next two are read when SAMPLED
+    step_ptr,  # [] int64
+    seed,
+    seeds_ptr,  # [bs] int64; this and the next two are read when SEEDED
+    positions_ptr,  # [bs] int64, of slot 0
+    is_seeded_ptr,  # [bs] uint8
+    scores_ptr,  # [bs, v] float32, scores_stride apart; written, as log_norms, for sampled requests when SAMPLED
+    scores_stride,
+    log_norms_ptr,  # [bs] float32
+    log_norms_stride,
+    tokens_ptr,  # [bs] int64
+    tokens_stride,
+    partial_ptr,  # [3, groups, programs, BLOCK_B] float32: best value, highest score, mass relative to it
+    partial_columns_ptr,  # [groups, programs, BLOCK_B] int32
+    counters_ptr,  # [groups] int32, zero before the launch
+    slot,
+    bs,
+    v,
+    RANK: tl.constexpr,  # 0: no Markov head
+    BY_TOKEN: tl.constexpr,
+    REDUCED: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    SEEDED: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> None:
+    """Grid (groups of BLOCK_B requests, programs that share the vocabulary); see the module."""
+    group = tl.program_id(0)
+    program = tl.program_id(1)
+    num_programs = tl.num_programs(1)
+    rows = group * BLOCK_B + tl.arange(0, BLOCK_B)
+    in_batch = rows < bs
+    wide_rows = rows.to(tl.int64)
+    lanes = tl.arange(0, BLOCK_V)
+    dims = tl.arange(0, BLOCK_R)
+
+    if RANK > 0:
+        source = wide_rows
+        if BY_TOKEN:
+            source = tl.load(prev_ptr + wide_rows * prev_stride, mask=in_batch, other=0)
+        latents = latents_ptr + source * RANK
+        if RANK <= BLOCK_R:
+            latents = tl.load(
+                latents[:, None] + dims[None, :], mask=in_batch[:, None] & (dims < RANK)[None, :], other=0.0
+            )
+    is_sampled = in_batch
+    sharpness = tl.full([BLOCK_B], 1.0, tl.float32)
+    if SAMPLED or SEEDED:
+        temperatures = tl.load(temperatures_ptr + rows, mask=in_batch, other=0.0)
+        is_sampled = temperatures > 0
+        sharpness = 1.0 / tl.where(is_sampled, tl.maximum(temperatures, _LEAST_TEMPERATURE), 1.0)
+    if SAMPLED:
+        step = tl.load(step_ptr)
+        request_keys = tl.load(request_keys_ptr + rows, mask=in_batch, other=0)
+    if SEEDED:
+        is_seeded = in_batch & (tl.load(is_seeded_ptr + rows, mask=in_batch, other=0) != 0)
+        is_sampled = is_sampled & ~is_seeded
+        seeds = tl.load(seeds_ptr + rows, mask=in_batch, other=0)
+        positions = tl.load(positions_ptr + rows, mask=in_batch, other=0) + slot
+
+    # Per lane, so that nothing is reduced inside the loop. A lane sees ascending columns: the first of equals stays.
+    best = tl.full([BLOCK_B, BLOCK_V], float("-inf"), tl.float32)
+    best_columns = tl.zeros([BLOCK_B, BLOCK_V], tl.int32) + (program * BLOCK_V + lanes)[None, :]
+    tops = tl.full([BLOCK_B, BLOCK_V], _LOWEST, tl.float32)
+    masses = tl.zeros([BLOCK_B, BLOCK_V], tl.float32)
+    for tile in range(program, tl.cdiv(v, BLOCK_V), num_programs):
+        columns = tile * BLOCK_V + lanes
+        is_column = columns < v
+        logits = tl.load(
+            base_ptr + wide_rows[:, None] * base_stride + columns[None, :],
+            mask=in_batch[:, None] & is_column[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        if RANK > 0:
+            w2_rows = w2_ptr + columns.to(tl.int64) * RANK
+            logits += _bias(latents, in_batch, w2_rows, is_column, RANK, BLOCK_R)
+        # A NaN never wins, so that the choice is a column even if all of them are.
+        logits = tl.where((logits == logits) & is_column[None, :], logits, float("-inf"))
+        values = logits
+        scores = logits * sharpness[:, None]
+        if SAMPLED:
+            tl.store(
+                scores_ptr + wide_rows[:, None] * scores_stride + columns[None, :],
+                scores,
+                mask=is_sampled[:, None] & is_column[None, :],
+            )
+            # One of the two exponents of the online sum is always 0.
+            rises = scores > tops
+            ratio = tl.exp(-tl.abs(scores - tops))
+            masses = tl.where(rises, masses * ratio + 1.0, masses + ratio)
+            tops = tl.where(rises, scores, tops)
+            quads = tile * (BLOCK_V // 4) + tl.arange(0, BLOCK_V // 4)
+            noise = race_noise(seed, step, request_keys[:, None], slot, _DRAFT, quads[None, :])
+            values = tl.where(is_sampled[:, None], scores - tl.log(noise), logits)
+        if SEEDED:
+            raced = _seeded_race(scores, seeds, positions, token_ids_ptr, columns, is_column, REDUCED)
+            values = tl.where(is_seeded[:, None], raced, values)
+        better = values > best
+        best = tl.where(better, values, best)
+        best_columns = tl.where(better, columns[None, :], best_columns)
+
+    plane = tl.num_programs(0) * num_programs * BLOCK_B
+    own = (group * num_programs + program) * BLOCK_B + tl.arange(0, BLOCK_B)
+    _leave(best, best_columns, tops, masses, partial_ptr, partial_columns_ptr, own, plane, SAMPLED)
+
+    # All threads' stores come before the one thread's release; whoever counts last acquires them all.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counters_ptr + group, 1, sem="acq_rel", scope="gpu")
+    if arrived == num_programs - 1:
+        _finish_group(
+            group,
+            rows,
+            bs,
+            num_programs,
+            plane,
+            partial_ptr,
+            partial_columns_ptr,
+            is_sampled,
+            token_ids_ptr,
+            tokens_ptr,
+            tokens_stride,
+            log_norms_ptr,
+            log_norms_stride,
+            REDUCED,
+            SAMPLED,
+            BLOCK_B,
+            BLOCK_P,
+        )

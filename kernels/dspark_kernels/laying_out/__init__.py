@@ -1,0 +1,1 @@
+"""The tensors that a step starts from, and those that verification reads."""

@@ -1,0 +1,1 @@
+"""Sampling parameters, random numbers and the laws that tokens are drawn from."""

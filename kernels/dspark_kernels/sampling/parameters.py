@@ -1,0 +1,210 @@
+"""Per-request sampling parameters as device tensors, with what the host knows about them kept on the host.
+
+Which rows are greedy, sampled or seeded, and which filters occur at all, is known before the step starts. Keeping that
+knowledge on the host lets every stage choose its cheapest form without reading anything back from the device.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from dspark_kernels.sampling.noise import signed64
+from dspark_kernels.transfers import to_device
+
+NO_TOP_K = 1 << 30  # SGLang's encoding of "no top-k"
+GREEDY_TEMPERATURE = 1e-6  # below this SGLang decodes greedily
+
+
+@dataclass(frozen=True)
+class LawParams:
+    """Temperature and filters that turn a row of logits into the distribution a token is drawn from.
+
+    Attributes:
+        temperatures: [n] float32, > 0.
+        top_ks: [n] int64, >= 1; ``NO_TOP_K`` keeps everything.
+        top_ps: [n] float32 in (0, 1]; 1 keeps everything.
+        min_ps: [n] float32 in [0, 1]; 0 keeps everything.
+        max_kept: host bound on the tokens that top-k and top-p leave in any row that has one of them; 0 when none has.
+        any_min_p: whether any row has a min-p filter.
+    """
+
+    temperatures: torch.Tensor
+    top_ks: torch.Tensor
+    top_ps: torch.Tensor
+    min_ps: torch.Tensor
+    max_kept: int
+    any_min_p: bool
+
+    def expand(self, row_index: torch.Tensor | slice) -> "LawParams":
+        """Parameters of the rows ``row_index`` [m] int64, repeats allowed. The host bounds stay as they are."""
+        return LawParams(
+            self.temperatures[row_index],
+            self.top_ks[row_index],
+            self.top_ps[row_index],
+            self.min_ps[row_index],
+            self.max_kept,
+            self.any_min_p,
+        )
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """Sampling parameters of a batch of ``bs`` requests.
+
+    Every request follows exactly one rule; the three index tensors partition the batch, and their lengths are host
+    knowledge. A greedy request carries neutral law parameters (temperature 1, no filter).
+
+    Attributes:
+        law: temperature and filters, one row per request.
+        seeds: [bs] int64, meaningful for seeded requests only.
+        greedy_index: int64, requests that take the argmax.
+        sampled_index: int64, requests drawn with the engine's noise.
+        seeded_index: int64, requests drawn with the noise of their own seed.
+    """
+
+    law: LawParams
+    seeds: torch.Tensor
+    greedy_index: torch.Tensor
+    sampled_index: torch.Tensor
+    seeded_index: torch.Tensor
+
+    @classmethod
+    def from_lists(
+        cls,
+        temperatures: Sequence[float],
+        top_ks: Sequence[int],
+        top_ps: Sequence[float],
+        min_ps: Sequence[float],
+        seeds: Sequence[int | None],
+        device: torch.device | str = "cpu",
+    ) -> "SamplingRows":
+        """Build the rows from host values, in SGLang's conventions, with two asynchronous copies to the device.
+
+        A request is greedy when its temperature is below ``GREEDY_TEMPERATURE`` or its top-k is 1, otherwise seeded
+        when ``seeds`` has a value for it, otherwise sampled. A top-k of -1 means none.
+
+        Raises:
+            ValueError: a value outside its range, or lists of different lengths.
+        """
+        bs = len(temperatures)
+        for name, column in (("top_ks", top_ks), ("top_ps", top_ps), ("min_ps", min_ps), ("seeds", seeds)):
+            if len(column) != bs:
+                raise ValueError(f"{name} has {len(column)} values for {bs} temperatures; pass one value per request")
+        requests = [_Request(*values) for values in zip(temperatures, top_ks, top_ps, min_ps, seeds, strict=True)]
+        groups = [[i for i, request in enumerate(requests) if request.rule == rule] for rule in _RULES]
+        order = [i for group in groups for i in group]
+
+        floats = _columns([[r.temperature, r.top_p, r.min_p] for r in requests], torch.float32, device)
+        ints = _columns([[r.top_k, r.seed, i] for r, i in zip(requests, order, strict=True)], torch.int64, device)
+        law = LawParams(
+            temperatures=floats[0],
+            top_ks=ints[0],
+            top_ps=floats[1],
+            min_ps=floats[2],
+            max_kept=max((r.top_k for r in requests if r.top_k < NO_TOP_K or r.top_p < 1), default=0),
+            any_min_p=any(r.min_p > 0 for r in requests),
+        )
+        greedy, sampled, seeded = torch.split(ints[2], [len(group) for group in groups])
+        return cls(law, ints[1], greedy, sampled, seeded)
+
+    @classmethod
+    def by_temperature(cls, bs: int, temperatures: torch.Tensor | None, device: torch.device | str) -> "SamplingRows":
+        """Rows of requests whose rule the device knows and the host does not, as a CUDA graph needs them.
+
+        Args:
+            temperatures: [bs] float32, 0 for a greedy request; None when all are greedy.
+        """
+        everything, nothing = torch.arange(bs, device=device), torch.empty(0, dtype=torch.int64, device=device)
+        neutral = torch.ones(bs, device=device)
+        law = LawParams(
+            temperatures=neutral if temperatures is None else temperatures,
+            top_ks=torch.full((bs,), NO_TOP_K, device=device),
+            top_ps=neutral,
+            min_ps=torch.zeros(bs, device=device),
+            max_kept=0,
+            any_min_p=False,
+        )
+        greedy, sampled = (everything, nothing) if temperatures is None else (nothing, everything)
+        return cls(law, torch.zeros_like(everything), greedy, sampled, nothing)
+
+    def __len__(self) -> int:
+        return self.seeds.shape[0]
+
+    @property
+    def any_greedy(self) -> bool:
+        return self.greedy_index.shape[0] > 0
+
+    @property
+    def all_greedy(self) -> bool:
+        return self.greedy_index.shape[0] == len(self)
+
+    @property
+    def any_sampled(self) -> bool:
+        """Whether any request is drawn with the engine's noise, so that verification needs the draft probabilities."""
+        return self.sampled_index.shape[0] > 0
+
+    @property
+    def any_seeded(self) -> bool:
+        return self.seeded_index.shape[0] > 0
+
+    def select(self, per_request: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Rows ``index`` (one of the index tensors) of a [bs, ...] tensor; no copy when that is the whole batch."""
+        return per_request if index.shape[0] == len(self) else per_request.index_select(0, index)
+
+    @property
+    def any_filter(self) -> bool:
+        """Whether any request has a top-k, a top-p or a min-p."""
+        return self.law.max_kept > 0 or self.law.any_min_p
+
+    @cached_property
+    def draw_temperatures(self) -> torch.Tensor:
+        """[bs] float32: the temperature of every request, 0 for greedy ones."""
+        temperatures = self.law.temperatures
+        return temperatures.index_fill(0, self.greedy_index, 0.0) if self.any_greedy else temperatures
+
+    @cached_property
+    def is_seeded(self) -> torch.Tensor:
+        """[bs] bool: whether a request draws with its own seed."""
+        return torch.zeros_like(self.seeds, dtype=torch.bool).index_fill_(0, self.seeded_index, True)
+
+    @cached_property
+    def sampled_law(self) -> LawParams:
+        return self.law if self.sampled_index.shape[0] == len(self) else self.law.expand(self.sampled_index)
+
+    @cached_property
+    def seeded_law(self) -> LawParams:
+        return self.law if self.seeded_index.shape[0] == len(self) else self.law.expand(self.seeded_index)
+
+
+_RULES = ("greedy", "sampled", "seeded")
+
+
+class _Request:
+    """One request's parameters, checked and normalised."""
+
+    def __init__(self, temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None) -> None:
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(f"temperature={temperature}; pass a finite value >= 0")
+        if top_k != -1 and top_k < 1:
+            raise ValueError(f"top_k={top_k}; pass -1 for none, or at least 1")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p={top_p}; pass a value in (0, 1]")
+        if not 0 <= min_p <= 1:
+            raise ValueError(f"min_p={min_p}; pass a value in [0, 1]")
+        greedy = top_k == 1 or temperature < GREEDY_TEMPERATURE
+        self.rule = "greedy" if greedy else "sampled" if seed is None else "seeded"
+        # A greedy request gets the neutral law, so that it never switches a filter on for the whole batch.
+        self.temperature, self.top_p, self.min_p = (1.0, 1.0, 0.0) if greedy else (temperature, top_p, min_p)
+        self.top_k = NO_TOP_K if greedy or top_k == -1 else min(top_k, NO_TOP_K)
+        # Seeds are 64-bit patterns: values from 2**63 on wrap to the negative numbers of int64.
+        self.seed = 0 if seed is None else signed64(seed)
+
+
+def _columns(
+    rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | str
+) -> tuple[torch.Tensor, ...]:
+    """Rows of three host values as three [n] device tensors, in one copy."""
+    return to_device(torch.tensor(rows, dtype=dtype).view(-1, 3).t().contiguous(), device).unbind(0)

@@ -1,0 +1,311 @@
+"""Figures that the documents quote are those of the committed files, to the digit that is written.
+
+A quote is a pattern in a section of a document, and what its numbers are computed from. A sentence or table that is
+changed has to be changed here as well: a pattern that is not found fails.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from paired_ratio import paired_ratios, ratios_to_each, summarise
+from serving.results import over_rounds, read_sweep
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+NUMBER = r"([\d,]+(?:\.\d+)?|\.\d+)"
+RANGE = rf"{NUMBER} \({NUMBER} to\s+{NUMBER}\)"
+
+
+@dataclass(frozen=True)
+class Quote:
+    """``figures`` gets the named groups of a match and returns what its other groups, numbers, have to be."""
+
+    document: str
+    section: str
+    pattern: str
+    matches: int
+    figures: Callable[..., Sequence[float]]
+
+
+@cache
+def sweep(name: str) -> pd.DataFrame:
+    return read_sweep(RESULTS / name)
+
+
+@cache
+def content(name: str) -> dict:
+    return json.loads((RESULTS / name).read_text())
+
+
+def cells(name: str, policy: str, users: str) -> pd.DataFrame:
+    frame = sweep(name)
+    return frame[(frame["config"] == f"{policy}@bfloat16") & (frame["concurrency"] == int(users))]
+
+
+def ratio(name: str, policy: str, baseline: str, users: str, metric: str = "output_tok_s"):
+    frame = sweep(name)
+    frame = frame[frame["concurrency"] == int(users)]
+    labels = [f"{policy}@bfloat16", f"{baseline}@bfloat16"]
+    (row,) = summarise(
+        paired_ratios(frame[frame["config"].isin(labels)], metric, dict.fromkeys(labels, labels[1]))
+    ).itertuples()
+    return row
+
+
+def with_range(row) -> tuple[float, float, float]:
+    return row.ratio, row.smallest, row.largest
+
+
+def readme_speeds(users: str):
+    name = "policies/sweep.csv"
+    speeds = [over_rounds(cells(name, policy, users), "output_tok_s") for policy in ("plain", "auto")]
+    return *speeds, *with_range(ratio(name, "auto", "plain", users))
+
+
+def h200_speeds(users: str):
+    name = "h200/sweep/sweep.csv"
+    median = {p: over_rounds(cells(name, p, users), "output_tok_s") for p in ("plain", "static:5", "auto")}
+    both = [with_range(ratio(name, policy, "plain", users)) for policy in ("static:5", "auto")]
+    one = [with_range(ratio(name, policy, "plain", users, "per_user_tok_s")) for policy in ("static:5", "auto")]
+    return median["plain"], median["static:5"], *both[0], median["auto"], *both[1], *one[0], *one[1]
+
+
+def h200_off() -> list[float]:
+    return [ratio("h200/sweep/sweep.csv", "off", "plain", users).ratio for users in ("1", "4", "16", "64")]
+
+
+def turns(users: str):
+    name, metric = "turns/turns.csv", "decode_tok_s"
+    frame = sweep(name)
+    frame = frame[frame["concurrency"] == int(users)]
+    found = []
+    for row in summarise(ratios_to_each(frame, metric, "auto@bfloat16")).sort_values("baseline").itertuples():
+        found += [geometric_mean(frame, row.baseline, metric), row.ratio, row.low, row.high]
+    drafts = frame[frame["config"] == "auto@bfloat16"]["mean_verify_len"].mean()
+    return *found, geometric_mean(frame, "auto@bfloat16", metric), drafts
+
+
+def geometric_mean(frame: pd.DataFrame, label: str, metric: str) -> float:
+    values = frame[frame["config"] == label][metric]
+    return float(values.prod() ** (1 / len(values)))
+
+
+def auto_against(policy: str) -> list[float]:
+    return [ratio("policies/sweep.csv", "auto", policy, users).ratio for users in ("1", "2", "4", "8", "16")]
+
+
+def best_fixed(policy: str, users: str) -> tuple[float, ...]:
+    row = ratio("policies/sweep.csv", "auto", policy, users)
+    return row.ratio, row.low, row.high
+
+
+def lowest_bounds() -> list[float]:
+    """Of the intervals of a row of turns."""
+    return [min(turns(users)[2:16:4]) for users in ("1", "2", "4", "8", "16")]
+
+
+def step_times(users: str) -> list[float]:
+    table = content("sps_smollm2_cpu.json")
+    row = table["requests"].index(int(users))
+    verify = [table["verify_ms"][row][drafts][0] for drafts in (0, 1, 3, 5)]
+    return [verify[0], table["draft_ms"][row][5][0], *verify[1:]]
+
+
+def kernel_times(kernel: str, kind: str | None, vocabulary: str) -> list[float]:
+    name = f"{'markov_sample' if kernel == 'markov_walk' else kernel}_{kind}" if kind else kernel
+    found = []
+    for requests in (1, 8, 64, 256):
+        rows = {"rows": 8 * requests} if kernel == "kv_inject" else {"bs": requests}
+        shape = rows if vocabulary == "-" else rows | {"V": int(vocabulary.replace(",", ""))}
+        (case,) = [
+            case
+            for case in content("h200/kernels.json")["cases"]
+            if case["case"] == name
+            and shape.items() <= case["shape"].items()
+            and ("kept" not in case["shape"] or case["shape"]["kept"] < case["shape"]["rows"])
+        ]
+        found += [case["median_us"], case.get("floor_us"), case["reference_us"]]
+    return found
+
+
+def support_lengths(temperature: str) -> list[float]:
+    by_support = {
+        entry["support"]: entry["accept_length"]
+        for entry in content("draft_support.json")["accept_lengths"]
+        if entry["proposed_tokens"] == 49152 and entry["temperature"] == (0 if temperature == "greedy" else 1)
+    }
+    return [by_support[support] for support in (None, 2048, 1024, 512, 256)]
+
+
+def support_cost() -> list[float]:
+    """In percent, for 512 tokens: all tokens proposed, then as the bundled drafter is served; greedy, then sampled."""
+    lengths = {
+        (entry["proposed_tokens"], entry["temperature"], entry["support"]): entry["accept_length"]
+        for entry in content("draft_support.json")["accept_lengths"]
+    }
+    return [
+        100 * (1 - lengths[proposed, temperature, 512] / lengths[proposed, temperature, None])
+        for proposed in (49152, 12288)
+        for temperature in (0, 1)
+    ]
+
+
+def planning_times() -> list[float]:
+    choices = [part for part in content("planning.json")["parts"] if part["part"] == "Schedule.choose"]
+    (clock,) = [
+        part
+        for part in content("planning.json")["parts"]
+        if part["part"] == "StepTimes.observe" and part["drafter"] == "one depth"
+    ]
+    means, medians = ([part[key] for part in choices] for key in ("mean_us", "median_us"))
+    return [min(means), max(means), min(medians), max(medians), clock["mean_us"]]
+
+
+PERFORMANCE = "docs/performance.md"
+SPEED_ROW = rf"^\| (?P<users>\d+) \| {NUMBER} \| {NUMBER} \| {RANGE} \|"
+TURN = rf"{NUMBER}; {RANGE}"
+KERNEL_CELL = rf"{NUMBER} / (?:{NUMBER}|-) / {NUMBER}"
+QUOTES = [
+    Quote("README.md", "sglang-dspark", SPEED_ROW, 5, readme_speeds),
+    Quote(
+        PERFORMANCE,
+        "SmolLM2-135M on an H200",
+        rf"^\| (?P<users>\d+) \| {NUMBER} \| {NUMBER} \| {RANGE} \| {NUMBER} \| {RANGE} \| {RANGE} \| {RANGE} \|",
+        4,
+        h200_speeds,
+    ),
+    Quote(
+        PERFORMANCE,
+        "SmolLM2-135M on an H200",
+        rf"plain step reached {NUMBER}, {NUMBER}, {NUMBER} and {NUMBER} of the stock server's throughput",
+        1,
+        h200_off,
+    ),
+    Quote(
+        PERFORMANCE,
+        "Kernels on an H200",
+        r"^\| `(?P<kernel>\w+)`(?:, (?P<kind>greedy|sampled))?[^|]* \| (?P<vocabulary>[\d,]+|-)"
+        + rf" \| {KERNEL_CELL}" * 4,
+        12,
+        kernel_times,
+    ),
+    Quote(
+        PERFORMANCE,
+        "Where a step's time goes on a CPU",
+        r"^\| (?P<users>\d+)" + rf" \| {NUMBER}" * 5,
+        5,
+        step_times,
+    ),
+    Quote(
+        PERFORMANCE,
+        "`auto` on a CPU",
+        r"^\| (?P<users>\d+)" + rf" \| {TURN}" * 4 + rf" \| {NUMBER} \| {NUMBER} \|",
+        5,
+        turns,
+    ),
+    Quote(
+        PERFORMANCE,
+        "`auto` on a CPU",
+        rf"`auto` reaches {NUMBER}, {NUMBER}, {NUMBER}, {NUMBER} and {NUMBER} times\s+`static:1`",
+        1,
+        lambda: auto_against("static:1"),
+    ),
+    Quote(
+        PERFORMANCE,
+        "`auto` on a CPU",
+        rf"and {NUMBER}, {NUMBER}, {NUMBER}, {NUMBER} and {NUMBER}\s+times `threshold:0.5`",
+        1,
+        lambda: auto_against("threshold:0.5"),
+    ),
+    Quote(
+        PERFORMANCE,
+        "`auto` on a CPU",
+        rf"{RANGE}\s+of\s+`(?P<policy>static:\d)`\s+at (?P<users>\d+)",
+        5,
+        best_fixed,
+    ),
+    Quote(
+        PERFORMANCE,
+        "`auto` on a CPU",
+        rf"the lowest of them: {NUMBER}, {NUMBER}, {NUMBER},\s+{NUMBER} and {NUMBER} at 1 to 16 users",
+        1,
+        lowest_bounds,
+    ),
+    Quote(
+        PERFORMANCE,
+        "`auto` on a CPU",
+        rf"the choice takes {NUMBER} to {NUMBER} microseconds in the mean, {NUMBER} to {NUMBER} in the median .*?"
+        rf"learning the time of the step before {NUMBER}\.\s",
+        1,
+        planning_times,
+    ),
+    Quote(
+        PERFORMANCE,
+        "Tried: a small support of the draft's law",
+        r"^\| (?P<temperature>greedy|temperature 1)" + rf" \| {NUMBER}" * 5,
+        2,
+        support_lengths,
+    ),
+    Quote(
+        PERFORMANCE,
+        "Tried: a small support of the draft's law",
+        rf"gives up {NUMBER} % of the tokens of greedy requests and {NUMBER} % of sampled ones, "
+        rf"and {NUMBER} % and {NUMBER} %\s+where",
+        1,
+        support_cost,
+    ),
+]
+
+
+def section_of(document: str, title: str) -> str:
+    text = (ROOT / document).read_text()
+    (body,) = re.findall(rf"^#+ {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return body
+
+
+def as_written(figure: float, quoted: str) -> bool:
+    """Whether a figure, rounded to the digits of ``quoted``, is that number."""
+    digits = len(quoted.partition(".")[2])
+    return abs(figure - float(quoted.replace(",", ""))) <= 0.5 * 10**-digits * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "quote", QUOTES, ids=lambda quote: f"{quote.document}: {quote.section[:20]} {quote.pattern[:24]}"
+)
+def test_quoted_figures_are_those_of_the_files(quote):
+    found = list(re.finditer(quote.pattern, section_of(quote.document, quote.section), re.MULTILINE | re.DOTALL))
+    assert len(found) == quote.matches, "the words of the document have changed: change them in QUOTES as well"
+    for match in found:
+        keys = match.groupdict()
+        named = {match.re.groupindex[key] for key in keys}
+        numbers = [text for index, text in enumerate(match.groups(), start=1) if index not in named]
+        figures = quote.figures(**keys)
+        # A kernel without a floor has a dash there.
+        wrong = [
+            (text, figure)
+            for text, figure in zip(numbers, figures, strict=True)
+            if text is not None and not as_written(figure, text)
+        ]
+        assert not wrong, f"{match.group(0)[:100]}: quoted and of the file: {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("figure", "quoted", "right"),
+    [
+        (1.784, "1.78", True),
+        (1.786, "1.78", False),
+        (1271.4, "1,271", True),
+        (0.0448, "0.045", True),
+        (0.0451, "0.04", False),
+        (2.25, "2.2", True),
+        (2.25, "2.3", True),  # either rounding of a half
+    ],
+)
+def test_figures_are_compared_to_the_written_digit(figure, quoted, right):
+    assert as_written(figure, quoted) == right

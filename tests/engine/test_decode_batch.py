@@ -1,0 +1,25 @@
+"""A decode step out of SGLang's batch: where its tokens stand, and whose noise they are drawn with."""
+
+from types import SimpleNamespace
+
+import torch
+from dspark_kernels import SamplingRows
+
+from sglang_dspark.engine.scheduler.batch import read_decode_batch, round_keys
+
+
+def test_the_first_token_of_a_step_stands_behind_the_anchor():
+    """A seeded draw depends on its position: the prefill has drawn the anchor with that of the anchor."""
+    prompt_len, rows = 5, SamplingRows.from_lists([1.0], [-1], [1.0], [0.0], [7])
+    batch = SimpleNamespace(
+        seq_lens=torch.tensor([prompt_len], dtype=torch.int32),
+        req_pool_indices=torch.tensor([3], dtype=torch.int32),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 16, dtype=torch.int32)),
+        spec_info=SimpleNamespace(bonus_tokens=torch.tensor([9])),
+    )
+    prefill = round_keys(batch, batch.seq_lens.to(torch.int64), seed=1, step=1)
+    step = read_decode_batch(batch, rows, seed=1, step=2)
+    assert prefill.positions.tolist() == [prompt_len]
+    assert step.keys.positions.tolist() == [prompt_len + 1]
+    assert step.prefix_lens.tolist() == [prompt_len]
+    assert (step.keys.step, step.keys.request_keys.tolist(), step.anchors.tolist()) == (2, [3], [9])

@@ -1,0 +1,24 @@
+"""What is remembered of a batch's requests belongs to the requests, not to what they are called."""
+
+from types import SimpleNamespace
+
+from sglang_dspark.engine.scheduler.last_batch import LastBatch
+
+
+def request(temperature):
+    return SimpleNamespace(rid="again", temperature=temperature)
+
+
+def test_a_request_id_that_is_used_again_is_another_request():
+    last = LastBatch(lambda reqs: [req.temperature for req in reqs])
+    assert last.read([request(3.0)]) == [3.0]
+    assert last.read([request(0.0)]) == [0.0]
+
+
+def test_the_same_requests_are_read_once():
+    made = []
+    last = LastBatch(lambda reqs: made.append(list(reqs)))
+    first, second = request(1.0), request(1.0)
+    for reqs in ([first, second], [first, second], [second, first], [second]):
+        last.read(reqs)
+    assert made == [[first, second], [second, first], [second]]

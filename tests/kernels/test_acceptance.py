@@ -1,0 +1,419 @@
+"""The kernels of verification: greedy against ``accept_ref``, sampled against the same races in float64, and by law."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from dspark_kernels import (
+    DraftBlock,
+    DraftLaw,
+    LawParams,
+    Purpose,
+    RoundKeys,
+    SamplingRows,
+    Windows,
+    accept,
+    accept_ref,
+    race_exponential,
+    target_probs,
+)
+from dspark_kernels.judging.acceptance import Rules, judge
+from scipy import stats
+
+SEED, STEP = 2**63 + 12345, (7 << 32) + 99  # all words of the key and the counter in use
+# Where two outcomes are this close in float64, float32 may choose the other one.
+NEAR = 1e-5
+
+
+def rows_of(temperatures, device="cpu"):
+    bs = len(temperatures)
+    return SamplingRows.from_lists(temperatures, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
+
+
+@dataclass
+class Case:
+    """The arguments of one verification."""
+
+    drafts: torch.Tensor
+    verify_lens: torch.Tensor
+    logits: torch.Tensor
+    indptr: torch.Tensor
+    law: DraftLaw | None
+    rows: SamplingRows
+    keys: RoundKeys
+    copied: torch.Tensor | None = None
+
+    @property
+    def given(self):
+        """Block, windows, logits and lengths, as verification takes them."""
+        block = DraftBlock(self.drafts, law=self.law, copied=self.copied)
+        prefix_lens = torch.arange(len(self.drafts), device=self.drafts.device) * 10
+        return block, Windows(self.verify_lens, self.indptr), self.logits, prefix_lens
+
+    def accept(self, **changes):
+        case = replace(self, **changes)
+        return accept(*case.given, case.rows, case.keys)
+
+
+def make_case(
+    device, temperatures, gamma, vocab_size, *, seed=0, dtype=torch.float32, verify_lens=None, reduced=False, slots=0
+):
+    """Targets that resemble the proposals, so that drafts are kept to every depth; ``slots`` slots have no request."""
+    generator = torch.Generator().manual_seed(seed)
+    bs = len(temperatures)
+    if verify_lens is None:
+        verify_lens = torch.randint(0, gamma + 1, (bs,), generator=generator)
+    verify_lens = torch.as_tensor(verify_lens)
+    token_ids = torch.arange(vocab_size)
+    if reduced:
+        token_ids = torch.randperm(vocab_size, generator=generator)[: vocab_size // 2].sort().values
+    columns = torch.full((vocab_size,), -1, dtype=torch.int32)
+    columns[token_ids] = torch.arange(len(token_ids), dtype=torch.int32)
+    scores = torch.randn(bs, gamma, len(token_ids), generator=generator) * 2
+    law = DraftLaw(scores, scores.logsumexp(-1), columns if reduced else None)
+    probs = law.probs()
+    drafts = torch.empty(bs, gamma, dtype=torch.int64)
+    if gamma:
+        drafts = torch.multinomial(probs.flatten(0, 1), 1, generator=generator).view(bs, gamma)
+    target = torch.randn(bs, gamma + 1, vocab_size, generator=generator)
+    target[:, :gamma] += probs.clamp_min(1e-9).log()
+    target[:, :gamma].scatter_add_(2, drafts[..., None], torch.full((bs, gamma, 1), 0.0 if any(temperatures) else 2.0))
+    target *= torch.tensor([temperature or 1.0 for temperature in temperatures])[:, None, None]
+    logits = target[torch.arange(gamma + 1) <= verify_lens[:, None]]
+    nothing = torch.zeros(slots, dtype=torch.int64)
+    lens = torch.cat([verify_lens + 1, nothing])
+
+    def padded(tensor):
+        return torch.cat([tensor, tensor.new_zeros(slots, *tensor.shape[1:])])
+
+    law = DraftLaw(
+        padded(scores).to(device),
+        padded(law.log_norms).to(device),
+        law.columns if law.columns is None else columns.to(device),
+    )
+    rows = rows_of([*temperatures, *[1.0 if any(temperatures) else 0.0] * slots], device)
+    keys = RoundKeys(
+        SEED,
+        STEP,
+        (torch.arange(bs + slots) * 7 + 2**31).to(device),
+        torch.zeros(bs + slots, dtype=torch.int64, device=device),
+    )
+    return Case(
+        padded(drafts).to(device),
+        torch.cat([verify_lens, nothing]).to(device),
+        logits.to(dtype).to(device),
+        torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(device),
+        law,
+        rows,
+        keys,
+    )
+
+
+def assert_same(accepted, expected):
+    assert torch.equal(accepted.accepted_lens, expected.accepted_lens)
+    assert torch.equal(accepted.bonus_tokens, expected.bonus_tokens)
+    assert torch.equal(accepted.out_tokens, expected.out_tokens)
+
+
+def reference(case):
+    return accept_ref(*case.given, case.rows, case.keys)
+
+
+def law_of(case, r, num_rows):
+    """The law of request r for so many rows, on the CPU."""
+    law = case.rows.law.expand(torch.full((num_rows,), r, device=case.logits.device))
+    columns = (getattr(law, name).cpu() for name in ("temperatures", "top_ks", "top_ps", "min_ps"))
+    return LawParams(*columns, law.max_kept, law.any_min_p)
+
+
+def by_race(case, r):
+    """Tokens of the sampled request r, in float64; None where float32 may decide otherwise."""
+    length, first = int(case.verify_lens[r]), int(case.indptr[r])
+    temperature = case.rows.law.temperatures[r].double().item()
+    logits = case.logits[first : first + length + 1].cpu()
+    removed = target_probs(logits, law_of(case, r, length + 1)) == 0
+    target = (logits.double() / temperature).masked_fill(removed, -torch.inf).softmax(-1)
+    scores, log_norms = case.law.scores.double().cpu(), case.law.log_norms.double().cpu()
+    columns = None if case.law.columns is None else case.law.columns.cpu()
+    proposal = DraftLaw(scores, log_norms, columns).probs()[r]
+    if case.copied is not None:
+        one_hot = torch.nn.functional.one_hot(case.drafts[r].cpu().clamp_min(0), target.shape[1]).double()
+        proposal = torch.where(case.copied[r].cpu()[:, None], one_hot, proposal)
+    key = case.keys.request_keys[r].cpu()
+    uniforms = RoundKeys(case.keys.seed, STEP, key[None], key[None]).block_uniform(length, Purpose.ACCEPT)[0]
+    drafts = case.drafts[r].tolist()
+    for slot in range(length):
+        bound = uniforms[slot].item() * proposal[slot, drafts[slot]].item()
+        mass = target[slot, drafts[slot]].item()
+        if abs(bound - mass) < NEAR * mass:
+            return None
+        if bound >= mass:
+            weights, purpose = (target[slot] - proposal[slot]).clamp_min(0.0), Purpose.RESIDUAL
+            break
+    else:
+        slot, weights, purpose = length, target[length], Purpose.BONUS
+    speeds = weights / race_exponential(case.keys.seed, STEP, key, slot, purpose, target.shape[1])
+    best, tokens = speeds.topk(2)
+    if best[1] > best[0] * (1 - NEAR * 10):
+        return None
+    return [*drafts[:slot], int(tokens[0])]
+
+
+def check_sampled(case, accepted, requests):
+    """Compare with ``by_race``; returns how many requests could be compared."""
+    compared = 0
+    for r in requests:
+        expected = by_race(case, r)
+        if expected is not None:
+            compared += 1
+            padding = [-1] * (accepted.out_tokens.shape[1] - len(expected))
+            assert accepted.out_tokens[r].tolist() == expected + padding
+            assert accepted.accepted_lens[r] == len(expected) - 1
+            assert accepted.bonus_tokens[r] == expected[-1]
+    return compared
+
+
+SHAPES = [
+    pytest.param((1, 0, 2), id="bs1-g0-v2"),
+    pytest.param((1, 7, 9001), id="bs1-g7-v9001"),
+    pytest.param((3, 4, 4097), id="bs3-g4-v4097"),
+    pytest.param((17, 5, 23), id="bs17-g5-v23"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_equals_the_reference(device, shape, dtype):
+    bs, gamma, vocab_size = shape
+    case = make_case(device, [0.0] * bs, gamma, vocab_size, dtype=dtype)
+    expected = reference(case)
+    assert_same(case.accept(verify_lens=case.verify_lens.int(), indptr=case.indptr.int()), expected)
+    assert torch.equal(case.accept().new_seq_lens, torch.arange(bs, device=device) * 10 + expected.accepted_lens + 1)
+
+
+def test_greedy_cases_keep_drafts_at_every_depth(device):
+    case = make_case(device, [0.0] * 17, 5, 23)
+    outcomes = set(zip(case.verify_lens.tolist(), case.accept().accepted_lens.tolist(), strict=True))
+    assert (0, 0) in outcomes
+    assert any(verified == kept > 1 for verified, kept in outcomes)
+    assert len({kept for verified, kept in outcomes if kept < verified}) >= 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_lies_past_the_rows_is_not_read(device, temperature):
+    """Slots without a request, rows of the tier that are not used, columns of a padded LM head."""
+    case = make_case(device, [temperature] * 3, 4, 111, slots=2, dtype=torch.bfloat16)
+    alone = make_case(device, [temperature] * 3, 4, 111, dtype=torch.bfloat16).accept()
+    num_rows = len(case.logits)
+    memory = torch.full((num_rows + 5, 128), 50.0, dtype=torch.bfloat16, device=device)
+    memory[:num_rows, :111] = case.logits
+    poison = torch.full_like(memory[:1, :111], torch.nan)
+    tight = case.accept(logits=memory[:num_rows, :111])
+    tier = case.accept(logits=torch.cat([memory[:num_rows, :111], poison]))
+    for accepted in (tight, tier):
+        assert torch.equal(accepted.out_tokens[:3], alone.out_tokens)
+        assert accepted.out_tokens[3:].tolist() == [[0, -1, -1, -1, -1]] * 2
+        assert accepted.accepted_lens[3:].tolist() == accepted.bonus_tokens[3:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_rows_that_are_no_law_give_some_token(device, temperature):
+    case = make_case(device, [temperature] * 4, 2, 5000, verify_lens=[2] * 4)
+    case.logits[:3] = torch.nan
+    case.logits[3:6] = -torch.inf
+    case.logits[6:9, 4500:] = torch.nan
+    case.logits[9:] = torch.inf
+    accepted = case.accept()
+    assert ((accepted.bonus_tokens >= 0) & (accepted.bonus_tokens < 5000)).all()
+    if temperature == 0:
+        assert_same(accepted, reference(case))
+
+
+def test_ties_go_to_the_lowest_token(device):
+    case = make_case(device, [0.0] * 2, 1, 9001, verify_lens=[1, 0])
+    case.logits.zero_()
+    case.logits[0, [4095, 4096, 9000]] = 1.0
+    case.logits[1, [8999, 4100]] = 1.0
+    case.drafts[0] = 4095
+    accepted = case.accept()
+    assert accepted.accepted_lens.tolist() == [1, 0]
+    assert accepted.bonus_tokens.tolist() == [4100, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sampled_equals_the_race_in_float64(device, shape, dtype):
+    bs, gamma, vocab_size = shape
+    temperatures = [(1.0, 0.6, 1.7)[r % 3] for r in range(bs)]
+    for seed, reduced in ((0, False), (1, True)):
+        case = make_case(device, temperatures, gamma, vocab_size, seed=seed, dtype=dtype, reduced=reduced)
+        accepted = case.accept()
+        assert check_sampled(case, accepted, range(bs)) >= bs - 1
+        # The decisions do not depend on the kind of noise behind the draw that follows.
+        assert torch.equal(accepted.accepted_lens, reference(case).accepted_lens)
+
+
+def test_sampled_cases_reach_every_outcome(device):
+    case = make_case(device, [1.0] * 17, 5, 23)
+    outcomes = set(zip(case.verify_lens.tolist(), case.accept().accepted_lens.tolist(), strict=True))
+    assert any(verified == kept > 1 for verified, kept in outcomes)
+    assert len({kept for verified, kept in outcomes if kept < verified}) >= 3
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_copied_tokens_are_one_hot_proposals(device, reduced):
+    case = make_case(device, [1.0] * 9, 4, 23, reduced=reduced, verify_lens=[4] * 9)
+    case.copied = torch.rand(9, 4, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
+    # A copied token needs no column.
+    case.drafts[:, 1] = torch.where(case.copied[:, 1], 22, case.drafts[:, 1])
+    assert check_sampled(case, case.accept(), range(9)) >= 8
+    case.copied = torch.ones_like(case.copied)
+    all_copied = case.accept()
+    assert check_sampled(case, all_copied, range(9)) >= 8
+    assert_same(case.accept(law=None, copied=None), all_copied)
+
+
+def test_a_request_does_not_see_its_batch(device):
+    temperatures = [0.0, 1.0, 0.0, 0.7, 1.3]
+    case = make_case(device, temperatures, 5, 111)
+    together = case.accept()
+    greedy = case.accept(rows=rows_of([0.0] * 5, device))
+    for r, temperature in enumerate(temperatures):
+        if temperature == 0:
+            assert torch.equal(together.out_tokens[r], greedy.out_tokens[r])
+    assert check_sampled(case, together, [1, 3, 4]) == 3
+
+
+def test_greedy_requests_ignore_the_law(device):
+    case = make_case(device, [0.0, 1.0], 3, 23, verify_lens=[3, 3])
+    expected = case.accept()
+    case.law.scores[0] = torch.nan
+    case.law.log_norms[0] = torch.nan
+    assert_same(case.accept(), expected)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6])
+def test_the_coldest_requests_follow_their_law(device, temperature):
+    """The drafter is sure of token 3, the target has a tie of 3 and 9: both come out, as often as in the reference.
+
+    Logits of 20 over 1e-6 are so large that float32 counts them in steps of 2.
+    """
+    bs, vocab_size = 40, 12
+    logits = torch.zeros(2 * bs, vocab_size, device=device)
+    logits[:, [3, 9]] = 20.0
+    scores = torch.full((bs, 1, vocab_size), -100.0, device=device)
+    scores[..., 3] = 0.0
+    requests = torch.arange(bs, device=device)
+    case = Case(
+        torch.full((bs, 1), 3, device=device),
+        torch.ones_like(requests),
+        logits,
+        torch.arange(bs + 1, device=device) * 2,
+        DraftLaw(scores, torch.zeros(bs, 1, device=device)),
+        rows_of([temperature] * bs, device),
+        RoundKeys(SEED, STEP, requests, requests),
+    )
+    accepted, expected = case.accept(), reference(case)
+    assert torch.equal(accepted.accepted_lens, expected.accepted_lens)
+    assert stats.binomtest(int((accepted.out_tokens[:, 0] == 3).sum()), bs, 0.5).pvalue > 1e-4
+    bonus = accepted.out_tokens[accepted.accepted_lens == 1, 1]  # drawn from the tie itself
+    assert stats.binomtest(int((bonus == 3).sum()), len(bonus), 0.5).pvalue > 1e-4
+    assert {3, 9} == set(bonus.tolist())
+
+
+def test_a_law_that_is_written_out_is_refused(device):
+    """It would go unread, and drafts would pass for copies."""
+    case = make_case(device, [1.0] * 3, 4, 23)
+    block, *given = case.given
+    with pytest.raises(ValueError, match="draft them on this device"):
+        accept(replace(block, probs=case.law.probs(), law=None), *given, case.rows, case.keys)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_may_be_a_part_of_a_wider_buffer(device, temperature):
+    case = make_case(device, [temperature] * 3, 4, 23)
+    wide = torch.cat([case.drafts, torch.full((3, 3), 7, device=device)], dim=1)
+    assert_same(case.accept(drafts=wide[:, :4]), case.accept())
+
+
+def test_steps_on_the_device_and_on_the_host_agree(device):
+    case = make_case(device, [1.0] * 3, 4, 23)
+    expected = case.accept()
+    assert_same(case.accept(keys=replace(case.keys, step=torch.tensor(STEP, device=device))), expected)
+
+
+def test_a_vanished_residual_falls_back_to_the_target(device):
+    """p_t = p_d up to rounding: whatever a rejection by rounding leaves, the token is a possible one."""
+    case = make_case(device, [1.0] * 3, 1, 23, verify_lens=[1] * 3)
+    case.logits[0::2] = case.law.scores[:, 0]
+    case.logits[0::2, :11] = -torch.inf
+    case.law.scores[:, 0, :11] = -torch.inf
+    # Rejects whatever the uniform is, and leaves a residual of 0 everywhere.
+    case.law.log_norms[:] = -80.0
+    accepted = case.accept()
+    assert accepted.accepted_lens.tolist() == [0, 0, 0]
+    assert (accepted.bonus_tokens >= 11).all()
+
+
+def test_another_vocabulary_is_refused(device):
+    case = make_case(device, [1.0] * 3, 4, 23)
+    narrow = DraftLaw(case.law.scores[..., :22], case.law.log_norms)
+    with pytest.raises(ValueError, match=r"22 tokens.*\(3, 4\) and 23"):
+        case.accept(law=narrow)
+
+
+def test_emitted_tokens_follow_the_target_law(device):
+    """One slot, by kinds: plain steps, drafts of a reduced vocabulary, copied tokens."""
+    vocab_size, bs = 6, 30_000 if device.type == "cuda" else 180  # the interpreter takes 30 ms per request
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(vocab_size, generator=generator) * 1.5
+    token_ids = torch.tensor([0, 2, 3, 5])
+    scores = torch.randn(4, generator=generator)
+    columns = torch.full((vocab_size,), -1, dtype=torch.int32)
+    columns[token_ids] = torch.arange(4, dtype=torch.int32)
+    law = DraftLaw(scores.expand(bs, 1, 4), scores.logsumexp(-1).expand(bs, 1), columns)
+    kind = torch.arange(bs) % 3
+    verify_lens = (kind > 0).long()
+    drawn = token_ids[torch.multinomial(scores.softmax(-1).expand(bs, 4), 1, generator=generator)]
+    case = Case(
+        drafts=torch.where((kind == 2)[:, None], 3, drawn).to(device),
+        verify_lens=verify_lens.to(device),
+        logits=logits.expand(int((verify_lens + 1).sum()), vocab_size).contiguous().to(device),
+        indptr=torch.nn.functional.pad((verify_lens + 1).cumsum(0), (1, 0)).to(device),
+        law=DraftLaw(law.scores.to(device), law.log_norms.to(device), columns.to(device)),
+        rows=rows_of([0.8] * bs, device),
+        keys=RoundKeys(SEED, STEP, torch.arange(bs, device=device), torch.zeros(bs, dtype=torch.int64, device=device)),
+        copied=(kind == 2)[:, None].to(device),
+    )
+    emitted = case.accept().out_tokens[:, 0].cpu()
+    expected = (logits.double() / 0.8).softmax(-1)
+    for one in range(3):
+        counts = torch.bincount(emitted[kind == one], minlength=vocab_size).double()
+        assert stats.chisquare(counts.numpy(), (expected * counts.sum()).numpy()).pvalue > 1e-4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
+def test_a_captured_graph_serves_other_batches(device):
+    """Captured for 5 slots, replayed with other requests, lengths, temperatures and another step."""
+    temperatures, step = torch.zeros(5, device=device), torch.zeros((), dtype=torch.int64, device=device)
+    case = make_case(device, [1.0] * 5, 4, 9001, verify_lens=[4] * 5)
+    static = [case.drafts, case.verify_lens, case.logits, case.indptr, case.law.scores, case.law.log_norms]
+    keys = replace(case.keys, step=step)
+
+    def run():
+        return judge(*case.given, Rules(temperatures, any_sampled=True), keys)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        accepted = run()
+    for seed in (1, 2):
+        other = make_case(device, [0.0, 1.0, 0.5], 4, 9001, seed=seed, slots=2)
+        fresh = [other.drafts, other.verify_lens, other.logits, other.indptr, other.law.scores, other.law.log_norms]
+        for target, source in zip(static, fresh, strict=True):
+            target[: len(source)].copy_(source)
+        temperatures.copy_(other.rows.draw_temperatures)
+        step.fill_(STEP)
+        graph.replay()
+        assert_same(accepted, other.accept())

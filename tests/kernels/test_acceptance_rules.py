@@ -1,0 +1,252 @@
+"""Filtered and seeded requests in the kernels of verification: against the references, by law, and in mixed batches."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from dspark_kernels import RoundKeys, SamplingRows, accept, accept_ref, target_probs
+from dspark_kernels.judging.acceptance import Rules, judge
+from dspark_kernels.sampling import noise
+from dspark_kernels.sampling.noise_device import seeded_noise, unit_exponential_52
+from scipy import stats
+from test_acceptance import STEP, Case, assert_same, check_sampled, law_of, make_case, reference
+
+NOISE_RTOL = 1e-6  # what device_noise promises
+NEAR = 1e-5  # scores of the best two tokens that float32 may exchange
+
+# temperature, top_k, top_p, min_p, seed
+GREEDY = (0.0, -1, 1.0, 0.0, None)
+PLAIN = (0.9, -1, 1.0, 0.0, None)
+QWEN = (0.6, 20, 0.95, 0.0, None)
+NUCLEUS = (1.2, -1, 0.8, 0.0, None)
+MIN_P = (1.0, 50, 1.0, 0.1, None)
+SEEDED = (1.0, -1, 1.0, 0.0, -7)
+SEEDED_QWEN = (0.6, 20, 0.95, 0.0, 2**63 + 5)
+ALL = [GREEDY, PLAIN, QWEN, SEEDED, NUCLEUS, SEEDED_QWEN, MIN_P, (1.4, -1, 0.9, 0.02, 3)]
+
+
+def rules_case(device, rules, gamma, vocab_size, **options):
+    """``make_case`` with these requests; drafts of seeded ones are mostly what their seeds draw."""
+    case = make_case(device, [rule[0] for rule in rules], gamma, vocab_size, **options)
+    padding = len(case.drafts) - len(rules)
+    case.rows = SamplingRows.from_lists(
+        *(list(column) for column in zip(*rules, *[PLAIN] * padding, strict=True)), device
+    )
+    positions = torch.arange(len(case.drafts), device=device) * 1000 + 2**31
+    case.keys = replace(case.keys, positions=positions)
+    return with_seeded_drafts(case)
+
+
+def seeded_scores(case, r):
+    """Scores p / E of every verify row of request r, float64."""
+    num_rows, first = int(case.verify_lens[r]) + 1, int(case.indptr[r])
+    positions = (case.keys.positions[r] + torch.arange(num_rows, device=case.keys.positions.device)).cpu()
+    probs = target_probs(case.logits[first : first + num_rows].cpu(), law_of(case, r, num_rows))
+    return probs / noise.exponential(case.rows.seeds[r].cpu().expand(num_rows), positions, probs.shape[1])
+
+
+def with_seeded_drafts(case):
+    for r in case.rows.seeded_index.tolist():
+        for slot, token in enumerate(seeded_scores(case, r).argmax(-1)[:-1].tolist()):
+            if (r + slot) % 4 != 3:
+                case.drafts[r, slot] = token
+    return case
+
+
+def check_exact(case, accepted):
+    """Greedy and seeded requests equal the reference token for token."""
+    expected = accept_ref(*case.given, case.rows, case.keys)
+    for r in case.rows.seeded_index.tolist():
+        best = seeded_scores(case, r).topk(2, dim=-1).values
+        assert (best[:, 1] < best[:, 0] * (1 - NEAR)).all(), "choose a case without near-ties"
+    for r in [*case.rows.greedy_index.tolist(), *case.rows.seeded_index.tolist()]:
+        assert accepted.out_tokens[r].tolist() == expected.out_tokens[r].tolist()
+        assert accepted.accepted_lens[r] == expected.accepted_lens[r]
+        assert accepted.bonus_tokens[r] == expected.bonus_tokens[r]
+    return expected
+
+
+@pytest.fixture(autouse=True)
+def kernels_alone(monkeypatch):
+    """Nothing here may go to the reference unnoticed."""
+    monkeypatch.setattr(accept, "reference", None)
+
+
+@pytest.mark.parametrize(("bs", "gamma", "vocab_size"), [(1, 0, 2), (9, 4, 111), (2, 2, 4097)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_filtered_requests_run_the_race_over_what_is_kept(device, bs, gamma, vocab_size, dtype):
+    rules = [(QWEN, NUCLEUS, MIN_P)[r % 3] for r in range(bs)]
+    case = rules_case(device, rules, gamma, vocab_size, dtype=dtype, reduced=vocab_size == 111)
+    accepted = case.accept()
+    assert check_sampled(case, accepted, range(bs)) >= bs - 1
+    assert torch.equal(accepted.accepted_lens, reference(case).accepted_lens)
+    if bs == 9:
+        assert len(set(accepted.accepted_lens.tolist())) >= 3
+
+
+def test_copied_tokens_of_filtered_requests(device):
+    case = rules_case(device, [QWEN, NUCLEUS, MIN_P] * 2, 4, 23, verify_lens=[4] * 6)
+    case.copied = torch.rand(6, 4, generator=torch.Generator().manual_seed(0)).to(device) < 0.5
+    assert check_sampled(case, case.accept(), range(6)) >= 5
+
+
+@pytest.mark.parametrize(("bs", "gamma", "vocab_size"), [(1, 0, 2), (8, 4, 111), (2, 2, 9001)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_seeded_requests_equal_the_reference(device, bs, gamma, vocab_size, dtype):
+    rules = [(*(SEEDED, SEEDED_QWEN)[r % 2][:4], SEEDED[4] + 2**40 * r) for r in range(bs)]
+    case = rules_case(device, rules, gamma, vocab_size, dtype=dtype)
+    expected = check_exact(case, case.accept())
+    if bs == 8:
+        assert len(set(expected.accepted_lens.tolist())) >= 3
+    plain = replace(case, rows=rows_without_filters(case))
+    check_exact(with_seeded_drafts(plain), plain.accept())
+
+
+def rows_without_filters(case):
+    bs, seeds = len(case.rows), case.rows.seeds.tolist()
+    return SamplingRows.from_lists([0.8] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, seeds, case.logits.device)
+
+
+def test_all_rules_in_one_batch(device):
+    case = rules_case(device, ALL * 2, 4, 111, slots=2, dtype=torch.bfloat16)
+    poisoned = torch.cat([case.logits, torch.full_like(case.logits[:3], torch.nan)])
+    accepted = case.accept(logits=poisoned)
+    check_exact(replace(case, drafts=case.drafts.clone()), accepted)
+    sampled = [r for r in case.rows.sampled_index.tolist() if r < 2 * len(ALL)]
+    assert check_sampled(case, accepted, sampled) >= len(sampled) - 1
+    assert accepted.out_tokens[-2:].tolist() == [[0, -1, -1, -1, -1]] * 2
+
+
+@pytest.mark.parametrize("r", [2, 3, 5])
+def test_a_request_does_not_see_its_batch(device, r):
+    case = rules_case(device, ALL, 3, 111, verify_lens=[3] * len(ALL))
+    together = case.accept()
+    alone = Case(
+        case.drafts[r : r + 1],
+        case.verify_lens[r : r + 1],
+        case.logits[int(case.indptr[r]) : int(case.indptr[r + 1])],
+        case.indptr[:2],
+        type(case.law)(case.law.scores[r : r + 1], case.law.log_norms[r : r + 1], case.law.columns),
+        SamplingRows.from_lists(*([value] for value in ALL[r]), device),
+        case.keys.take(torch.tensor([r], device=device)),
+    ).accept()
+    assert torch.equal(alone.out_tokens[0], together.out_tokens[r])
+
+
+def test_neutral_filters_and_nobodys_seeds_change_nothing(device):
+    """As in a CUDA graph that is captured for whatever comes."""
+    case = make_case(device, [0.0, 1.0, 0.7], 4, 111)
+    plain = Rules.of(case.rows)
+    law = SamplingRows.by_temperature(3, case.rows.draw_temperatures, device).law
+    whatever = replace(plain, filters=law, seeds=case.rows.seeds, is_seeded=case.rows.is_seeded)
+    assert_same(judge(*case.given, whatever, case.keys), judge(*case.given, plain, case.keys))
+
+
+def test_rows_that_are_no_law_give_some_token(device):
+    case = rules_case(device, [QWEN, SEEDED, SEEDED_QWEN, NUCLEUS] * 3, 1, 200, verify_lens=[1] * 12)
+    case.logits[:8] = torch.nan
+    case.logits[8:16] = -torch.inf
+    case.logits[16:, 150:] = torch.inf
+    accepted = case.accept()
+    assert ((accepted.bonus_tokens >= 0) & (accepted.bonus_tokens < 200)).all()
+
+
+def test_emitted_tokens_follow_the_filtered_law(device):
+    """Drafts of a flat law, of which many are not possible."""
+    vocab_size, bs = 8, 30_000 if device.type == "cuda" else 40  # the interpreter takes 120 ms per request
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(5))
+    rule = (0.8, 6, 0.9, 0.02)
+    rows = SamplingRows.from_lists(*([value] * bs for value in rule), [None] * bs, device)
+    law = make_case(device, [1.0] * bs, 1, vocab_size).law
+    law.scores.zero_()
+    law.log_norms.fill_(torch.tensor(float(vocab_size)).log())
+    requests = torch.arange(bs, device=device)
+    case = Case(
+        drafts=torch.randint(vocab_size, (bs, 1), generator=torch.Generator().manual_seed(6)).to(device),
+        verify_lens=torch.ones_like(requests),
+        logits=logits.expand(2 * bs, vocab_size).contiguous().to(device),
+        indptr=torch.arange(bs + 1, device=device) * 2,
+        law=law,
+        rows=rows,
+        keys=RoundKeys(11, 12, requests, requests),
+    )
+    emitted = case.accept().out_tokens[:, 0].cpu()
+    expected = target_probs(logits[None].cpu(), law_of(case, 0, 1))[0].double()
+    possible = expected > 0
+    assert 3 <= possible.sum() < 6
+    counts = torch.bincount(emitted, minlength=vocab_size).double()
+    assert counts[~possible].sum() == 0
+    shares = expected[possible] / expected.sum() * counts.sum()
+    assert stats.chisquare(counts[possible].numpy(), shares.numpy()).pvalue > 1e-4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA graphs")
+def test_a_captured_graph_serves_other_rules(device):
+    case, other = (
+        rules_case(device, rules, 3, 9001, seed=seed, verify_lens=[3] * len(ALL))
+        for seed, rules in enumerate((ALL, ALL[::-1]))
+    )
+    temperatures, step = case.rows.draw_temperatures.clone(), torch.tensor(STEP, device=device)
+    filters, seeds = case.rows.law, (case.rows.seeds, case.rows.is_seeded)
+    keys = replace(case.keys, step=step)
+
+    def run():
+        return judge(*case.given, Rules(temperatures, filters, *seeds, any_sampled=True), keys)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        accepted = run()
+    temperatures.copy_(other.rows.draw_temperatures)
+    static = [case.drafts, case.logits, case.law.scores, case.law.log_norms, *seeds]
+    fresh = [other.drafts, other.logits, other.law.scores, other.law.log_norms, other.rows.seeds, other.rows.is_seeded]
+    for name in ("top_ks", "top_ps", "min_ps"):
+        static.append(getattr(filters, name))
+        fresh.append(getattr(other.rows.law, name))
+    for target, source in zip(static, fresh, strict=True):
+        target.copy_(source)
+    graph.replay()
+    assert_same(accepted, other.accept())
+
+
+@triton.jit
+def _noise_kernel(out_ptr, seeds_ptr, positions_ptr, first_pair, side: tl.constexpr):
+    lane = tl.program_id(0)
+    pairs = first_pair + tl.arange(0, side)
+    drawn = seeded_noise(tl.load(seeds_ptr + lane), tl.load(positions_ptr + lane), pairs)
+    tl.store(out_ptr + lane * (2 * side) + tl.arange(0, 2 * side), drawn)
+
+
+@pytest.mark.parametrize("first_pair", [0, 75_900])
+def test_the_noise_is_that_of_the_torch_generator(device, first_pair):
+    side, seeds = 512, torch.tensor([0, 1, -7, 2**62 + 5, -(2**63)], device=device)
+    positions = torch.tensor([0, 31, 70_000, 2**31 + 1, 2**32 - 1], device=device)
+    found = torch.empty((5, 2 * side), dtype=torch.float32, device=device)
+    _noise_kernel[(5,)](found, seeds, positions, first_pair, side=side)
+    tokens = 2 * first_pair + torch.arange(2 * side, device=device)
+    expected = noise.exponential_at(seeds[:, None], positions[:, None], tokens)
+    torch.testing.assert_close(found.double(), expected, atol=0, rtol=NOISE_RTOL)
+
+
+@triton.jit
+def _exponential_kernel(high_ptr, low_ptr, out_ptr, side: tl.constexpr):
+    lanes = tl.arange(0, side)
+    high, low = tl.load(high_ptr + lanes).to(tl.uint32), tl.load(low_ptr + lanes).to(tl.uint32)
+    tl.store(out_ptr + lanes, unit_exponential_52(high, low))
+
+
+def test_the_noise_is_precise_from_end_to_end(device):
+    """Every power of two and its neighbours, counted from both ends; the smallest decide."""
+    edges = [2**power + shift for power in range(52) for shift in (-1, 0, 1)]
+    edges = sorted({bits for edge in edges for bits in (edge, 2**52 - 1 - edge)})
+    bits = torch.tensor((edges * 2)[:512])
+    assert len(edges) > 256
+    high, low = (bits >> 26 << 6) + 63, (bits & (2**26 - 1)) << 6
+    found = torch.empty(512, dtype=torch.float32, device=device)
+    _exponential_kernel[(1,)](high.to(device), low.to(device), found, side=512)
+    # Near 1 the odd multiples of 2**-53 leave x, but not 1 - x, without rounding.
+    rest = (2**52 - 1 - bits).double().add(0.5).mul(2.0**-52)
+    torch.testing.assert_close(found.double().cpu(), -torch.log1p(-rest), atol=0, rtol=NOISE_RTOL)

@@ -1,0 +1,97 @@
+"""Which rule each request follows, and what the host remembers about the batch."""
+
+import pytest
+import torch
+from dspark_kernels import SamplingRows
+from dspark_kernels.sampling.parameters import NO_TOP_K
+
+
+def one(temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, seed=None):
+    return SamplingRows.from_lists([temperature], [top_k], [top_p], [min_p], [seed])
+
+
+def rule(rows):
+    return [rows.greedy_index.shape[0], rows.sampled_index.shape[0], rows.seeded_index.shape[0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"temperature": 0.0}, [1, 0, 0]),
+        ({"temperature": 1e-7, "seed": 3}, [1, 0, 0]),
+        ({"temperature": 0.7, "top_k": 1}, [1, 0, 0]),
+        ({"temperature": 0.7}, [0, 1, 0]),
+        ({"temperature": 0.7, "seed": 0}, [0, 0, 1]),
+    ],
+)
+def test_each_request_follows_one_rule(values, expected):
+    assert rule(one(**values)) == expected
+
+
+def test_the_groups_partition_a_mixed_batch():
+    rows = SamplingRows.from_lists(
+        [1.0, 0.0, 0.5, 0.9, 1.0], [-1, -1, 4, 1, 7], [0.9, 0.3, 1, 1, 1], [0, 0.2, 0, 0, 0], [None, 5, None, 6, -8]
+    )
+    assert rows.greedy_index.tolist() == [1, 3]
+    assert rows.sampled_index.tolist() == [0, 2]
+    assert rows.seeded_index.tolist() == [4]
+    assert rows.seeds[4] == -8
+    assert rows.law.temperatures.tolist() == [1.0, 1.0, 0.5, 1.0, 1.0]
+    assert not rows.law.any_min_p  # the only min-p belongs to a greedy request
+    assert rows.sampled_law.top_ks.tolist() == [NO_TOP_K, 4]
+    assert (rows.any_greedy, rows.all_greedy, rows.any_sampled, rows.any_seeded) == (True, False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("top_ks", "top_ps", "expected"),
+    [
+        ([-1, NO_TOP_K], [1, 1], 0),
+        ([5, -1], [1, 1], 5),
+        ([5, 9], [0.9, 1], 9),
+        ([5, -1], [1, 0.9], NO_TOP_K),
+        ([1, -1], [0.5, 1], 0),
+    ],
+)
+def test_max_kept_bounds_what_the_cuts_leave(top_ks, top_ps, expected):
+    assert SamplingRows.from_lists([1.0, 1.0], top_ks, top_ps, [0, 0], [None, None]).law.max_kept == expected
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1, -(2**63)])
+def test_seeds_keep_their_64_bits(seed):
+    assert (int(one(seed=seed).seeds[0]) - seed) % 2**64 == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"min_p": -0.1}, "min_p=-0.1"),
+        ({"min_p": 1.1}, "min_p=1.1"),
+    ],
+)
+def test_values_out_of_range_are_named(values, name):
+    with pytest.raises(ValueError, match=name):
+        one(**values)
+
+
+def test_lists_of_different_lengths_are_named():
+    with pytest.raises(ValueError, match="top_ps has 1 values for 2 temperatures"):
+        SamplingRows.from_lists([1, 1], [-1, -1], [1], [0, 0], [None, None])
+
+
+def test_select_copies_only_when_it_must():
+    rows = SamplingRows.from_lists([1, 1], [-1, -1], [1, 1], [0, 0], [None, None])
+    values = torch.arange(6).view(2, 3)
+    assert rows.select(values, rows.sampled_index) is values
+    mixed = SamplingRows.from_lists([1, 0], [-1, -1], [1, 1], [0, 0], [None, None])
+    assert mixed.select(values, mixed.greedy_index).tolist() == [[3, 4, 5]]
+
+
+def test_an_empty_batch_is_legal():
+    rows = SamplingRows.from_lists([], [], [], [], [])
+    assert len(rows) == 0 and rule(rows) == [0, 0, 0]

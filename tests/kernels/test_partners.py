@@ -1,0 +1,127 @@
+"""Every kernel's reference, wrapper, test and benchmark are found under one name, and nobody asks for the device.
+
+A file is a part of another one in its folder whose name it continues: ``walk_kernel.py`` belongs to ``walk.py``, and
+what both hold is found in ``test_walk*.py`` and ``bench_walk.py``. Device code that nobody launches needs no benchmark.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import dspark_kernels
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KERNELS = ROOT / "kernels" / "dspark_kernels"
+MAX_PARAMETERS, MAX_HOST_LINES = 8, 70
+
+
+def sources(folder=KERNELS):
+    return {path: path.read_text() for path in sorted(folder.rglob("*.py"))}
+
+
+def stem_of(path):
+    """The file that ``path`` is a part of, itself included."""
+    others = [other for other in path.parent.glob("*.py") if path.stem.startswith(f"{other.stem}_")]
+    return min(others, key=lambda other: len(other.stem), default=path)
+
+
+def stems():
+    """Sources of every stem with device code, joined."""
+    parts = {}
+    for path, source in sources().items():
+        parts.setdefault(stem_of(path), []).append(source)
+    joined = {path: "\n".join(texts) for path, texts in parts.items()}
+    return {path: source for path, source in joined.items() if "@triton.jit" in source}
+
+
+def dispatched(source):
+    """Names of the functions that have kernels, with those of their references."""
+    return {name: ref for ref, name in re.findall(r"^@on_kernels\((\w+)\)\ndef (\w+)\(", source, re.MULTILINE)}
+
+
+def missing_partners(path, source):
+    """What a stem lacks."""
+    tests = "\n".join(test.read_text() for test in (ROOT / "tests" / "kernels").glob(f"test_{path.stem}*.py"))
+    if not tests:
+        return [f"tests/kernels/test_{path.stem}.py"]
+    if not re.search(r"^def \w+_kernel\(", source, re.MULTILINE):
+        return []
+    bench = ROOT / "benchmarks" / "kernels" / f"bench_{path.stem}.py"
+    if not bench.exists():
+        return [f"benchmarks/kernels/{bench.name}"]
+    functions = dispatched(source)
+    lacking = [] if functions else [f"a function of {path.name} that is decorated with on_kernels"]
+    for name, reference in functions.items():
+        lacking += [] if reference == f"{name}_ref" else [f"{name}_ref, the name of the reference of {name}"]
+        lacking += [] if f"def {reference}(" in source else [f"{reference} beside {name}"]
+        lacking += [
+            f"{name} in {place}"
+            for place, text in (("tests", tests), (bench.name, bench.read_text()))
+            if name not in text
+        ]
+    return lacking
+
+
+def test_every_kernel_has_its_partners():
+    assert len(stems()) > 12
+    assert {path.name: lacking for path, source in stems().items() if (lacking := missing_partners(path, source))} == {}
+
+
+@pytest.mark.parametrize(
+    ("stem", "change", "lacking"),
+    [
+        ("drafting/nobody.py", lambda source: source, "test_nobody.py"),
+        ("sampling/parameters.py", lambda source: source, "bench_parameters.py"),
+        ("drafting/swiglu.py", lambda source: source.replace("@on_kernels(silu_mul_ref)\n", ""), "on_kernels"),
+        (
+            "drafting/swiglu.py",
+            lambda source: source.replace("def silu_mul_ref(", "def _torch("),
+            "silu_mul_ref beside",
+        ),
+        (
+            "drafting/swiglu.py",
+            lambda source: source.replace("silu_mul(", "other(").replace("(silu_mul_", "(other_"),
+            "other in",
+        ),
+    ],
+)
+def test_a_missing_partner_is_named(stem, change, lacking):
+    source = change((KERNELS / "drafting" / "swiglu.py").read_text())
+    assert any(lacking in name for name in missing_partners(KERNELS / stem, source))
+
+
+def test_parts_are_found():
+    assert stem_of(KERNELS / "judging" / "acceptance_race.py").name == "acceptance.py"
+    assert stem_of(KERNELS / "drafting" / "walk.py").name == "walk.py"
+
+
+def test_no_module_is_hidden_by_a_function_of_the_package():
+    modules = {path.stem for path in KERNELS.glob("*.py")} | {path.name for path in KERNELS.iterdir() if path.is_dir()}
+    assert modules & set(dspark_kernels.__all__) == set()
+
+
+def test_callers_never_ask_for_the_device():
+    """They call what is dispatched; a reference has no business in what serves or trains."""
+    for path, source in sources(ROOT / "sglang_dspark").items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dspark_kernels"):
+                assert node.module == "dspark_kernels", f"{path}: the package's own names are its public face"
+                assert not [alias.name for alias in node.names if alias.name.endswith("_ref")], path
+
+
+def host_functions():
+    for path, source in sources().items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and "triton.jit" not in ast.unparse(node).split("\ndef ")[0]:
+                yield f"{path.stem}.{node.name}", node
+
+
+def test_host_functions_are_short_and_take_few_arguments():
+    large = {}
+    for name, node in host_functions():
+        parameters = [a for a in (*node.args.args, *node.args.kwonlyargs) if a.arg not in ("self", "cls")]
+        size = (len(parameters), node.end_lineno - node.lineno + 1)
+        if size[0] > MAX_PARAMETERS or size[1] > MAX_HOST_LINES:
+            large[name] = size
+    assert large == {}

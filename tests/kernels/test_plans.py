@@ -1,0 +1,246 @@
+"""Planning a verification: both forms against the scheduler's selection and a flattening request by request."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from dspark_kernels import (
+    CommitRows,
+    PreparedStep,
+    StepRequests,
+    VerifyRows,
+    kv_inject,
+    plan_lens,
+    plan_top,
+    plan_top_ref,
+    plan_uniform,
+    plan_uniform_ref,
+    prepare,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_dspark.scheduling.selection import top_prefixes
+
+SIZES = [(bs, depth) for bs in (1, 3, 17, 130) for depth in (1, 5, 16)]
+FIELDS = [field.name for field in fields(VerifyRows)]
+
+
+def step_requests(bs, depth, device, num_real=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    longest = 40
+    return StepRequests(
+        anchors=torch.randint(1, 50, (bs,), generator=generator).to(device),
+        prefix_lens=torch.randint(0, longest, (bs,), generator=generator).to(device),
+        req_pool_indices=torch.randperm(bs + 2, generator=generator)[:bs].to(device),
+        req_to_token=torch.randint(1, 2**31 - 1, (bs + 2, longest + depth + 1), generator=generator).to(
+            device, torch.int32
+        ),
+        num_requests=None if num_real is None else torch.tensor([num_real], device=device),
+    )
+
+
+def survivals(bs, depth, device, levels=None, seed=0):
+    """Running products; with `levels` so coarse that many are equal. Some rows are forced or barred in part."""
+    generator = torch.Generator().manual_seed(seed)
+    survival = torch.rand(bs, depth, generator=generator).cumprod(1)
+    if levels:
+        survival = (survival * levels).floor() / levels
+    survival[::5, : depth // 2] = 2.0
+    survival[2::7, depth // 3 :] = -1.0
+    return survival.to(device)
+
+
+def drafts_of(bs, depth, device):
+    return (1000 + torch.arange(bs * depth).view(bs, depth)).to(device)
+
+
+def flattened(lens, drafts, requests, num_tokens, depth):
+    """The rows that `lens` of the real requests stand for, one token after the other."""
+    bs, table = len(requests), requests.req_to_token.tolist()
+    columns = (requests.anchors, requests.prefix_lens, requests.req_pool_indices)
+    step = list(zip(*(column.tolist() for column in columns), drafts.tolist(), strict=True))
+    rows, indptr = [], [0]
+    for request, length in enumerate(lens):
+        anchor, prefix, pool_row, block = step[request]
+        for column, token in enumerate([anchor, *block[:length]]):
+            rows.append((request, column, token, prefix + column, table[pool_row][prefix + column]))
+        indptr.append(len(rows))
+    indptr += [len(rows)] * (bs - len(lens))
+    rows += [(bs - 1, depth + 1, 0, 0, 0)] * (num_tokens - len(rows))
+    padded_lens = [*lens, *[0] * (bs - len(lens))]
+    int64 = [torch.tensor(values) for values in (padded_lens, indptr)]
+    return VerifyRows(*int64, *torch.tensor(rows).unbind(1))
+
+
+def assert_same(plan, expected):
+    for name in FIELDS:
+        ours, theirs = getattr(plan, name), getattr(expected, name)
+        assert ours.dtype == theirs.dtype and torch.equal(ours.cpu(), theirs), name
+
+
+def check_top(survival, budget, requests, num_tokens, num_real):
+    """Both forms against the selection of the scheduler."""
+    bs, depth = survival.shape
+    drafts = drafts_of(bs, depth, survival.device)
+    fitting = min(int(budget), num_tokens - num_real)
+    lens = top_prefixes(survival[:num_real].cpu(), fitting).tolist()
+    expected = flattened(lens, drafts, requests, num_tokens, depth)
+    for form in (plan_top, plan_top_ref):
+        assert_same(form(survival, budget, drafts, requests, num_tokens), expected)
+
+
+@pytest.mark.parametrize(("bs", "depth"), SIZES)
+@pytest.mark.parametrize("levels", [None, 4])
+def test_top_admits_the_same_drafts_as_the_scheduler(bs, depth, levels, device):
+    survival = survivals(bs, depth, device, levels)
+    for budget in {0, 1, bs * depth // 3, bs * depth}:
+        check_top(survival, budget, step_requests(bs, depth, device), bs + budget + 5, bs)
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_the_budget_may_lie_on_the_device(shape, device):
+    survival, requests = survivals(17, 5, device), step_requests(17, 5, device)
+    check_top(survival, torch.full(shape, 23, device=device), requests, 48, 17)
+
+
+@pytest.mark.parametrize("num_real", [1, 12, 17])
+def test_request_slots_without_a_request_have_no_rows(num_real, device):
+    survival, requests = survivals(17, 5, device), step_requests(17, 5, device, num_real)
+    survival[num_real:] = 3.0
+    check_top(survival, 20, requests, 64, num_real)
+    check_uniform(3, drafts_of(17, 5, device), requests, 80, num_real, 3)
+
+
+def test_no_more_drafts_are_admitted_than_the_tier_holds(device):
+    survival, requests = survivals(17, 5, device), step_requests(17, 5, device)
+    check_top(survival, 60, requests, 40, 17)
+    check_top(survival, 60, requests, 17, 17)
+
+
+def test_signed_zeros_tie_and_infinities_come_first(device):
+    survival = torch.tensor([[0.5, 0.0, -0.0], [torch.inf, 0.5, -0.0], [0.0, -0.0, 0.0], [1e-40, 1e-42, 0.0]])
+    for budget in range(13):
+        check_top(survival.to(device), budget, step_requests(4, 3, device), 20, 4)
+
+
+def check_uniform(verify_len, drafts, requests, num_tokens, num_real, depth):
+    expected = flattened([verify_len] * num_real, drafts, requests, num_tokens, depth)
+    for form in (plan_uniform, plan_uniform_ref):
+        assert_same(form(verify_len, drafts, requests, num_tokens), expected)
+
+
+@pytest.mark.parametrize("bs", [1, 3, 130])
+@pytest.mark.parametrize("verify_len", [0, 1, 5, 16])
+def test_uniform_verifies_as_many_drafts_of_everyone(bs, verify_len, device):
+    drafts = drafts_of(bs, 16 if verify_len else 0, device)
+    requests = step_requests(bs, 16, device)
+    for spare in (0, 7):
+        check_uniform(verify_len, drafts, requests, bs * (verify_len + 1) + spare, bs, verify_len)
+
+
+@pytest.mark.parametrize(("bs", "depth"), SIZES)
+def test_given_lengths(bs, depth, device):
+    lens = torch.randint(0, depth + 1, (bs,), generator=torch.Generator().manual_seed(1))
+    requests, drafts, num_tokens = step_requests(bs, depth, device), drafts_of(bs, depth, device), bs + int(lens.sum())
+    expected = flattened(lens.tolist(), drafts, requests, num_tokens, depth)
+    assert_same(plan_lens(lens.to(device), drafts, requests, num_tokens), expected)
+    none = plan_lens(torch.zeros_like(lens).to(device), drafts, requests, bs)
+    assert_same(none, flattened([0] * bs, drafts, requests, bs, depth))
+
+
+def test_buffers_are_written_in_full(device):
+    survival, requests = survivals(17, 5, device), step_requests(17, 5, device, 9)
+    drafts = drafts_of(17, 5, device)
+    outs = []
+    for form in (plan_top, plan_top_ref):
+        out = VerifyRows.empty(17, 600, device)
+        for name in FIELDS:
+            getattr(out, name).fill_(-7)
+        assert form(survival, 20, drafts, requests, 600, out) is out
+        outs.append(out)
+    for name in FIELDS:
+        assert torch.equal(getattr(outs[0], name), getattr(outs[1], name)), name
+
+
+def test_the_largest_batch_and_one_that_is_left_to_torch(device):
+    for bs, depth in ((512, 16), (520, 16)):
+        check_top(survivals(bs, depth, device, 8), 3000, step_requests(bs, depth, device), 4096, bs)
+
+
+def test_narrow_integers_and_sliced_drafts(device):
+    survival, requests = survivals(17, 5, device), step_requests(17, 5, device)
+    narrow = StepRequests(
+        *(getattr(requests, name).to(torch.int32) for name in ("anchors", "prefix_lens", "req_pool_indices")),
+        requests.req_to_token,
+    )
+    wide = drafts_of(17, 8, device)[:, 1:6]
+    expected = plan_top_ref(survival, 20, wide, requests, 40)
+    for form in (plan_top, plan_top_ref):
+        plan = form(survival, 20, wide.to(torch.int32), narrow, 40)
+        for name in FIELDS:
+            assert torch.equal(getattr(plan, name), getattr(expected, name)), name
+
+
+def test_sizes_that_do_not_fit_are_refused(device):
+    survival, requests, drafts = survivals(3, 5, device), step_requests(3, 5, device), drafts_of(3, 5, device)
+    with pytest.raises(ValueError, match="3 requests need 3 rows"):
+        plan_top(survival, 0, drafts, requests, 2)
+    with pytest.raises(ValueError, match="3 requests need 9 rows"):
+        plan_uniform(2, drafts, requests, 8)
+    with pytest.raises(ValueError, match="4 request slots"):
+        plan_top(survival, 0, drafts, requests, 9, VerifyRows.empty(4, 9, device))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_small_plan(data):
+    bs, depth = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
+    values = st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 2.0])
+    rows = data.draw(st.lists(st.lists(values, min_size=depth, max_size=depth), min_size=bs, max_size=bs))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    survival = torch.tensor([sorted(row, reverse=True) for row in rows], device=device)
+    num_real = data.draw(st.integers(1, bs))
+    budget = data.draw(st.integers(0, bs * depth + 2))
+    num_tokens = data.draw(st.integers(bs, bs * (depth + 1) + 3))
+    check_top(survival, budget, step_requests(bs, depth, device, num_real), num_tokens, num_real)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are captured on a GPU")
+def test_a_captured_step_follows_its_buffers(device):
+    num_slots, depth, tier = 24, 5, 80
+    staged = PreparedStep.empty(num_slots, depth, device)
+    survival, drafts = survivals(num_slots, depth, device), drafts_of(num_slots, depth, device)
+    budget, accepted = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(num_slots, device=device).long()
+    layers, heads, head_dim = 2, 3, 64
+    pools = [torch.zeros(layers, 4000, heads, head_dim, device=device) for _ in range(2)]
+    projected = torch.randn(tier, layers * 2 * heads * head_dim, device=device)
+    norm, inv_freq = torch.ones(layers, head_dim, device=device), torch.ones(head_dim // 2, device=device)
+    table = torch.randint(1, 4000, (num_slots + 2, 60), device=device, dtype=torch.int32)
+
+    def step():
+        plan = plan_top(survival, budget, drafts, staged.requests(table), tier)
+        kept = CommitRows(plan.columns, plan.requests, accepted)
+        kv_inject(projected, norm, 1e-6, inv_freq, plan.positions, plan.slots, tuple(pools), kept)
+        return plan
+
+    prepare(step_requests(1, depth, device), depth, 0, staged)
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = step()
+    for bs, allowed in ((1, 3), (17, 30), (24, 56), (9, 0)):
+        requests = replace(step_requests(bs, depth, device), req_to_token=table)
+        prepare(requests, depth, 0, staged)
+        budget.fill_(allowed)
+        accepted.fill_(1)
+        for pool in pools:
+            pool.zero_()
+        graph.replay()
+        expected = plan_top_ref(survival, allowed, drafts, staged.requests(table), tier)
+        for name in FIELDS:
+            assert torch.equal(getattr(plan, name), getattr(expected, name)), name
+        written = (pools[0] != 0).flatten(2).any(-1).any(0).nonzero().squeeze(1)
+        committed = plan.slots[CommitRows(plan.columns, plan.requests, accepted).kept()]
+        assert torch.equal(written, committed.unique())

@@ -1,0 +1,55 @@
+"""Attention of ragged rows on the CPU, and of whole draft blocks in both forms, against dense attention in float64."""
+
+import pytest
+import torch
+from dense import FP32_TOL, dense_attention
+from dspark_kernels import StepRequests, attend_groups, block_attention, block_attention_ref, group_contexts
+
+RAGGED = [
+    pytest.param([1], [1], id="one-token"),
+    pytest.param([40], [1], id="decode"),
+    pytest.param([8], [8], id="no-prefix"),
+    pytest.param([50, 50, 50], [3, 3, 3], id="uniform"),
+    pytest.param([50, 45, 40], [1, 6, 3], id="one-padded-group"),
+    pytest.param([3, 200, 64, 4, 190, 60], [2, 1, 6, 4, 3, 1], id="several-groups"),
+]
+
+
+@pytest.mark.parametrize(("key_lens", "query_lens"), RAGGED)
+def test_ragged_attention_is_causal_from_the_right(key_lens, query_lens):
+    generator = torch.Generator().manual_seed(sum(key_lens))
+    q = torch.randn(sum(query_lens), 6, 32, generator=generator)
+    pools = [torch.randn(300, 2, 32, generator=generator) for _ in range(2)]
+    table = torch.stack([1 + torch.randperm(299, generator=generator)[:210] for _ in range(9)]).int()
+    rows = torch.randperm(9, generator=generator)[: len(key_lens)].tolist()
+    groups = group_contexts(table, rows, key_lens, query_lens, causal=True, heads_per_kv=3, dtype=torch.float32)
+    out = attend_groups(q, *pools, groups, 32**-0.5)
+    start = 0
+    for row, num_keys, num_queries in zip(rows, key_lens, query_lens, strict=True):
+        k, v = (pool[table[row, :num_keys].long()] for pool in pools)
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+        part = slice(start, start + num_queries)
+        torch.testing.assert_close(out[part].double(), dense_attention(q[part], k, v, mask), **FP32_TOL)
+        start += num_queries
+
+
+@pytest.mark.parametrize("form", [block_attention, block_attention_ref])
+@pytest.mark.parametrize("prefix_lens", [[0], [40, 0, 7], [50, 50], [3, 200, 64, 4]])
+def test_rows_of_a_block_see_their_context_and_all_of_the_block(form, prefix_lens, device):
+    gamma, heads, kv_heads, head_dim, bs = 5, 6, 2, 16, len(prefix_lens)
+    generator = torch.Generator().manual_seed(bs)
+    q = torch.randn(bs * gamma, heads, head_dim, generator=generator).to(device)
+    k, v = (torch.randn(bs * gamma, kv_heads, head_dim, generator=generator).to(device) for _ in range(2))
+    pool = tuple(torch.randn(300, kv_heads, head_dim, generator=generator).to(device) for _ in range(2))
+    table = torch.randint(1, 300, (bs + 2, 210), generator=generator, dtype=torch.int32).to(device)
+    rows = torch.randperm(bs + 2, generator=generator)[:bs].to(device)
+    lens = torch.tensor(prefix_lens, device=device)
+    scale = head_dim**-0.5
+    requests = StepRequests(lens, lens, rows, table)
+    attend = form(requests, gamma, heads_per_kv=heads // kv_heads, dtype=q.dtype, scale=scale)
+    out = attend(q, k, v, pool)
+    for request, (row, prefix) in enumerate(zip(rows.tolist(), prefix_lens, strict=True)):
+        part, slots = slice(request * gamma, (request + 1) * gamma), table[row, :prefix].long()
+        keys, values = torch.cat([pool[0][slots], k[part]]), torch.cat([pool[1][slots], v[part]])
+        mask = torch.ones(gamma, prefix + gamma, dtype=torch.bool, device=device)
+        torch.testing.assert_close(out[part].double(), dense_attention(q[part], keys, values, mask), **FP32_TOL)

@@ -1,0 +1,341 @@
+"""The kernels' walk against plain torch, and the law of what it draws."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from draft_heads import as_weights, draft_heads
+from dspark_kernels import (
+    DraftVocabulary,
+    Purpose,
+    RoundKeys,
+    SamplingRows,
+    draft_block,
+    draft_block_ref,
+    draw,
+)
+from dspark_kernels.drafting import walk
+from dspark_kernels.sampling import noise
+from dspark_kernels.sampling.noise_device import race_noise, unit_exponential
+from raced_walk import raced_walk
+from scipy import stats
+
+ALPHA = 1e-4
+HIDDEN = 6
+# Triton's interpreter multiplies the bit patterns of bfloat16.
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+NOISE_RTOL = 1e-6  # what device_noise promises
+# Both sides sum rank and v products in float32, in different orders.
+FLOAT32_TOL = {"atol": 2e-5, "rtol": 2e-5}
+
+
+class Case:
+    """One batch: real heads with random weights, random logits, greedy and sampled requests in turn; none is seeded."""
+
+    def __init__(
+        self, device, *, bs=3, gamma=3, v=150, rank=5, head_type="vanilla", dtype=torch.float32, temperatures=(0.0, 0.8)
+    ):
+        generator = torch.Generator().manual_seed(v + bs)
+        self.device, self.v = device, v
+        heads = draft_heads(
+            head_type,
+            vocab_size=v,
+            hidden_size=HIDDEN,
+            block_size=gamma,
+            rank=rank,
+            confidence_with_markov=head_type is not None,
+            std=0.5,
+        )
+        self.modules = [head if head is None else head.to(device, dtype) for head in heads]
+        self.base = (torch.randn(bs, gamma, v, generator=generator) * 2).to(device, dtype)
+        self.hidden = torch.randn(bs, gamma, HIDDEN, generator=generator).to(device, dtype)
+        self.anchors = torch.randint(v, (bs,), generator=generator).to(device)
+        self.temperatures = list(itertools.islice(itertools.cycle(temperatures), bs))
+        self.seeds = [None] * bs
+        self.keys = RoundKeys(
+            -(2**40) - 7, torch.tensor(2**33 + 5, device=device), torch.arange(bs, device=device) * 7, self.anchors
+        )
+        self.propose(None)
+
+    def propose(self, token_ids):
+        vocabulary = None
+        if token_ids is not None:
+            vocabulary = DraftVocabulary(torch.tensor(token_ids, device=self.device), self.v)
+            self.base = self.base[..., vocabulary.token_ids].contiguous()
+        self.heads = as_weights(*self.modules, vocabulary)
+        return self
+
+    @property
+    def rows(self):
+        bs = len(self.seeds)
+        return SamplingRows.from_lists(
+            self.temperatures, [-1] * bs, [1.0] * bs, [0.0] * bs, self.seeds, device=self.device
+        )
+
+    def run(self, form=draft_block, **changes):
+        given = {"heads": self.heads, "rows": self.rows, "keys": self.keys}
+        return form(self.base, self.hidden, self.anchors, **(given | changes))
+
+    def check(self):
+        found, expected, rows = self.run(), self.run(raced_walk), self.rows
+        assert torch.equal(found.tokens, expected.tokens)
+        assert found.probs is None
+        torch.testing.assert_close(found.confidence_logits, expected.confidence_logits, **FLOAT32_TOL)
+        sampled = rows.sampled_index
+        assert (found.law is None) == (expected.law is None) == (not rows.any_sampled)
+        if found.law is not None:
+            torch.testing.assert_close(found.law.scores[sampled], expected.law.scores[sampled], **FLOAT32_TOL)
+            torch.testing.assert_close(found.law.log_norms[sampled], expected.law.log_norms[sampled], **FLOAT32_TOL)
+            torch.testing.assert_close(found.law.probs()[sampled], expected.law.probs()[sampled], **FLOAT32_TOL)
+        return found
+
+
+OTHER = DraftVocabulary(torch.arange(3), 150)
+MIXED, GREEDY = (0.0, 0.8, 1.3), (0.0,)
+
+
+@pytest.mark.parametrize("temperatures", [GREEDY, MIXED], ids=["greedy", "mixed"])
+@pytest.mark.parametrize("head_type", ["vanilla", "gated", "rnn", None])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_every_head_type(device, head_type, dtype, temperatures):
+    Case(device, head_type=head_type, dtype=dtype, temperatures=temperatures).check()
+
+
+@pytest.mark.parametrize(
+    ("bs", "gamma", "v", "rank", "dtype"),
+    [
+        (1, 1, 7, 1, torch.float32),
+        (1, 7, 64, 16, HALF),
+        (3, 2, 193, 40, torch.float32),
+        (17, 2, 129, 5, HALF),
+        (17, 1, 300, 256, torch.float32),
+        (2, 2, 333, 256, HALF),
+        (70, 1, 97, 5, torch.float16),
+    ],
+)
+def test_odd_sizes(device, bs, gamma, v, rank, dtype):
+    Case(device, bs=bs, gamma=gamma, v=v, rank=rank, dtype=dtype, temperatures=MIXED).check()
+
+
+@pytest.mark.parametrize("head_type", ["vanilla", "rnn", None])
+@pytest.mark.parametrize("temperatures", [GREEDY, MIXED], ids=["greedy", "mixed"])
+def test_a_reduced_vocabulary(device, head_type, temperatures):
+    block = Case(device, head_type=head_type, temperatures=temperatures).propose(range(1, 150, 3)).check()
+    assert (block.tokens % 3 == 1).all()
+
+
+@pytest.mark.parametrize("head_type", ["vanilla", "gated", "rnn", None])
+def test_greedy_requests_draft_what_the_reference_drafts(device, head_type):
+    case = Case(device, bs=5, gamma=4, head_type=head_type, temperatures=GREEDY)
+    found, expected = case.run(), case.run(draft_block_ref)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert found.probs is None and found.law is None
+    torch.testing.assert_close(found.confidence_logits, expected.confidence_logits, **FLOAT32_TOL)
+
+
+def test_the_stored_law_is_that_of_the_reference(device):
+    """Scores are softmax(corrected logits / T) of the tokens that were drafted: feed both walks the same block."""
+    case = Case(device, bs=2, gamma=1, temperatures=(0.7,))
+    torch.testing.assert_close(case.run().law.probs(), case.run(draft_block_ref).probs, **FLOAT32_TOL)
+
+
+@pytest.mark.parametrize("finish_tile", [16, 64])
+def test_many_programs_are_merged_in_rounds(device, monkeypatch, finish_tile):
+    """Ten programs' results, of which a merge takes one or four at a time."""
+    monkeypatch.setattr(walk, "_FINISH_TILE", finish_tile)
+    monkeypatch.setattr(walk, "num_processors", lambda device: 5)
+    Case(device, bs=3, v=700, temperatures=MIXED).check()
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-5, 1e-6])
+def test_the_coldest_drafts_are_drawn_from_the_law_that_is_stored(device, temperature):
+    """Scores of 2e7 would have left a tie of two tokens with the probability 1 each."""
+    case = Case(device, bs=2, gamma=1, v=70, head_type=None, temperatures=(temperature,))
+    case.base.zero_()
+    case.base[:, :, [3, 9]] = 20.0
+    probs = case.run().law.probs()
+    torch.testing.assert_close(probs[..., [3, 9]], torch.full_like(probs[..., :2], 0.5), atol=1e-3, rtol=0)
+
+
+def test_ties_go_to_the_lowest_column(device):
+    case = Case(device, bs=4, gamma=1, v=300, head_type=None, temperatures=GREEDY)
+    case.base.zero_()
+    for row, columns in enumerate([(299, 130), (64, 65, 200), (191, 63)]):
+        case.base[row, 0, list(columns)] = 1.0
+    assert case.run().tokens.flatten().tolist() == [130, 64, 63, 0]
+
+
+def test_nan_and_infinite_logits_never_give_an_id_outside_the_vocabulary(device):
+    case = Case(device, bs=4, gamma=2, v=70, head_type=None, temperatures=(0.0, 1.0))
+    case.base[0] = float("nan")
+    case.base[1] = float("nan")
+    case.base[2] = float("-inf")
+    case.base[3] = float("-inf")
+    case.base[3, :, 69] = 1.0
+    tokens = case.run().tokens
+    assert tokens[:3].tolist() == [[0, 0]] * 3
+    assert tokens[3].tolist() == [69, 69]
+
+
+@triton.jit
+def _noise_kernel(out_ptr, keys_ptr, step_ptr, seed, slot, side: tl.constexpr):
+    lanes = tl.arange(0, side)
+    keys, step = tl.load(keys_ptr + lanes), tl.load(step_ptr)
+    noise = race_noise(seed, step, keys[:, None], slot, 0, lanes[None, :])
+    tl.store(out_ptr + lanes[:, None] * (4 * side) + tl.arange(0, 4 * side)[None, :], noise)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31 + 3, -(2**62) - 5])
+def test_the_noise_is_that_of_the_torch_generator(device, seed):
+    """Words that differed in any bit of the counter or the key would have nothing in common."""
+    side, step, slot = 16, 2**39 + 2**33 + 17, 6
+    keys = torch.arange(side, device=device) * 2**28
+    found = torch.empty((side, 4 * side), dtype=torch.float32, device=device)
+    _noise_kernel[(1,)](found, keys, torch.tensor(step, device=device), seed, slot, side=side)
+    expected = noise.race_exponential(seed, step, keys, slot, Purpose.DRAFT, 4 * side)
+    torch.testing.assert_close(found.double(), expected, atol=0, rtol=NOISE_RTOL)
+
+
+@triton.jit
+def _exponential_kernel(bits_ptr, out_ptr, side: tl.constexpr):
+    lanes = tl.arange(0, side)
+    tl.store(out_ptr + lanes, unit_exponential(tl.load(bits_ptr + lanes).to(tl.uint32)))
+
+
+def test_the_noise_is_precise_from_end_to_end(device):
+    """Every power of two and its neighbours, counted from both ends; the smallest decide races."""
+    edges = [2**power + shift for power in range(32) for shift in (-1, 0, 1)]
+    edges = sorted({bits for edge in edges for bits in (edge, 2**32 - 1 - edge) if 0 <= bits < 2**32})
+    bits = torch.tensor((edges * 2)[:256], device=device)
+    found = torch.empty(256, dtype=torch.float32, device=device)
+    _exponential_kernel[(1,)](bits, found, side=256)
+    expected = -torch.log1p(-(bits.double() + 0.5) * 2.0**-32)
+    torch.testing.assert_close(found.double(), expected, atol=0, rtol=NOISE_RTOL)
+
+
+def test_sampled_tokens_follow_their_scores(device):
+    """1280 draws of one law by five launches, in a chi-square; two slots at a time, independent of each other."""
+    v, bs = 11, 128
+    case = Case(device, bs=bs, gamma=2, v=v, head_type=None, temperatures=(0.7,))
+    case.base[:] = torch.linspace(-1.5, 1.5, v, device=device)
+    probs = torch.softmax(case.base[0, 0] / 0.7, 0)
+    counts, pairs = torch.zeros(v), torch.zeros(4)
+    for step in range(5):
+        block = case.run(keys=RoundKeys(3, step, torch.arange(bs, device=device), case.anchors))
+        counts += torch.bincount(block.tokens.flatten(), minlength=v).cpu()
+        high = (block.tokens >= v - 2).long()
+        pairs += torch.bincount(2 * high[:, 0] + high[:, 1], minlength=4).cpu()
+        torch.testing.assert_close(block.law.probs(), probs.expand(bs, 2, v), **FLOAT32_TOL)
+    assert stats.chisquare(counts, probs.double().cpu() * counts.sum() / probs.double().cpu().sum()).pvalue > ALPHA
+    assert stats.chi2_contingency(pairs.view(2, 2)).pvalue > ALPHA
+
+
+def test_the_noise_of_a_race_is_exponential():
+    values = noise.race_exponential(5, 9, torch.arange(50), 0, Purpose.DRAFT, 4001)
+    assert values.shape == (50, 4001)
+    assert values.min() > 0 and values.isfinite().all()
+    assert stats.kstest(values.flatten().numpy(), "expon").pvalue > ALPHA
+    narrow = noise.race_exponential(5, 9, torch.arange(50), 0, Purpose.DRAFT, 13)
+    assert torch.equal(narrow, values[:, :13])
+
+
+def test_no_counter_serves_twice(monkeypatch):
+    """Races of slots, steps, requests and purposes, and the uniforms beside them."""
+    used = []
+
+    def record(counter, key):
+        words = torch.broadcast_tensors(*(torch.as_tensor(word) for word in (*counter, *key)))
+        used.extend(zip(*(word.flatten().tolist() for word in words), strict=True))
+        return philox(counter, key)
+
+    philox = noise.philox4x32
+    monkeypatch.setattr(noise, "philox4x32", record)
+    requests = torch.tensor([0, 1, 2, 2**31])
+    for step, purpose in itertools.product((0, 1, 2**32), (Purpose.DRAFT, Purpose.ACCEPT)):
+        keys = RoundKeys(1, step, requests, requests)
+        keys.block_uniform(3, purpose)
+        for slot in range(3):
+            keys.race(slot, purpose, 10)
+    assert len(used) == len(set(used)) == 6 * 4 * (3 + 3 * 3)
+
+
+@pytest.mark.parametrize("any_sampled", [True, False], ids=["mixed", "seeded"])
+@pytest.mark.parametrize("token_ids", [None, range(1, 150, 3)], ids=["all", "reduced"])
+@pytest.mark.parametrize("head_type", ["vanilla", "rnn", None])
+def test_seeded_requests_draw_with_their_own_noise(device, head_type, token_ids, any_sampled):
+    """In a batch with greedy ones, and with sampled ones or without."""
+    case = Case(device, bs=6, head_type=head_type, temperatures=MIXED).propose(token_ids)
+    seeds = [None, 2**62 + 5, None if any_sampled else 9, None, None if any_sampled else 17, -3]
+    case.seeds = seeds
+    assert case.rows.any_sampled == any_sampled
+    block = case.check()
+    case.seeds = [None if seed is None else seed + 1 for seed in seeds]
+    other = case.run()
+    assert torch.equal((other.tokens != block.tokens).any(1), case.rows.is_seeded)
+
+
+def test_a_seeded_draft_is_the_token_that_the_same_logits_draw(device):
+    """By drafts that agree with the target in all but the noise, seeded requests accept everything."""
+    bs, v = 5, 41
+    case = Case(device, bs=bs, gamma=2, v=v, head_type=None, temperatures=(0.9,))
+    case.seeds = [3, 1, 4, 1, 5]
+    block = case.run()
+    assert block.law is None and block.probs is None
+    for slot in range(2):
+        keys = RoundKeys(0, 0, case.keys.request_keys, case.keys.positions + slot)
+        assert torch.equal(block.tokens[:, slot], draw(case.base[:, slot], case.rows, keys))
+
+
+def test_the_reference_writes_the_law_out(device):
+    case = Case(device, bs=4, gamma=2, temperatures=(0.0, 0.8))
+    found, in_torch = case.run(), case.run(draft_block_ref)
+    assert found.law is not None and found.probs is None
+    assert in_torch.law is None and in_torch.probs is not None
+
+
+def test_spreading_a_block_keeps_its_law(device):
+    block = Case(device, bs=2, temperatures=(0.8,)).propose([1, 5, 44]).run()
+    spread = block.spread(torch.tensor([3, 0], device=device), 4)
+    assert torch.equal(spread.tokens[[3, 0]], block.tokens)
+    assert torch.equal(spread.law.probs()[[3, 0]], block.law.probs())
+    assert spread.law.probs().isfinite().all()
+
+
+def test_a_graph_replays_with_new_steps_temperatures_and_anchors(device):
+    if device.type != "cuda":
+        pytest.skip("CUDA graphs need a GPU")
+    case = Case(device, bs=5, gamma=4, temperatures=MIXED)
+    temperatures = case.rows.draw_temperatures
+    rows = SamplingRows.by_temperature(5, temperatures, device)
+    case.run(rows=rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        block = case.run(rows=rows)
+    for _ in range(3):
+        case.keys.step.add_(1)
+        temperatures.copy_(temperatures.roll(1))
+        case.anchors.copy_(case.anchors.roll(1))
+        case.base.copy_(case.base.roll(1, 0))
+        graph.replay()
+        expected = case.run(raced_walk, rows=rows)
+        assert torch.equal(block.tokens, expected.tokens)
+        sampled = temperatures > 0
+        torch.testing.assert_close(block.law.log_norms[sampled], expected.law.log_norms[sampled], **FLOAT32_TOL)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda case: setattr(case, "base", case.base.transpose(1, 2)), "last dimension"),
+        (lambda case: setattr(case, "base", case.base[..., :-1].contiguous()), "same checkpoint"),
+        (lambda case: setattr(case, "heads", replace(case.heads, vocabulary=OTHER)), "ProposalHeads"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(device, change, message):
+    case = Case(device)
+    change(case)
+    with pytest.raises(ValueError, match=message):
+        case.run()

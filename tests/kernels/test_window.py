@@ -1,0 +1,110 @@
+"""Attention of few query rows per request: the kernel, its torch form, and dense attention in float64."""
+
+import pytest
+import torch
+from dense import FP32_TOL, dense_attention
+from dspark_kernels import PagedWindows, num_splits, window_attention, window_attention_ref
+from dspark_kernels.attention import window
+
+HALF_TOL = {"atol": 2e-2, "rtol": 2e-2}
+
+
+WINDOWS = [
+    pytest.param((5, 0, 131, 64), (7, 7, 7, 7), (6, 2, 32), id="blocks-gqa3"),
+    pytest.param((1,), (1,), (3, 3, 16), id="one-token-mha"),
+    pytest.param((17, 3, 90), (4, 1, 2), (9, 3, 64), id="ragged-smollm2"),
+    pytest.param((9, 170, 0), (5, 0, 3), (4, 1, 24), id="empty-request-mqa-odd-head"),
+]
+
+
+def window_case(prefix_lens, query_lens, shape, device, dtype=torch.float32, padding=3):
+    generator = torch.Generator().manual_seed(sum(prefix_lens))
+    heads, kv_heads, head_dim = shape
+    bs, slots, num_rows = len(prefix_lens), 1 + sum(prefix_lens), sum(query_lens) + padding
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    # As a fused projection leaves them.
+    q, k, v = rand(num_rows, heads + 2 * kv_heads, head_dim).split([heads, kv_heads, kv_heads], dim=1)
+    pools = rand(slots, kv_heads, head_dim), rand(slots, kv_heads, head_dim)
+    table = torch.randint(1, max(2, slots), (bs + 3, max(prefix_lens) + 5), generator=generator, dtype=torch.int32)
+    rows = torch.randperm(bs + 3, generator=generator)[:bs]
+    indptr = torch.tensor([0, *query_lens]).cumsum(0)
+    lens = torch.tensor(prefix_lens, device=device)
+    return q, k, v, pools, PagedWindows(table.to(device), rows.to(device), lens, indptr.to(device), max(query_lens))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("prefix_lens", "query_lens", "shape"), WINDOWS)
+def test_reference_equals_dense_attention(prefix_lens, query_lens, shape, causal):
+    q, k, v, (k_pool, v_pool), windows = case = window_case(prefix_lens, query_lens, shape, "cpu")
+    table, rows, indptr = windows.req_to_token, windows.req_pool_indices, windows.indptr
+    out = window_attention_ref(*case, causal=causal, scale=shape[2] ** -0.5)
+    for index, (row, prefix, length) in enumerate(zip(rows.tolist(), prefix_lens, query_lens, strict=True)):
+        part, slots = slice(int(indptr[index]), int(indptr[index + 1])), table[row, :prefix].long()
+        keys, values = torch.cat([k_pool[slots], k[part]]), torch.cat([v_pool[slots], v[part]])
+        mask = torch.ones(length, prefix + length, dtype=torch.bool)
+        expected = dense_attention(q[part], keys, values, mask.tril(prefix) if causal else mask)
+        torch.testing.assert_close(out[part].double(), expected, **FP32_TOL)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("prefix_lens", "query_lens", "shape"), WINDOWS)
+def test_kernel_equals_reference(prefix_lens, query_lens, shape, causal, splits, device):
+    case = window_case(prefix_lens, query_lens, shape, device)
+    how = {"causal": causal, "scale": shape[2] ** -0.5}
+    out = window_attention(*case, splits=splits, **how)
+    torch.testing.assert_close(out, window_attention_ref(*case, **how), **FP32_TOL)
+
+
+@pytest.mark.parametrize("max_tile", [16 * 64, 32 * 64, 64 * 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (14, 2), (5, 1)])
+def test_groups_of_heads_are_shared_out(heads, kv_heads, max_tile, device, monkeypatch):
+    """Shares of one head up to all of a group, and a last share that is not full."""
+    monkeypatch.setattr(window, "_MAX_TILE", max_tile)
+    case = window_case((33, 0, 70), (4, 7, 1), (heads, kv_heads, 64), device)
+    for causal, splits in ((True, 1), (False, 2)):
+        out = window_attention(*case, causal=causal, scale=0.125, splits=splits)
+        expected = window_attention_ref(*case, causal=causal, scale=0.125)
+        torch.testing.assert_close(out[:12], expected[:12], **FP32_TOL)
+
+
+def test_kernel_in_16_bit(device):
+    # The interpreter's tl.dot multiplies the bit patterns of bfloat16.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    prefix_lens, query_lens, shape = (70, 200), (3, 8), (8, 2, 64)
+    case = window_case(prefix_lens, query_lens, shape, device, dtype)
+    how = {"causal": True, "scale": shape[2] ** -0.5}
+    *rows, pool, windows = case
+    expected = window_attention_ref(*(x.float() for x in rows), tuple(x.float() for x in pool), windows, **how)
+    for splits in (1, 4):
+        out = window_attention(*case, splits=splits, **how)
+        torch.testing.assert_close(out[:11].float(), expected[:11], **HALF_TOL)
+
+
+@pytest.mark.parametrize("padding", [1, 9, 40])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_rows_of_no_request_are_zero(padding, splits, device):
+    """What follows computes with them, and quantises by the largest value that it sees."""
+    case = window_case((33, 0, 70), (4, 0, 1), (6, 2, 24), device, padding=padding)
+    out = window_attention(*case, causal=True, scale=0.125, splits=splits)
+    assert out[:5].isfinite().all() and out[:5].any()
+    assert not out[5:].any()
+
+
+def test_as_many_splits_as_fill_the_gpu_by_default(device, monkeypatch):
+    case, used = window_case((200,), (3,), (4, 2, 16), device, padding=0), []
+    monkeypatch.setattr(window, "num_processors", lambda device: 8)
+    monkeypatch.setattr(window, "num_splits", lambda *given: used.append(given) or num_splits(*given))
+    how = {"causal": True, "scale": 0.25}
+    torch.testing.assert_close(window_attention(*case, **how), window_attention_ref(*case, **how), **FP32_TOL)
+    assert used == [(1, 2, 8)] and num_splits(*used[0]) == 8
+
+
+def test_splits_fill_the_processors():
+    assert num_splits(1, 8, 132) == 32
+    assert num_splits(8, 8, 132) == 4
+    assert num_splits(64, 8, 132) == 1
+    assert num_splits(512, 8, 132) == 1

@@ -1,0 +1,81 @@
+"""The synthetic pair of the kernel tests with a confidence head that knows everything.
+
+The probability that a draft is accepted, given the token before it, is the overlap of the two laws there. A head that
+reports exactly this reveals as much about the draft before as any head could: what a leaky rule needs.
+"""
+
+import torch
+from dspark_kernels import Accepted, DraftBlock, RoundKeys, Windows, accept_ref, draft_block_ref
+from scipy import stats
+from token_law import Rule, SyntheticPair
+
+_MIN_EXPECTED = 5  # of a cell of a chi-square test; tokens that are rarer share one
+
+
+class ConfidentPair:
+    """A pair over a tiny vocabulary, sampled by one rule.
+
+    Attributes:
+        overlap: [gamma, V] probability that draft j is accepted, by the token before it.
+    """
+
+    def __init__(self, *, temperature=1.0, vocab_size=6, gamma=3):
+        self.pair = SyntheticPair(vocab_size=vocab_size, gamma=gamma, error=1.0, seed=1)
+        # Flat laws, so that every token comes up; and a drafter that is good after even tokens and bad after odd ones.
+        self.pair.base_logits *= 0.3
+        bias = self.pair.markov.markov_w2.weight.data.T  # [previous, V]
+        errors = bias - self.pair.target_logits
+        errors *= torch.tensor([0.6, 3.0])[torch.arange(vocab_size) % 2, None]
+        self.pair.target_logits *= 0.5
+        bias.copy_(self.pair.target_logits + errors)
+        self.sampling = Rule(temperature)
+        self.gamma, self.vocab_size = gamma, vocab_size
+        draft, target = self.pair.draft_law(self.sampling), self.pair.target_law(self.sampling)
+        self.overlap = torch.minimum(draft, target).sum(-1)
+
+    def draft(self, anchors: torch.Tensor, step: int) -> DraftBlock:
+        """A block per request; its confidences are logits of the overlap."""
+        bs = len(anchors)
+        block = draft_block_ref(
+            self.pair.base_logits.expand(bs, -1, -1),
+            torch.zeros(bs, self.gamma, 2),
+            anchors,
+            self.pair.heads,
+            self.sampling.rows(bs),
+            self.keys(bs, step),
+        )
+        before = torch.cat([anchors[:, None], block.tokens[:, :-1]], dim=1)
+        confidence = self.overlap[torch.arange(self.gamma), before]
+        return DraftBlock(block.tokens, block.probs, torch.logit(confidence, eps=1e-6))
+
+    def keys(self, bs: int, step: int) -> RoundKeys:
+        return RoundKeys(11, step, torch.arange(bs), torch.zeros(bs, dtype=torch.int64))
+
+    def accept(self, anchors: torch.Tensor, block: DraftBlock, lens: torch.Tensor, step: int) -> Accepted:
+        """Verify the first ``lens`` drafts."""
+        chain = torch.cat([anchors[:, None], block.tokens], dim=1)
+        logits = self.pair.target_logits[chain[torch.arange(chain.shape[1]) <= lens[:, None]]]
+        indptr = torch.nn.functional.pad((lens + 1).cumsum(0), (1, 0))
+        rows, keys = self.sampling.rows(len(lens)), self.keys(len(lens), step)
+        return accept_ref(block, Windows(lens, indptr), logits, keys.positions, rows, keys)
+
+    def law_p_value(self, anchors: torch.Tensor, out_tokens: torch.Tensor) -> float:
+        """Chi-square: does every emitted token [n, gamma + 1] follow the target, given the token before it?
+
+        One cell per slot, token before and token: what a scheduler favours differs between tokens.
+        """
+        target = self.pair.target_law(self.sampling).double()
+        chain = torch.cat([anchors[:, None], out_tokens], dim=1)
+        statistic, freedom = 0.0, 0
+        for before, tokens in zip(chain.T, out_tokens.T, strict=False):
+            emitted = tokens >= 0
+            for previous in range(self.vocab_size):
+                counts = torch.bincount(tokens[emitted & (before == previous)], minlength=self.vocab_size).double()
+                expected = counts.sum() * target[previous]
+                rare = expected < _MIN_EXPECTED
+                observed = torch.cat([counts[~rare], counts[rare].sum()[None]])
+                expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+                used = expected >= _MIN_EXPECTED
+                statistic += float(((observed - expected)[used] ** 2 / expected[used]).sum())
+                freedom += max(0, int(used.sum()) - 1)
+        return float(stats.chi2.sf(statistic, freedom))

@@ -1,0 +1,146 @@
+"""The golden pair behind a real server: paths, flags, and requests to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sglang_dspark.tools.http_client import open_directly
+from sglang_dspark.tools.launch import CPU_ENV, LaunchedServer
+
+SERVER_TESTS = Path(__file__).parents[1] / "server"
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+TARGET, DRAFT = GOLDEN / "target", GOLDEN / "vanilla_g7"
+CASES: list[dict[str, Any]] = json.loads((DRAFT / "golden.json").read_text())["cases"]
+VOCAB = range(3, 60)  # ids that the golden target's training text used
+EMULATION = SERVER_TESTS / "emulated_graphs"
+RANDOM_LENGTHS = SERVER_TESTS / "random_lengths"
+WORKER_PATCH = SERVER_TESTS / "worker_patch"
+DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
+
+GUARDED = (
+    *DSPARK,
+    "--enable-metrics",
+    "--chat-template",
+    "chatml",
+    "--api-key",
+    "user-key",
+    "--admin-api-key",
+    "admin-key",
+)
+"""A server with metrics, an API key, an admin key, and an idea of what a chat is."""
+
+
+def sitecustomized(folder: Path) -> dict[str, str]:
+    """Environment of a server whose Python imports ``folder/sitecustomize.py`` at its start."""
+    path = [str(folder), str(WORKER_PATCH), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def emulated_graphs() -> dict[str, str]:
+    """Environment of a CPU server whose decode steps are staged and replayed as on a GPU, with kernels interpreted."""
+    return {**CPU_ENV, **sitecustomized(EMULATION), "TRITON_INTERPRET": "1"}
+
+
+Launch = Callable[..., LaunchedServer]
+"""``launch(*flags)`` of the fixture: a float32 server of the golden target with these flags."""
+
+
+def generate(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int) -> list[dict[str, Any]]:
+    """Answers of ``POST /generate`` in order, ``concurrency`` requests at a time."""
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda body: server.post_json("/generate", body), bodies))
+
+
+def call(server: LaunchedServer, path: str, key: str | None = None, body: Any = None) -> tuple[int, str]:
+    """Status and text of the answer to GET, or POST with a body, whatever the status."""
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with open_directly(urllib.request.Request(server.url + path, data, headers), timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def output_ids(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int = 8) -> list[list[int]]:
+    """Token ids of :func:`generate`."""
+    return [answer["output_ids"] for answer in generate(server, bodies, concurrency)]
+
+
+def greedy(input_ids: list[int], max_new_tokens: int, **fields: Any) -> dict[str, Any]:
+    """Body of a greedy request; the golden target stops at token 1."""
+    parameters = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop_token_ids": [1]}
+    return {"input_ids": input_ids, "sampling_params": parameters, **fields}
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"enabled": False},
+    {"max_verify": 1},
+    {"max_verify": 3, "trace": True},
+    {"confidence_threshold": 0.8},
+    {"preset": "summarization"},
+    {"preset": "summarization", "min_ngram": 1, "max_ngram": 2, "max_draft": 2, "max_verify": 5},
+    {"preset": "summarization", "min_ngram": 1, "confidence_threshold": 0.9},
+    {"preset": "classification", "candidates": ["red stone . the large", "large stone finds the small", "blue"]},
+)
+"""Values of the field ``speculation``, one of every kind."""
+
+
+def with_options(bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same requests with these options in turn."""
+    return [{**body, "speculation": OPTIONS[i % len(OPTIONS)]} for i, body in enumerate(bodies)]
+
+
+@contextmanager
+def policy(server: LaunchedServer, name: str, **fields: Any) -> Iterator[None]:
+    """Verify by this policy inside the block; by ``auto`` again after it."""
+    assert server.post_json("/dspark/policy", {"policy": name, **fields})["policy"] == name
+    try:
+        yield
+    finally:
+        server.post_json("/dspark/policy", {"policy": "auto"})
+
+
+def in_background(function: Callable[[], Any]) -> threading.Thread:
+    """Start ``function`` in a thread."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def prompts(num: int, seed: int) -> list[list[int]]:
+    """Random prompts of very different lengths; every third starts with the same 40 tokens."""
+    rng = random.Random(seed)
+    shared = rng.choices(VOCAB, k=40)
+    lengths = (1, 3, 17, 40, 90, 130)
+    return [(shared if i % 3 == 0 else []) + rng.choices(VOCAB, k=rng.choice(lengths)) for i in range(num)]
+
+
+def mixed_bodies(num: int, seed: int) -> list[dict[str, Any]]:
+    """Greedy requests of very different lengths."""
+    rng = random.Random(seed)
+    return [greedy(prompt, rng.choice((1, 2, 5, 8, 30, 64))) for prompt in prompts(num, seed)]
+
+
+def assert_pool_is_whole(server: LaunchedServer) -> None:
+    """After the requests and a flush every K/V slot is free again. SGLang checks for leaks itself when it is idle."""
+    deadline = time.monotonic() + 60
+    while server.get_json("/v1/loads")["loads"][0]["num_running_reqs"] > 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    server.flush_cache()
+    time.sleep(1.0)
+    assert server.post_json("/generate", greedy([5, 6, 7], 4))["output_ids"]
+    assert "memory leak" not in server.log_path.read_text()

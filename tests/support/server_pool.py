@@ -1,0 +1,77 @@
+"""The servers that tests ask for, by name: how each is started, and a few that stay up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from forked_server import ForkedServer, Nursery
+from golden_server import RANDOM_LENGTHS, TARGET, sitecustomized
+
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer
+
+MAX_SERVERS = 4  # a server is three processes of 0.8 GB each, and two test processes may have so many
+ON_GPU = torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a server is started.
+
+    Attributes:
+        flags: its flags, given an empty folder for the files that they name.
+        env: variables on top of those that every server has.
+        model: gives the target's folder.
+        forked: whether its processes are forked from one that has imported SGLang. Those that are not show that nothing
+            which a process needs is left behind in another one.
+    """
+
+    flags: Callable[[Path], Sequence[str | Path]] = lambda folder: ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    model: Callable[[], Path] = lambda: TARGET
+    forked: bool = True
+
+
+class ServerPool:
+    """Starts servers when they are asked for, float32, on a GPU if there is one; the last ones stay up."""
+
+    def __init__(self, recipes: Mapping[str, Recipe], folder: Path) -> None:
+        self._recipes, self._folder = recipes, folder
+        self._servers: dict[str, LaunchedServer] = {}
+        self._nursery: Nursery | None = None
+
+    def get(self, name: str) -> LaunchedServer:
+        """The server of this recipe."""
+        server = self._servers.pop(name, None)
+        if server is None:
+            if len(self._servers) == MAX_SERVERS:
+                self._servers.pop(next(iter(self._servers))).stop()
+            server = self._start(name)
+        self._servers[name] = server
+        return server
+
+    def close(self) -> None:
+        """Stop them all."""
+        for server in self._servers.values():
+            server.stop()
+        if self._nursery is not None:
+            self._nursery.close()
+
+    def _start(self, name: str) -> LaunchedServer:
+        recipe, folder = self._recipes[name], self._folder / name
+        folder.mkdir(exist_ok=True)
+        flags = [*(CUDA_FLAGS if ON_GPU else CPU_FLAGS), "--dtype", "float32", *map(str, recipe.flags(folder))]
+        # Step times are measured in a second here; they shall not end up in the user's cache.
+        table = {"HF_HUB_OFFLINE": "1", "SGLANG_DSPARK_SPS_TABLE_PATH": str(folder / "step_times.json")}
+        common = {**({} if ON_GPU else CPU_ENV), **sitecustomized(RANDOM_LENGTHS)}
+        env = {**common, **table, **recipe.env}
+        # A process that has touched a GPU cannot be forked.
+        if recipe.forked and not ON_GPU:
+            self._nursery = self._nursery or Nursery(common)
+            server: LaunchedServer = ForkedServer(self._nursery, recipe.model(), *flags, env=env)
+        else:
+            server = LaunchedServer(recipe.model(), *flags, env=env)
+        server.__enter__()
+        return server

@@ -1,0 +1,126 @@
+"""Decode steps without a server: the served stages on the golden pair, whose target is transformers' own."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from dspark_kernels import RoundKeys, SamplingRows
+
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
+from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.scheduling.sps_table import SpsTable
+from sglang_dspark.step.stages import OneRank
+from sglang_dspark.step.state import DecodeBatch, Rounds, TargetOutput
+from sglang_dspark.tools.golden import Golden, load_golden, load_target
+from sglang_dspark.worker.drafter import Drafter
+from sglang_dspark.worker.stages import EagerStages
+
+DATA = Path(__file__).parents[1] / "data" / "golden"
+DRAFT = DATA / "vanilla_g7"
+CPU = torch.device("cpu")
+COLUMNS = 256  # K/V slots of a request
+
+
+class StageLoop:
+    """Serves a batch of prompts to the end, as the worker does.
+
+    Attributes:
+        golden: what the checkpoint's own implementation gives for its prompts.
+        noise_seed: of requests without a seed of their own.
+        texts: committed ids of every request.
+        traces: [(start, anchor, drafts, accepted)] of every request.
+    """
+
+    def __init__(self, table: SpsTable | None = None, draft: Path = DRAFT, **options) -> None:
+        model = load_draft_model(draft, dtype=torch.float32, device="cpu")
+        self.target = load_target(DATA / "target", model)
+        self.gamma = model.config.gamma
+        self.drafter = Drafter(
+            model.config,
+            model,
+            ProposalHeads(model, None),
+            gamma=self.gamma,
+            device=CPU,
+            features=lambda input_ids, captured: captured,
+        )
+        config = DSparkConfig(**options)
+        self.schedule = Schedule(config, self.gamma, self.drafter.calibration(config, self.gamma), CPU)
+        self.schedule.start(table)
+        self.stages = EagerStages(self.drafter, self.schedule, self._verify, OneRank())
+        self.noise_seed = 1
+
+    @cached_property
+    def golden(self) -> Golden:
+        return load_golden(DRAFT, self.drafter.config)
+
+    @torch.no_grad()
+    def serve(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        temperature: float = 0.0,
+        seeds: Sequence[int | None] = (),
+    ) -> list[list[int]]:
+        """Output of every prompt: ``num_tokens`` each, or a few more."""
+        bs = len(prompts)
+        self.drafter.allocate(bs * COLUMNS + 1, torch.float32)
+        self._table = (1 + torch.arange(bs * COLUMNS)).view(bs, COLUMNS).int()
+        self._rows = SamplingRows.from_lists(
+            [temperature] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, list(seeds) or [None] * bs
+        )
+        self.texts, self.traces = [], [[] for _ in prompts]
+        for request, prompt in enumerate(prompts):
+            logits, features = self.target(prompt)
+            slots = self._table[request, : len(prompt)].long()
+            self.drafter.inject(torch.tensor(prompt), features, torch.arange(len(prompt)), slots)
+            self.texts.append([*prompt, int(logits[-1].argmax())])
+        number = 0
+        while min(len(text) - len(prompt) for text, prompt in zip(self.texts, prompts, strict=True)) < num_tokens:
+            number += 1
+            self._step(number)
+        return [text[len(prompt) :][:num_tokens] for text, prompt in zip(self.texts, prompts, strict=True)]
+
+    def _step(self, number: int) -> None:
+        bs = len(self.texts)
+        prefix_lens = torch.tensor([len(text) - 1 for text in self.texts])
+        step = DecodeBatch(
+            anchors=torch.tensor([text[-1] for text in self.texts]),
+            prefix_lens=prefix_lens,
+            req_pool_indices=torch.arange(bs),
+            req_to_token=self._table,
+            rows=self._rows,
+            keys=RoundKeys(seed=self.noise_seed, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
+        )
+        names = [f"r{request}" for request in range(bs)]
+        choice = self.schedule.choose(names, float(prefix_lens.double().mean()))
+        if choice.drafted is not None:
+            rows = SamplingRows.from_lists(*([value] * len(choice.drafted) for value in (0.0, -1, 1.0, 0.0, None)))
+            step = DecodeBatch(**{**vars(step), "drafted_rows": rows})
+        drafted = self.stages.draft(step, choice)
+        plan = self.stages.plan(step, drafted, choice)
+        output = self.stages.verify(None, step, plan)
+        accepted = self.stages.accept(step, drafted, plan, output)
+        self.stages.commit(plan, accepted, output)
+        self.schedule.done(choice, bs, len(plan.input_ids))
+        rounds = Rounds(names, choice, drafted.depths, plan.verify_lens, drafted.confidence, None, [0] * bs)
+        self.schedule.observe(rounds, list(range(bs)), accepted.accepted_lens.tolist())
+        for request, (text, kept) in enumerate(zip(self.texts, accepted.accepted_lens.tolist(), strict=True)):
+            drafts = drafted.block.tokens[request].tolist()
+            self.traces[request].append((len(text) - 1, text[-1], drafts, kept))
+            text.extend(accepted.out_tokens[request, : kept + 1].tolist())
+
+    def _verify(self, batch, step, plan) -> TargetOutput:
+        """The target over every request's whole text: no K/V, so none can be wrong."""
+        starts, ids = plan.indptr.tolist(), plan.input_ids.tolist()
+        logits, features = [], []
+        for request, text in enumerate(self.texts):
+            window = ids[starts[request] : starts[request + 1]]
+            assert window[0] == text[-1]
+            whole_logits, whole_features = self.target([*text, *window[1:]])
+            logits.append(whole_logits[-len(window) :])
+            features.append(whole_features[-len(window) :])
+        return TargetOutput(SimpleNamespace(next_token_logits=torch.cat(logits)), torch.cat(features))
