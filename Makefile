@@ -2,6 +2,10 @@
 PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3,$(shell $(python) -c 'print("$(python)")' 2>/dev/null)))
 VENV := .venv
 RUN := $(VENV)/bin/python
+# The newest SGLang that the server tests pass on; `make env SGLANG=...` makes an environment of any other.
+NEWEST := 0.5.23
+# Compiled for the torch of its release, which reads the tensors of another one wrongly.
+ON_TOP := SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
 
 # What `make evidence` measures: the bundled pair, unless TARGET and DRAFT name another one.
 SMOLLM2 := $(HOME)/.cache/sglang-dspark/smollm2-135m-instruct
@@ -16,16 +20,21 @@ POLICIES := --config auto --config static:1 --config static:2 --config static:3 
 SWEEP_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor unit test check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock clean
+.PHONY: help env demo doctor unit test test-newest check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock lock-newest clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-env: $(VENV)/.installed ## create .venv with everything that demo, tests and benchmarks need
+env: $(VENV)$(SGLANG:%=-%)/.installed ## create .venv with everything that demo, tests and benchmarks need
 
 # The stamp is newer than what the environment is made from, so this runs once, and again when they change.
 $(VENV)/.installed: pyproject.toml constraints.txt .ci/make_env.py
 	$(or $(PYTHON),$(error Python 3.11 is needed: make env PYTHON=/path/to/python3.11)) .ci/make_env.py
+	@touch $@
+
+# Another SGLang, named by SGLANG, on top of .venv.
+$(VENV)-%/.installed: $(VENV)/.installed .ci/make_env.py
+	$(RUN) .ci/make_env.py $*
 	@touch $@
 
 demo: env ## three minutes: SmolLM2-135M with and without DSPARK, side by side on this machine
@@ -42,6 +51,9 @@ unit: env ## the fast tests: no server, no interpreted kernel, nothing marked sl
 
 test: env ## all tests that need no GPU (ten minutes)
 	$(PYTEST)
+
+test-newest: $(VENV)-$(NEWEST)/.installed ## tests of the seam and of servers on the newest SGLang that is served
+	$(ON_TOP) $(subst $(RUN),$(VENV)-$(NEWEST)/bin/python,$(PYTEST)) $(or $(TESTS),tests/engine tests/server)
 
 check: env ## lint, formatting and types
 	$(RUN) -m ruff check
@@ -127,5 +139,10 @@ lock: env ## write constraints.txt from the environment as it is
 	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m uv pip freeze --exclude-editable; } > constraints.new
 	@mv constraints.new constraints.txt
 
+lock-newest: env ## write the constraints of the newest SGLang, as a package index resolves them
+	@{ sed -n '/^#/p' constraints-$(NEWEST).txt; echo 'sglang==$(NEWEST)' | $(RUN) -m uv pip compile --quiet --python-version 3.11 \
+		--all-extras --override - --index-strategy unsafe-best-match --no-header --no-annotate pyproject.toml; } > constraints.new
+	@mv constraints.new constraints-$(NEWEST).txt
+
 clean: ## remove the environment and caches
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

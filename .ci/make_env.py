@@ -1,5 +1,9 @@
 """Create `.venv` and install the project into it, in the versions that constraints.txt names.
 
+With the number of another SGLang, create `.venv-NUMBER` on top of `.venv`: that SGLang alone, without its requirements,
+in front of the packages of `.venv`, and a stand-in for SGLang's kernel package, which has none for a CPU. So the server
+tests run against it on a CPU, and take 40 MB instead of the 12 GB of another torch.
+
 Needs nothing but Python. uv does the installation (ten times faster than pip on this many large wheels) with the
 machine's pip configuration translated; where that fails, pip itself gets its turn.
 """
@@ -32,11 +36,18 @@ UV_VARIABLES = {
 }
 
 
-def main() -> None:
-    """Create or complete the environment; ends with a non-zero exit status when that is impossible."""
+def main(sglang: str | None = None) -> None:
+    """Create or complete an environment; ends with a non-zero exit status when that is impossible.
+
+    Args:
+        sglang: the release to put on top of `.venv`; None for `.venv` itself.
+    """
     if sys.version_info[:2] not in SERVED_PYTHONS:
         served = " or ".join(f"{major}.{minor}" for major, minor in SERVED_PYTHONS)
         sys.exit(f"needs Python {served}, this is {sys.version.split()[0]}; run: make env PYTHON=/path/to/python3.11")
+    if sglang is not None:
+        put_on_top(sglang)
+        return
     create_environment()
     uv_pin = next(line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if line.startswith("uv=="))
     if run("-m", "pip", "install", "--quiet", uv_pin) and install_with_uv():
@@ -55,6 +66,23 @@ def create_environment() -> None:
         venv.create(VENV, with_pip=True, clear=True)
     except subprocess.CalledProcessError as error:
         sys.exit(f"Python's venv module cannot set up pip ({error}); on Debian and Ubuntu: apt install python3-venv")
+
+
+def put_on_top(sglang: str) -> None:
+    """Make `.venv-SGLANG` from `.venv`, which is there."""
+    top = ROOT / f".venv-{sglang}"
+    print(f"creating {top} on top of {VENV}", flush=True)
+    venv.create(top, with_pip=False, clear=True)
+    [packages] = top.glob("lib/python3.*/site-packages")
+    [below] = VENV.glob("lib/python3.*/site-packages")
+    lines = [str(ROOT / ".ci" / "on_cpu"), f"import site; site.addsitedir({str(below)!r})"]
+    (packages / "below.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    options = ["--python", str(top / "bin" / "python"), "--no-deps", "--compile-bytecode"]
+    requirement = f"sglang=={sglang}"
+    if run("-m", "uv", "pip", "install", *options, requirement, env=os.environ | uv_settings()):
+        return
+    if not run("-m", "pip", "install", "--no-deps", "--target", str(packages), requirement):
+        sys.exit(f"{requirement} could not be installed; see the messages above")
 
 
 def install_with_uv() -> bool:
@@ -87,4 +115,4 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

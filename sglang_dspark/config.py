@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal, get_args
 
@@ -82,6 +82,16 @@ class DSparkConfig:
         read=_on_or_off,
         bare="on",
     )
+    engine: Literal["builtin", "plugin"] | None = _knob(
+        "Who answers to `--speculative-algorithm DSPARK` where SGLang has a DSPARK of its own: `builtin`, or `plugin`, "
+        "which is this one.",
+    )
+    untested_sglang: Switch = _knob(
+        "Serve on a release of SGLang that the plugin's tests have not passed on. Needs no value.",
+        default=False,
+        read=_on_or_off,
+        bare="on",
+    )
     fallback: Literal["refuse", "target-only"] = _knob(
         "When the drafter is unusable, or target or device are not served: `refuse` ends the start, `target-only` "
         "serves the target alone and says why in the log and in `GET /dspark/capabilities`.",
@@ -121,28 +131,30 @@ class DSparkConfig:
             raise ConfigError(f"{flag_name('schedule')}=threshold needs {flag_name('confidence_threshold')}, e.g. 0.5")
 
     @classmethod
-    def resolve(cls, cli: Mapping[str, str | None], env: Mapping[str, str] | None = None) -> DSparkConfig:
+    def resolve(
+        cls, cli: Mapping[str, str | None], env: Mapping[str, str] | None = None, foreign: Collection[str] = ()
+    ) -> DSparkConfig:
         """Build the configuration from flag texts and the environment.
 
         Args:
             cli: flag texts by field name; ``None`` or a missing key means the flag was not given.
             env: the environment; ``os.environ`` unless given.
+            foreign: variables with our prefix that others read.
 
         Raises:
             ConfigError: a value does not parse or is out of range, or an unknown ``SGLANG_DSPARK_*`` variable is set.
         """
         env = os.environ if env is None else env
         by_env = {ENV_PREFIX + f.name.upper(): f for f in fields(cls)}
-        unknown = sorted(k for k in env if k.startswith(ENV_PREFIX) and k not in by_env)
+        unknown = sorted(k for k in env if k.startswith(ENV_PREFIX) and k not in by_env and k not in foreign)
         if unknown:
             raise ConfigError(
                 f"unknown environment variable {unknown[0]}={env[unknown[0]]!r}; known are {', '.join(sorted(by_env))}"
             )
         values = {}
         for env_name, knob in by_env.items():
-            origin, text = flag_name(knob.name), cli.get(knob.name)
-            if text is None:
-                origin, text = env_name, env.get(env_name)
+            text = knob_text(knob.name, cli, env)
+            origin = env_name if cli.get(knob.name) is None else flag_name(knob.name)
             if text is not None:
                 try:
                     values[knob.name] = checked(knob.metadata["read"](text), _KINDS[knob.name])
@@ -244,8 +256,15 @@ def flag_name(field_name: str) -> str:
     return FLAG_PREFIX + field_name.replace("_", "-")
 
 
-def _dest(field_name: str) -> str:
+def flag_dest(field_name: str) -> str:
+    """Where ``argparse`` puts the flag's text: ``verify_len`` -> ``speculative_dspark_verify_len``."""
     return "speculative_dspark_" + field_name
+
+
+def knob_text(field_name: str, cli: Mapping[str, str | None], env: Mapping[str, str] | None = None) -> str | None:
+    """What was asked for a knob, by flag or else by variable; None where nothing was."""
+    text = cli.get(field_name)
+    return (os.environ if env is None else env).get(ENV_PREFIX + field_name.upper()) if text is None else text
 
 
 _DEFAULTS_IN_WORDS = {
@@ -254,6 +273,8 @@ _DEFAULTS_IN_WORDS = {
     "online_calibration": "on",
     "draft_free": "off",
     "sps_table_path": "in the cache",
+    "engine": "builtin",
+    "untested_sglang": "off",
 }
 
 
@@ -263,15 +284,21 @@ def default_text(field_name: str) -> str:
     return _DEFAULTS_IN_WORDS.get(field_name, "none" if default is None else str(default))
 
 
-def add_flags(parser: ArgumentParser) -> None:
-    """Add one flag per knob. Texts are parsed by :meth:`DSparkConfig.resolve`, so errors name the flag or variable."""
+def add_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
+    """Add one flag per knob. Texts are parsed by :meth:`DSparkConfig.resolve`, so errors name the flag or variable.
+
+    Args:
+        but: names of knobs whose flags ``parser`` has already.
+    """
     group = parser.add_argument_group("DSPARK (sglang-dspark plugin)")
     for knob in fields(DSparkConfig):
+        if knob.name in but:
+            continue
         env_name = ENV_PREFIX + knob.name.upper()
         bare = knob.metadata["bare"]
         group.add_argument(
             flag_name(knob.name),
-            dest=_dest(knob.name),
+            dest=flag_dest(knob.name),
             default=None,
             **({} if bare is None else {"nargs": "?", "const": bare}),
             help=f"{knob.metadata['help']} Default: {default_text(knob.name)}. Environment: {env_name}.",
@@ -280,4 +307,6 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def flag_texts(namespace: Any) -> dict[str, str | None]:
     """Texts of our flags in a parsed namespace, by field name."""
-    return {knob.name: getattr(namespace, _dest(knob.name), None) for knob in fields(DSparkConfig)}
+    values = {knob.name: getattr(namespace, flag_dest(knob.name), None) for knob in fields(DSparkConfig)}
+    # Flags that SGLang has as well may come parsed.
+    return {name: None if value is None else str(value) for name, value in values.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ def written_whole(path: str | Path) -> Iterator[Path]:
 
     What was written is on the disk before it gets its name, so a reader finds the old content or all of the new one,
     whatever happens to the process or the machine. When the block raises, what it wrote is removed. Writers of the same
-    ``path`` do not meet: each has a partial file of its own. The folder of ``path`` is made where it is missing.
+    ``path`` do not meet: each has a partial file of its own. The folder of ``path`` is made where it is missing. Files
+    get the permissions of any new file, whatever library wrote them.
 
     Raises:
         OSError: the file cannot be written, or ``path`` is a folder that holds something.
@@ -27,6 +29,8 @@ def written_whole(path: str | Path) -> Iterator[Path]:
     try:
         yield partial
         for part in (*partial.rglob("*"), partial):
+            if part.is_file():
+                _give_usual_mode(part)
             _sync(part)
         partial.replace(path)
     except BaseException:
@@ -42,6 +46,16 @@ def write_text_whole(path: str | Path, text: str) -> None:
     """:func:`written_whole` for a text."""
     with written_whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def _give_usual_mode(path: Path) -> None:
+    """Let others read what the process's umask lets them: safetensors makes files for their owner alone."""
+    ordinary = path.with_name(f".{uuid.uuid4().hex}.mode")
+    ordinary.touch()
+    try:
+        path.chmod(stat.S_IMODE(ordinary.stat().st_mode))
+    finally:
+        ordinary.unlink()
 
 
 def _sync(path: Path) -> None:

@@ -31,9 +31,20 @@ def _load_worker() -> type:
 
 
 def _dspark_selected(argv: list[str]) -> bool:
-    flag = "--speculative-algorithm"
+    """Whether the command line asks for DSPARK, and for the plugin's where SGLang has one of its own."""
+    from sglang_dspark.config import flag_name, knob_text
+    from sglang_dspark.engine import support
+
+    algorithm = (_value_of("--speculative-algorithm", argv) or "").upper()
+    if algorithm != "DSPARK":
+        return algorithm == "DSPARK_PLUGIN"
+    engine = knob_text("engine", {"engine": _value_of(flag_name("engine"), argv)})
+    return engine == "plugin" or not support.has_built_in_dspark(support.installed_sglang())
+
+
+def _value_of(flag: str, argv: list[str]) -> str | None:
     for position, argument in enumerate(argv):
-        name, _, value = argument.partition("=")
-        if name == flag and (value or "".join(argv[position + 1 : position + 2])).upper() == "DSPARK":
-            return True
-    return False
+        name, equals, value = argument.partition("=")
+        if name == flag:
+            return value if equals else "".join(argv[position + 1 : position + 2])
+    return None

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "scheduling": set("calibration config stats step".split()),
     "engine": set("calibration config dashboard draft hub proposals speculation stats step".split()),
     "worker": set("calibration config draft engine hub proposals scheduling speculation stats step".split()),
-    "plugin": {"engine", "worker"},
+    "plugin": {"config", "engine", "worker"},
     "tools": set("calibration config draft engine hub scheduling speculation step".split()),
     "__main__": {"tools"},
 }

@@ -71,3 +71,21 @@ def test_two_writers_of_one_file_do_not_meet(tmp_path):
         first.write_text("a" * 10)
         second.write_text("b")
     assert (tmp_path / "text").read_text() == "a" * 10
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_files_get_the_permissions_of_any_new_file(tmp_path, umask, mode):
+    """Whatever the library that wrote them gives: safetensors lets only the owner read."""
+    previous = os.umask(umask)
+    try:
+        with written_whole(tmp_path / "folder") as partial:
+            partial.mkdir()
+            (partial / "part").write_text("text")
+            (partial / "part").chmod(0o600)
+        with written_whole(tmp_path / "file") as partial:
+            partial.write_text("text")
+            partial.chmod(0o600)
+    finally:
+        os.umask(previous)
+    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("folder/part", "file")] == [mode, mode]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "part"]

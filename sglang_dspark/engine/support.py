@@ -1,4 +1,4 @@
-"""Which SGLang this package drives, and what the others get to hear."""
+"""Which releases of SGLang this package drives, and what the others get to hear."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from importlib.metadata import PackageNotFoundError, version
 from packaging.version import Version
 
 from sglang_dspark import __version__
+from sglang_dspark.config import flag_name
 from sglang_dspark.errors import EngineError
 
-SUPPORTED_SGLANG = "0.5.15.post1"
-FIRST_WITH_BUILT_IN_DSPARK = Version("0.5.16.dev0")
+TESTED_SGLANG = ("0.5.15.post1", "0.5.23")
+"""Releases that the server tests have passed on, oldest first."""
+
+_FIRST_WITH_BUILT_IN_DSPARK = Version("0.5.16.dev0")
 
 
 def versions() -> dict[str, str]:
@@ -27,23 +30,29 @@ def installed_sglang() -> str:
     try:
         return version("sglang")
     except PackageNotFoundError:
-        raise EngineError(f"sglang is not installed; run: pip install sglang=={SUPPORTED_SGLANG}") from None
+        raise EngineError(f"sglang is not installed; run: {_remedy()}") from None
 
 
 def has_built_in_dspark(sglang_version: str) -> bool:
-    """Whether this SGLang registers a DSPARK of its own, which the plugin leaves alone."""
-    return Version(sglang_version) >= FIRST_WITH_BUILT_IN_DSPARK
+    """Whether this SGLang has a DSPARK of its own; for those who cannot ask it, because it may not import."""
+    return Version(sglang_version) >= _FIRST_WITH_BUILT_IN_DSPARK
 
 
-def check_sglang_version(sglang_version: str) -> None:
-    """Refuse a release that the engine seam was not written for.
+def check_sglang_version(sglang_version: str, *, untested: bool = False) -> None:
+    """Refuse a release that the tests have not passed on.
+
+    Args:
+        untested: whether the user wants to try all the same.
 
     Raises:
-        EngineError: any version but ``SUPPORTED_SGLANG``.
+        EngineError: names the releases that are served, and the flag to try with.
     """
-    if sglang_version != SUPPORTED_SGLANG:
-        built_in = " (it has a built-in DSPARK, which stays in charge)" if has_built_in_dspark(sglang_version) else ""
+    if sglang_version not in TESTED_SGLANG and not untested:
         raise EngineError(
-            f"sglang {sglang_version} is installed{built_in}; sglang-dspark drives sglang {SUPPORTED_SGLANG}: "
-            f"pip install sglang=={SUPPORTED_SGLANG}"
+            f"sglang {sglang_version} is installed; sglang-dspark drives sglang {' and '.join(TESTED_SGLANG)}: "
+            f"{_remedy()}, or try this one with {flag_name('untested_sglang')}"
         )
+
+
+def _remedy() -> str:
+    return f"pip install sglang=={TESTED_SGLANG[-1]}"

@@ -54,9 +54,13 @@ CUDA_FLAGS = (
 """Flags for a small model on a part of a GPU; add ``--dtype``."""
 
 
+PLUGIN = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-engine", "plugin")
+"""Flags that ask for DSPARK, and for this one where SGLang has its own."""
+
+
 def dspark_flags(draft_path: str | Path) -> tuple[str, ...]:
-    """The two flags that make a server decode with DSPARK."""
-    return ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(draft_path))
+    """The flags that make a server decode with DSPARK."""
+    return (*PLUGIN, "--speculative-draft-model-path", str(draft_path))
 
 
 STARTUP_TIMEOUT_S = 600.0

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sglang_dspark.config import SCHEDULES, DSparkConfig
+from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.support import versions
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.speculation import Speculation
@@ -22,7 +23,7 @@ def capabilities(server_args: Any, model_runner: Any, staging: Staging, max_veri
         staging: what takes the steps.
         max_verify: most drafts that a step verifies per request.
     """
-    options: DSparkConfig = server_args.dspark_config
+    options: DSparkConfig = attached(server_args).config
     drafter, schedule = staging.eager.drafter, staging.eager.schedule
     model, described = model_runner.model_config, drafter.describe(server_args.speculative_draft_model_path)
     drafting = "requests with a preset speculate" if described is None else "the drafter fits the target"

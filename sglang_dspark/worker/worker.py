@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sglang_dspark.draft.cache import DraftCache
+from sglang_dspark.engine.compat.requests import committed_len
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, copy_drafts, decode_result, read_decode_batch
@@ -51,12 +52,10 @@ class DSparkWorker(SpecWorkerBase):
 
     def load_drafter(self) -> Drafter | NoDrafter:
         """The drafter that the options name."""
-        if self.options.draft_free:
+        drafter, runner = self.settled.drafter, self.target_worker.model_runner
+        if drafter is None:
             return NoDrafter(self.options)
-        resolved, runner = self.server_args.dspark_drafter, self.target_worker.model_runner
-        # SGLang has put --speculative-draft-load-format here by now, where it was given.
-        dummy = self.server_args.load_format == "dummy"
-        return Drafter.load(resolved, self.options, runner, self.device, dummy=dummy)
+        return Drafter.load(drafter, self.options, runner, self.device, dummy=self.settled.dummy_draft)
 
     def acceptance_profile(self) -> torch.Tensor | None:
         """[gamma] float64 probabilities by which drafts are kept in place of what the target says; None to ask it."""
@@ -132,7 +131,7 @@ class DSparkWorker(SpecWorkerBase):
             # The host has waited for the step before: the time between two choices is not an earlier one's.
             self.schedule.interrupt()
         # Of the host: under overlap it does not know yet what the step under way commits.
-        context = sum(req.kv_committed_len for req in batch.reqs) / len(batch.reqs)
+        context = sum(map(committed_len, batch.reqs)) / len(batch.reqs)
         limits = asked.limits_with(copies)
         choice = self.schedule.choose([req.rid for req in batch.reqs], context, limits, traced=asked.traced)
         self.reporting.record_time()

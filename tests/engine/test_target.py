@@ -35,7 +35,6 @@ def target_runner(**fields: Any) -> SimpleNamespace:
         "model_config": SimpleNamespace(head_dim=DRAFT.head_dim, get_num_kv_heads=lambda ranks: max(1, 2 // ranks)),
         "dtype": torch.float32,
         "kv_cache_dtype": torch.float32,
-        "tp_size": 1,
         "tp_group": SimpleNamespace(world_size=1),
     }
     return SimpleNamespace(**{**defaults, **fields})
@@ -44,7 +43,7 @@ def target_runner(**fields: Any) -> SimpleNamespace:
 @pytest.mark.parametrize(("tp_size", "layers"), [(1, 2), (2, 4), (4, 4)])
 def test_the_draft_cache_is_counted_in_layers_of_one_rank(tp_size, layers):
     """Two draft layers of two K/V heads each; the target's two heads are divided, and held twice among four ranks."""
-    runner = target_runner(tp_size=tp_size)
+    runner = target_runner(tp_group=SimpleNamespace(world_size=tp_size))
     Target(runner, DRAFT)
     assert runner.dflash_draft_num_layers == layers
 
@@ -56,7 +55,7 @@ def test_the_drafter_reads_whole_matrices(tied):
     layers = [SimpleNamespace(weight=torch.nn.Parameter(whole[:ROWS_PER_RANK])) for whole in (embedding, head)]
     model = SimpleNamespace(get_input_embeddings=lambda: layers[0], lm_head=layers[0] if tied else layers[1])
     group = TwoRanks(embedding[ROWS_PER_RANK:], head[ROWS_PER_RANK:])
-    target = Target(target_runner(tp_size=2, tp_group=group, model=model), DRAFT)
+    target = Target(target_runner(tp_group=group, model=model), DRAFT)
     drafter = load_draft_model(DRAFT_DIR, dtype=torch.float32, device="cpu")
     drafter.embed_tokens = drafter.lm_head = None  # as in a checkpoint that leaves them out
     assert target.share_with(drafter) == ("embed_tokens.weight", "lm_head.weight")

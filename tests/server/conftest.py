@@ -17,11 +17,11 @@ from random_drafter import damaged_drafter, random_drafter
 from server_pool import Recipe, ServerPool
 
 from sglang_dspark.tools.demo import smollm2
-from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
+from sglang_dspark.tools.launch import PLUGIN, LaunchedServer, dspark_flags
 
 BUNDLED = Path(smollm2.__file__).parents[2] / "drafters" / "smollm2-135m-instruct"
 STATIC = ("--speculative-dspark-schedule", "static")
-DRAFT_FREE = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-draft-free")
+DRAFT_FREE = (*PLUGIN, "--speculative-dspark-draft-free")
 # A pool that cannot hold the running requests, and a context that they grow out of.
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
 PROFILE = "1,0.5,0.75,0"  # the rest as the last

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dspark.tools.http_client import open_directly
-from sglang_dspark.tools.launch import CPU_ENV, LaunchedServer
+from sglang_dspark.tools.launch import CPU_ENV, LaunchedServer, dspark_flags
 
 SERVER_TESTS = Path(__file__).parents[1] / "server"
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -26,7 +26,7 @@ VOCAB = range(3, 60)  # ids that the golden target's training text used
 EMULATION = SERVER_TESTS / "emulated_graphs"
 RANDOM_LENGTHS = SERVER_TESTS / "random_lengths"
 WORKER_PATCH = SERVER_TESTS / "worker_patch"
-DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", str(DRAFT))
+DSPARK = dspark_flags(DRAFT)
 
 GUARDED = (
     *DSPARK,

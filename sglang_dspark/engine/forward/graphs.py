@@ -15,9 +15,12 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cu
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc, get_batch_sizes_to_capture
-from sglang.srt.model_executor.runner_utils import model_capture_mode
+from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
 
+from sglang_dspark.engine.compat.arguments import resolved, tokens_per_step
+from sglang_dspark.engine.compat.forwards import token_count
+from sglang_dspark.engine.compat.ranks import tp_group
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
@@ -48,7 +51,7 @@ class Capture:
     """Captures functions into one memory pool, see :func:`capturing`."""
 
     def __init__(self, model_runner: Any, stream: torch.cuda.Stream) -> None:
-        self._tp_group = model_runner.tp_group
+        self._tp_group = tp_group(model_runner)
         self._stream = stream
         self._pool = get_or_create_global_graph_memory_pool(torch.cuda)
         set_graph_pool_id(self._pool)
@@ -73,7 +76,7 @@ def capturing(model_runner: Any) -> Iterator[Capture]:
     back, but not in their outputs. So a function whose output is read after another one was replayed must be captured
     before that other one. Within that order, large functions first: the small ones fit into their memory.
     """
-    collect_garbage = model_runner.server_args.enable_cudagraph_gc
+    collect_garbage = resolved(model_runner.server_args).enable_cudagraph_gc
     with model_capture_mode(), freeze_gc(collect_garbage), graph_capture() as context:
         yield Capture(model_runner, context.stream)
 
@@ -82,7 +85,7 @@ def graph_request_slots(model_runner: Any) -> list[int]:
     """Batch sizes that SGLang's options want captured, ascending; none where they turn CUDA graphs off."""
     if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
         return []
-    sizes, _ = get_batch_sizes_to_capture(model_runner, model_runner.server_args.speculative_num_draft_tokens)
+    sizes, _ = get_batch_sizes_to_capture(model_runner, tokens_per_step())
     return sizes
 
 
@@ -118,7 +121,7 @@ def static_verify(
         orig_seq_lens=step.prefix_lens,
         seq_lens_sum=num_tokens,  # for backends that plan on the host; ours does not
         num_token_non_padded=torch.tensor(num_tokens, dtype=torch.int32, device=plan.input_ids.device),
-        num_token_non_padded_cpu=num_tokens,
+        **token_count(num_tokens),
         next_token_logits_buffer=logits,
         spec_algorithm=model_runner.spec_algorithm,
         spec_info=layout,

@@ -10,6 +10,8 @@ import torch
 from sglang_dspark.draft.cache import bytes_per_token
 from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
 from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.engine.compat.pools import make_room, request_capture
+from sglang_dspark.engine.compat.ranks import tp_group
 from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -20,7 +22,7 @@ class Target:
 
     def __init__(self, model_runner: Any, draft: DraftConfig) -> None:
         self._model_runner = model_runner
-        self._tp_group = model_runner.tp_group
+        self._tp_group = tp_group(model_runner)
         self._layer_taps = [tap for tap in draft.target_layer_ids if tap != EMBEDDING_TAP]
         self._has_embedding_tap = EMBEDDING_TAP in draft.target_layer_ids
         self._hidden_size = draft.hidden_size
@@ -80,14 +82,14 @@ class Target:
     def _request_capture(self) -> None:
         # The embedding output is looked up by features(): Llama's capture does not know it, and a model that is asked
         # for no layer at all returns a differently shaped result, so a lone tap -1 captures layer 0 and drops it.
-        runner = self._model_runner
-        runner.dflash_use_aux_hidden_state = True
-        runner.dflash_target_layer_ids = self._layer_taps or [0]
+        request_capture(self._model_runner, self._layer_taps or [0])
 
     def _account_for_draft_cache(self, draft: DraftConfig) -> None:
-        # SGLang sizes its pool for `dflash_draft_num_layers` layers beside the target's, each as large as one of them
-        # is on this rank. The drafter's K/V is whole on every rank.
+        # SGLang sizes its pool for whole layers beside the target's, each as large as one of them is on this rank. The
+        # drafter's K/V is whole on every rank.
         runner = self._model_runner
         config = runner.model_config
-        target_layer = 2 * config.get_num_kv_heads(runner.tp_size) * config.head_dim * runner.kv_cache_dtype.itemsize
-        runner.dflash_draft_num_layers = -(-bytes_per_token(draft, runner.dtype) // target_layer)
+        target_layer = (
+            2 * config.get_num_kv_heads(self._tp_group.world_size) * config.head_dim * runner.kv_cache_dtype.itemsize
+        )
+        make_room(runner, -(-bytes_per_token(draft, runner.dtype) // target_layer))

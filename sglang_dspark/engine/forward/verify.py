@@ -10,6 +10,7 @@ from dspark_kernels import ContextGroup, group_contexts
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
+from sglang_dspark.engine.compat.ranks import tp_size
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
 
@@ -55,7 +56,7 @@ def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: Verify
 
 def _context_groups(runner: Any, decode: DecodeBatch, verify_lens: list[int]) -> list[ContextGroup]:
     query_lens = [verify_len + 1 for verify_len in verify_lens]
-    config, ranks = runner.model_config, runner.tp_size
+    config, ranks = runner.model_config, tp_size(runner)
     return group_contexts(
         runner.req_to_token_pool.req_to_token,
         decode.req_pool_indices.tolist(),

@@ -1,7 +1,8 @@
-"""Questions of the HTTP process to the scheduler process, over SGLang's channel for changing a running server."""
+"""Questions of the HTTP process to the scheduler process, over SGLang's channel for looking at a running server."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,14 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.stats.history import HISTORY_S
 
 KEY = "dspark"
-"""Where a question and its answer lie among the server arguments that the channel was made for."""
+"""Where our answer lies among the figures that the channel was made for."""
 
 
 async def ask(manager: Any, question: str, fields: dict[str, Any]) -> Any:
     """The scheduler's answer, of rank 0 where there are several.
+
+    The question travels as the id of SGLang's request for the scheduler's state, which carries nothing else and which
+    no client can write.
 
     Args:
         manager: SGLang's ``TokenizerManager``.
@@ -23,37 +27,36 @@ async def ask(manager: Any, question: str, fields: dict[str, Any]) -> Any:
     Raises:
         ConfigError: the scheduler refuses.
     """
-    from sglang.srt.managers.io_struct import SetInternalStateReq
+    from sglang.srt.managers.io_struct import GetInternalStateReq
 
     manager.auto_create_handle_loop()
-    request = SetInternalStateReq(server_args={KEY: {"question": question, "fields": fields}})
-    reply = (await manager.set_internal_state_communicator(request))[0]
-    if not reply.updated:
-        raise ConfigError(reply.server_args[KEY])
-    return reply.server_args[KEY]
+    request = GetInternalStateReq(rid=json.dumps({KEY: {"question": question, "fields": fields}}))
+    reply = (await manager.get_internal_state_communicator(request))[0].internal_state[KEY]
+    if "refusal" in reply:
+        raise ConfigError(reply["refusal"])
+    return reply["answer"]
 
 
 def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """Hook around the scheduler's end of the channel; what is not ours goes on to SGLang."""
-    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
-    asked = recv_req.server_args.get(KEY)
-    if asked is None:
+    if recv_req.rid is None:
         return original(scheduler, recv_req)
+    asked = json.loads(recv_req.rid)[KEY]
     try:
-        found = _found(scheduler.draft_worker, asked)
+        reply = {"answer": _found(scheduler.draft_worker, asked["question"], asked["fields"])}
     except ConfigError as error:
-        return SetInternalStateReqOutput(updated=False, server_args={KEY: str(error)})
-    return SetInternalStateReqOutput(updated=True, server_args={KEY: found})
+        reply = {"refusal": str(error)}
+    return GetInternalStateReqOutput(internal_state={KEY: reply})
 
 
-def _found(worker: Any, asked: Any) -> Any:
-    # SGLang's own route to this channel passes on whatever a client wrote.
-    match asked:
-        case {"question": "stats", "fields": {"history_s": int(seconds)}}:
-            return worker.report(min(max(seconds, 0), HISTORY_S))
-        case {"question": "policy", "fields": dict(fields)}:
+def _found(worker: Any, question: str, fields: dict[str, Any]) -> Any:
+    match question:
+        case "stats":
+            return worker.report(min(max(fields["history_s"], 0), HISTORY_S))
+        case "policy":
             return worker.switch_policy(fields)
-        case {"question": "capabilities"}:
+        case "capabilities":
             return worker.capabilities()
-    raise ConfigError(f"{KEY}: no question that the scheduler answers; use the routes below /dspark")
+    raise ConfigError(f"{question}: no question that the scheduler answers")

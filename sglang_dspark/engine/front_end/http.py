@@ -7,8 +7,11 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
+from sglang_dspark.engine import fired
+from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.front_end import routes
 from sglang_dspark.engine.scheduler.options import carried
+from sglang_dspark.engine.settled import TargetOnly
 from sglang_dspark.speculation import Speculation
 
 FIELD = "speculation"
@@ -32,7 +35,8 @@ def mount(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """
     from sglang.srt.entrypoints.http_server import app
 
-    target_only = getattr(server_args, "dspark_target_only", None)
+    settled = attached(server_args)
+    target_only = settled.reason if isinstance(settled, TargetOnly) else None
     routes.add(app, target_only)
     if target_only is None:
         app.add_middleware(SpeculationMiddleware)
@@ -47,6 +51,7 @@ class SpeculationMiddleware:
 
     def __init__(self, app: Any) -> None:
         self.app = app
+        self._checked = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = routes.without_root(scope["path"], scope.get("root_path", "")) if scope["type"] == "http" else ""
@@ -67,7 +72,22 @@ class SpeculationMiddleware:
             return
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
         scope = dict(scope, headers=[*headers, (b"content-length", str(len(body)).encode())])
-        await self.app(scope, _replay(body, receive), send)
+        await self.app(scope, _replay(body, receive), send if self._checked else self._checking(send))
+
+    def _checking(self, send: Any) -> Any:
+        """``send`` that looks for our hooks before the first whole answer, which is the one to SGLang's own request."""
+
+        async def checked(message: Any) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200 and not _is_stream(message):
+                fired.check(fired.Moment.ANSWERED)
+                self._checked = True
+            await send(message)
+
+        return checked
+
+
+def _is_stream(start: Any) -> bool:
+    return any(name == b"content-type" and b"event-stream" in value for name, value in start["headers"])
 
 
 async def _read_body(receive: Any) -> bytes | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -10,7 +10,13 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_dspark.engine.scheduler import options as speculation
 
-_UNSERVED = ("return_hidden_states", "custom_logit_processor", "lora_path", "input_embeds")
+_UNSERVED = (
+    *("return_hidden_states", "custom_logit_processor", "lora_path", "input_embeds"),
+    # Of some releases only.
+    *("watermark", "return_sampling_mask", "max_thinking_tokens", "token_indices_to_pool", "sampling_logprobs_mode"),
+    *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs"),
+)
+_UNSERVED_PARAMETERS = ("watermark", "beam_width")
 
 
 def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> None:
@@ -32,6 +38,10 @@ def _refusals(request: GenerateReqInput, vocab_size: int) -> Iterator[str]:
         value = getattr(request, name, None)
         if value:
             yield f"DSPARK does not serve {name}={_shown(value)} yet; drop the field or use a server without DSPARK"
+    parameters = request.sampling_params if isinstance(request.sampling_params, Mapping) else {}
+    for name in _UNSERVED_PARAMETERS:
+        if (value := parameters.get(name)) not in (None, False, 1):
+            yield f"DSPARK does not serve sampling_params.{name}={_shown(value)} yet; drop it"
     number = request.top_logprobs_num or 0
     if request.return_logprob and not 0 <= number <= vocab_size:
         # The scheduler would end over it, plain SGLang's too.
@@ -48,11 +58,16 @@ def check_types(original: Callable[..., Any], manager: Any, *args: Any, **kwargs
     """
     try:
         tokenized = original(manager, *args, **kwargs)
-        parameters = msgspec.to_builtins(tokenized.sampling_params, str_keys=True)
-        # What custom_params may hold is for those to say who read it.
-        msgspec.convert({**parameters, "custom_params": None}, type(tokenized.sampling_params))
-    except (TypeError, msgspec.ValidationError) as error:
+    except TypeError as error:
         raise ValueError(f"sampling_params: {error}") from error
+    parameters = tokenized.sampling_params
+    for field in msgspec.structs.fields(parameters):
+        if field.name == "custom_params":
+            continue  # what these may hold is for those to say who read them
+        try:
+            msgspec.convert(msgspec.to_builtins(getattr(parameters, field.name), str_keys=True), field.type)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise ValueError(f"sampling_params: {field.name}: {error}") from error
     return tokenized
 
 

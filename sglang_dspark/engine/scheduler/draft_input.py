@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from dspark_kernels import to_device
-from sglang.srt.mem_cache.common import alloc_token_slots
-from sglang.srt.server_args import get_global_server_args
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+
+from sglang_dspark.engine.compat import requests
+from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.engine.compat.pools import alloc_token_slots
 
 
 @dataclass
@@ -25,6 +27,9 @@ class DSparkDraftInput(SpecInput):
             that plan with host lengths while the real ones are known to the device only.
         topk_p, topk_index, hidden_states: the relay reads these of every algorithm; DSPARK has none.
     """
+
+    num_tokens_per_req: ClassVar[int] = 1  # of a decode batch that is padded; asked by a method at first
+    num_tokens_for_logprob_per_req: ClassVar[int] = 1
 
     bonus_tokens: torch.Tensor
     new_seq_lens: torch.Tensor
@@ -55,28 +60,27 @@ class DSparkDraftInput(SpecInput):
         reqs = batch.reqs
         if not reqs:
             return
-        width = get_global_server_args().speculative_num_draft_tokens
-        committed = np.array([req.kv_committed_len for req in reqs], dtype=np.int64)
-        allocated = np.array([req.kv_allocated_len for req in reqs], dtype=np.int64)
-        reserved = np.maximum(allocated, committed + 2 * width)
+        committed = np.array([requests.committed_len(req) for req in reqs], dtype=np.int64)
+        allocated = np.array([requests.allocated_len(req) for req in reqs], dtype=np.int64)
+        reserved = np.maximum(allocated, committed + 2 * tokens_per_step())
         counts = reserved - allocated
         total = int(counts.sum())
         if total > 0:
             slots = alloc_token_slots(batch.tree_cache, total)
-            rows = np.repeat([req.req_pool_idx for req in reqs], counts)
+            rows = np.repeat([requests.row(req) for req in reqs], counts)
             starts = np.repeat(np.cumsum(counts) - counts, counts)
             columns = np.repeat(allocated, counts) + np.arange(total) - starts
             table = batch.req_to_token_pool.req_to_token
             where = to_device(torch.from_numpy(np.stack([rows, columns])), table.device)
             table[where[0], where[1]] = slots.to(table.dtype)
             for req, length in zip(reqs, reserved.tolist(), strict=True):
-                req.kv_allocated_len = length
+                requests.set_allocated_len(req, length)
         self.reserved_lens_cpu = torch.from_numpy(reserved)
         # Committed lengths of the host; under overlap the future map replaces them by the published ones.
         batch.seq_lens_cpu = torch.from_numpy(committed)
         batch.seq_lens_sum = int(committed.sum())
 
-    def filter_batch(self, new_indices: torch.Tensor, has_been_filtered: bool = True) -> None:
+    def filter_batch(self, new_indices: torch.Tensor, **_unused: Any) -> None:
         """Keep the requests at ``new_indices``."""
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]

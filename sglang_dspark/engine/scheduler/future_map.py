@@ -19,7 +19,7 @@ class CpuFutureMap(FutureMap):
             draft_input.bonus_tokens = self.output_tokens_buf[draft_input.future_indices]
 
 
-def create_future_map(device: Any, algorithm: Any, req_to_token_pool: Any, needs_cpu_seq_lens: bool) -> FutureMap:
-    """The relay for ``device``."""
+def create_future_map(device: Any, *args: Any, **wishes: Any) -> FutureMap:
+    """The relay for ``device``, with SGLang's further arguments for one."""
     cls = CpuFutureMap if torch.device(device).type == "cpu" else FutureMap
-    return cls(device, algorithm, req_to_token_pool, needs_cpu_seq_lens)
+    return cls(device, *args, **wishes)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.proposals.candidate_labels import join_labels, spellings, split_labels
 from sglang_dspark.proposals.proposer import Proposer, make_proposer
@@ -57,7 +57,7 @@ def settle(manager: Any, request: Any) -> None:
     if not isinstance(custom_params, dict):
         return
     options = _read(custom_params)
-    drafter: ResolvedDrafter | None = manager.server_args.dspark_drafter
+    drafter = attached(manager.server_args).drafter
     has_head = drafter is not None and drafter.config.enable_confidence_head
     if options.confidence_threshold is not None and not has_head:
         raise ValueError(

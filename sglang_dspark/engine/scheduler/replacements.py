@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_dspark.engine.compat.arguments import tokens_per_step
 
-def row_headroom(original: Callable[[Any], int], server_args: Any) -> int:
+
+def row_headroom(original: Callable[..., int], *args: Any) -> int:
     """Room for a second verify window past the committed length."""
     # SGLang's own headroom holds one window. Under overlap the committed length that a reservation starts from lags by
     # one more step, hence the second window.
-    return original(server_args) + server_args.speculative_num_draft_tokens
+    return original(*args) + tokens_per_step()
 
 
 def nothing_to_refuse(req: Any, enable_overlap: bool) -> None:
@@ -34,17 +36,6 @@ def export_metrics(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> N
     context = scheduler.metrics_collector_context
     if context.current_scheduler_metrics_enabled:
         scheduler.draft_worker.export_metrics(context.collector.labels)
-
-
-def no_stock_graphs(runner: Any) -> None:
-    """Decode without SGLang's CUDA graphs."""
-    runner.decode_cuda_graph_runner = None
-    runner.graph_mem_usage = 0
-
-
-def no_stock_prefill_graphs(runner: Any, *args: Any, **kwargs: Any) -> None:
-    """Prefill without SGLang's CUDA graphs."""
-    runner.prefill_cuda_graph_runner = runner.eager_runner
 
 
 def no_kv_copy_kernel(pool: Any) -> None:

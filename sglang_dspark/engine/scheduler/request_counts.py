@@ -51,4 +51,6 @@ def report(original: Callable[..., None], manager: Any, meta_info: dict[str, Any
     }
     if "spec_accept_rate" in meta_info:
         meta_info["spec_accept_rate"] = accepted / verified if verified else 0.0
-        meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = verified
+        for name in ("spec_num_proposed_drafts", "spec_proposed_drafts"):
+            if name in meta_info:
+                meta_info[name] = verified

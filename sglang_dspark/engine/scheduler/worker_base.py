@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from dspark_kernels import draw
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
-from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
-from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.compat import ranks
+from sglang_dspark.engine.compat.arguments import attached, resolved
+from sglang_dspark.engine.compat.forwards import capturing_forward, use_attention
+from sglang_dspark.engine.compat.worker_face import WorkerFace
+from sglang_dspark.engine.fired import Moment, check
 from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.scheduler.adjustments import Adjustments
@@ -26,32 +27,37 @@ from sglang_dspark.engine.scheduler.batch import (
     round_keys,
 )
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
+from sglang_dspark.engine.scheduler.first_answer import FirstAnswer
 from sglang_dspark.engine.scheduler.logprobs import named_in_all, with_logprobs
 from sglang_dspark.engine.scheduler.request_counts import count
+from sglang_dspark.engine.scheduler.start_check import check_start
+from sglang_dspark.engine.settled import Serving
 from sglang_dspark.step.state import Rounds
 
 Publish = Callable[[torch.Tensor], None]
 
 
-class SpecWorkerBase(BaseSpecWorker):
+class SpecWorkerBase(WorkerFace):
     """SGLang's Spec V2 worker interface; what it leaves to the subclass is abstract below."""
 
-    def __init__(self, *, server_args: Any, target_worker: Any, tp_rank: int, **_ranks: Any) -> None:
-        self._target_worker = target_worker
-        self.server_args = server_args
-        self.tp_rank = tp_rank
-        self.agreement = Agreement(target_worker.model_runner.tp_group)
-        if tp_rank != 0:
+    def __init__(self, *, server_args: Any, target_worker: Any, **given: Any) -> None:
+        super().__init__(target_worker)
+        self.server_args = resolved(server_args)
+        self.tp_rank = ranks.tp_rank(given)
+        self.agreement = Agreement(ranks.tp_group(target_worker.model_runner))
+        if self.tp_rank != 0:
             # The ranks of a server have the same to say.
             logging.getLogger("sglang_dspark").setLevel(logging.WARNING)
         self.device = torch.device(target_worker.device)
-        self.options: DSparkConfig = server_args.dspark_config
+        self.settled: Serving = attached(server_args)
+        self.options = self.settled.config
         self.sampling = SamplingReader(self.device)
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
         self.adjustments = Adjustments(target_worker.model_runner.model_config.vocab_size, self.device)
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
-        self.max_verify: int = server_args.speculative_num_draft_tokens - 1
+        self.max_verify: int = self.server_args.speculative_num_draft_tokens - 1
         self.step = 0
+        self._first_answer = FirstAnswer()
 
     @abstractmethod
     def inject_context(self, input_ids: torch.Tensor, captured: torch.Tensor, positions: Any, slots: Any) -> None:
@@ -103,25 +109,9 @@ class SpecWorkerBase(BaseSpecWorker):
         """
 
     @property
-    def target_worker(self) -> Any:
-        """SGLang's worker of the target."""
-        return self._target_worker
-
-    @property
-    def draft_worker(self) -> Any:
-        """What SGLang looks for to find the draft K/V pool."""
-        return SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=self.cache))
-
-    @property
     def req_to_token(self) -> torch.Tensor:
         """[rows, columns] int32, K/V slot of every position of every request."""
         return self._target_worker.model_runner.req_to_token_pool.req_to_token
-
-    def __getattr__(self, name: str) -> Any:
-        # The scheduler treats its model worker like the target's: anything not ours is the target's.
-        if name == "_target_worker":
-            raise AttributeError(name)
-        return getattr(self._target_worker, name)
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Called when the target's pool exists."""
@@ -132,11 +122,14 @@ class SpecWorkerBase(BaseSpecWorker):
         """Called after the target's backends exist and before any graph is captured."""
         runner = self._target_worker.model_runner
         backend = CpuVerifyBackend if self.device.type == "cpu" else CudaVerifyBackend
-        runner.attn_backend = backend(runner)
+        use_attention(runner, backend(runner))
 
     def init_cuda_graphs(self) -> None:
         """Called last, after the target's graphs were captured."""
+        runner = self._target_worker.model_runner
+        check_start(runner, self.max_verify + 1, captures=self.settled.drafter is not None)
         self.prepare_to_serve()
+        check(Moment.READY)
 
     def clear_cache_pool(self) -> None:
         """Nothing to clear: a draft K/V row is valid exactly as long as the target's row with the same slot."""
@@ -152,10 +145,11 @@ class SpecWorkerBase(BaseSpecWorker):
                 self.on_rounds(result.rounds, running, [committed[index] - 1 for index in running])
             record_traces(batch.reqs, result.rounds, committed)
 
-    def forward_batch_generation(self, batch: Any, on_publish: Publish | None = None) -> Any:
+    def forward_batch_generation(self, batch: Any, on_publish: Publish | None = None, **_unused: Any) -> Any:
         """Run one batch of the scheduler: a prefill, a decode step, or nothing."""
         publish = on_publish or (lambda new_seq_lens: None)
         self.step += 1
+        self._first_answer.look(batch.reqs)
         is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
         if not is_prefill and not batch.forward_mode.is_idle():
             return self.decode(batch, publish)
@@ -164,11 +158,10 @@ class SpecWorkerBase(BaseSpecWorker):
 
     @torch.no_grad()
     def _prefill(self, batch: Any, publish: Publish) -> Any:
-        batch.capture_hidden_mode = CaptureHiddenMode.FULL
         if batch.return_logprob:
             # SGLang fails on batches of which some requests name tokens and others want logprobs of their prompt alone.
             batch.token_ids_logprobs = named_in_all(batch.token_ids_logprobs)
-        forward_batch = ForwardBatch.init_new(batch, self._target_worker.model_runner)
+        forward_batch = capturing_forward(batch, self._target_worker.model_runner)
         # First tokens are ours: SGLang's sampler knows no seeds, no output before a retraction, and no grammar's masks
         # on a CPU.
         draws = not batch.is_prefill_only

@@ -12,7 +12,7 @@ from sglang.srt.speculative.spec_registry import get_spec
 
 from sglang_dspark.config import FLAG_PREFIX
 from sglang_dspark.engine.startup.hooks import HOOKS, Hook
-from sglang_dspark.engine.startup.registration import ALGORITHM
+from sglang_dspark.engine.startup.names import ALGORITHM
 
 
 def is_registered() -> bool:

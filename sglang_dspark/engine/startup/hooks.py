@@ -15,7 +15,9 @@ from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dspark.engine.support import SUPPORTED_SGLANG
+from sglang_dspark.engine.compat import arguments, targets
+from sglang_dspark.engine.fired import Moment, awaited
+from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class Hook:
             serves HTTP; ``routes``, there too, also when the target decodes alone; ``scheduler``; ``cuda`` or ``cpu``,
             in the scheduler on this device.
         reason: why SGLang has to be patched there.
+        by: when SGLang has called it for certain.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Hook:
     handler: str
     where: Where
     reason: str
+    by: Moment = Moment.ANSWERED
 
     def load_target(self) -> Callable[..., Any]:
         """The function that is patched. Imports its module."""
@@ -63,7 +67,7 @@ HOOKS: tuple[Hook, ...] = (
         "add-flags",
         "sglang.srt.server_args.ServerArgs.add_cli_args",
         HookType.AFTER,
-        "startup.server_args.add_cli_args",
+        "startup.resolution.add_cli_args",
         "flags",
         "SGLang has no plugin interface for flags",
     ),
@@ -71,9 +75,23 @@ HOOKS: tuple[Hook, ...] = (
         "read-flags",
         "sglang.srt.server_args.ServerArgs.from_cli_args",
         HookType.AROUND,
-        "startup.server_args.from_cli_args",
+        "startup.resolution.from_cli_args",
         "flags",
-        "ServerArgs checks itself while it is made, so the texts of our flags have to be at hand before",
+        "ServerArgs has no place for the texts of our flags",
+    ),
+    *(
+        [
+            Hook(
+                "resolve-with-dspark",
+                f"{arguments.CLASS}.resolve_once",
+                HookType.AROUND,
+                "startup.resolution.resolve_once",
+                "flags",
+                "what SGLang would decide otherwise is decided before, and undone where the target decodes alone",
+            )
+        ]
+        if arguments.RESOLVED_LATER
+        else []
     ),
     Hook(
         "refuse-unserved-requests",
@@ -114,15 +132,17 @@ HOOKS: tuple[Hook, ...] = (
         "front_end.routes.page_needs_no_key",
         "routes",
         "a browser has to load the page at /dspark before it can ask for the API key",
+        Moment.SOME_TIME,
     ),
     Hook(
         "row-headroom",
-        "sglang.srt.mem_cache.common.get_req_to_token_extra_context_len",
+        targets.ROW_HEADROOM,
         HookType.AROUND,
         "scheduler.replacements.row_headroom",
         "scheduler",
         "a step reserves two verify windows past the committed length, rows of req_to_token have room for one: near "
         "the context limit the second one would lie past the end of the row",
+        Moment.READY,
     ),
     Hook(
         "serve-grammars-and-logprobs",
@@ -158,11 +178,12 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "answer-questions",
-        "sglang.srt.managers.scheduler.Scheduler.set_internal_state",
+        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         HookType.AROUND,
         "front_end.channel.answer",
         "scheduler",
-        "the routes below /dspark reach the scheduler through SGLang's channel for changing a running server",
+        "the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
+        Moment.SOME_TIME,
     ),
     Hook(
         "pause",
@@ -171,6 +192,7 @@ HOOKS: tuple[Hook, ...] = (
         "scheduler.replacements.pause",
         "scheduler",
         "decoding may go on after a pause without a prefill: the pause is not the time of a step",
+        Moment.SOME_TIME,
     ),
     Hook(
         "export-metrics",
@@ -182,19 +204,21 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "no-stock-graphs",
-        "sglang.srt.model_executor.model_runner.ModelRunner.init_decode_cuda_graph",
+        targets.DECODE_GRAPHS,
         HookType.REPLACE,
-        "scheduler.replacements.no_stock_graphs",
+        "compat.targets.no_decode_graphs",
         "cuda",
         "the stock graphs verify one number of tokens per request; DSPARK captures graphs of its own steps",
+        Moment.READY,
     ),
     Hook(
         "no-stock-prefill-graphs",
-        "sglang.srt.model_executor.model_runner.ModelRunner.init_prefill_cuda_graph",
+        targets.PREFILL_GRAPHS,
         HookType.REPLACE,
-        "scheduler.replacements.no_stock_prefill_graphs",
+        "compat.targets.no_prefill_graphs",
         "cuda",
         "the stock graphs of prefill do not return the hidden states that the drafter reads, so none would run",
+        Moment.READY,
     ),
     Hook(
         "no-kv-copy-kernel",
@@ -204,6 +228,7 @@ HOOKS: tuple[Hook, ...] = (
         "cpu",
         "with a speculative algorithm the pool warms up a Triton copy kernel, which has no CPU form; DSPARK never "
         "moves K/V between slots",
+        Moment.READY,
     ),
 )
 
@@ -229,13 +254,15 @@ def install(*places: str) -> None:
                 f"hook {hook.name} finds {hook.target} patched by another plugin; keep that plugin out with "
                 "SGLANG_PLUGINS=dspark"
             )
-        HookRegistry.register(hook.target, hook.load_handler(), hook.kind)
+        handler = awaited(hook.name, hook.target, hook.by, hook.load_handler())
+        HookRegistry.register(hook.target, handler, hook.kind)
     HookRegistry.apply_hooks()
+    release = installed_sglang()
     for hook in wanted:
         _installed.add(hook.target)
         if hook.target not in HookRegistry._patched:
             raise EngineError(
                 f"hook {hook.name} did not take effect on {hook.target} ({hook.reason}); this is not an unmodified "
-                f"sglang {SUPPORTED_SGLANG}: pip install --force-reinstall sglang=={SUPPORTED_SGLANG}"
+                f"sglang {release}: pip install --force-reinstall sglang=={release}"
             )
         logger.debug("hook %s on %s: %s", hook.name, hook.target, hook.reason)

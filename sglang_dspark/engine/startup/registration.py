@@ -1,4 +1,4 @@
-"""Makes ``--speculative-algorithm DSPARK`` known to SGLang."""
+"""Makes DSPARK known to SGLang, by the name that it is to have there."""
 
 from __future__ import annotations
 
@@ -11,33 +11,23 @@ from sglang_dspark.engine import support
 
 logger = logging.getLogger(__name__)
 
-ALGORITHM = "DSPARK"
-
 
 def register_algorithm(load_worker: Callable[[], type]) -> None:
-    """Register the algorithm and its flags, once per process. Does nothing where SGLang brings its own DSPARK.
+    """Register the algorithm and its flags, once per process. By itself that changes nothing for anybody.
 
     Args:
         load_worker: imports the class of the worker; called in scheduler processes only.
 
     Raises:
-        EngineError: this SGLang is older or newer than the supported release and has no DSPARK of its own.
+        EngineError: there is no SGLang.
     """
-    sglang_version = support.installed_sglang()
-    if support.has_built_in_dspark(sglang_version):
-        logger.warning(
-            "sglang-dspark %s stays inactive: sglang %s has a built-in DSPARK; the plugin drives sglang %s",
-            __version__,
-            sglang_version,
-            support.SUPPORTED_SGLANG,
-        )
-        return
-    support.check_sglang_version(sglang_version)
+    support.installed_sglang()
 
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
     from sglang_dspark.engine.startup import hooks, server_args
+    from sglang_dspark.engine.startup.names import ALGORITHM
 
     if get_spec(ALGORITHM) is not None:
         return
@@ -53,9 +43,10 @@ def register_algorithm(load_worker: Callable[[], type]) -> None:
 def _worker_factory(load_worker: Callable[[], type]) -> Callable[[Any], type]:
     def create_worker_class(server_args: Any) -> type:
         # Called by the scheduler after the target is loaded and before any memory pool exists.
+        from sglang_dspark.engine.compat.arguments import resolved
         from sglang_dspark.engine.startup import hooks
 
-        hooks.install("scheduler", server_args.device)
+        hooks.install("scheduler", resolved(server_args).device)
         logger.info("sglang-dspark %s drives this scheduler", __version__)
         return load_worker()
 
@@ -76,6 +67,10 @@ def _algorithm_class() -> type:
             return worker_class
 
         def is_dflash(self) -> bool:
+            # Where SGLang knows no family, DFLASH alone is asked for.
+            return self._drafter_attached and not hasattr(CustomSpecAlgo, "is_dflash_family")
+
+        def is_dflash_family(self) -> bool:
             # SGLang's DFLASH call sites are the ones we need: K/V reservation by our own draft input, pool sizing with
             # draft layers, graphs for verification. Until the worker exists the answer is no, because the target's
             # ModelRunner would otherwise read the draft's config by DFLASH rules (which know no tap -1).
@@ -95,9 +90,9 @@ def _algorithm_class() -> type:
         def need_topk(self) -> bool:
             return False
 
-        def create_future_map(self, device: Any, req_to_token_pool: Any, needs_cpu_seq_lens: bool = True) -> Any:
+        def create_future_map(self, device: Any, req_to_token_pool: Any, *args: Any, **wishes: Any) -> Any:
             from sglang_dspark.engine.scheduler.future_map import create_future_map
 
-            return create_future_map(device, self, req_to_token_pool, needs_cpu_seq_lens)
+            return create_future_map(device, self, req_to_token_pool, *args, **wishes)
 
     return DSparkAlgorithm

@@ -1,12 +1,12 @@
-"""Our flags on SGLang's parser, and the start-up checks and defaults of ``ServerArgs`` under DSPARK."""
+"""Start-up checks and defaults of ``ServerArgs`` under DSPARK."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ import torch
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 
 from sglang_dspark.calibration.sts import StsCalibration
-from sglang_dspark.config import DSparkConfig, add_flags, flag_name, flag_texts
+from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.pairing import check_architecture, check_device, check_pair
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
+from sglang_dspark.engine.compat import arguments
+from sglang_dspark.engine.settled import Serving
 from sglang_dspark.engine.startup import hooks
-from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
+from sglang_dspark.errors import ConfigError, UnservedError
 from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
 
 logger = logging.getLogger(__name__)
@@ -35,67 +37,41 @@ class _Options:
     drafter: ResolvedDrafter | None = None
 
 
-# ServerArgs.__post_init__ resolves and checks everything before from_cli_args returns, so our options have to be at
-# hand before the object exists.
+# SGLang asks us while it resolves its arguments, and does not pass our options on.
 _options: ContextVar[_Options] = ContextVar("dspark_options")
 
 
-def add_cli_args(result: Any, parser: Any) -> None:
-    """Add our flags to SGLang's parser."""
-    add_flags(parser)
+@contextmanager
+def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
+    """Inside, SGLang may resolve ``args``: what it would decide otherwise is decided, and we know our options.
 
-
-def from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
-    """Make a ``ServerArgs`` from the command line, with DSPARK where it was asked for.
+    Args:
+        args: arguments that are not resolved yet, or the parsed command line.
 
     Raises:
-        ConfigError, CheckpointError: our options, the drafter or the target cannot be served.
+        ConfigError, CheckpointError: see :func:`find_drafter`; or a law of sampling that is not ours was asked for.
     """
-    if (namespace.speculative_algorithm or "").upper() != "DSPARK":
-        return original(cls, namespace)
-    config = DSparkConfig.resolve(flag_texts(namespace))
-    try:
-        return _with_dspark(original, cls, copy(namespace), config)
-    except (CheckpointError, UnservedError) as error:
-        if config.fallback != "target-only":
-            raise
-        return _target_only(original, cls, namespace, str(error))
-
-
-def _with_dspark(original: Callable[..., Any], cls: type, namespace: Any, config: DSparkConfig) -> Any:
     # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
-    drafter = find_drafter(namespace, config)
-    namespace.speculative_draft_model_path = None if drafter is None else drafter.path
-    _choose_attention_backend(namespace)
-    if namespace.sampling_backend not in (None, "pytorch"):
+    drafter = find_drafter(args, config)
+    args.speculative_draft_model_path = None if drafter is None else drafter.path
+    _choose_attention_backend(args)
+    if args.sampling_backend not in (None, "pytorch"):
         raise ConfigError(
-            f"DSPARK cannot run with --sampling-backend={namespace.sampling_backend}; "
+            f"DSPARK cannot run with --sampling-backend={args.sampling_backend}; "
             "its tokens follow the law of the pytorch backend: drop the flag"
         )
     token = _options.set(_Options(config, drafter))
     try:
-        return original(cls, namespace)
+        yield
     finally:
         _options.reset(token)
 
 
-def _target_only(original: Callable[..., Any], cls: type, namespace: Any, reason: str) -> Any:
-    """The arguments of a plain server, which says in our routes why it is one."""
-    for field in fields(cls):
-        if field.name.startswith("speculative_"):
-            setattr(namespace, field.name, field.default)
-    server_args = original(cls, namespace)
-    server_args.dspark_target_only = reason
-    hooks.install("routes")
-    logger.warning("DSPARK: effective decode path target-only, without speculation: %s", reason)
-    return server_args
-
-
-def _choose_attention_backend(namespace: Any) -> None:
+def _choose_attention_backend(args: Any) -> None:
     """Where the user left the choice open, take the backend that DSPARK runs on instead of SGLang's default."""
-    if not (namespace.attention_backend or namespace.prefill_attention_backend or namespace.decode_attention_backend):
-        device = namespace.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        namespace.attention_backend = ATTENTION_BACKEND.get(device)
+    if not (args.attention_backend or args.prefill_attention_backend or args.decode_attention_backend):
+        device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        args.attention_backend = ATTENTION_BACKEND.get(device)
 
 
 def find_drafter(args: Any, config: DSparkConfig) -> ResolvedDrafter | None:
@@ -143,7 +119,7 @@ def _draft_load_format(args: Any) -> str:
 
 
 def validate(server_args: Any) -> None:
-    """Refuse what DSPARK cannot serve yet. Called by ``ServerArgs.__post_init__`` in the main process.
+    """Refuse what DSPARK cannot serve yet. SGLang calls it while it resolves, in the main process.
 
     Raises:
         ConfigError: names the flag, its value and the remedy.
@@ -153,7 +129,8 @@ def validate(server_args: Any) -> None:
         config = DSparkConfig.resolve({})
         options = _Options(config, find_drafter(server_args, config))
         server_args.speculative_draft_model_path = None if options.drafter is None else options.drafter.path
-    server_args.dspark_config, server_args.dspark_drafter = options.config, options.drafter
+    dummy = options.drafter is not None and _draft_load_format(server_args) == "dummy"
+    arguments.attach(server_args, Serving(options.config, options.drafter, dummy))
     if server_args.device not in ATTENTION_BACKEND:
         raise UnservedError(f"DSPARK cannot run with --device={server_args.device}; pass cpu or cuda")
     if (quantization := server_args.quantization) is not None:
@@ -162,8 +139,35 @@ def validate(server_args: Any) -> None:
         raise ConfigError(refusal)
 
 
+_DROP = "drop the flag"
+_HTTP = f"{_DROP}: requests are checked on their way through HTTP"
+# Arguments that not every release has: name, value where it is not given, remedy.
+_OF_SOME_RELEASES: tuple[tuple[str, Any, str], ...] = (
+    ("attn_dp_size", 1, "pass 1"),
+    ("dwdp_size", 1, "pass 1"),
+    ("smg_grpc_mode", False, _HTTP),
+    ("enable_unified_memory", False, _DROP),
+    ("enable_kv_cache_sharding", False, _DROP),
+    ("enable_page_major_kv_layout", False, _DROP),
+    ("enable_unified_cache_external_linker", False, _DROP),
+    ("enable_flexkv", False, _DROP),
+    ("enable_hisparse", False, _DROP),
+    ("prefill_only_disable_kv_cache", False, _DROP),
+    ("enable_watermark", False, _DROP),
+    ("enable_return_aux_hidden_states", False, _DROP),
+    ("dllm_algorithm", None, _DROP),
+    ("decoupled_spec_role", "null", _DROP),
+    ("speculative_use_block_verification", False, _DROP),
+    ("speculative_draft_sink_size", None, _DROP),
+)
+_SWITCHES_OF_SOME_RELEASES = (
+    ("SGLANG_RUST_SERVER", "unset it: requests are checked on their way through the Python server"),
+    ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "unset it: the drafter's K/V pool is as large as the target's at first"),
+)
+
+
 def _refusals(args: Any) -> Iterator[str]:
-    view = resolved_view(args)
+    view, grpc_port = resolved_view(args), arguments.grpc_port(args)
     forbidden = [
         ("--pp-size", args.pp_size, args.pp_size != 1, "pass --pp-size 1"),
         ("--dp-size", args.dp_size, args.dp_size != 1, "pass --dp-size 1 and scale out with replicas behind a router"),
@@ -180,7 +184,8 @@ def _refusals(args: Any) -> Iterator[str]:
         ("--enable-lmcache", True, args.enable_lmcache, "drop the flag"),
         ("--enable-two-batch-overlap", True, args.enable_two_batch_overlap, "drop the flag"),
         ("--enable-pdmux", True, args.enable_pdmux, "drop the flag"),
-        ("--grpc-mode", True, args.grpc_mode, "drop the flag: requests are checked on their way through HTTP"),
+        ("--grpc-mode", True, args.grpc_mode, _HTTP),
+        ("--grpc-port", grpc_port, grpc_port is not None, f"{_HTTP}; SGLANG_GRPC_PORT sets it as well"),
         (
             "--grammar-backend",
             args.grammar_backend,
@@ -205,6 +210,12 @@ def _refusals(args: Any) -> Iterator[str]:
     for flag, value, refused, remedy in forbidden:
         if refused:
             yield f"DSPARK cannot run with {flag}={value}; {remedy}"
+    for name, unset, remedy in _OF_SOME_RELEASES:
+        if (value := getattr(view, name, unset)) != unset:
+            yield f"DSPARK cannot run with --{name.replace('_', '-')}={value}; {remedy}"
+    for name, remedy in _SWITCHES_OF_SOME_RELEASES:
+        if arguments.is_switched_on(name):
+            yield f"DSPARK cannot run with {name}=1 in the environment; {remedy}"
     expected = ATTENTION_BACKEND.get(args.device)
     for backend in attention_backends_of(view):
         if backend != expected:
@@ -220,8 +231,8 @@ def complete(server_args: Any) -> None:
     Raises:
         ConfigError, CheckpointError: options, checkpoint or target do not fit together.
     """
-    config: DSparkConfig = server_args.dspark_config
-    drafter: ResolvedDrafter | None = server_args.dspark_drafter
+    settled: Serving = arguments.attached(server_args)
+    config, drafter = settled.config, settled.drafter
     _check_target(server_args, drafter)
     gamma = config.gamma(None if drafter is None else drafter.config.gamma)
     _check_options(server_args, config, drafter, gamma)
@@ -237,7 +248,7 @@ def complete(server_args: Any) -> None:
 
 
 def _check_target(server_args: Any, drafter: ResolvedDrafter | None) -> None:
-    target = server_args.get_model_config()
+    target = arguments.model_config(server_args)
     if target.quantization is not None or getattr(target.hf_config, "quantization_config", None) is not None:
         raise UnservedError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
     if drafter is None:

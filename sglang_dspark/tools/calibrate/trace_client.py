@@ -57,7 +57,7 @@ class TraceClient:
             ConfigError: nobody answers, or the server does not decode with DSPARK.
         """
         info = self._request("/server_info")
-        if info.get("speculative_algorithm") != "DSPARK":
+        if info.get("speculative_algorithm") not in ("DSPARK", "DSPARK_PLUGIN"):
             raise ConfigError(
                 f"--url {self.url}: the server runs with --speculative-algorithm {info.get('speculative_algorithm')}; "
                 "start it with --speculative-algorithm DSPARK"

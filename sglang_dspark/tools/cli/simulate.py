@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
     from sglang_dspark.scheduling.sps_table import SpsTable
     from sglang_dspark.tools.simulator.blocks import BlockSource
+    from sglang_dspark.tools.simulator.check import Comparison
     from sglang_dspark.tools.simulator.costs import Prefill
     from sglang_dspark.tools.simulator.sweep import Conditions
 
@@ -56,11 +59,19 @@ def _numbers(kind: type) -> Any:
 @click.option("--prefill-ms", type=click.FloatRange(min=0), help="Of a prefill batch.  [default: from the table]")
 @click.option("--prefill-token-ms", type=click.FloatRange(min=0), help="Of each of its tokens.  [default: likewise]")
 @click.option("--host-ms", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of a step, beside it.")
+@click.option(
+    "--true-table", "true_table_file", type=_FILE, help="What steps really take; --table is what is believed."
+)
+@click.option(
+    "--table-error", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="Or by chance: of a cell."
+)
+@click.option("--padding/--no-padding", default=None, help="Attention padded to the longest.  [default: without tiers]")
 @click.option("--overlap/--no-overlap", default=True, show_default=True, help="SGLang's overlap scheduling.")
 @click.option("--max-running", type=_COUNT, default=256, show_default=True, help="Requests that run at a time.")
 @click.option("--repeats", type=_COUNT, default=2, show_default=True, help="Simulations per point, averaged.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--check", "sweep_file", type=_FILE, help="Compare with this sweep.csv of real servers instead.")
+@click.option("--measured-steps", is_flag=True, help="With --check: true step times are those of its fixed lengths.")
 @click.option("--published", is_flag=True, help="What the DSpark paper publishes beside what this code makes of it.")
 @click.option("--example", is_flag=True, help="The crossover model instead; also what comes without --table.")
 @setting("--first", CrossoverModel, "first", "Its acceptance of the first draft.")
@@ -92,6 +103,10 @@ def simulate(ctx: click.Context, /, **options: Any) -> None:
             options, "the crossover model is printed, or goes to --html; the others need --table", "csv_file", "plot"
         )
         _example(console, options)
+    elif options["true_table_file"] and options["measured_steps"]:
+        raise click.UsageError("--true-table and --measured-steps say the same thing; give one of them")
+    elif options["measured_steps"] and not options["sweep_file"]:
+        raise click.UsageError("--measured-steps takes step times from a sweep; give --check, or --true-table instead")
     elif options["table_file"] is None:
         raise click.UsageError("--check needs the --table of the machine that the sweep ran on")
     elif options["sweep_file"]:
@@ -178,23 +193,52 @@ def _sweep(console: Console, options: dict[str, Any]) -> None:
 
 
 def _check(console: Console, options: dict[str, Any]) -> None:
-    from sglang_dspark.tools.simulator.check import compare, host_ms, read_sweep, write_csv
+    from sglang_dspark.tools.simulator.check import compare, rank_correlations, write_csv
+    from sglang_dspark.tools.simulator.measured_sweep import host_ms, measured_table, read_sweep
 
     table, blocks = _table(options), _blocks(options)
     points = read_sweep(options["sweep_file"], table.key.get("dtype"))
+    host = host_ms(points, table)
+    true_table = measured_table(points, table, host) if options["measured_steps"] else _true_table(options)
     with progress_bar(console, "points", len(points)) as advance:
-        comparisons = compare(points, table, blocks, _prefill(options, table), advance)
+        comparisons = compare(
+            points,
+            table,
+            blocks,
+            _prefill(options, table),
+            advance,
+            true_table=true_table,
+            table_error=options["table_error"],
+            padded=options["padding"],
+        )
     console.print(tables.of_comparisons(comparisons, _TOLERANCE))
-    within = sum(abs(comparison.error) <= _TOLERANCE for comparison in comparisons)
-    at_speed = sum(abs(comparison.error_at_speed) <= _TOLERANCE for comparison in comparisons)
-    console.print(
-        f"{within} of {len(comparisons)} points within {_TOLERANCE:.0%}; {at_speed} once steps take as long as "
-        f"they did. A step takes {host_ms(points, table):.1f} ms beside the table's, found at the fewest users.",
-        soft_wrap=True,
-    )
+    console.print(tables.of_predictions(comparisons, rank_correlations(comparisons)))
+    console.print(_agreement(comparisons, host, options), soft_wrap=True)
     if options["csv_file"]:
         write_csv(options["csv_file"], comparisons)
         console.print(options["csv_file"], soft_wrap=True)
+
+
+def _agreement(comparisons: Sequence[Comparison], host: float, options: dict[str, Any]) -> str:
+    """How many points agree, and what was given to them."""
+    ours = [c for c in comparisons if c.measured.policy != "plain"]
+    within = sum(abs(c.error) <= _TOLERANCE for c in ours)
+    deciding, fixed = ([c.error for c in ours if c.decides is decides] for decides in (True, False))
+    errors = [f"{median(some):+.1%} ({name})" for name, some in (("fixed", fixed), ("deciding", deciding)) if some]
+    given = ["acceptance"] if not options["blocks_file"] and not options["conditional"] else []
+    given += ["step times of the fixed lengths"] if options["measured_steps"] else []
+    given += [f"{host:.1f} ms of a step beside the table, found at the fewest users"]
+    return (
+        f"{within} of {len(ours)} points of DSPARK within {_TOLERANCE:.0%}; median error {', '.join(errors)}. "
+        f"Taken from the sweep: {', '.join(given)}, and the plain server's step times, whose points check prefills and "
+        "the loop alone."
+    )
+
+
+def _true_table(options: dict[str, Any]) -> SpsTable | None:
+    from sglang_dspark.scheduling.sps_table import SpsTable
+
+    return SpsTable.load(options["true_table_file"]) if options["true_table_file"] else None
 
 
 def _table(options: dict[str, Any]) -> SpsTable:
@@ -232,11 +276,19 @@ def _conditions(options: dict[str, Any], table: SpsTable, blocks: BlockSource) -
     from sglang_dspark.tools.simulator.workload import Lengths
 
     return Conditions(
-        Costs(table, _prefill(options, table), options["host_ms"]),
+        Costs(
+            _true_table(options) or table,
+            _prefill(options, table),
+            options["host_ms"],
+            believed=table,
+            padded=not table.tiers if options["padding"] is None else options["padding"],
+        ),
         blocks,
         Lengths.parse(options["prompt_tokens"]),
         Lengths.parse(options["output_tokens"]),
-        **{name: options[name] for name in ("num_requests", "overlap", "max_running", "repeats", "seed")},
+        **{
+            name: options[name] for name in ("num_requests", "overlap", "max_running", "repeats", "seed", "table_error")
+        },
     )
 
 

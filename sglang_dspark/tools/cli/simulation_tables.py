@@ -94,22 +94,38 @@ def of_points(points: Sequence[Point]) -> Table:
 
 def of_comparisons(comparisons: Sequence[Comparison], tolerance: float) -> Table:
     """Simulated beside measured points; errors beyond the tolerance have a star."""
-    table = _new_table(
-        "users", "policy", "tok/s", "rounds", "simu- lated", "error", "step ms", "simu- lated", "error at it"
-    )
+    columns = ("tok/s", "rounds", "simu- lated", "error", "step ms", "simu- lated", "verify", "simu- lated")
+    table = _new_table("users", "policy", *columns)
     for c in comparisons:
         m, mark = c.measured, "" if abs(c.error) <= tolerance else "*"
+        verify = (f"{m.verify_len:.1f}", f"{c.verify_len:.1f}") if c.decides else ("", "")
         table.add_row(
             str(m.users),
-            m.policy,
+            m.label,
             f"{m.tok_s:.1f}",
             f"{m.slowest:.0f}-{m.fastest:.0f}",
             f"{c.tok_s:.1f}",
             f"{c.error:+.1%}{mark}",
             f"{m.step_ms:.1f}",
             f"{c.step_ms:.1f}",
-            f"{c.error_at_speed:+.1%}",
+            *verify,
         )
+    return table
+
+
+def of_predictions(comparisons: Sequence[Comparison], ranks: dict[int, float]) -> Table:
+    """By users: what no number of the sweep was given for, and how well the order of the policies is met."""
+    deciding = list(dict.fromkeys(c.measured.label for c in comparisons if c.decides))
+    headings = [f"{label}: {what}" for label in deciding for what in ("drafts", "accept length")]
+    title = "Predicted against measured, and Spearman's rank correlation of the policies' speeds"
+    table = _new_table("users", *headings, "ranks", title=title)
+    for users in dict.fromkeys(c.measured.users for c in comparisons):
+        by_label = {c.measured.label: c for c in comparisons if c.measured.users == users}
+        cells = []
+        for c in (by_label.get(label) for label in deciding):
+            lengths = ((c.verify_len, c.measured.verify_len), (c.accept_length, c.measured.accept_length)) if c else ()
+            cells += [f"{ours:.2f} / {theirs:.2f}" for ours, theirs in lengths] or ["-", "-"]
+        table.add_row(str(users), *cells, f"{ranks[users]:.2f}" if users in ranks else "-")
     return table
 
 

@@ -137,7 +137,6 @@ def _write_checkpoint(gguf_path: Path, directory: Path) -> None:
     reader = GGUFReader(gguf_path)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     save_file(_tensors(reader, metadata), directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)
     _write_json(directory / "config.json", _model_config(metadata))
     _write_json(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2})
     _write_tokenizer(metadata, directory)

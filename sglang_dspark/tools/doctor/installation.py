@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 
 from sglang_dspark import __version__
+from sglang_dspark.config import flag_name
 from sglang_dspark.engine import support
 from sglang_dspark.errors import EngineError
 from sglang_dspark.tools.doctor.finding import Finding, one_line
@@ -80,10 +81,7 @@ def _check_registration(entry_point: EntryPoint) -> Finding:
 def _register(entry_point: EntryPoint) -> Finding:
     # Called directly first, because SGLang would only log what it raises.
     entry_point.load()()
-    if support.has_built_in_dspark(support.installed_sglang()):
-        return Finding("fail", "registration", "inactive: this sglang has its own DSPARK, which is the one that runs")
-
-    from sglang_dspark.engine.startup import diagnosis
+    from sglang_dspark.engine.startup import diagnosis, names
 
     allowed = diagnosis.plugin_filter()
     if allowed is not None and entry_point.name not in [name.strip() for name in allowed.split(",")]:
@@ -93,7 +91,11 @@ def _register(entry_point: EntryPoint) -> Finding:
         return Finding("fail", "registration", "SGLang does not know DSPARK after loading its plugins")
     if not diagnosis.has_flags():
         return Finding("fail", "registration", "the --speculative-dspark-* flags are not on SGLang's command line")
-    return Finding("ok", "registration", "DSPARK and its flags are known to SGLang in this process")
+    known = f"{names.ALGORITHM} and its flags are known to SGLang in this process"
+    if not support.has_built_in_dspark(support.installed_sglang()):
+        return Finding("ok", "registration", known)
+    remedy = f"without {flag_name('engine')} plugin, DSPARK is SGLang's own"
+    return Finding("ok", "registration", known, remedy)
 
 
 def check_hooks() -> Iterator[Finding]:
@@ -106,7 +108,7 @@ def check_hooks() -> Iterator[Finding]:
             if problem is None:
                 yield Finding("ok", subject, f"{hook.where}, {hook.kind.value} {hook.target}: {hook.reason}")
             else:
-                yield Finding("fail", subject, problem, f"pip install sglang=={support.SUPPORTED_SGLANG}")
+                yield Finding("fail", subject, problem, f"pip install sglang=={support.TESTED_SGLANG[-1]}")
 
 
 def check_device() -> Iterator[Finding]:

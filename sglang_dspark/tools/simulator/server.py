@@ -42,7 +42,7 @@ class SimulatedServer:
     one more step), and the schedule of the plugin itself, with its statistics, its calibration and its probes.
 
     Args:
-        costs: how long things take. The schedule believes the same table and has to find out about the rest.
+        costs: how long things take, and what the schedule is told of it. It has to find out about the rest.
         blocks: where drafts come from.
         options: the policy.
         overlap: whether SGLang's overlap scheduling is on.
@@ -69,6 +69,11 @@ class SimulatedServer:
             raise ConfigError(
                 f"blocks have {blocks.gamma} drafts and the SPS table is for {gamma}; give blocks of the same drafter"
             )
+        if costs.believed is not None and costs.believed.gamma != gamma:
+            raise ConfigError(
+                f"the table of true step times is for {gamma} drafts and the scheduler's for {costs.believed.gamma}; "
+                "give two tables of the same pair"
+            )
         self.costs, self.blocks = costs, blocks
         self.overlap, self.max_running, self.max_prefill_tokens = overlap, max_running, max_prefill_tokens
         self.num_lanes = lanes
@@ -76,7 +81,7 @@ class SimulatedServer:
         self._has_head = blocks.draw([0], np.random.default_rng(0))[0] is not None
         calibration = OnlineCalibration(gamma) if self._has_head else None
         self.schedule = Schedule(options, gamma, calibration, _CPU)
-        self.schedule.start(costs.table, whole_batches=bool(costs.table.tiers))
+        self.schedule.start(costs.believed or costs.table, whole_batches=bool(costs.table.tiers))
         self._step = self._workloads = 0
         # The step behind, as the schedule is to learn of its time; a prefill in between makes it unmeasurable.
         self._timed: tuple[StepKind, float] | None = None
@@ -99,7 +104,7 @@ class SimulatedServer:
         drafted = self._draft(choice, bs, logits)
         lens = self.schedule.admit(choice, drafted).verify_lens
         num_tokens = bs + int(lens.sum())
-        ms = self.costs.step_ms(choice, bs, num_tokens, context)
+        ms = self.costs.step_ms(choice, bs, num_tokens, context, int(lens.max()))
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
         kind = StepKind(bs, num_tokens, choice.depth, context)
         self._timed = (kind, ms) if choice.drafted is None else None

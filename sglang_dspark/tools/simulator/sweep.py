@@ -12,7 +12,7 @@ from statistics import fmean
 from sglang_dspark.config import SCHEDULES, DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.simulator.blocks import BlockSource
-from sglang_dspark.tools.simulator.costs import Costs
+from sglang_dspark.tools.simulator.costs import Costs, perturbed
 from sglang_dspark.tools.simulator.outcome import Figures, Outcome
 from sglang_dspark.tools.simulator.server import SimulatedServer
 from sglang_dspark.tools.simulator.workload import Lengths, Workload
@@ -46,7 +46,12 @@ def parse_policy(text: str) -> DSparkConfig:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all points of a sweep have in common; see :class:`SimulatedServer` and :class:`Workload`."""
+    """What all points of a sweep have in common; see :class:`SimulatedServer` and :class:`Workload`.
+
+    Attributes:
+        table_error: true step times differ from the scheduler's by so much, a standard deviation of logarithms. Every
+            repeat has errors of its own.
+    """
 
     costs: Costs
     blocks: BlockSource
@@ -58,6 +63,7 @@ class Conditions:
     turnaround_ms: float = 0.0
     repeats: int = 1
     seed: int = 0
+    table_error: float = 0.0
 
     def workload(self, users: int | None, rate: float | None) -> Workload:
         """So many requests as :attr:`num_requests` says, or enough for every user."""
@@ -89,8 +95,12 @@ def simulate_point(
     workload = conditions.workload(users, rate)
     outcomes = []
     for repeat in range(conditions.repeats):
+        costs = conditions.costs
+        if conditions.table_error:
+            true = perturbed(costs.table, conditions.table_error, conditions.seed + repeat)
+            costs = replace(costs, table=true, believed=costs.believed or costs.table)
         server = SimulatedServer(
-            conditions.costs,
+            costs,
             conditions.blocks,
             parse_policy(policy),
             overlap=conditions.overlap,

@@ -18,6 +18,7 @@ from sglang_dspark.files import write_text_whole
 from sglang_dspark.tools.train.config import TextPlan, TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus
 from sglang_dspark.tools.train.evaluate import AcceptanceReport, replay
+from sglang_dspark.tools.train.memory import training_bytes
 from sglang_dspark.tools.train.prompt_format import PromptFormat
 from sglang_dspark.tools.train.rows import (
     ComputedStates,
@@ -33,7 +34,7 @@ from sglang_dspark.tools.train.target import Target, stop_ids_of
 from sglang_dspark.tools.train.target_defaults import MaskTokens, default_depth, default_taps
 from sglang_dspark.tools.train.text_folder import TextFolder, Texts
 from sglang_dspark.tools.train.text_writer import InProcessWriter
-from sglang_dspark.tools.train.trainer import DRAFT_DIR, StepReport, Trainer, answer_counts
+from sglang_dspark.tools.train.trainer import DRAFT_DIR, StepReport, Trainer, answer_counts, refuse_finished
 
 EVALUATION_FILE = "evaluation.json"
 # Greedy texts must be the target's own. In another precision a near-tie may fall the other way, so a token agrees when
@@ -41,8 +42,9 @@ EVALUATION_FILE = "evaluation.json"
 _CHECKED_ROWS = 8
 _MIN_RATIO = 0.5
 _MIN_AGREEMENT = 0.9
-# Of the free memory of a GPU, for the states of all texts; and tokens that go through the target together for them.
-_STATES_SHARE = 0.5
+# Of what training leaves free of a GPU's memory, for the states of all texts; and tokens that go through the target
+# together for them.
+_STATES_SHARE = 0.8
 _STATES_BATCH_TOKENS = 16_384
 
 
@@ -105,6 +107,7 @@ def train(job: TrainJob, display: Display) -> Evaluation:
             output folder was begun with.
         CheckpointError: shape of the drafter and target do not go together.
     """
+    refuse_finished(job.output)
     target_config = _target_config(job.target)
     taps = job.taps or default_taps(target_config.num_hidden_layers)
     _say_if_not_served(target_config, display)
@@ -130,7 +133,7 @@ def train(job: TrainJob, display: Display) -> Evaluation:
     states: StateSource = stored_states
     if stored is None:
         states = ComputedStates(target)
-        if _fit_with_states(target, texts.train.rows + held_out.rows):
+        if _fit_with_states(config, target, texts.train.rows + held_out.rows):
             train_texts, held_out = (_with_states(target, corpus, display) for corpus in (texts.train, held_out))
             texts, states = replace(texts, train=train_texts), stored_states
     trainer = Trainer(config, target, texts.train, held_out, job.output, states, init=job.init)
@@ -239,13 +242,14 @@ def _train_config(
     )
 
 
-def _fit_with_states(target: Target, rows: Sequence[CorpusRow]) -> bool:
+def _fit_with_states(config: TrainConfig, target: Target, rows: Sequence[CorpusRow]) -> bool:
     """Whether a GPU has room for the states of all texts; a CPU's memory is the user's to give (--store-states)."""
     if target.device.type != "cuda":
         return False
     torch.cuda.empty_cache()  # what decoding has left
     free, _ = torch.cuda.mem_get_info(target.device)
-    return kept_bytes(target, rows) <= _STATES_SHARE * free
+    longest = max(len(row.input_ids) for row in rows)
+    return kept_bytes(target, rows) <= _STATES_SHARE * (free - training_bytes(config, target.config, longest))
 
 
 def _with_states(target: Target, corpus: Corpus, display: Display) -> Corpus:

@@ -9,6 +9,7 @@ Nothing in a step makes the CPU wait for a GPU; a report does.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -72,7 +73,8 @@ class Trainer:
         init: a drafter to start from: tensors that fit in name and shape are taken, others drawn.
 
     Raises:
-        ConfigError: `out_dir` holds the state of a run with other settings, or no tensor of `init` fits.
+        ConfigError: `out_dir` holds the state of a run with other settings or texts, or a drafter without a state; or
+            no tensor of `init` fits.
     """
 
     def __init__(
@@ -100,6 +102,8 @@ class Trainer:
         self._started = time.perf_counter()
         self._target = target
         self._states_of = states or ComputedStates(target)
+        self._texts = digest(corpus.rows), digest(held_out.rows)
+        refuse_finished(self.out_dir)
         self._epoch, self._order = -1, torch.empty(0)
         self._target_lm_head = target.lm_head_weight.to(self.device, config.compute_torch_dtype)
         self.vocabulary = LossVocabulary(
@@ -281,9 +285,9 @@ class Trainer:
 
     def _save(self) -> None:
         self.out_dir.mkdir(parents=True, exist_ok=True)
-        self.export(self.out_dir / DRAFT_DIR)
         state = {
             "config": self.config.to_dict(),
+            "texts": list(self._texts),
             "step": self.step,
             "seconds": self._seconds(),
             "model": self.model.state_dict(),
@@ -291,6 +295,8 @@ class Trainer:
         }
         with written_whole(self.out_dir / STATE_FILE) as partial:
             torch.save(state, partial)
+            # Between a drafter and its state nothing may happen: one without the other is no run to go on with.
+            self.export(self.out_dir / DRAFT_DIR)
         self._saved_step = self.step
 
     def _take_weights(self, folder: Path) -> None:
@@ -318,10 +324,39 @@ class Trainer:
                 f"{path} is of a run with other settings: {', '.join(changed)}; give the same settings to continue "
                 "it, or another output directory to start afresh"
             )
+        # The state of an earlier release does not know its texts.
+        if tuple(state.get("texts", self._texts)) != self._texts:
+            raise ConfigError(
+                f"{path} is of a run on other texts; give the same --corpus to continue it, or another output "
+                "directory to start afresh"
+            )
         self.step = self._saved_step = state["step"]
         self._seconds_before = state.get("seconds", 0.0)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+
+def refuse_finished(out_dir: Path) -> None:
+    """Refuse to train a new drafter over one that cannot be continued.
+
+    Raises:
+        ConfigError: there is a drafter in `out_dir`, and the state of its training is gone.
+    """
+    draft = out_dir / DRAFT_DIR
+    if (draft / "config.json").exists() and not (out_dir / STATE_FILE).exists():
+        raise ConfigError(
+            f"{draft} holds a drafter, and {STATE_FILE} is gone, without which training would begin anew and write "
+            f"over it; give another output directory, or remove {draft}"
+        )
+
+
+def digest(rows: Sequence[CorpusRow]) -> str:
+    """What tells texts from others, in their order."""
+    hashed = hashlib.sha256()
+    for row in rows:
+        hashed.update(torch.tensor([row.prompt_len, *row.input_ids.shape]).numpy().tobytes())
+        hashed.update(row.input_ids.long().cpu().numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def _parameter_groups(model: DraftModel, config: TrainConfig) -> list[dict[str, Any]]:

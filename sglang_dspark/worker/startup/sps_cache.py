@@ -17,6 +17,7 @@ import torch
 from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft import reduced_vocabulary
+from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -41,7 +42,7 @@ def load_or_measure(staging: Staging, target_worker: Any, server_args: Any, max_
     Raises:
         ConfigError: the file that the flag names was measured for something else.
     """
-    options: DSparkConfig = server_args.dspark_config
+    options: DSparkConfig = attached(server_args).config
     agreement = staging.eager.agreement
     key = _key(staging.graphs, target_worker, server_args, max_verify)
     named = None if options.sps_table_path is None else Path(options.sps_table_path).expanduser()

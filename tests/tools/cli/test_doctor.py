@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from sglang_dspark.engine import support
 from sglang_dspark.engine.startup import diagnosis
 from sglang_dspark.engine.startup.hooks import HOOKS
-from sglang_dspark.engine.support import SUPPORTED_SGLANG
+from sglang_dspark.engine.support import TESTED_SGLANG
 from sglang_dspark.tools.doctor import installation
 from sglang_dspark.tools.doctor.finding import Finding
 
@@ -44,7 +44,7 @@ def edit_tensors(folder: Path, edit) -> None:
 def test_a_good_installation_and_the_golden_pair(run, target, draft):
     result = run("doctor", "--target", target, "--draft", draft, "--golden", draft)
     assert result.exit_code == 0, result.output
-    assert f"sglang         {SUPPORTED_SGLANG}" in result.output
+    assert f"sglang         {TESTED_SGLANG[0]}" in result.output
     assert "DSPARK and its flags are known to SGLang in this process" in result.output
     assert (
         "DeepSpec format: 7 drafts per block, 2 layers, taps [0, 2, 4] of 6, vanilla Markov head of rank 32"
@@ -53,7 +53,7 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft):
     assert "Qwen3ForCausalLM: hidden size 128, vocabulary 256, 6 layers" in result.output
     assert "read from the target: embed_tokens.weight, lm_head.weight" in result.output
     assert ", 0 mismatches; accept length" in result.output
-    assert f"--speculative-algorithm DSPARK --speculative-draft-model-path {draft}" in result.output
+    assert f"DSPARK --speculative-dspark-engine plugin --speculative-draft-model-path {draft}" in result.output
 
 
 @pytest.mark.usefixtures("without_sglang")
@@ -112,8 +112,8 @@ def test_an_own_embedding_is_not_called_shared(run, target, broken):
 @pytest.mark.parametrize(
     ("version", "says"),
     [
-        ("0.5.14", "sglang-dspark drives sglang 0.5.15.post1: pip install sglang==0.5.15.post1"),
-        ("0.5.17", "it has a built-in DSPARK, which stays in charge"),
+        ("0.5.14", "drives sglang 0.5.15.post1 and 0.5.23: pip install sglang==0.5.23"),
+        ("0.5.24", "or try this one with --speculative-dspark-untested-sglang"),
     ],
 )
 def test_another_sglang(run, monkeypatch, version, says):
@@ -132,7 +132,7 @@ def test_sglang_missing(run, monkeypatch):
     monkeypatch.setattr(installation, "requires", missing)
     result = run("doctor")
     assert result.exit_code == 1
-    assert "sglang is not installed; run: pip install sglang==0.5.15.post1" in result.output
+    assert "sglang is not installed; run: pip install sglang==0.5.23" in result.output
     assert "torch" in result.output
 
 

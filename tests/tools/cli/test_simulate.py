@@ -1,10 +1,13 @@
 """`simulate` as a user runs it."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from step_tables import write_table
+
+from sglang_dspark.scheduling.sps_table import SpsTable
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
@@ -46,15 +49,31 @@ def test_the_check_names_how_many_points_agree(run, tmp_path):
     files = ("--table", RESULTS / "sps_smollm2_cpu.json", "--check", RESULTS / "one_user" / "sweep.csv")
     result = run("simulate", *files, "--conditional", "0.65,0.7,0.7,0.7,0.7", "--csv", tmp_path / "check.csv")
     assert result.exit_code == 0, result.output
-    assert "points within 15%" in result.output
+    assert "points of DSPARK within 15%" in result.output
     rows = list(csv.DictReader((tmp_path / "check.csv").open()))
-    assert {"plain", "auto"} == {row["policy"] for row in rows}
+    assert {"plain", "auto"} == {row["label"] for row in rows}
+    assert all(float(row["simulated_tok_s"]) > 0 for row in rows)
+
+
+def test_the_world_of_another_table(run, tmp_path):
+    """Steps take three times what the scheduler is told: a plain token takes 30 ms."""
+    table = write_table(tmp_path)
+    (tmp_path / "true").mkdir()
+    true = SpsTable.load(table)
+    replace(true, verify_ms=3 * true.verify_ms).save(tmp_path / "true" / "sps.json")
+    options = ("--conditional", "0.8,0.7", "--policies", "off", "--users", "1", "--requests", 4)
+    worlds = ("--true-table", tmp_path / "true" / "sps.json", "--csv", tmp_path / "out.csv")
+    assert run("simulate", "--table", table, *options, *worlds).exit_code == 0
+    (row,) = csv.DictReader((tmp_path / "out.csv").open())
+    assert float(row["tpot_ms"]) == pytest.approx(30, rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (("--check", "sweep.csv"), "needs the --table"),
+        (("--table", "sps.json", "--measured-steps"), "give --check, or --true-table instead"),
+        (("--table", "t", "--check", "s", "--measured-steps", "--true-table", "u"), "say the same thing"),
         (("--users", "1,x"), "is not a list of numbers"),
         (("--users", "0"), "not above 0"),
         (("--table", "sps.json", "--users", "1", "--rate", "1"), "give one of them"),

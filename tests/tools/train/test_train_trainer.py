@@ -1,3 +1,4 @@
+import os
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from sglang_dspark.tools.train.config import TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus
 from sglang_dspark.tools.train.evaluate import replay
 from sglang_dspark.tools.train.rows import stored_states
-from sglang_dspark.tools.train.trainer import DRAFT_DIR, Trainer
+from sglang_dspark.tools.train.trainer import DRAFT_DIR, STATE_FILE, Trainer
 
 
 @pytest.mark.slow
@@ -43,6 +44,35 @@ def test_continuing_with_other_settings_is_refused(target, corpus, config, tmp_p
     Trainer(config, target, corpus, corpus, tmp_path).run(until=3)
     with pytest.raises(ConfigError, match=r"other settings: learning_rate=0\.0001 \(then 0\.005\); give"):
         Trainer(replace(config, learning_rate=1e-4), target, corpus, corpus, tmp_path)
+
+
+def test_continuing_on_other_texts_is_refused(target, rows, corpus, config, tmp_path):
+    """One log would hold measurements on two held-out sets."""
+    Trainer(config, target, corpus, corpus, tmp_path).run(until=3)
+    for train, held_out in ((Corpus(rows[:5]), corpus), (corpus, Corpus(rows[1:]))):
+        with pytest.raises(ConfigError, match=r"of a run on other texts; give the same --corpus"):
+            Trainer(config, target, train, held_out, tmp_path)
+    assert Trainer(config, target, corpus, corpus, tmp_path).step == 3
+
+
+def test_a_drafter_whose_training_state_is_gone_is_not_trained_over(target, corpus, config, tmp_path):
+    Trainer(config, target, corpus, corpus, tmp_path).run()
+    before = (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes()
+    (tmp_path / STATE_FILE).unlink()
+    with pytest.raises(ConfigError, match=r"draft holds a drafter, and training_state.pt is gone"):
+        Trainer(config, target, corpus, corpus, tmp_path)
+    assert (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes() == before
+
+
+def test_others_may_read_the_drafter(target, corpus, config, tmp_path):
+    """A server under another user serves what was trained by root."""
+    previous = os.umask(0o022)
+    try:
+        Trainer(config, target, corpus, corpus, tmp_path).run()
+    finally:
+        os.umask(previous)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / DRAFT_DIR).iterdir()}
+    assert modes == {"model.safetensors": 0o644, "config.json": 0o644}
 
 
 def test_taps_must_agree_with_the_target(target, corpus, config, tmp_path):

@@ -1,0 +1,35 @@
+"""Forwards of the target: how one is made from a batch, and what a captured one has to say of itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+
+_MODE_IS_ARGUMENT = "capture_hidden_mode" in inspect.signature(ForwardBatch.init_new).parameters
+_COUNT = "num_token_non_padded_cpu"
+_COUNT_NAME = _COUNT if _COUNT in {field.name for field in dataclasses.fields(ForwardBatch)} else f"global_{_COUNT}"
+
+
+def capturing_forward(batch: Any, runner: Any) -> Any:
+    """The forward of a prefill that returns the tapped hidden states of all its tokens."""
+    if not _MODE_IS_ARGUMENT:
+        batch.capture_hidden_mode = CaptureHiddenMode.FULL
+        return ForwardBatch.init_new(batch, runner)
+    return ForwardBatch.init_new(
+        batch, runner, capture_hidden_mode=CaptureHiddenMode.FULL, return_hidden_states_before_norm=False
+    )
+
+
+def token_count(num_tokens: int) -> dict[str, int]:
+    """Fields of a ``ForwardBatch`` made by hand that say on the host how many of its tokens are none of padding."""
+    return {_COUNT_NAME: num_tokens}
+
+
+def use_attention(runner: Any, backend: Any) -> None:
+    """Have the target's forwards compute attention with ``backend``."""
+    runner.attn_backend = backend
+    if hasattr(runner, "kv_index_translator"):
+        runner.kv_index_translator.bind_and_verify_backends([backend])

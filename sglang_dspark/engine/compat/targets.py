@@ -1,0 +1,59 @@
+"""Functions of SGLang that are hooked and have moved, and what takes the place of those that were cut anew.
+
+Graphs were captured by methods of the model runner once. These are still there, but when SGLang starts it calls
+functions in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+_SIZING = "sglang.srt.mem_cache.allocation_sizing"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_SETUP = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
+
+Replacement = Callable[..., Any]
+
+
+def _exists(module: str) -> bool:
+    return find_spec(module.rpartition(".")[0]) is not None and find_spec(module) is not None
+
+
+ROW_HEADROOM = f"{_SIZING if _exists(_SIZING) else 'sglang.srt.mem_cache.common'}.get_req_to_token_extra_context_len"
+"""Columns of ``req_to_token`` beyond the context length."""
+
+
+def _no_method_decode(runner: Any) -> None:
+    runner.decode_cuda_graph_runner = None
+    runner.graph_mem_usage = 0
+
+
+def _no_method_prefill(runner: Any, *_unused: Any) -> None:
+    runner.prefill_cuda_graph_runner = runner.eager_runner
+
+
+def _no_decode_capture(*, model_runner: Any) -> Any:
+    return _nothing_captured(None, "target_verify")
+
+
+def _no_prefill_capture(*, model_runner: Any, eager_runner: Any, **_unused: Any) -> Any:
+    return _nothing_captured(eager_runner, "prefill")
+
+
+def _nothing_captured(runner: Any, phase: str) -> Any:
+    from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
+
+    return GraphCapture(runner=runner, memory_phase=phase, memory_usage_gb=0, capture_time=0)
+
+
+no_decode_graphs: Replacement
+no_prefill_graphs: Replacement
+
+if _exists(_SETUP):
+    DECODE_GRAPHS, no_decode_graphs = f"{_SETUP}.capture_decode_graph", _no_decode_capture
+    PREFILL_GRAPHS, no_prefill_graphs = f"{_SETUP}.capture_prefill_graph", _no_prefill_capture
+else:
+    DECODE_GRAPHS, no_decode_graphs = f"{_RUNNER}.init_decode_cuda_graph", _no_method_decode
+    PREFILL_GRAPHS, no_prefill_graphs = f"{_RUNNER}.init_prefill_cuda_graph", _no_method_prefill

@@ -1,0 +1,38 @@
+"""What SGLang was asked for and has to have done when a server starts. Asked in the wrong place, it does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.engine.support import installed_sglang
+from sglang_dspark.errors import EngineError
+
+
+def check_start(runner: Any, window: int, *, captures: bool) -> None:
+    """Call when pools and attention backends exist.
+
+    Args:
+        runner: the target's ``ModelRunner``.
+        window: tokens that a step may verify per request.
+        captures: whether the target has to return hidden states.
+
+    Raises:
+        EngineError: names what SGLang did not do.
+    """
+    for problem in _problems(runner, window, captures):
+        raise EngineError(f"{problem}; sglang-dspark cannot serve on sglang {installed_sglang()} as it is")
+
+
+def _problems(runner: Any, window: int, captures: bool) -> Iterator[str]:
+    if (resolved := tokens_per_step()) != window:
+        yield f"SGLang reserves for {resolved} tokens per request and step, and DSPARK verifies up to {window}"
+    pool, allocator = runner.token_to_kv_pool.size, runner.token_to_kv_pool_allocator.size
+    if pool != allocator:
+        yield f"the target's K/V pool has {pool} slots and their allocator {allocator}: draft K/V would not fit"
+    columns, needed = runner.req_to_token_pool.req_to_token.shape[1], runner.model_config.context_len + 2 * window
+    if columns < needed:
+        yield f"rows of req_to_token have {columns} columns, and a request may need {needed}"
+    if captures and not getattr(runner.model, "capture_aux_hidden_states", False):
+        yield f"{type(runner.model).__name__} does not return the hidden states that the drafter reads"

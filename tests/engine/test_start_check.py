@@ -1,0 +1,54 @@
+"""What SGLang has to have done before a server decodes, each left undone once."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_dspark.engine.scheduler import start_check
+from sglang_dspark.engine.scheduler.start_check import check_start
+from sglang_dspark.errors import EngineError
+
+WINDOW, CONTEXT = 8, 100
+
+
+def runner(*, slots=64, free=64, columns=CONTEXT + 2 * WINDOW, captures=True):
+    return SimpleNamespace(
+        token_to_kv_pool=SimpleNamespace(size=slots),
+        token_to_kv_pool_allocator=SimpleNamespace(size=free),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros((2, columns), dtype=torch.int32)),
+        model_config=SimpleNamespace(context_len=CONTEXT),
+        model=SimpleNamespace(capture_aux_hidden_states=captures),
+    )
+
+
+@pytest.fixture(autouse=True)
+def resolved(monkeypatch):
+    """SGLang's tokens per step; the test may set others."""
+    found = {"tokens": WINDOW}
+    monkeypatch.setattr(start_check, "tokens_per_step", lambda: found["tokens"])
+    return found
+
+
+def test_a_start_as_it_should_be():
+    check_start(runner(), WINDOW, captures=True)
+    check_start(runner(captures=False), WINDOW, captures=False)
+
+
+def test_raw_arguments(resolved):
+    resolved["tokens"] = 1
+    with pytest.raises(EngineError, match="reserves for 1 tokens per request and step, and DSPARK verifies up to 8"):
+        check_start(runner(), WINDOW, captures=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"slots": 128}, "pool has 128 slots and their allocator 64"),
+        ({"columns": CONTEXT + WINDOW}, "have 108 columns, and a request may need 116"),
+        ({"captures": False}, "does not return the hidden states"),
+    ],
+)
+def test_what_was_not_done_is_named(fields, says):
+    with pytest.raises(EngineError, match=says):
+        check_start(runner(**fields), WINDOW, captures=True)
