@@ -88,9 +88,8 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(RUN) benchmarks/policy_turns.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/turns $(POLICIES) \
 		--concurrency 1,2,4,8,16
 
-# The plain server is restricted as one with DSPARK is, so that a ratio shows speculation alone. Both are loaded at once.
-GPU_FLAGS = --attention-backend triton --sampling-backend pytorch --disable-prefill-cuda-graph --mem-fraction-static 0.3 \
-	--max-running-requests 64 --cuda-graph-max-bs-decode 64
+# The plain server is SGLang as it configures itself. Both are loaded at once.
+GPU_FLAGS = --mem-fraction-static 0.3 --max-running-requests 64 --cuda-graph-max-bs-decode 64
 # Of benchmarks/shape_pair.py, and how its drafters are made to be accepted (there: mixed).
 SHAPES ?= qwen3-4b qwen3-8b
 ACCEPTANCE := --speculative-dspark-simulate-acceptance 0.842,0.833,0.829,0.83,0.834,0.839,0.831

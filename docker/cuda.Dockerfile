@@ -3,13 +3,14 @@
 #   docker build -f docker/cuda.Dockerfile -t sglang-dspark:cuda .
 
 # SGLang's own image: it compiles some of its kernels at run time, with the CUDA toolkit that this image was tested with.
+# The newest SGLang that is served: --build-arg SGLANG_IMAGE=lmsysorg/sglang:v0.5.23
 ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.15.post1
 FROM ${SGLANG_IMAGE}
 
 WORKDIR /opt/sglang-dspark
 COPY . .
 # Without dependencies: the image has them, and pip shall not exchange what SGLang was tested with. `pip check` names
-# sglang-dspark, and so ends the build, where the base is another release than the one that the plugin drives.
+# sglang-dspark, and so ends the build, where the base is outside the range that pyproject.toml allows.
 # hadolint ignore=DL4006
 RUN pip install --no-cache-dir --no-deps . \
     && ! pip check | grep sglang-dspark \

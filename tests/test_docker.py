@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+
+from sglang_dspark.engine.support import TESTED_SGLANG
 
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "docker"
 COMPOSE = {name: yaml.safe_load((DOCKER / name).read_text()) for name in ("compose.yaml", "compose.replicas.yaml")}
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
-SGLANG = next(
-    entry.partition("==")[2]
-    for entry in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    if entry.startswith("sglang==")
-)
 
 
 def services(name):
@@ -28,8 +26,21 @@ def services(name):
     return found
 
 
-def test_cuda_image_starts_from_the_release_that_the_plugin_drives():
-    assert f"lmsysorg/sglang:v{SGLANG}\n" in (DOCKER / "cuda.Dockerfile").read_text()
+def test_cuda_image_offers_the_releases_that_the_plugin_drives():
+    named = re.findall(r"lmsysorg/sglang:v(\S+)", (DOCKER / "cuda.Dockerfile").read_text())
+    assert sorted(named) == sorted(TESTED_SGLANG)
+
+
+@pytest.mark.parametrize("release", TESTED_SGLANG)
+def test_constraints_exist_for_every_release(release):
+    files = [ROOT / "constraints.txt", ROOT / f"constraints-{release}.txt"]
+    assert any(f"sglang=={release}" in file.read_text().splitlines() for file in files if file.exists())
+    [range_] = [
+        Requirement(entry)
+        for entry in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+        if entry.startswith("sglang")
+    ]
+    assert range_.specifier.contains(release)
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)

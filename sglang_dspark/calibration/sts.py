@@ -134,6 +134,11 @@ class StsCalibration:
         """
         document = _read_object(path)
         version = document.pop("version", None)
+        if version is None and "temperatures" in document:
+            raise ConfigError(
+                f"{path} has temperatures and no version, as files for SGLang's own DSPARK do; calibrate for this one "
+                "with python -m sglang_dspark calibrate"
+            )
         if version != VERSION:
             raise _error(path, "version", version, f"this release reads {VERSION}; calibrate again")
         unknown = sorted(document.keys() - _KINDS.keys())

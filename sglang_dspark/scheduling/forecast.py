@@ -18,6 +18,9 @@ from sglang_dspark.step.confidence import Confidence
 
 # Learning from a step costs 0.1 ms however few requests it had: so many steps are taken together.
 LEARN_STEPS = 8
+ROUNDS_PER_STEP = 16
+"""Rounds per step that are learned from in the mean: 64 requests would fill what survivals are estimated from
+(``WINDOW_ROUNDS``) in four steps, and every round costs 2 us."""
 
 
 class Forecast:
@@ -49,6 +52,7 @@ class Forecast:
         self.lagged: LaggedSurvivals | None = None
         self._max_verify, self._adapts, self._device = max_verify, adapts, device
         self._notes: list[Note] = []
+        self._ahead = 0  # rounds noted of steps to come
         self._predictions = np.empty((2, 0, max_verify))  # the last rounds: logits, and survivals as predicted
         self._num_refits = 0
         self.coefficients = self._last_coefficients = self._copy_coefficients()
@@ -72,13 +76,21 @@ class Forecast:
         self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
     ) -> Confidence:
         """The logits, and the survivals of :meth:`survival`."""
-        return Confidence.of(logits, self.survival(logits, bs, depth, coefficients))
+        return Confidence(logits, self.survival(logits, bs, depth, coefficients))
 
     def note(self, outcome: Note) -> None:
-        """Take note of a step's outcome, and learn from several at a time: each lesson has a price of its own."""
-        self._notes.append(outcome)
+        """Take note of a step's outcome, and learn from several at a time: each lesson has a price of its own.
+
+        Of steps with many requests only some are noted, whatever came of them.
+        """
         # A parked server's probe is all that it gets to see for long.
-        if len(self._notes) >= LEARN_STEPS or outcome.rounds.choice.weight > 1:
+        counts_for_many = outcome.rounds.choice.weight > 1
+        self._ahead = max(0, self._ahead - ROUNDS_PER_STEP)
+        if self._ahead and not counts_for_many:
+            return
+        self._ahead += len(outcome.requests)
+        self._notes.append(outcome)
+        if len(self._notes) >= LEARN_STEPS or counts_for_many:
             self.learn()
 
     def learn(self) -> None:

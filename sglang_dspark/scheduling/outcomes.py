@@ -23,10 +23,13 @@ class Note:
 
     def confidence(self, width: int) -> Array:
         """[2, n, width] logits and survivals, NaN past the drafted depth."""
-        assert self.rounds.confidence is not None
-        packed = self.rounds.confidence.packed.numpy()
+        confidence = self.rounds.confidence
+        assert confidence is not None
+        depth = confidence.survival.shape[1]
         padded = np.full((2, len(self.requests), width), np.nan)
-        padded[:, :, : packed.shape[2]] = packed[:, self.rows]
+        if confidence.logits is not None:
+            padded[0, :, :depth] = confidence.logits.numpy()[self.rows]
+        padded[1, :, :depth] = confidence.survival.numpy()[self.rows]
         return padded
 
     @property

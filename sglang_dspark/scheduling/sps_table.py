@@ -130,6 +130,11 @@ class SpsTable:
             content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"SPS table {str(path)!r} cannot be read: {error}") from error
+        if isinstance(content, dict) and _KEYS_OF_SGLANG & content.keys():
+            raise ConfigError(
+                f"SPS table {str(path)!r} was written for SGLang's own DSPARK; name another file, and the steps of "
+                "this server are measured and written there"
+            )
         if not isinstance(content, dict) or content.get("version") != FORMAT_VERSION:
             found = content.get("version") if isinstance(content, dict) else None
             raise ConfigError(
@@ -143,6 +148,10 @@ class SpsTable:
             raise ConfigError(
                 f"SPS table {str(path)!r} is damaged: {error}; remove the file, and it is measured anew"
             ) from error
+
+
+# Its two formats have no version.
+_KEYS_OF_SGLANG = {"sample_batch_tokens", "bias_seconds"}
 
 
 def _array(kind: type, values: list[Any]) -> Array:

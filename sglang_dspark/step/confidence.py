@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,27 +12,9 @@ class Confidence:
     """Confidences of a drafted step.
 
     Attributes:
-        packed: [2, bs, depth] float32, the logits and the survivals: one tensor, so that one copy brings both to the
-            host.
+        logits: [bs, depth] float32 of the confidence head, uncalibrated; None or NaN without one.
+        survival: [bs, depth] float32, calibrated probability that a draft and all drafts before it are accepted.
     """
 
-    packed: torch.Tensor
-
-    @classmethod
-    def of(cls, logits: torch.Tensor | None, survival: torch.Tensor) -> Confidence:
-        """Pack [bs, depth] of each; the logits of a drafter without a confidence head are NaN."""
-        return cls(torch.stack([torch.full_like(survival, torch.nan) if logits is None else logits, survival]))
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """[bs, depth] of the confidence head, uncalibrated; NaN without one."""
-        return self.packed[0]
-
-    @property
-    def survival(self) -> torch.Tensor:
-        """[bs, depth] calibrated probability that a draft and all drafts before it are accepted."""
-        return self.packed[1]
-
-    def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> Confidence:
-        """These confidences where ``copy`` brings the tensor, such as to the host."""
-        return Confidence(copy(self.packed))
+    logits: torch.Tensor | None
+    survival: torch.Tensor

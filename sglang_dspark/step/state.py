@@ -6,7 +6,7 @@ vocabulary. Tensors live on the worker's device unless their name ends in ``_cpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -153,7 +153,7 @@ class TargetOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounds:
-    """What a step did, for statistics, calibration and traces. On the host by the time SGLang processes the result.
+    """What a step did, for statistics, calibration and traces. Its tensors are on the host when SGLang has the result.
 
     Attributes:
         requests: ids of the step's requests.
@@ -176,11 +176,16 @@ class Rounds:
     policy: str = "auto"
     parked: bool = False
 
-    def on_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> Rounds:
-        """These rounds with tensors that ``copy`` brings to the host."""
-        return replace(
-            self,
-            verify_lens=copy(self.verify_lens),
-            confidence=None if self.confidence is None else self.confidence.copied(copy),
-            traced=None if self.traced is None else copy(self.traced),
-        )
+    @property
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Lengths, traces, logits and survivals."""
+        confidence = self.confidence
+        scores = (None, None) if confidence is None else (confidence.logits, confidence.survival)
+        return [self.verify_lens, self.traced, *scores]
+
+    def of(self, tensors: Sequence[torch.Tensor | None]) -> Rounds:
+        """The same rounds with other :attr:`tensors`."""
+        verify_lens, traced, logits, survival = tensors
+        assert verify_lens is not None, "every step verifies"
+        confidence = None if survival is None else Confidence(logits, survival)
+        return replace(self, verify_lens=verify_lens, traced=traced, confidence=confidence)

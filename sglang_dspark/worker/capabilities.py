@@ -9,6 +9,7 @@ import torch
 
 from sglang_dspark.config import SCHEDULES, DSparkConfig
 from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.forward.graphs import has_prefill_graphs
 from sglang_dspark.engine.support import versions
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.speculation import Speculation
@@ -53,7 +54,9 @@ def capabilities(server_args: Any, model_runner: Any, staging: Staging, max_veri
             "speculation_fields": _speculation_fields(has_head=has_head),
             "cuda_graphs": staging.graphs is not None,
             "overlap": not server_args.disable_overlap_schedule,
-            "attention_backend": server_args.attention_backend,
+            "prefill_attention": model_runner.attn_backend.prefill_attention_backend_str,
+            "prefill_cuda_graphs": has_prefill_graphs(model_runner),
+            "decode_attention": model_runner.attn_backend.decode_attention_backend_str,
             "tensor_parallel_size": server_args.tp_size,
             "online_calibration": has_head and options.online_calibration,
             "prometheus": bool(server_args.enable_metrics),
@@ -64,11 +67,13 @@ def capabilities(server_args: Any, model_runner: Any, staging: Staging, max_veri
 def in_one_line(found: dict[str, Any]) -> str:
     """What :func:`capabilities` found, for the log."""
     features, drafter = found["features"], _drafter_in_words(found["drafter"])
+    prefill, decode = ("with" if features[name] else "without" for name in ("prefill_cuda_graphs", "cuda_graphs"))
     available = [name for name, policy in found["policies"].items() if policy["available"]]
     return (
         f"effective decode path {found['effective_decode_path']} ({found['reason']}); policy {found['policy']} of "
         f"{', '.join(available)}; {drafter}; "
-        f"attention {features['attention_backend']}, CUDA graphs {'on' if features['cuda_graphs'] else 'off'}, "
+        f"prefill by {features['prefill_attention']} {prefill} CUDA graphs, "
+        f"decode by {features['decode_attention']} {decode} CUDA graphs, "
         f"overlap {'on' if features['overlap'] else 'off'}; "
         + ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from dspark_kernels import (
@@ -23,7 +25,7 @@ from dspark_kernels import (
     prepare,
 )
 
-from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, static_verify
+from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, logits_buffer, static_verify
 from sglang_dspark.scheduling.admission import Best
 from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.confidence import Confidence
@@ -33,6 +35,7 @@ from sglang_dspark.worker.tiers import Tiers
 from sglang_dspark.worker.verify_plan import lay_out
 
 T = TypeVar("T", PreparedStep, VerifyRows)
+V = TypeVar("V")
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +72,17 @@ class StepGraphs:
         self.coefficients = forecast.coefficients.clone()
         self._copied_coefficients = forecast.coefficients
         self.drafts = torch.zeros((most, depth), dtype=torch.int64, device=device)
-        self.confidence = Confidence(torch.zeros((2, most, depth), device=device))
+        # Logits and survivals; without a head, the logits stay as they are.
+        self._scores = torch.full((2, most, depth), torch.nan, device=device).unbind()
         self.order = torch.zeros((most, depth), device=device)
         self._rows = _zeroed(VerifyRows.empty(most, num_rows, device))
-        self._logits = torch.empty((num_rows, model_runner.model_config.vocab_size), device=device)
+        self._logits = logits_buffer(model_runner, num_rows)
         self.draft: dict[tuple[int, bool], Captured[DraftBlock]] = {}
         self.verify: dict[tuple[int, bool], Captured[TargetOutput]] = {}
         self.accept: dict[tuple[int, bool], Captured[Accepted]] = {}
+        self.plans: dict[tuple[int, bool], VerifyPlan] = {}
+        self._requests: dict[int, StepRequests] = {}
+        self._first: dict[tuple[Hashable, ...], Any] = {}
 
     def capture(self) -> None:
         """Capture every tier; takes seconds."""
@@ -115,11 +122,15 @@ class StepGraphs:
         bs = len(block.tokens)
         self.drafts[:bs] = block.tokens
         if confidence is not None:
-            self.confidence.packed[:, :bs] = confidence.packed
+            logits, survival = self._scores
+            survival[:bs] = confidence.survival
+            if confidence.logits is not None:
+                logits[:bs] = confidence.logits
 
     def _capture_verify(self, capture: Capture, rows: int, plain: bool) -> None:
         eager, step = self.eager, self._static_step(self.slots_of(rows), False)
-        plan = VerifyPlan.of(self.rows_of(rows), 1 if plain else self.depth + 1)
+        plan = VerifyPlan.of(self._rows_of(rows), 1 if plain else self.depth + 1)
+        self.plans[rows, plain] = plan
         verify = capture(static_verify(self._runner, step, plan, self._logits[:rows]))
         self.verify[rows, plain] = verify
         if eager.agreement.needed:
@@ -139,7 +150,7 @@ class StepGraphs:
         """Request slots of a verification with so many rows: each request has at least one."""
         return min(rows, self.tiers.requests[-1])
 
-    def rows_of(self, rows: int) -> VerifyRows:
+    def _rows_of(self, rows: int) -> VerifyRows:
         """The part of the buffers that belongs to a tier of rows."""
         whole, slots = self._rows, self.slots_of(rows)
         return VerifyRows(
@@ -154,7 +165,15 @@ class StepGraphs:
 
     def requests_of(self, slots: int) -> StepRequests:
         """The staged requests, padded to ``slots``."""
-        return self.prepared.requests(self._req_to_token, slots)
+        if slots not in self._requests:
+            self._requests[slots] = self.prepared.requests(self._req_to_token, slots)
+        return self._requests[slots]
+
+    def first(self, make: Callable[[], V], *key: Hashable) -> V:
+        """What ``make`` returns, views of a step's part of the buffers, which are made once for every ``key``."""
+        if key not in self._first:
+            self._first[key] = make()
+        return cast("V", self._first[key])
 
     def _static_step(self, slots: int, sampled: bool) -> DecodeBatch:
         requests = self.requests_of(slots)
@@ -187,8 +206,17 @@ class StepGraphs:
                 self.temperatures[requests:captured_slots] = 0
                 self.step_number.fill_(step.keys.step)
             self._refresh_coefficients()
-            block = self.draft[captured_slots, sampled].replay().first(requests)
+            block = self.draft[captured_slots, sampled].replay()
+            return self.first(partial(self._block, block, requests), "block", captured_slots, sampled, requests)
         return replace(block, tokens=self.drafts[:requests])
+
+    def _block(self, block: DraftBlock, requests: int) -> DraftBlock:
+        """The first requests of a captured block, whose tokens are those that are verified."""
+        return replace(block.first(requests), tokens=self.drafts[:requests])
+
+    def confidence_of(self, requests: int) -> Confidence:
+        """Of the step's requests; the next draft overwrites it."""
+        return self.first(lambda: Confidence(*(part[:requests] for part in self._scores)), "confidence", requests)
 
     def _refresh_coefficients(self) -> None:
         """Take over what calibration has learned."""
@@ -198,10 +226,14 @@ class StepGraphs:
             self._copied_coefficients = latest
 
     def stage(self, step: DecodeBatch, choice: Choice) -> GraphStages | None:
-        """Copy ``step`` into the buffers; None when its shape was not captured, or presets propose drafts for it."""
+        """Copy ``step`` into the buffers.
+
+        None when its shape was not captured, presets propose drafts for it, or the device alone knows how many drafts
+        it verifies.
+        """
         requests = len(step)
         slots = self.tiers.request_slots(requests)
-        if slots is None or choice.rule not in RULES or choice.has_copies:
+        if slots is None or choice.rule not in RULES or choice.has_copies or choice.needs_confidence:
             return None
         plain = choice.depth == 0
         drafts = requests * choice.depth if choice.rule is Rule.UNIFORM else choice.budget
@@ -233,10 +265,7 @@ class GraphStages:
         if self._plain:
             return Drafted(DraftBlock.empty(requests, step.anchors.device), None, [0] * requests)
         block = graphs.draft_block(step, self._slots, choice.with_confidence)
-        confidence = None
-        if choice.with_confidence:
-            # Outlives the step, and the next replay overwrites the buffer.
-            confidence = Confidence(graphs.confidence.packed[:, :requests].clone())
+        confidence = graphs.confidence_of(requests) if choice.with_confidence else None
         return Drafted(block, confidence, choice.depths(requests))
 
     def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
@@ -245,13 +274,15 @@ class GraphStages:
         admitted = self._eager.schedule.admit(choice, drafted)
         if isinstance(admitted, Best):
             # The kernel reads an order for every request slot.
-            graphs.order[: len(step)] = admitted.order
-            self._eager.agreement.adopt(graphs.order[: len(step)])
-            admitted = Best(graphs.order[:slots], admitted.budget)
+            order, whole = graphs.first(
+                lambda: (graphs.order[: len(step)], graphs.order[:slots]), "order", len(step), slots
+            )
+            order.copy_(admitted.order)
+            self._eager.agreement.adopt(order)
+            admitted = Best(whole, admitted.budget)
         self._eager.agreement.adopt(drafted.block.tokens)
-        drafts = drafted.block.tokens if self._plain else graphs.drafts[:slots]
-        plan = lay_out(graphs.requests_of(slots), drafts, admitted, graphs.rows_of(self._rows))
-        return replace(plan, width=1 if self._plain else graphs.depth + 1)
+        drafts = drafted.block.tokens if self._plain else graphs.first(lambda: graphs.drafts[:slots], "drafts", slots)
+        return lay_out(graphs.requests_of(slots), drafts, admitted, graphs.plans[self._rows, self._plain])
 
     def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
         """Run the target over the tier, whose buffers hold the plan."""
@@ -259,20 +290,31 @@ class GraphStages:
 
     def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> Accepted:
         """Judge the drafts; those of greedy batches whose logits stay as they are, are committed on the way."""
-        requests = len(step)
+        requests, tier = len(step), (self._rows, self._plain)
         if step.rows.all_greedy and not step.adjusted and not self._eager.agreement.needed:
             self._committed = True
             if self._eager.profile is not None:
                 self._graphs.step_number.fill_(step.keys.step)
             accepted = self._graphs.accept[self._rows, self._plain].replay()
-            return Accepted(*(part[:requests].clone() for part in vars(accepted).values()))
-        part = replace(plan, verify_lens=plan.verify_lens[:requests], indptr=plan.indptr[: requests + 1])
-        return self._eager.accept(step, drafted, part, output)
+            return self._graphs.first(partial(_first_of, accepted, requests), "accepted", *tier, requests)
+        return self._eager.accept(
+            step, drafted, self._graphs.first(partial(_of_requests, plan, requests), "plan", *tier, requests), output
+        )
 
     def commit(self, plan: VerifyPlan, accepted: Accepted, output: TargetOutput) -> None:
         """Write the draft K/V of the committed rows, where accepting has not done so."""
         if not self._committed:
             self._eager.commit(plan, accepted, output)
+
+
+def _first_of(accepted: Accepted, requests: int) -> Accepted:
+    """What became of the first requests; the next step's replay overwrites it."""
+    return Accepted(*(part[:requests] for part in vars(accepted).values()))
+
+
+def _of_requests(plan: VerifyPlan, requests: int) -> VerifyPlan:
+    """The same rows, of the first requests alone."""
+    return replace(plan, verify_lens=plan.verify_lens[:requests], indptr=plan.indptr[: requests + 1])
 
 
 def _zeroed(buffers: T) -> T:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from dspark_kernels import StepRequests, VerifyRows, plan_lens, plan_top, plan_uniform
+from dspark_kernels import StepRequests, plan_lens, plan_top, plan_uniform
 
 from sglang_dspark.scheduling.admission import Admitted, Best, Lengths, Uniform
 from sglang_dspark.step.state import VerifyPlan
 
 
 def lay_out(
-    requests: StepRequests, tokens: torch.Tensor, admitted: Admitted, into: VerifyRows | None = None
+    requests: StepRequests, tokens: torch.Tensor, admitted: Admitted, into: VerifyPlan | None = None
 ) -> VerifyPlan:
     """Lay the anchors and the admitted drafts out, request by request.
 
@@ -31,4 +31,4 @@ def lay_out(
             rows = plan_top(order, budget, tokens, requests, room or bs + budget, into)
         case Lengths(lens):
             rows = plan_lens(lens, tokens, requests, bs + int(lens.sum()))
-    return VerifyPlan.of(rows, depth + 1)
+    return rows if isinstance(rows, VerifyPlan) else VerifyPlan.of(rows, depth + 1)

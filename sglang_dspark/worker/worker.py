@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,8 +17,10 @@ from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, copy_drafts, decode_result, read_decode_batch
 from sglang_dspark.engine.scheduler.options import BatchOptions, OptionsReader
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
+from sglang_dspark.scheduling.prompt_hold import PromptHold
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, Rounds, VerifyPlan
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
@@ -47,8 +50,16 @@ class DSparkWorker(SpecWorkerBase):
         verify = partial(run_verify, self.target_worker)
         self.eager = EagerStages(self.drafter, self.schedule, verify, self.agreement, self.acceptance_profile())
         self.staging = Staging(self.eager)
+        self.prompt_hold = PromptHold(self.options.prompt_hold_ms / 1e3, lag, time.perf_counter)
         self.asked = OptionsReader(self.max_verify)
         self.preset_texts = PresetTexts(self.max_verify)
+
+    def most_words(self, requests: int) -> int:
+        """What a step of so many requests tells the host at most."""
+        # By request: tokens with a bonus, three numbers, what is verified; a trace of context, anchor and drafts; and
+        # two scores per draft. All but the scores are of 64 bits.
+        window = self.max_verify + 1
+        return requests * (2 * (window + 4) + 2 * (window + 1) + 2 * self.drafter.gamma)
 
     def load_drafter(self) -> Drafter | NoDrafter:
         """The drafter that the options name."""
@@ -71,6 +82,7 @@ class DSparkWorker(SpecWorkerBase):
     def prepare_to_serve(self) -> None:
         runner, staging = self.target_worker.model_runner, self.staging
         self.reporting = Reporting(self.schedule, self.drafter.gamma, int(runner.max_running_requests))
+        self.copies = PackedCopies(self.most_words(int(runner.req_to_token_pool.size)), self.device)
         if self.on_gpu:
             slots = graph_request_slots(runner)
             warm_up(self.eager, self.target_worker, self.max_verify, slots)
@@ -99,6 +111,7 @@ class DSparkWorker(SpecWorkerBase):
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
+        self.prompt_hold.launched(prefill=False)
         asked, adjusting = self.asked.read(batch.reqs), self.adjustments.of_step(batch)
         step = self.read(batch, adjusted=adjusting.any)
         copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
@@ -118,7 +131,9 @@ class DSparkWorker(SpecWorkerBase):
         self.preset_texts.took(batch.reqs, asked, accepted)
         rounds = self.rounds(batch, asked, step, choice, drafted, plan)
         in_graphs = stages is not self.eager
-        return decode_result(batch, step, plan, output.logits_output, accepted, rounds, in_graphs=in_graphs)
+        return decode_result(
+            batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=in_graphs
+        )
 
     def read(self, batch: Any, *, adjusted: bool) -> DecodeBatch:
         """The step ahead, out of SGLang's batch."""
@@ -139,7 +154,7 @@ class DSparkWorker(SpecWorkerBase):
 
     def with_drafted_rows(self, batch: Any, step: DecodeBatch, choice: Choice) -> DecodeBatch:
         """``step`` with the sampling parameters of the requests that are drafted, where these are not all."""
-        if choice.drafted is None:
+        if not choice.drafted:
             return step
         return replace(step, drafted_rows=self.drafted_sampling.read([batch.reqs[r] for r in choice.drafted]))
 
@@ -151,7 +166,7 @@ class DSparkWorker(SpecWorkerBase):
             requests=[req.rid for req in batch.reqs],
             choice=choice,
             drafted=drafted.depths,
-            verify_lens=plan.verify_lens[: len(step)].clone(),
+            verify_lens=plan.verify_lens[: len(step)],
             confidence=drafted.confidence,
             traced=copy_drafts(step, drafted.block) if asked.traced else None,
             copied=drafted.copied or [0] * len(step),
@@ -166,6 +181,13 @@ class DSparkWorker(SpecWorkerBase):
 
     def before_other_work(self) -> None:
         self.schedule.interrupt()
+
+    def before_prefill(self) -> None:
+        self.prompt_hold.launched(prefill=True)
+
+    def holds_prompts(self, running: int) -> bool:
+        # Clocks differ between ranks.
+        return self.agreement.share(self.prompt_hold.holds(running))
 
     def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
         self.reporting.record(rounds, running, accept_lens)

@@ -172,7 +172,7 @@ SPEED_ROW = rf"^\| (?P<users>\d+) \| {NUMBER} \| {NUMBER} \| {RANGE} \|"
 TURN = rf"{NUMBER}; {RANGE}"
 KERNEL_CELL = rf"{NUMBER} / (?:{NUMBER}|-) / {NUMBER}"
 QUOTES = [
-    Quote("README.md", "sglang-dspark", SPEED_ROW, 5, readme_speeds),
+    Quote("README.md", "What it brings", SPEED_ROW, 5, readme_speeds),
     Quote(
         PERFORMANCE,
         "SmolLM2-135M on an H200",

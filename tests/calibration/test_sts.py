@@ -103,7 +103,8 @@ GOOD = {"version": 1, "temperatures": [1.0, 2.0]}
     ("document", "says"),
     [
         ({**GOOD, "version": 2}, ": version=2: this release reads 1; calibrate again"),
-        ({"temperatures": [1.0, 2.0]}, ": version=None: this release reads 1"),
+        ({"temperatures": [1.0, 2.0]}, " has temperatures and no version, as files for SGLang's own DSPARK do"),
+        ({"target": "x"}, ": version=None: this release reads 1"),
         ({**GOOD, "temperatures": [1.0]}, ": temperatures=[1.0]: 1 temperatures for blocks of 2 drafts"),
         ({"version": 1}, ": temperatures=[]: 0 temperatures for blocks of 2"),
         ({**GOOD, "temperatures": 1.0}, ": temperatures=1.0: must be a list of numbers"),

@@ -1,177 +1,17 @@
 """The kernels of verification: greedy against ``accept_ref``, sampled against the same races in float64, and by law."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
+from acceptance_cases import SEED, STEP, Case, assert_same, check_sampled, make_case, reference, rows_of
 from dspark_kernels import (
-    DraftBlock,
     DraftLaw,
-    LawParams,
-    Purpose,
     RoundKeys,
-    SamplingRows,
-    Windows,
     accept,
-    accept_ref,
-    race_exponential,
-    target_probs,
 )
 from dspark_kernels.judging.acceptance import Rules, judge
 from scipy import stats
-
-SEED, STEP = 2**63 + 12345, (7 << 32) + 99  # all words of the key and the counter in use
-# Where two outcomes are this close in float64, float32 may choose the other one.
-NEAR = 1e-5
-
-
-def rows_of(temperatures, device="cpu"):
-    bs = len(temperatures)
-    return SamplingRows.from_lists(temperatures, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
-
-
-@dataclass
-class Case:
-    """The arguments of one verification."""
-
-    drafts: torch.Tensor
-    verify_lens: torch.Tensor
-    logits: torch.Tensor
-    indptr: torch.Tensor
-    law: DraftLaw | None
-    rows: SamplingRows
-    keys: RoundKeys
-    copied: torch.Tensor | None = None
-
-    @property
-    def given(self):
-        """Block, windows, logits and lengths, as verification takes them."""
-        block = DraftBlock(self.drafts, law=self.law, copied=self.copied)
-        prefix_lens = torch.arange(len(self.drafts), device=self.drafts.device) * 10
-        return block, Windows(self.verify_lens, self.indptr), self.logits, prefix_lens
-
-    def accept(self, **changes):
-        case = replace(self, **changes)
-        return accept(*case.given, case.rows, case.keys)
-
-
-def make_case(
-    device, temperatures, gamma, vocab_size, *, seed=0, dtype=torch.float32, verify_lens=None, reduced=False, slots=0
-):
-    """Targets that resemble the proposals, so that drafts are kept to every depth; ``slots`` slots have no request."""
-    generator = torch.Generator().manual_seed(seed)
-    bs = len(temperatures)
-    if verify_lens is None:
-        verify_lens = torch.randint(0, gamma + 1, (bs,), generator=generator)
-    verify_lens = torch.as_tensor(verify_lens)
-    token_ids = torch.arange(vocab_size)
-    if reduced:
-        token_ids = torch.randperm(vocab_size, generator=generator)[: vocab_size // 2].sort().values
-    columns = torch.full((vocab_size,), -1, dtype=torch.int32)
-    columns[token_ids] = torch.arange(len(token_ids), dtype=torch.int32)
-    scores = torch.randn(bs, gamma, len(token_ids), generator=generator) * 2
-    law = DraftLaw(scores, scores.logsumexp(-1), columns if reduced else None)
-    probs = law.probs()
-    drafts = torch.empty(bs, gamma, dtype=torch.int64)
-    if gamma:
-        drafts = torch.multinomial(probs.flatten(0, 1), 1, generator=generator).view(bs, gamma)
-    target = torch.randn(bs, gamma + 1, vocab_size, generator=generator)
-    target[:, :gamma] += probs.clamp_min(1e-9).log()
-    target[:, :gamma].scatter_add_(2, drafts[..., None], torch.full((bs, gamma, 1), 0.0 if any(temperatures) else 2.0))
-    target *= torch.tensor([temperature or 1.0 for temperature in temperatures])[:, None, None]
-    logits = target[torch.arange(gamma + 1) <= verify_lens[:, None]]
-    nothing = torch.zeros(slots, dtype=torch.int64)
-    lens = torch.cat([verify_lens + 1, nothing])
-
-    def padded(tensor):
-        return torch.cat([tensor, tensor.new_zeros(slots, *tensor.shape[1:])])
-
-    law = DraftLaw(
-        padded(scores).to(device),
-        padded(law.log_norms).to(device),
-        law.columns if law.columns is None else columns.to(device),
-    )
-    rows = rows_of([*temperatures, *[1.0 if any(temperatures) else 0.0] * slots], device)
-    keys = RoundKeys(
-        SEED,
-        STEP,
-        (torch.arange(bs + slots) * 7 + 2**31).to(device),
-        torch.zeros(bs + slots, dtype=torch.int64, device=device),
-    )
-    return Case(
-        padded(drafts).to(device),
-        torch.cat([verify_lens, nothing]).to(device),
-        logits.to(dtype).to(device),
-        torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(device),
-        law,
-        rows,
-        keys,
-    )
-
-
-def assert_same(accepted, expected):
-    assert torch.equal(accepted.accepted_lens, expected.accepted_lens)
-    assert torch.equal(accepted.bonus_tokens, expected.bonus_tokens)
-    assert torch.equal(accepted.out_tokens, expected.out_tokens)
-
-
-def reference(case):
-    return accept_ref(*case.given, case.rows, case.keys)
-
-
-def law_of(case, r, num_rows):
-    """The law of request r for so many rows, on the CPU."""
-    law = case.rows.law.expand(torch.full((num_rows,), r, device=case.logits.device))
-    columns = (getattr(law, name).cpu() for name in ("temperatures", "top_ks", "top_ps", "min_ps"))
-    return LawParams(*columns, law.max_kept, law.any_min_p)
-
-
-def by_race(case, r):
-    """Tokens of the sampled request r, in float64; None where float32 may decide otherwise."""
-    length, first = int(case.verify_lens[r]), int(case.indptr[r])
-    temperature = case.rows.law.temperatures[r].double().item()
-    logits = case.logits[first : first + length + 1].cpu()
-    removed = target_probs(logits, law_of(case, r, length + 1)) == 0
-    target = (logits.double() / temperature).masked_fill(removed, -torch.inf).softmax(-1)
-    scores, log_norms = case.law.scores.double().cpu(), case.law.log_norms.double().cpu()
-    columns = None if case.law.columns is None else case.law.columns.cpu()
-    proposal = DraftLaw(scores, log_norms, columns).probs()[r]
-    if case.copied is not None:
-        one_hot = torch.nn.functional.one_hot(case.drafts[r].cpu().clamp_min(0), target.shape[1]).double()
-        proposal = torch.where(case.copied[r].cpu()[:, None], one_hot, proposal)
-    key = case.keys.request_keys[r].cpu()
-    uniforms = RoundKeys(case.keys.seed, STEP, key[None], key[None]).block_uniform(length, Purpose.ACCEPT)[0]
-    drafts = case.drafts[r].tolist()
-    for slot in range(length):
-        bound = uniforms[slot].item() * proposal[slot, drafts[slot]].item()
-        mass = target[slot, drafts[slot]].item()
-        if abs(bound - mass) < NEAR * mass:
-            return None
-        if bound >= mass:
-            weights, purpose = (target[slot] - proposal[slot]).clamp_min(0.0), Purpose.RESIDUAL
-            break
-    else:
-        slot, weights, purpose = length, target[length], Purpose.BONUS
-    speeds = weights / race_exponential(case.keys.seed, STEP, key, slot, purpose, target.shape[1])
-    best, tokens = speeds.topk(2)
-    if best[1] > best[0] * (1 - NEAR * 10):
-        return None
-    return [*drafts[:slot], int(tokens[0])]
-
-
-def check_sampled(case, accepted, requests):
-    """Compare with ``by_race``; returns how many requests could be compared."""
-    compared = 0
-    for r in requests:
-        expected = by_race(case, r)
-        if expected is not None:
-            compared += 1
-            padding = [-1] * (accepted.out_tokens.shape[1] - len(expected))
-            assert accepted.out_tokens[r].tolist() == expected + padding
-            assert accepted.accepted_lens[r] == len(expected) - 1
-            assert accepted.bonus_tokens[r] == expected[-1]
-    return compared
-
 
 SHAPES = [
     pytest.param((1, 0, 2), id="bs1-g0-v2"),

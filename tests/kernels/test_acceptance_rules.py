@@ -6,12 +6,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from acceptance_cases import STEP, Case, assert_same, check_sampled, law_of, make_case, reference
 from dspark_kernels import RoundKeys, SamplingRows, accept, accept_ref, target_probs
 from dspark_kernels.judging.acceptance import Rules, judge
 from dspark_kernels.sampling import noise
 from dspark_kernels.sampling.noise_device import seeded_noise, unit_exponential_52
 from scipy import stats
-from test_acceptance import STEP, Case, assert_same, check_sampled, law_of, make_case, reference
 
 NOISE_RTOL = 1e-6  # what device_noise promises
 NEAR = 1e-5  # scores of the best two tokens that float32 may exchange

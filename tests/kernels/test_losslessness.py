@@ -1,20 +1,16 @@
 """The text follows the target's law under every combination of filters, and the test notices when it does not."""
 
-import itertools
-
 import pytest
 from dspark_kernels import Purpose, RoundKeys
 from dspark_kernels.judging import acceptance_reference
+from pairwise import pairwise
 from token_law import Rule, SyntheticPair, law_p_values, mean_distance, run_trials
 
 pytestmark = pytest.mark.slow
 
 ALPHA = 1e-4
 MIN_DISTANCE = 0.1
-MATRIX = [
-    Rule(temperature, top_k, top_p, min_p)
-    for temperature, top_k, top_p, min_p in itertools.product((0.5, 1.0, 1.7), (-1, 5), (1.0, 0.8), (0.0, 0.1))
-]
+MATRIX = [Rule(*values) for values in pairwise((0.5, 1.0, 1.7), (-1, 5), (1.0, 0.8), (0.0, 0.1))]
 PLAIN = Rule()
 ENOUGH = 40_000
 POWERFUL = 100_000  # trials that show a 2 % error of the acceptance probability far beyond ALPHA

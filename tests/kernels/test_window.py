@@ -4,17 +4,18 @@ import pytest
 import torch
 from dense import FP32_TOL, dense_attention
 from dspark_kernels import PagedWindows, num_splits, window_attention, window_attention_ref
-from dspark_kernels.attention import window
+from dspark_kernels.attention import window as module
+from pairwise import pairwise
 
 HALF_TOL = {"atol": 2e-2, "rtol": 2e-2}
 
 
-WINDOWS = [
-    pytest.param((5, 0, 131, 64), (7, 7, 7, 7), (6, 2, 32), id="blocks-gqa3"),
-    pytest.param((1,), (1,), (3, 3, 16), id="one-token-mha"),
-    pytest.param((17, 3, 90), (4, 1, 2), (9, 3, 64), id="ragged-smollm2"),
-    pytest.param((9, 170, 0), (5, 0, 3), (4, 1, 24), id="empty-request-mqa-odd-head"),
-]
+WINDOWS = {
+    "blocks-gqa3": ((5, 0, 131, 64), (7, 7, 7, 7), (6, 2, 32)),
+    "one-token-mha": ((1,), (1,), (3, 3, 16)),
+    "ragged-smollm2": ((17, 3, 90), (4, 1, 2), (9, 3, 64)),
+    "empty-request-mqa-odd-head": ((9, 170, 0), (5, 0, 3), (4, 1, 24)),
+}
 
 
 def window_case(prefix_lens, query_lens, shape, device, dtype=torch.float32, padding=3):
@@ -36,7 +37,7 @@ def window_case(prefix_lens, query_lens, shape, device, dtype=torch.float32, pad
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("prefix_lens", "query_lens", "shape"), WINDOWS)
+@pytest.mark.parametrize(("prefix_lens", "query_lens", "shape"), WINDOWS.values(), ids=WINDOWS)
 def test_reference_equals_dense_attention(prefix_lens, query_lens, shape, causal):
     q, k, v, (k_pool, v_pool), windows = case = window_case(prefix_lens, query_lens, shape, "cpu")
     table, rows, indptr = windows.req_to_token, windows.req_pool_indices, windows.indptr
@@ -49,10 +50,9 @@ def test_reference_equals_dense_attention(prefix_lens, query_lens, shape, causal
         torch.testing.assert_close(out[part].double(), expected, **FP32_TOL)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("prefix_lens", "query_lens", "shape"), WINDOWS)
-def test_kernel_equals_reference(prefix_lens, query_lens, shape, causal, splits, device):
+@pytest.mark.parametrize(("window", "causal", "splits"), pairwise(list(WINDOWS), [False, True], [1, 2, 8]))
+def test_kernel_equals_reference(window, causal, splits, device):
+    prefix_lens, query_lens, shape = WINDOWS[window]
     case = window_case(prefix_lens, query_lens, shape, device)
     how = {"causal": causal, "scale": shape[2] ** -0.5}
     out = window_attention(*case, splits=splits, **how)
@@ -63,7 +63,7 @@ def test_kernel_equals_reference(prefix_lens, query_lens, shape, causal, splits,
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (14, 2), (5, 1)])
 def test_groups_of_heads_are_shared_out(heads, kv_heads, max_tile, device, monkeypatch):
     """Shares of one head up to all of a group, and a last share that is not full."""
-    monkeypatch.setattr(window, "_MAX_TILE", max_tile)
+    monkeypatch.setattr(module, "_MAX_TILE", max_tile)
     case = window_case((33, 0, 70), (4, 7, 1), (heads, kv_heads, 64), device)
     for causal, splits in ((True, 1), (False, 2)):
         out = window_attention(*case, causal=causal, scale=0.125, splits=splits)
@@ -96,8 +96,8 @@ def test_rows_of_no_request_are_zero(padding, splits, device):
 
 def test_as_many_splits_as_fill_the_gpu_by_default(device, monkeypatch):
     case, used = window_case((200,), (3,), (4, 2, 16), device, padding=0), []
-    monkeypatch.setattr(window, "num_processors", lambda device: 8)
-    monkeypatch.setattr(window, "num_splits", lambda *given: used.append(given) or num_splits(*given))
+    monkeypatch.setattr(module, "num_processors", lambda device: 8)
+    monkeypatch.setattr(module, "num_splits", lambda *given: used.append(given) or num_splits(*given))
     how = {"causal": True, "scale": 0.25}
     torch.testing.assert_close(window_attention(*case, **how), window_attention_ref(*case, **how), **FP32_TOL)
     assert used == [(1, 2, 8)] and num_splits(*used[0]) == 8

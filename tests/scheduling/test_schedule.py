@@ -43,7 +43,7 @@ def rounds(choice, drafted, verify_lens, logits=None, survival=None):
 def confidence(logits, survival):
     if logits is None and survival is None:
         return None
-    return Confidence.of(logits, torch.full_like(logits, torch.nan) if survival is None else survival)
+    return Confidence(logits, torch.full_like(logits, torch.nan) if survival is None else survival)
 
 
 def tokens(requests, depth):
@@ -155,7 +155,7 @@ def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
     usual = [choice for choice in (made.choose(["r0", "r1"], 64.0) for _ in range(100)) if choice.forced is None]
     assert sum(choice.drafted == (0,) for choice in usual) > 80
     assert any(choice.drafted is None for choice in usual)
-    drafted = Drafted(tokens(2, GAMMA), Confidence(torch.full((2, 2, GAMMA), 0.5)), [GAMMA, 0])
+    drafted = Drafted(tokens(2, GAMMA), Confidence(*torch.full((2, 2, GAMMA), 0.5)), [GAMMA, 0])
     assert made.admit(Choice(Rule.TOP, GAMMA, 2, drafted=(0,)), drafted).verify_lens.tolist() == [2, 0]
     assert made.choose(["r2", "r3"], 64.0).drafted is None
 

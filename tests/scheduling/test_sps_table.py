@@ -178,6 +178,21 @@ def test_a_bad_file_is_refused_with_its_name_and_the_field(tmp_path, change, nam
     assert "remove the file" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"sample_batch_tokens": [1, 8], "sample_steps_per_sec": [50.0, 40.0], "max_batch_tokens": 8},
+        {"bias_seconds": 0.01, "bs_probes": [1], "alpha_seconds": [0.0], "m_probes": [1], "theta_seconds": [0.0]},
+    ],
+)
+def test_a_table_for_the_dspark_of_sglang_is_told_apart_and_kept(tmp_path, content):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="was written for SGLang's own DSPARK; name another file"):
+        SpsTable.load(path)
+    assert json.loads(path.read_text()) == content
+
+
 @pytest.mark.parametrize("missing", ["key", "requests", "drafts", "contexts", "draft_ms", "verify_ms", "tiers"])
 def test_a_file_without_a_field_is_refused(tmp_path, missing):
     path = tmp_path / "table.json"

@@ -100,7 +100,7 @@ def _server(name: str) -> Callable[..., LaunchedServer]:
 
 
 for _name in SERVERS:
-    globals()[f"_{_name}"] = _server(_name)
+    globals()[f"_server_{_name}"] = _server(_name)
 
 
 @pytest.hookimpl(tryfirst=True)

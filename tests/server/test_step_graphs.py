@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -141,3 +142,20 @@ def test_nothing_is_compiled_in_a_request(graphs):
     log = graphs.log_path.read_text()
     assert "forms of kernels compiled at start-up" in log
     assert [line for line in log.splitlines() if "compiled while serving" in line] == []
+
+
+def test_a_step_is_launched_in_few_pieces(graphs):
+    """Of greedy requests: what the host submits, and what torch launches beside that."""
+    # Beside the graphs: lengths are published and the result is packed; in some steps of auto drafts are ranked, and
+    # coefficients of the calibration renewed.
+    most = {"static": (3, 2, 2), "auto": (3, 2, 8), "off": (2, 2, 2)}
+    for name, bounds in most.items():
+        before = len(graphs.log_path.read_text())
+        with policy(graphs, name):
+            output_ids(graphs, bodies()[:2], 2)
+        launched = r"launched by a step of \d by .*: (\d+) graphs, (\d+) kernels, (\d+) operations: (.*)"
+        steps = re.findall(launched, graphs.log_path.read_text()[before:])
+        assert len(steps) > 1
+        for *counts, what in steps:
+            assert int(counts[0]) > 1
+            assert all(int(count) <= bound for count, bound in zip(counts, bounds, strict=True)), what

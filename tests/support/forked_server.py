@@ -21,7 +21,12 @@ from typing import IO, Any
 from sglang_dspark.tools.launch import LaunchedServer
 
 # Of the HTTP server, the scheduler and the detokenizer.
-IMPORTS = ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler", "sglang_dspark.worker.worker")
+IMPORTS = (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.models.registry",  # imports every model
+    "sglang_dspark.worker.worker",
+)
 
 
 class Nursery:

@@ -1,15 +1,19 @@
 """Decode steps without a server: the served stages on the golden pair, whose target is transformers' own."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from dspark_kernels import RoundKeys, SamplingRows
 
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
+from sglang_dspark.draft.reference import Target
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -31,13 +35,17 @@ class StageLoop:
     Attributes:
         golden: what the checkpoint's own implementation gives for its prompts.
         noise_seed: of requests without a seed of their own.
+        filters: top-k, top-p and min-p of all requests.
         texts: committed ids of every request.
         traces: [(start, anchor, drafts, accepted)] of every request.
     """
 
     def __init__(self, table: SpsTable | None = None, draft: Path = DRAFT, **options) -> None:
         model = load_draft_model(draft, dtype=torch.float32, device="cpu")
-        self.target = load_target(DATA / "target", model)
+        self._set_up(model, load_target(DATA / "target", model), table, options)
+
+    def _set_up(self, model: DraftModel, target: Target, table: SpsTable | None, options: dict[str, Any]) -> None:
+        self.target = target
         self.gamma = model.config.gamma
         self.drafter = Drafter(
             model.config,
@@ -52,6 +60,7 @@ class StageLoop:
         self.schedule.start(table)
         self.stages = EagerStages(self.drafter, self.schedule, self._verify, OneRank())
         self.noise_seed = 1
+        self.filters = (-1, 1.0, 0.0)
 
     @cached_property
     def golden(self) -> Golden:
@@ -69,9 +78,7 @@ class StageLoop:
         bs = len(prompts)
         self.drafter.allocate(bs * COLUMNS + 1, torch.float32)
         self._table = (1 + torch.arange(bs * COLUMNS)).view(bs, COLUMNS).int()
-        self._rows = SamplingRows.from_lists(
-            [temperature] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, list(seeds) or [None] * bs
-        )
+        self._parameters = [(temperature, *self.filters, seed) for seed in seeds or [None] * bs]
         self.texts, self.traces = [], [[] for _ in prompts]
         for request, prompt in enumerate(prompts):
             logits, features = self.target(prompt)
@@ -92,14 +99,13 @@ class StageLoop:
             prefix_lens=prefix_lens,
             req_pool_indices=torch.arange(bs),
             req_to_token=self._table,
-            rows=self._rows,
+            rows=self._rows(range(bs)),
             keys=RoundKeys(seed=self.noise_seed, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
         )
         names = [f"r{request}" for request in range(bs)]
         choice = self.schedule.choose(names, float(prefix_lens.double().mean()))
         if choice.drafted is not None:
-            rows = SamplingRows.from_lists(*([value] * len(choice.drafted) for value in (0.0, -1, 1.0, 0.0, None)))
-            step = DecodeBatch(**{**vars(step), "drafted_rows": rows})
+            step = replace(step, drafted_rows=self._rows(choice.drafted))
         drafted = self.stages.draft(step, choice)
         plan = self.stages.plan(step, drafted, choice)
         output = self.stages.verify(None, step, plan)
@@ -112,6 +118,9 @@ class StageLoop:
             drafts = drafted.block.tokens[request].tolist()
             self.traces[request].append((len(text) - 1, text[-1], drafts, kept))
             text.extend(accepted.out_tokens[request, : kept + 1].tolist())
+
+    def _rows(self, requests: Sequence[int]) -> SamplingRows:
+        return SamplingRows.from_lists(*zip(*(self._parameters[request] for request in requests), strict=True))
 
     def _verify(self, batch, step, plan) -> TargetOutput:
         """The target over every request's whole text: no K/V, so none can be wrong."""

@@ -82,6 +82,16 @@ def accept_ref(
     return Accepted(lens, bonus, out_tokens, prefix_lens + lens + 1)
 
 
+def keeps(uniforms: torch.Tensor, draft_mass: torch.Tensor, target_mass: torch.Tensor) -> torch.Tensor:
+    """[m, gamma] bool: u < min(1, p_t / p_d), multiplied out; u < 1 makes the minimum implicit.
+
+    Args:
+        uniforms: [m, gamma] float64 in [0, 1).
+        draft_mass, target_mass: [m, gamma] float64, p_d and p_t of the drafts.
+    """
+    return uniforms * draft_mass < target_mass
+
+
 def _leading_run(kept: torch.Tensor, verify_lens: torch.Tensor) -> torch.Tensor:
     """[m] int64: length of the run of kept drafts [m, gamma] from slot 0, within the verified ones."""
     slots = torch.arange(kept.shape[1], device=kept.device)
@@ -155,8 +165,7 @@ def _keep_by_ratio(
     if draft_probs is not None:
         draft_mass = draft_probs.gather(-1, tokens[..., None]).squeeze(-1).double()
         draft_mass = draft_mass if copied is None else draft_mass.masked_fill_(copied, 1.0)
-    # u < p_t / p_d, multiplied out; u < 1 makes the minimum with 1 implicit.
-    lens = _leading_run(keys.block_uniform(gamma, Purpose.ACCEPT) * draft_mass < target_mass, verify_lens)
+    lens = _leading_run(keeps(keys.block_uniform(gamma, Purpose.ACCEPT), draft_mass, target_mass), verify_lens)
 
     rejected = lens < verify_lens
     here = torch.arange(lens.shape[0], device=lens.device)

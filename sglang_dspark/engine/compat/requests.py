@@ -6,6 +6,7 @@ A write to the wrong place would make an attribute there and leak slots without 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import sglang.srt.managers.schedule_batch as schedule_batch
@@ -16,6 +17,14 @@ _IN_RECORD = frozenset(field.name for field in dataclasses.fields(_RECORD)) if _
 
 def _owner(req: Any, name: str) -> Any:
     return req.kv if name in _IN_RECORD else req
+
+
+def lengths(reqs: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Tokens whose K/V is valid as the host knows, and tokens that slots are reserved for: of every request."""
+    records = [req.kv for req in reqs] if _IN_RECORD else reqs
+    committed = records if "kv_committed_len" in _IN_RECORD else reqs
+    allocated = records if "kv_allocated_len" in _IN_RECORD else reqs
+    return [owner.kv_committed_len for owner in committed], [owner.kv_allocated_len for owner in allocated]
 
 
 def committed_len(req: Any) -> int:

@@ -6,9 +6,14 @@ functions in their place.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
+
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+
+logger = logging.getLogger(__name__)
 
 _SIZING = "sglang.srt.mem_cache.allocation_sizing"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -30,7 +35,13 @@ def _no_method_decode(runner: Any) -> None:
     runner.graph_mem_usage = 0
 
 
-def _no_method_prefill(runner: Any, *_unused: Any) -> None:
+def _method_prefill(original: Replacement, runner: Any, *args: Any, **kwargs: Any) -> None:
+    try:
+        if not _lose_states():
+            original(runner, *args, **kwargs)
+            return
+    except Exception as error:  # noqa: BLE001 - whatever it is, prompts can be encoded without
+        _report(error)
     runner.prefill_cuda_graph_runner = runner.eager_runner
 
 
@@ -38,8 +49,25 @@ def _no_decode_capture(*, model_runner: Any) -> Any:
     return _nothing_captured(None, "target_verify")
 
 
-def _no_prefill_capture(*, model_runner: Any, eager_runner: Any, **_unused: Any) -> Any:
+def _prefill_capture(original: Replacement, *, eager_runner: Any, **others: Any) -> Any:
+    try:
+        if not _lose_states():
+            return original(eager_runner=eager_runner, **others)
+    except Exception as error:  # noqa: BLE001 - whatever it is, prompts can be encoded without
+        _report(error)
     return _nothing_captured(eager_runner, "prefill")
+
+
+def _lose_states() -> bool:
+    """Whether the graphs of prefill that SGLang has chosen return no hidden states; says so."""
+    if any(check_cuda_graph_backend(Phase.PREFILL, backend) for backend in (Backend.DISABLED, Backend.BREAKABLE)):
+        return False
+    logger.warning("DSPARK: prefill without CUDA graphs: those that SGLang has chosen return no hidden states")
+    return True
+
+
+def _report(error: Exception) -> None:
+    logger.warning("DSPARK: prefill without CUDA graphs: they cannot be captured here: %s", error)
 
 
 def _nothing_captured(runner: Any, phase: str) -> Any:
@@ -49,11 +77,11 @@ def _nothing_captured(runner: Any, phase: str) -> Any:
 
 
 no_decode_graphs: Replacement
-no_prefill_graphs: Replacement
+prefill_graphs: Replacement  # around SGLang's
 
 if _exists(_SETUP):
     DECODE_GRAPHS, no_decode_graphs = f"{_SETUP}.capture_decode_graph", _no_decode_capture
-    PREFILL_GRAPHS, no_prefill_graphs = f"{_SETUP}.capture_prefill_graph", _no_prefill_capture
+    PREFILL_GRAPHS, prefill_graphs = f"{_SETUP}.capture_prefill_graph", _prefill_capture
 else:
     DECODE_GRAPHS, no_decode_graphs = f"{_RUNNER}.init_decode_cuda_graph", _no_method_decode
-    PREFILL_GRAPHS, no_prefill_graphs = f"{_RUNNER}.init_prefill_cuda_graph", _no_method_prefill
+    PREFILL_GRAPHS, prefill_graphs = f"{_RUNNER}.init_prefill_cuda_graph", _method_prefill

@@ -1,4 +1,4 @@
-"""SGLang's CPU attention backend with a verification path whose cost is linear in the context."""
+"""Attention of verification on a CPU, over ragged rows."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from typing import Any
 
 import torch
 from dspark_kernels import attend_groups
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 
-class CpuVerifyBackend(TorchNativeAttnBackend):
-    """``torch_native``, plus TARGET_VERIFY over ragged rows, which the stock backend does not have.
+class CpuVerifyBackend(AttentionBackend):
+    """TARGET_VERIFY over ragged rows, which ``torch_native`` does not have; its cost is linear in the context."""
 
-    Prefill and everything else stay SGLang's own, so a prompt is encoded exactly as on a server without DSPARK.
-    """
+    decode_attention_backend_str = "grouped SDPA"
+
+    def __init__(self, model_runner: Any) -> None:
+        self.token_to_kv_pool, self.req_to_token_pool = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
 
     def forward_extend(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> torch.Tensor:
         """Attention of one target layer; verification rows as laid out by ``forward_batch.spec_info.groups``."""
-        if not forward_batch.forward_mode.is_target_verify():
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         if save_kv_cache:
-            location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            location = KVWriteLoc(forward_batch.out_cache_loc, None)
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
         k_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         v_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)

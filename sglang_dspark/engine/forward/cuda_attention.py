@@ -1,4 +1,4 @@
-"""SGLang's Triton attention backend with ragged verification."""
+"""Attention of verification on a GPU, over ragged rows."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from typing import Any
 
 import torch
 from dspark_kernels import PagedWindows, window_attention
-from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 
-class CudaVerifyBackend(TritonAttnBackend):
-    """``triton``, plus TARGET_VERIFY over ragged rows that reads its whole layout from ``forward_batch.spec_info``.
+class CudaVerifyBackend(AttentionBackend):
+    """TARGET_VERIFY over ragged rows, whose whole layout lies in ``forward_batch.spec_info``: nothing is planned.
 
-    The stock verification kernel works one query head and one request at a time and wants index lists that are built
-    for every step. Ours knows neither capped nor scaled scores, sliding windows nor heads of unequal sizes, and the
-    architectures that are served have none of them (``draft.pairing``). Prefill stays SGLang's own, so a prompt is
-    encoded exactly as on a server without DSPARK.
+    SGLang's backends verify as many rows for every request, and want index lists that are built for every step. Ours
+    knows neither capped nor scaled scores, sliding windows nor heads of unequal sizes, and the architectures that are
+    served have none of them (``draft.pairing``). It reads the pools of all backends that ``PREFILL_BACKENDS``
+    names: [slots, heads, head_dim].
     """
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Lay out a forward; verification needs nothing."""
-        if not forward_batch.forward_mode.is_target_verify():
-            super().init_forward_metadata(forward_batch)
+    decode_attention_backend_str = "window_attention"
+
+    def __init__(self, model_runner: Any) -> None:
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
 
     def forward_extend(
         self,
@@ -35,8 +36,7 @@ class CudaVerifyBackend(TritonAttnBackend):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of one target layer; verification rows as laid out by ``forward_batch.spec_info``."""
-        if not forward_batch.forward_mode.is_target_verify():
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        assert sinks is None, "no served architecture has attention sinks"
         layout = forward_batch.spec_info
         k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         if save_kv_cache:

@@ -89,6 +89,23 @@ def graph_request_slots(model_runner: Any) -> list[int]:
     return sizes
 
 
+def has_prefill_graphs(model_runner: Any) -> bool:
+    """Whether SGLang has captured CUDA graphs of prefill."""
+    return model_runner.prefill_cuda_graph_runner not in (None, model_runner.eager_runner)
+
+
+def logits_buffer(model_runner: Any, rows: int) -> torch.Tensor:
+    """[rows, V] float32 for the logits of captured verifications.
+
+    Graphs of prefill have a buffer for the largest batch, whose logits are read before the next step: no second one.
+    """
+    shared, vocab_size = model_runner.graph_shared_output, model_runner.model_config.vocab_size
+    if shared is None or rows > shared.max_rows or not has_prefill_graphs(model_runner):
+        return torch.empty((rows, vocab_size), device=model_runner.device)
+    logits: torch.Tensor = shared.get_logits_buffer(vocab_size, rows=rows)
+    return logits
+
+
 def static_verify(
     model_runner: Any, step: DecodeBatch, plan: VerifyPlan, logits: torch.Tensor
 ) -> Callable[[], TargetOutput]:

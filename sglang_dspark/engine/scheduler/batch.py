@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from sglang_dspark.engine.scheduler import options as speculation
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.engine.scheduler.logprobs import with_logprobs
+from sglang_dspark.step.packed import OnTheWay, Packed, PackedCopies
 from sglang_dspark.step.state import DecodeBatch, Rounds, VerifyPlan
-from sglang_dspark.step.transfers import copy_to_host
 
 
 class SamplingReader(LastBatch[SamplingRows]):
@@ -24,9 +24,14 @@ class SamplingReader(LastBatch[SamplingRows]):
     def __init__(self, device: torch.device) -> None:
         super().__init__(self._rows_of)
         self._device = device
+        self._greedy: dict[int, SamplingRows] = {}  # by size: greedy requests are all alike
 
     def _rows_of(self, reqs: Sequence[Any]) -> SamplingRows:
         parameters = [req.sampling_params for req in reqs]
+        if all(p.top_k == 1 for p in parameters):  # what SGLang makes of temperature 0
+            if len(reqs) not in self._greedy:
+                self._greedy[len(reqs)] = SamplingRows.by_temperature(len(reqs), None, self._device)
+            return self._greedy[len(reqs)]
         return SamplingRows.from_lists(
             temperatures=[p.temperature for p in parameters],
             top_ks=[p.top_k for p in parameters],
@@ -57,22 +62,43 @@ def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int, a
         req_pool_indices=batch.req_pool_indices.to(torch.int64),
         req_to_token=batch.req_to_token_pool.req_to_token,
         rows=rows,
-        keys=round_keys(batch, prefix_lens + 1, seed=seed, step=step),
+        # Positions matter to requests with a seed: the others spare the device an addition.
+        keys=round_keys(batch, prefix_lens + 1 if rows.any_seeded else prefix_lens, seed=seed, step=step),
         adjusted=adjusted,
     )
 
 
 @dataclass
 class DSparkBatchResult(GenerationBatchResult):
-    """SGLang's result, with the step's rounds copied to the host beside it."""
+    """SGLang's result of a step. What the host is told of it comes with one copy.
+
+    Attributes:
+        rounds: what the step did; its tensors are on the host after :meth:`arrive`.
+        on_the_way: tokens [bs, width], accepted lengths, anchors and committed lengths [bs], and the rounds' tensors.
+    """
 
     rounds: Rounds | None = None
+    on_the_way: OnTheWay | None = None
+    _arriving: Packed | None = None
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
         """Start the copies on SGLang's copy stream; the base class, last, records the event that readers wait for."""
-        if self.rounds is not None:
-            self.rounds = self.rounds.on_host(copy_to_host)
+        if self.on_the_way is not None:
+            self._arriving = self.on_the_way.copy()
+            # The base class would copy the device's; what is on the host it leaves alone.
+            self.next_token_ids = self._arriving.flat
         super().copy_to_cpu(*args, **kwargs)
+
+    def arrive(self) -> None:
+        """The copy is done: give SGLang its tokens, and the rounds their tensors, in memory of their own."""
+        if self._arriving is None:
+            return
+        assert self.rounds is not None, "a step has rounds"
+        packed, self._arriving = self._arriving, None
+        out_tokens, accepted_lens, _, _, *arrived = replace(packed, flat=packed.flat.clone()).read()
+        self.next_token_ids, self.accept_lens = out_tokens.view(-1), accepted_lens + 1
+        parts = iter(arrived)
+        self.rounds = self.rounds.of([None if tensor is None else next(parts) for tensor in self.rounds.tensors])
 
 
 def decode_result(
@@ -82,6 +108,7 @@ def decode_result(
     output: Any,
     accepted: Accepted,
     rounds: Rounds,
+    copies: PackedCopies,
     *,
     in_graphs: bool,
 ) -> DSparkBatchResult:
@@ -89,17 +116,21 @@ def decode_result(
 
     Args:
         output: SGLang's ``LogitsProcessorOutput`` of the verification.
+        copies: how it comes to the host. Nothing of ``accepted`` and ``rounds`` is read after the next step's replays.
         in_graphs: whether CUDA graphs were replayed.
     """
+    outcome = [accepted.out_tokens, accepted.accepted_lens, accepted.bonus_tokens, accepted.new_seq_lens]
+    on_the_way = copies.pack([*outcome, *(tensor for tensor in rounds.tensors if tensor is not None)])
+    _, _, bonus_tokens, new_seq_lens, *_ = on_the_way.packed.read()
     return DSparkBatchResult(
         logits_output=with_logprobs(batch, output, plan.indptr, accepted.out_tokens, step.rows.law.temperatures),
         next_token_ids=accepted.out_tokens.reshape(-1),
-        accept_lens=(accepted.accepted_lens + 1).to(torch.int32),
         can_run_cuda_graph=in_graphs,
-        next_draft_input=DSparkDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
+        next_draft_input=DSparkDraftInput(bonus_tokens=bonus_tokens, new_seq_lens=new_seq_lens),
         speculative_num_draft_tokens=accepted.out_tokens.shape[1],
-        new_seq_lens=accepted.new_seq_lens,
+        new_seq_lens=new_seq_lens,
         rounds=rounds,
+        on_the_way=on_the_way,
     )
 
 

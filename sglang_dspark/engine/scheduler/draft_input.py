@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +14,12 @@ from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from sglang_dspark.engine.compat import requests
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.compat.pools import alloc_token_slots
+
+STRIDE = 32
+"""Tokens that a reservation reaches past what the step needs."""
+# Strides of all running requests that have to be free, counting what the prefix cache would give up, before one is
+# taken: near the end of the pool they would make others wait, or be retracted.
+_SPARE_STRIDES = 4
 
 
 @dataclass
@@ -55,30 +62,22 @@ class DSparkDraftInput(SpecInput):
         """Reserve K/V slots for the step ahead and enter them in ``req_to_token``.
 
         Two verify windows past the committed length: under overlap that length lags behind the device by up to one
-        window, and the step needs one of its own. Slots of rejected drafts are used again by the next step.
+        window, and the step needs one of its own. Slots of rejected drafts are used again by the next step. What is
+        reserved reaches :data:`STRIDE` tokens further while the pool has plenty, so that most steps reserve nothing.
         """
         reqs = batch.reqs
         if not reqs:
             return
-        committed = np.array([requests.committed_len(req) for req in reqs], dtype=np.int64)
-        allocated = np.array([requests.allocated_len(req) for req in reqs], dtype=np.int64)
-        reserved = np.maximum(allocated, committed + 2 * tokens_per_step())
-        counts = reserved - allocated
-        total = int(counts.sum())
-        if total > 0:
-            slots = alloc_token_slots(batch.tree_cache, total)
-            rows = np.repeat([requests.row(req) for req in reqs], counts)
-            starts = np.repeat(np.cumsum(counts) - counts, counts)
-            columns = np.repeat(allocated, counts) + np.arange(total) - starts
-            table = batch.req_to_token_pool.req_to_token
-            where = to_device(torch.from_numpy(np.stack([rows, columns])), table.device)
-            table[where[0], where[1]] = slots.to(table.dtype)
-            for req, length in zip(reqs, reserved.tolist(), strict=True):
-                requests.set_allocated_len(req, length)
-        self.reserved_lens_cpu = torch.from_numpy(reserved)
+        needed = 2 * tokens_per_step()
+        committed, allocated = requests.lengths(reqs)
+        short = [place for place, length in enumerate(committed) if allocated[place] < length + needed]
+        if short:
+            _reserve(batch, [reqs[place] for place in short], needed)
+            _, allocated = requests.lengths(reqs)
+        self.reserved_lens_cpu = torch.tensor(allocated)
         # Committed lengths of the host; under overlap the future map replaces them by the published ones.
-        batch.seq_lens_cpu = torch.from_numpy(committed)
-        batch.seq_lens_sum = int(committed.sum())
+        batch.seq_lens_cpu = torch.tensor(committed)
+        batch.seq_lens_sum = sum(committed)
 
     def filter_batch(self, new_indices: torch.Tensor, **_unused: Any) -> None:
         """Keep the requests at ``new_indices``."""
@@ -96,3 +95,23 @@ class DSparkDraftInput(SpecInput):
         else:
             self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
             self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])
+
+
+def _reserve(batch: Any, short: Sequence[Any], needed: int) -> None:
+    """Give the requests ``short`` of ``batch`` slots for ``needed`` tokens past what they have committed, or more."""
+    pool, tree_cache = batch.token_to_kv_pool_allocator, batch.tree_cache
+    spare = pool.available_size() + tree_cache.evictable_size()
+    stride = STRIDE if spare >= (needed + _SPARE_STRIDES * STRIDE) * len(batch.reqs) else 0
+    committed, allocated = (np.array(lengths, dtype=np.int64) for lengths in requests.lengths(short))
+    reserved = committed + needed + stride
+    counts = reserved - allocated
+    total = int(counts.sum())
+    slots = alloc_token_slots(tree_cache, total)
+    rows = np.repeat([requests.row(req) for req in short], counts)
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    columns = np.repeat(allocated, counts) + np.arange(total) - starts
+    table = batch.req_to_token_pool.req_to_token
+    where = to_device(torch.from_numpy(np.stack([rows, columns])), table.device)
+    table[where[0], where[1]] = slots.to(table.dtype)
+    for req, length in zip(short, reserved.tolist(), strict=True):
+        requests.set_allocated_len(req, length)

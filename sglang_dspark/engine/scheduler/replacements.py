@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.engine.scheduler.draft_input import STRIDE
 
 
 def row_headroom(original: Callable[..., int], *args: Any) -> int:
-    """Room for a second verify window past the committed length."""
+    """Room for a second verify window past the committed length, and for a stride."""
     # SGLang's own headroom holds one window. Under overlap the committed length that a reservation starts from lags by
     # one more step, hence the second window.
-    return original(*args) + tokens_per_step()
+    return original(*args) + tokens_per_step() + STRIDE
 
 
 def nothing_to_refuse(req: Any, enable_overlap: bool) -> None:
@@ -20,7 +21,8 @@ def nothing_to_refuse(req: Any, enable_overlap: bool) -> None:
 
 
 def observe_results(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
-    """Show the worker what became of a step."""
+    """Show the worker what became of a step, whose tensors have come to the host."""
+    result.arrive()
     predicted = original(processor, result, batch)
     processor.model_worker.observe(result, batch)
     return predicted

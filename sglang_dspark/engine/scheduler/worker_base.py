@@ -17,6 +17,7 @@ from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.fired import Moment, check
 from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
+from sglang_dspark.engine.forward.phased_attention import PhasedBackend
 from sglang_dspark.engine.scheduler.adjustments import Adjustments
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import (
@@ -80,6 +81,14 @@ class SpecWorkerBase(WorkerFace):
         """Called when what comes next is not a decode step."""
 
     @abstractmethod
+    def before_prefill(self) -> None:
+        """Called when prompts are about to be encoded."""
+
+    @abstractmethod
+    def holds_prompts(self, running: int) -> bool:
+        """Whether prompts that wait go on waiting while so many requests decode."""
+
+    @abstractmethod
     def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
         """Take note of a step, whose tensors have reached the host.
 
@@ -121,8 +130,8 @@ class SpecWorkerBase(WorkerFace):
     def init_attention_backends(self) -> None:
         """Called after the target's backends exist and before any graph is captured."""
         runner = self._target_worker.model_runner
-        backend = CpuVerifyBackend if self.device.type == "cpu" else CudaVerifyBackend
-        use_attention(runner, backend(runner))
+        verify = CpuVerifyBackend if self.device.type == "cpu" else CudaVerifyBackend
+        use_attention(runner, PhasedBackend(runner, verify(runner)))
 
     def init_cuda_graphs(self) -> None:
         """Called last, after the target's graphs were captured."""
@@ -158,6 +167,7 @@ class SpecWorkerBase(WorkerFace):
 
     @torch.no_grad()
     def _prefill(self, batch: Any, publish: Publish) -> Any:
+        self.before_prefill()
         if batch.return_logprob:
             # SGLang fails on batches of which some requests name tokens and others want logprobs of their prompt alone.
             batch.token_ids_logprobs = named_in_all(batch.token_ids_logprobs)

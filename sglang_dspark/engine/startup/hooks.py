@@ -140,8 +140,8 @@ HOOKS: tuple[Hook, ...] = (
         HookType.AROUND,
         "scheduler.replacements.row_headroom",
         "scheduler",
-        "a step reserves two verify windows past the committed length, rows of req_to_token have room for one: near "
-        "the context limit the second one would lie past the end of the row",
+        "a step reserves two verify windows past the committed length and a stride, rows of req_to_token have room for "
+        "one window: near the context limit the rest would lie past the end of the row",
         Moment.READY,
     ),
     Hook(
@@ -158,7 +158,8 @@ HOOKS: tuple[Hook, ...] = (
         HookType.AROUND,
         "scheduler.replacements.observe_results",
         "scheduler",
-        "counters and traces need drafts and verify lengths where the accepted tokens are on the host anyway",
+        "the result of a step comes as one tensor, which is taken apart where SGLang reads its tokens; there, too, "
+        "counters and traces learn what became of its drafts",
     ),
     Hook(
         "end-token-by-token",
@@ -195,6 +196,15 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
+        "hold-prompts",
+        "sglang.srt.managers.scheduler.Scheduler.init_schedule_policy",
+        HookType.AFTER,
+        "scheduler.prompt_delayer.install",
+        "scheduler",
+        "SGLang's rule for holding prompts back counts free slots; ours gives decoding as long as a prefill took",
+        Moment.ANSWERED,
+    ),
+    Hook(
         "export-metrics",
         "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
         HookType.AFTER,
@@ -212,12 +222,13 @@ HOOKS: tuple[Hook, ...] = (
         Moment.READY,
     ),
     Hook(
-        "no-stock-prefill-graphs",
+        "prefill-graphs",
         targets.PREFILL_GRAPHS,
-        HookType.REPLACE,
-        "compat.targets.no_prefill_graphs",
+        HookType.AROUND,
+        "compat.targets.prefill_graphs",
         "cuda",
-        "the stock graphs of prefill do not return the hidden states that the drafter reads, so none would run",
+        "of the stock graphs of prefill only the breakable ones return the hidden states that the drafter reads; a "
+        "capture that fails shall not end the start",
         Moment.READY,
     ),
     Hook(

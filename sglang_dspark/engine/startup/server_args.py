@@ -26,7 +26,8 @@ from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_f
 
 logger = logging.getLogger(__name__)
 
-ATTENTION_BACKEND = {"cpu": "torch_native", "cuda": "triton"}
+# Attention of prompts, by device; verification has kernels of its own, which read the K/V pools of all of these.
+PREFILL_BACKENDS = {"cpu": ("torch_native",), "cuda": ("fa3", "flashinfer", "triton")}
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,16 @@ def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
         args: arguments that are not resolved yet, or the parsed command line.
 
     Raises:
-        ConfigError, CheckpointError: see :func:`find_drafter`; or a law of sampling that is not ours was asked for.
+        ConfigError, CheckpointError: see :func:`find_drafter`.
     """
     # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
     drafter = find_drafter(args, config)
     args.speculative_draft_model_path = None if drafter is None else drafter.path
     _choose_attention_backend(args)
     if args.sampling_backend not in (None, "pytorch"):
-        raise ConfigError(
-            f"DSPARK cannot run with --sampling-backend={args.sampling_backend}; "
-            "its tokens follow the law of the pytorch backend: drop the flag"
+        logger.warning(
+            "--sampling-backend=%s has no effect: DSPARK draws all tokens, by the law of the pytorch backend",
+            args.sampling_backend,
         )
     token = _options.set(_Options(config, drafter))
     try:
@@ -68,10 +69,11 @@ def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
 
 
 def _choose_attention_backend(args: Any) -> None:
-    """Where the user left the choice open, take the backend that DSPARK runs on instead of SGLang's default."""
+    """On a CPU, where the user left the choice open, take the only backend that serves; on a GPU SGLang's is fine."""
     if not (args.attention_backend or args.prefill_attention_backend or args.decode_attention_backend):
         device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        args.attention_backend = ATTENTION_BACKEND.get(device)
+        if device == "cpu":
+            [args.attention_backend] = PREFILL_BACKENDS["cpu"]
 
 
 def find_drafter(args: Any, config: DSparkConfig) -> ResolvedDrafter | None:
@@ -130,8 +132,9 @@ def validate(server_args: Any) -> None:
         options = _Options(config, find_drafter(server_args, config))
         server_args.speculative_draft_model_path = None if options.drafter is None else options.drafter.path
     dummy = options.drafter is not None and _draft_load_format(server_args) == "dummy"
-    arguments.attach(server_args, Serving(options.config, options.drafter, dummy))
-    if server_args.device not in ATTENTION_BACKEND:
+    ours = server_args.min_free_slots_delay is None
+    arguments.attach(server_args, Serving(options.config, options.drafter, dummy, holds_prompts=ours))
+    if server_args.device not in PREFILL_BACKENDS:
         raise UnservedError(f"DSPARK cannot run with --device={server_args.device}; pass cpu or cuda")
     if (quantization := server_args.quantization) is not None:
         raise UnservedError(f"DSPARK cannot run with --quantization={quantization}; serve an unquantised target")
@@ -216,13 +219,33 @@ def _refusals(args: Any) -> Iterator[str]:
     for name, remedy in _SWITCHES_OF_SOME_RELEASES:
         if arguments.is_switched_on(name):
             yield f"DSPARK cannot run with {name}=1 in the environment; {remedy}"
-    expected = ATTENTION_BACKEND.get(args.device)
-    for backend in attention_backends_of(view):
-        if backend != expected:
-            yield (
-                f"DSPARK cannot run with --attention-backend={backend} on {args.device}; "
-                f"pass --attention-backend {expected}"
-            )
+    prefill, decode = attention_backends_of(view)
+    yield from attention_refusals(args.device, prefill, decode, args.cuda_graph_backend_prefill)
+
+
+def attention_refusals(device: str, prefill: str, decode: str, graphs: str | None) -> Iterator[str]:
+    """What is wrong with the attention of a server.
+
+    Args:
+        prefill, decode: backends as SGLang has resolved them.
+        graphs: ``--cuda-graph-backend-prefill``; None where it was not given.
+    """
+    served = PREFILL_BACKENDS[device]
+    if prefill not in served:
+        yield (
+            f"DSPARK cannot run with --attention-backend={prefill} on {device}; "
+            f"pass --attention-backend {' or '.join(served)}"
+        )
+    elif decode != prefill:
+        yield (
+            f"DSPARK cannot run with --decode-attention-backend={decode}: verification has kernels of its own; "
+            "drop the flag"
+        )
+    if graphs not in (None, "breakable", "disabled"):
+        yield (
+            f"DSPARK cannot run with --cuda-graph-backend-prefill={graphs}, whose graphs lose the hidden states that a "
+            "drafter reads; pass breakable or disabled"
+        )
 
 
 def complete(server_args: Any) -> None:
@@ -290,8 +313,6 @@ def _fill(server_args: Any, max_verify: int) -> None:
     server_args.speculative_num_draft_tokens = max_verify + 1
     server_args.speculative_num_steps = 1
     server_args.speculative_eagle_topk = 1
-    # All tokens are drawn by the law of this one; FlashInfer's joint top-k/top-p is another.
-    server_args.sampling_backend = "pytorch"
-    # SGLang holds prefills of DFLASH servers back until several slots are free; a plain server does not.
+    # SGLang holds prefills of DFLASH servers back until several slots are free; we have a rule of our own.
     if server_args.min_free_slots_delay is None:
         server_args.min_free_slots_delay = 1

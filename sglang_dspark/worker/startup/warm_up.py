@@ -187,7 +187,7 @@ class _WarmUpSteps:
 
     def _batch(self, law: _Law, choice: Choice) -> DecodeBatch:
         step = read_decode_batch(self._dummy.fresh(), self._rows(law, range(self._requests)), seed=0, step=0)
-        return step if choice.drafted is None else replace(step, drafted_rows=self._rows(law, choice.drafted))
+        return replace(step, drafted_rows=self._rows(law, choice.drafted)) if choice.drafted else step
 
     def _rows(self, law: _Law, requests: Sequence[int]) -> SamplingRows:
         temperatures, top_ks, top_ps, min_ps, seeds = zip(*(law[r % len(law)] for r in requests), strict=True)

@@ -6,6 +6,7 @@ A form that comes up after ``worker.warm_up`` would have been compiled while a r
 import logging
 from contextlib import contextmanager
 
+import launches
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.interpreter import InterpretedFunction
@@ -28,7 +29,8 @@ def watch():
         if self.fn.__module__.startswith("dspark_kernels"):
             note(self, args, kwargs)
         if _state["launching"] and (_state["warm"] or not self.fn.__module__.startswith(UNREAD)):
-            launch(self, *args, grid=grid, warmup=warmup, **kwargs)
+            with launches.one("kernel"):
+                launch(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     InterpretedFunction.run = run
 

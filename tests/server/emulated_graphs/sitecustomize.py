@@ -4,11 +4,12 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``. Wha
 tiers, padding, plans laid out on the device, buffers that a replay overwrites. What is not: capture itself.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 from worker_patch import patch_worker
 
 REQUEST_SLOTS = [1, 2]
+FOREVER = ExitStack()  # a context that nobody holds ends at once
 
 
 class Emulated:
@@ -18,7 +19,10 @@ class Emulated:
         self._run, self.output = run, run()
 
     def replay(self):
-        overwrite(self.output, self._run())
+        import launches
+
+        with launches.one("graph"):
+            overwrite(self.output, self._run())
         return self.output
 
 
@@ -44,13 +48,14 @@ def emulate(module):
     from dspark_kernels import kernels_anywhere
     from dspark_kernels.drafting import walk
     from dspark_kernels.laying_out import plans
+    from launches import counting
     from waits import watching
 
     from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
     from sglang_dspark.worker import graph_stages
 
     def decode(self, batch, publish, original=module.DSparkWorker.decode):
-        with watching():
+        with counting(f"a step of {len(batch.reqs)} by {self.schedule.policy.name}"), watching():
             return original(self, batch, publish)
 
     @contextmanager
@@ -61,9 +66,7 @@ def emulate(module):
         original(self, **kwargs)
         self.on_gpu = True
 
-    def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, original=CpuVerifyBackend.forward_extend):
-        if not batch.forward_mode.is_target_verify():
-            return original(self, q, k, v, layer, batch, save_kv_cache)
+    def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True):
         return ragged_attention(self, q, k, v, layer, batch)
 
     def warm_up(*args, original=module.warm_up):
@@ -73,16 +76,28 @@ def emulate(module):
     # On a GPU, kernels tell apart batches beyond 16 and 32 requests; here, the few that tests have.
     walk._MIN_DOT = plans._MIN_BLOCK_R = plans._MIN_BLOCK_J = 1
     forms.watch()
-    kernels_anywhere().__enter__()  # to the end of the process
+    FOREVER.enter_context(kernels_anywhere())
     note_draft_kernels()
     module.warm_up = warm_up
     graph_stages.capturing = capturing
     torch.cuda.mem_get_info = lambda: (0, 0)
     module.DSparkWorker.__init__ = initialise
+    module.PackedCopies = ring_of_the_host
     module.DSparkWorker.decode = decode
     module.graph_request_slots = lambda runner: REQUEST_SLOTS
     CpuVerifyBackend.forward_extend = forward_extend
     module.load_or_measure = step_times
+
+
+def ring_of_the_host(words, device):
+    """What comes to the host stays there for as long as on a GPU, and no longer."""
+    import torch
+
+    from sglang_dspark.step import packed
+
+    copies = packed.PackedCopies(words, device)
+    copies._rings = [torch.full((2, words), -1, dtype=packed.WORD).unbind() for _ in range(packed._DEPTH)]
+    return copies
 
 
 def note_draft_kernels():

@@ -1,0 +1,111 @@
+"""Tensors side by side in one: what a step brings to the host comes with one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
+
+WORD = torch.int32
+"""What all of them are seen as: the largest type that every one of them is a multiple of."""
+# Results that may be on their way: of the step that is launched, of the one before, which the host waits for, and one
+# for views that the engine still holds.
+_DEPTH = 3
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Some tensors, one after the other in memory.
+
+    Attributes:
+        flat: [words] int32.
+        shapes: type and shape of each.
+    """
+
+    flat: torch.Tensor
+    shapes: tuple[tuple[torch.dtype, torch.Size], ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> Packed:
+        """Pack ``tensors``, in one launch where all are contiguous.
+
+        Args:
+            tensors: of types of four or eight bytes, those of eight first.
+            out: [at least all words] int32, where they go; new memory by default.
+
+        Raises:
+            ValueError: ``out`` is too short.
+        """
+        words = [_words(tensor) for tensor in tensors]
+        if out is not None:
+            total = sum(map(len, words))
+            if total > len(out):
+                raise ValueError(f"{total} words are to be packed where there is room for {len(out)}")
+            out = out[:total]
+        return cls(torch.cat(words, out=out), tuple((tensor.dtype, tensor.shape) for tensor in tensors))
+
+    def read(self) -> list[torch.Tensor]:
+        """Views of the tensors."""
+        sizes = [prod(shape) * dtype.itemsize // WORD.itemsize for dtype, shape in self.shapes]
+        parts = zip(self.flat.split(sizes), self.shapes, strict=True)
+        return [part.view(dtype).view(shape) for part, (dtype, shape) in parts]
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    # A column has a stride, and a lone element of one keeps it.
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(WORD)
+
+
+@dataclass
+class PackedCopies:
+    """Copies of packed tensors from a device to memory of the host that stays where it is.
+
+    On a CPU there is nothing to copy, and every step gets memory of its own.
+
+    Args:
+        words: most that are packed.
+        device: where they come from.
+    """
+
+    words: int
+    device: torch.device
+    _turn: int = 0
+    _rings: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cuda":
+            for _ in range(_DEPTH):
+                there = torch.empty(self.words, dtype=WORD, device=self.device)
+                self._rings.append((there, torch.empty(self.words, dtype=WORD, pin_memory=True)))
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> OnTheWay:
+        """Pack ``tensors`` as :meth:`Packed.of` does; valid until two more were packed."""
+        if not self._rings:
+            return OnTheWay(Packed.of(tensors), None)
+        self._turn = (self._turn + 1) % _DEPTH
+        there, here = self._rings[self._turn]
+        return OnTheWay(Packed.of(tensors, out=there), here)
+
+
+@dataclass(frozen=True)
+class OnTheWay:
+    """Packed tensors, and where they go.
+
+    Attributes:
+        packed: on their device.
+        here: [at least as many words] pinned memory of the host; None where they are on the host.
+    """
+
+    packed: Packed
+    here: torch.Tensor | None
+
+    def copy(self) -> Packed:
+        """Start the copy in the current stream, and say where its result is going to be."""
+        if self.here is None:
+            return self.packed
+        flat = self.here[: len(self.packed.flat)]
+        flat.copy_(self.packed.flat, non_blocking=True)
+        return replace(self.packed, flat=flat)

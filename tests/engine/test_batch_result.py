@@ -1,0 +1,86 @@
+"""A step's result, from the worker's tensors to what SGLang and the statistics read."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from dspark_kernels import Accepted
+
+from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, SamplingReader, decode_result
+from sglang_dspark.step.choice import PLAIN
+from sglang_dspark.step.confidence import Confidence
+from sglang_dspark.step.packed import PackedCopies
+from sglang_dspark.step.state import Rounds
+
+CPU = torch.device("cpu")
+
+
+def accepted():
+    return Accepted(
+        accepted_lens=torch.tensor([2, 0]),
+        bonus_tokens=torch.tensor([9, 4]),
+        out_tokens=torch.tensor([[7, 8, 9], [4, -1, -1]]),
+        new_seq_lens=torch.tensor([13, 21]),
+    )
+
+
+def result(confidence, traced):
+    rounds = Rounds(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), confidence, traced, [0, 0])
+    batch, plan = SimpleNamespace(return_logprob=False), SimpleNamespace(indptr=None)
+    step = SimpleNamespace(rows=SimpleNamespace(law=SimpleNamespace(temperatures=None)))
+    output = SimpleNamespace(hidden_states=None)
+    made = decode_result(batch, step, plan, output, accepted(), rounds, PackedCopies(0, CPU), in_graphs=True)
+    made.copy_done = SimpleNamespace(record=lambda: None)
+    return made
+
+
+@pytest.mark.parametrize("logits", [None, torch.tensor([[0.5, -1.0], [2.0, 3.0]])], ids=["no head", "head"])
+@pytest.mark.parametrize("traced", [None, torch.tensor([[10, 6, 7, 8], [20, 5, 3, 3]])], ids=["no trace", "trace"])
+def test_what_arrives_is_what_was_sent(logits, traced):
+    survival = torch.tensor([[0.9, 0.8], [0.7, 0.1]])
+    made = result(Confidence(logits, survival), traced)
+    assert made.next_draft_input.bonus_tokens.tolist() == [9, 4]
+    assert made.next_draft_input.new_seq_lens.tolist() == made.new_seq_lens.tolist() == [13, 21]
+    made.copy_to_cpu(return_logprob=False)
+    made.arrive()
+    assert made.next_token_ids.tolist() == [7, 8, 9, 4, -1, -1]
+    assert made.accept_lens.tolist() == [3, 1]  # with the bonus token
+    assert made.rounds.verify_lens.tolist() == [2, 1]
+    assert torch.equal(made.rounds.confidence.survival, survival)
+    for got, sent in ((made.rounds.confidence.logits, logits), (made.rounds.traced, traced)):
+        assert (got is None) == (sent is None)
+        assert got is None or torch.equal(got, sent)
+
+
+def test_what_arrived_stays_when_the_memory_of_copies_is_used_again():
+    made = result(None, None)
+    made.copy_to_cpu(return_logprob=False)
+    flat = made._arriving.flat
+    made.arrive()
+    flat.fill_(-5)
+    assert made.next_token_ids.tolist() == [7, 8, 9, 4, -1, -1]
+    assert made.rounds.verify_lens.tolist() == [2, 1]
+    made.arrive()  # once more changes nothing
+    assert made.accept_lens.tolist() == [3, 1]
+
+
+def test_an_idle_result_has_nothing_to_arrive():
+    idle = DSparkBatchResult(next_token_ids=torch.empty(0), accept_lens=torch.empty(0))
+    idle.arrive()
+    assert idle.accept_lens.shape == (0,)
+
+
+def request(**parameters):
+    defaults = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0, "sampling_seed": None}
+    return SimpleNamespace(sampling_params=SimpleNamespace(**{**defaults, **parameters}))
+
+
+def test_greedy_batches_share_their_sampling_rows():
+    """Whoever the requests are: nothing is built or copied when one joins or leaves."""
+    reader = SamplingReader(CPU)
+    rows = reader.read([request(top_k=1), request(top_k=1)])
+    assert rows.all_greedy
+    assert len(rows) == 2
+    assert reader.read([request(top_k=1), request(top_k=1, sampling_seed=3)]) is rows
+    mixed = reader.read([request(top_k=1), request(sampling_seed=3)])
+    assert (mixed.any_greedy, mixed.any_seeded, mixed.all_greedy) == (True, True, False)

@@ -1,0 +1,115 @@
+"""Who encodes prompts and who verifies, and what happens where SGLang's graphs of prefill cannot be had."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_dspark.engine.compat import targets
+from sglang_dspark.engine.forward.phased_attention import PhasedBackend
+from sglang_dspark.engine.startup.server_args import attention_refusals
+
+
+@pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
+def test_backends_that_sglang_chooses_on_a_gpu_are_served(backend):
+    assert list(attention_refusals("cuda", backend, backend, None)) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (
+            ("cuda", "trtllm_mha", "trtllm_mha", None),
+            "--attention-backend=trtllm_mha on cuda; pass .*fa3 or flashinfer",
+        ),
+        (("cpu", "triton", "triton", None), "--attention-backend=triton on cpu; pass --attention-backend torch_native"),
+        (("cuda", "fa3", "triton", None), "--decode-attention-backend=triton: .*drop the flag"),
+        (("cuda", "fa3", "fa3", "full"), "--cuda-graph-backend-prefill=full.*pass breakable or disabled"),
+    ],
+)
+def test_others_are_refused_with_a_remedy(given, complaint):
+    [refusal] = attention_refusals(*given)
+    with pytest.raises(AssertionError, match=complaint):
+        raise AssertionError(refusal)
+
+
+class Spy(AttentionBackend):
+    """Notes the modes that it is asked for."""
+
+    def __init__(self):
+        self.laid_out, self.attended = [], []
+        self.prefill_attention_backend_str = self.decode_attention_backend_str = "spy"
+        self.kv_index_translator = None
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        self.laid_out.append(forward_batch.forward_mode)
+
+    def forward(self, q=None, k=None, v=None, layer=None, forward_batch=None, save_kv_cache=True, **kwargs):
+        self.attended.append(forward_batch.forward_mode)
+        return q
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_prompts_go_to_one_backend_and_verification_to_the_other(mode, monkeypatch):
+    """Whatever ``--speculative-attention-mode`` says, and no length is read back in a decode step."""
+    stock, ours = Spy(), Spy()
+    runner = SimpleNamespace(
+        attn_backend=stock,
+        kv_cache_dtype=torch.float32,
+        token_to_kv_pool=None,
+        req_to_token_pool=None,
+        kv_index_translator=None,
+        model_config=SimpleNamespace(context_len=8),
+        server_args=SimpleNamespace(speculative_attention_mode=mode),
+        prefill_attention_backend_str="stock",
+    )
+    backend = PhasedBackend(runner, ours)
+    for forward_mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
+        batch = SimpleNamespace(forward_mode=forward_mode)
+        backend.init_forward_metadata(batch)
+        backend.forward(torch.zeros(1), None, None, None, batch)
+    assert stock.laid_out == stock.attended == [ForwardMode.EXTEND]
+    assert ours.laid_out == ours.attended == [ForwardMode.TARGET_VERIFY]
+    assert not backend.needs_cpu_seq_lens
+    assert (backend.prefill_attention_backend_str, backend.decode_attention_backend_str) == ("stock", "spy")
+
+
+def capture(monkeypatch, chosen, original):
+    """The runner of prefills after the hook, on the release that is installed."""
+    monkeypatch.setattr(targets, "check_cuda_graph_backend", lambda phase, backend: backend == chosen)
+    runner = SimpleNamespace(eager_runner="eager", prefill_cuda_graph_runner=None)
+    if targets.prefill_graphs is targets._method_prefill:
+        targets.prefill_graphs(lambda runner: setattr(runner, "prefill_cuda_graph_runner", original()), runner)
+        return runner.prefill_cuda_graph_runner
+    made = targets.prefill_graphs(
+        lambda **given: SimpleNamespace(runner=original()), model_runner=runner, eager_runner="eager"
+    )
+    return made.runner
+
+
+def test_breakable_graphs_are_sglangs_own(monkeypatch):
+    assert capture(monkeypatch, targets.Backend.BREAKABLE, lambda: "graphs") == "graphs"
+    assert capture(monkeypatch, targets.Backend.DISABLED, lambda: "what SGLang does then") == "what SGLang does then"
+
+
+def test_graphs_that_cannot_be_captured_do_not_end_the_start(monkeypatch, caplog):
+    def fail():
+        raise RuntimeError("out of memory")
+
+    with caplog.at_level(logging.WARNING):
+        assert capture(monkeypatch, targets.Backend.BREAKABLE, fail) == "eager"
+    [record] = caplog.records
+    assert "prefill without CUDA graphs" in record.getMessage()
+    assert "out of memory" in record.getMessage()
+
+
+def test_graphs_that_lose_the_hidden_states_are_not_captured(monkeypatch, caplog):
+    def never():
+        raise AssertionError
+
+    with caplog.at_level(logging.WARNING):
+        assert capture(monkeypatch, targets.Backend.TC_PIECEWISE, never) == "eager"
+    assert "return no hidden states" in caplog.text

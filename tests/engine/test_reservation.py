@@ -1,0 +1,90 @@
+"""K/V slots of decode steps: enough of them, none twice, none lost; few reservations where there is room."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+from sglang_dspark.engine.scheduler import draft_input
+from sglang_dspark.engine.scheduler.draft_input import STRIDE, DSparkDraftInput
+
+WIDTH = 8
+COLUMNS = 512
+
+
+class Server:
+    """Running requests on SGLang's pools, without a prefix cache."""
+
+    def __init__(self, requests, slots):
+        self.pool = TokenToKVPoolAllocator(slots, torch.float32, "cpu", SimpleNamespace(), need_sort=False)
+        table = ReqToTokenPool(requests, COLUMNS, "cpu", enable_memory_saver=False)
+        cache = SimpleNamespace(
+            token_to_kv_pool_allocator=self.pool, is_chunk_cache=lambda: True, evictable_size=lambda: 0
+        )
+        reqs = [SimpleNamespace(req_pool_idx=row, kv_committed_len=0, kv_allocated_len=0) for row in range(requests)]
+        self.batch = SimpleNamespace(
+            reqs=reqs, tree_cache=cache, token_to_kv_pool_allocator=self.pool, req_to_token_pool=table
+        )
+        self.slots, self.reservations = slots, 0
+
+    def step(self, commits):
+        """Reserve, and commit so many tokens of every request."""
+        before = self.pool.available_size()
+        state = DSparkDraftInput.idle("cpu")
+        state.prepare_for_decode(self.batch)
+        self.reservations += before != self.pool.available_size()
+        assert self.batch.seq_lens_cpu.tolist() == [req.kv_committed_len for req in self.batch.reqs]
+        assert self.batch.seq_lens_sum == sum(req.kv_committed_len for req in self.batch.reqs)
+        for req, bound, committed in zip(self.batch.reqs, state.reserved_lens_cpu.tolist(), commits, strict=True):
+            assert req.kv_allocated_len == bound >= req.kv_committed_len + 2 * WIDTH
+            req.kv_committed_len += committed
+
+    def held(self):
+        """Slots of all requests."""
+        table = self.batch.req_to_token_pool.req_to_token
+        return [slot for req in self.batch.reqs for slot in table[req.req_pool_idx, : req.kv_allocated_len].tolist()]
+
+    def end(self, place):
+        """A request gives back what it was given, as SGLang does."""
+        req = self.batch.reqs.pop(place)
+        self.pool.free(self.batch.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_allocated_len].long())
+
+
+@pytest.fixture(autouse=True)
+def width(monkeypatch):
+    monkeypatch.setattr(draft_input, "tokens_per_step", lambda: WIDTH)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_every_slot_has_one_owner_and_none_is_lost(data):
+    """Whatever steps accept and whoever ends, in pools with room for strides and in tight ones."""
+    requests = data.draw(st.integers(1, 5))
+    server = Server(requests, data.draw(st.sampled_from([5 * (16 + 100), 4000])))
+    for _ in range(data.draw(st.integers(1, 12))):
+        server.step([data.draw(st.integers(1, WIDTH)) for _ in server.batch.reqs])
+        held = server.held()
+        assert len(set(held)) == len(held)
+        assert 0 not in held  # padding
+        assert server.pool.available_size() + len(held) == server.slots
+        if data.draw(st.booleans()) and len(server.batch.reqs) > 1:
+            server.end(data.draw(st.integers(0, len(server.batch.reqs) - 1)))
+
+
+def test_most_steps_reserve_nothing():
+    server = Server(4, 10_000)
+    for _ in range(40):
+        server.step([3] * 4)
+    assert server.reservations <= 1 + 40 * 3 // STRIDE
+
+
+def test_a_tight_pool_gives_what_the_step_needs_and_no_more():
+    """Strides of others would have a request retracted, for which there is room."""
+    server = Server(4, 4 * (2 * WIDTH + 40))
+    for _ in range(20):
+        server.step([2] * 4)
+    assert all(req.kv_allocated_len == req.kv_committed_len - 2 + 2 * WIDTH for req in server.batch.reqs)

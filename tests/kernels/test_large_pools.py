@@ -1,0 +1,62 @@
+"""Pools of more than two thousand million elements: places in them are computed in 64 bits."""
+
+import math
+import mmap
+
+import torch
+from dspark_kernels import PagedWindows, kv_inject, kv_inject_ref, window_attention, window_attention_ref
+
+HEADS, HEAD_DIM = 8, 128
+
+
+def pool_of(shape, device):
+    """float16 zeros, which take memory only where they are written."""
+    if device.type == "cuda":
+        return torch.zeros(shape, dtype=torch.float16, device=device)
+    memory = mmap.mmap(-1, 2 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.float16).view(shape)
+
+
+def rand(*shape, device):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(device, torch.float16)
+
+
+def test_the_last_slot_of_the_last_layer_is_written(device):
+    layers, slots = 5, 600_000
+    assert layers * slots * HEADS * HEAD_DIM > 2**31
+    inputs = (
+        rand(1, layers * 2 * HEADS * HEAD_DIM, device=device),
+        rand(layers, HEAD_DIM, device=device),
+        1e-6,
+        torch.ones(HEAD_DIM // 2, device=device),
+        torch.tensor([3], device=device),
+    )
+    large = tuple(pool_of((layers, slots, HEADS, HEAD_DIM), device) for _ in range(2))
+    small = tuple(pool_of((layers, 2, HEADS, HEAD_DIM), device) for _ in range(2))
+    kv_inject(*inputs, torch.tensor([slots - 1], device=device), large)
+    kv_inject_ref(*inputs, torch.tensor([1], device=device), small)
+    for written, expected in zip(large, small, strict=True):
+        torch.testing.assert_close(written[:, -1], expected[:, 1], atol=2e-3, rtol=2e-3)
+
+
+def test_the_last_slot_of_a_pool_is_attended_to(device):
+    slots = 2_200_000
+    assert slots * HEADS * HEAD_DIM > 2**31
+    q, k, v = (rand(1, HEADS, HEAD_DIM, device=device) for _ in range(3))
+    contexts = []
+    for size in (slots, 3):
+        pools = tuple(pool_of((size, HEADS, HEAD_DIM), device) for _ in range(2))
+        for pool, scale in zip(pools, (1, 2), strict=True):
+            pool[-1], pool[1] = scale * rand(HEADS, HEAD_DIM, device=device), 1
+        table = torch.tensor([[size - 1, 1]], dtype=torch.int32, device=device)
+        row, lens, indptr = (torch.tensor(values, device=device) for values in ([0], [2], [0, 1]))
+        contexts.append((pools, PagedWindows(table, row, lens, indptr, 1)))
+    attended = window_attention(q, k, v, *contexts[0], causal=True, scale=0.1)
+    expected = window_attention_ref(
+        *(x.float() for x in (q, k, v)),
+        tuple(x.float() for x in contexts[1][0]),
+        contexts[1][1],
+        causal=True,
+        scale=0.1,
+    )
+    torch.testing.assert_close(attended.float(), expected, atol=2e-3, rtol=2e-3)

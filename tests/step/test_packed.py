@@ -1,0 +1,62 @@
+"""What a step tells the host: packed on one side, taken apart on the other, in memory that is used again."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_dspark.step import packed
+from sglang_dspark.step.packed import Packed, PackedCopies
+
+CPU = torch.device("cpu")
+shapes = st.lists(st.integers(0, 5), min_size=1, max_size=3)
+
+
+def numbers(dtype, shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=dtype)
+    return torch.randint(-(2**40) if dtype == torch.int64 else -9, 2**30, shape, generator=generator, dtype=dtype)
+
+
+@given(st.lists(shapes, max_size=4), st.lists(shapes, max_size=4))
+def test_every_tensor_comes_out_as_it_went_in(wide, narrow):
+    """Odd numbers of narrow ones included, of which a wide one could not start behind."""
+    tensors = [numbers(torch.int64, shape, 1) for shape in [[3], *wide]]
+    tensors += [numbers(torch.float32, shape, 2) for shape in narrow]
+    for before, after in zip(tensors, Packed.of(tensors).read(), strict=True):
+        assert before.dtype == after.dtype
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("view", [lambda base: base[:, 1:3], lambda base: base[:, 2], lambda base: base[:1, 2]])
+def test_views_are_packed(view):
+    """Blocks, columns, and the lone element of a column, which is contiguous and has its stride."""
+    base = torch.arange(12).view(3, 4)
+    [got] = Packed.of([view(base)]).read()
+    assert torch.equal(got, view(base))
+
+
+@pytest.fixture
+def ring():
+    """As on a GPU, where the host's memory and the device's are used again."""
+    copies = PackedCopies(64, CPU)
+    copies._rings = [torch.zeros((2, 64), dtype=packed.WORD).unbind() for _ in range(packed._DEPTH)]
+    return copies
+
+
+def test_a_result_is_whole_while_the_next_one_is_on_its_way(ring):
+    """The host reads the result of a step when the next one is launched and its copy has begun."""
+    before = None
+    for step in range(10):
+        arriving = ring.pack([torch.full((4,), step), torch.full((3,), step / 2)]).copy()
+        if before is not None:
+            whole, half = before.read()
+            assert whole.tolist() == [step - 1] * 4
+            assert half.tolist() == [(step - 1) / 2] * 3
+        before = arriving
+
+
+def test_more_than_there_is_room_for_is_refused(ring):
+    with pytest.raises(ValueError, match="80 words are to be packed where there is room for 64"):
+        ring.pack([torch.zeros(40, dtype=torch.int64)])

@@ -1,0 +1,91 @@
+"""Noise that can be told its outcomes: every random number becomes a choice, and all choices are gone through.
+
+A random number of the served code is a uniform u, and a decision about it is where u lies among some breakpoints: the
+cumulative law of a token, or the ratio by which a draft is kept. Here a number is known by its value and starts as the
+interval [0, 1). Every decision cuts the interval at its breakpoints; one piece is taken, with its length as weight, and
+another one in another run. A number that is used a second time starts from the piece that the first use has left: that
+is what makes reused noise visible.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from dspark_kernels.judging import acceptance_reference
+from dspark_kernels.sampling import token_draw
+
+
+@dataclass
+class Run:
+    """One run: the choices that it repeats, and those that it found.
+
+    Attributes:
+        script: pieces to take, by decision; behind its end the first one is taken.
+        found: pieces that each decision had.
+        weight: probability of the run.
+    """
+
+    script: list[int]
+    found: list[int] = field(default_factory=list)
+    weight: float = 1.0
+    _intervals: dict[float, tuple[float, float]] = field(default_factory=dict)
+
+    def decide(self, number: float, breakpoints: Sequence[float]) -> int:
+        """Which piece of [0, 1), cut at ascending ``breakpoints``, the random number lies in."""
+        low, high = self._intervals.get(number, (0.0, 1.0))
+        edges = [low, *(point for point in breakpoints if low < point < high), high]
+        pieces = [(a, b) for a, b in pairwise(edges) if b > a]
+        taken = 0
+        if len(pieces) > 1:
+            place = len(self.found)
+            taken = self.script[place] if place < len(self.script) else 0
+            self.script[place:] = [taken] if place >= len(self.script) else self.script[place:]
+            self.found.append(len(pieces))
+        a, b = pieces[taken]
+        self.weight *= (b - a) / (high - low)
+        self._intervals[number] = (a, b)
+        return bisect_right(list(breakpoints), (a + b) / 2)
+
+    def next_script(self) -> list[int] | None:
+        """The script of the run after this one, in depth-first order; None after the last."""
+        script = self.script[: len(self.found)]
+        while script and script[-1] + 1 == self.found[len(script) - 1]:
+            script.pop()
+        return [*script[:-1], script[-1] + 1] if script else None
+
+
+def every_run(monkeypatch: Any, once: Callable[[], Any]) -> Iterator[tuple[float, Any]]:
+    """``(probability, result)`` of ``once`` for every outcome of its noise."""
+    current: list[Run] = []
+
+    def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        cumulative = weights.double().cumsum(-1)
+        breakpoints = (cumulative / cumulative[:, -1:]).tolist()
+        rows = zip(uniforms.tolist(), breakpoints, strict=True)
+        # The last breakpoint is 1: no number lies behind it.
+        return torch.tensor([current[0].decide(number, points[:-1]) for number, points in rows])
+
+    def keeps(uniforms: torch.Tensor, draft_mass: torch.Tensor, target_mass: torch.Tensor) -> torch.Tensor:
+        kept = torch.zeros(uniforms.shape, dtype=torch.bool)
+        for row, slots in enumerate(zip(uniforms.tolist(), draft_mass.tolist(), target_mass.tolist(), strict=True)):
+            for slot, (number, draft, target) in enumerate(zip(*slots, strict=True)):
+                ratio = target / draft if draft > 0 else 1.0
+                if ratio <= 0 or current[0].decide(number, [ratio]) > 0:
+                    break  # what is behind a rejected draft is not looked at
+                kept[row, slot] = True
+        return kept
+
+    monkeypatch.setattr(token_draw, "inverse_cdf", inverse_cdf)
+    monkeypatch.setattr(acceptance_reference, "inverse_cdf", inverse_cdf)
+    monkeypatch.setattr(acceptance_reference, "keeps", keeps)
+    script: list[int] | None = []
+    while script is not None:
+        current[:] = [Run(script)]
+        result = once()
+        yield current[0].weight, result
+        script = current[0].next_script()

@@ -1,0 +1,77 @@
+"""A pair with a vocabulary of three tokens, served by the real stages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from dspark_kernels import LawParams
+from dspark_kernels.sampling.target_law import target_probs
+from golden_server import DRAFT
+from stage_loop import StageLoop
+
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.scheduling.sps_table import SpsTable
+
+V, GAMMA, D = 3, 2, 8
+TAPS = (-1, 1)
+
+
+@cache
+def toy_drafter() -> DraftModel:
+    """Random weights, so spread out that its law is far from the target's; the confidence head says something."""
+    config = json.loads((DRAFT / "config.json").read_text()) | {
+        "vocab_size": V,
+        "hidden_size": D,
+        "intermediate_size": 12,
+        "head_dim": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
+        "layer_types": ["full_attention"],
+        "mask_token_id": 0,
+        "block_size": GAMMA,
+        "markov_rank": 2,
+        "target_layer_ids": list(TAPS),
+    }
+    generator = torch.Generator().manual_seed(4)
+    model = DraftModel(DraftConfig.from_dict(config, origin="toy"), own_embedding=True, own_lm_head=True)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 0.9 if "markov" in name or "confidence" in name else 0.6
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model.eval()
+
+
+_GENERATOR = torch.Generator().manual_seed(7)
+_LOGITS = torch.randn((V, V, V), generator=_GENERATOR)  # by the last two tokens
+_STATES = torch.randn((V, V, len(TAPS) * D), generator=_GENERATOR)
+
+
+def toy_target(ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [n, V] and tapped states [n, taps * d] of all tokens; each depends on the token and its predecessor."""
+    before, last = torch.tensor([0, *ids[:-1]]), torch.tensor(ids)
+    return _LOGITS[before, last], _STATES[before, last]
+
+
+class ToyLoop(StageLoop):
+    """Serves the toy pair."""
+
+    def __init__(self, table: SpsTable | None = None, **options) -> None:
+        self._set_up(toy_drafter(), toy_target, table, options)
+
+
+def target_law(prompt: Sequence[int], first: int, length: int, law: LawParams) -> dict[tuple[int, ...], float]:
+    """Probability of every continuation of ``prompt`` and ``first`` by ``length`` tokens, token by token."""
+    probabilities = {}
+    for text in itertools.product(range(V), repeat=length):
+        probability = 1.0
+        for place, token in enumerate(text):
+            logits, _ = toy_target([*prompt, first, *text[:place]])
+            probability *= float(target_probs(logits[-1:], law)[0, token])
+        probabilities[text] = probability
+    return probabilities
