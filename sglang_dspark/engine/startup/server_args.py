@@ -52,9 +52,9 @@ def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
     Raises:
         ConfigError, CheckpointError: see :func:`find_drafter`.
     """
-    # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
+    # SGLang would read the draft's config, in which transformers does not know every format: complete() gives it back.
     drafter = find_drafter(args, config)
-    args.speculative_draft_model_path = None if drafter is None else drafter.path
+    args.speculative_draft_model_path = None
     _choose_attention_backend(args)
     if args.sampling_backend not in (None, "pytorch"):
         logger.warning(
@@ -256,6 +256,7 @@ def complete(server_args: Any) -> None:
     """
     settled: Serving = arguments.attached(server_args)
     config, drafter = settled.config, settled.drafter
+    server_args.speculative_draft_model_path = None if drafter is None else drafter.path
     _check_target(server_args, drafter)
     gamma = config.gamma(None if drafter is None else drafter.config.gamma)
     _check_options(server_args, config, drafter, gamma)
