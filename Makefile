@@ -4,8 +4,9 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 # The newest SGLang that the server tests pass on; `make env SGLANG=...` makes an environment of any other.
 NEWEST := 0.5.23
-# Compiled for the torch of its release, which reads the tensors of another one wrongly.
-ON_TOP := SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python
+# SGLang's radix tree was compiled for the torch of its release and reads the tensors of another one wrongly. What servers
+# compile in their first requests takes minutes where tests share the cores.
+ON_TOP := SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python TORCH_COMPILE_DISABLE=1
 
 # What `make evidence` measures: the bundled pair, unless TARGET and DRAFT name another one.
 SMOLLM2 := $(HOME)/.cache/sglang-dspark/smollm2-135m-instruct

@@ -1,7 +1,7 @@
 """Create `.venv` and install the project into it, in the versions that constraints.txt names.
 
-With the number of another SGLang, create `.venv-NUMBER` on top of `.venv`: that SGLang alone, without its requirements,
-in front of the packages of `.venv`, and a stand-in for SGLang's kernel package, which has none for a CPU. So the server
+With the number of another SGLang, create `.venv-NUMBER` on top of `.venv`: that SGLang, without its requirements but the
+grammar libraries, in front of the packages of `.venv`, and a stand-in for SGLang's kernel package, which has none for a CPU. So the server
 tests run against it on a CPU, and take 40 MB instead of the 12 GB of another torch.
 
 Needs nothing but Python. uv does the installation (ten times faster than pip on this many large wheels) with the
@@ -78,11 +78,19 @@ def put_on_top(sglang: str) -> None:
     lines = [str(ROOT / ".ci" / "on_cpu"), f"import site; site.addsitedir({str(below)!r})"]
     (packages / "below.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
     options = ["--python", str(top / "bin" / "python"), "--no-deps", "--compile-bytecode"]
-    requirement = f"sglang=={sglang}"
-    if run("-m", "uv", "pip", "install", *options, requirement, env=os.environ | uv_settings()):
+    options += ["--index-strategy", "unsafe-best-match"]
+    wanted = [f"sglang=={sglang}", *newer_beside(sglang)]
+    if run("-m", "uv", "pip", "install", *options, *wanted, env=os.environ | uv_settings()):
         return
-    if not run("-m", "pip", "install", "--no-deps", "--target", str(packages), requirement):
-        sys.exit(f"{requirement} could not be installed; see the messages above")
+    if not run("-m", "pip", "install", "--no-deps", "--target", str(packages), *wanted):
+        sys.exit(f"{' '.join(wanted)} could not be installed; see the messages above")
+
+
+def newer_beside(sglang: str) -> list[str]:
+    """Small packages that this SGLang needs newer than `.venv` has them, as its constraints name them."""
+    constraints = ROOT / f"constraints-{sglang}.txt"
+    lines = constraints.read_text(encoding="utf-8").splitlines() if constraints.exists() else []
+    return [line for line in lines if line.startswith(("llguidance==", "xgrammar=="))]
 
 
 def install_with_uv() -> bool:

@@ -7,6 +7,7 @@ moment are looked for at that moment.
 from __future__ import annotations
 
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from enum import Enum
@@ -24,16 +25,18 @@ class Moment(Enum):
     SOME_TIME = "never for certain"
 
 
-_awaited: defaultdict[Moment, dict[str, str]] = defaultdict(dict)
+# By process: one that is forked inherits what another one waits for.
+_awaited: defaultdict[tuple[int, Moment], dict[str, str]] = defaultdict(dict)
 
 
 def awaited(name: str, target: str, moment: Moment, function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, a hook on ``target``, whose first call is noted."""
-    _awaited[moment][name] = target
+    waiting = _awaited[os.getpid(), moment]
+    waiting[name] = target
 
     @functools.wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        _awaited[moment].pop(name, None)
+        waiting.pop(name, None)
         return function(*args, **kwargs)
 
     return noting
@@ -45,7 +48,7 @@ def check(moment: Moment) -> None:
     Raises:
         EngineError: names a hook that ought to have been called by now, and has not been.
     """
-    for name, target in _awaited[moment].items():
+    for name, target in _awaited[os.getpid(), moment].items():
         raise EngineError(
             f"sglang {installed_sglang()} had not called {target} {moment.value}, so the hook {name} is without "
             "effect; sglang-dspark cannot serve on this release as it is"

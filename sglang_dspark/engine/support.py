@@ -11,7 +11,7 @@ from sglang_dspark.config import flag_name
 from sglang_dspark.errors import EngineError
 
 TESTED_SGLANG = ("0.5.15.post1", "0.5.23")
-"""Releases that the server tests have passed on, oldest first."""
+"""Releases that are served, oldest first; docs/newer_sglang.md says what was tested on which."""
 
 _FIRST_WITH_BUILT_IN_DSPARK = Version("0.5.16.dev0")
 

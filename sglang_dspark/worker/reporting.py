@@ -45,11 +45,10 @@ class Reporting:
             running: requests of the step that it was meant for.
             accept_lens: drafts accepted, of these.
         """
-        verify_lens = rounds.verify_lens.tolist()
         self._history.tick()
         self._counters.record(
             [rounds.drafted[request] for request in running],
-            [verify_lens[request] for request in running],
+            [rounds.verified[request] for request in running],
             accept_lens,
             policy=rounds.policy,
             parked=rounds.parked,

@@ -130,9 +130,8 @@ class DSparkWorker(SpecWorkerBase):
         adjusting.count(accepted.out_tokens)
         self.preset_texts.took(batch.reqs, asked, accepted)
         rounds = self.rounds(batch, asked, step, choice, drafted, plan)
-        in_graphs = stages is not self.eager
         return decode_result(
-            batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=in_graphs
+            batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=stages.in_graphs
         )
 
     def read(self, batch: Any, *, adjusted: bool) -> DecodeBatch:

@@ -1,5 +1,6 @@
 """Hooks on functions that SGLang still has and no longer calls."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,20 @@ def test_hooks_that_were_called_pass():
     called()
     check(Moment.READY)
     check(Moment.ANSWERED)
+
+
+def test_a_forked_process_waits_for_its_own_hooks_alone():
+    awaited("of the parent", "sglang.dead", Moment.READY, lambda: None)
+    child = os.fork()
+    if child == 0:
+        try:
+            check(Moment.READY)
+        except EngineError:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(EngineError):
+        check(Moment.READY)
 
 
 def request(tokens=5, reason=None):

@@ -116,8 +116,8 @@ def test_every_answer_has_its_own_counts(dspark, stream):
         assert count["accepted_tokens"] == accepted == meta["spec_num_correct_drafts"]
         assert count["rounds"] == len(rounds) == meta["spec_verify_ct"]
         assert meta["spec_accept_rate"] == count["accepted_tokens"] / count["verified_tokens"]
-        assert min(meta["spec_accept_histogram"]) >= 0
-        assert sum(meta["spec_accept_histogram"]) == count["rounds"]
+        assert min(meta["spec_correct_drafts_histogram"]) >= 0
+        assert sum(meta["spec_correct_drafts_histogram"]) == count["rounds"]
     for key in ("rounds", "drafted_tokens", "verified_tokens", "accepted_tokens"):
         assert sum(count[key] for count in counts) == after[key] - before[key]
 

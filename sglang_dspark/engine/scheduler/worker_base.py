@@ -41,12 +41,11 @@ Publish = Callable[[torch.Tensor], None]
 class SpecWorkerBase(WorkerFace):
     """SGLang's Spec V2 worker interface; what it leaves to the subclass is abstract below."""
 
-    def __init__(self, *, server_args: Any, target_worker: Any, **given: Any) -> None:
+    def __init__(self, *, server_args: Any, target_worker: Any, **_given: Any) -> None:
         super().__init__(target_worker)
         self.server_args = resolved(server_args)
-        self.tp_rank = ranks.tp_rank(given)
         self.agreement = Agreement(ranks.tp_group(target_worker.model_runner))
-        if self.tp_rank != 0:
+        if not self.agreement.leads:
             # The ranks of a server have the same to say.
             logging.getLogger("sglang_dspark").setLevel(logging.WARNING)
         self.device = torch.device(target_worker.device)
@@ -117,11 +116,6 @@ class SpecWorkerBase(WorkerFace):
             ConfigError: the policy cannot be had on this server.
         """
 
-    @property
-    def req_to_token(self) -> torch.Tensor:
-        """[rows, columns] int32, K/V slot of every position of every request."""
-        return self._target_worker.model_runner.req_to_token_pool.req_to_token
-
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Called when the target's pool exists."""
         allocator = pools["token_to_kv_pool_allocator"]
@@ -150,7 +144,7 @@ class SpecWorkerBase(WorkerFace):
             # Under overlap a request that has just ended takes part in one more step, whose tokens nobody gets.
             running = [index for index, req in enumerate(batch.reqs) if is_running(req)]
             if running:
-                count(batch.reqs, result.rounds, result.rounds.verify_lens.tolist(), running)
+                count(batch.reqs, result.rounds, running)
                 self.on_rounds(result.rounds, running, [committed[index] - 1 for index in running])
             record_traces(batch.reqs, result.rounds, committed)
 

@@ -251,7 +251,7 @@ def register_flags() -> None:
             HookRegistry.register(hook.target, hook.load_handler(), hook.kind)
 
 
-def install(*places: str) -> None:
+def install(*places: Where) -> None:
     """Apply the hooks of these places; those in force stay. In a scheduler, call it before any memory pool exists.
 
     Raises:

@@ -34,10 +34,11 @@ from sglang_dspark.tools.train.measure import measure, measured_texts, table
 from sglang_dspark.tools.train.prompt_format import PromptFormat
 from sglang_dspark.tools.train.recipes.seed_prompts import BOXED, openings, templated
 from sglang_dspark.tools.train.rows import CorpusRow, keep_states, kept_bytes, stored_states
+from sglang_dspark.tools.train.run_folder import DRAFT_DIR
 from sglang_dspark.tools.train.server_writer import OwnServerWriter
 from sglang_dspark.tools.train.target import Target, stop_ids_of
 from sglang_dspark.tools.train.text_writer import InProcessWriter, TextWriter
-from sglang_dspark.tools.train.trainer import DRAFT_DIR, StepReport, Trainer, answer_counts
+from sglang_dspark.tools.train.trainer import StepReport, Trainer, answer_counts
 
 TARGET_DIR = Path(".cache/smollm2-135m-instruct")
 
