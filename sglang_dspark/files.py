@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, and the lines of files."""
 
 from __future__ import annotations
 
@@ -47,6 +47,14 @@ def write_text_whole(path: str | Path, text: str) -> None:
     """:func:`written_whole` for a text."""
     with written_whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a JSONL text: only line feeds end one.
+
+    A string in JSON may hold what else ends lines for ``splitlines``, such as U+2028 or U+0085.
+    """
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def _give_usual_mode(path: Path) -> None:

@@ -36,7 +36,7 @@ def lay_out(
         case Lengths(lens):
             assert room is None, "how many rows these need, only the device knows"
             rows = plan_lens(lens, tokens, requests, bs + _sum_on_host(lens))
-    return rows if isinstance(rows, VerifyPlan) else VerifyPlan.of(rows, depth + 1)
+    return VerifyPlan.of(rows, depth + 1) if into is None else into
 
 
 def _sum_on_host(lens: torch.Tensor) -> int:

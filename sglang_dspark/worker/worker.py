@@ -122,6 +122,7 @@ class DSparkWorker(SpecWorkerBase):
         plan = stages.plan(step, drafted, choice)
         adjusting.read(plan)
         output = stages.verify(batch, step, plan)
+        self.check_logits(output.logits_output.next_token_logits)
         adjusting.apply(plan, output.logits_output.next_token_logits)
         accepted = stages.accept(step, drafted, plan, output)
         publish(accepted.new_seq_lens)

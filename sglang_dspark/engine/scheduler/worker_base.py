@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from dspark_kernels import draw
+from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.engine.compat import ranks
 from sglang_dspark.engine.compat.arguments import attached, resolved
@@ -98,7 +99,7 @@ class SpecWorkerBase(WorkerFace):
 
     @abstractmethod
     def report(self, history_s: int = 0) -> dict[str, Any]:
-        """JSON for ``GET /dspark/stats``; ``history_s``: seconds to list one by one."""
+        """What ``GET /dspark/stats`` is made of, see ``full_report``; ``history_s``: seconds to list one by one."""
 
     @abstractmethod
     def capabilities(self) -> dict[str, Any]:
@@ -184,9 +185,19 @@ class SpecWorkerBase(WorkerFace):
         )
         return result
 
+    @staticmethod
+    def check_logits(logits: torch.Tensor) -> None:
+        """What SGLang's sampler does with NaN, where SGLANG_SANITIZE_NAN_LOGITS or SGLANG_ENABLE_ASYNC_ASSERT is set.
+
+        Args:
+            logits: the target's, [n, V]; changed in place.
+        """
+        sanitize_nan_logits(logits, "DSPARK: target logits")
+
     def _draw_first(self, batch: Any, result: Any) -> None:
         """Draw the token after each prompt, and after a retraction the next one, into ``result``."""
         rows, output = self.sampling.read(batch.reqs), result.logits_output
+        self.check_logits(output.next_token_logits)
         if self.adjustments.concern_prefill(batch):
             self.adjustments.begin(batch, output.next_token_logits)
         positions = batch.seq_lens.to(torch.int64)

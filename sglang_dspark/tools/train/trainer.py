@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -317,7 +318,11 @@ class Trainer:
         path = self.out_dir / STATE_FILE
         if not path.exists():
             return
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"{path} is damaged ({reason}); remove it to start afresh") from error
         ours = self.config.to_dict()
         theirs = state["config"]
         changed = [

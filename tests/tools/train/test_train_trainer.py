@@ -49,6 +49,13 @@ def test_continuing_with_other_settings_is_refused(target, corpus, config, tmp_p
         Trainer(replace(config, learning_rate=1e-4), target, corpus, corpus, tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"not a state"])
+def test_a_damaged_state_is_named(target, corpus, config, tmp_path, content):
+    (tmp_path / "training_state.pt").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"training_state.pt is damaged .*remove it to start afresh"):
+        Trainer(config, target, corpus, corpus, tmp_path)
+
+
 def test_continuing_on_other_texts_is_refused(target, rows, corpus, config, tmp_path):
     """One log would hold measurements on two held-out sets."""
     Trainer(config, target, corpus, corpus, tmp_path).run(until=3)

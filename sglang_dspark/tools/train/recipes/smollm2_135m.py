@@ -27,6 +27,7 @@ from transformers import AutoConfig
 
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids, save_token_ids
 from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.files import lines_of
 from sglang_dspark.tools.prompts import read_prompts
 from sglang_dspark.tools.train.config import TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus, generate, invent_prompts
@@ -177,7 +178,7 @@ def write_corpus(
     writer: TextWriter, prompt_format: PromptFormat, prompts_path: Path, folder: Path, seconds: float, say: Say
 ) -> None:
     """Let the target answer the prompts for about `seconds`; texts go to shards in `folder`."""
-    rows = [json.loads(line) for line in prompts_path.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in lines_of(prompts_path.read_text(encoding="utf-8"))]
     encoded = [(prompt_format.encode(row["prompt"]), row["temperature"]) for row in rows]
     prompts, temperatures = zip(*(row for row in encoded if len(row[0]) <= MAX_PROMPT_LEN), strict=True)
     say(f"{len(prompts)} prompts to answer")
