@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
-from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft import resolved
 from sglang_dspark.engine.startup import hooks, server_args
 from sglang_dspark.errors import CheckpointError, UnservedError
 
@@ -18,8 +18,8 @@ DRAFT = GOLDEN / "vanilla_g7"
 @pytest.fixture
 def reads(monkeypatch):
     """The checkpoints whose configuration was read."""
-    found, whole = [], DraftConfig.from_pretrained
-    monkeypatch.setattr(DraftConfig, "from_pretrained", lambda path: (found.append(str(path)), whole(path))[1])
+    found, whole = [], resolved.read
+    monkeypatch.setattr(resolved, "read", lambda path: (found.append(str(path)), whole(path))[1])
     monkeypatch.setattr(hooks, "install", lambda *places: None)
     monkeypatch.setattr(server_args, "_refusals", lambda args: iter(()))
     return found
