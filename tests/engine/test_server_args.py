@@ -8,7 +8,8 @@ import pytest
 from transformers import AutoConfig
 
 from sglang_dspark.draft import resolved
-from sglang_dspark.engine.startup import hooks, server_args
+from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.startup import hooks, resolution, server_args
 from sglang_dspark.errors import CheckpointError, UnservedError
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -43,30 +44,29 @@ def start(cls, arguments):
     return arguments
 
 
-def test_the_drafter_is_read_once_from_the_command_line(reads):
-    made = server_args.from_cli_args(start, object, namespace())
+def settled(**changes):
+    """What start-up settles about a server with these arguments, as it reaches the scheduler."""
+    made = resolution.from_cli_args(start, object, namespace(**changes))
+    return made, pickle.loads(pickle.dumps(attached(made)))
+
+
+def test_the_drafter_is_read_once(reads):
+    made, serving = settled()
     assert reads == [str(DRAFT)]
-    drafter = pickle.loads(pickle.dumps(made.dspark_drafter))
+    drafter = serving.drafter
     assert (drafter.path, drafter.config.block_size, drafter.token_ids) == (str(DRAFT), 7, None)
-    assert drafter == made.dspark_drafter
-    assert made.speculative_num_draft_tokens == 8
-
-
-def test_the_drafter_is_read_once_for_a_program(reads):
-    made = start(object, namespace())
-    assert reads == [made.dspark_drafter.path] == [str(DRAFT)]
+    assert (made.speculative_num_draft_tokens, made.speculative_draft_model_path) == (8, str(DRAFT))
 
 
 def test_no_drafter_is_read_without_one(reads):
-    flags = {"speculative_draft_model_path": None, "speculative_dspark_draft_free": "on"}
-    made = server_args.from_cli_args(start, object, namespace(**flags))
-    assert (reads, made.dspark_drafter, made.speculative_draft_model_path) == ([], None, None)
+    made, serving = settled(speculative_draft_model_path=None, speculative_dspark_draft_free="on")
+    assert (reads, serving.drafter, made.speculative_draft_model_path) == ([], None, None)
 
 
 def test_options_of_one_server_are_not_those_of_the_next(reads):
-    server_args.from_cli_args(start, object, namespace(speculative_dspark_schedule="off"))
+    settled(speculative_dspark_schedule="off")
     with pytest.raises(CheckpointError):
-        server_args.from_cli_args(start, object, namespace(speculative_draft_model_path=str(GOLDEN)))
+        settled(speculative_draft_model_path=str(GOLDEN))
     with pytest.raises(UnservedError):
-        server_args.from_cli_args(start, object, namespace(device="tpu"))
-    assert start(object, namespace()).dspark_config.schedule == "auto"
+        settled(device="tpu")
+    assert settled()[1].config.schedule == "auto"

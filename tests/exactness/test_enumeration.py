@@ -276,7 +276,7 @@ def unverified_drafts_kept(monkeypatch):
 def survival_by_value(monkeypatch):
     def change(confidence, forecast, logits, bs, depth, *rest):
         survival = torch.where(drafts[-1][:, :depth] == 0, 0.9, 0.1).cummin(1).values
-        return Confidence.of(logits, survival)
+        return Confidence(logits, survival)
 
     drafts = []
     after(monkeypatch, Drafter, "propose", lambda block, *_, **__: drafts.append(block.tokens) or block)

@@ -35,7 +35,7 @@ POLICIES = [{"schedule": "early-stop"}, {}]
 def test_a_broken_drafter_costs_time_and_no_text(options, part):
     loop = StageLoop(table(7), **options)
     model = loop.drafter.model
-    for parameter in (model if part == "drafter" else model.confidence).parameters():
+    for parameter in (model if part == "drafter" else model.confidence_head).parameters():
         parameter.data.fill_(NAN)
     outputs, expected = served(loop)
     assert outputs == expected
@@ -43,7 +43,7 @@ def test_a_broken_drafter_costs_time_and_no_text(options, part):
 
 def test_nothing_is_learned_from_a_broken_confidence_head():
     loop = StageLoop(table(7))
-    for parameter in loop.drafter.model.confidence.parameters():
+    for parameter in loop.drafter.model.confidence_head.parameters():
         parameter.data.fill_(NAN)
     served(loop)
     report = loop.schedule.report()
