@@ -1,8 +1,8 @@
 """Create `.venv` and install the project into it, in the versions that constraints.txt names.
 
 With the number of another SGLang, create `.venv-NUMBER` on top of `.venv`: that SGLang, without its requirements but
-the grammar libraries, in front of the packages of `.venv`. A stand-in takes the place of SGLang's kernel package, which
-has none for a CPU. So the server tests run against it on a CPU, with 60 MB instead of the 12 GB of another torch.
+the grammar libraries, in front of the packages of `.venv`, and a stand-in for SGLang's kernel package, which has none
+for a CPU. So the server tests run against it on a CPU, and take 40 MB instead of the 12 GB of another torch.
 
 Needs nothing but Python. uv does the installation (ten times faster than pip on this many large wheels) with the
 machine's pip configuration translated; where that fails, pip itself gets its turn.

@@ -6,6 +6,7 @@
     ├── ConfigError      a flag, environment variable or combination of server arguments that cannot work
     │   └── UnservedError    a target or device that DSPARK does not serve, whatever the options
     ├── CheckpointError  a draft checkpoint that is missing, incomplete, misshapen or unfit for the target
+    ├── BusyError        the scheduler does not answer a question in time
     ├── EngineError      this SGLang is not one the plugin can drive, or a hook did not take effect
     └── LaunchError      a server that was started as a child process died or never answered
 
@@ -27,6 +28,10 @@ class UnservedError(ConfigError):
 
 class CheckpointError(DSparkError, ValueError):
     """A draft checkpoint that is missing, incomplete, misshapen or unfit for the target."""
+
+
+class BusyError(DSparkError, RuntimeError):
+    """The scheduler does not answer a question in time."""
 
 
 class EngineError(DSparkError, RuntimeError):

@@ -1,7 +1,8 @@
-"""Files and folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all, and the lines of files."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -48,6 +49,14 @@ def write_text_whole(path: str | Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def lines_of(text: str) -> list[str]:
+    """The lines of a JSONL text: only line feeds end one.
+
+    A string in JSON may hold what else ends lines for ``splitlines``, such as U+2028 or U+0085.
+    """
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def _give_usual_mode(path: Path) -> None:
     """Let others read what the process's umask lets them: safetensors makes files for their owner alone."""
     ordinary = path.with_name(f".{uuid.uuid4().hex}.mode")
@@ -62,5 +71,9 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems do not sync folders. What they hold was synced before.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

@@ -18,7 +18,8 @@ _MOST_DRAFTS = 65535
 # Every n-gram length costs an index entry per token of the prompt.
 _MOST_NGRAM_LENGTHS = 8
 _MOST_CANDIDATES = 1000
-_LONGEST_CANDIDATE = 200  # characters: a beginning is looked for token by token in every step
+_LONGEST_CANDIDATE = 200  # bytes
+_LONGEST_CANDIDATES = 32768  # bytes in all: the front end serves nobody else while it tokenizes them
 
 # Which presets read a key; given without one of them, it would have no effect.
 _READERS = {
@@ -138,10 +139,12 @@ _KINDS = kinds(Speculation)
 
 
 def _check_labels(labels: tuple[str, ...]) -> None:
-    if any(len(label) > _LONGEST_CANDIDATE for label in labels):
-        raise ValueError(f"must be strings of at most {_LONGEST_CANDIDATE} characters")
-    if any("\ud800" <= character <= "\udfff" for label in labels for character in label):
-        raise ValueError("must be text that UTF-8 can encode")
+    try:
+        sizes = [len(label.encode()) for label in labels]
+    except UnicodeEncodeError:
+        raise ValueError("must be text that UTF-8 can encode") from None
+    if max(sizes) > _LONGEST_CANDIDATE or sum(sizes) > _LONGEST_CANDIDATES:
+        raise ValueError(f"must be strings of at most {_LONGEST_CANDIDATE} bytes, and {_LONGEST_CANDIDATES} in all")
 
 
 def _shown(value: Any) -> str:

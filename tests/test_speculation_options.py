@@ -12,7 +12,7 @@ from sglang_dspark.speculation import PRESETS, Speculation
 KEYS = [knob.name for knob in fields(Speculation)]
 
 lengths = st.integers(1, 16)
-labels = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip)
+labels = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=50).filter(str.strip)
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(PRESETS),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import lines_of
 from sglang_dspark.tools.prompts import first_turn
 
 
@@ -28,7 +29,7 @@ def load_prompts(path: Path) -> list[Prompt]:
         ConfigError: no such file, a line that is not of the form above, or an empty file.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = lines_of(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--prompts {path}: {error.strerror}; pass a JSONL file of prompts") from error
     prompts = [Prompt(index, first_turn(line, f"--prompts {path}:{index + 1}")) for index, line in enumerate(lines)]

@@ -12,6 +12,7 @@ from serving.agreement import Answer
 from serving.client import Reply
 from serving.load import Load
 from serving.schedule import Cell, CellKey
+from sglang_dspark.files import lines_of
 
 
 class RequestLog:
@@ -73,7 +74,7 @@ def _answer(record: dict[str, Any]) -> Answer:
 
 def _read(path: Path) -> list[tuple[Answer, dict[str, Any]]]:
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in lines_of(path.read_text(encoding="utf-8")):
         try:
             record = json.loads(line)
         except ValueError:

@@ -83,7 +83,7 @@ def check_draft_model(path: str | Path, config: DraftConfig | None = None) -> No
 
 
 def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bool) -> None:
-    """Write ``config.json`` and ``model.safetensors`` into directory ``path`` (made if needed).
+    """Write ``model.safetensors`` and ``config.json`` into directory ``path``, each whole or not at all.
 
     With ``include_embeddings`` the embedding and LM head in use, own or the target's, are written too, as DeepSpec
     expects; without, the checkpoint is small and needs the target's.

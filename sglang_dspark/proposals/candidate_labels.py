@@ -2,74 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from itertools import chain
 
 Tokens = tuple[int, ...]
 
 _SEPARATOR = -1
+ROOT = 0
 
 
-class CandidateLabels:
-    """Recognises the beginning of a label at the end of the output.
+class LabelTrie:
+    """All beginnings of labels, which requests with the same labels share.
+
+    Beginnings are numbered, :data:`ROOT` being the empty one. Each knows the longest one that its own end is, so that
+    a text is followed at constant cost per token (Aho and Corasick, 1975).
 
     Args:
         labels: tokens of every spelling of every label; of labels that begin alike, the first one is proposed.
     """
 
-    def __init__(self, labels: Iterable[Tokens]) -> None:
-        self._root = _Node()
-        self._longest = 0  # tokens of a beginning, which lacks at least the last one
+    def __init__(self, labels: Sequence[Tokens]) -> None:
+        self._longer: dict[tuple[int, int], int] = {}  # by beginning and next token
+        self._first: list[tuple[Tokens, int]] = [((), 0)]  # label and length
         for label in labels:
-            node = self._root
-            for place, token in enumerate(label[:-1], start=1):
-                node = node.following.setdefault(token, _Node(label, place))
-            self._longest = max(self._longest, len(label) - 1)
-        self._tail: list[int] = []
+            beginning = ROOT
+            for length, token in enumerate(label[:-1], start=1):
+                beginning = self._longer.setdefault((beginning, token), len(self._first))
+                if beginning == len(self._first):
+                    self._first.append((label, length))
+        self._at_its_end = [ROOT] * len(self._first)
+        # The short ones first: those of the long ones are found through them.
+        for (shorter, token), beginning in sorted(self._longer.items(), key=lambda item: self._first[item[1]][1]):
+            if shorter != ROOT:
+                self._at_its_end[beginning] = self.follow(self._at_its_end[shorter], token)
+
+    def follow(self, beginning: int, token: int) -> int:
+        """The longest beginning at the end of a text that ended with ``beginning`` before ``token``."""
+        while (longer := self._longer.get((beginning, token))) is None:
+            if beginning == ROOT:
+                return ROOT
+            beginning = self._at_its_end[beginning]
+        return longer
+
+    def rest(self, beginning: int) -> Tokens:
+        """What is left of the first label with this beginning."""
+        label, length = self._first[beginning]
+        return label[length:]
+
+
+class CandidateLabels:
+    """Recognises the beginning of a label at the end of one request's output.
+
+    Args:
+        trie: of the labels.
+    """
+
+    def __init__(self, trie: LabelTrie) -> None:
+        self._trie = trie
+        self._beginning = ROOT
+
+    def prepare(self, most: int) -> int:
+        """Nothing is left to be done."""
+        return 0
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens of the output; those of the prompt begin no label."""
-        self._tail = [*self._tail, *tokens][-self._longest :] if self._longest else []
+        for token in tokens:
+            self._beginning = self._trie.follow(self._beginning, token)
 
     def propose(self, most: int) -> list[int]:
         """Up to ``most`` tokens of the rest of the label whose longest beginning the output ends with."""
-        for start in range(len(self._tail)):
-            node = self._find(self._tail[start:])
-            if node is not None:
-                return list(node.label[node.place : node.place + most])
-        return []
-
-    def _find(self, beginning: Sequence[int]) -> _Node | None:
-        node = self._root
-        for token in beginning:
-            if token not in node.following:
-                return None
-            node = node.following[token]
-        return node
+        return list(self._trie.rest(self._beginning)[:most])
 
 
-@dataclass
-class _Node:
-    """A beginning: the first ``place`` tokens of ``label``; ``following`` are the longer ones by their next token."""
-
-    label: Tokens = ()
-    place: int = 0
-    following: dict[int, _Node] = field(default_factory=dict)
+def spellings(label: str) -> list[str]:
+    """A label as it stands, and after a space: tokens of what follows other text."""
+    return [label] if label[0].isspace() else [label, f" {label}"]
 
 
-def spellings(label: str, encode: Callable[[str], Sequence[int]]) -> list[Tokens]:
-    """Tokens of a label as it stands, and after a space where that makes another token.
-
-    Args:
-        encode: text to tokens, without special tokens.
-    """
-    texts = [label] if label[0].isspace() else [label, f" {label}"]
-    return list(dict.fromkeys(tuple(encode(text)) for text in texts))
-
-
-def join_labels(labels: Iterable[Tokens]) -> list[int]:
+def join_labels(labels: Sequence[Tokens]) -> list[int]:
     """The labels as one flat list."""
-    return [token for label in labels for token in (*label, _SEPARATOR)]
+    return [*chain.from_iterable((*label, _SEPARATOR) for label in labels)]
 
 
 def split_labels(joined: Sequence[int]) -> list[Tokens]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
+from weakref import WeakValueDictionary
 
-from sglang_dspark.proposals.candidate_labels import CandidateLabels, Tokens
-from sglang_dspark.proposals.ngram_lookup import NgramLookup
+from sglang_dspark.proposals.candidate_labels import CandidateLabels, LabelTrie, split_labels
+from sglang_dspark.proposals.ngram_lookup import NgramLookup, Prompt, as_bytes
 from sglang_dspark.speculation import CLASSIFICATION, SUMMARIZATION, Speculation
 
 
@@ -17,6 +18,9 @@ class Proposer(Protocol):
     is drawn, so its proposal is one-hot at the draft itself.
     """
 
+    def prepare(self, most: int) -> int:
+        """Do up to ``most`` units of work that is not done yet, of about 0.3 us each; how many it were."""
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens of the output."""
 
@@ -24,19 +28,39 @@ class Proposer(Protocol):
         """Up to ``most`` drafts for what comes next; none where the preset has nothing to say."""
 
 
-def make_proposer(options: Speculation, prompt: Sequence[int], labels: Iterable[Tokens]) -> Proposer:
-    """The proposer of a request.
+class Proposers:
+    """Makes proposers. What several requests have in common, as samples of one prompt do, they share."""
 
-    Args:
-        options: with a preset.
-        prompt: its tokens.
-        labels: tokens of the candidates, for the preset classification.
+    def __init__(self) -> None:
+        self._prompts: WeakValueDictionary[tuple[bytes, int, int], Prompt] = WeakValueDictionary()
+        self._tries: WeakValueDictionary[tuple[int, ...], LabelTrie] = WeakValueDictionary()
 
-    Raises:
-        ValueError: the options name no preset.
-    """
-    if options.preset == SUMMARIZATION:
-        return NgramLookup(prompt, options.min_ngram, options.max_ngram)
-    if options.preset == CLASSIFICATION:
-        return CandidateLabels(labels)
-    raise ValueError(f"the preset {options.preset!r} proposes nothing")
+    def make(self, options: Speculation, prompt: Sequence[int], labels: Sequence[int]) -> Proposer:
+        """The proposer of a request.
+
+        Args:
+            options: with a preset.
+            prompt: its tokens.
+            labels: tokens of the candidates, joined, for the preset classification.
+
+        Raises:
+            ValueError: the options name no preset.
+        """
+        if options.preset == SUMMARIZATION:
+            return NgramLookup(self._prompt(as_bytes(prompt), options.min_ngram, options.max_ngram))
+        if options.preset == CLASSIFICATION:
+            return CandidateLabels(self._trie(tuple(labels)))
+        raise ValueError(f"the preset {options.preset!r} proposes nothing")
+
+    def _prompt(self, tokens: bytes, min_ngram: int, max_ngram: int) -> Prompt:
+        key = tokens, min_ngram, max_ngram
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            prompt = self._prompts[key] = Prompt(*key)
+        return prompt
+
+    def _trie(self, joined: tuple[int, ...]) -> LabelTrie:
+        trie = self._tries.get(joined)
+        if trie is None:
+            trie = self._tries[joined] = LabelTrie(split_labels(joined))
+        return trie

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_dspark.arrays import Array
 from sglang_dspark.scheduling.ranking import Bounds, ranked
 from sglang_dspark.scheduling.selection import above_threshold, early_stop, top_prefixes
 from sglang_dspark.scheduling.step_times import StepTimes
@@ -33,15 +34,18 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Best:
-    """The drafts that rank highest are verified; how many was fixed before any of them was drawn.
+    """The drafts that rank highest are verified; how many at most was fixed before any of them was drawn.
 
     Attributes:
         order: [bs, width] float32 what drafts rank by, non-increasing along a row; negative ones are never verified.
         budget: drafts verified in all.
+        exact: whether there are so many that may be verified; only the device knows where a request has a bound by
+            confidence.
     """
 
     order: torch.Tensor
     budget: int
+    exact: bool = True
 
     @property
     def decisive(self) -> torch.Tensor:
@@ -74,7 +78,7 @@ Admitted = Uniform | Best | Lengths
 
 
 def admit(choice: Choice, drafted: Drafted, threshold: float | None, times: StepTimes | None) -> Admitted:
-    """The drafts that ``choice`` verifies. No host sync under the rules UNIFORM and TOP, unless a request has a bound.
+    """The drafts that ``choice`` verifies. Only the rule EARLY_STOP waits for the device.
 
     Args:
         threshold: of the rule THRESHOLD.
@@ -83,8 +87,7 @@ def admit(choice: Choice, drafted: Drafted, threshold: float | None, times: Step
     if choice.is_uniform(len(drafted)):
         return Uniform(choice.depth, len(drafted), drafted.device)
     if choice.rule is Rule.TOP:
-        best = Best(ranked(choice, drafted), choice.budget)
-        return best if choice.fixes_total else Lengths(best.verify_lens)
+        return Best(ranked(choice, drafted), choice.budget, exact=not choice.needs_confidence)
     bounds = None if choice.limits is None else Bounds.of(choice.limits, drafted)
     if choice.rule is Rule.THRESHOLD:
         assert threshold is not None, "the policy was made with one"
@@ -92,6 +95,10 @@ def admit(choice: Choice, drafted: Drafted, threshold: float | None, times: Step
     else:
         assert times is not None, "the policy was made with measured step times"
         step_ms = times.by_drafts(len(drafted), choice.depth, choice.context)
-        survival = drafted.survival if bounds is None else bounds.drafted(drafted.survival)
-        lens = torch.tensor(early_stop(survival.double().cpu().numpy(), step_ms), device=drafted.device)
+        lens = _stopped_early(drafted.survival if bounds is None else bounds.drafted(drafted.survival), step_ms)
     return Lengths(lens if bounds is None else bounds.cut(lens))
+
+
+def _stopped_early(survival: torch.Tensor, step_ms: Array) -> torch.Tensor:
+    """[bs] int64 lengths of Algorithm 1, which reads the survivals on the host."""
+    return torch.tensor(early_stop(survival.double().cpu().numpy(), step_ms), device=survival.device)

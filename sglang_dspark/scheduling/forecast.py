@@ -117,8 +117,10 @@ class Forecast:
         """Show the calibration what came of ``logits`` [n, max_verify]; whether that changed the coefficients."""
         if not self._adapts:
             return False
-        # What lies past the drafted depth was not verified, and is not read.
-        counted = weighted(notes, np.nan_to_num(logits), *outcomes_of(notes))
+        verified, accepted = outcomes_of(notes)
+        # NaN past the drafted depth was not verified, and is not read; that of a broken head is left out.
+        read = np.where(np.arange(self._max_verify) < verified[:, None], logits, 0.0)
+        counted = weighted(notes, read, verified, accepted)
         calibration.observe(*counted, num_steps=sum(note.rounds.choice.weight for note in notes))
         if calibration.num_refits == self._num_refits:
             return False

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_dspark.scheduling.outcomes import Note
 from sglang_dspark.step.choice import PLAIN, Choice, Rule
 
 # The policy adaptive-block: steps whose acceptance counts, the share that whole blocks need, and the short block.
@@ -46,8 +47,8 @@ class Policy(ABC):
         """Accepted drafts that a request must bring per round, or it is not drafted; 0 drafts them all."""
         return 0.0
 
-    def observe(self, verified: int, accepted: int) -> None:  # noqa: B027 - a policy may look back, and most do not
-        """Take note of a step that verified drafts of the drafter, all requests together."""
+    def observe(self, outcome: Note) -> None:  # noqa: B027 - a policy may look back, and most do not
+        """Take note of a step that verified drafts of the drafter."""
 
 
 @dataclass
@@ -111,8 +112,9 @@ class AdaptiveBlockPolicy(Policy):
         verified, accepted = (sum(step[part] for step in self._steps) for part in (0, 1))
         return accepted / verified if verified else 1.0
 
-    def observe(self, verified: int, accepted: int) -> None:
-        self._steps.append((verified, accepted))
+    def observe(self, outcome: Note) -> None:
+        verified = sum(outcome.rounds.verified[request] for request in outcome.requests)
+        self._steps.append((verified, sum(outcome.accept_lens)))
 
     def report(self) -> dict[str, Any]:
         return {"acceptance": self.acceptance}

@@ -58,7 +58,8 @@ def ranked(choice: Choice, drafted: Drafted) -> torch.Tensor:
     bs, width, device = len(drafted), drafted.width, drafted.device
     # A policy without confidences ranks drafts only to keep them within limits, which leave no choice.
     survival = torch.ones((bs, width), device=device) if drafted.confidence is None else drafted.survival
-    survival = torch.nn.functional.pad(survival, (0, width - survival.shape[1]), value=_EXCLUDED)
+    if survival.shape[1] < width:
+        survival = torch.nn.functional.pad(survival, (0, width - survival.shape[1]), value=_EXCLUDED)
     if choice.drafted is not None:
         left_out = host_index([r for r in range(bs) if r not in choice.drafted], device)
         survival = survival.index_fill(0, left_out, _EXCLUDED)

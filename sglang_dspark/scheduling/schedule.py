@@ -205,9 +205,9 @@ class Schedule:
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
             return
-        verified = rounds.verify_lens.tolist()
-        self.policy.observe(sum(verified[running[i]] for i in drafted), sum(accept_lens[i] for i in drafted))
-        self.forecast.note(Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
+        outcome = Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted])
+        self.policy.observe(outcome)
+        self.forecast.note(outcome)
 
     def report(self) -> dict[str, Any]:
         """JSON for the statistics."""

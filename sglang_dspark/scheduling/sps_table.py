@@ -138,16 +138,13 @@ class SpsTable:
         if not isinstance(content, dict) or content.get("version") != FORMAT_VERSION:
             found = content.get("version") if isinstance(content, dict) else None
             raise ConfigError(
-                f"SPS table {str(path)!r} has format version {found!r}, not {FORMAT_VERSION}; remove the file, and it "
-                "is measured anew"
+                f"SPS table {str(path)!r} has format version {found!r}, not {FORMAT_VERSION}; remove the file"
             )
         try:
             # Every key has to be there, whatever has a default.
             return msgspec.convert({"tiers": None} | content, cls, dec_hook=_array)
         except msgspec.ValidationError as error:
-            raise ConfigError(
-                f"SPS table {str(path)!r} is damaged: {error}; remove the file, and it is measured anew"
-            ) from error
+            raise ConfigError(f"SPS table {str(path)!r} is damaged: {error}; remove the file") from error
 
 
 # Its two formats have no version.

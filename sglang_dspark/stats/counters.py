@@ -48,7 +48,7 @@ class Counters:
         self._width = gamma + 1
         self._predicted = predicted or PredictedSurvival(gamma)
         # Lists: adding to one entry of an array takes three times as long.
-        self._loads = [[0.0] * (NUM_SCALARS + self._width**2) for _ in range(NUM_LOADS)]
+        self._loads = [[0.0] * (NUM_SCALARS + 3 * self._width) for _ in range(NUM_LOADS)]
         self.steps_by_policy: Counter[str] = Counter()
 
     def record(
@@ -72,6 +72,7 @@ class Counters:
             copied_lens: drafts that presets proposed per request, 0 where the drafter was asked; None for none.
         """
         row, width = self._loads[load_of(len(verify_lens))], self._width
+        by_verified, by_accepted, by_rejected = range(NUM_SCALARS, NUM_SCALARS + 3 * width, width)
         drafted = sum(draft_lens)
         row[STEPS] += 1
         row[PLAIN_STEPS] += not (drafted or any(copied_lens or ()))
@@ -79,7 +80,9 @@ class Counters:
         row[DRAFTED] += drafted
         for request, (verified, accepted) in enumerate(zip(verify_lens, accept_lens, strict=True)):
             if copied_lens is None or not copied_lens[request]:
-                row[NUM_SCALARS + verified * width + accepted] += 1
+                row[by_verified + verified] += 1
+                row[by_accepted + accepted] += 1
+                row[by_rejected + accepted] += accepted < verified
                 continue
             row[COPIED] += copied_lens[request]
             row[COPIED_ROUNDS] += 1

@@ -8,6 +8,7 @@ A step costs nothing here: a thread copies the sums once a second.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from sglang_dspark.stats.sums import MEASURED_MS, PREDICTED_MS, STEPS, TIMED_STE
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "sglang:dspark_"
 PERIOD_S = 1.0
@@ -129,8 +132,16 @@ class Metrics:
 
     def _run(self) -> None:
         waiting = threading.Event()
+        fails = False
         while not waiting.wait(PERIOD_S):
-            self.update()
+            try:
+                self.update()
+            except (OSError, ValueError) as error:  # a full disk: metrics of several processes are files
+                if not fails:
+                    logger.warning("DSPARK: metrics cannot be updated, which is tried again every second: %r", error)
+                fails = True
+            else:
+                fails = False
 
     def update(self) -> None:
         """Bring all metrics up to date."""
@@ -159,7 +170,7 @@ class Metrics:
             yield "policy_steps_total", steps, {"policy": policy}
 
     def _levels(self) -> Iterator[tuple[str, float | None, dict[str, str]]]:
-        recent, (policy, parked) = self._history.recent(), self._state()
+        recent, (policy, parked) = self._history.snapshot().recent_report(), self._state()
         for name, (key, _) in GAUGES.items():
             yield name, recent[key], {}
         for name, (key, _) in STEP_GAUGES.items():

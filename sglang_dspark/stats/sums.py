@@ -34,9 +34,9 @@ class Sums:
     """Sums over decode steps; a round is one request in one step.
 
     Attributes:
-        loads: [NUM_LOADS, NUM_SCALARS + (gamma + 1) ** 2], by the number of requests in the step. After the scalars,
-            the number of rounds by drafts verified and drafts accepted of them; without the rounds of copied drafts,
-            which say nothing about the drafter.
+        loads: [NUM_LOADS, NUM_SCALARS + 3 * (gamma + 1)], by the number of requests in the step. After the scalars,
+            the number of rounds by drafts verified, by drafts accepted, and once more by drafts accepted, of the rounds
+            that rejected one; without the rounds of copied drafts, which say nothing about the drafter.
         predicted: [3, n], by position in the block, over the verified drafts whose survival was predicted: their
             number, the sum of the predictions, and how many survived. n is at most gamma.
     """
@@ -70,19 +70,18 @@ class Figures:
     """What follows from one row of sums.
 
     Args:
-        row: [NUM_SCALARS + (gamma + 1) ** 2] of :attr:`Sums.loads`.
+        row: [NUM_SCALARS + 3 * (gamma + 1)] of :attr:`Sums.loads`.
         predicted: as in :class:`Sums`; needed by :meth:`by_position` alone.
     """
 
     def __init__(self, row: Array, predicted: Array | None = None) -> None:
         self._row, self._predicted = row, predicted
-        outcomes = row[NUM_SCALARS:]
-        self.gamma = round(len(outcomes) ** 0.5) - 1
-        self._outcomes = outcomes.reshape(self.gamma + 1, self.gamma + 1)
+        self._verified, self._accepted, self._rejected = row[NUM_SCALARS:].reshape(3, -1)
+        self.gamma = len(self._verified) - 1
         lengths = np.arange(self.gamma + 1)
-        self.rounds = int(outcomes.sum() + row[COPIED_ROUNDS])
-        self.verified = int(self._outcomes.sum(1) @ lengths + row[COPIED_VERIFIED])
-        self.accepted = int(self._outcomes.sum(0) @ lengths + row[COPIED_ACCEPTED])
+        self.rounds = int(self._verified.sum() + row[COPIED_ROUNDS])
+        self.verified = int(self._verified @ lengths + row[COPIED_VERIFIED])
+        self.accepted = int(self._accepted @ lengths + row[COPIED_ACCEPTED])
 
     @property
     def steps(self) -> int:
@@ -133,11 +132,10 @@ class Figures:
 
     def positions(self) -> Array:
         """[3, gamma] the drafter's drafts by position: verified, with all before them accepted, accepted."""
-        verified = self._outcomes.sum(1)[:0:-1].cumsum()[::-1]
-        accepted = self._outcomes.sum(0)[:0:-1].cumsum()[::-1]
+        verified = self._verified[:0:-1].cumsum()[::-1]
+        accepted = self._accepted[:0:-1].cumsum()[::-1]
         # A draft was put to the test if those before it were accepted: at the first rejected one, the test was lost.
-        rejected = np.array([self._outcomes[position + 1 :, position].sum() for position in range(self.gamma)])
-        return np.stack([verified, accepted + rejected, accepted])
+        return np.stack([verified, accepted + self._rejected[:-1], accepted])
 
     def by_position(self) -> dict[str, list[float | None]]:
         """JSON, position 0 first.

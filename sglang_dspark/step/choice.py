@@ -31,7 +31,8 @@ class Choice:
         weight: rounds that a round of this step stands for in the statistics of survivals.
         limits: what requests ask for themselves, see :meth:`within`; None when nobody asks for anything.
         with_confidence: whether the drafter's confidences are computed.
-        context: mean context tokens per request, which the choice was made for.
+        context: mean context tokens per request, which the choice was made for. It travels here, so that all ranks of
+            a server take rank 0's.
     """
 
     rule: Rule
@@ -57,11 +58,6 @@ class Choice:
         return self.limits is None and (whole or self.rule is Rule.UNIFORM)
 
     @property
-    def singles_out(self) -> bool:
-        """Whether drafts are ranked by more than their survivals."""
-        return self.forced is not None or self.drafted is not None or self.limits is not None
-
-    @property
     def needs_confidence(self) -> bool:
         """Whether a request asks for a bound by confidence."""
         return self.limits is not None and self.limits.thresholds is not None
@@ -71,10 +67,11 @@ class Choice:
         """Whether presets propose drafts of this step."""
         return self.limits is not None and any(self.limits.copied)
 
-    @property
-    def fixes_total(self) -> bool:
-        """Whether ``budget`` is exactly what is verified, known before the drafts are."""
-        return self.rule is Rule.TOP and not self.needs_confidence
+    def most_drafts(self, requests: int) -> int | None:
+        """Drafts that are verified in all, or fewer where a request has a bound; None where live values decide."""
+        if self.rule is Rule.UNIFORM:
+            return requests * self.depth
+        return self.budget if self.rule is Rule.TOP else None
 
     def within(self, limits: Limits) -> Choice:
         """The same step with what single requests ask for.

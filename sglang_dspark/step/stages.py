@@ -18,7 +18,13 @@ Verify = Callable[[Any, DecodeBatch, VerifyPlan], TargetOutput]
 
 
 class Stages(Protocol):
-    """The stages of one decode step, launched one by one or replayed from CUDA graphs."""
+    """The stages of one decode step.
+
+    Attributes:
+        in_graphs: whether they are replayed from CUDA graphs, or launched one by one.
+    """
+
+    in_graphs: bool
 
     def draft(self, step: DecodeBatch, choice: Choice) -> Drafted:
         """Propose a block for the requests that the choice names; nothing for a plain step."""

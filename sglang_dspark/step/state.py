@@ -1,13 +1,14 @@
 """What the stages of a decode step hand to each other.
 
 Letters: bs requests; gamma drafts per block; N tokens in the verify forward, flattened request by request; V
-vocabulary. Tensors live on the worker's device unless their name ends in ``_cpu``.
+vocabulary. Tensors live on the worker's device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from sglang_dspark.step.transfers import host_index
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """A step's requests, read from SGLang's batch by ``engine.batch.read_decode_batch``."""
+    """A step's requests, read from SGLang's batch by ``engine.scheduler.batch.read_decode_batch``."""
 
     anchors: torch.Tensor  # [bs] int64, last committed token, at position prefix_lens
     prefix_lens: torch.Tensor  # [bs] int64, tokens whose K/V is committed
@@ -175,6 +176,12 @@ class Rounds:
     copied: Sequence[int]
     policy: str = "auto"
     parked: bool = False
+
+    @cached_property
+    def verified(self) -> list[int]:
+        """``verify_lens``, once they are on the host."""
+        lens: list[int] = self.verify_lens.tolist()
+        return lens
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import lines_of
 
 
 def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None = None) -> list[str]:
@@ -22,7 +23,7 @@ def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None 
         ConfigError: the file cannot be read, a line is not of the form above, or there is no line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = lines_of(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path}: {error}; pass a JSONL file of prompts") from error
     texts = [

@@ -26,8 +26,7 @@ from dspark_kernels import (
 )
 
 from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, logits_buffer, static_verify
-from sglang_dspark.scheduling.admission import Best
-from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.choice import Choice
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.state import DecodeBatch, Drafted, TargetOutput, VerifyPlan
 from sglang_dspark.worker.stages import EagerStages
@@ -38,9 +37,6 @@ T = TypeVar("T", PreparedStep, VerifyRows)
 V = TypeVar("V")
 
 logger = logging.getLogger(__name__)
-
-# Rules whose number of rows is part of the choice; the others wait for the device anyway.
-RULES = (Rule.TOP, Rule.UNIFORM)
 
 
 class StepGraphs:
@@ -74,7 +70,6 @@ class StepGraphs:
         self.drafts = torch.zeros((most, depth), dtype=torch.int64, device=device)
         # Logits and survivals; without a head, the logits stay as they are.
         self._scores = torch.full((2, most, depth), torch.nan, device=device).unbind()
-        self.order = torch.zeros((most, depth), device=device)
         self._rows = _zeroed(VerifyRows.empty(most, num_rows, device))
         self._logits = logits_buffer(model_runner, num_rows)
         self.draft: dict[tuple[int, bool], Captured[DraftBlock]] = {}
@@ -82,7 +77,7 @@ class StepGraphs:
         self.accept: dict[tuple[int, bool], Captured[Accepted]] = {}
         self.plans: dict[tuple[int, bool], VerifyPlan] = {}
         self._requests: dict[int, StepRequests] = {}
-        self._first: dict[tuple[Hashable, ...], Any] = {}
+        self._views: dict[tuple[Hashable, ...], Any] = {}
 
     def capture(self) -> None:
         """Capture every tier; takes seconds."""
@@ -169,11 +164,11 @@ class StepGraphs:
             self._requests[slots] = self.prepared.requests(self._req_to_token, slots)
         return self._requests[slots]
 
-    def first(self, make: Callable[[], V], *key: Hashable) -> V:
+    def once(self, make: Callable[[], V], *key: Hashable) -> V:
         """What ``make`` returns, views of a step's part of the buffers, which are made once for every ``key``."""
-        if key not in self._first:
-            self._first[key] = make()
-        return cast("V", self._first[key])
+        if key not in self._views:
+            self._views[key] = make()
+        return cast("V", self._views[key])
 
     def _static_step(self, slots: int, sampled: bool) -> DecodeBatch:
         requests = self.requests_of(slots)
@@ -207,7 +202,7 @@ class StepGraphs:
                 self.step_number.fill_(step.keys.step)
             self._refresh_coefficients()
             block = self.draft[captured_slots, sampled].replay()
-            return self.first(partial(self._block, block, requests), "block", captured_slots, sampled, requests)
+            return self.once(partial(self._block, block, requests), "block", captured_slots, sampled, requests)
         return replace(block, tokens=self.drafts[:requests])
 
     def _block(self, block: DraftBlock, requests: int) -> DraftBlock:
@@ -216,7 +211,7 @@ class StepGraphs:
 
     def confidence_of(self, requests: int) -> Confidence:
         """Of the step's requests; the next draft overwrites it."""
-        return self.first(lambda: Confidence(*(part[:requests] for part in self._scores)), "confidence", requests)
+        return self.once(lambda: Confidence(*(part[:requests] for part in self._scores)), "confidence", requests)
 
     def _refresh_coefficients(self) -> None:
         """Take over what calibration has learned."""
@@ -228,15 +223,15 @@ class StepGraphs:
     def stage(self, step: DecodeBatch, choice: Choice) -> GraphStages | None:
         """Copy ``step`` into the buffers.
 
-        None when its shape was not captured, presets propose drafts for it, or the device alone knows how many drafts
-        it verifies.
+        None when its shape was not captured, when presets propose drafts for it, or when only the device knows how many
+        drafts it verifies at most.
         """
         requests = len(step)
         slots = self.tiers.request_slots(requests)
-        if slots is None or choice.rule not in RULES or choice.has_copies or choice.needs_confidence:
+        drafts = choice.most_drafts(requests)
+        if slots is None or drafts is None or choice.has_copies:
             return None
         plain = choice.depth == 0
-        drafts = requests * choice.depth if choice.rule is Rule.UNIFORM else choice.budget
         rows = slots if plain else self.tiers.token_rows(requests + drafts)
         if rows is None:
             return None
@@ -248,11 +243,16 @@ class StepGraphs:
 class GraphStages:
     """The stages of one staged step.
 
+    Attributes:
+        in_graphs: they are replayed.
+
     Args:
         slots: request slots of the tier that drafts.
         rows: of the tier that verifies.
         plain: whether the step has no drafts.
     """
+
+    in_graphs = True
 
     def __init__(self, graphs: StepGraphs, slots: int, rows: int, plain: bool) -> None:
         self._graphs, self._eager = graphs, graphs.eager
@@ -272,16 +272,8 @@ class GraphStages:
         """Choose which drafts are verified, and lay out the rows of the tier."""
         graphs, slots = self._graphs, self._graphs.slots_of(self._rows)
         admitted = self._eager.schedule.admit(choice, drafted)
-        if isinstance(admitted, Best):
-            # The kernel reads an order for every request slot.
-            order, whole = graphs.first(
-                lambda: (graphs.order[: len(step)], graphs.order[:slots]), "order", len(step), slots
-            )
-            order.copy_(admitted.order)
-            self._eager.agreement.adopt(order)
-            admitted = Best(whole, admitted.budget)
-        self._eager.agreement.adopt(drafted.block.tokens)
-        drafts = drafted.block.tokens if self._plain else graphs.first(lambda: graphs.drafts[:slots], "drafts", slots)
+        self._eager.agreement.adopt(drafted.block.tokens, admitted.decisive)
+        drafts = graphs.once(lambda: graphs.drafts[:slots], "drafts", slots)
         return lay_out(graphs.requests_of(slots), drafts, admitted, graphs.plans[self._rows, self._plain])
 
     def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
@@ -296,9 +288,9 @@ class GraphStages:
             if self._eager.profile is not None:
                 self._graphs.step_number.fill_(step.keys.step)
             accepted = self._graphs.accept[self._rows, self._plain].replay()
-            return self._graphs.first(partial(_first_of, accepted, requests), "accepted", *tier, requests)
+            return self._graphs.once(partial(_first_of, accepted, requests), "accepted", *tier, requests)
         return self._eager.accept(
-            step, drafted, self._graphs.first(partial(_of_requests, plan, requests), "plan", *tier, requests), output
+            step, drafted, self._graphs.once(partial(_of_requests, plan, requests), "plan", *tier, requests), output
         )
 
     def commit(self, plan: VerifyPlan, accepted: Accepted, output: TargetOutput) -> None:

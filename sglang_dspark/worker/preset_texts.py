@@ -10,9 +10,13 @@ import torch
 from dspark_kernels import Accepted
 
 from sglang_dspark.engine.scheduler.options import BatchOptions, proposer_of
-from sglang_dspark.proposals.proposer import Proposer
+from sglang_dspark.proposals.proposer import Proposer, Proposers
 from sglang_dspark.step.state import Copies, DecodeBatch
 from sglang_dspark.step.transfers import host_index
+
+UNITS_PER_STEP = 3072
+"""Of preparing, see :class:`Proposer`: about a millisecond. An n-gram is one: 1024 tokens of a prompt, by default."""
+_LEAST_UNITS = 64  # for each text: what the step before has committed is known at once
 
 
 @dataclass
@@ -63,6 +67,7 @@ class PresetTexts:
 
     def __init__(self, max_verify: int) -> None:
         self._max_verify = max_verify
+        self._proposers = Proposers()
         self._texts: dict[str, _Text] = {}
         self._before: tuple[Sequence[Any], torch.Tensor] | None = None
 
@@ -76,15 +81,17 @@ class PresetTexts:
         # Texts of requests that are not in the batch are dropped: they have ended, or were retracted.
         before, self._texts = self._texts, {}
         proposals: list[list[int]] = [[] for _ in reqs]
+        units = UNITS_PER_STEP
         for place in asked.presets:
             req, options = reqs[place], asked.each[place]
             length = prefix_lens[place] + 1 - len(req.origin_input_ids)
             text = before.get(req.rid)
             if text is None or text.req is not req or not text.catch_up(length, anchors[place]):
-                text = _Text(req, proposer_of(req, options))
+                text = _Text(req, proposer_of(self._proposers, req, options))
                 if not text.catch_up(length, anchors[place]):
                     continue
             self._texts[req.rid] = text
+            units -= text.proposer.prepare(max(units, _LEAST_UNITS))
             proposals[place] = text.proposer.propose(options.copy_limit(self._max_verify))
         return _laid_out(proposals, step)
 

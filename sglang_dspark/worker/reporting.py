@@ -45,11 +45,10 @@ class Reporting:
             running: requests of the step that it was meant for.
             accept_lens: drafts accepted, of these.
         """
-        verify_lens = rounds.verify_lens.tolist()
         self._history.tick()
         self._counters.record(
             [rounds.drafted[request] for request in running],
-            [verify_lens[request] for request in running],
+            [rounds.verified[request] for request in running],
             accept_lens,
             policy=rounds.policy,
             parked=rounds.parked,
@@ -73,14 +72,11 @@ class Reporting:
             )
 
     def report(self, history_s: int = 0) -> dict[str, Any]:
-        """JSON for ``GET /dspark/stats``; ``history_s``: seconds to list one by one."""
+        """What ``GET /dspark/stats`` is made of, see ``full_report``; ``history_s``: seconds to list one by one."""
         known = {"block_size": self._gamma, "max_running_requests": self._max_running_requests}
         # The schedule first: it learns from what it has only noted so far.
-        report = known | self._schedule.report() | self._history.report()
-        for span in (report, report["recent"]):
-            running = span["running_requests"]
-            span["occupancy"] = None if running is None else running / self._max_running_requests
-        return report | {"history": self._history.series(history_s)} if history_s else report
+        known |= self._schedule.report()
+        return {"known": known, "snapshot": self._history.snapshot(history_s).packed()}
 
     def export_metrics(self, labels: dict[str, Any]) -> None:
         """Keep Prometheus metrics up to date from now on, with these labels on all of them."""

@@ -26,6 +26,8 @@ class EagerStages:
         profile: [gamma] float64 probabilities by which drafts are kept in place of what the target says; None asks it.
     """
 
+    in_graphs = False
+
     def __init__(
         self,
         drafter: Drafter | NoDrafter,

@@ -6,6 +6,7 @@ import torch
 from dspark_kernels import StepRequests, plan_lens, plan_top, plan_uniform
 
 from sglang_dspark.scheduling.admission import Admitted, Best, Lengths, Uniform
+from sglang_dspark.scheduling.selection import top_prefixes
 from sglang_dspark.step.state import VerifyPlan
 
 
@@ -27,8 +28,17 @@ def lay_out(
         case Uniform(verify_len):
             rows = plan_uniform(verify_len, tokens, requests, room or bs * (verify_len + 1), into)
             depth = verify_len
+        case Best(order, budget, exact) if room is None and not exact:
+            lens = top_prefixes(order, budget)
+            rows = plan_lens(lens, tokens, requests, bs + _sum_on_host(lens))
         case Best(order, budget):
             rows = plan_top(order, budget, tokens, requests, room or bs + budget, into)
         case Lengths(lens):
-            rows = plan_lens(lens, tokens, requests, bs + int(lens.sum()))
-    return rows if isinstance(rows, VerifyPlan) else VerifyPlan.of(rows, depth + 1)
+            assert room is None, "how many rows these need, only the device knows"
+            rows = plan_lens(lens, tokens, requests, bs + _sum_on_host(lens))
+    return VerifyPlan.of(rows, depth + 1) if into is None else into
+
+
+def _sum_on_host(lens: torch.Tensor) -> int:
+    """Waits for the device."""
+    return int(lens.sum())

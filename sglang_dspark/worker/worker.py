@@ -122,6 +122,7 @@ class DSparkWorker(SpecWorkerBase):
         plan = stages.plan(step, drafted, choice)
         adjusting.read(plan)
         output = stages.verify(batch, step, plan)
+        self.check_logits(output.logits_output.next_token_logits)
         adjusting.apply(plan, output.logits_output.next_token_logits)
         accepted = stages.accept(step, drafted, plan, output)
         publish(accepted.new_seq_lens)
@@ -130,9 +131,8 @@ class DSparkWorker(SpecWorkerBase):
         adjusting.count(accepted.out_tokens)
         self.preset_texts.took(batch.reqs, asked, accepted)
         rounds = self.rounds(batch, asked, step, choice, drafted, plan)
-        in_graphs = stages is not self.eager
         return decode_result(
-            batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=in_graphs
+            batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=stages.in_graphs
         )
 
     def read(self, batch: Any, *, adjusted: bool) -> DecodeBatch:

@@ -76,6 +76,10 @@ def h200_speeds(users: str):
     return median["plain"], median["static:5"], *both[0], median["auto"], *both[1], *one[0], *one[1]
 
 
+def h200_auto() -> list[float]:
+    return [ratio("h200/sweep/sweep.csv", "auto", "plain", users).ratio for users in ("1", "16", "64")]
+
+
 def h200_off() -> list[float]:
     return [ratio("h200/sweep/sweep.csv", "off", "plain", users).ratio for users in ("1", "4", "16", "64")]
 
@@ -173,6 +177,13 @@ TURN = rf"{NUMBER}; {RANGE}"
 KERNEL_CELL = rf"{NUMBER} / (?:{NUMBER}|-) / {NUMBER}"
 QUOTES = [
     Quote("README.md", "What it brings", SPEED_ROW, 5, readme_speeds),
+    Quote(
+        "README.md",
+        "What to expect on a GPU",
+        rf"was {NUMBER} times as fast as plain SGLang for 1 user, and slower for 16 and 64: {NUMBER} and {NUMBER}",
+        1,
+        h200_auto,
+    ),
     Quote(
         PERFORMANCE,
         "SmolLM2-135M on an H200",

@@ -20,6 +20,7 @@ from serving.remaining import RemainingTime
 from serving.schedule import WARM_UP_ROUND, interleave, still_to_measure
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.tools.launch import dspark_flags
 
 PLAIN, STATIC, OTHER = (Configuration(label, "plain", "", "float32") for label in ("plain", "static", "other"))
 
@@ -29,7 +30,7 @@ def test_static_configuration_becomes_flags_and_a_policy():
     assert configuration.label == "static:3@float32 --speculative-dspark-block-size 5"
     assert configuration.verify_len == 3
     assert configuration.server_flags("DRAFT") == (
-        *("--dtype", "float32", "--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", "DRAFT"),
+        *("--dtype", "float32", *dspark_flags("DRAFT")),
         *("--speculative-dspark-block-size", "5"),
     )
     assert configuration.policy_fields == {"policy": "static", "verify_len": 3}

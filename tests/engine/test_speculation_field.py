@@ -41,6 +41,43 @@ def test_bodies_without_the_field_pass_untouched(body):
     assert send(body) == body
 
 
+BAD = '{"text": "a", "speculation": {"max_verify": -1}}'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        BAD.replace("spec", "\\u0073pec"),
+        BAD.replace("spec", "spe\\u0063"),
+        BAD.replace("speculation", "".join(f"\\u{ord(letter):04X}" for letter in "speculation")),
+        BAD.encode("utf-16"),
+        BAD.encode("utf-16-le"),
+        BAD.encode("utf-32-be"),
+        b"\xef\xbb\xbf" + BAD.encode(),
+        BAD.replace('"text"', '"speculation": {"trace": true}, "text"'),
+    ],
+    ids=["first", "middle", "all", "utf-16", "utf-16-le", "utf-32-be", "utf-8-sig", "twice"],
+)
+def test_the_field_is_found_however_it_is_written(body):
+    """As Python's JSON reads it, which is SGLang's parser: the last of several counts."""
+    status, message = send(body if isinstance(body, bytes) else body.encode(), chunk=1000)
+    assert (status, message.partition(" ")[0]) == (400, "speculation.max_verify")
+
+
+@pytest.mark.parametrize("depth", [500, 940, 960, 980, 3000, 100_000])
+def test_a_deep_body_is_passed_on_or_refused_by_name(depth):
+    """Never an error of the server: what cannot be parsed is left to SGLang's own parser."""
+    body = b'{"text": "a", "speculation": {"trace": true}, "x": ' + b"[" * depth + b"]" * depth + b"}"
+    answer = send(body, chunk=len(body))
+    if isinstance(answer, tuple):
+        assert answer[0] == 400
+        assert answer[1].startswith("speculation")
+    elif depth < 900:
+        assert b"custom_params" in answer
+    elif depth > 2000:
+        assert answer == body
+
+
 def test_other_routes_pass_untouched():
     body = b'{"speculation": 1}'
     assert send(body, path="/v1/embeddings", chunk=len(body)) == body

@@ -80,7 +80,7 @@ def assert_same(plan, expected):
 
 
 def check_top(survival, budget, requests, num_tokens, num_real):
-    """Both forms against the selection of the scheduler."""
+    """Both forms against the selection of the scheduler, and with the order of the real requests alone."""
     bs, depth = survival.shape
     drafts = drafts_of(bs, depth, survival.device)
     fitting = min(int(budget), num_tokens - num_real)
@@ -88,6 +88,7 @@ def check_top(survival, budget, requests, num_tokens, num_real):
     expected = flattened(lens, drafts, requests, num_tokens, depth)
     for form in (plan_top, plan_top_ref):
         assert_same(form(survival, budget, drafts, requests, num_tokens), expected)
+        assert_same(form(survival[:num_real], budget, drafts, requests, num_tokens), expected)
 
 
 @pytest.mark.parametrize(("bs", "depth"), SIZES)

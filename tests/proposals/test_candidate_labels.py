@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dspark.proposals.candidate_labels import CandidateLabels, join_labels, spellings, split_labels
+from sglang_dspark.proposals.candidate_labels import CandidateLabels, LabelTrie, join_labels, spellings, split_labels
 
 tokens = st.integers(0, 3)
 label_lists = st.lists(st.lists(tokens, max_size=5).map(tuple), max_size=4)
@@ -11,7 +11,7 @@ label_lists = st.lists(st.lists(tokens, max_size=5).map(tuple), max_size=4)
 
 @given(label_lists, st.lists(st.lists(tokens, max_size=4), max_size=5), st.integers(0, 6))
 def test_proposals_complete_the_longest_beginning_at_the_end(labels, steps, most):
-    watched = CandidateLabels(labels)
+    watched = CandidateLabels(LabelTrie(labels))
     output = []
     for step in steps:
         watched.extend(step)
@@ -26,7 +26,7 @@ def test_proposals_complete_the_longest_beginning_at_the_end(labels, steps, most
 
 
 def test_nothing_is_proposed_before_the_first_token_or_after_the_last():
-    watched = CandidateLabels([(1, 2, 3), (1, 4, 5)])
+    watched = CandidateLabels(LabelTrie([(1, 2, 3), (1, 4, 5)]))
     assert watched.propose(9) == []
     watched.extend([1])
     assert watched.propose(9) == [2, 3]
@@ -36,13 +36,26 @@ def test_nothing_is_proposed_before_the_first_token_or_after_the_last():
     assert watched.propose(9) == []
 
 
-def test_spellings_differ_by_a_leading_space_where_tokens_do():
-    def encode(text):
-        return [ord(character) for character in text]
+def test_labels_are_spelt_with_and_without_a_space_before_them():
+    assert spellings("ab") == ["ab", " ab"]
+    assert spellings(" a") == [" a"]
 
-    assert spellings("ab", encode) == [(97, 98), (32, 97, 98)]
-    assert spellings(" a", encode) == [(32, 97)]
-    assert spellings("ab", lambda text: encode(text.strip())) == [(97, 98)]
+
+@given(st.integers(2, 40), st.integers(1, 400))
+def test_a_text_costs_the_same_per_token_whatever_the_labels_are(length, output):
+    """A text of one token that is a label of one token, many times: every place in it begins the label."""
+    trie, follows = LabelTrie([(0,) * length]), 0
+
+    class Counted(dict):
+        def get(self, key):
+            nonlocal follows
+            follows += 1
+            return super().get(key)
+
+    trie._longer = Counted(trie._longer)
+    watched = CandidateLabels(trie)
+    watched.extend([0] * output + [1])
+    assert follows <= 2 * (output + 1)
 
 
 @given(label_lists)

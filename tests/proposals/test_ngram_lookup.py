@@ -3,10 +3,22 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dspark.proposals.ngram_lookup import NgramLookup
+from sglang_dspark.proposals.ngram_lookup import NgramLookup, Prompt, as_bytes
 
 # Few different tokens, so that everything repeats.
 texts = st.lists(st.integers(0, 3), max_size=40)
+
+
+EVERYTHING = 10_000  # more n-grams than any text here has
+
+
+def lookup_in(prompt, min_ngram, max_ngram):
+    return NgramLookup(Prompt(as_bytes(prompt), min_ngram, max_ngram))
+
+
+def proposal(lookup, most):
+    lookup.prepare(EVERYTHING)
+    return lookup.propose(most)
 
 
 def by_search(text, min_ngram, max_ngram, most):
@@ -24,22 +36,44 @@ def by_search(text, min_ngram, max_ngram, most):
 
 @given(texts, st.lists(texts, max_size=4), st.integers(1, 4), st.integers(0, 3), st.integers(0, 9))
 def test_proposals_are_those_of_a_search(prompt, steps, min_ngram, more, most):
-    lookup = NgramLookup(prompt, min_ngram, min_ngram + more)
+    lookup = lookup_in(prompt, min_ngram, min_ngram + more)
     text = list(prompt)
-    assert lookup.propose(most) == by_search(text, min_ngram, min_ngram + more, most)
+    assert proposal(lookup, most) == by_search(text, min_ngram, min_ngram + more, most)
     for tokens in steps:
         lookup.extend(tokens)
         text += tokens
-        assert lookup.propose(most) == by_search(text, min_ngram, min_ngram + more, most)
+        assert proposal(lookup, most) == by_search(text, min_ngram, min_ngram + more, most)
 
 
 def test_the_most_recent_match_of_the_longest_suffix_wins():
     text = [1, 2, 3, 10, 9, 2, 3, 20, 9, 1, 2, 3]
-    assert NgramLookup(text, 2, 3).propose(2) == [10, 9]
-    assert NgramLookup(text, 2, 2).propose(2) == [20, 9]
-    assert NgramLookup(text, 4, 5).propose(2) == []
+    assert proposal(lookup_in(text, 2, 3), 2) == [10, 9]
+    assert proposal(lookup_in(text, 2, 2), 2) == [20, 9]
+    assert proposal(lookup_in(text, 4, 5), 2) == []
 
 
 def test_a_period_goes_on():
-    assert NgramLookup([5, 1, 2, 1, 2], 2, 2).propose(5) == [1, 2, 1, 2, 1]
-    assert NgramLookup([7, 7, 7, 7], 3, 5).propose(3) == [7, 7, 7]
+    assert proposal(lookup_in([5, 1, 2, 1, 2], 2, 2), 5) == [1, 2, 1, 2, 1]
+    assert proposal(lookup_in([7, 7, 7, 7], 3, 5), 3) == [7, 7, 7]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=200), st.integers(1, 30), st.integers(0, 9))
+def test_a_prompt_is_indexed_in_bounded_steps(prompt, most, drafts):
+    lookup = lookup_in(prompt, 1, 3)
+    steps = 0
+    while done := lookup.prepare(most):
+        steps += 1
+        assert done <= most
+    assert lookup.propose(drafts) == by_search(prompt, 1, 3, drafts) or most < 3
+    assert steps <= len(prompt) // max(1, most // 3) + 1
+
+
+def test_samples_of_a_prompt_share_its_index_and_not_their_outputs():
+    prompt = Prompt(as_bytes([5, 6, 7, 8, 5, 6]), 2, 2)
+    first, second = NgramLookup(prompt), NgramLookup(prompt)
+    assert first.prepare(EVERYTHING) > 0
+    assert second.prepare(EVERYTHING) == 0
+    first.extend([9, 5, 6])
+    first.prepare(EVERYTHING)
+    assert first.propose(2) == [9, 5]
+    assert second.propose(2) == [7, 8]

@@ -2,6 +2,7 @@
 
 import math
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -85,3 +86,22 @@ def test_every_metric_of_the_dashboard_exists(exporter):
     named = set(re.findall(r"sglang:dspark_\w+", GRAFANA.read_text()))
     assert len(named) > 10
     assert named - exposed == set()
+
+
+def test_metrics_outlive_a_full_disk(exporter, monkeypatch, caplog):
+    """Those of several processes are files; what cannot be written now is written later."""
+    monkeypatch.setattr("sglang_dspark.stats.metrics.PERIOD_S", 0.001)
+    update, calls, again = exporter.metrics.update, [], threading.Event()
+
+    def now_and_then():
+        calls.append(len(calls))
+        if len(calls) in (2, 3, 4):
+            raise OSError(28, "No space left on device")
+        update()
+        if len(calls) > 5:
+            again.set()
+
+    monkeypatch.setattr(exporter.metrics, "update", now_and_then)
+    exporter.metrics.start()
+    assert again.wait(60)
+    assert caplog.text.count("metrics cannot be updated") == 1

@@ -74,7 +74,7 @@ def test_limits_that_do_not_bind_change_nothing(requests, depth):
 def test_a_fixed_length_becomes_ragged():
     within = Choice(Rule.UNIFORM, 3, 9).within(Limits((7, 1, 0), (0, 0, 0)))
     assert (within.rule, within.budget, within.drafted) == (Rule.TOP, 4, (0, 1))
-    assert within.fixes_total
+    assert within.most_drafts(3) == 4
 
 
 def test_a_plain_step_verifies_copied_drafts_and_nothing_else():
@@ -86,7 +86,7 @@ def test_a_plain_step_verifies_copied_drafts_and_nothing_else():
 def test_bounds_by_confidence_leave_the_total_open():
     within = Choice(Rule.TOP, 3, 4).within(Limits((3, 3), (0, 0), (0.5, 0.0)))
     assert within.needs_confidence
-    assert not within.fixes_total
+    assert within.most_drafts(2) == 4
 
 
 def test_a_request_that_may_verify_nothing_is_not_drafted():

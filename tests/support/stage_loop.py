@@ -103,7 +103,7 @@ class StageLoop:
             keys=RoundKeys(seed=self.noise_seed, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
         )
         names = [f"r{request}" for request in range(bs)]
-        choice = self.schedule.choose(names, float(prefix_lens.double().mean()))
+        choice = self.stages.agreement.share(self.schedule.choose(names, float(prefix_lens.double().mean())))
         if choice.drafted is not None:
             step = replace(step, drafted_rows=self._rows(choice.drafted))
         drafted = self.stages.draft(step, choice)

@@ -1,11 +1,14 @@
 """Where a server keeps its step times, and what happens where it cannot."""
 
 import logging
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.worker.startup import sps_cache
 
 
@@ -28,7 +31,90 @@ def test_a_named_file_that_cannot_be_written_ends_the_start():
         sps_cache._save(UnwritableTable(), Path("/x/t.json"), named=True)
 
 
-def test_a_user_without_a_home_has_a_cache(monkeypatch):
-    monkeypatch.delenv("HOME")
-    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # what it does for a user that nobody knows
-    assert sps_cache._cache_folder().is_absolute()
+KEY = {"device": "cpu", "max_verify": "2"}
+
+
+def table(drafts=3, **key):
+    times = np.full((1, drafts, 1), 2.0)
+    return SpsTable({**KEY, **key}, [1], range(drafts), [64], times, times)
+
+
+def spoil(path, how):
+    match how:
+        case "empty":
+            path.write_text("")
+        case "torn":
+            path.write_text(path.read_text()[:100])
+        case "binary":
+            path.write_bytes(b"\xff\xfe\x00")
+        case "of another version":
+            path.write_text(path.read_text().replace('"version": ', '"version": 9'))
+        case "negative":
+            path.write_text(path.read_text().replace("2.0", "-2.0"))
+        case "of another device":
+            table(device="gpu").save(path)
+        case "of other drafts":
+            table(drafts=6).save(path)
+
+
+SPOILT = ["empty", "torn", "binary", "of another version", "negative", "of another device", "of other drafts"]
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_cache_that_cannot_be_used_is_measured_anew(tmp_path, caplog, how):
+    path = tmp_path / "table.json"
+    table().save(path)
+    assert sps_cache._load_cached(path, KEY) is not None
+    spoil(path, how)
+    with caplog.at_level(logging.WARNING):
+        assert sps_cache._load_cached(path, KEY) is None
+    assert "step times are measured anew" in caplog.text
+    assert str(path) in caplog.text
+    # And what is measured takes its place.
+    sps_cache._save(table(), path, named=False)
+    assert sps_cache._load_cached(path, KEY) is not None
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_named_file_that_cannot_be_used_ends_the_start(tmp_path, how):
+    path = tmp_path / "table.json"
+    assert sps_cache._load_named(path, KEY) is None
+    table().save(path)
+    assert sps_cache._load_named(path, KEY) is not None
+    spoil(path, how)
+    with pytest.raises(ConfigError, match=r"--speculative-dspark-sps-table-path='.*table.json'.*or name another one"):
+        sps_cache._load_named(path, KEY)
+
+
+@pytest.fixture
+def homeless(monkeypatch, tmp_path):
+    """A user that nobody knows, as in some containers."""
+    monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    return tmp_path / f"sglang-dspark-{os.getuid()}"
+
+
+def test_the_cache_of_a_user_without_a_home_is_his_own(homeless):
+    assert sps_cache._cache_folder() == homeless
+    assert homeless.stat().st_mode & 0o777 == 0o700
+    assert sps_cache._cache_folder() == homeless
+
+
+@pytest.mark.parametrize("planted", ["writable", "link", "file", "foreign"])
+def test_a_folder_that_another_user_could_write_to_is_no_cache(homeless, planted, monkeypatch, caplog):
+    if planted == "link":
+        homeless.symlink_to(homeless.parent)
+    elif planted == "file":
+        homeless.write_text("")
+    else:
+        homeless.mkdir()
+        homeless.chmod(0o777 if planted == "writable" else 0o755)
+    if planted == "foreign":
+        owner = os.getuid()
+        (homeless.parent / f"sglang-dspark-{owner + 1}").mkdir(mode=0o755)
+        monkeypatch.setattr("os.getuid", lambda: owner + 1)
+    with caplog.at_level(logging.WARNING):
+        assert sps_cache._cache_folder() is None
+    assert "step times are not kept" in caplog.text
+    assert sps_cache._load_cached(None, KEY) is None
+    sps_cache._save(table(), None, named=False)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_dspark.engine.scheduler.options import OptionsReader
 from sglang_dspark.worker import preset_texts
-from sglang_dspark.worker.preset_texts import PresetTexts
+from sglang_dspark.worker.preset_texts import UNITS_PER_STEP, PresetTexts
 
 MAX_VERIFY = 4
 
@@ -24,6 +24,10 @@ class Recorder:
 
     def extend(self, tokens):
         self.output += tokens
+
+    def prepare(self, most):
+        self.prepared = most
+        return 1000
 
     def propose(self, most):
         return self.output[-most:]
@@ -49,7 +53,7 @@ def committed(rows):
 def proposers(monkeypatch):
     made = {}
 
-    def make(req, options):
+    def make(proposers, req, options):
         made[id(req)] = Recorder(req.origin_input_ids)
         return made[id(req)]
 
@@ -68,7 +72,9 @@ def test_all_that_is_committed_is_known_and_nothing_else(rounds, first):
     """Step by step, with SGLang up to a step behind, a request that is retracted, and one that takes over its id."""
     with pytest.MonkeyPatch.context() as patch:
         made = {}
-        patch.setattr(preset_texts, "proposer_of", lambda req, options: made.setdefault(len(made), Recorder([])))
+        patch.setattr(
+            preset_texts, "proposer_of", lambda proposers, req, options: made.setdefault(len(made), Recorder([]))
+        )
         texts, asked = PresetTexts(MAX_VERIFY), OptionsReader(MAX_VERIFY)
         req, other = request(preset="summarization"), request("plain")
         text = [first]
@@ -123,3 +129,13 @@ def test_a_server_without_room_for_drafts_asks_no_preset(proposers):
     reqs = [request(preset="summarization")]
     assert texts.propose(reqs, asked.read(reqs), step_of(reqs, [[4]])) is None
     assert proposers == {}
+
+
+def test_what_a_step_prepares_is_bounded_however_many_ask(proposers):
+    texts, asked = PresetTexts(MAX_VERIFY), OptionsReader(MAX_VERIFY)
+    reqs = [request(str(place), preset="summarization") for place in range(6)]
+    texts.propose(reqs, asked.read(reqs), step_of(reqs, [[4]] * 6))
+    prepared = [proposers[id(req)].prepared for req in reqs]
+    assert prepared[:4] == [UNITS_PER_STEP - 1000 * place for place in range(4)]
+    # What the step before has committed of the others is known all the same.
+    assert prepared[4] == prepared[5] <= 64

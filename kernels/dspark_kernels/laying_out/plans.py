@@ -72,10 +72,10 @@ def plan_top_ref(
     out: VerifyRows | None = None,
 ) -> VerifyRows:
     """The same as :func:`plan_top` in plain torch. No host sync."""
-    (bs, depth), device = survival.shape, survival.device
+    bs, depth, device = len(requests), survival.shape[1], survival.device
     real, num_real = _real_requests(requests, device)
     wanted = (num_tokens - num_real).clamp(max=budget)
-    survival = survival.masked_fill(~real[:, None], -1.0)
+    survival = torch.nn.functional.pad(survival, (0, 0, 0, bs - survival.shape[0])).masked_fill(~real[:, None], -1.0)
     # Laid out position by position, a stable sort breaks ties in the order stated in plan_top.
     ranked = survival.T.reshape(-1).sort(descending=True, stable=True)
     admitted = torch.empty(depth * bs, dtype=torch.bool, device=device)
@@ -278,7 +278,7 @@ def _plan_kernel(
 
 @on_kernels(plan_top_ref)
 def plan_top(
-    survival: torch.Tensor,  # [bs, depth] float
+    survival: torch.Tensor,  # [at least the real requests, depth] float
     budget: torch.Tensor | int,
     draft_tokens: torch.Tensor,  # [bs, at least depth] int
     requests: StepRequests,
@@ -301,8 +301,8 @@ def plan_top(
     Raises:
         ValueError: a tier without room for the anchors, or buffers of another size.
     """
-    bs, depth = survival.shape
-    block_r, block_j = _blocks(bs, depth)
+    depth = survival.shape[1]
+    block_r, block_j = _blocks(len(requests), depth)
     if block_r * block_j > _MAX_CANDIDATES:
         return plan_top_ref(survival, budget, draft_tokens, requests, num_tokens, out)
     return _launch(survival, budget, depth, draft_tokens, requests, num_tokens, out)

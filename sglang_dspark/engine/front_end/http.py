@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.middleware import Middleware
 
 from sglang_dspark.engine import fired
 from sglang_dspark.engine.compat.arguments import attached
@@ -23,7 +25,11 @@ UNSERVED_ROUTES = (
     "/update_weights_from_ipc",
     "/release_memory_occupation",
     "/resume_memory_occupation",
+    # It sets what SGLang's own speculation reads and DSPARK does not.
+    "/set_internal_state",
 )
+_MAY_HOLD_FIELD = re.compile(rb"speculation|\\u00[67]|\0")
+"""The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter."""
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 
@@ -39,7 +45,8 @@ def mount(server_args: Any, *args: Any, **kwargs: Any) -> None:
     target_only = settled.reason if isinstance(settled, TargetOnly) else None
     routes.add(app, target_only)
     if target_only is None:
-        app.add_middleware(SpeculationMiddleware)
+        # Innermost: inside the decompression of bodies, and inside CORS, whose headers belong on our errors too.
+        app.user_middleware.append(Middleware(SpeculationMiddleware))
 
 
 class SpeculationMiddleware:
@@ -116,12 +123,12 @@ def _rewrite(body: bytes, path: str) -> bytes:
     Raises:
         ValueError: the field is malformed.
     """
-    if FIELD.encode() not in body:
+    if not _MAY_HOLD_FIELD.search(body):
         return body
     try:
         document = json.loads(body)
-    except ValueError:
-        return body  # not JSON: SGLang's own parser answers
+    except (ValueError, RecursionError):
+        return body  # not JSON, or nested too deeply: SGLang's own parser answers
     if not isinstance(document, dict) or FIELD not in document:
         return body
     options = carried(Speculation.parse(document.pop(FIELD)))
@@ -134,7 +141,10 @@ def _rewrite(body: bytes, path: str) -> bytes:
             if not isinstance(carrier, dict) or not isinstance(carrier.get("custom_params") or {}, dict):
                 raise ValueError("speculation: sampling_params and custom_params must be objects")
             carrier["custom_params"] = {**(carrier.get("custom_params") or {}), **options}
-    return json.dumps(document).encode()
+    try:
+        return json.dumps(document).encode()
+    except RecursionError:
+        raise ValueError("speculation: the body is nested too deeply to be passed on") from None
 
 
 def _bad_request(message: str, param: str | None = FIELD) -> JSONResponse:

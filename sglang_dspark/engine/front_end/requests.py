@@ -9,13 +9,8 @@ import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_dspark.engine.scheduler import options as speculation
+from sglang_dspark.engine.startup.served import REFUSED_FIELDS, REFUSED_FIELDS_OF_SOME_RELEASES
 
-_UNSERVED = (
-    *("return_hidden_states", "custom_logit_processor", "lora_path", "input_embeds"),
-    # Of some releases only.
-    *("watermark", "return_sampling_mask", "max_thinking_tokens", "token_indices_to_pool", "sampling_logprobs_mode"),
-    *("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs"),
-)
 _UNSERVED_PARAMETERS = ("watermark", "beam_width")
 
 
@@ -34,7 +29,7 @@ def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> N
 
 
 def _refusals(request: GenerateReqInput, vocab_size: int) -> Iterator[str]:
-    for name in _UNSERVED:
+    for name in (*REFUSED_FIELDS, *REFUSED_FIELDS_OF_SOME_RELEASES):
         value = getattr(request, name, None)
         if value:
             yield f"DSPARK does not serve {name}={_shown(value)} yet; drop the field or use a server without DSPARK"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,12 +10,20 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from sglang_dspark import dashboard
-from sglang_dspark.engine.front_end import channel
+from sglang_dspark.engine.front_end.channel import Channel
 from sglang_dspark.engine.support import versions
-from sglang_dspark.errors import ConfigError
-from sglang_dspark.stats.history import HISTORY_S
+from sglang_dspark.errors import BusyError, ConfigError
+from sglang_dspark.stats.history import HISTORY_S, Snapshot, full_report
 
 PAGE = "/dspark"
+LONGEST_POLICY = 4096
+"""Bytes of a policy in JSON."""
+_KINDS = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    415: "UnsupportedMediaTypeError",
+    503: "ServiceUnavailableError",
+}
 
 
 def add(app: Any, target_only: str | None) -> None:
@@ -49,25 +58,71 @@ def without_root(path: str, root_path: str) -> str:
 class Routes:
     """Routes of a server that decodes with DSPARK; the scheduler answers."""
 
+    def __init__(self) -> None:
+        self._channel = Channel(_tokenizer_manager)
+
     async def stats(self, history_s: int = 0) -> JSONResponse:
         """Figures since the start and of the last minute; ``history_s``: seconds to list one by one."""
         if not 0 <= history_s <= HISTORY_S:
             return error_response(400, f"history_s={history_s} must lie between 0 and {HISTORY_S}", "history_s")
-        return await _ask("stats", {"history_s": history_s})
+        # All that is kept or nothing: readers with other spans share one question.
+        answer = await self._ask("stats", {"history_s": HISTORY_S if history_s else 0})
+        if isinstance(answer, JSONResponse):
+            return answer
+        return await asyncio.to_thread(_stats, answer, history_s)
 
     async def capabilities(self) -> JSONResponse:
         """What decodes on this server, and why."""
-        return await _ask("capabilities", {})
+        return _in_json(await self._ask("capabilities", {}))
 
     async def policy(self, request: Request) -> JSONResponse:
         """``{"policy": "static", "verify_len": 3}``: another verify policy from the next step on."""
+        if _media_type(request) != "application/json":
+            return error_response(415, "the header must say Content-Type: application/json", "Content-Type")
         try:
-            fields = json.loads(await request.body())
-        except ValueError:
+            fields = json.loads(await _short_body(request))
+        except (ValueError, RecursionError):
             fields = None
-        if not isinstance(fields, dict):
-            return error_response(400, 'the body must be a JSON object like {"policy": "auto"}', "policy")
-        return await _ask("policy", fields)
+        if not isinstance(fields, dict) or any(isinstance(value, dict | list) for value in fields.values()):
+            return error_response(
+                400,
+                f'the body must be a flat JSON object of at most {LONGEST_POLICY} bytes like {{"policy": "auto"}}',
+                "policy",
+            )
+        return _in_json(await self._ask("policy", fields))
+
+    async def _ask(self, question: str, fields: dict[str, Any]) -> Any:
+        """The scheduler's answer, or the response that says why there is none."""
+        try:
+            return await self._channel.ask(question, fields)
+        except ConfigError as error:
+            return error_response(400, str(error), question)
+        except BusyError as error:
+            return error_response(503, str(error), question)
+
+
+def _stats(answer: dict[str, Any], history_s: int) -> JSONResponse:
+    report = full_report(answer["known"], Snapshot.unpacked(answer["snapshot"]), with_history=history_s > 0)
+    if history_s:
+        report["history"] = report["history"][-history_s:]
+    return JSONResponse(report)
+
+
+def _in_json(answer: Any) -> JSONResponse:
+    return answer if isinstance(answer, JSONResponse) else JSONResponse(answer)
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def _short_body(request: Request) -> bytes:
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > LONGEST_POLICY:
+            raise ValueError("too long")
+    return body
 
 
 class TargetOnlyRoutes:
@@ -99,25 +154,19 @@ async def _page() -> HTMLResponse:
     return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
 
 
+def _tokenizer_manager() -> Any:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    return get_global_state().tokenizer_manager
+
+
 def _server_args() -> Any:
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    return get_global_state().tokenizer_manager.server_args
-
-
-async def _ask(question: str, fields: dict[str, Any]) -> JSONResponse:
-    from sglang.srt.entrypoints.http_server import get_global_state
-
-    try:
-        return JSONResponse(await channel.ask(get_global_state().tokenizer_manager, question, fields))
-    except ConfigError as error:
-        return error_response(400, str(error), question)
+    return _tokenizer_manager().server_args
 
 
 def error_response(status: int, message: str, param: str | None) -> JSONResponse:
     """An error in the form of SGLang's and OpenAI's at once."""
-    kind = "BadRequestError" if status == 400 else "NotFoundError"
-    error = {"object": "error", "message": message, "type": kind, "param": param, "code": status}
+    error = {"object": "error", "message": message, "type": _KINDS[status], "param": param, "code": status}
     return JSONResponse({**error, "error": error}, status_code=status)
 
 

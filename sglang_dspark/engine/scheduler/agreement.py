@@ -8,7 +8,7 @@ decode step has three fixed points, at which all ranks take over rank 0's values
 
 1. the policy's choice: an object on the host, before anything is launched;
 2. the drafted tokens, and the verify lengths or what a kernel ranks drafts by: broadcasts on the device, before the
-   target reads any of it (where the policy finds lengths on the host, their sum is shared there, too);
+   target reads any of it;
 3. the accepted tokens: one broadcast on the device, before anything is committed.
 
 In between, ranks compute from equal values: SGLang all-gathers the target's logits. What hangs on confidences and

@@ -139,10 +139,9 @@ def is_running(req: Any) -> bool:
     return not (req.finished() or req.is_retracted)
 
 
-def copy_drafts(step: DecodeBatch, block: DraftBlock | None) -> torch.Tensor:
+def copy_drafts(step: DecodeBatch, block: DraftBlock) -> torch.Tensor:
     """[bs, 2 + depth] int64 for a trace: context length, anchor and drafts."""
-    columns = [step.prefix_lens[:, None], step.anchors[:, None], *([] if block is None else [block.tokens])]
-    return torch.cat(columns, dim=1)
+    return torch.cat([step.prefix_lens[:, None], step.anchors[:, None], block.tokens], dim=1)
 
 
 def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[int]) -> None:

@@ -33,6 +33,18 @@ def token_by_token(original: Callable[..., None], req: Any, new_accepted_len: in
     req.output_ids.extend(run)
 
 
+def forget_overshoot(session: Any, *args: Any, **kwargs: Any) -> None:
+    """Hook before SGLang makes a session's next turn out of the turns before: nobody was shown what follows an end.
+
+    A step may commit tokens behind the one that ends a request. They are no part of its answer, and SGLang would put
+    them into the next prompt.
+    """
+    for node in session.req_nodes.values():
+        req = node.req
+        if req.finished() and req.finished_len is not None:
+            del req.output_ids[req.finished_len :]
+
+
 def _several_ends(req: Any, new_accepted_len: int) -> bool:
     """Whether something other than a stop token may end the request among its last tokens."""
     parameters, grammar = req.sampling_params, req.grammar

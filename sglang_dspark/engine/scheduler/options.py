@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.scheduler.last_batch import LastBatch
-from sglang_dspark.proposals.candidate_labels import join_labels, spellings, split_labels
-from sglang_dspark.proposals.proposer import Proposer, make_proposer
+from sglang_dspark.proposals.candidate_labels import join_labels, spellings
+from sglang_dspark.proposals.proposer import Proposer, Proposers
 from sglang_dspark.speculation import CLASSIFICATION, NO_PRESET, Speculation
 from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.state import Copies
@@ -21,6 +22,8 @@ from sglang_dspark.step.state import Copies
 OPTIONS_KEY = "dspark"
 _CANDIDATES_KEY = "dspark_candidates"
 _LABELS_KEY = "dspark_labels"
+MOST_LABEL_TOKENS = 16384
+"""Of all labels of a request: the scheduler takes milliseconds to read them, once for equal labels."""
 
 
 def carried(options: Speculation) -> dict[str, Any]:
@@ -64,14 +67,30 @@ def settle(manager: Any, request: Any) -> None:
             "speculation.confidence_threshold needs a drafter with a confidence head, which this server does not have; "
             "use speculation.max_verify or drop the key"
         )
+    if isinstance(custom_params, dict):
+        custom_params.pop(_LABELS_KEY, None)
     if options.preset == CLASSIFICATION:
         if manager.tokenizer is None:
             raise ValueError("speculation.candidates needs a tokenizer; start the server without --skip-tokenizer-init")
-        custom_params[_LABELS_KEY] = join_labels(
-            tokens
-            for label in options.candidates
-            for tokens in spellings(label, lambda text: manager.tokenizer.encode(text, add_special_tokens=False))
+        custom_params[_LABELS_KEY] = list(_label_tokens(manager.tokenizer, options.candidates))
+
+
+@lru_cache(maxsize=4)  # the requests of a batch have the same candidates
+def _label_tokens(tokenizer: Any, candidates: tuple[str, ...]) -> tuple[int, ...]:
+    """Tokens of every spelling of every label, joined.
+
+    Raises:
+        ValueError: there are too many.
+    """
+    texts = [text for label in candidates for text in spellings(label)]
+    labels = list(dict.fromkeys(map(tuple, tokenizer(texts, add_special_tokens=False)["input_ids"])))
+    number = sum(map(len, labels))
+    if number > MOST_LABEL_TOKENS:
+        raise ValueError(
+            f"speculation.candidates are {number} tokens, each label counted with and without a space before it; "
+            f"pass fewer or shorter labels, of at most {MOST_LABEL_TOKENS} tokens in all"
         )
+    return tuple(join_labels(labels))
 
 
 def read(req: Any) -> Speculation:
@@ -86,10 +105,10 @@ def read(req: Any) -> Speculation:
     return options
 
 
-def proposer_of(req: Any, options: Speculation) -> Proposer:
+def proposer_of(proposers: Proposers, req: Any, options: Speculation) -> Proposer:
     """What the preset of a scheduler-side request proposes drafts with."""
-    joined = req.sampling_params.custom_params.get(_LABELS_KEY)
-    return make_proposer(options, req.origin_input_ids, split_labels(joined or ()))
+    labels = req.sampling_params.custom_params.get(_LABELS_KEY) if options.preset == CLASSIFICATION else None
+    return proposers.make(options, req.origin_input_ids, labels or ())
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,12 @@ from typing import Any
 from sglang_dspark.step.state import Rounds
 
 
-def count(reqs: Sequence[Any], rounds: Rounds, verify_lens: Sequence[int], running: Sequence[int]) -> None:
-    """Add a step to the requests ``running`` of ``reqs``.
-
-    Args:
-        verify_lens: drafts verified per request of the step.
-    """
+def count(reqs: Sequence[Any], rounds: Rounds, running: Sequence[int]) -> None:
+    """Add a step to the requests ``running`` of ``reqs``."""
     for index in running:
         req = reqs[index]
         drafted, verified = getattr(req, "dspark_counts", (0, 0))
-        req.dspark_counts = drafted + rounds.drafted[index], verified + verify_lens[index]
+        req.dspark_counts = drafted + rounds.drafted[index], verified + rounds.verified[index]
 
 
 def attach(result: None, processor: Any, req: Any) -> None:

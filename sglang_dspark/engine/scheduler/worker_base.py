@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from dspark_kernels import draw
+from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.engine.compat import ranks
 from sglang_dspark.engine.compat.arguments import attached, resolved
@@ -41,12 +42,11 @@ Publish = Callable[[torch.Tensor], None]
 class SpecWorkerBase(WorkerFace):
     """SGLang's Spec V2 worker interface; what it leaves to the subclass is abstract below."""
 
-    def __init__(self, *, server_args: Any, target_worker: Any, **given: Any) -> None:
+    def __init__(self, *, server_args: Any, target_worker: Any, **_given: Any) -> None:
         super().__init__(target_worker)
         self.server_args = resolved(server_args)
-        self.tp_rank = ranks.tp_rank(given)
         self.agreement = Agreement(ranks.tp_group(target_worker.model_runner))
-        if self.tp_rank != 0:
+        if not self.agreement.leads:
             # The ranks of a server have the same to say.
             logging.getLogger("sglang_dspark").setLevel(logging.WARNING)
         self.device = torch.device(target_worker.device)
@@ -99,7 +99,7 @@ class SpecWorkerBase(WorkerFace):
 
     @abstractmethod
     def report(self, history_s: int = 0) -> dict[str, Any]:
-        """JSON for ``GET /dspark/stats``; ``history_s``: seconds to list one by one."""
+        """What ``GET /dspark/stats`` is made of, see ``full_report``; ``history_s``: seconds to list one by one."""
 
     @abstractmethod
     def capabilities(self) -> dict[str, Any]:
@@ -116,11 +116,6 @@ class SpecWorkerBase(WorkerFace):
         Raises:
             ConfigError: the policy cannot be had on this server.
         """
-
-    @property
-    def req_to_token(self) -> torch.Tensor:
-        """[rows, columns] int32, K/V slot of every position of every request."""
-        return self._target_worker.model_runner.req_to_token_pool.req_to_token
 
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Called when the target's pool exists."""
@@ -150,7 +145,7 @@ class SpecWorkerBase(WorkerFace):
             # Under overlap a request that has just ended takes part in one more step, whose tokens nobody gets.
             running = [index for index, req in enumerate(batch.reqs) if is_running(req)]
             if running:
-                count(batch.reqs, result.rounds, result.rounds.verify_lens.tolist(), running)
+                count(batch.reqs, result.rounds, running)
                 self.on_rounds(result.rounds, running, [committed[index] - 1 for index in running])
             record_traces(batch.reqs, result.rounds, committed)
 
@@ -190,9 +185,19 @@ class SpecWorkerBase(WorkerFace):
         )
         return result
 
+    @staticmethod
+    def check_logits(logits: torch.Tensor) -> None:
+        """What SGLang's sampler does with NaN, where SGLANG_SANITIZE_NAN_LOGITS or SGLANG_ENABLE_ASYNC_ASSERT is set.
+
+        Args:
+            logits: the target's, [n, V]; changed in place.
+        """
+        sanitize_nan_logits(logits, "DSPARK: target logits")
+
     def _draw_first(self, batch: Any, result: Any) -> None:
         """Draw the token after each prompt, and after a retraction the next one, into ``result``."""
         rows, output = self.sampling.read(batch.reqs), result.logits_output
+        self.check_logits(output.next_token_logits)
         if self.adjustments.concern_prefill(batch):
             self.adjustments.begin(batch, output.next_token_logits)
         positions = batch.seq_lens.to(torch.int64)

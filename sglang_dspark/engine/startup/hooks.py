@@ -170,6 +170,23 @@ HOOKS: tuple[Hook, ...] = (
         "of several ends among the tokens of a step, the first one counts",
     ),
     Hook(
+        "session-turns",
+        "sglang.srt.session.session_controller.Session.create_req",
+        HookType.BEFORE,
+        "scheduler.finish.forget_overshoot",
+        "scheduler",
+        "the tokens behind an end, which a step may commit, would become part of the next turn's prompt",
+        Moment.SOME_TIME,
+    ),
+    Hook(
+        "stream-when-due",
+        "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
+        HookType.AROUND,
+        "scheduler.streams.when_due",
+        "scheduler",
+        "stream_interval is counted in tokens, of which a step brings several",
+    ),
+    Hook(
         "attach-counts",
         "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._maybe_collect_routed_experts",
         HookType.AFTER,
@@ -251,7 +268,7 @@ def register_flags() -> None:
             HookRegistry.register(hook.target, hook.load_handler(), hook.kind)
 
 
-def install(*places: str) -> None:
+def install(*places: Where) -> None:
     """Apply the hooks of these places; those in force stay. In a scheduler, call it before any memory pool exists.
 
     Raises:

@@ -20,7 +20,7 @@ from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.settled import Serving
-from sglang_dspark.engine.startup import hooks
+from sglang_dspark.engine.startup import hooks, served
 from sglang_dspark.errors import ConfigError, UnservedError
 from sglang_dspark.hub import DRAFT_FILES, local_folder
 
@@ -141,27 +141,6 @@ def validate(server_args: Any) -> None:
         raise ConfigError(refusal)
 
 
-_DROP = "drop the flag"
-_HTTP = f"{_DROP}: requests are checked on their way through HTTP"
-# Arguments that not every release has: name, value where it is not given, remedy.
-_OF_SOME_RELEASES: tuple[tuple[str, Any, str], ...] = (
-    ("attn_dp_size", 1, "pass 1"),
-    ("dwdp_size", 1, "pass 1"),
-    ("smg_grpc_mode", False, _HTTP),
-    ("enable_unified_memory", False, _DROP),
-    ("enable_kv_cache_sharding", False, _DROP),
-    ("enable_page_major_kv_layout", False, _DROP),
-    ("enable_unified_cache_external_linker", False, _DROP),
-    ("enable_flexkv", False, _DROP),
-    ("enable_hisparse", False, _DROP),
-    ("prefill_only_disable_kv_cache", False, _DROP),
-    ("enable_watermark", False, _DROP),
-    ("enable_return_aux_hidden_states", False, _DROP),
-    ("dllm_algorithm", None, _DROP),
-    ("decoupled_spec_role", "null", _DROP),
-    ("speculative_use_block_verification", False, _DROP),
-    ("speculative_draft_sink_size", None, _DROP),
-)
 _SWITCHES_OF_SOME_RELEASES = (
     ("SGLANG_RUST_SERVER", "unset it: requests are checked on their way through the Python server"),
     ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "unset it: the drafter's K/V pool is as large as the target's at first"),
@@ -169,52 +148,10 @@ _SWITCHES_OF_SOME_RELEASES = (
 
 
 def _refusals(args: Any) -> Iterator[str]:
-    view, grpc_port = resolved_view(args), arguments.grpc_port(args)
-    forbidden = [
-        ("--pp-size", args.pp_size, args.pp_size != 1, "pass --pp-size 1"),
-        ("--dp-size", args.dp_size, args.dp_size != 1, "pass --dp-size 1 and scale out with replicas behind a router"),
-        ("--enable-dp-attention", True, view.enable_dp_attention, "drop the flag"),
-        ("--attn-cp-size", view.attn_cp_size, view.attn_cp_size != 1, "pass 1"),
-        ("--dcp-size", args.dcp_size, args.dcp_size != 1, "pass 1"),
-        ("--enable-lora", True, bool(args.enable_lora or args.lora_paths), "drop --enable-lora and --lora-paths"),
-        ("--disaggregation-mode", args.disaggregation_mode, args.disaggregation_mode != "null", "drop the flag"),
-        ("--tokenizer-worker-num", args.tokenizer_worker_num, args.tokenizer_worker_num > 1, "pass 1"),
-        ("--page-size", args.page_size, (args.page_size or 1) != 1, "pass --page-size 1"),
-        ("--enable-mixed-chunk", True, args.enable_mixed_chunk, "drop the flag"),
-        ("--kv-cache-dtype", args.kv_cache_dtype, args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"), "pass auto"),
-        ("--enable-hierarchical-cache", True, args.enable_hierarchical_cache, "drop the flag"),
-        ("--enable-lmcache", True, args.enable_lmcache, "drop the flag"),
-        ("--enable-two-batch-overlap", True, args.enable_two_batch_overlap, "drop the flag"),
-        ("--enable-pdmux", True, args.enable_pdmux, "drop the flag"),
-        ("--grpc-mode", True, args.grpc_mode, _HTTP),
-        ("--grpc-port", grpc_port, grpc_port is not None, f"{_HTTP}; SGLANG_GRPC_PORT sets it as well"),
-        (
-            "--grammar-backend",
-            args.grammar_backend,
-            args.grammar_backend not in ("xgrammar", "llguidance", "none"),
-            "pass xgrammar, llguidance or none: drafts are tried out on a grammar that can go back",
-        ),
-        ("--enable-strict-thinking", True, args.enable_strict_thinking, "drop the flag"),
-        ("--enable-memory-saver", True, args.enable_memory_saver, "drop the flag"),
-        (
-            "--enable-deterministic-inference",
-            True,
-            args.enable_deterministic_inference,
-            "drop the flag; requests with a seed are reproducible under DSPARK without it",
-        ),
-        (
-            "--speculative-draft-window-size",
-            args.speculative_draft_window_size,
-            args.speculative_draft_window_size is not None,
-            "drop the flag",
-        ),
-    ]
-    for flag, value, refused, remedy in forbidden:
-        if refused:
-            yield f"DSPARK cannot run with {flag}={value}; {remedy}"
-    for name, unset, remedy in _OF_SOME_RELEASES:
-        if (value := getattr(view, name, unset)) != unset:
-            yield f"DSPARK cannot run with --{name.replace('_', '-')}={value}; {remedy}"
+    view = resolved_view(args)
+    yield from served.refusals(args, view)
+    if (grpc_port := arguments.grpc_port(args)) is not None:
+        yield f"DSPARK cannot run with --grpc-port={grpc_port}; {served.HTTP}; SGLANG_GRPC_PORT sets it as well"
     for name, remedy in _SWITCHES_OF_SOME_RELEASES:
         if arguments.is_switched_on(name):
             yield f"DSPARK cannot run with {name}=1 in the environment; {remedy}"

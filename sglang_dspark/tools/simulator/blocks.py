@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from sglang_dspark.arrays import Array
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.files import lines_of
 
 FORMAT_VERSION = 1
 _FORMAT = "sglang-dspark blocks"
@@ -146,7 +147,7 @@ class RecordedBlocks:
 
     @classmethod
     def _parse(cls, text: str) -> RecordedBlocks:
-        head, *answers = (json.loads(line) for line in text.splitlines())
+        head, *answers = (json.loads(line) for line in lines_of(text))
         if (head["format"], head["version"]) != (_FORMAT, FORMAT_VERSION):
             raise ValueError(f"format {head['format']!r}, version {head['version']!r}")
         gamma, accepted = int(head["gamma"]), [count for answer in answers for count in answer["accepted"]]

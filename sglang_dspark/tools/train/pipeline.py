@@ -29,12 +29,13 @@ from sglang_dspark.tools.train.rows import (
     padded_ids,
     stored_states,
 )
+from sglang_dspark.tools.train.run_folder import DRAFT_DIR, refuse_finished
 from sglang_dspark.tools.train.server_writer import OwnServerWriter, ServerWriter
 from sglang_dspark.tools.train.target import Target, stop_ids_of
 from sglang_dspark.tools.train.target_defaults import MaskTokens, default_depth, default_taps
 from sglang_dspark.tools.train.text_folder import TextFolder, Texts
 from sglang_dspark.tools.train.text_writer import InProcessWriter
-from sglang_dspark.tools.train.trainer import DRAFT_DIR, StepReport, Trainer, answer_counts, refuse_finished
+from sglang_dspark.tools.train.trainer import StepReport, Trainer, answer_counts
 
 EVALUATION_FILE = "evaluation.json"
 # Greedy texts must be the target's own. In another precision a near-tie may fall the other way, so a token agrees when

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.files import write_text_whole
+from sglang_dspark.files import lines_of, write_text_whole
 from sglang_dspark.tools.prompts import read_prompts
 from sglang_dspark.tools.train.config import TextPlan
 from sglang_dspark.tools.train.corpus import Corpus, generate, invent_prompts
@@ -154,7 +154,7 @@ class TextFolder:
             write_text_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
         train: list[list[int]] = []
         held_out: list[list[int]] = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in lines_of(path.read_text(encoding="utf-8")):
             row = json.loads(line)
             (held_out if row["held_out"] else train).append(prompt_format.encode(row["prompt"]))
         return train, held_out

@@ -9,7 +9,6 @@ Nothing in a step makes the CPU wait for a GPU; a report does.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -33,11 +33,16 @@ from sglang_dspark.tools.train.initialise import initialise
 from sglang_dspark.tools.train.loss import LossOutput, draft_loss
 from sglang_dspark.tools.train.loss_vocabulary import LossVocabulary, VocabularySlice
 from sglang_dspark.tools.train.rows import ComputedStates, CorpusRow, StateSource
+from sglang_dspark.tools.train.run_folder import (
+    DRAFT_DIR,
+    LOG_FILE,
+    STATE_FILE,
+    digest,
+    forget_later_steps,
+    refuse_finished,
+)
 from sglang_dspark.tools.train.target import Target, TargetStates
 
-STATE_FILE = "training_state.pt"
-DRAFT_DIR = "draft"
-LOG_FILE = "log.jsonl"
 # Rows whose features set the scale of the context projection at the start.
 _INIT_ROWS = 16
 # Settings that a resumed run may change; with another number of steps the learning rate follows the new schedule from
@@ -49,7 +54,7 @@ _CHECKPOINT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class StepReport:
-    """Means since the last report, on training batches unless `held_out`."""
+    """Means over the slots since the last report, on training batches unless `held_out`."""
 
     step: int
     loss: float
@@ -263,12 +268,14 @@ class Trainer:
         held_out: bool,
         on_report: Callable[[StepReport], None] | None,
     ) -> StepReport:
+        # A last batch of few texts has few slots, and counts for as much as they are.
+        slots = torch.stack([mask.sum() for mask in supervised]).float()
         accepted = torch.stack([output.acceptance.sum(dim=(0, 1)) for output in outputs]).sum(0)
         acceptance = accepted / torch.stack([mask.sum(dim=(0, 1)) for mask in supervised]).sum(0)
         report = StepReport(
             step=self.step,
             **{
-                name: float(torch.stack([getattr(output, name).detach() for output in outputs]).mean())
+                name: float(torch.stack([getattr(output, name).detach() for output in outputs]) @ (slots / slots.sum()))
                 for name in ("loss", "ce", "l1", "confidence")
             },
             acceptance=tuple(acceptance.tolist()),
@@ -311,7 +318,11 @@ class Trainer:
         path = self.out_dir / STATE_FILE
         if not path.exists():
             return
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(f"{path} is damaged ({reason}); remove it to start afresh") from error
         ours = self.config.to_dict()
         theirs = state["config"]
         changed = [
@@ -331,32 +342,10 @@ class Trainer:
                 "directory to start afresh"
             )
         self.step = self._saved_step = state["step"]
+        forget_later_steps(self.out_dir / LOG_FILE, self.step)
         self._seconds_before = state.get("seconds", 0.0)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-
-
-def refuse_finished(out_dir: Path) -> None:
-    """Refuse to train a new drafter over one that cannot be continued.
-
-    Raises:
-        ConfigError: there is a drafter in `out_dir`, and the state of its training is gone.
-    """
-    draft = out_dir / DRAFT_DIR
-    if (draft / "config.json").exists() and not (out_dir / STATE_FILE).exists():
-        raise ConfigError(
-            f"{draft} holds a drafter, and {STATE_FILE} is gone, without which training would begin anew and write "
-            f"over it; give another output directory, or remove {draft}"
-        )
-
-
-def digest(rows: Sequence[CorpusRow]) -> str:
-    """What tells texts from others, in their order."""
-    hashed = hashlib.sha256()
-    for row in rows:
-        hashed.update(torch.tensor([row.prompt_len, *row.input_ids.shape]).numpy().tobytes())
-        hashed.update(row.input_ids.long().cpu().numpy().tobytes())
-    return hashed.hexdigest()
 
 
 def _parameter_groups(model: DraftModel, config: TrainConfig) -> list[dict[str, Any]]:

@@ -105,7 +105,7 @@ class MeasuredSteps:
         stages = self._staging.of(step, choice)
         plan = stages.plan(step, drafted, choice)
         # Graphs have staged the step already, and need no batch: making one would count as time of the step.
-        batch = self._dummy.fresh() if stages is self._staging.eager else None
+        batch = None if stages.in_graphs else self._dummy.fresh()
         output = stages.verify(batch, step, plan)
         accepted = stages.accept(step, drafted, plan, output)
         stages.commit(plan, accepted, output)

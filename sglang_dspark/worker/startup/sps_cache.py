@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import platform
+import stat
 import tempfile
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,6 @@ from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.worker.graph_stages import StepGraphs
 from sglang_dspark.worker.staging import Staging
 from sglang_dspark.worker.startup.measure_steps import measure_steps, most_requests
 
@@ -40,33 +41,46 @@ def load_or_measure(staging: Staging, target_worker: Any, server_args: Any, max_
         max_verify: most drafts that a step verifies per request.
 
     Raises:
-        ConfigError: the file that the flag names was measured for something else.
+        ConfigError: the file that the flag names is damaged, or was measured for something else.
     """
     options: DSparkConfig = attached(server_args).config
     agreement = staging.eager.agreement
-    key = _key(staging.graphs, target_worker, server_args, max_verify)
+    key = _key(staging, target_worker, server_args, max_verify)
     named = None if options.sps_table_path is None else Path(options.sps_table_path).expanduser()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    path = named or _cache_folder() / f"{digest}.json"
+    folder = _cache_folder()
+    cached = None if folder is None else folder / f"{digest}.json"
     # Rank 0's file and measurements count: on several machines the other ranks have files and clocks of their own.
-    usable = os.access(path, os.R_OK if named is None else os.F_OK)  # a cache that cannot be read is none
-    table = agreement.share(_load(path, key) if usable and agreement.leads else None)
+    table = None
+    if agreement.leads:
+        table = _load_cached(cached, key) if named is None else _load_named(named, key)
+    table = agreement.share(table)
     if table is not None or options.schedule not in _NEEDS_TABLE:
         return table
     table = agreement.share(measure_steps(staging, target_worker, max_verify, key))
     if agreement.leads:
-        _save(table, path, named is not None)
+        _save(table, named or cached, named is not None)
     return table
 
 
-def _cache_folder() -> Path:
+def _cache_folder() -> Path | None:
+    """Where tables are kept; None where another user could put one."""
     try:
         return CACHE.expanduser()
     except RuntimeError:  # a user without a home, as in some containers
-        return Path(tempfile.gettempdir()) / "sglang-dspark" / "sps"
+        folder = Path(tempfile.gettempdir()) / f"sglang-dspark-{os.getuid()}"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            return folder
+    logger.warning("DSPARK: %s belongs to somebody else, or others may write to it; step times are not kept", folder)
+    return None
 
 
-def _save(table: SpsTable, path: Path, named: bool) -> None:
+def _save(table: SpsTable, path: Path | None, named: bool) -> None:
+    if path is None:
+        return
     try:
         table.save(path)
     except OSError as error:
@@ -80,20 +94,48 @@ def _save(table: SpsTable, path: Path, named: bool) -> None:
         logger.info("DSPARK: step times written to %s", path)
 
 
+def _load_cached(path: Path | None, key: dict[str, str]) -> SpsTable | None:
+    """The table of the cache; None where there is none that can be used, and step times are measured anew."""
+    if path is None or not os.access(path, os.R_OK):
+        return None
+    try:
+        return _load(path, key)
+    except ConfigError as error:
+        logger.warning("DSPARK: step times are measured anew: %s", error)
+        return None
+
+
+def _load_named(path: Path, key: dict[str, str]) -> SpsTable | None:
+    """The table that the flag names; None where the file is still to be written.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    if not path.exists():
+        return None
+    try:
+        return _load(path, key)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{flag_name('sps_table_path')}={str(path)!r}: {error}; remove the file, and it is measured anew, or name "
+            "another one"
+        ) from error
+
+
 def _load(path: Path, key: dict[str, str]) -> SpsTable:
     table = SpsTable.load(path)
-    if difference := table.mismatch(key):
-        raise ConfigError(
-            f"{flag_name('sps_table_path')}={str(path)!r} does not fit this server: {difference}; remove the file, "
-            "and it is measured anew, or name another one"
-        )
+    difference = table.mismatch(key)
+    if difference is None and str(table.gamma) != key["max_verify"]:
+        difference = f"it has times of up to {table.gamma} drafts, where a step verifies up to {key['max_verify']}"
+    if difference is not None:
+        raise ConfigError(f"SPS table {str(path)!r} does not fit this server: {difference}")
     logger.info("DSPARK: step times from %s", path)
     return table
 
 
-def _key(graphs: StepGraphs | None, target_worker: Any, server_args: Any, max_verify: int) -> dict[str, str]:
+def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int) -> dict[str, str]:
     """What a table is valid for."""
-    runner = target_worker.model_runner
+    runner, graphs = target_worker.model_runner, staging.graphs
     on_gpu = torch.device(target_worker.device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
@@ -101,6 +143,7 @@ def _key(graphs: StepGraphs | None, target_worker: Any, server_args: Any, max_ve
         "target": _digest(server_args.model_path),
         "draft": _digest(server_args.speculative_draft_model_path),
         "dtype": str(runner.dtype).removeprefix("torch."),
+        "block_size": str(staging.eager.drafter.gamma),
         "max_verify": str(max_verify),
         "max_requests": str(most_requests(runner)),
         "cuda_graphs": "none" if graphs is None else graphs.tiers.digest,

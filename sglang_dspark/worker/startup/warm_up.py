@@ -167,12 +167,14 @@ class _WarmUpSteps:
         self, choice: Choice, laws: Sequence[_Law], copies: Copies | None = None
     ) -> tuple[VerifyPlan, TargetOutput]:
         """Draft and judge by each of ``laws``; plan and verify once: the target knows nothing of them."""
-        stages = self._stages
-        steps = [self._batch(law, choice) for law in laws]
-        blocks = [stages.draft(step, choice).with_copies(copies) for step in steps]
-        plan = stages.plan(steps[0], blocks[0], choice)
-        output = stages.verify(self._dummy.fresh(), steps[0], plan)
-        for step, drafted in zip(steps, blocks, strict=True):
+        stages, step = self._stages, self._batch(laws[0], choice)
+        drafted = stages.draft(step, choice).with_copies(copies)
+        plan = stages.plan(step, drafted, choice)
+        output = stages.verify(self._dummy.fresh(), step, plan)
+        accepted = stages.accept(step, drafted, plan, output)
+        for law in laws[1:]:
+            step = self._batch(law, choice)
+            drafted = stages.draft(step, choice).with_copies(copies)
             accepted = stages.accept(step, drafted, plan, output)
         stages.commit(plan, accepted, output)
         return plan, output

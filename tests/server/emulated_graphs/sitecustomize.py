@@ -12,35 +12,6 @@ REQUEST_SLOTS = [1, 2]
 FOREVER = ExitStack()  # a context that nobody holds ends at once
 
 
-class Emulated:
-    """Stands for ``engine.graphs.Captured``."""
-
-    def __init__(self, run):
-        self._run, self.output = run, run()
-
-    def replay(self):
-        import launches
-
-        with launches.one("graph"):
-            overwrite(self.output, self._run())
-        return self.output
-
-
-def overwrite(old, new):
-    """Copy the tensors of ``new`` to where those of ``old`` are, as a replay writes to fixed addresses."""
-    import torch
-
-    if isinstance(new, torch.Tensor):
-        if new.data_ptr() != old.data_ptr():
-            old.copy_(new)
-    elif isinstance(new, tuple):
-        for was, now in zip(old, new, strict=True):
-            overwrite(was, now)
-    elif hasattr(new, "__dict__"):
-        for name, value in vars(new).items():
-            overwrite(getattr(old, name), value)
-
-
 def emulate(module):
     """Make the worker of a CPU server believe in graphs."""
     import forms
@@ -49,6 +20,7 @@ def emulate(module):
     from dspark_kernels.drafting import walk
     from dspark_kernels.laying_out import plans
     from launches import counting
+    from replays import Emulated
     from waits import watching
 
     from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend

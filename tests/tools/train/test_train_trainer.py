@@ -1,3 +1,4 @@
+import json
 import os
 from dataclasses import replace
 
@@ -10,8 +11,10 @@ from sglang_dspark.tools.train import trainer as trainer_module
 from sglang_dspark.tools.train.config import TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus
 from sglang_dspark.tools.train.evaluate import replay
+from sglang_dspark.tools.train.loss import draft_loss
 from sglang_dspark.tools.train.rows import stored_states
-from sglang_dspark.tools.train.trainer import DRAFT_DIR, STATE_FILE, Trainer
+from sglang_dspark.tools.train.run_folder import DRAFT_DIR, LOG_FILE, STATE_FILE
+from sglang_dspark.tools.train.trainer import Trainer
 
 
 @pytest.mark.slow
@@ -46,6 +49,13 @@ def test_continuing_with_other_settings_is_refused(target, corpus, config, tmp_p
         Trainer(replace(config, learning_rate=1e-4), target, corpus, corpus, tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"not a state"])
+def test_a_damaged_state_is_named(target, corpus, config, tmp_path, content):
+    (tmp_path / "training_state.pt").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"training_state.pt is damaged .*remove it to start afresh"):
+        Trainer(config, target, corpus, corpus, tmp_path)
+
+
 def test_continuing_on_other_texts_is_refused(target, rows, corpus, config, tmp_path):
     """One log would hold measurements on two held-out sets."""
     Trainer(config, target, corpus, corpus, tmp_path).run(until=3)
@@ -73,6 +83,44 @@ def test_others_may_read_the_drafter(target, corpus, config, tmp_path):
         os.umask(previous)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / DRAFT_DIR).iterdir()}
     assert modes == {"model.safetensors": 0o644, "config.json": 0o644}
+
+
+def test_a_run_that_was_killed_logs_every_step_once(target, corpus, config, tmp_path):
+    """It goes on from the checkpoint of step 3, and writes the report of step 4 again."""
+    Trainer(config, target, corpus, corpus, tmp_path / "whole").run()
+    Trainer(config, target, corpus, corpus, tmp_path / "killed").run(until=5)
+    with (tmp_path / "killed" / LOG_FILE).open("a") as log:
+        log.write('{"step": 5, "lo')
+    Trainer(config, target, corpus, corpus, tmp_path / "killed").run()
+    whole, killed = (
+        [json.loads(line) for line in (tmp_path / name / LOG_FILE).read_text().splitlines()]
+        for name in ("whole", "killed")
+    )
+    assert [(entry["step"], entry["held_out"]) for entry in killed] == [
+        (entry["step"], entry["held_out"]) for entry in whole
+    ]
+    assert [entry["loss"] for entry in killed if entry["held_out"]] == [
+        entry["loss"] for entry in whole if entry["held_out"]
+    ]
+
+
+def test_held_out_means_are_over_slots_not_batches(target, rows, corpus, config, tmp_path, monkeypatch):
+    """Five rows in batches of four: the last batch is one row."""
+    parts = []
+
+    def recorded(model, batch, *others):
+        output = draft_loss(model, batch, *others)
+        if not torch.is_grad_enabled():
+            parts.append((float(output.loss), int(batch.supervised.sum())))
+        return output
+
+    monkeypatch.setattr(trainer_module, "draft_loss", recorded)
+    reports = []
+    config = replace(config, batch_rows=4, steps=1, checkpoint_every=1)
+    Trainer(config, target, corpus, Corpus(rows[:5]), tmp_path).run(reports.append)
+    (held_out,) = [report for report in reports if report.held_out]
+    assert len(parts) == 2 and parts[0][1] > 2 * parts[1][1]
+    assert held_out.loss == pytest.approx(sum(loss * n for loss, n in parts) / sum(n for _, n in parts))
 
 
 def test_taps_must_agree_with_the_target(target, corpus, config, tmp_path):

@@ -27,6 +27,7 @@ from transformers import AutoConfig
 
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids, save_token_ids
 from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.files import lines_of
 from sglang_dspark.tools.prompts import read_prompts
 from sglang_dspark.tools.train.config import TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus, generate, invent_prompts
@@ -34,10 +35,11 @@ from sglang_dspark.tools.train.measure import measure, measured_texts, table
 from sglang_dspark.tools.train.prompt_format import PromptFormat
 from sglang_dspark.tools.train.recipes.seed_prompts import BOXED, openings, templated
 from sglang_dspark.tools.train.rows import CorpusRow, keep_states, kept_bytes, stored_states
+from sglang_dspark.tools.train.run_folder import DRAFT_DIR
 from sglang_dspark.tools.train.server_writer import OwnServerWriter
 from sglang_dspark.tools.train.target import Target, stop_ids_of
 from sglang_dspark.tools.train.text_writer import InProcessWriter, TextWriter
-from sglang_dspark.tools.train.trainer import DRAFT_DIR, StepReport, Trainer, answer_counts
+from sglang_dspark.tools.train.trainer import StepReport, Trainer, answer_counts
 
 TARGET_DIR = Path(".cache/smollm2-135m-instruct")
 
@@ -176,7 +178,7 @@ def write_corpus(
     writer: TextWriter, prompt_format: PromptFormat, prompts_path: Path, folder: Path, seconds: float, say: Say
 ) -> None:
     """Let the target answer the prompts for about `seconds`; texts go to shards in `folder`."""
-    rows = [json.loads(line) for line in prompts_path.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in lines_of(prompts_path.read_text(encoding="utf-8"))]
     encoded = [(prompt_format.encode(row["prompt"]), row["temperature"]) for row in rows]
     prompts, temperatures = zip(*(row for row in encoded if len(row[0]) <= MAX_PROMPT_LEN), strict=True)
     say(f"{len(prompts)} prompts to answer")

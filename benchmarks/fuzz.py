@@ -1,0 +1,76 @@
+r"""Do odd requests harm a server or its other users? A real server, thousands of bodies, one neighbour.
+
+    python benchmarks/fuzz.py --target T --draft D --number 10000 --output RESULTS/fuzz.json
+
+The bodies know what a request looks like, and get something in it wrong: types, numbers, encodings, depth, headers, the
+field `speculation`, policies; some clients go away. Meanwhile a neighbour streams the same greedy text again and again.
+No answer may be an HTTP 5xx, none may stay away, the server has to live, and the neighbour's text may not change. How
+long he waits between two arrivals is compared with what he waits when nobody else is there; what comes more than 50 ms
+later than usual is counted. Odd requests are work too: on a CPU a step with them takes longer.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from fuzzing.traffic import LATE_MS, Neighbour, Tally, alone, send
+from rich.console import Console
+
+from sglang_dspark.tools import provenance
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
+
+
+def report_of(tally: Tally, quiet: Neighbour, neighbour: Neighbour) -> dict[str, Any]:
+    """JSON: what happened."""
+    usual = statistics.median(quiet.gaps_ms)
+    wrong = sum(text != quiet.texts[0] for text in (*quiet.texts, *neighbour.texts))
+    late = [gap for gap in neighbour.gaps_ms if gap > usual + LATE_MS]
+    return {
+        "requests": sum(tally.answers.values()),
+        "answers": dict(sorted(tally.answers.items())),
+        "server_errors": tally.num_errors,
+        "first_errors": tally.errors,
+        "hangs": tally.hangs,
+        "slowest_answer": {"seconds": tally.slowest_s[0], "kind": tally.slowest_s[1]},
+        "neighbour": {
+            "texts": len(neighbour.texts),
+            "wrong_texts": wrong,
+            "steps": len(neighbour.gaps_ms),
+            "usual_ms": usual,
+            "slowest_alone_ms": max(quiet.gaps_ms),
+            "slowest_ms": max(neighbour.gaps_ms, default=0.0),
+            "late_steps": len(late),
+        },
+        "passed": not tally.num_errors and not tally.hangs and not wrong,
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--target", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--draft", type=click.Path(path_type=Path, exists=True), required=True)
+@click.option("--number", default=10_000, show_default=True, help="Requests.")
+@click.option("--users", default=4, show_default=True, help="Who send them.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--output", type=click.Path(path_type=Path), required=True)
+def main(target: Path, draft: Path, number: int, users: int, seed: int, output: Path) -> None:
+    """Command line; see the module."""
+    flags = (*CPU_FLAGS, "--dtype", "float32", *dspark_flags(draft), "--chat-template", "chatml")
+    with LaunchedServer(target, *flags, env=CPU_ENV) as server:
+        quiet = alone(server.url, texts=10)
+        with Neighbour(server.url) as neighbour:
+            tally = send(server.url, number, seed, users)
+        after = alone(server.url, texts=1)
+    report = {**provenance.record(), "seed": seed, "users": users, **report_of(tally, quiet, neighbour)}
+    report["passed"] = report["passed"] and after.texts[0] == quiet.texts[0]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    provenance.write_json(output, report)
+    Console().print(report)
+    sys.exit(0 if report["passed"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""Which flags and request fields of SGLang DSPARK serves: one list, for the refusals and docs/sglang_flags.md.
+
+Every flag and field of one SGLang is named here, so that a new one is noticed when SGLang changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+LISTED_SGLANG = "0.5.15.post1"
+"""The release whose flags and fields these are; of others, the lists refuse what they name."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A flag that DSPARK serves with some values only.
+
+    Attributes:
+        name: the field of ``ServerArgs``.
+        allowed: values that are served, the default among them.
+        remedy: what to do instead.
+    """
+
+    name: str
+    allowed: tuple[Any, ...]
+    remedy: str = "drop the flag"
+
+    def refuses(self, args: Any) -> bool:
+        """Whether ``args`` have another value."""
+        return getattr(args, self.name, self.allowed[0]) not in self.allowed
+
+
+HTTP = "drop the flag: requests are checked on their way through HTTP"
+OTHER_ALGORITHM = "drop the flag: DSPARK does not read it, it belongs to other speculative algorithms"
+
+REFUSED_FLAGS: tuple[Refusal, ...] = (
+    Refusal("pp_size", (1,), "pass --pp-size 1"),
+    Refusal("dp_size", (1,), "pass --dp-size 1 and scale out with replicas behind a router"),
+    Refusal("enable_dp_attention", (False,)),
+    Refusal("attn_cp_size", (1,), "pass 1"),
+    Refusal("dcp_size", (1,), "pass 1"),
+    Refusal("enable_lora", (False, None), "drop --enable-lora and --lora-paths"),
+    Refusal("lora_paths", (None, [], {}), "drop --enable-lora and --lora-paths"),
+    Refusal("disaggregation_mode", ("null",)),
+    Refusal("tokenizer_worker_num", (1,), "pass 1"),
+    Refusal("page_size", (1, None), "pass --page-size 1"),
+    Refusal("enable_mixed_chunk", (False,)),
+    Refusal("kv_cache_dtype", ("auto", "bfloat16", "bf16"), "pass auto"),
+    Refusal("enable_hierarchical_cache", (False,)),
+    Refusal("enable_lmcache", (False,)),
+    Refusal("enable_two_batch_overlap", (False,)),
+    Refusal("enable_pdmux", (False,)),
+    Refusal("grpc_mode", (False,), HTTP),
+    Refusal(
+        "grammar_backend",
+        ("xgrammar", "llguidance", "none"),
+        "pass xgrammar, llguidance or none: drafts are tried out on a grammar that can go back",
+    ),
+    Refusal("enable_strict_thinking", (False,)),
+    Refusal("enable_memory_saver", (False,)),
+    Refusal(
+        "enable_deterministic_inference",
+        (False,),
+        "drop the flag; requests with a seed are reproducible under DSPARK without it",
+    ),
+    Refusal("enable_unified_memory", (False,)),
+    Refusal("enable_page_major_kv_layout", (False,)),
+    Refusal("enable_hisparse", (False,)),
+    Refusal("prefill_only_disable_kv_cache", (False,)),
+    Refusal("dllm_algorithm", (None,)),
+    Refusal("enable_streaming_session", (False,), "drop the flag; sessions without streaming are served"),
+    Refusal("enable_return_routed_experts", (False,)),
+    Refusal("enable_return_indexer_topk", (False,)),
+    Refusal("speculative_num_steps", (None, 1), "drop the flag; --speculative-dspark-block-size shortens the block"),
+    Refusal("speculative_eagle_topk", (None, 1), OTHER_ALGORITHM),
+    Refusal("speculative_dflash_block_size", (None,), "pass --speculative-dspark-block-size"),
+    Refusal("speculative_accept_threshold_single", (1.0,), "drop the flag: DSPARK keeps the target's law, always"),
+    Refusal("speculative_accept_threshold_acc", (1.0,), "drop the flag: DSPARK keeps the target's law, always"),
+    Refusal("speculative_use_rejection_sampling", (False,), "drop the flag: DSPARK always samples by rejection"),
+    Refusal("speculative_token_map", (None,), "drop the flag: a drafter of DSPARK brings draft_vocabulary.json along"),
+    Refusal("speculative_attention_mode", ("prefill",), OTHER_ALGORITHM),
+    Refusal("speculative_draft_attention_backend", (None,), "drop the flag: the drafter has an attention of its own"),
+    Refusal("speculative_draft_window_size", (None,)),
+    Refusal("speculative_draft_model_quantization", (None, "unquant"), "serve an unquantised drafter"),
+    Refusal("speculative_moe_runner_backend", (None, "auto"), OTHER_ALGORITHM),
+    Refusal("speculative_moe_a2a_backend", (None, "none"), OTHER_ALGORITHM),
+    Refusal("speculative_skip_dp_mlp_sync", (False,), OTHER_ALGORITHM),
+    Refusal("enable_multi_layer_eagle", (False,), OTHER_ALGORITHM),
+    Refusal("speculative_adaptive", (False,), "drop the flag: the policy auto of DSPARK adapts by itself"),
+    Refusal("speculative_adaptive_config", (None,), "drop the flag: the policy auto of DSPARK adapts by itself"),
+    Refusal("decoupled_spec_bind_endpoint", (None,), OTHER_ALGORITHM),
+    Refusal("decoupled_spec_connect_endpoints", (None,), OTHER_ALGORITHM),
+    Refusal("decoupled_spec_rank", (None,), OTHER_ALGORITHM),
+    Refusal("decoupled_spec_role", ("null",), OTHER_ALGORITHM),
+    Refusal("spec_trace_dir", (None,), OTHER_ALGORITHM),
+    Refusal("speculative_ngram_min_bfs_breadth", (1,), OTHER_ALGORITHM),
+    Refusal("speculative_ngram_max_bfs_breadth", (10,), OTHER_ALGORITHM),
+    Refusal("speculative_ngram_match_type", ("BFS",), OTHER_ALGORITHM),
+    Refusal("speculative_ngram_max_trie_depth", (18,), OTHER_ALGORITHM),
+    Refusal("speculative_ngram_capacity", (10_000_000,), OTHER_ALGORITHM),
+    Refusal("speculative_ngram_external_corpus_path", (None,), OTHER_ALGORITHM),
+    Refusal("speculative_ngram_external_sam_budget", (0,), OTHER_ALGORITHM),
+    Refusal("speculative_ngram_external_corpus_max_tokens", (10_000_000,), OTHER_ALGORITHM),
+)
+
+REFUSED_FLAGS_OF_SOME_RELEASES: tuple[Refusal, ...] = (
+    Refusal("attn_dp_size", (1,), "pass 1"),
+    Refusal("dwdp_size", (1,), "pass 1"),
+    Refusal("smg_grpc_mode", (False,), HTTP),
+    Refusal("enable_kv_cache_sharding", (False,)),
+    Refusal("enable_unified_cache_external_linker", (False,)),
+    Refusal("enable_flexkv", (False,)),
+    Refusal("enable_watermark", (False,)),
+    Refusal("enable_return_aux_hidden_states", (False,)),
+    Refusal("speculative_use_block_verification", (False,)),
+    Refusal("speculative_draft_sink_size", (None,)),
+)
+"""Flags that the release of these lists does not have."""
+
+CHECKED_ELSEWHERE = {
+    "device": "`cpu` or `cuda`",
+    "quantization": "refused: targets are served unquantised",
+    "attention_backend": "`torch_native` on a CPU, `triton` on CUDA, which is the default",
+    "decode_attention_backend": "as `--attention-backend`",
+    "prefill_attention_backend": "as `--attention-backend`",
+    "sampling_backend": "`pytorch`, which is the default: its law is the one that is kept",
+    "speculative_algorithm": "`DSPARK`",
+    "speculative_draft_model_path": "the drafter; required, or `--speculative-dspark-draft-free`",
+    "speculative_draft_model_revision": "served",
+    "speculative_draft_load_format": "`auto`, `safetensors` or `dummy`",
+    "speculative_num_draft_tokens": "block size + 1, which is the default",
+    "min_free_slots_delay": "served; the default is 1, as on a plain server",
+    "disable_overlap_schedule": "served",
+    "num_continuous_decode_steps": "without effect, as with all speculative algorithms",
+    "model_impl": "SGLang's own models; others fail at start-up",
+}
+"""Flags with a rule of their own: what it says."""
+
+SERVED_FLAGS = """
+model_path tokenizer_path tokenizer_mode skip_tokenizer_init load_format trust_remote_code context_length revision
+json_model_override_args dtype mem_fraction_static max_running_requests max_queued_requests max_total_tokens
+chunked_prefill_size max_prefill_tokens schedule_policy enable_priority_scheduling schedule_conservativeness
+disable_radix_cache nccl_port dist_timeout dist_init_addr tp_size random_seed watchdog_timeout host port
+fastapi_root_path skip_server_warmup warmups ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password
+enable_ssl_refresh api_key admin_api_key served_model_name weight_version chat_template hf_chat_template_name
+completion_template enable_cache_report reasoning_parser tool_call_parser sampling_defaults preferred_sampling_params
+allow_auto_truncate stream_interval stream_response_default_include_usage incremental_streaming_output log_level
+log_level_http log_requests log_requests_level log_requests_format log_requests_target
+uvicorn_access_log_exclude_prefixes show_time_cost enable_metrics tokenizer_metrics_custom_labels_header
+tokenizer_metrics_allowed_custom_labels extra_metric_labels bucket_time_to_first_token bucket_inter_token_latency
+bucket_e2e_request_latency decode_log_interval constrained_json_whitespace_pattern
+constrained_json_disable_any_whitespace cuda_graph_max_bs_decode cuda_graph_bs_decode disable_prefill_cuda_graph
+disable_decode_cuda_graph disable_cuda_graph download_dir gc_threshold sleep_on_idle
+""".split()
+"""Flags that mean what they mean on a plain server."""
+
+OTHER_MODELS_FLAGS = """
+is_embedding enable_multimodal quantization_param_path modelopt_quant modelopt_checkpoint_restore_path
+modelopt_checkpoint_save_path modelopt_export_path quantize_and_serve rl_quant_profile swa_full_tokens_ratio
+disable_hybrid_swa_memory moe_dp_size enable_dsa_prefill_context_parallel dsa_prefill_cp_mode
+asr_max_buffer_seconds asr_max_concurrent_sessions mm_attention_backend fp8_gemm_runner_backend
+fp4_gemm_runner_backend dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend dsa_topk_backend
+mamba_backend flashinfer_mla_disable_ragged enable_fused_moe_sum_all_reduce enable_deepseek_v4_fp4_indexer
+torchao_config ep_size moe_a2a_backend moe_runner_backend flashinfer_mxfp4_moe_precision deepep_mode
+deepep_dispatcher_output_dtype ep_num_redundant_experts ep_dispatch_algorithm init_expert_location enable_eplb
+eplb_algorithm eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk
+eplb_min_rebalancing_utilization_threshold expert_distribution_recorder_mode
+expert_distribution_recorder_buffer_size enable_expert_distribution_metrics deepep_config moe_dense_tp_size
+elastic_ep_backend enable_elastic_expert_backup mooncake_ib_device enable_deepep_waterfill elastic_ep_rejoin
+disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion enforce_shared_experts_fusion
+max_mamba_cache_size mamba_ssm_dtype enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
+mamba_full_memory_ratio mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval
+enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_backend linear_attn_decode_backend
+linear_attn_prefill_backend enable_linear_replayssm linear_replayssm_cache_len  hisparse_config
+enable_broadcast_mm_inputs_process enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config
+limit_mm_data_per_request enable_mm_global_cache disable_fast_image_processor keep_mm_feature_on_device
+kt_weight_path kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts kt_max_deferred_experts_per_token
+ dllm_algorithm_config encoder_only language_only encoder_transfer_backend encoder_urls
+encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder
+""".split()
+"""Flags of models that are refused as targets: experts, state spaces, other modalities, other quantisations."""
+
+REFUSED_FEATURES_FLAGS = """
+pp_max_micro_batch_size pp_async_batch_depth load_balance_method enable_prefill_cp cp_strategy
+enable_prefill_context_parallel prefill_cp_mode enable_dp_attention_local_control_broadcast enable_dp_lm_head
+enable_attn_tp_input_scattered disable_attn_tp_gather grpc_http_sidecar_port hicache_ratio hicache_size
+hicache_write_policy hicache_io_backend hicache_mem_layout hicache_storage_backend hicache_storage_prefetch_policy
+hicache_storage_backend_extra_config enable_lora_overlap_loading max_lora_rank lora_target_modules max_loaded_loras
+max_loras_per_batch lora_eviction_policy lora_backend max_lora_chunk_size experts_shared_outer_loras
+lora_use_virtual_experts lora_strict_loading lora_drain_wait_threshold tbo_token_distribution_threshold
+lmcache_config_file disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device
+disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache num_reserved_decode_tokens
+disaggregation_decode_extra_slots disaggregation_decode_polling_interval pdmux_config_path sm_group_num
+enable_weights_cpu_backup enable_draft_weights_cpu_backup
+""".split()
+"""Flags that only adjust something that is refused itself."""
+
+UNEXAMINED_FLAGS = """
+tokenizer_backend detokenizer_worker_num model_loader_extra_config model_config_parser enable_fp32_lm_head
+enable_tf32_matmul enable_dynamic_chunking prefill_max_requests disable_priority_preemption default_priority_value
+abort_on_priority_when_disabled schedule_low_priority_values_first priority_scheduling_preemption_threshold
+radix_eviction_policy
+disable_chunked_prefix_cache scheduler_recv_interval nnodes node_rank enable_p2p_check base_gpu_id gpu_id_step
+soft_watchdog_timeout use_ray custom_sigquit_handler numa_node enable_http2 file_storage_path
+strip_thinking_cache tool_server batch_notify_size enable_session_radix_cache crash_dump_folder
+enable_mfu_metrics enable_metrics_for_all_schedulers load_snapshot_publish_interval prompt_tokens_buckets
+generation_tokens_buckets gc_warning_threshold_secs enable_request_time_stats_logging kv_events_config
+enable_forward_pass_metrics forward_pass_metrics_worker_id forward_pass_metrics_ipc_name enable_trace trace_modules
+otlp_traces_endpoint export_metrics_to_file export_metrics_to_file_dir stat_loggers radix_cache_backend
+bf16_gemm_backend disable_flashinfer_autotune cuda_graph_config cuda_graph_backend_decode cuda_graph_backend_prefill
+cuda_graph_max_bs_prefill cuda_graph_bs_prefill cuda_graph_tc_compiler disable_cuda_graph_padding
+enable_profile_cuda_graph enable_cudagraph_gc debug_cuda_graph enable_layerwise_nvtx_marker enable_nccl_nvls
+enable_symm_mem triton_attention_reduce_in_fp32 triton_attention_num_kv_splits triton_attention_split_tile_size
+enable_fused_qk_norm_rope enable_precise_embedding_interpolation disable_custom_all_reduce enable_mscclpp
+enable_torch_symm_mem pre_warm_nccl enable_quant_communications enable_flashinfer_allreduce_fusion
+enforce_disable_flashinfer_allreduce_fusion flashinfer_allreduce_fusion_backend enable_aiter_allreduce_fusion
+enable_torch_compile enable_torch_compile_debug_mode torch_compile_max_bs enable_single_batch_overlap
+cpu_offload_gb offload_group_size offload_num_in_group offload_prefetch_step offload_mode
+optimistic_prefill_retries custom_weight_loader weight_loader_disable_mmap weight_loader_prefetch_checkpoints
+weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load
+remote_instance_weight_loader_seed_instance_ip remote_instance_weight_loader_seed_instance_service_port
+remote_instance_weight_loader_send_weights_group_ports remote_instance_weight_loader_backend
+remote_instance_weight_loader_start_seed_via_transfer_engine engine_info_bootstrap_port modelexpress_config
+model_checksum delete_ckpt_after_loading decrypted_config_file decrypted_draft_config_file
+checkpoint_engine_wait_weights_before_ready enable_prefill_delayer prefill_delayer_max_delay_passes
+prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets
+prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio prefill_delayer_max_delay_ms
+rl_on_policy_target kv_canary kv_canary_real_data kv_canary_sweep_interval enable_dynamic_batch_tokenizer
+dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode
+disable_tokenizer_batch_decode debug_tensor_dump_output_folder debug_tensor_dump_layers
+debug_tensor_dump_input_file enable_custom_logit_processor enable_return_hidden_states disable_outlines_disk_cache
+enable_mis forward_hooks msprobe_dump_config
+""".split()
+"""Flags that go to SGLang as they are; nobody has looked at what they do together with DSPARK."""
+
+REFUSED_FIELDS = (
+    "return_hidden_states",
+    "custom_logit_processor",
+    "lora_path",
+    "lora_id",
+    "input_embeds",
+    "positional_embed_overrides",
+    "return_routed_experts",
+    "return_indexer_topk",
+)
+"""Fields of a request that DSPARK refuses when they are set."""
+
+REFUSED_FIELDS_OF_SOME_RELEASES = (
+    "watermark",
+    "return_sampling_mask",
+    "max_thinking_tokens",
+    "token_indices_to_pool",
+    "sampling_logprobs_mode",
+    "return_flat_raw_top_logprobs",
+    "return_flat_raw_output_top_logprobs",
+)
+"""The same, of fields that the release of these lists does not have."""
+
+SERVED_FIELDS = """
+rid text input_ids sampling_params return_logprob logprob_start_len top_logprobs_num token_ids_logprob
+return_text_in_logprobs stream log_metrics session_params routing_key conversation_id background require_reasoning
+priority extra_key no_logs custom_labels return_prompt_token_ids external_trace_header received_time http_worker_ipc
+""".split()
+
+OTHER_MODELS_FIELDS = """
+image_data video_data audio_data mm_hashes use_audio_in_video modalities max_dynamic_patch min_dynamic_patch
+image_max_dynamic_patch video_max_dynamic_patch images_config need_wait_for_mm_inputs num_items_assigned
+mm_data_mooncake encoder_urls routed_experts_start_len
+""".split()
+
+REFUSED_FEATURES_FIELDS = """
+bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size routed_dp_rank disagg_prefill_dp_rank
+""".split()
+
+UNEXAMINED_FIELDS = "session_id return_bytes return_entropy multi_item_delimiter_indices".split()
+
+SAMPLING_PARAMETERS = """
+max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty presence_penalty
+repetition_penalty min_new_tokens n json_schema regex ebnf structural_tag ignore_eos skip_special_tokens
+spaces_between_special_tokens no_stop_trim custom_params stream_interval logit_bias sampling_seed stop_strs
+stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized
+""".split()
+"""Sampling parameters, all served; the last five are SGLang's own."""
+
+
+def refusals(args: Any, resolved: Any) -> Iterator[str]:
+    """What of the server's flags DSPARK refuses.
+
+    Args:
+        args: SGLang's ``ServerArgs``.
+        resolved: the same, with what SGLang has decided about them by now.
+    """
+    for refusal in (*REFUSED_FLAGS, *REFUSED_FLAGS_OF_SOME_RELEASES):
+        if refusal.refuses(args) or refusal.refuses(resolved):
+            value = getattr(args if refusal.refuses(args) else resolved, refusal.name)
+            yield f"DSPARK cannot run with {flag_of(refusal.name)}={value}; {refusal.remedy}"
+
+
+def flag_of(name: str) -> str:
+    """The flag of a field of ``ServerArgs``."""
+    return "--" + name.replace("_", "-")

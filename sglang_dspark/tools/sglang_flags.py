@@ -1,0 +1,124 @@
+"""Writes docs/sglang_flags.md: ``python -m sglang_dspark.tools.sglang_flags > docs/sglang_flags.md``."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterable
+
+from sglang_dspark.engine.startup import served
+
+_WIDTH = 120
+_PAGE = """\
+# Every flag and request field of SGLang, and what DSPARK does with it
+
+Every flag and every request field of SGLang {sglang} is on this page. It is written by
+`sglang_dspark/engine/startup/served.py`, whose lists the server's own checks read; a test compares them with
+SGLang's.
+
+A refusal ends the start with a message, or answers the request with HTTP 400; both name the flag or field and the
+remedy.
+
+## Flags
+
+### Refused
+
+| flag | served values | otherwise |
+|---|---|---|
+{refused}
+
+### With a rule of their own
+
+| flag | rule |
+|---|---|
+{elsewhere}
+
+### Served as on a plain server
+
+{served}
+
+### Not examined
+
+These go to SGLang as they are. Nobody has looked at what they do together with DSPARK.
+
+{unexamined}
+
+### Of models that are refused
+
+They belong to mixtures of experts, state-space models, other modalities and quantised weights, and do nothing for the
+targets that DSPARK serves.
+
+{other_models}
+
+### Of features that are refused
+
+They only adjust one of the refused flags above.
+
+{refused_features}
+
+## Request fields
+
+The fields of `/generate`; the OpenAI routes translate theirs into these.
+
+* Refused when they are set:
+{refused_fields}
+* Served as on a plain server:
+{served_fields}
+* Served sampling parameters, of which the last five are SGLang's own:
+{parameters}
+* Not examined:
+{unexamined_fields}
+* Of models that are refused:
+{other_models_fields}
+* Of features that are refused:
+{refused_features_fields}
+
+## Environment variables
+
+`SGLANG_SANITIZE_NAN_LOGITS` and `SGLANG_ENABLE_ASYNC_ASSERT` do to the target's logits what SGLang's sampler does
+without DSPARK. Other variables of SGLang were not examined.
+
+## Routes
+
+The routes that would change the target of a running server, free its memory or set what other speculative algorithms
+read answer HTTP 400: `/update_weights_from_disk`, `/update_weights_from_distributed`, `/update_weights_from_tensor`,
+`/update_weights_from_ipc`, `/release_memory_occupation`, `/resume_memory_occupation`, `/set_internal_state`. The
+field `speculation` is read on `/generate`, `/v1/completions` and `/v1/chat/completions`; other routes serve requests
+with the server's policy.
+"""
+
+
+def table() -> str:
+    """The page."""
+    refused = "\n".join(
+        f"| `{served.flag_of(flag.name)}` | {_allowed(flag)} | {flag.remedy} |" for flag in served.REFUSED_FLAGS
+    )
+    elsewhere = "\n".join(f"| `{served.flag_of(name)}` | {said} |" for name, said in served.CHECKED_ELSEWHERE.items())
+    return _PAGE.format(
+        sglang=served.LISTED_SGLANG,
+        refused=refused,
+        elsewhere=elsewhere,
+        served=_listed(map(served.flag_of, served.SERVED_FLAGS)),
+        other_models=_listed(map(served.flag_of, served.OTHER_MODELS_FLAGS)),
+        refused_features=_listed(map(served.flag_of, served.REFUSED_FEATURES_FLAGS)),
+        unexamined=_listed(map(served.flag_of, served.UNEXAMINED_FLAGS)),
+        refused_fields=_listed(served.REFUSED_FIELDS),
+        served_fields=_listed(served.SERVED_FIELDS),
+        parameters=_listed(served.SAMPLING_PARAMETERS),
+        other_models_fields=_listed(served.OTHER_MODELS_FIELDS),
+        refused_features_fields=_listed(served.REFUSED_FEATURES_FIELDS),
+        unexamined_fields=_listed(served.UNEXAMINED_FIELDS),
+    )
+
+
+def _allowed(refusal: served.Refusal) -> str:
+    return ", ".join(f"`{value}`" for value in refusal.allowed if value is not None and value not in ([], {})) or "none"
+
+
+def _listed(names: Iterable[str]) -> str:
+    listed = ", ".join(f"`{name}`" for name in names)
+    return textwrap.fill(listed, _WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())

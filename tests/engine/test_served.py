@@ -1,0 +1,67 @@
+"""Every flag and request field of SGLang is on the list of what is served."""
+
+from collections import Counter
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_dspark.engine.compat import arguments
+from sglang_dspark.engine.startup import served
+from sglang_dspark.tools.sglang_flags import table
+
+PAGE = Path(__file__).parents[2] / "docs" / "sglang_flags.md"
+FLAGS = [
+    *(refusal.name for refusal in served.REFUSED_FLAGS),
+    *served.CHECKED_ELSEWHERE,
+    *served.SERVED_FLAGS,
+    *served.OTHER_MODELS_FLAGS,
+    *served.REFUSED_FEATURES_FLAGS,
+    *served.UNEXAMINED_FLAGS,
+]
+FIELDS = [
+    *served.REFUSED_FIELDS,
+    *served.SERVED_FIELDS,
+    *served.OTHER_MODELS_FIELDS,
+    *served.REFUSED_FEATURES_FIELDS,
+    *served.UNEXAMINED_FIELDS,
+]
+
+
+@pytest.mark.skipif(version("sglang") != served.LISTED_SGLANG, reason="the lists are those of another release")
+@pytest.mark.parametrize(
+    ("listed", "of_sglang"),
+    [
+        (FLAGS, lambda: [field.name for field in arguments.fields()]),
+        (FIELDS, lambda: [field.name for field in fields(GenerateReqInput)]),
+        (served.SAMPLING_PARAMETERS, lambda: SamplingParams.__struct_fields__),
+    ],
+    ids=["flags", "fields", "sampling_parameters"],
+)
+def test_the_lists_are_those_of_sglang(listed, of_sglang):
+    """Where this fails on a new SGLang: look at what the new one does, then put it where it belongs."""
+    assert Counter(listed) == Counter(of_sglang())
+
+
+def test_the_page_is_that_of_the_lists():
+    """``python -m sglang_dspark.tools.sglang_flags > docs/sglang_flags.md`` writes it anew."""
+    assert PAGE.read_text(encoding="utf-8") == table()
+
+
+DEFAULTS = {field.name: field.default for field in arguments.fields()} | {"grammar_backend": "xgrammar"}
+
+
+@pytest.mark.parametrize(
+    "refusal", served.REFUSED_FLAGS + served.REFUSED_FLAGS_OF_SOME_RELEASES, ids=lambda refusal: refusal.name
+)
+def test_defaults_are_served_and_other_values_refused_by_name(refusal):
+    defaults = SimpleNamespace(**DEFAULTS)
+    assert list(served.refusals(defaults, defaults)) == []
+    flag = "--" + refusal.name.replace("_", "-")
+    given = SimpleNamespace(**{**DEFAULTS, refusal.name: "something"})
+    assert list(served.refusals(given, defaults)) == [f"DSPARK cannot run with {flag}=something; {refusal.remedy}"]
+    assert list(served.refusals(defaults, given)) == [f"DSPARK cannot run with {flag}=something; {refusal.remedy}"]

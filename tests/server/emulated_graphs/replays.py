@@ -1,0 +1,29 @@
+"""Functions that are called again where a GPU would replay a graph: results go to where the first ones lie."""
+
+import torch
+from launches import one
+
+
+class Emulated:
+    """Stands for ``engine.forward.graphs.Captured``."""
+
+    def __init__(self, run):
+        self._run, self.output = run, run()
+
+    def replay(self):
+        with one("graph"):
+            overwrite(self.output, self._run())
+        return self.output
+
+
+def overwrite(old, new):
+    """Copy the tensors of ``new`` to where those of ``old`` are, as a replay writes to fixed addresses."""
+    if isinstance(new, torch.Tensor):
+        if new.data_ptr() != old.data_ptr():
+            old.copy_(new)
+    elif isinstance(new, tuple):
+        for was, now in zip(old, new, strict=True):
+            overwrite(was, now)
+    elif hasattr(new, "__dict__"):
+        for name, value in vars(new).items():
+            overwrite(getattr(old, name), value)

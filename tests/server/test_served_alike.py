@@ -1,0 +1,68 @@
+"""What a request may ask for of SGLang, and gets as from a plain server though steps bring several tokens."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from golden_server import CASES, call, greedy, policy
+
+
+def turns(server, stops):
+    """Texts of a session: after the first turn, appended ones of two more, and one that starts from the first again."""
+    session = json.loads(call(server, "/open_session", body={"capacity_of_str_len": 10_000})[1])
+    texts, rids = [], []
+    for place, (stop, parent) in enumerate(zip(stops, (None, 0, 1, 0), strict=True)):
+        body = greedy(CASES[place]["prompt_ids"], 24, session_params={"id": session})
+        body["sampling_params"]["stop_token_ids"] = [stop]
+        body["session_params"]["rid"] = None if parent is None else rids[parent]
+        answer = server.post_json("/generate", body)
+        texts.append(answer["output_ids"])
+        rids.append(answer["meta_info"]["id"])
+    assert call(server, "/close_session", body={"session_id": session})[0] == 200
+    return texts
+
+
+def test_a_session_continues_what_was_shown(plain, dspark):
+    """Each turn ends at a token in the middle of a text, with drafts behind it accepted already."""
+    stops = [case["output_ids"][10] for case in CASES[:2]] + [1, 1]
+    expected = turns(plain, stops)
+    assert len(expected[0]) < 24  # the stop counted
+    with policy(dspark, "static"):
+        assert turns(dspark, stops) == expected
+
+
+def streamed(server, interval):
+    """Lengths of the text in every message of its stream."""
+    body = greedy(CASES[0]["prompt_ids"], 64, stream=True)
+    body["sampling_params"]["stream_interval"] = interval
+    lines = call(server, "/generate", body=body)[1].split("\n\n")
+    answers = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    return [answer["meta_info"]["completion_tokens"] for answer in answers]
+
+
+@pytest.mark.parametrize("interval", [8, 20])
+def test_a_stream_arrives_as_often_as_without_speculation(plain, dspark, interval):
+    expected = streamed(plain, interval)
+    assert expected == [*range(1, 64, interval), 64]
+    with policy(dspark, "static"):
+        lengths = streamed(dspark, interval)
+    assert lengths[-1] == 64
+    for due in expected:
+        # At the end of the step that brought the token, of eight at most.
+        assert any(due <= length < due + 8 for length in lengths), (due, lengths)
+    assert len(lengths) <= len(expected)
+
+
+def test_errors_can_be_read_by_a_page_of_another_site(dspark):
+    import urllib.error
+    import urllib.request
+
+    from sglang_dspark.tools.http_client import open_directly
+
+    headers = {"Content-Type": "application/json", "Origin": "http://elsewhere.example"}
+    body = b'{"text": "a", "speculation": {"max_verify": -1}}'
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        open_directly(urllib.request.Request(dspark.url + "/generate", body, headers), timeout=60)
+    assert caught.value.code == 400
+    assert caught.value.headers["Access-Control-Allow-Origin"]

@@ -1,0 +1,83 @@
+"""What becomes of texts when a model computes NaN: the drafter's harms nobody, the target's harms its own request."""
+
+import numpy as np
+import pytest
+import torch
+from stage_loop import StageLoop
+
+from sglang_dspark.scheduling.sps_table import SpsTable
+
+NUM_TOKENS = 24
+NAN = float("nan")
+VOCAB_SIZE = 256
+
+
+def table(gamma):
+    """Verifying a draft costs a tenth of a plain step, drafting another tenth."""
+    drafts, requests = np.arange(gamma + 1.0), np.array([[1.0], [8.0]])
+    verify, draft = 10 + drafts * requests, np.where(drafts > 0, 1.0, 0.0) * requests
+    return SpsTable({}, [1, 8], range(gamma + 1), [64], draft[..., None], verify[..., None])
+
+
+def served(loop, num_tokens=NUM_TOKENS):
+    """Texts of the golden prompts, and those of the target alone."""
+    cases = loop.golden.cases
+    outputs = loop.serve([case.prompt_ids for case in cases], num_tokens)
+    expected = [case.output_ids[:num_tokens] for case in cases]
+    return [output[: len(text)] for output, text in zip(outputs, expected, strict=True)], expected
+
+
+POLICIES = [{"schedule": "early-stop"}, {}]
+
+
+@pytest.mark.parametrize("options", POLICIES, ids=lambda options: options.get("schedule", "auto"))
+@pytest.mark.parametrize("part", ["drafter", "confidence head"])
+def test_a_broken_drafter_costs_time_and_no_text(options, part):
+    loop = StageLoop(table(7), **options)
+    model = loop.drafter.model
+    for parameter in (model if part == "drafter" else model.confidence).parameters():
+        parameter.data.fill_(NAN)
+    outputs, expected = served(loop)
+    assert outputs == expected
+
+
+def test_nothing_is_learned_from_a_broken_confidence_head():
+    loop = StageLoop(table(7))
+    for parameter in loop.drafter.model.confidence.parameters():
+        parameter.data.fill_(NAN)
+    served(loop)
+    report = loop.schedule.report()
+    assert set(report["calibration"]["pairs"]) == {0}
+
+
+def test_a_drafter_that_fails_now_and_then_is_learned_from_where_it_does_not():
+    loop = StageLoop(table(7))
+    predict, calls = loop.schedule.forecast.predict, []
+
+    def now_and_then(logits, *args):
+        calls.append(len(calls))
+        broken = torch.full_like(logits, NAN) if len(calls) % 2 else logits
+        return predict(broken, *args)
+
+    loop.schedule.forecast.predict = now_and_then
+    outputs, expected = served(loop)
+    assert outputs == expected
+    pairs = loop.schedule.report()["calibration"]["pairs"][0]
+    assert 0 < pairs < 0.7 * len(calls) * len(expected)
+
+
+def test_nan_of_the_target_stays_with_its_request():
+    loop = StageLoop(schedule="static")
+    verify = loop._verify
+
+    def broken(batch, step, plan):
+        output = verify(batch, step, plan)
+        start, stop = plan.indptr[:2].tolist()
+        output.logits_output.next_token_logits[start:stop] = NAN
+        return output
+
+    loop.stages._verify = broken
+    outputs, expected = served(loop)
+    assert outputs[0] != expected[0]
+    assert outputs[1:] == expected[1:]
+    assert all(0 <= token < VOCAB_SIZE for token in outputs[0])

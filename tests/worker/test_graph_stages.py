@@ -1,0 +1,136 @@
+"""Steps as on a GPU, without a server: staged into tiers, laid out in buffers, replayed by calling again."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from replays import Emulated
+from stage_loop import StageLoop
+from step_tables import make_table
+
+from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.state import TargetOutput
+from sglang_dspark.worker import graph_stages
+from sglang_dspark.worker.graph_stages import StepGraphs
+from sglang_dspark.worker.staging import Staging
+
+NUM_TOKENS = 16
+
+
+class GraphLoop(StageLoop):
+    """Takes its steps by captured stages where they fit into them.
+
+    Attributes:
+        replayed: whether each step was.
+        limits: what requests ask for.
+    """
+
+    def __init__(self, monkeypatch, slots, limits=None, **options):
+        super().__init__(make_table(lambda r, d, c: 10 + d * r, lambda r, d, c: 1 + 0 * r, gamma=7), **options)
+        self._slots, self._patch, self.limits, self.replayed = slots, monkeypatch, limits, []
+        choose = self.schedule.choose
+        self.schedule.choose = lambda ids, context: choose(ids, context, self.limits)
+        self.eager, self.stages = self.stages, None
+
+    def _step(self, number):
+        if self.stages is None:
+            self.stages = Chosen(self, self._captured())
+        super()._step(number)
+
+    def _captured(self):
+        @contextmanager
+        def capturing(runner):
+            yield Emulated
+
+        def static_verify(runner, step, plan, logits):
+            captured = torch.zeros(len(plan.input_ids), self.drafter.model.fc.weight.shape[1])
+
+            def run():
+                if int(plan.indptr[-1]) == 0:  # captured before there is a step
+                    return TargetOutput(SimpleNamespace(next_token_logits=logits), captured)
+                output = self._verify(None, step, plan)
+                found = output.logits_output.next_token_logits
+                logits.fill_(torch.nan)  # what padding is, nobody may ask
+                logits[: len(found)], captured[: len(found)] = found, output.captured
+                return TargetOutput(SimpleNamespace(next_token_logits=logits), captured)
+
+            return run
+
+        runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self._table))
+        runner.model_config = SimpleNamespace(vocab_size=len(self.target([1])[0][0]))
+        buffer = lambda runner, rows: torch.zeros(rows, runner.model_config.vocab_size)  # noqa: E731
+        for name, value in {"capturing": capturing, "static_verify": static_verify, "logits_buffer": buffer}.items():
+            self._patch.setattr(graph_stages, name, value)
+        self._patch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+        graphs = StepGraphs(self.eager, runner, self._slots, self.gamma, seed=self.noise_seed)
+        graphs.capture()
+        return graphs
+
+
+class Chosen:
+    """The stages that a server would take for each step."""
+
+    def __init__(self, loop, graphs):
+        self._loop, self._staging, self.agreement = loop, Staging(loop.eager, graphs), loop.eager.agreement
+
+    def draft(self, step, choice):
+        self._now = self._staging.of(step, choice)
+        self._loop.replayed.append(self._now.in_graphs)
+        return self._now.draft(step, choice)
+
+    def __getattr__(self, name):
+        return getattr(self._now, name)
+
+
+def prompts_of(loop):
+    return [case.prompt_ids for case in loop.golden.cases[:3]]
+
+
+def expected(loop):
+    return [case.output_ids[:NUM_TOKENS] for case in loop.golden.cases[:3]]
+
+
+@pytest.mark.parametrize("slots", [[4], [1, 2, 3, 8]], ids=["padded", "fitting"])
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": "off"}, {"schedule": "static"}, {"schedule": "static", "verify_len": 2}, {}],
+    ids=["off", "static", "static-2", "auto"],
+)
+def test_greedy_text_of_replayed_steps(monkeypatch, options, slots):
+    loop = GraphLoop(monkeypatch, slots, **options)
+    assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
+    assert all(loop.replayed)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits((7, 1, 0), (0, 0, 0)),
+        Limits((7, 7, 7), (0, 0, 0), (0.0, 0.6, 0.9)),
+        Limits((3, 7, 7), (0, 0, 0), (0.5, 0.0, 0.6)),
+    ],
+    ids=["at most", "confidence", "both"],
+)
+def test_what_requests_ask_for_is_replayed_too(monkeypatch, limits):
+    loop = GraphLoop(monkeypatch, [1, 2, 4], limits, schedule="static")
+    assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
+    assert all(loop.replayed)
+
+
+def test_live_policies_and_large_batches_are_launched(monkeypatch):
+    loop = GraphLoop(monkeypatch, [1, 2, 4], schedule="threshold", confidence_threshold=0.6)
+    assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
+    assert not any(loop.replayed)
+    loop = GraphLoop(monkeypatch, [1, 2], schedule="static")
+    assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
+    assert not any(loop.replayed)
+
+
+def test_sampled_text_is_that_of_launched_steps(monkeypatch):
+    """Noise is keyed by request and step, wherever these lie."""
+    launched = StageLoop(schedule="static", verify_len=3)
+    loop = GraphLoop(monkeypatch, [4], schedule="static", verify_len=3)
+    texts = launched.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=[1, 2, 3])
+    assert loop.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=[1, 2, 3]) == texts
+    assert all(loop.replayed)
