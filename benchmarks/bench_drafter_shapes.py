@@ -26,6 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -57,14 +58,14 @@ class TimedDrafter:
         self.config, self.proposed_tokens = config, proposed_tokens
         shape = (config.vocab_size, config.hidden_size)
         model = DraftModel(config, own_embedding=False, own_lm_head=False).to(dtype)
-        if model.confidence is not None:
-            model.confidence.float()
+        if model.confidence_head is not None:
+            model.confidence_head.float()
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         embedding = torch.randn(shape, dtype=dtype) * 0.02
         model.freeze().bind_target(embedding, embedding)
         ids = None if proposed_tokens == config.vocab_size else list(range(proposed_tokens))
         heads, device = ProposalHeads(model, ids), torch.device("cpu")
-        self.drafter = Drafter(config, model, heads, gamma=config.block_size, device=device, features=_as_given)
+        self.drafter = Drafter(config, model, heads, gamma=config.gamma, device=device, features=_as_given)
         self.drafter.allocate(max(USERS) * 2 * CONTEXT, dtype)
         self._steps = {users: _step(users) for users in USERS}
         self._features = {
@@ -77,7 +78,7 @@ class TimedDrafter:
         features = self._features[users]
         rows = torch.arange(1, len(features) + 1)
         before = time.perf_counter()
-        self.drafter.propose(self._steps[users], self.config.block_size, with_confidence=True)
+        self.drafter.propose(self._steps[users], self.config.gamma, with_confidence=True)
         self.drafter.inject(rows, features, rows, rows)
         self.samples[users].append(1e3 * (time.perf_counter() - before))
 
@@ -138,7 +139,7 @@ def verify_ms(table: SpsTable, users: int, drafts: int) -> float:
 @torch.inference_mode()
 def main(draft: Path, sps_table: Path, accept_length: float, dtype: str, repeats: int, output: Path | None) -> None:
     """Command line; see the module."""
-    config, times = DraftConfig.from_pretrained(draft), SpsTable.load(sps_table)
+    config, times = read_config(draft), SpsTable.load(sps_table)
     ids = load_token_ids(draft, config.vocab_size)
     drafters = shapes(config, config.vocab_size if ids is None else len(ids), getattr(torch, dtype))
     for _ in track(range(3 + repeats), description="drafting"):
@@ -150,7 +151,7 @@ def main(draft: Path, sps_table: Path, accept_length: float, dtype: str, repeats
     for (field, value), drafter in drafters.items():
         for users in USERS:
             del drafter.samples[users][:3]
-        step_ms = {u: drafter.ms(u) + verify_ms(times, u, drafter.config.block_size) for u in USERS}
+        step_ms = {u: drafter.ms(u) + verify_ms(times, u, drafter.config.gamma) for u in USERS}
         given_ms = given_ms or step_ms
         records.append(
             {

@@ -75,7 +75,7 @@ def measure(
             [prompt_format.encode(prompt) for prompt in prompts],
             temperature=temperature,
             max_new_tokens=max_tokens,
-            block_size=model.config.block_size,
+            block_size=model.config.gamma,
             batch_size=len(prompts),
             seed=0,
         )

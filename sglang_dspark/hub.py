@@ -11,6 +11,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from sglang_dspark.errors import CheckpointError
 
 DRAFT_FILES = ("*.json", "*.safetensors")
+SUBFOLDER = "dspark"
+"""Where a target may have its drafter."""
 
 
 def checkpoint_name(path: str | Path) -> str:
@@ -18,6 +20,24 @@ def checkpoint_name(path: str | Path) -> str:
     folder = Path(path)
     repository = folder.parent.parent.name if folder.parent.name == "snapshots" else ""
     return repository.rpartition("--")[2] if repository.startswith("models--") else folder.name
+
+
+def drafter_in_target(target: str, *, revision: str | None = None, cache_dir: str | None = None) -> str | None:
+    """The folder ``dspark`` of a target, in which its drafter may lie; None where it has none.
+
+    Args:
+        target: a folder, or the name of a repository, of which that folder alone is downloaded.
+        revision, cache_dir: as for :func:`local_folder`.
+    """
+    folder = Path(target).expanduser()
+    if not folder.exists():
+        try:
+            patterns = [f"{SUBFOLDER}/{pattern}" for pattern in DRAFT_FILES]
+            folder = Path(snapshot_download(target, revision=revision, cache_dir=cache_dir, allow_patterns=patterns))
+        except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError):
+            return None  # what is wrong with the target will be said when it is loaded
+    folder = folder / SUBFOLDER
+    return str(folder) if (folder / "config.json").is_file() else None
 
 
 def local_folder(

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from huggingface_hub import constants
 
 from sglang_dspark.errors import CheckpointError
-from sglang_dspark.hub import checkpoint_name, local_folder
+from sglang_dspark.hub import checkpoint_name, drafter_in_target, local_folder
 from sglang_dspark.tools.cli.checkpoint import Checkpoint
 
 FLAG = "--speculative-draft-model-path"
@@ -54,6 +54,18 @@ def test_what_cannot_be_had_is_refused_by_name(tmp_path, name, complaint):
     with pytest.raises(CheckpointError, match=complaint) as error:
         local_folder(name, flag=FLAG, cache_dir=str(tmp_path))
     assert f"{FLAG}={name!r}" in str(error.value)
+
+
+def test_a_target_may_have_its_drafter_in_a_folder_of_its_own(tmp_path):
+    target = cached(tmp_path, "org/name", "main", "a" * 40)
+    for name in (str(target), "org/name"):
+        assert drafter_in_target(name, cache_dir=str(tmp_path)) is None
+    (target / "dspark").mkdir()
+    (target / "dspark" / "config.json").write_text("{}")
+    for name in (str(target), "org/name"):
+        assert drafter_in_target(name, cache_dir=str(tmp_path)) == str(target / "dspark")
+    for absent in ("org/absent", "/absent/folder"):
+        assert drafter_in_target(absent, cache_dir=str(tmp_path)) is None
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):

@@ -16,8 +16,8 @@ from sglang_dspark.draft.rotary import rotate
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """``attend(layer, q [T, heads, hd], k [T, kv_heads, hd], v [T, kv_heads, hd]) -> [T, heads, hd]``.
 
-q and k come normalised and rotated. The callback attends, without a causal mask, over the request's context K/V and the
-block rows, with scale ``hd ** -0.5``."""
+q and k come normalised and rotated. The callback attends over what ``config.visibilities[layer]`` shows of the
+request's context K/V and of the block rows, with scale ``config.attention_scale``."""
 
 
 class DecoderLayer(nn.Module):
@@ -41,12 +41,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        d, head_dim = config.hidden_size, config.head_dim
+        d, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.head_dim = head_dim
-        self.q_proj = nn.Linear(d, config.num_attention_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(d, config.num_key_value_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(d, config.num_key_value_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, d, bias=False)
+        self.q_proj = nn.Linear(d, config.num_attention_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(d, config.num_key_value_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(d, config.num_key_value_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, d, bias=bias)
         self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
 

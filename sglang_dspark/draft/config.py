@@ -1,60 +1,95 @@
-"""Configuration of a DSpark draft checkpoint: DeepSpec's ``config.json`` as a checked, typed object."""
+"""Configuration of a drafter: everything about its network that its tensors alone do not say.
 
-import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+Checkpoints are published in several formats; ``sglang_dspark.draft.formats`` reads them all into this one.
+"""
+
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+from sglang_dspark.draft.checked import REMEDY, Count, Index, Positive, check
+from sglang_dspark.draft.rope import RopeScaling, rotary_dim, score_factor
+from sglang_dspark.draft.visibility import Visibility
 from sglang_dspark.errors import CheckpointError
 
-SUPPORTED_ARCHITECTURE = "Qwen3DSparkModel"
-MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+ARCHITECTURE = "Qwen3DSparkModel"
+MarkovHeadType = Literal["vanilla", "gated", "rnn"]
+MARKOV_HEAD_TYPES: tuple[MarkovHeadType, ...] = get_args(MarkovHeadType)
 EMBEDDING_TAP = -1
 """The entry of ``target_layer_ids`` that stands for the target's embedding output."""
-REMEDY = "take the config.json that belongs to the checkpoint"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """Everything about a draft checkpoint that its tensors alone do not say.
+    """Shape and conventions of a drafter's network. Types, bounds and the rules between fields hold for any instance.
 
-    :meth:`from_pretrained` and :meth:`from_dict` check every key; the rules between keys hold for any instance. Sizes
-    and lengths are counts of elements or tokens.
+    Sizes and lengths are counts of elements or tokens.
 
-    ``block_size`` (gamma) counts the drafts of one round and equally the input slots of the block: the anchor slot
-    predicts too. ``target_layer_ids`` are 0-based target decoder layers whose *output* is tapped; -1 is the embedding
-    output.
-    ``markov_rank == 0`` means no Markov head, in which case ``markov_head_type`` is None.
+    Attributes:
+        block_size: input slots of a block: the anchor, and masks after it.
+        sample_from_anchor: the anchor's slot predicts too, so that a block has as many drafts as slots. Otherwise (the
+            layout of DFlash, 1 + N slots) its output is not used and the other slots predict.
+        target_layer_ids: 0-based target decoder layers whose *output* is tapped, ascending; -1 is the embedding output.
+        num_target_layers: depth of the target; None where the checkpoint does not say.
+        vocab_size: of the target.
+        draft_vocab_size: tokens that the drafter proposes; LM head and Markov biases have rows for them alone. None
+            stands for all.
+        markov_rank: 0 means no Markov head, in which case ``markov_head_type`` is None.
+        layer_types: attention of each layer; empty stands for full attention in all of them.
+        sliding_window: width of the window of sliding layers.
+        window_from_anchor: see :class:`Visibility`, as for the next.
+        causal_layers: for each layer whether its slots see the block only up to themselves; empty stands for no layer.
+        rope_theta, rope_scaling, partial_rotary_factor: rotary embedding. Channel i of a head is paired with channel
+            i + head_dim / 2, and the first share ``partial_rotary_factor`` of the pairs rotates.
+        attention_bias: the projections to queries, keys, values and output have biases.
+        num_anchors: training only; carried so that a rewritten config.json still loads in DeepSpec.
+        origin: where the values came from, for messages.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
-    block_size: int
-    mask_token_id: int
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count
+    vocab_size: Count
+    rms_norm_eps: Positive
+    rope_theta: Positive
+    max_position_embeddings: Count
+    block_size: Count
+    mask_token_id: Index
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    markov_rank: int
-    markov_head_type: str | None
+    num_target_layers: Count | None
+    markov_rank: Index
+    markov_head_type: MarkovHeadType | None
     enable_confidence_head: bool
     confidence_head_with_markov: bool
-    num_anchors: int | None = None  # training only; carried so that a rewritten config.json still loads in DeepSpec
+    sample_from_anchor: bool = True
+    draft_vocab_size: Count | None = None
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
+    sliding_window: Count | None = None
+    window_from_anchor: bool = False
+    causal_layers: tuple[bool, ...] = ()
+    rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: Positive = 1.0
     attention_bias: bool = False
-    hidden_act: str = "silu"
-    origin: str = field(default="DraftConfig", compare=False, repr=False)  # where the values came from, for messages
+    num_anchors: Count | None = None
+    origin: str = field(default="DraftConfig", compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check(self)
+        check(DraftConfig, vars(self), origin=self.origin)
+        _check_rules(self)
+
+    @property
+    def gamma(self) -> int:
+        """Drafts of a block."""
+        return self.block_size - self.first_slot
+
+    @property
+    def first_slot(self) -> int:
+        """The first slot that predicts."""
+        return 0 if self.sample_from_anchor else 1
 
     @property
     def num_taps(self) -> int:
@@ -66,247 +101,122 @@ class DraftConfig:
         """Width of the confidence head's input: d, plus r when it reads the Markov embedding."""
         return self.hidden_size + (self.markov_rank if self.confidence_head_with_markov else 0)
 
-    @classmethod
-    def from_pretrained(cls, path: str | Path) -> "DraftConfig":
-        """Read ``config.json`` of the checkpoint directory ``path``.
+    @property
+    def num_proposed(self) -> int:
+        """Rows of the LM head and of the Markov biases."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
-        Raises:
-            CheckpointError: the file is absent or not JSON, or a key is missing, malformed, contradictory or
-                unsupported.
-        """
-        file = Path(path) / "config.json"
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(
-                f"{file}: cannot be read ({error.strerror}); give the directory of a downloaded DSpark draft checkpoint"
-            ) from error
-        except ValueError as error:
-            raise CheckpointError(f"{file}: is not valid JSON ({error}); download the checkpoint again") from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"{file}: holds a {type(content).__name__}, not an object; download it again")
-        return cls.from_dict(content, origin=str(file))
+    @property
+    def attention_scale(self) -> float:
+        """What the products of queries and keys are multiplied with."""
+        return float(self.head_dim**-0.5) * score_factor(self.rope_scaling)
 
-    @classmethod
-    def from_dict(cls, d: Mapping[str, Any], *, origin: str) -> "DraftConfig":
-        """Check a decoded ``config.json``; ``origin`` (a file name) opens every error message.
-
-        Raises:
-            CheckpointError: a key is missing, malformed, contradictory or unsupported.
-        """
-        _check_architecture(d, origin)
-        read = _Reader(d, origin)
-        read.constant("attention_bias", False)
-        read.constant("hidden_act", "silu")
-        read.constant("tie_word_embeddings", False)
-        num_hidden_layers = read.integer("num_hidden_layers", minimum=1)
-        _check_layer_types(read, num_hidden_layers)
-        markov_rank = read.integer("markov_rank", minimum=0)
-        enable_confidence_head = read.boolean("enable_confidence_head")
-        return cls(
-            hidden_size=read.integer("hidden_size", minimum=1),
-            intermediate_size=read.integer("intermediate_size", minimum=1),
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=read.integer("num_attention_heads", minimum=1),
-            num_key_value_heads=read.integer("num_key_value_heads", minimum=1),
-            head_dim=read.integer("head_dim", minimum=2),
-            vocab_size=read.integer("vocab_size", minimum=1),
-            rms_norm_eps=read.positive("rms_norm_eps"),
-            rope_theta=_rope_theta(read),
-            max_position_embeddings=read.integer("max_position_embeddings", minimum=1),
-            block_size=read.integer("block_size", minimum=1),
-            mask_token_id=read.integer("mask_token_id", minimum=0),
-            target_layer_ids=read.integers("target_layer_ids"),
-            num_target_layers=read.integer("num_target_layers", minimum=1),
-            markov_rank=markov_rank,
-            markov_head_type=read.choice("markov_head_type", MARKOV_HEAD_TYPES) if markov_rank else None,
-            enable_confidence_head=enable_confidence_head,
-            confidence_head_with_markov=enable_confidence_head and read.boolean("confidence_head_with_markov"),
-            num_anchors=read.integer("num_anchors", minimum=1) if "num_anchors" in d else None,
-            origin=origin,
+    @property
+    def visibilities(self) -> tuple[Visibility, ...]:
+        """What each layer's attention sees."""
+        types = self.layer_types or (FULL,) * self.num_hidden_layers
+        causal = self.causal_layers or (False,) * self.num_hidden_layers
+        return tuple(
+            Visibility(
+                window=self.sliding_window if layer_type == SLIDING else None,
+                from_anchor=self.window_from_anchor,
+                causal=is_causal,
+            )
+            for layer_type, is_causal in zip(types, causal, strict=True)
         )
 
-    def check_target(self, *, hidden_size: int, vocab_size: int, num_hidden_layers: int) -> None:
-        """Check that a target of these dimensions is one the draft can have been trained for.
-
-        Raises:
-            CheckpointError: naming the first dimension that differs.
-        """
-        for key, target_key, value in (
-            ("hidden_size", "hidden_size", hidden_size),
-            ("vocab_size", "vocab_size", vocab_size),
-            ("num_target_layers", "num_hidden_layers", num_hidden_layers),
-        ):
-            if getattr(self, key) != value:
-                raise CheckpointError(
-                    f"{self.origin}: {key}={getattr(self, key)}, but the target has {target_key}={value}; use the "
-                    "draft that was trained for this target"
-                )
-
     def to_dict(self) -> dict[str, Any]:
-        """The ``config.json`` content that DeepSpec and :meth:`from_dict` read; conditional keys where they apply."""
+        """The ``config.json`` content in DeepSpec's form; keys that it lacks are written where they say something."""
+        rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
+        if self.rope_scaling is not None:
+            rope |= self.rope_scaling.to_dict()
+        if self.partial_rotary_factor != 1.0:
+            rope |= {"partial_rotary_factor": self.partial_rotary_factor, "rotary_pairs": "whole_head"}
         content: dict[str, Any] = {
-            "architectures": [SUPPORTED_ARCHITECTURE],
+            "architectures": [ARCHITECTURE],
             "model_type": "qwen3",
             "tie_word_embeddings": False,
             "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
-            "hidden_act": self.hidden_act,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
-            "max_position_embeddings": self.max_position_embeddings,
-            "block_size": self.block_size,
-            "mask_token_id": self.mask_token_id,
+            "hidden_act": "silu",
+            **{name: getattr(self, name) for name in _PLAIN_KEYS},
+            "layer_types": list(self.layer_types or (FULL,) * self.num_hidden_layers),
+            "rope_parameters": rope,
             "target_layer_ids": list(self.target_layer_ids),
-            "num_target_layers": self.num_target_layers,
-            "markov_rank": self.markov_rank,
-            "enable_confidence_head": self.enable_confidence_head,
         }
-        if self.num_anchors is not None:
-            content["num_anchors"] = self.num_anchors
         if self.markov_rank:
             content["markov_head_type"] = self.markov_head_type
         if self.enable_confidence_head:
             content["confidence_head_with_markov"] = self.confidence_head_with_markov
-        return content
+        if self.causal_layers or self.sliding_window is not None:
+            # Without the list, readers take sliding layers for causal ones.
+            content["causal_layers"] = [visibility.causal for visibility in self.visibilities]
+        if self.sliding_window is not None:
+            content["use_sliding_window"] = True
+        defaults = {f.name: f.default for f in fields(self) if f.name in _KEYS_WITH_DEFAULT}
+        return content | {n: getattr(self, n) for n, value in defaults.items() if getattr(self, n) != value}
 
 
-class _Reader:
-    """Typed access to one decoded config; every failure names the file, the key, the value and the remedy."""
-
-    def __init__(self, content: Mapping[str, Any], origin: str) -> None:
-        self.content = content
-        self.origin = origin
-
-    def error(self, key: str, expected: str) -> CheckpointError:
-        if key not in self.content:
-            return CheckpointError(
-                f"{self.origin}: key {key!r} is missing; expected {expected}. DeepSpec writes this key: {REMEDY}"
-            )
-        return CheckpointError(f"{self.origin}: {key}={self.content[key]!r}; expected {expected}: {REMEDY}")
-
-    def integer(self, key: str, *, minimum: int) -> int:
-        value = self.content.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self.error(key, f"an integer of at least {minimum}")
-        return value
-
-    def integers(self, key: str) -> tuple[int, ...]:
-        value = self.content.get(key)
-        integers = isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
-        if not value or not integers:
-            raise self.error(key, "a non-empty list of integers")
-        return tuple(value)
-
-    def positive(self, key: str) -> float:
-        value = self.content.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.error(key, "a positive number")
-        return float(value)
-
-    def boolean(self, key: str) -> bool:
-        value = self.content.get(key)
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false")
-        return value
-
-    def choice(self, key: str, options: tuple[str, ...]) -> str:
-        value = self.content.get(key)
-        if not isinstance(value, str) or value not in options:
-            raise self.error(key, "one of " + ", ".join(options))
-        return value
-
-    def constant(self, key: str, supported: object) -> None:
-        """Check a key that may be absent but, if present, has only one value this package implements."""
-        if self.content.get(key, supported) != supported:
-            raise CheckpointError(
-                f"{self.origin}: {key}={self.content[key]!r} is not supported; only {json.dumps(supported)} is. Use a "
-                "draft checkpoint trained with DeepSpec's Qwen3 DSpark recipe"
-            )
+_PLAIN_KEYS = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
+    "rms_norm_eps max_position_embeddings block_size mask_token_id num_target_layers markov_rank enable_confidence_head"
+).split()
+_KEYS_WITH_DEFAULT = ("sample_from_anchor", "draft_vocab_size", "sliding_window", "window_from_anchor", "num_anchors")
 
 
-def _check_architecture(d: Mapping[str, Any], origin: str) -> None:
-    supported = (
-        f"supported: DeepSpec DSpark checkpoints with architectures=[{SUPPORTED_ARCHITECTURE!r}] (drafts for "
-        "Qwen3-style targets, with or without Markov and confidence heads)"
-    )
-    if "speculators_model_type" in d:
-        raise CheckpointError(
-            f"{origin}: this is a checkpoint in the speculators format (speculators_model_type="
-            f"{d['speculators_model_type']!r}), which is not supported; {supported}"
-        )
-    if "architectures" not in d:
-        raise CheckpointError(f"{origin}: key 'architectures' is missing; {supported}")
-    if d["architectures"] != [SUPPORTED_ARCHITECTURE]:
-        raise CheckpointError(f"{origin}: architectures={d['architectures']!r} is not supported; {supported}")
-
-
-def _check_layer_types(read: _Reader, num_hidden_layers: int) -> None:
-    expected = ["full_attention"] * num_hidden_layers
-    if read.content.get("layer_types", expected) != expected:
-        raise read.error(
-            "layer_types", f"num_hidden_layers={num_hidden_layers} entries, all 'full_attention' (drafts use no other)"
-        )
-
-
-def _rope_theta(read: _Reader) -> float:
-    """RoPE base from ``rope_parameters`` (transformers 5) or top-level ``rope_theta`` (transformers 4)."""
-    parameters = dict(read.content)
-    for key in ("rope_scaling", "rope_parameters"):
-        value = read.content.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, Mapping):
-            raise read.error(key, "an object or null")
-        rope_type = value.get("rope_type", value.get("type", "default"))
-        if rope_type != "default" or value.get("partial_rotary_factor", 1.0) != 1.0:
-            raise CheckpointError(
-                f"{read.origin}: {key}={dict(value)!r} is not supported; only the default rotary embedding over the "
-                "whole head is. Use a draft trained for a target without RoPE scaling"
-            )
-        if "rope_theta" in value:
-            if read.content.get("rope_theta", value["rope_theta"]) != value["rope_theta"]:
-                raise read.error("rope_theta", f"the value in {key}, {value['rope_theta']!r}, or no top-level key")
-            parameters["rope_theta"] = value["rope_theta"]
-    return _Reader(parameters, read.origin).positive("rope_theta")
-
-
-def _check(config: DraftConfig) -> None:
-    """Rules between keys; single-key rules are in :class:`_Reader`."""
+def _check_rules(config: DraftConfig) -> None:
+    """Rules between fields; those of single fields are in their types."""
 
     def fail(key: str, rule: str) -> CheckpointError:
         return CheckpointError(f"{config.origin}: {key}={getattr(config, key)!r} {rule}: {REMEDY}")
 
-    if config.attention_bias:
-        raise fail("attention_bias", "is not supported")
-    if config.hidden_act != "silu":
-        raise fail("hidden_act", "is not supported; only 'silu' is")
     if config.num_attention_heads % config.num_key_value_heads:
         raise fail("num_key_value_heads", f"does not divide num_attention_heads={config.num_attention_heads}")
     if config.head_dim % 2:
         raise fail("head_dim", "is odd, but rotary embeddings need pairs")
     if config.mask_token_id >= config.vocab_size:
         raise fail("mask_token_id", f"is outside the vocabulary of vocab_size={config.vocab_size}")
-    taps = config.target_layer_ids
+    if config.draft_vocab_size is not None and config.draft_vocab_size > config.vocab_size:
+        raise fail("draft_vocab_size", f"is larger than vocab_size={config.vocab_size}")
+    if not config.gamma:
+        raise fail("block_size", "leaves no slot that predicts, because sample_from_anchor is false")
+    _check_taps(config, fail)
+    _check_heads(config, fail)
+    _check_layers(config, fail)
+    rotated = rotary_dim(config.head_dim, config.partial_rotary_factor)
+    if config.partial_rotary_factor > 1 or rotated < 2 or rotated % 2:
+        raise fail("partial_rotary_factor", f"rotates {rotated} of head_dim={config.head_dim} channels")
+    if config.partial_rotary_factor != 1 and score_factor(config.rope_scaling) != 1:
+        raise fail("partial_rotary_factor", "together with YaRN's attention factor is not supported")
+
+
+def _check_taps(config: DraftConfig, fail: Any) -> None:
+    taps, depth = config.target_layer_ids, config.num_target_layers
     if any(later <= earlier for earlier, later in pairwise(taps)):
         raise fail("target_layer_ids", "is not strictly increasing")
-    if not taps or taps[0] < EMBEDDING_TAP or taps[-1] > config.num_target_layers - 2:
+    if not taps or taps[0] < EMBEDDING_TAP:
+        raise fail("target_layer_ids", "must hold layers from -1 on, and at least one")
+    if depth is not None and taps[-1] > depth - 2:
         raise fail(
             "target_layer_ids",
-            f"must lie in [-1, {config.num_target_layers - 2}] for num_target_layers={config.num_target_layers} (the "
-            "last layer cannot be tapped)",
+            f"must lie in [-1, {depth - 2}] for num_target_layers={depth} (the last layer cannot be tapped)",
         )
-    if config.markov_rank and config.markov_head_type not in MARKOV_HEAD_TYPES:
+
+
+def _check_heads(config: DraftConfig, fail: Any) -> None:
+    if config.markov_rank and config.markov_head_type is None:
         raise fail("markov_head_type", f"must be one of {', '.join(MARKOV_HEAD_TYPES)} because markov_rank is not 0")
+    if config.markov_head_type == "rnn" and not config.sample_from_anchor:
+        raise fail("markov_head_type", "with sample_from_anchor=false is not supported; only vanilla and gated are")
     if config.confidence_head_with_markov and not config.enable_confidence_head:
         raise fail("confidence_head_with_markov", "contradicts enable_confidence_head=False")
     if config.confidence_head_with_markov and not config.markov_rank:
         raise fail("confidence_head_with_markov", "needs a Markov head, but markov_rank=0")
+
+
+def _check_layers(config: DraftConfig, fail: Any) -> None:
+    for key in ("layer_types", "causal_layers"):
+        if len(getattr(config, key)) not in (0, config.num_hidden_layers):
+            raise fail(key, f"must have one entry per layer, num_hidden_layers={config.num_hidden_layers}")
+    if SLIDING in config.layer_types and config.sliding_window is None:
+        raise fail("sliding_window", "must give the width of the sliding_attention layers in layer_types")

@@ -19,22 +19,24 @@ class FusedLayer:
 
     Attributes:
         kv_weight: ``[2 * kv_heads * hd, d]``, K before V; storage of the layer's own parameters.
+        kv_bias: ``[2 * kv_heads * hd]``; None without attention biases.
         gate_up_weight: ``[2 * I, d]``, gate before up; likewise.
         eps: of the norms of q and k.
     """
 
     layer: DecoderLayer
     kv_weight: Tensor
+    kv_bias: Tensor | None
     gate_up_weight: Tensor
     eps: float
 
     @classmethod
-    def build(cls, layer: DecoderLayer, kv_weight: Tensor, eps: float) -> "FusedLayer":
+    def build(cls, layer: DecoderLayer, kv_weight: Tensor, kv_bias: Tensor | None, eps: float) -> "FusedLayer":
         """Move the gate and up weights of ``layer`` into one storage; its K/V weights already lie in ``kv_weight``."""
         mlp = layer.mlp
         gate_up = torch.cat((mlp.gate_proj.weight.data, mlp.up_proj.weight.data))
         mlp.gate_proj.weight.data, mlp.up_proj.weight.data = gate_up.chunk(2)
-        return cls(layer, kv_weight, gate_up, eps)
+        return cls(layer, kv_weight, kv_bias, gate_up, eps)
 
     def forward(self, index: int, hidden: Tensor, positions: Tensor, inv_freq: Tensor, attend: Attend) -> Tensor:
         """``hidden [T, d]``, ``positions [T]``, ``inv_freq [hd / 2]`` -> ``[T, d]``; ``index`` is for ``attend``."""
@@ -42,7 +44,7 @@ class FusedLayer:
         heads = (-1, attention.head_dim)
         normed = self.layer.input_layernorm(hidden)
         q = attention.q_proj(normed).unflatten(-1, heads)
-        k, v = F.linear(normed, self.kv_weight).unflatten(-1, heads).chunk(2, dim=1)
+        k, v = F.linear(normed, self.kv_weight, self.kv_bias).unflatten(-1, heads).chunk(2, dim=1)
         norms = attention.q_norm.weight, attention.k_norm.weight
         q, k = qk_norm_rope(q, k, *norms, self.eps, inv_freq, positions)
         hidden = hidden + attention.o_proj(attend(index, q, k, v).flatten(-2))

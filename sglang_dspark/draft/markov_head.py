@@ -23,7 +23,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.rank = config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.num_proposed, bias=False)
 
     def initial_state(self, bs: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
         """State before the first slot of a block: ``[bs, r]`` zeros for rnn, None for the stateless heads."""
@@ -42,7 +42,7 @@ class MarkovHead(nn.Module):
             state: what :meth:`initial_state` or the previous step returned.
 
         Returns:
-            ``(bias [bs, V], w1_embedding [bs, r], new_state)`` in the model's dtype; the embedding feeds the confidence
+            ``(bias [bs, v], w1_embedding [bs, r], new_state)`` in the model's dtype; the embedding feeds the confidence
             head.
         """
         w1_embedding = self.markov_w1(prev_tokens)
@@ -50,7 +50,7 @@ class MarkovHead(nn.Module):
         return self.markov_w2(latent), w1_embedding, new_state
 
     def block_bias(self, prev_tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Teacher-forced biases of whole blocks: ``prev_tokens [B, g]``, ``hidden [B, g, d]`` -> ``[B, g, V]``."""
+        """Teacher-forced biases of whole blocks: ``prev_tokens [B, g]``, ``hidden [B, g, d]`` -> ``[B, g, v]``."""
         latent, _ = self.latent(self.markov_w1(prev_tokens), hidden, None)
         return self.markov_w2(latent)
 

@@ -1,11 +1,11 @@
 """The whole draft model: context projection, block backbone, and the two heads.
 
-Letters in shapes: d hidden size, m tapped target layers, L draft layers, V vocabulary, r Markov rank, n context rows,
-T block rows of all requests, hd head dim.
+Letters in shapes: d hidden size, m tapped target layers, L draft layers, V vocabulary, v tokens that are
+proposed (V or fewer), r Markov rank, n context rows, T block rows of all requests, hd head dim.
 """
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,39 +22,37 @@ from sglang_dspark.errors import CheckpointError
 
 
 class DraftModel(nn.Module):
-    """DSpark drafter for Qwen3-style targets. Parameter names are exactly those of a DeepSpec checkpoint.
+    """A drafter of Qwen3 layers. Parameter names are exactly those of a DeepSpec checkpoint.
 
     The attention of :meth:`forward_block` and all K/V memory are the caller's. Embedding and LM head are the model's
     own (``own_embedding``, ``own_lm_head``) or the target's, see :meth:`bind_target`.
+
+    Attributes:
+        markov_head, confidence_head: None where the checkpoint has none.
+        token_ids: [v] int64, ascending, the tokens that LM head and Markov biases have rows for; None for all of them.
     """
+
+    token_ids: Tensor | None
 
     def __init__(self, config: DraftConfig, *, own_embedding: bool = True, own_lm_head: bool = True) -> None:
         super().__init__()
         self.config = config
         d = config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, d) if own_embedding else None
-        self.lm_head = nn.Linear(d, config.vocab_size, bias=False) if own_lm_head else None
+        self.lm_head = nn.Linear(d, config.num_proposed, bias=False) if own_lm_head else None
         self.fc = nn.Linear(config.num_taps * d, d, bias=False)
         self.hidden_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
-        self.markov_head = build_markov_head(config)
+        self.markov_head: MarkovHead | None = build_markov_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
-        self.rotary = RotaryEmbedding(config.head_dim, config.rope_theta)
+        self.rotary = RotaryEmbedding(config)
+        ids = None if config.draft_vocab_size is None else torch.empty(config.draft_vocab_size, dtype=torch.int64)
+        self.register_buffer("token_ids", ids, persistent=False)
         self._target_embedding: Tensor | None = None
         self._target_lm_head: Tensor | None = None
-        self._context_stack: tuple[Tensor, Tensor] | None = None
+        self._context_stack: _ContextStack | None = None
         self._fused_layers: list[FusedLayer] = []
-
-    @property
-    def markov(self) -> MarkovHead | None:
-        """The Markov head; None when the checkpoint has rank 0."""
-        return self.markov_head
-
-    @property
-    def confidence(self) -> ConfidenceHead | None:
-        """The confidence head; None when the checkpoint has none."""
-        return self.confidence_head
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:
@@ -86,25 +84,25 @@ class DraftModel(nn.Module):
 
     def context_projection(self, h_ctx: Tensor) -> Tensor:
         """``h_ctx [n, d]`` -> K before V of every layer, ``[n, L * 2 * kv_heads * hd]``, neither normed nor rotated."""
-        weight, _ = self._context_stack or self._stack_context_weights()
-        return F.linear(h_ctx, weight)
+        stack = self._context_stack or self._stack_context_weights()
+        return F.linear(h_ctx, stack.weight, stack.bias)
 
     @property
     def context_k_norm(self) -> Tensor:
         """``[L, hd]`` weights of the norm that every layer applies to K."""
-        _, k_norm = self._context_stack or self._stack_context_weights()
-        return k_norm
+        return (self._context_stack or self._stack_context_weights()).k_norm
 
     def forward_block(self, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Run the backbone over block rows. A frozen model on CUDA does so in fewer launches.
 
         Args:
-            embeds: ``[T, d]`` embeddings of ``[anchor, MASK x (gamma - 1)]`` of each request, one after the other.
+            embeds: ``[T, d]`` embeddings of ``[anchor, MASK x (block_size - 1)]`` of each request, one after the other.
             positions: ``[T]`` absolute positions, anchor position first.
             attend: see :data:`~sglang_dspark.draft.backbone.Attend`.
 
         Returns:
-            ``[T, d]`` after the final norm; slot j predicts the token at its position + 1.
+            ``[T, d]`` after the final norm. A slot predicts the token after its own position; in blocks whose first
+            slot does not predict, it predicts the token at its position.
         """
         if not self._fused_layers:
             return self.forward_block_plain(embeds, positions, attend)
@@ -130,7 +128,7 @@ class DraftModel(nn.Module):
         return F.embedding(ids, self.embed_weight).to(self.fc.weight.dtype)
 
     def base_logits(self, hidden: Tensor) -> Tensor:
-        """``hidden [T, d]`` (post-norm) -> logits ``[T, V]`` before the Markov bias, in the LM head's dtype."""
+        """``hidden [T, d]`` (post-norm) -> logits ``[T, v]`` before the Markov bias, in the LM head's dtype."""
         weight = self.lm_head_weight
         return F.linear(hidden.to(weight.dtype), weight)
 
@@ -142,7 +140,7 @@ class DraftModel(nn.Module):
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """``[V, d]``, the model's own LM head or the target's."""
+        """``[v, d]``, the model's own LM head or the target's rows."""
         own = self.lm_head
         return _present(self._target_lm_head if own is None else own.weight, "lm_head.weight")
 
@@ -173,8 +171,9 @@ class DraftModel(nn.Module):
         if self.embed_tokens is None or _same(self.embed_tokens.weight, embed_weight):
             self.embed_tokens, self._target_embedding = None, embed_weight.detach()
             shared.append("embed_tokens.weight")
-        if self.lm_head is None or _same(self.lm_head.weight, lm_head_weight):
-            self.lm_head, self._target_lm_head = None, lm_head_weight.detach()
+        rows = lm_head_weight if self.token_ids is None else lm_head_weight[self.token_ids]
+        if self.lm_head is None or _same(self.lm_head.weight, rows):
+            self.lm_head, self._target_lm_head = None, rows.detach()
             shared.append("lm_head.weight")
         return tuple(shared)
 
@@ -186,16 +185,19 @@ class DraftModel(nn.Module):
         follow an in-place load.
         """
         self.requires_grad_(False).eval()
-        weight, k_norm = self._stack_context_weights()
-        per_layer = weight.view(len(self.layers), 2, -1, self.config.hidden_size)
-        for layer, (k_weight, v_weight), k_norm_weight in zip(self.decoder_layers, per_layer, k_norm, strict=True):
+        stack = self._stack_context_weights()
+        per_layer = stack.weight.view(len(self.layers), 2, -1, self.config.hidden_size)
+        for layer, (k_weight, v_weight), k_norm_weight in zip(
+            self.decoder_layers, per_layer, stack.k_norm, strict=True
+        ):
             layer.self_attn.k_proj.weight.data = k_weight
             layer.self_attn.v_proj.weight.data = v_weight
             layer.self_attn.k_norm.weight.data = k_norm_weight
-        self._context_stack = weight, k_norm
+        self._context_stack = stack
+        biases: Any = [None] * len(self.layers) if stack.bias is None else stack.bias.view(len(self.layers), -1)
         self._fused_layers = [
-            FusedLayer.build(layer, kv_weight.flatten(0, 1), self.config.rms_norm_eps)
-            for layer, kv_weight in zip(self.decoder_layers, per_layer, strict=True)
+            FusedLayer.build(layer, kv_weight.flatten(0, 1), kv_bias, self.config.rms_norm_eps)
+            for layer, kv_weight, kv_bias in zip(self.decoder_layers, per_layer, biases, strict=True)
         ]
         return self
 
@@ -205,11 +207,15 @@ class DraftModel(nn.Module):
         super().requires_grad_(requires_grad)
         return self
 
-    def _stack_context_weights(self) -> tuple[Tensor, Tensor]:
-        """``([L * 2 * kv_heads * hd, d]`` in the order layer, k before v; ``[L, hd])``."""
+    def _stack_context_weights(self) -> "_ContextStack":
         attentions = [layer.self_attn for layer in self.decoder_layers]
-        weight = torch.cat([w for a in attentions for w in (a.k_proj.weight, a.v_proj.weight)])
-        return weight, torch.stack([a.k_norm.weight for a in attentions])
+        projections = [projection for a in attentions for projection in (a.k_proj, a.v_proj)]
+        biases: list[Tensor] = [projection.bias for projection in projections if projection.bias is not None]
+        return _ContextStack(
+            torch.cat([projection.weight for projection in projections]),
+            torch.cat(biases) if biases else None,
+            torch.stack([a.k_norm.weight for a in attentions]),
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DraftModel":
         # A cast or a move gives every parameter its own storage again, so a stack made before would be stale.
@@ -219,6 +225,14 @@ class DraftModel(nn.Module):
 
     def _thaw(self) -> None:
         self._context_stack, self._fused_layers = None, []
+
+
+class _ContextStack(NamedTuple):
+    """Weights of all layers that context rows meet, in the order layer, K before V."""
+
+    weight: Tensor  # [L * 2 * kv_heads * hd, d]
+    bias: Tensor | None  # [L * 2 * kv_heads * hd]
+    k_norm: Tensor  # [L, hd]
 
 
 def _same(own: Tensor, target: Tensor) -> bool:

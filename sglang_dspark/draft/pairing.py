@@ -3,7 +3,7 @@
 from typing import Any
 
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.errors import UnservedError
+from sglang_dspark.errors import CheckpointError, UnservedError
 
 TARGET_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
 """Target families that are served."""
@@ -26,7 +26,7 @@ def check_architecture(target: Any) -> None:
         )
 
 
-def check_target(draft: DraftConfig, target: Any) -> None:
+def check_pair(draft: DraftConfig, target: Any) -> None:
     """Refuse a target that is not served, or a drafter that was made for another target.
 
     Args:
@@ -38,6 +38,42 @@ def check_target(draft: DraftConfig, target: Any) -> None:
         CheckpointError: a dimension differs between the two.
     """
     check_architecture(target)
-    draft.check_target(
-        hidden_size=target.hidden_size, vocab_size=target.vocab_size, num_hidden_layers=target.num_hidden_layers
-    )
+    check_dimensions(draft, target)
+
+
+def check_device(draft: DraftConfig, device: str) -> None:
+    """Refuse a drafter that is not served on this kind of device.
+
+    Raises:
+        UnservedError: naming what stands in the way.
+    """
+    if device == "cuda" and any(visibility.slides for visibility in draft.visibilities):
+        raise UnservedError(
+            f"--device={device}: {draft.origin} has a sliding_window={draft.sliding_window} that slides along with the "
+            "slots of a block, which is served on a CPU only; use a drafter with full attention, or one whose "
+            "window is the same for the whole block"
+        )
+
+
+def check_dimensions(draft: DraftConfig, target: Any) -> None:
+    """Refuse a drafter that was made for another target, of whatever family.
+
+    Raises:
+        CheckpointError: naming the first dimension that differs.
+    """
+    depth = target.num_hidden_layers
+    for key, target_key, value in (
+        ("hidden_size", "hidden_size", target.hidden_size),
+        ("vocab_size", "vocab_size", target.vocab_size),
+        ("num_target_layers", "num_hidden_layers", depth),
+    ):
+        if getattr(draft, key) not in (None, value):
+            raise CheckpointError(
+                f"{draft.origin}: {key}={getattr(draft, key)}, but the target has {target_key}={value}; use the draft "
+                "that was trained for this target"
+            )
+    if draft.target_layer_ids[-1] > depth - 2:
+        raise CheckpointError(
+            f"{draft.origin}: reads the output of layer {draft.target_layer_ids[-1]}, counted from 0, of a target with "
+            f"{depth} layers; layers up to {depth - 2} can be read. Use another drafter of this target"
+        )

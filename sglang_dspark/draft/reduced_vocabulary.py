@@ -6,20 +6,26 @@ outside the set is simply never proposed. The set lies beside the checkpoint, in
 
     {"version": 1, "token_ids": [0, 2, 3, ...]}
 
-Loaders that do not know the file draft from the whole vocabulary.
+The drafter may have heads for the whole vocabulary still: loaders that do not know the file then draft from all of it.
+Or it was trained for these tokens alone and has no other rows (``draft_vocab_size``).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, Literal
 
+import pydantic
 import torch
 import torch.nn.functional as F
 from dspark_kernels import ConfidenceWeights, DraftHeads, DraftVocabulary, MarkovWeights
 from torch import Tensor
 
+from sglang_dspark.draft.checked import Index, check
 from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.markov_head import MarkovHead, VanillaMarkovHead
 from sglang_dspark.draft.model import DraftModel
@@ -27,6 +33,15 @@ from sglang_dspark.errors import CheckpointError
 
 FILE = "draft_vocabulary.json"
 VERSION = 1
+_REMEDY = "remove the file to draft from all tokens, or take the checkpoint's own"
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """The content of the file."""
+
+    version: Literal[1]
+    token_ids: Annotated[list[Index], pydantic.Field(min_length=1)]
 
 
 def load_token_ids(folder: str | Path, vocab_size: int) -> list[int] | None:
@@ -40,17 +55,14 @@ def load_token_ids(folder: str | Path, vocab_size: int) -> list[int] | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        version, ids = content["version"], content["token_ids"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error!r}); remove it to draft from all tokens") from error
-    if version != VERSION:
-        raise CheckpointError(f"{path}: version={version!r}, expected {VERSION}; remove it to draft from all tokens")
-    integers = isinstance(ids, list) and all(type(i) is int for i in ids)
-    if not integers or not ids or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < vocab_size:
-        raise CheckpointError(
-            f"{path}: token_ids must be ascending integers in [0, {vocab_size - 1}], without repeats and at least one; "
-            "remove the file to draft from all tokens"
-        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error!r}); {_REMEDY}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not an object; {_REMEDY}")
+    check(_Vocabulary, content, origin=str(path), remedy=_REMEDY)
+    ids: list[int] = content["token_ids"]
+    if any(later <= earlier for earlier, later in pairwise(ids)) or ids[-1] >= vocab_size:
+        raise CheckpointError(f"{path}: token_ids must ascend within [0, {vocab_size - 1}], without repeats; {_REMEDY}")
     return ids
 
 
@@ -71,17 +83,22 @@ class ProposalHeads:
         """Take the heads of ``model``, whose LM head is bound.
 
         Args:
-            token_ids: ascending; None proposes all tokens.
+            token_ids: ascending; None proposes all tokens that the model has heads for. A model with a reduced
+                vocabulary of its own proposes that.
         """
-        self._model = model
-        self._rows: Tensor | None = None
-        vocabulary = None
-        if token_ids is not None:
+        self._rows = model.lm_head_weight
+        vocabulary, markov = None, None
+        if model.markov_head is not None:
+            markov = _markov_weights(model.markov_head, None)
+        if model.token_ids is not None:
+            vocabulary = DraftVocabulary(model.token_ids, model.config.vocab_size)
+        elif token_ids is not None:
             ids = torch.tensor(token_ids, device=model.lm_head_weight.device)
             vocabulary = DraftVocabulary(ids, model.config.vocab_size)
             self._rows = model.lm_head_weight[ids]
-        markov, confidence = _markov_weights(model.markov, vocabulary), _confidence_weights(model.confidence)
-        self.weights = DraftHeads(markov, confidence, vocabulary)
+            if model.markov_head is not None:
+                markov = _markov_weights(model.markov_head, vocabulary)
+        self.weights = DraftHeads(markov, _confidence_weights(model.confidence_head), vocabulary)
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
@@ -90,8 +107,6 @@ class ProposalHeads:
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         """``hidden [T, d]`` (post-norm) -> logits ``[T, v]`` before the Markov bias, in the LM head's dtype."""
-        if self._rows is None:
-            return self._model.base_logits(hidden)
         return F.linear(hidden.to(self._rows.dtype), self._rows)
 
 

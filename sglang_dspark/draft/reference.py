@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.visibility import Visibility
 
 Target = Callable[[Sequence[int]], tuple[Tensor, Tensor]]
 """``target(ids) -> (logits [n, V], features [n, m * d])`` of all n tokens; taps ordered as ``target_layer_ids``."""
@@ -35,22 +36,40 @@ class ContextKV:
 
 
 @dataclass(frozen=True)
-class DraftBlock:
-    """One drafted block of g tokens and everything it was computed from."""
+class ReferenceBlock:
+    """One drafted block of g tokens and everything it was computed from; v tokens are proposed, V or fewer."""
 
     tokens: list[int]
     hidden: Tensor  # [g, d] after the final norm
-    base_logits: Tensor  # [g, V] before the Markov bias
-    logits: Tensor  # [g, V] after it; what each token was chosen from
+    base_logits: Tensor  # [g, v] before the Markov bias
+    logits: Tensor  # [g, v] after it; what each token was chosen from
     confidence_logits: Tensor | None  # [g] float32; None without a confidence head
 
 
-def attend_dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Grouped-query attention, no mask: ``q [T, heads, hd]``, ``k, v [S, kv_heads, hd]`` -> ``[T, heads, hd]``."""
+def attend_dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float, seen: Tensor | None = None) -> Tensor:
+    """Grouped-query attention with an explicit mask.
+
+    Args:
+        q: ``[T, heads, hd]``.
+        k, v: ``[S, kv_heads, hd]``.
+        scale: of the scores.
+        seen: ``[T, S]`` bool, which rows each query sees; None for all.
+
+    Returns:
+        ``[T, heads, hd]``.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = torch.einsum("thd,shd->hts", q, k) * q.shape[-1] ** -0.5
+    scores = torch.einsum("thd,shd->hts", q, k) * scale
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
     return torch.einsum("hts,shd->thd", scores.softmax(dim=-1), v)
+
+
+def block_mask(visibility: Visibility, context_len: int, num_slots: int) -> Tensor:
+    """``[num_slots, context_len + num_slots]`` bool: what each slot sees of the context, then of the block."""
+    slots, ages = torch.arange(num_slots), context_len - torch.arange(context_len)
+    return torch.cat((visibility.sees_context(ages, slots[:, None]), visibility.sees_block(slots)), dim=1)
 
 
 def choose_greedy(logits: Tensor) -> int:
@@ -61,35 +80,46 @@ def choose_greedy(logits: Tensor) -> int:
 @torch.no_grad()
 def draft_block(
     model: DraftModel, context: ContextKV, anchor: int, choose: Callable[[Tensor], int] = choose_greedy
-) -> DraftBlock:
+) -> ReferenceBlock:
     """Draft gamma tokens after ``anchor``, which stands at position ``context.length``.
 
-    The anchor's own target features are not in the context: the target has not seen it yet. ``choose`` draws a token
-    from corrected logits ``[V]``.
+    The anchor's own target features are not in the context: the target has not seen it yet. ``choose`` draws the index
+    of a proposed token from corrected logits ``[v]``.
     """
-    gamma, device = model.config.block_size, context.k.device
-    ids = torch.tensor([anchor] + [model.config.mask_token_id] * (gamma - 1), device=device)
-    positions = torch.arange(context.length, context.length + gamma, device=device)
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_dense(q, torch.cat((context.k[layer], k)), torch.cat((context.v[layer], v)))
-
-    hidden = model.forward_block(model.embed(ids), positions, attend)
+    config, device = model.config, context.k.device
+    hidden = _block_hidden(model, context, anchor)
     base_logits = model.base_logits(hidden)
-    state = model.markov.initial_state(1, device, hidden.dtype) if model.markov is not None else None
+    state = model.markov_head.initial_state(1, device, hidden.dtype) if model.markov_head is not None else None
     tokens: list[int] = []
     logits, confidences = [], []
-    for slot in range(gamma):
+    for draft in range(config.gamma):
         prev_token = torch.tensor([tokens[-1] if tokens else anchor], device=device)
-        slot_logits, w1_embedding = base_logits[slot], None
-        if model.markov is not None:
-            bias, w1_embedding, state = model.markov.step(prev_token, hidden[slot : slot + 1], state)
-            slot_logits = slot_logits + bias[0]
-        if model.confidence is not None:
-            confidences.append(model.confidence(hidden[slot : slot + 1], w1_embedding))
-        logits.append(slot_logits)
-        tokens.append(choose(slot_logits))
-    return DraftBlock(tokens, hidden, base_logits, torch.stack(logits), torch.cat(confidences) if confidences else None)
+        draft_logits, w1_embedding = base_logits[draft], None
+        if model.markov_head is not None:
+            bias, w1_embedding, state = model.markov_head.step(prev_token, hidden[draft : draft + 1], state)
+            draft_logits = draft_logits + bias[0]
+        if model.confidence_head is not None:
+            confidences.append(model.confidence_head(hidden[draft : draft + 1], w1_embedding))
+        logits.append(draft_logits)
+        chosen = choose(draft_logits)
+        tokens.append(chosen if model.token_ids is None else int(model.token_ids[chosen]))
+    return ReferenceBlock(
+        tokens, hidden, base_logits, torch.stack(logits), torch.cat(confidences) if confidences else None
+    )
+
+
+def _block_hidden(model: DraftModel, context: ContextKV, anchor: int) -> Tensor:
+    """``[g, d]`` of the slots that predict."""
+    config, device = model.config, context.k.device
+    ids = torch.tensor([anchor] + [config.mask_token_id] * (config.block_size - 1), device=device)
+    positions = torch.arange(context.length, context.length + config.block_size, device=device)
+    masks = [block_mask(v, context.length, config.block_size).to(device) for v in config.visibilities]
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = torch.cat((context.k[layer], k)), torch.cat((context.v[layer], v))
+        return attend_dense(q, keys, values, scale=config.attention_scale, seen=masks[layer])
+
+    return model.forward_block(model.embed(ids), positions, attend)[config.first_slot :]
 
 
 @dataclass(frozen=True)
@@ -98,7 +128,7 @@ class Round:
 
     start: int  # absolute position of the anchor
     anchor: int
-    block: DraftBlock
+    block: ReferenceBlock
     accepted: int
 
 

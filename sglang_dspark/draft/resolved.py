@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import Reading, read
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 
 
@@ -16,20 +17,25 @@ class ResolvedDrafter:
 
     Attributes:
         path: its folder.
-        config: its ``config.json``.
-        token_ids: tokens that it proposes, ascending; None for the whole vocabulary.
+        reading: its format and its configuration.
+        token_ids: tokens that it proposes, ascending; None where no file beside the checkpoint lists them.
     """
 
     path: str
-    config: DraftConfig
+    reading: Reading
     token_ids: list[int] | None
+
+    @property
+    def config(self) -> DraftConfig:
+        """The configuration, whatever the format."""
+        return self.reading.config
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read the small files of a checkpoint.
+        """Read the small files of a checkpoint, and the names and shapes of its tensors.
 
         Raises:
             CheckpointError: one of them is missing, damaged or unsupported.
         """
-        config = DraftConfig.from_pretrained(path)
-        return cls(str(path), config, load_token_ids(path, config.vocab_size))
+        reading = read(path)
+        return cls(str(path), reading, load_token_ids(path, reading.config.vocab_size))

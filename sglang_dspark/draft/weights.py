@@ -1,51 +1,55 @@
-"""Loading and saving the tensors of a draft checkpoint (safetensors, one file or sharded with an index)."""
+"""Loading and saving the tensors of a drafter."""
 
 import json
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import Reading, read
+from sglang_dspark.draft.formats.stored import SINGLE_FILE, StoredTensors
+from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, IS_DRAFTED
 from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.reduced_vocabulary import load_token_ids, save_token_ids
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.files import write_text_whole, written_whole
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load_draft_model(
-    path: str | Path, *, dtype: torch.dtype, device: torch.device | str, config: DraftConfig | None = None
+    path: str | Path, *, dtype: torch.dtype, device: torch.device | str, reading: Reading | None = None
 ) -> DraftModel:
-    """Read a draft checkpoint directory; the model comes back frozen, its confidence head in float32.
+    """Read a checkpoint directory of any format; the model comes back frozen, its confidence head in float32.
 
     To train it further, call ``requires_grad_()`` and ``train()`` on it.
 
-    ``embed_tokens.weight`` and ``lm_head.weight`` may be absent: the model then needs ``bind_target`` before use.
+    The embedding and the LM head may be absent: the model then needs ``bind_target`` before use.
 
     Args:
-        config: the checkpoint's, where it has been read already.
+        reading: of the checkpoint, where it has been read already.
 
     Raises:
         CheckpointError: config.json is unfit, a file is missing or damaged, or tensors are missing, unexpected,
             misshapen or not floating point; all offending tensors are named in the one message.
     """
     with ExitStack() as stack:
-        model, tensors = _empty_model(Path(path), config, stack)
+        checkpoint = _Checkpoint(Path(path), stack, reading or read(path))
+        model = checkpoint.model
         model.to(dtype).to_empty(device=device)
-        if model.confidence is not None:
-            model.confidence.float()
+        if model.confidence_head is not None:
+            model.confidence_head.float()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(tensors[name].get_tensor(name))
+                parameter.copy_(checkpoint.tensor(name))
+        ids = checkpoint.token_ids()
+        if ids is not None and model.token_ids is not None:
+            model.token_ids.copy_(ids)
     return model.freeze()
 
 
@@ -57,8 +61,8 @@ def random_draft_model(config: DraftConfig, *, dtype: torch.dtype, device: torch
     with torch.device("meta"):
         model = DraftModel(config, own_embedding=False, own_lm_head=False)
     model.to(dtype).to_empty(device=device)
-    if model.confidence is not None:
-        model.confidence.float()
+    if model.confidence_head is not None:
+        model.confidence_head.float()
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,101 +70,137 @@ def random_draft_model(config: DraftConfig, *, dtype: torch.dtype, device: torch
                 parameter.fill_(1.0)
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
+    if model.token_ids is not None:
+        model.token_ids.copy_(torch.arange(config.num_proposed))
     return model.freeze()
 
 
-def check_draft_model(path: str | Path, config: DraftConfig | None = None) -> None:
-    """Look at a draft checkpoint without reading its tensors: :func:`load_draft_model` will not complain.
+def check_draft_model(path: str | Path, reading: Reading | None = None) -> None:
+    """Look at a checkpoint without reading its weights; what this accepts, :func:`load_draft_model` loads.
 
     Args:
-        config: the checkpoint's, where it has been read already.
+        reading: of the checkpoint, where it has been read already.
 
     Raises:
         CheckpointError: as there.
     """
     with ExitStack() as stack:
-        _empty_model(Path(path), config, stack)
+        _Checkpoint(Path(path), stack, reading or read(path)).token_ids()
 
 
 def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bool) -> None:
-    """Write ``model.safetensors`` and ``config.json`` into directory ``path``, each whole or not at all.
+    """Write a checkpoint in the canonical form into directory ``path`` (made if needed).
 
     With ``include_embeddings`` the embedding and LM head in use, own or the target's, are written too, as DeepSpec
     expects; without, the checkpoint is small and needs the target's.
     """
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in (EMBEDDING, LM_HEAD)}
     if include_embeddings:
         tensors |= {EMBEDDING: model.embed_weight, LM_HEAD: model.lm_head_weight}
     # Cloned because frozen K/V weights, and tied target weights, share storage, which safetensors refuses.
     tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    write_canonical(path, model.config, tensors, model.token_ids)
+
+
+def write_canonical(
+    path: str | Path, config: DraftConfig, tensors: dict[str, Tensor], token_ids: Tensor | None
+) -> None:
+    """Write ``config.json``, ``model.safetensors`` and, for a reduced vocabulary, the file of its tokens."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
     with written_whole(path / SINGLE_FILE) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
-    content = model.config.to_dict() | {"dtype": str(model.fc.weight.dtype).removeprefix("torch.")}
+    content = config.to_dict() | {"dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
     write_text_whole(path / "config.json", json.dumps(content, indent=2) + "\n")
+    if token_ids is not None:
+        save_token_ids(path, token_ids.tolist())
 
 
-def _empty_model(path: Path, config: DraftConfig | None, stack: ExitStack) -> tuple[DraftModel, dict[str, Any]]:
-    """The model without memory, and the open files that hold its tensors, which fit it."""
-    config = config or DraftConfig.from_pretrained(path)
-    tensors = _open_tensors(path, stack)
-    with torch.device("meta"):
-        model = DraftModel(config, own_embedding=EMBEDDING in tensors, own_lm_head=LM_HEAD in tensors)
-    _check_tensors(model, tensors, path)
-    return model, tensors
+def convert(source: str | Path, output: str | Path, settings: dict[str, object]) -> Reading:
+    """Write the checkpoint in ``source``, of any format, in the canonical form into ``output``; values stay bit by bit.
+
+    Args:
+        settings: keys to add to config.json, which answer what it leaves open.
+
+    Raises:
+        CheckpointError: as for :func:`load_draft_model`.
+    """
+    with ExitStack() as stack:
+        checkpoint = _Checkpoint(Path(source), stack, read(source, settings))
+        names = checkpoint.model.state_dict()
+        tensors = {name: checkpoint.tensor(name).contiguous() for name in names}
+        write_canonical(output, checkpoint.reading.config, tensors, checkpoint.token_ids())
+        return checkpoint.reading
 
 
-def _open_tensors(path: Path, stack: ExitStack) -> dict[str, Any]:
-    """Tensor name -> the open safetensors file that holds it."""
-    if (path / INDEX_FILE).is_file():
-        declared = _read_index(path / INDEX_FILE)
-        files = sorted(set(declared.values()))
-    elif (path / SINGLE_FILE).is_file():
-        declared, files = {}, [SINGLE_FILE]
-    else:
-        raise CheckpointError(
-            f"{path}: has neither {SINGLE_FILE} nor {INDEX_FILE}; give a complete checkpoint directory, and convert "
-            "other weight formats to safetensors"
-        )
-    tensors: dict[str, Any] = {}
-    for file in files:
-        try:
-            handle = stack.enter_context(safe_open(path / file, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path / file}: cannot be read ({error}); download the checkpoint again") from error
-        tensors |= dict.fromkeys(handle.keys(), handle)
-    absent = sorted(declared.keys() - tensors.keys())
-    if absent:
-        raise CheckpointError(
-            f"{path / INDEX_FILE}: lists tensors that its shards do not hold: {', '.join(absent)}; download the "
-            "checkpoint again"
-        )
-    return tensors
+class _Checkpoint:
+    """An open checkpoint whose tensors fit the model of its configuration, which is without memory still."""
 
+    def __init__(self, folder: Path, stack: ExitStack, reading: Reading) -> None:
+        self.folder, self.reading = folder, reading
+        self._stored = StoredTensors(folder, stack)
+        self._shapes = self._stored.shapes
+        self._names = self.reading.rules.names(self._shapes, str(folder))
+        with torch.device("meta"):
+            self.model = DraftModel(
+                self.reading.config, own_embedding=EMBEDDING in self._names, own_lm_head=LM_HEAD in self._names
+            )
+        self._check()
 
-def _read_index(file: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file}: no readable weight_map ({error!r}); download the checkpoint again") from error
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CheckpointError(f"{file}: weight_map is not a map from tensors to files; download the checkpoint again")
-    return weight_map
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the model, as stored."""
+        return self.reading.rules.order(name, self._stored.read(self._names[name]))
 
+    def token_ids(self) -> Tensor | None:
+        """Ids of the proposed tokens of a reduced vocabulary, ascending; None for all.
 
-def _check_tensors(model: DraftModel, tensors: Mapping[str, Any], path: Path) -> None:
-    expected: dict[str, Tensor] = model.state_dict()
-    problems = [f"missing {name} {list(expected[name].shape)}" for name in sorted(expected.keys() - tensors.keys())]
-    problems += [f"unexpected {name}" for name in sorted(tensors.keys() - expected.keys())]
-    for name in sorted(expected.keys() & tensors.keys()):
-        found = tensors[name].get_slice(name)
-        if found.get_shape() != list(expected[name].shape):
-            problems.append(f"misshapen {name} {found.get_shape()}, expected {list(expected[name].shape)}")
-        elif found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            problems.append(f"not floating point {name} {found.get_dtype()}")
-    if problems:
-        raise CheckpointError(
-            f"{path}: the tensors do not fit config.json: {'; '.join(problems)}. Check that both come from the same "
-            "checkpoint and that it is an unquantized DeepSpec Qwen3 DSpark draft"
-        )
+        Raises:
+            CheckpointError: the checkpoint lacks them or contradicts itself.
+        """
+        config = self.reading.config
+        if DRAFT_TO_TARGET not in self._shapes:
+            ids = load_token_ids(self.folder, config.vocab_size)
+            if ids is None and config.draft_vocab_size is None:
+                return None
+            if ids is None or config.draft_vocab_size not in (None, len(ids)):
+                raise CheckpointError(
+                    f"{self.folder}: draft_vocab_size={config.draft_vocab_size}, but there "
+                    f"{'is no list of its tokens (tensor d2t)' if ids is None else f'are {len(ids)} token ids'}; take "
+                    "an intact checkpoint"
+                )
+            return torch.tensor(ids)
+        offsets = self._stored.read(DRAFT_TO_TARGET)
+        found = offsets.to(torch.int64) + torch.arange(len(offsets))
+        first, last = int(found[0]), int(found[-1])
+        ascending = first >= 0 and last < config.vocab_size and bool((found.diff() > 0).all())
+        if len(found) != config.num_proposed or not ascending or not self._agrees(found):
+            raise CheckpointError(
+                f"{self.folder}: d2t {list(offsets.shape)} does not list {config.num_proposed} ascending tokens of "
+                f"vocab_size={config.vocab_size} that t2d marks too; take an intact checkpoint"
+            )
+        return None if config.draft_vocab_size is None else found
+
+    def _agrees(self, token_ids: Tensor) -> bool:
+        if IS_DRAFTED not in self._shapes:
+            return True
+        drafted = self._stored.read(IS_DRAFTED).bool()
+        expected = torch.zeros(self.reading.config.vocab_size, dtype=torch.bool)
+        expected[token_ids] = True
+        return torch.equal(drafted, expected)
+
+    def _check(self) -> None:
+        expected: dict[str, Tensor] = self.model.state_dict()
+        names = self._names
+        problems = [f"missing {name} {list(expected[name].shape)}" for name in sorted(expected.keys() - names.keys())]
+        problems += [f"unexpected {names[name]}" for name in sorted(names.keys() - expected.keys())]
+        for name in sorted(expected.keys() & names.keys()):
+            shape, dtype = self._shapes[names[name]], self._stored.dtype(names[name])
+            if list(shape) != list(expected[name].shape):
+                problems.append(f"misshapen {names[name]} {shape}, expected {list(expected[name].shape)}")
+            elif dtype not in _FLOATS:
+                problems.append(f"not floating point {names[name]} {dtype}")
+        if problems:
+            raise CheckpointError(
+                f"{self.folder}: the tensors do not fit config.json: {'; '.join(problems)}. Check that both come from "
+                "the same checkpoint and that it is an unquantised drafter"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -46,11 +47,16 @@ class Packed:
             out = out[:total]
         return cls(torch.cat(words, out=out), tuple((tensor.dtype, tensor.shape) for tensor in tensors))
 
-    def read(self) -> list[torch.Tensor]:
-        """Views of the tensors."""
-        sizes = [prod(shape) * dtype.itemsize // WORD.itemsize for dtype, shape in self.shapes]
-        parts = zip(self.flat.split(sizes), self.shapes, strict=True)
+    def read(self, most: int | None = None) -> list[torch.Tensor]:
+        """Views of the tensors, or of the first ``most``."""
+        parts = zip(self.flat.split(_sizes(self.shapes)), self.shapes[:most], strict=most is None)
         return [part.view(dtype).view(shape) for part, (dtype, shape) in parts]
+
+
+@lru_cache
+def _sizes(shapes: tuple[tuple[torch.dtype, torch.Size], ...]) -> list[int]:
+    """Words of every tensor."""
+    return [prod(shape) * dtype.itemsize // WORD.itemsize for dtype, shape in shapes]
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,13 +21,21 @@ from torch import Tensor
 
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.model import DraftModel
-from sglang_dspark.draft.reference import ContextKV, DraftBlock, Target, accept_greedy, decode_greedy, draft_block
+from sglang_dspark.draft.pairing import check_dimensions
+from sglang_dspark.draft.reference import (
+    ContextKV,
+    ReferenceBlock,
+    Target,
+    accept_greedy,
+    decode_greedy,
+    draft_block,
+)
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import CheckpointError
 
 TENSOR_ATOL = 1e-4  # absolute; both sides are float32, only the order of summation differs
 
-_TENSORS: Mapping[str, Callable[[DraftBlock], Tensor | None]] = {
+_TENSORS: Mapping[str, Callable[[ReferenceBlock], Tensor | None]] = {
     "block_hidden": lambda block: block.hidden,
     "base_logits": lambda block: block.base_logits,
     "logits": lambda block: block.logits,
@@ -198,10 +206,10 @@ def load_golden(golden_dir: str | Path, config: DraftConfig) -> Golden:
         raise CheckpointError(f"{file}: not golden data ({error!r}); give a directory with golden.json") from error
     if temperature != 0:
         raise CheckpointError(f"{file}: temperature={temperature!r}; only greedy data (temperature 0) can be replayed")
-    if gamma != config.block_size:
+    if gamma != config.gamma:
         raise CheckpointError(
-            f"{file}: gamma={gamma!r}, but {config.origin} has block_size={config.block_size}; give the golden data of "
-            "this draft"
+            f"{file}: gamma={gamma!r}, but {config.origin} drafts {config.gamma} tokens per block; give the golden "
+            "data of this draft"
         )
     for index, case in enumerate(cases):
         _check_starts(file, index, case)
@@ -247,11 +255,7 @@ def load_target(target_dir: str | Path, model: DraftModel) -> Target:
         network = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{target_dir}: transformers cannot load this as a target ({error})") from error
-    model.config.check_target(
-        hidden_size=network.config.hidden_size,
-        vocab_size=network.config.vocab_size,
-        num_hidden_layers=network.config.num_hidden_layers,
-    )
+    check_dimensions(model.config, network.config)
     model.bind_target(network.get_input_embeddings().weight, network.get_output_embeddings().weight)
 
     def target(ids: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -2,26 +2,133 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from dspark_kernels import block_attention
+from dspark_kernels import (
+    BlockAttention,
+    ContextGroup,
+    PagedWindows,
+    StepRequests,
+    attend_groups,
+    block_attention,
+    group_contexts,
+    window_attention,
+)
+from dspark_kernels.dispatch import on_kernels
 
 from sglang_dspark.draft.backbone import Attend
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.visibility import Visibility
 from sglang_dspark.step.state import DecodeBatch
 
 
-def block_attend(cache: DraftCache, step: DecodeBatch, gamma: int, config: DraftConfig) -> Attend:
-    """The callback of :meth:`DraftModel.forward_block` for this step, whose blocks have ``gamma`` rows."""
-    attention = block_attention(
-        step.requests,
-        gamma,
-        heads_per_kv=config.num_attention_heads // config.num_key_value_heads,
-        dtype=cache.k.dtype,
-        scale=config.head_dim**-0.5,
-    )
+def block_attend(cache: DraftCache, step: DecodeBatch, num_slots: int, config: DraftConfig) -> Attend:
+    """The callback of :meth:`DraftModel.forward_block` for this step, whose blocks have ``num_slots`` rows."""
+    heads_per_kv, scale = config.num_attention_heads // config.num_key_value_heads, config.attention_scale
+
+    def attention(visibility: Visibility) -> BlockAttention:
+        if visibility.is_full:
+            return block_attention(
+                step.requests, num_slots, heads_per_kv=heads_per_kv, dtype=cache.k.dtype, scale=scale
+            )
+        return partial_attention(
+            step.requests, num_slots, visibility, heads_per_kv=heads_per_kv, dtype=cache.k.dtype, scale=scale
+        )
+
+    attentions = {visibility: attention(visibility) for visibility in set(config.visibilities)}
+    of_layer = [attentions[visibility] for visibility in config.visibilities]
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention(q, k, v, (cache.k[layer], cache.v[layer]))
+        return of_layer[layer](q, k, v, (cache.k[layer], cache.v[layer]))
 
     return attend
+
+
+def partial_attention_ref(
+    requests: StepRequests,
+    num_slots: int,
+    visibility: Visibility,
+    *,
+    heads_per_kv: int,
+    dtype: torch.dtype,
+    scale: float,
+) -> BlockAttention:
+    """The same as :func:`partial_attention` in plain torch. Reads lengths on the host."""
+    near = _within_reach(requests, visibility.reach)
+    groups = group_contexts(
+        near.req_to_token,
+        near.req_pool_indices.tolist(),
+        near.prefix_lens.tolist(),
+        [num_slots] * len(near),
+        causal=False,
+        heads_per_kv=heads_per_kv,
+        dtype=dtype,
+        extra_keys=num_slots,
+    )
+    if visibility.slides or visibility.causal:
+        groups = [_masked(group, visibility, near.prefix_lens, num_slots, heads_per_kv, dtype) for group in groups]
+    return lambda q, k, v, pool: attend_groups(q, *pool, groups, scale, extra_kv=(k, v))
+
+
+@on_kernels(partial_attention_ref)
+def partial_attention(
+    requests: StepRequests,
+    num_slots: int,
+    visibility: Visibility,
+    *,
+    heads_per_kv: int,
+    dtype: torch.dtype,
+    scale: float,
+) -> BlockAttention:
+    """Attention of blocks that see a part of their context, or of themselves.
+
+    Args:
+        requests: of the step.
+        num_slots: rows of a block.
+        visibility: what they see.
+        heads_per_kv, dtype, scale: as for :func:`block_attention`.
+
+    Returns:
+        What computes a layer. On a GPU without a host sync, and safe under graph capture.
+    """
+    assert not visibility.slides, "refused at start-up: the kernel shows all slots of a block the same context"
+    near = _within_reach(requests, visibility.reach)
+    indptr = torch.arange(0, (len(near) + 1) * num_slots, num_slots, device=near.anchors.device)
+    windows = PagedWindows(near.req_to_token, near.req_pool_indices, near.prefix_lens, indptr, num_slots)
+    return lambda q, k, v, pool: window_attention(q, k, v, pool, windows, causal=visibility.causal, scale=scale)
+
+
+def _within_reach(requests: StepRequests, reach: int | None) -> StepRequests:
+    """The same requests with the last ``reach`` rows of their contexts alone, all of them for None. No host sync."""
+    if reach is None:
+        return requests
+    device, last = requests.anchors.device, requests.req_to_token.shape[1] - 1
+    reach = min(reach, last + 1)
+    columns = (requests.prefix_lens - reach).clamp(min=0)[:, None] + torch.arange(reach, device=device)
+    return replace(
+        requests,
+        req_to_token=requests.req_to_token[requests.req_pool_indices[:, None], columns.clamp(max=last)],
+        req_pool_indices=torch.arange(len(requests), device=device),
+        prefix_lens=requests.prefix_lens.clamp(max=reach),
+    )
+
+
+def _masked(
+    group: ContextGroup,
+    visibility: Visibility,
+    lens: torch.Tensor,  # [bs]
+    num_slots: int,
+    heads_per_kv: int,
+    dtype: torch.dtype,
+) -> ContextGroup:
+    """The group with a mask of what each slot sees."""
+    members = slice(None) if group.queries is None else group.queries[::num_slots] // num_slots
+    slots = torch.arange(num_slots)
+    ages = (lens[members][:, None] - torch.arange(group.num_keys))[:, None]  # [R, 1, n]
+    context = (ages > 0) & visibility.sees_context(ages, slots[:, None])
+    block = visibility.sees_block(slots).expand(len(context), -1, -1)
+    seen = torch.cat((context, block), dim=2)
+    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    return replace(group, mask=mask.repeat(1, heads_per_kv, 1)[:, None])

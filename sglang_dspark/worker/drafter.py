@@ -15,6 +15,7 @@ from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats.description import describe
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.resolved import ResolvedDrafter
@@ -40,6 +41,7 @@ class Drafter:
         features: of target rows.
 
     Attributes:
+        num_slots: rows of a block in the network: its drafts, and the anchor where that does not predict.
         cache: K/V of the context; made by :meth:`allocate`.
     """
 
@@ -57,6 +59,7 @@ class Drafter:
         features: Features,
     ) -> None:
         self.config, self.model, self.heads, self.gamma = config, model, heads, gamma
+        self.num_slots = config.first_slot + gamma
         self.mask_token_id = config.mask_token_id
         self._device, self._features = device, features
 
@@ -76,20 +79,24 @@ class Drafter:
             dummy: take random weights of its shape.
         """
         path, config = resolved.path, resolved.config
+        if unknown := resolved.reading.unknown_keys:
+            logger.warning("DSPARK drafter %s: unknown keys in config.json: %s", path, ", ".join(unknown))
         target = Target(model_runner, config)
         if dummy:
             model = random_draft_model(config, dtype=target.dtype, device=device)
         else:
-            model = load_draft_model(path, dtype=target.dtype, device=device, config=config)
+            model = load_draft_model(path, dtype=target.dtype, device=device, reading=resolved.reading)
         shared = target.share_with(model)
         heads = ProposalHeads(model, resolved.token_ids)
         logger.info(
-            "DSPARK drafter %s loaded%s; read from the target: %s",
+            "DSPARK drafter %s (%s format) loaded%s: %s; read from the target: %s",
             path,
+            resolved.reading.format,
             ", with random weights" if dummy else "",
+            describe(config),
             ", ".join(shared) or "nothing",
         )
-        gamma = options.gamma(config.block_size)
+        gamma = options.gamma(config.gamma)
         return cls(config, model, heads, gamma=gamma, device=device, features=target.features)
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> DraftCache:
@@ -100,7 +107,7 @@ class Drafter:
 
     def calibration(self, options: DSparkConfig, max_verify: int) -> OnlineCalibration | None:
         """Calibration of the confidence head; None without one."""
-        if self.model.confidence is None:
+        if self.model.confidence_head is None:
             return None
         path, temperatures = options.confidence_sts_path, None
         if path is not None:
@@ -114,18 +121,18 @@ class Drafter:
         with_confidence: bool,
         layout: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> DraftBlock:
-        """Run the network over the blocks of all requests of ``step`` and sample their first ``depth`` slots.
+        """Run the network over the blocks of all requests of ``step`` and sample their first ``depth`` drafts.
 
         Args:
-            layout: ids and positions [bs, gamma] of the blocks, where they are laid out already.
+            layout: ids and positions [bs, num_slots] of the blocks, where they are laid out already.
         """
-        bs, gamma, model = len(step), self.gamma, self.model
+        bs, model, first = len(step), self.model, self.config.first_slot
         ids, positions = layout or self._lay_out(step)
-        attend = block_attend(self.cache, step, gamma, self.config)
-        hidden = model.forward_block(model.embed(ids.view(-1)), positions.view(-1), attend).view(bs, gamma, -1)
+        attend = block_attend(self.cache, step, self.num_slots, self.config)
+        hidden = model.forward_block(model.embed(ids.view(-1)), positions.view(-1), attend).view(bs, self.num_slots, -1)
         # The backbone needs the whole block (its slots see each other), the heads only what may be verified. Two
         # dimensions, or the CPU's bfloat16 product with the LM head takes a path that is ten times slower.
-        hidden = hidden[:, :depth].reshape(bs * depth, -1)
+        hidden = hidden[:, first : first + depth].reshape(bs * depth, -1)
         return draft_block(
             self.heads.base_logits(hidden).view(bs, depth, -1),
             hidden.view(bs, depth, -1),
@@ -137,8 +144,8 @@ class Drafter:
         )
 
     def _lay_out(self, step: DecodeBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and positions [bs, gamma] of the blocks: the anchor, and masks after it."""
-        return prepare(step.requests, self.gamma, self.mask_token_id).block(len(step))
+        """Ids and positions [bs, num_slots] of the blocks: the anchor, and masks after it."""
+        return prepare(step.requests, self.num_slots, self.mask_token_id).block(len(step))
 
     def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
         """Write the K/V of the anchor and the accepted drafts of every request."""
@@ -165,7 +172,7 @@ class Drafter:
         config, vocabulary = self.config, self.heads.vocabulary
         return {
             "path": path,
-            "block_size": config.block_size,
+            "block_size": config.gamma,
             "num_hidden_layers": config.num_hidden_layers,
             "target_layer_ids": list(config.target_layer_ids),
             "markov_head_type": config.markov_head_type if config.markov_rank else None,
@@ -185,7 +192,7 @@ class NoDrafter:
     mask_token_id = 0  # of staged blocks that nobody reads
 
     def __init__(self, options: DSparkConfig) -> None:
-        self.gamma = options.gamma(None)
+        self.gamma = self.num_slots = options.gamma(None)
         logger.info("DSPARK: no drafter; requests with a preset speculate")
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> None:

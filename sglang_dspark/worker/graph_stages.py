@@ -62,7 +62,7 @@ class StepGraphs:
         most, device = self.tiers.requests[-1], self._req_to_token.device
         num_rows = max((most, *self.tiers.tokens))
         forecast = eager.schedule.forecast
-        self.prepared = _zeroed(PreparedStep.empty(most, eager.drafter.gamma, device))
+        self.prepared = _zeroed(PreparedStep.empty(most, eager.drafter.num_slots, device))
         self.step_number = torch.zeros((), dtype=torch.int64, device=device)
         self.temperatures = torch.zeros(most, device=device)
         self.coefficients = forecast.coefficients.clone()
@@ -236,7 +236,7 @@ class StepGraphs:
         if rows is None:
             return None
         drafter = self.eager.drafter
-        prepare(step.requests, drafter.gamma, drafter.mask_token_id, out=self.prepared)
+        prepare(step.requests, drafter.num_slots, drafter.mask_token_id, out=self.prepared)
         return GraphStages(self, slots, rows, plain)
 
 

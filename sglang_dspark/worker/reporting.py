@@ -66,8 +66,8 @@ class Reporting:
             self._warned = True
             logger.warning(
                 "DSPARK: the accept length stays at %.2f. The drafter hardly predicts this target: was it trained for "
-                "it, and with DeepSpec's conventions (0-based target_layer_ids whose output is tapped, anchor in "
-                "slot 0)? Output stays exact but decoding is slower than without speculation.",
+                "it, and does its config.json follow its format (numbers of the tapped layers, whether the anchor's "
+                "slot predicts)? Output stays exact but decoding is slower than without speculation.",
                 self._counters.drafter_accept_length,
             )
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_dspark.draft.cache import DraftCache
-from sglang_dspark.engine.compat.requests import committed_len
+from sglang_dspark.engine.compat.requests import lengths
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, copy_drafts, decode_result, read_decode_batch
@@ -146,7 +146,7 @@ class DSparkWorker(SpecWorkerBase):
             # The host has waited for the step before: the time between two choices is not an earlier one's.
             self.schedule.interrupt()
         # Of the host: under overlap it does not know yet what the step under way commits.
-        context = sum(map(committed_len, batch.reqs)) / len(batch.reqs)
+        context = sum(lengths(batch.reqs)[0]) / len(batch.reqs)
         limits = asked.limits_with(copies)
         choice = self.schedule.choose([req.rid for req in batch.reqs], context, limits, traced=asked.traced)
         self.reporting.record_time()

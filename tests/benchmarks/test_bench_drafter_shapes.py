@@ -5,14 +5,14 @@ from pathlib import Path
 import torch
 from bench_drafter_shapes import COMMITTED, USERS, TimedDrafter
 
-from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import read_config
 
 DRAFT = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
 
 
 def test_every_shape_drafts_and_commits():
     for proposed_tokens in (64, 256):
-        drafter = TimedDrafter(DraftConfig.from_pretrained(DRAFT), proposed_tokens, torch.float32)
+        drafter = TimedDrafter(read_config(DRAFT), proposed_tokens, torch.float32)
         with torch.inference_mode():
             for users in USERS:
                 drafter.run(users)

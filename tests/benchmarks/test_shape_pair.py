@@ -7,7 +7,7 @@ import torch
 from shape_pair import ACCEPTANCE, SHAPES, write_pair
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
@@ -37,7 +37,7 @@ def test_shapes_have_the_published_number_of_weights(name, target_weights, draft
     write_pair(SHAPES[name], tmp_path)
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "target"))
-        draft = DraftModel(DraftConfig.from_pretrained(tmp_path / "draft"), own_embedding=False, own_lm_head=False)
+        draft = DraftModel(read_config(tmp_path / "draft"), own_embedding=False, own_lm_head=False)
     assert sum(weight.numel() for weight in target.parameters()) / 1e6 == pytest.approx(target_weights, abs=0.05)
     assert sum(weight.numel() for weight in draft.parameters()) / 1e6 == pytest.approx(draft_weights, abs=0.05)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "target")) == target.config.vocab_size

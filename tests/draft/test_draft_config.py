@@ -3,19 +3,21 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.errors import CheckpointError
+from sglang_dspark.draft.formats import read_config, read_content
+from sglang_dspark.draft.pairing import check_device, check_dimensions
+from sglang_dspark.errors import CheckpointError, UnservedError
 
 
 def read(content):
-    return DraftConfig.from_dict(content, origin="some/config.json")
+    return read_content(content, origin="some/config.json").config
 
 
 def test_the_golden_checkpoint_is_read(golden_dir):
-    config = DraftConfig.from_pretrained(golden_dir / "vanilla_g7")
+    config = read_config(golden_dir / "vanilla_g7")
     assert (config.block_size, config.target_layer_ids, config.num_target_layers) == (7, (0, 2, 4), 6)
     assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (128, 256, 2)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 32)
@@ -40,6 +42,21 @@ VARIANTS = {
     "inference only": {"num_anchors": ..., "layer_types": ..., "tie_word_embeddings": ...},
     "transformers 4": {"rope_parameters": ..., "rope_theta": 500.0, "rope_scaling": None},
     "theta twice, equal": {"rope_theta": 500.0},
+    "DFlash layout": {"sample_from_anchor": False},
+    "sliding layers": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 16,
+        "window_from_anchor": True,
+        "causal_layers": [False, False],
+    },
+    "causal layers": {"causal_layers": [True, False]},
+    "reduced vocabulary": {"draft_vocab_size": 7},
+    "YaRN": {"rope_parameters": {"rope_theta": 500.0, "rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0}},
+    "some pairs rotate": {
+        "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "rotary_pairs": "whole_head"}
+    },
+    "biases": {"attention_bias": True},
+    "depth unknown": {"num_target_layers": None},
     "no vocabulary in common with defaults": {"vocab_size": 151936, "mask_token_id": 151669},
 }
 
@@ -103,7 +120,12 @@ MALFORMED = [
     ("markov_head_type", ["vanilla"]),
     ("enable_confidence_head", 1),
     ("confidence_head_with_markov", "true"),
-    ("attention_bias", True),
+    ("attention_bias", 1),
+    ("layer_types", ["full_attention"]),
+    ("layer_types", ["full_attention", "linear_attention"]),
+    ("causal_layers", [True]),
+    ("draft_vocab_size", 20),
+    ("sample_from_anchor", 0),
     ("hidden_act", "gelu"),
     ("tie_word_embeddings", True),
     ("num_anchors", 0),
@@ -128,36 +150,44 @@ def test_rank_zero_contradicts_a_confidence_head_with_markov_features(make_confi
         read(make_config(markov_rank=0, markov_head_type=...))
 
 
-def test_layer_types_must_be_full_attention_once_per_layer(make_config):
-    for layer_types in (["full_attention"], ["full_attention", "sliding_attention"]):
-        with pytest.raises(CheckpointError, match=r"layer_types=.*num_hidden_layers=2"):
-            read(make_config(layer_types=layer_types))
+def test_sliding_layers_need_a_width(make_config):
+    with pytest.raises(
+        CheckpointError, match="sliding_window=None must give the width of the sliding_attention layers"
+    ):
+        read(make_config(layer_types=["full_attention", "sliding_attention"]))
+
+
+def test_all_unfit_keys_are_named_at_once(make_config):
+    with pytest.raises(CheckpointError) as error:
+        read(make_config(block_size=0, vocab_size=..., rms_norm_eps="small"))
+    for problem in ("block_size=0 should be greater than", "key 'vocab_size' is missing", "rms_norm_eps='small'"):
+        assert problem in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("rope", "message"),
     [
-        {"rope_parameters": {"rope_theta": 500.0, "rope_type": "yarn", "factor": 4.0}},
-        {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 0.25}},
-        {"rope_parameters": ..., "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        ({"rope_type": "longrope", "factor": 4.0}, "rope_type='longrope' should be 'linear', 'llama3' or 'yarn'"),
+        ({"rope_type": "yarn"}, "rope_type='yarn' needs the key 'factor'"),
+        ({"rope_type": "yarn", "factor": -1.0}, "factor=-1.0 should be greater than 0"),
+        ({"rope_type": "yarn", "factor": 4.0, "stretch": 1}, r"unknown keys \['stretch'\]"),
+        ({"rope_type": "llama3", "factor": 8.0}, "needs the key 'low_freq_factor'"),
+        ({"rope_type": "default", "beta_fast": 32}, r"keys that only a rope_type explains: \['beta_fast'\]"),
+        ({"rope_type": "default", "partial_rotary_factor": 2.0}, "partial_rotary_factor=2.0 rotates 16 of head_dim=8"),
+        ({"sliding_attention": {"rope_theta": 1.0}}, "is not one set for the layers of kind full_attention"),
     ],
 )
-def test_scaled_rope_is_refused(make_config, overrides):
-    with pytest.raises(CheckpointError, match=r"rope_\w+=\{.*is not supported; only the default rotary embedding"):
-        read(make_config(**overrides))
+def test_unfit_rope_is_refused(make_config, rope, message):
+    with pytest.raises(CheckpointError, match=message):
+        read(make_config(rope_parameters={"rope_theta": 500.0, **rope}))
 
 
 @pytest.mark.parametrize("architectures", [["Gemma4DSparkModel"], ["Qwen3ForCausalLM"], [], "Qwen3DSparkModel", None])
 def test_other_architectures_are_told_what_is_supported(make_config, architectures):
     with pytest.raises(CheckpointError) as error:
         read(make_config(architectures=architectures))
-    assert f"architectures={architectures!r} is not supported" in str(error.value)
-    assert "architectures=['Qwen3DSparkModel']" in str(error.value)
-
-
-def test_speculators_checkpoints_are_recognised(make_config):
-    with pytest.raises(CheckpointError, match=r"speculators_model_type='dspark'.*supported: DeepSpec"):
-        read(make_config(architectures=["DSparkSpeculator"], speculators_model_type="dspark"))
+    assert "architectures" in str(error.value)
+    assert "formats that load are DeepSpec" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -167,21 +197,38 @@ def test_an_unreadable_file_is_named(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=message) as error:
-        DraftConfig.from_pretrained(tmp_path)
+        read_config(tmp_path)
     assert str(tmp_path / "config.json") in str(error.value)
 
 
 def test_a_target_of_other_dimensions_is_refused(make_config):
     config = read(make_config())
     fitting = {"hidden_size": 24, "vocab_size": 19, "num_hidden_layers": 4}
-    config.check_target(**fitting)
+    check_dimensions(config, SimpleNamespace(**fitting))
     for key, name in (
         ("hidden_size", "hidden_size"),
         ("vocab_size", "vocab_size"),
         ("num_hidden_layers", "num_target"),
     ):
         with pytest.raises(CheckpointError, match=rf"{name}.*the target has {key}=99"):
-            config.check_target(**fitting | {key: 99})
+            check_dimensions(config, SimpleNamespace(**fitting | {key: 99}))
+
+
+def test_a_drafter_of_unknown_depth_still_needs_its_taps(make_config):
+    config = read(make_config(num_target_layers=None))
+    target = {"hidden_size": 24, "vocab_size": 19}
+    check_dimensions(config, SimpleNamespace(**target, num_hidden_layers=4))
+    with pytest.raises(CheckpointError, match=r"reads the output of layer 2.* of a target with 3 layers"):
+        check_dimensions(config, SimpleNamespace(**target, num_hidden_layers=3))
+
+
+def test_windows_that_slide_along_the_block_are_refused_on_cuda(make_config):
+    sliding = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}
+    for device in ("cpu", "cuda"):
+        check_device(read(make_config(**sliding, window_from_anchor=True)), device)
+    check_device(read(make_config(**sliding)), "cpu")
+    with pytest.raises(UnservedError, match=r"--device=cuda: some/config.json has a sliding_window=16 that slides"):
+        check_device(read(make_config(**sliding)), "cuda")
 
 
 def test_reading_a_config_needs_no_torch_and_the_model_no_engine():

@@ -175,7 +175,7 @@ def test_malformed_golden_data_is_refused(pair):
     good = (pair.draft / "golden.json").read_text()
     for change, message in (
         (lambda c: c.pop("gamma"), "gamma"),
-        (lambda c: c.update(gamma=6), "gamma=6, but .*block_size=7"),
+        (lambda c: c.update(gamma=6), "gamma=6, but .* drafts 7 tokens per block"),
         (lambda c: c.update(temperature=1.0), "temperature=1.0"),
         (lambda c: c["cases"][0]["rounds"][0].pop("anchor"), "anchor"),
         (lambda c: c["cases"][1]["rounds"].reverse(), "case 1 has round starts"),

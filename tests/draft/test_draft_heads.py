@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from sglang_dspark.draft.confidence_head import ConfidenceHead
-from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import read_content
 from sglang_dspark.draft.markov_head import build_markov_head
 
 
 @pytest.fixture
 def config(make_config):
-    return DraftConfig.from_dict(make_config(), origin="test")
+    return read_content(make_config(), origin="test").config
 
 
 def build(config, head):

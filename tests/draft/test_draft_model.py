@@ -2,11 +2,10 @@
 
 import itertools
 import json
-import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from literal_draft import LiteralDraft
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sglang_dspark.draft.reference import ContextKV, draft_block
@@ -16,99 +15,14 @@ from sglang_dspark.tools.golden import replay
 TOLERANCE = 2e-4  # float32 against float64 on logits of size ~10; a wrong formula is off by more than 0.1
 
 
-class LiteralDraft:
-    """DSpark drafting with python loops over rows, layers and heads; float64."""
-
-    def __init__(self, path):
-        self.config = json.loads((path / "config.json").read_text())
-        self.w = {name: tensor.double() for name, tensor in load_file(path / "model.safetensors").items()}
-
-    def rms_norm(self, x, name):
-        return x / torch.sqrt((x * x).mean() + self.config["rms_norm_eps"]) * self.w[name]
-
-    def rope(self, x, position):
-        half = x.shape[0] // 2
-        out = x.clone()
-        for i in range(half):
-            angle = position * self.config["rope_parameters"]["rope_theta"] ** (-2 * i / x.shape[0])
-            out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
-            out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
-        return out
-
-    def heads(self, x, name, norm, position):
-        """Project a row, split it into heads, and normalise and rotate each one when ``norm`` is given."""
-        rows = (self.w[name] @ x).split(self.config["head_dim"])
-        return rows if norm is None else [self.rope(self.rms_norm(row, norm), position) for row in rows]
-
-    def block_hidden(self, features, anchor):
-        c, w = self.config, self.w
-        t, gamma = len(features), c["block_size"]
-        context = [self.rms_norm(w["fc.weight"] @ row, "hidden_norm.weight") for row in features]
-        rows = [w["embed_tokens.weight"][token] for token in [anchor] + [c["mask_token_id"]] * (gamma - 1)]
-        for i in range(c["num_hidden_layers"]):
-            p = f"layers.{i}."
-            normed = [self.rms_norm(row, p + "input_layernorm.weight") for row in rows]
-            attn = p + "self_attn."
-            keys, values = [], []
-            for position, row in enumerate(context + normed):
-                keys.append(self.heads(row, attn + "k_proj.weight", attn + "k_norm.weight", position))
-                values.append(self.heads(row, attn + "v_proj.weight", None, position))
-            for j, row in enumerate(normed):
-                queries = self.heads(row, attn + "q_proj.weight", attn + "q_norm.weight", t + j)
-                mixed = []
-                for head, query in enumerate(queries):
-                    kv_head = head // (c["num_attention_heads"] // c["num_key_value_heads"])
-                    scores = torch.stack([query @ key[kv_head] for key in keys]) / math.sqrt(c["head_dim"])
-                    weights = scores.softmax(0)
-                    mixed.append(sum(weight * value[kv_head] for weight, value in zip(weights, values, strict=True)))
-                rows[j] = rows[j] + w[attn + "o_proj.weight"] @ torch.cat(mixed)
-                x = self.rms_norm(rows[j], p + "post_attention_layernorm.weight")
-                gate = w[p + "mlp.gate_proj.weight"] @ x
-                up = w[p + "mlp.up_proj.weight"] @ x
-                rows[j] = rows[j] + w[p + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
-        return [self.rms_norm(row, "norm.weight") for row in rows]
-
-    def markov(self, token, hidden, state):
-        """Bias [V] and the new rnn state."""
-        e, w2 = self.w["markov_head.markov_w1.weight"][token], self.w["markov_head.markov_w2.weight"]
-        kind = self.config["markov_head_type"]
-        if kind == "gated":
-            gate = (
-                self.w["markov_head.gate_proj.weight"] @ torch.cat([hidden, e]) + self.w["markov_head.gate_proj.bias"]
-            )
-            return w2 @ (torch.sigmoid(gate) * e), None
-        if kind == "rnn":
-            z = torch.cat([state, e, hidden])
-            joint = self.w["markov_head.joint_proj.weight"] @ z + self.w["markov_head.joint_proj.bias"]
-            gate, candidate, output = joint.split(len(e))
-            gate = torch.sigmoid(gate)
-            return w2 @ torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
-        return w2 @ e, None
-
-    def draft(self, features, anchor):
-        c = self.config
-        hidden = self.block_hidden(features, anchor)
-        token, state = anchor, torch.zeros(c["markov_rank"], dtype=torch.float64)
-        tokens, base_logits, logits, confidences = [], [], [], []
-        for h in hidden:
-            u = self.w["lm_head.weight"] @ h
-            bias = torch.zeros_like(u)
-            if c["markov_rank"]:
-                bias, state = self.markov(token, h, state)
-            if c["enable_confidence_head"]:
-                reads_markov = c["confidence_head_with_markov"]
-                x = torch.cat([h, self.w["markov_head.markov_w1.weight"][token]]) if reads_markov else h
-                confidences.append(
-                    self.w["confidence_head.proj.weight"][0] @ x + self.w["confidence_head.proj.bias"][0]
-                )
-            token = int((u + bias).argmax())
-            tokens.append(token)
-            base_logits.append(u)
-            logits.append(u + bias)
-        return tokens, hidden, base_logits, logits, confidences
-
-
 NO_MARKOV = {"markov_rank": 0, "markov_head_type": ..., "confidence_head_with_markov": False}
+SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+
+
+def rope(head_dim=8, **parameters):
+    return {"rope_parameters": {"rope_theta": 500.0, **parameters}, "head_dim": head_dim}
+
+
 CASES = {
     "vanilla, block 5": {},
     "gated, block 4": {"markov_head_type": "gated", "block_size": 4},
@@ -120,6 +34,35 @@ CASES = {
     "single layer, single tap": {"num_hidden_layers": 1, "layer_types": ..., "target_layer_ids": [-1]},
     "no grouping, wide heads": {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16},
     "coarse eps": {"rms_norm_eps": 0.3},
+    "DFlash layout": {"sample_from_anchor": False},
+    "DFlash layout without heads": NO_MARKOV
+    | {"sample_from_anchor": False, "enable_confidence_head": False, "block_size": 8},
+    "DFlash layout, two slots, gated": {"sample_from_anchor": False, "markov_head_type": "gated", "block_size": 2},
+    "window from the anchor": SLIDING | {"window_from_anchor": True, "causal_layers": [False, False]},
+    "window from the anchor, causal": SLIDING | {"window_from_anchor": True, "causal_layers": [False, True]},
+    "window from the slot": SLIDING | {"causal_layers": [False, False]},
+    "window from the slot, narrower than the block": SLIDING | {"sliding_window": 3, "causal_layers": [True, True]},
+    "window of one": SLIDING | {"sliding_window": 1, "layer_types": ["sliding_attention"] * 2},
+    "sliding layers are causal unless told otherwise": SLIDING,
+    "causal": {"causal_layers": [True, True]},
+    "reduced vocabulary": {"draft_vocab_size": 6},
+    "reduced vocabulary, rnn": {"draft_vocab_size": 6, "markov_head_type": "rnn"},
+    "biases": {"attention_bias": True},
+    "YaRN": rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, head_dim=16),
+    "YaRN, own factors": rope(
+        rope_type="yarn", factor=8.0, mscale=0.7, mscale_all_dim=0.3, beta_fast=4.0, truncate=False
+    ),
+    "YaRN, attention factor": rope(rope_type="yarn", factor=8.0, attention_factor=1.7),
+    "linear": rope(rope_type="linear", factor=3.0),
+    "llama3": rope(
+        rope_type="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=64,
+        head_dim=16,
+    ),
+    "some pairs rotate": rope(partial_rotary_factor=0.5, rotary_pairs="whole_head"),
 }
 
 

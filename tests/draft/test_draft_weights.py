@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.weights import check_draft_model, load_draft_model, random_draft_model, save_draft_model
 from sglang_dspark.errors import CheckpointError
 
@@ -28,7 +28,7 @@ def test_every_tensor_of_the_file_is_loaded_under_its_name(make_checkpoint, head
 
 def test_absent_heads_are_none(make_checkpoint):
     model = load(make_checkpoint(markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False))
-    assert model.markov is None and model.confidence is None
+    assert model.markov_head is None and model.confidence_head is None
 
 
 def test_all_unfit_tensors_are_named_in_one_error(make_checkpoint):
@@ -186,7 +186,7 @@ def test_half_precision_spares_the_confidence_head_and_the_rotary_table(make_che
     dtypes = {name: p.dtype for name, p in model.named_parameters()}
     float32 = {name for name, dtype in dtypes.items() if dtype == torch.float32}
     assert float32 == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
-    assert torch.equal(model.confidence.proj.weight, stored["confidence_head.proj.weight"])
+    assert torch.equal(model.confidence_head.proj.weight, stored["confidence_head.proj.weight"])
     assert model.rotary.inv_freq.dtype == torch.float32
     assert not any("inv_freq" in name for name in model.state_dict())
 
@@ -206,9 +206,9 @@ def test_random_weights_of_a_shape(make_checkpoint, head):
     """They need no file of weights, fill every tensor, and are the same on every rank."""
     path = make_checkpoint(markov_head_type=head)
     (path / "model.safetensors").unlink()
-    config = DraftConfig.from_pretrained(path)
+    config = read_config(path)
     first, second = (random_draft_model(config, dtype=torch.bfloat16, device="cpu") for _ in range(2))
-    assert first.confidence.proj.weight.dtype == torch.float32
+    assert first.confidence_head.proj.weight.dtype == torch.float32
     assert first.fc.weight.dtype == torch.bfloat16
     tensors = first.state_dict()
     assert EMBED not in tensors and LM_HEAD not in tensors

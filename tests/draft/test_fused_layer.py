@@ -22,7 +22,8 @@ def plain_and_fused(model):
 
     def attend(layer, q, k, v):
         seen.append((layer, q.shape, k.shape, v.shape))
-        return attend_dense(q, torch.cat((context.k[layer], k)), torch.cat((context.v[layer], v)))
+        keys, values = torch.cat((context.k[layer], k)), torch.cat((context.v[layer], v))
+        return attend_dense(q, keys, values, scale=config.attention_scale)
 
     inputs = rand(config.block_size, config.hidden_size), torch.arange(11, 11 + config.block_size, device=DEVICE)
     fused = model.forward_block_fused(*inputs, attend)

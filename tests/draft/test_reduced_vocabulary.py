@@ -42,7 +42,7 @@ def test_heads_give_the_same_numbers_for_their_tokens(model):
     torch.testing.assert_close(part.base_logits(hidden), whole.base_logits(hidden)[:, IDS])
     bias, part_bias = (MarkovWalk(heads.weights.markov, hidden[:, None]).bias(tokens) for heads in (whole, part))
     torch.testing.assert_close(part_bias, bias[:, IDS])
-    expected, _, _ = model.markov.step(tokens, hidden, None)
+    expected, _, _ = model.markov_head.step(tokens, hidden, None)
     assert torch.equal(bias, expected)
 
 

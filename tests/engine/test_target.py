@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.engine.forward.target import Target
 
 DRAFT_DIR = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
-DRAFT = DraftConfig.from_pretrained(DRAFT_DIR)
+DRAFT = read_config(DRAFT_DIR)
 ROWS_PER_RANK = 160  # of a vocabulary of 256, padded to 320
 
 

@@ -145,8 +145,7 @@ def test_both_forms_store_what_the_draft_model_computes(dtype, device):
     positions = torch.randint(0, 3000, (num_rows,), device=device)
     slots = 1 + torch.randperm(num_slots - 1, device=device)[:num_rows]
     k, v = model.context_kv(h_ctx, positions)
-    weight, k_norm = model._stack_context_weights()
-    inputs = torch.nn.functional.linear(h_ctx, weight), k_norm, config.rms_norm_eps, model.rotary.inv_freq
+    inputs = model.context_projection(h_ctx), model.context_k_norm, config.rms_norm_eps, model.rotary.inv_freq
     shape = (config.num_hidden_layers, num_slots, config.num_key_value_heads, config.head_dim)
     k_pool, v_pool = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
     kv_inject_ref(*inputs, positions, slots, (k_pool, v_pool))

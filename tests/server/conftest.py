@@ -53,6 +53,7 @@ SERVERS: dict[str, Recipe] = {
     "tight": Recipe(lambda folder: (*DSPARK, *TIGHT, "--chunked-prefill-size", "64")),
     # Random weights: it knows nothing, and differs from the golden drafter in all that a configuration can say.
     "rnn": Recipe(lambda folder: dspark_flags(random_drafter(folder, "rnn"))),
+    "dflash": Recipe(lambda folder: dspark_flags(random_drafter(folder, "dflash"))),
     "long_block": Recipe(
         lambda folder: (
             *(*dspark_flags(random_drafter(folder, "long-block")), *STATIC),

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from golden_server import DRAFT
 
-from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import read_content
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.weights import save_draft_model
 
+DFLASH = {"sample_from_anchor": False, "block_size": 16, "markov_rank": 0, "enable_confidence_head": False}
 VARIANTS = {
     "rnn": {
         "markov_head_type": "rnn",
@@ -28,21 +29,54 @@ VARIANTS = {
         "num_hidden_layers": 3,
     },
     "long-block": {"block_size": 24, "markov_head_type": "vanilla"},
+    "dflash": DFLASH,
+    "every-switch": {
+        "sample_from_anchor": False,
+        "block_size": 6,
+        "markov_head_type": "gated",
+        "target_layer_ids": [2],
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 5,
+        "causal_layers": [True, True, False],
+        "draft_vocab_size": 60,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_theta": 10000.0,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
 }
 
 
 def random_drafter(folder: Path, variant: str) -> Path:
     """One of VARIANTS, without embedding and LM head of its own; returns ``folder``."""
-    config = json.loads((DRAFT / "config.json").read_text()) | VARIANTS[variant]
-    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    config = json.loads((DRAFT / "config.json").read_text()) | {"layer_types": None} | VARIANTS[variant]
     torch.manual_seed(3)
-    model = DraftModel(DraftConfig.from_dict(config, origin="test"), own_embedding=False, own_lm_head=False)
+    model = DraftModel(read_content(config, origin="test").config, own_embedding=False, own_lm_head=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Spread out, so that no two logits are close; the Markov bias weighs as much as the base logits.
             parameter.normal_(std=1.0 if "markov" in name else 0.5 if parameter.ndim == 1 else 0.15)
+            if model.markov_head is None and ("q_norm" in name or "k_norm" in name):
+                parameter.mul_(8)  # slots differ by what they see alone, so they have to look at something
+        if model.token_ids is not None:
+            model.token_ids.copy_(2 * torch.arange(len(model.token_ids)) + 1)
     save_draft_model(model, folder, include_embeddings=False)
+    if variant == "dflash":
+        _publish_as_dflash(folder / "config.json")
     return folder
+
+
+def _publish_as_dflash(file: Path) -> None:
+    """Rewrite config.json as plain DFlash drafters have it: layout and absence of heads go without saying."""
+    config = json.loads(file.read_text())
+    nested = {key: config.pop(key) for key in ("target_layer_ids", "mask_token_id")}
+    for key in DFLASH.keys() - {"block_size"}:
+        del config[key]
+    file.write_text(json.dumps(config | {"architectures": ["DFlashDraftModel"], "dflash_config": nested}))
 
 
 def damaged_drafter(folder: Path) -> Path:

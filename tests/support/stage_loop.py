@@ -46,7 +46,7 @@ class StageLoop:
 
     def _set_up(self, model: DraftModel, target: Target, table: SpsTable | None, options: dict[str, Any]) -> None:
         self.target = target
-        self.gamma = model.config.block_size
+        self.gamma = model.config.gamma
         self.drafter = Drafter(
             model.config,
             model,

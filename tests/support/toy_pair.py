@@ -13,7 +13,7 @@ from dspark_kernels.sampling.target_law import target_probs
 from golden_server import DRAFT
 from stage_loop import StageLoop
 
-from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import read_content
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.scheduling.sps_table import SpsTable
 
@@ -39,7 +39,7 @@ def toy_drafter() -> DraftModel:
         "target_layer_ids": list(TAPS),
     }
     generator = torch.Generator().manual_seed(4)
-    model = DraftModel(DraftConfig.from_dict(config, origin="toy"), own_embedding=True, own_lm_head=True)
+    model = DraftModel(read_content(config, origin="toy").config, own_embedding=True, own_lm_head=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = 0.9 if "markov" in name or "confidence" in name else 0.6

@@ -61,7 +61,7 @@ def served(agreement, disturb, options):
     if disturb:
         loop.noise_seed += 1
         with torch.no_grad():
-            loop.drafter.model.confidence.proj.weight.neg_()
+            loop.drafter.model.confidence_head.proj.weight.neg_()
     prompts = [case["prompt_ids"] for case in CASES[:3]]
     return loop.serve(prompts, NUM_TOKENS, temperature=1.5), [each.input_ids.tolist() for each in plans]
 

@@ -8,15 +8,13 @@ from typing import Any
 import torch
 
 from sglang_dspark.draft.cache import bytes_per_token
-from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.engine.compat.pools import make_room, request_capture
 from sglang_dspark.engine.compat.ranks import tp_group
 from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-EMBEDDING_TAP = -1
 
 
 class Target:

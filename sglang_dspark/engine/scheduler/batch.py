@@ -121,7 +121,7 @@ def decode_result(
     """
     outcome = [accepted.out_tokens, accepted.accepted_lens, accepted.bonus_tokens, accepted.new_seq_lens]
     on_the_way = copies.pack([*outcome, *(tensor for tensor in rounds.tensors if tensor is not None)])
-    _, _, bonus_tokens, new_seq_lens, *_ = on_the_way.packed.read()
+    _, _, bonus_tokens, new_seq_lens = on_the_way.packed.read(4)
     return DSparkBatchResult(
         logits_output=with_logprobs(batch, output, plan.indptr, accepted.out_tokens, step.rows.law.temperatures),
         next_token_ids=accepted.out_tokens.reshape(-1),

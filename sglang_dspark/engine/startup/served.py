@@ -122,10 +122,11 @@ REFUSED_FLAGS_OF_SOME_RELEASES: tuple[Refusal, ...] = (
 CHECKED_ELSEWHERE = {
     "device": "`cpu` or `cuda`",
     "quantization": "refused: targets are served unquantised",
-    "attention_backend": "`torch_native` on a CPU, `triton` on CUDA, which is the default",
+    "attention_backend": "`torch_native` on a CPU; `fa3`, `flashinfer` or `triton` on CUDA",
     "decode_attention_backend": "as `--attention-backend`",
     "prefill_attention_backend": "as `--attention-backend`",
-    "sampling_backend": "`pytorch`, which is the default: its law is the one that is kept",
+    "sampling_backend": "accepted, without effect: all tokens are drawn by the law of `pytorch`",
+    "cuda_graph_backend_prefill": "`breakable` or `disabled`",
     "speculative_algorithm": "`DSPARK`",
     "speculative_draft_model_path": "the drafter; required, or `--speculative-dspark-draft-free`",
     "speculative_draft_model_revision": "served",
@@ -209,7 +210,7 @@ enable_mfu_metrics enable_metrics_for_all_schedulers load_snapshot_publish_inter
 generation_tokens_buckets gc_warning_threshold_secs enable_request_time_stats_logging kv_events_config
 enable_forward_pass_metrics forward_pass_metrics_worker_id forward_pass_metrics_ipc_name enable_trace trace_modules
 otlp_traces_endpoint export_metrics_to_file export_metrics_to_file_dir stat_loggers radix_cache_backend
-bf16_gemm_backend disable_flashinfer_autotune cuda_graph_config cuda_graph_backend_decode cuda_graph_backend_prefill
+bf16_gemm_backend disable_flashinfer_autotune cuda_graph_config cuda_graph_backend_decode
 cuda_graph_max_bs_prefill cuda_graph_bs_prefill cuda_graph_tc_compiler disable_cuda_graph_padding
 enable_profile_cuda_graph enable_cudagraph_gc debug_cuda_graph enable_layerwise_nvtx_marker enable_nccl_nvls
 enable_symm_mem triton_attention_reduce_in_fp32 triton_attention_num_kv_splits triton_attention_split_tile_size

@@ -15,14 +15,14 @@ from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
-from sglang_dspark.draft.pairing import check_architecture, check_target
+from sglang_dspark.draft.pairing import check_architecture, check_device, check_pair
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.settled import Serving
 from sglang_dspark.engine.startup import hooks, served
 from sglang_dspark.errors import ConfigError, UnservedError
-from sglang_dspark.hub import DRAFT_FILES, local_folder
+from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
     Raises:
         ConfigError, CheckpointError: see :func:`find_drafter`.
     """
-    # SGLang reads the draft's config before it asks us; its error for a missing folder speaks of a model hub.
+    # SGLang would read the draft's config, in which transformers does not know every format: complete() gives it back.
     drafter = find_drafter(args, config)
-    args.speculative_draft_model_path = None if drafter is None else drafter.path
+    args.speculative_draft_model_path = None
     _choose_attention_backend(args)
     if args.sampling_backend not in (None, "pytorch"):
         logger.warning(
@@ -91,16 +91,17 @@ def find_drafter(args: Any, config: DSparkConfig) -> ResolvedDrafter | None:
                 f"{flag}={path} names a drafter, and {flag_name('draft_free')} serves without one; drop one of them"
             )
         return None
+    path = path or drafter_in_target(args.model_path, revision=args.revision, cache_dir=args.download_dir)
     if not path:
         raise ConfigError(
-            f"DSPARK needs a drafter: pass {flag} with a DeepSpec-format checkpoint of your target, "
-            f"or {flag_name('draft_free')} to serve requests with presets alone"
+            f"DSPARK needs a drafter: pass {flag} with a checkpoint of one for your target, which has none in a folder "
+            f"{SUBFOLDER} of its own, or {flag_name('draft_free')} to serve requests with presets alone"
         )
     revision = args.speculative_draft_model_revision
     folder = local_folder(path, flag=flag, files=DRAFT_FILES, revision=revision, cache_dir=args.download_dir)
     drafter = ResolvedDrafter.read(folder)
     if _draft_load_format(args) != "dummy":
-        check_draft_model(folder, drafter.config)
+        check_draft_model(folder, drafter.reading)
     return drafter
 
 
@@ -192,8 +193,9 @@ def complete(server_args: Any) -> None:
     """
     settled: Serving = arguments.attached(server_args)
     config, drafter = settled.config, settled.drafter
+    server_args.speculative_draft_model_path = None if drafter is None else drafter.path
     _check_target(server_args, drafter)
-    gamma = config.gamma(None if drafter is None else drafter.config.block_size)
+    gamma = config.gamma(None if drafter is None else drafter.config.gamma)
     _check_options(server_args, config, drafter, gamma)
     _fill(server_args, config.max_verify(gamma))
     hooks.install("routes", "front_end")
@@ -213,7 +215,8 @@ def _check_target(server_args: Any, drafter: ResolvedDrafter | None) -> None:
     if drafter is None:
         check_architecture(target.hf_text_config)
     else:
-        check_target(drafter.config, target.hf_text_config)
+        check_pair(drafter.config, target.hf_text_config)
+        check_device(drafter.config, server_args.device)
 
 
 def _check_options(server_args: Any, config: DSparkConfig, drafter: ResolvedDrafter | None, gamma: int) -> None:

@@ -11,6 +11,7 @@ from sglang_dspark.errors import DSparkError
 
 COMMANDS = {
     "calibrate": "sglang_dspark.tools.cli.calibrate:calibrate",
+    "convert": "sglang_dspark.tools.cli.convert:convert",
     "demo": "sglang_dspark.tools.cli.demo:demo",
     "doctor": "sglang_dspark.tools.cli.doctor:doctor",
     "evaluate": "sglang_dspark.tools.cli.evaluate:evaluate",

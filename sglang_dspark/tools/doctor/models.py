@@ -12,7 +12,6 @@ from sglang_dspark.tools.doctor.finding import Finding
 if TYPE_CHECKING:
     import torch
 
-    from sglang_dspark.draft.config import DraftConfig
     from sglang_dspark.draft.model import DraftModel
     from sglang_dspark.tools.golden import GoldenReport
 
@@ -22,15 +21,23 @@ TARGET_LM_HEAD = "lm_head.weight"  # absent where it is tied to the embedding
 
 def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
     """Configurations, tensors and memory of a target and its drafter. Stops at the first thing that does not fit."""
-    from sglang_dspark.draft.config import DraftConfig
-    from sglang_dspark.draft.pairing import check_target
+    from sglang_dspark.draft.formats import read
+    from sglang_dspark.draft.formats.description import describe
+    from sglang_dspark.draft.pairing import check_pair
     from sglang_dspark.draft.weights import load_draft_model
 
     try:
-        draft = DraftConfig.from_pretrained(draft_dir)
-        yield Finding("ok", "drafter", describe_drafter(draft))
+        reading = read(draft_dir)
+        draft = reading.config
+        yield Finding("ok", "drafter", f"{reading.format} format: {describe(draft)}")
+        if reading.unknown_keys:
+            unknown = ", ".join(reading.unknown_keys)
+            remedy = (
+                "harmless unless one of them changes the network: then drafts are poor, and the text is right still"
+            )
+            yield Finding("note", "drafter", f"unknown keys in config.json: {unknown}", remedy)
         target = _read_target_config(target_dir)
-        check_target(draft, target)
+        check_pair(draft, target)
         yield Finding("ok", "target", _describe_target(target))
         model = load_draft_model(draft_dir, dtype=_dtype(target), device="cpu")
         num_tensors = sum(1 for _ in model.parameters())
@@ -41,19 +48,6 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         yield Finding("ok", "shared", f"read from the target: {', '.join(shared) or 'nothing'}")
     except DSparkError as error:
         yield Finding("fail", "pair", str(error))
-
-
-def describe_drafter(draft: DraftConfig) -> str:
-    """Block size, layers, taps and heads in one line."""
-    markov, confidence = "no Markov head", "no confidence head"
-    if draft.markov_rank:
-        markov = f"{draft.markov_head_type} Markov head of rank {draft.markov_rank}"
-    if draft.enable_confidence_head:
-        confidence = f"confidence head {'with' if draft.confidence_head_with_markov else 'without'} Markov features"
-    return (
-        f"block size {draft.block_size}, {draft.num_hidden_layers} layers, taps {list(draft.target_layer_ids)} of "
-        f"{draft.num_target_layers}, {markov}, {confidence}"
-    )
 
 
 def _describe_target(target: Any) -> str:

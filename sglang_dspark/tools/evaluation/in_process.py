@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sglang_dspark.draft.pairing import check_dimensions
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.tools.train.evaluate import write_texts
@@ -57,9 +58,7 @@ def evaluate_in_process(  # noqa: PLR0913 - each is an option of the command
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = load_draft_model(draft_path, dtype=dtype, device=device)
     config = AutoConfig.from_pretrained(target_path).get_text_config()
-    model.config.check_target(
-        hidden_size=config.hidden_size, vocab_size=config.vocab_size, num_hidden_layers=config.num_hidden_layers
-    )
+    check_dimensions(model.config, config)
     target = Target.from_pretrained(target_path, model.config.target_layer_ids, dtype=dtype, device=device)
     model.bind_target(target.embed_weight, target.lm_head_weight)
     prompt_format = PromptFormat.from_pretrained(target_path, raw=raw, template_kwargs=chat_template_kwargs)
@@ -70,7 +69,7 @@ def evaluate_in_process(  # noqa: PLR0913 - each is an option of the command
             [prompt_format.encode(prompt) for prompt in prompts],
             temperature=temperature,
             max_new_tokens=max_tokens,
-            block_size=model.config.block_size,
+            block_size=model.config.gamma,
             batch_size=_PROMPTS_AT_A_TIME,
             seed=seed,
         )

@@ -103,7 +103,7 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     if not use_markov:
         heads.weights = replace(heads.weights, markov=None)
     generator = torch.Generator().manual_seed(seed)
-    histogram = torch.zeros(model.config.block_size + 1, dtype=torch.long)
+    histogram = torch.zeros(model.config.gamma + 1, dtype=torch.long)
     num_committed = 0
     for start in range(0, len(texts), _BATCH_ROWS):
         batch = texts[start : start + _BATCH_ROWS]
@@ -164,7 +164,7 @@ class _Rounds:
 
     def _accepted(self, rows: Tensor, hidden: Tensor, ids: Tensor) -> Tensor:
         """Accepted drafts ``[n]`` of blocks with ``hidden [n, gamma, d]`` after anchors ``ids [n]``."""
-        positions = self._anchors[rows][:, None] + torch.arange(1, self._model.config.block_size + 1)  # [n, gamma]
+        positions = self._anchors[rows][:, None] + torch.arange(1, self._model.config.gamma + 1)  # [n, gamma]
         ends = self._ends[rows][:, None]
         inside, positions = positions <= ends, positions.minimum(ends)
         labels = torch.stack([self._texts[row].input_ids[at] for row, at in zip(rows.tolist(), positions, strict=True)])

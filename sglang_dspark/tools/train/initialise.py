@@ -64,8 +64,8 @@ def initialise(model: DraftModel, target: Target, features: Tensor, generator: t
     scale = features.float().abs().median(dim=0).values.clamp(min=1e-3)
     model.fc.weight.normal_(std=model.fc.in_features**-0.5, generator=generator).div_(scale)
     _make_positional(model, model.project_context(features.float()))
-    if model.markov is not None:
-        _initialise_markov(model.markov, model.embed_weight.float())
+    if model.markov_head is not None:
+        _initialise_markov(model.markov_head, model.embed_weight.float())
 
 
 def _make_positional(model: DraftModel, context: Tensor) -> None:

@@ -58,11 +58,11 @@ def draft_loss(
     slot_weights = slot_weights / (slot_weights.sum() + 1e-6)
 
     latents = w1_embeddings = markov_w2 = None
-    if model.markov is not None:
+    if model.markov_head is not None:
         latents, w1_embeddings = (
             x.flatten(0, 1)[slots] for x in block_latents(model, batch.prev_ids.flatten(0, 1), hidden.flatten(0, 1))
         )
-        markov_w2 = vocabulary.rows(model.markov.markov_w2.weight)
+        markov_w2 = vocabulary.rows(model.markov_head.markov_w2.weight)
     hidden = hidden.flatten(0, 2)[slots]
     ce, l1, distribution_loss = _DistributionLoss.apply(
         hidden,
@@ -78,8 +78,8 @@ def draft_loss(
     )
     expected = (1 - l1 / 2).clamp(0, 1)
     confidence = hidden.new_zeros((), dtype=torch.float32)
-    if model.confidence is not None:
-        logits = model.confidence(hidden, w1_embeddings)
+    if model.confidence_head is not None:
+        logits = model.confidence_head(hidden, w1_embeddings)
         confidence = (F.binary_cross_entropy_with_logits(logits, expected, reduction="none") * slot_weights).sum()
     acceptance = expected.new_zeros(batch.supervised.numel()).index_copy(0, slots, expected)
     return LossOutput(

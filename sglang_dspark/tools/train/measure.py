@@ -70,7 +70,7 @@ def measure(
         token_ids: what the drafter proposes; None = all tokens.
         texts: of `measured_texts`.
     """
-    has_markov = model.markov is not None
+    has_markov = model.markov_head is not None
     ways: list[tuple[Sequence[int] | None, bool]] = [(token_ids, has_markov)]
     if has_markov:
         ways.append((token_ids, False))

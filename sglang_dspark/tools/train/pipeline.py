@@ -292,7 +292,7 @@ def _evaluate(job: TrainJob, target: Target, texts: Texts, max_tokens: int, disp
     model = load_draft_model(job.output / DRAFT_DIR, dtype=job.dtype, device=job.device)
     model.bind_target(target.embed_weight, target.lm_head_weight)
     # A round that starts later could be cut short by the end of a text that has no stop token.
-    limit = max(1, max_tokens - model.config.block_size - 1)
+    limit = max(1, max_tokens - model.config.gamma - 1)
     reports = []
     for number, (corpus, temperature) in enumerate(((texts.greedy, 0.0), (texts.sampled, 1.0))):
         display.progress("measuring", number, 2)

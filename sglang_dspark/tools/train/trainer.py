@@ -349,7 +349,9 @@ class Trainer:
 
 
 def _parameter_groups(model: DraftModel, config: TrainConfig) -> list[dict[str, Any]]:
-    per_token = [] if model.markov is None else [model.markov.markov_w1.weight, model.markov.markov_w2.weight]
+    per_token = (
+        [] if model.markov_head is None else [model.markov_head.markov_w1.weight, model.markov_head.markov_w2.weight]
+    )
     others = [p for p in model.parameters() if not any(p is q for q in per_token)]
     groups: list[dict[str, Any]] = [{"params": others, "peak_lr": config.learning_rate}]
     if per_token:

@@ -123,7 +123,7 @@ def _lay_out(
             plan_uniform(depth, drafts, given, num * (depth + 1))
             plan_top(torch.zeros((num, depth), device=device), 0, drafts, given, num)
         if not on_device:
-            prepare(given, drafter.gamma, drafter.mask_token_id)
+            prepare(given, drafter.num_slots, drafter.mask_token_id)
 
 
 class _WarmUpSteps:

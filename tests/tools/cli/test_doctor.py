@@ -46,7 +46,10 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft):
     assert result.exit_code == 0, result.output
     assert f"sglang         {TESTED_SGLANG[0]}" in result.output
     assert "DSPARK and its flags are known to SGLang in this process" in result.output
-    assert "block size 7, 2 layers, taps [0, 2, 4] of 6, vanilla Markov head of rank 32" in result.output
+    assert (
+        "DeepSpec format: 7 drafts per block, 2 layers, taps [0, 2, 4] of 6, vanilla Markov head of rank 32"
+        in result.output
+    )
     assert "Qwen3ForCausalLM: hidden size 128, vocabulary 256, 6 layers" in result.output
     assert "read from the target: embed_tokens.weight, lm_head.weight" in result.output
     assert ", 0 mismatches; accept length" in result.output

@@ -120,7 +120,7 @@ def test_the_texts_of_another_run_with_other_shapes_and_states(train, tmp_path):
     model = load_draft_model(tmp_path / "second/draft", dtype=torch.float32, device="cpu")
     assert model.embed_tokens is not None
     assert model.lm_head is not None
-    assert model.confidence is None
+    assert model.confidence_head is None
     assert (model.config.markov_head_type, model.config.num_hidden_layers) == ("rnn", 2)
 
     for options, says in (

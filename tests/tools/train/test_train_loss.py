@@ -34,12 +34,12 @@ def literal_loss(model: DraftModel, rows, anchors, lm_head: torch.Tensor) -> tor
                 model.embed(ids),
                 torch.arange(t, t + gamma),
                 lambda i, q, k, v, k_ctx=k_ctx, v_ctx=v_ctx: attend_dense(
-                    q, torch.cat([k_ctx[i], k]), torch.cat([v_ctx[i], v])
+                    q, torch.cat([k_ctx[i], k]), torch.cat([v_ctx[i], v]), scale=model.config.attention_scale
                 ),
             )
-            state = model.markov.initial_state(1, hidden.device, hidden.dtype)
+            state = model.markov_head.initial_state(1, hidden.device, hidden.dtype)
             for j in range(gamma):
-                bias, w1, state = model.markov.step(
+                bias, w1, state = model.markov_head.step(
                     row.input_ids[t + j : t + j + 1]
                     if t + j < len(row.input_ids)
                     else torch.zeros(1, dtype=torch.long),
@@ -52,7 +52,7 @@ def literal_loss(model: DraftModel, rows, anchors, lm_head: torch.Tensor) -> tor
                 p_target = torch.softmax(row.last_hidden[t + j].double() @ lm_head.T, dim=-1)
                 l1 = (p_draft - p_target).abs().sum()
                 features = torch.cat([hidden[j], w1[0]]) if model.config.confidence_head_with_markov else hidden[j]
-                logit = model.confidence.proj(features)[0]
+                logit = model.confidence_head.proj(features)[0]
                 weight = math.exp(-j / WEIGHTS.position_decay)
                 total_weight += weight
                 numerator["ce"] += weight * -p_draft[row.input_ids[t + j + 1]].log()

@@ -213,7 +213,7 @@ def test_a_drafter_can_be_trained_on_from_another(target, corpus, config, tmp_pa
         assert torch.equal(weight, first.model.state_dict()[name].bfloat16().float()), name
     deeper = Trainer(replace(config, num_layers=3, markov_rank=4), target, corpus, corpus, tmp_path / "b", init=folder)
     assert torch.equal(deeper.model.fc.weight, same.model.fc.weight)
-    assert deeper.model.markov.rank == 4
+    assert deeper.model.markov_head.rank == 4
     # A resumed run goes on from its own state.
     same.run(until=3)
     again = Trainer(config, target, corpus, corpus, tmp_path / "same", init=folder)

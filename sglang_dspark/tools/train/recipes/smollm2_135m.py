@@ -246,7 +246,7 @@ def measure_drafters(target_dir: Path, drafters: Sequence[Path], files: Sequence
         InProcessWriter(target),
         {path.stem: list(map(prompt_format.encode, read_prompts(path, MEASURED_PROMPTS))) for path in files},
         max_new_tokens=MEASURED_TOKENS,
-        block_size=max(model.config.block_size for model in models.values()),
+        block_size=max(model.config.gamma for model in models.values()),
         seed=SEED,
     )
     results = {}

@@ -1,0 +1,94 @@
+"""A decoded config.json that is read by tables, and that knows which of its keys nobody read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_dspark.draft.checked import REMEDY
+from sglang_dspark.errors import CheckpointError
+
+SECTIONS = ("dflash_config", "dspark_config", "transformer_layer_config", "speculators_config")
+"""Objects in config.json whose keys are read like those of the top level, with the section's name and a dot before."""
+
+_REQUIRED = object()
+
+Table = Mapping[str, tuple[str, ...]]
+"""Field of the canonical configuration -> keys that hold it. Several keys that are present must agree."""
+
+
+class Content:
+    """The keys of one config.json.
+
+    Attributes:
+        origin: the file, for messages.
+        names: field -> key that it was, or would have been, read from.
+    """
+
+    def __init__(self, content: Mapping[str, Any], origin: str) -> None:
+        self.origin = origin
+        self.names: dict[str, str] = {}
+        self._keys: dict[str, Any] = {}
+        self._read: set[str] = set()
+        for key, value in content.items():
+            if key in SECTIONS and isinstance(value, Mapping):
+                self._keys |= {f"{key}.{name}": inner for name, inner in value.items()}
+            else:
+                self._keys[key] = value
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._keys
+
+    def find(self, *keys: str, default: Any = None) -> Any:
+        """Value of the keys, ``default`` where none of them is present or all are null.
+
+        Raises:
+            CheckpointError: two of them contradict each other.
+        """
+        present = [key for key in keys if self._keys.get(key) is not None]
+        self._read.update(keys)
+        for key in present[1:]:
+            if self._keys[key] != self._keys[present[0]]:
+                raise CheckpointError(
+                    f"{self.origin}: {present[0]}={self._keys[present[0]]!r} contradicts {key}={self._keys[key]!r}: "
+                    f"{REMEDY}"
+                )
+        return self._keys[present[0]] if present else default
+
+    def collect(self, table: Table, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Values of the fields of ``table``; a field that is absent and has no default is left out."""
+        values: dict[str, Any] = {}
+        for field, keys in table.items():
+            value = self.find(*keys, default=(defaults or {}).get(field, _REQUIRED))
+            self.names[field] = next((key for key in keys if key in self), keys[0])
+            if value is not _REQUIRED:
+                values[field] = tuple(value) if isinstance(value, list) else value
+            elif self.names[field] in self:
+                values[field] = None
+        return values
+
+    def require(self, key: str, served: Any) -> None:
+        """Read a key that has only one value that is served, and may be absent.
+
+        Raises:
+            CheckpointError: it has another one.
+        """
+        if key in self and self.find(key) not in (None, served):
+            raise CheckpointError(
+                f"{self.origin}: {key}={self._keys[key]!r} is not supported; only {served!r} is, or no such key. Use "
+                "another drafter of this target"
+            )
+        self._read.add(key)
+
+    def skip(self, *keys: str) -> None:
+        """These keys say nothing about the network."""
+        self._read.update(keys)
+
+    def unread(self) -> tuple[str, ...]:
+        """Keys that nobody read."""
+        return tuple(sorted(self._keys.keys() - self._read))
+
+    def refuse(self, key: str, reason: str) -> CheckpointError:
+        """An error about one key."""
+        shown = f"{key}={self._keys[key]!r}" if key in self else f"key {key!r} is missing"
+        return CheckpointError(f"{self.origin}: {shown} {reason}")

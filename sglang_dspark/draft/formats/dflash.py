@@ -1,0 +1,122 @@
+"""Formats that keep the drafter's own keys in ``dflash_config``: SpecForge, ModelOpt, TorchSpec and plain DFlash."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_dspark.draft.formats import qwen3
+from sglang_dspark.draft.formats.content import Content, Table
+from sglang_dspark.draft.formats.reading import (
+    Found,
+    Shapes,
+    heads,
+    layout_question,
+    own_embedding,
+    reduced_vocabulary,
+)
+from sglang_dspark.draft.formats.recognition import FormatName
+from sglang_dspark.draft.formats.tensors import FLAT_HEADS, TensorRules
+
+_SECTIONS = ("dflash_config.", "dspark_config.", "")
+
+
+def _anywhere(*names: str) -> tuple[str, ...]:
+    return tuple(section + name for name in names for section in _SECTIONS)
+
+
+_TABLE: Table = {
+    "block_size": _anywhere("block_size"),
+    "mask_token_id": _anywhere("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"),
+    "target_layer_ids": _anywhere("target_layer_ids"),
+}
+_OPTIONAL: Table = {
+    "markov_rank": _anywhere("markov_rank", "dspark_markov_rank"),
+    "markov_head_type": _anywhere("markov_head_type", "dspark_markov_head_type"),
+    "enable_confidence_head": _anywhere("enable_confidence_head", "use_confidence_head"),
+    "confidence_head_with_markov": _anywhere("confidence_head_with_markov"),
+    "draft_vocab_size": _anywhere("draft_vocab_size"),
+    "num_target_layers": _anywhere("num_target_layers"),
+}
+_SILENT = _anywhere(
+    "projector_type", "num_anchors", "num_layers", "use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids"
+)
+_ATTENTION_MODES = ("gqa", "mha")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one of these formats takes for granted.
+
+    Attributes:
+        sample_from_anchor: layout of the slots where no key gives it; None where both are in use.
+        defaults: of the heads, where neither a key nor the tensors decide.
+        renamed: tensors.
+    """
+
+    sample_from_anchor: bool | None
+    defaults: Mapping[str, Any]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+_NO_HEADS = {"markov_rank": 0, "enable_confidence_head": False}
+VARIANTS: Mapping[FormatName, Variant] = {
+    "SpecForge": Variant(True, {**_NO_HEADS, "markov_head_type": "vanilla", "confidence_head_with_markov": False}),
+    "ModelOpt": Variant(True, {"markov_head_type": "vanilla", "confidence_head_with_markov": True}, FLAT_HEADS),
+    "TorchSpec": Variant(None, {"markov_head_type": "vanilla"}),
+    "DFlash": Variant(False, _NO_HEADS),
+}
+
+
+def read(name: FormatName, content: Content, shapes: Shapes) -> Found:
+    """Read one of :data:`VARIANTS`."""
+    variant = VARIANTS[name]
+    values = qwen3.shape(content)
+    own_embedding(content, shapes)
+    content.skip(*_SILENT)
+    values |= content.collect(_TABLE)
+    values |= content.collect(_OPTIONAL, dict.fromkeys(_OPTIONAL))
+    values = {key: value for key, value in values.items() if value is not None or key not in _OPTIONAL}
+    alpha = content.find(*_anywhere("confidence_head_alpha"))
+    if isinstance(alpha, int | float):
+        values.setdefault("enable_confidence_head", alpha > 0)
+    heads(values, shapes, TensorRules(renamed=variant.renamed), variant.defaults)
+    reduced_vocabulary(values, shapes)
+    values["num_target_layers"] = _depth(values)
+    values["sample_from_anchor"] = _sample_from_anchor(content, variant)
+    _check_attention_mode(content)
+    values |= qwen3.attention(content, values.get("num_hidden_layers"))
+    values["causal_layers"] = qwen3.causal_layers(content, values)
+    values |= qwen3.rope(content, values.get("layer_types", ()))
+    return Found(
+        values,
+        renamed=variant.renamed,
+        neighbours=qwen3.pairs_are_neighbours(content),
+    )
+
+
+def _depth(values: Mapping[str, Any]) -> Any:
+    """Depth of the target. Some trainers write the number of taps under this name, which then is too small."""
+    depth, taps = values.get("num_target_layers"), values.get("target_layer_ids")
+    if type(depth) is int and isinstance(taps, tuple) and all(type(tap) is int for tap in taps):
+        return None if depth <= max(taps, default=-1) else depth
+    return depth
+
+
+def _sample_from_anchor(content: Content, variant: Variant) -> Any:
+    keys = (*_anywhere("sample_from_anchor"), "dflash_config.shift_label", "shift_label")
+    content.names["sample_from_anchor"] = next((key for key in keys if key in content), keys[0])
+    given = content.find(*keys, default=variant.sample_from_anchor)
+    if given is None:
+        raise layout_question(content)
+    return given
+
+
+def _check_attention_mode(content: Content) -> None:
+    for key in ("dflash_config.attention_mode", "dflash_config.attention_modes"):
+        modes = content.find(key)
+        if any(mode not in _ATTENTION_MODES for mode in (modes if isinstance(modes, list) else [modes]) if mode):
+            raise content.refuse(
+                key, f"is not supported; only {' and '.join(_ATTENTION_MODES)} are. Use another drafter of this target"
+            )

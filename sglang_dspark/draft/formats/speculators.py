@@ -1,0 +1,142 @@
+"""The format of vLLM's speculators library, of its kinds dspark and dflash."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_dspark.draft.config import SLIDING
+from sglang_dspark.draft.formats import qwen3
+from sglang_dspark.draft.formats.content import Content, Table
+from sglang_dspark.draft.formats.reading import (
+    Found,
+    Shapes,
+    heads,
+    layout_question,
+    own_embedding,
+    reduced_vocabulary,
+)
+from sglang_dspark.draft.formats.tensors import TensorRules
+
+_LAYERS = "transformer_layer_config."
+_TABLE: Table = {field: (field,) for field in ("block_size", "mask_token_id")} | {
+    "target_layer_ids": ("aux_hidden_state_layer_ids",)
+}
+_OPTIONAL: Table = {
+    field: (field,)
+    for field in (
+        "markov_rank",
+        "markov_head_type",
+        "enable_confidence_head",
+        "confidence_head_with_markov",
+        "draft_vocab_size",
+    )
+}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "dspark": {
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    "dflash": {"markov_rank": 0, "enable_confidence_head": False},
+}
+_DRAFT_VOCAB_SIZE = 32000
+
+# Layers are stored as what differs from the defaults of their class.
+_CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+    },
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+    },
+}
+_ROPE_THETA = 10_000.0
+
+_SILENT = (
+    "speculators_model_type speculators_version max_anchors use_aux_hidden_state tie_word_embeddings "
+    "has_no_defaults_at_init speculators_config.algorithm speculators_config.default_proposal_method "
+    "speculators_config.verifier speculators_config.proposal_methods transformer_layer_config.tie_word_embeddings"
+).split()
+
+
+def read(content: Content, shapes: Shapes) -> Found:
+    """Absent keys mean the defaults of the library, unless the tensors say otherwise."""
+    kind = content.find("speculators_model_type")
+    own_embedding(content, shapes)
+    content.skip(*_SILENT)
+    values = qwen3.shape(content, _LAYERS, _class_defaults(content))
+    values |= content.collect(_TABLE)
+    values |= content.collect(_OPTIONAL, dict.fromkeys(_OPTIONAL))
+    values = {key: value for key, value in values.items() if value is not None or key not in _OPTIONAL}
+    heads(values, shapes, TensorRules(), _DEFAULTS[kind])
+    reduced_vocabulary(values, shapes, _DRAFT_VOCAB_SIZE)
+    values["num_target_layers"] = None
+    values["sample_from_anchor"] = _sample_from_anchor(content, kind, values.get("block_size"))
+    _check_target_width(content, values)
+    values |= qwen3.attention(content, values.get("num_hidden_layers"), _LAYERS)
+    types, window_looks_ahead = values.get("layer_types", ()), content.find("sliding_window_non_causal", default=False)
+    content.names["causal_layers"] = "sliding_window_non_causal"
+    if SLIDING in types:
+        values["window_from_anchor"] = True
+        values["causal_layers"] = () if window_looks_ahead else tuple(layer == SLIDING for layer in types)
+    values |= {"rope_theta": _ROPE_THETA} | qwen3.rope(content, types, _LAYERS, kind=_rope_kind(content))
+    return Found(values, first_layer=1, neighbours=qwen3.pairs_are_neighbours(content, _LAYERS))
+
+
+def _class_defaults(content: Content) -> dict[str, Any]:
+    name = content.find(f"{_LAYERS}model_type", default="qwen3")
+    defaults = dict(_CLASS_DEFAULTS.get(str(name), {}))
+    if name == "llama":
+        heads = content.find(f"{_LAYERS}num_attention_heads", default=defaults["num_attention_heads"])
+        width = content.find(f"{_LAYERS}hidden_size", default=defaults["hidden_size"])
+        defaults["num_key_value_heads"] = heads
+        if type(heads) is int and type(width) is int and heads > 0:
+            defaults["head_dim"] = width // heads
+    return defaults
+
+
+def _sample_from_anchor(content: Content, kind: str, block_size: Any) -> Any:
+    """The key, or else what the number of drafts says; the library's default for a missing key has changed."""
+    given = content.find("sample_from_anchor")
+    if given is not None:
+        return given
+    methods = content.find("speculators_config.proposal_methods", default=[])
+    first = methods[0] if isinstance(methods, list) and methods else None
+    drafts = first.get("speculative_tokens") if isinstance(first, Mapping) else None
+    if type(block_size) is not int or drafts == block_size - 1 or (drafts is None and kind == "dflash"):
+        return False
+    if drafts == block_size and kind == "dspark":
+        return True
+    raise layout_question(content)
+
+
+def _check_target_width(content: Content, values: Mapping[str, Any]) -> None:
+    width = content.find("target_hidden_size")
+    if width not in (None, values.get("hidden_size")):
+        raise content.refuse(
+            "target_hidden_size",
+            f"differs from the drafter's hidden_size={values.get('hidden_size')}, which is not supported. Use another "
+            "drafter of this target",
+        )
+
+
+def _rope_kind(content: Content) -> str | None:
+    """All layers of a drafter use the target's set for sliding attention, where there is one."""
+    parameters = content.find(f"{_LAYERS}rope_parameters", default={})
+    return SLIDING if isinstance(parameters, Mapping) and SLIDING in parameters else None

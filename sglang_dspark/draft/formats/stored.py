@@ -1,0 +1,79 @@
+"""The tensor files of a checkpoint: safetensors, one file or several with an index."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from sglang_dspark.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class StoredTensors:
+    """Tensors of one checkpoint by their name in its files, which stay open until ``stack`` is closed."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        """Open the files.
+
+        Raises:
+            CheckpointError: there are none, or they are damaged or incomplete.
+        """
+        if (folder / INDEX_FILE).is_file():
+            declared = _read_index(folder / INDEX_FILE)
+            files = sorted(set(declared.values()))
+        elif (folder / SINGLE_FILE).is_file():
+            declared, files = {}, [SINGLE_FILE]
+        else:
+            raise CheckpointError(
+                f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}; give a complete checkpoint directory, and "
+                "convert other weight formats to safetensors"
+            )
+        self._files: dict[str, Any] = {}
+        for file in files:
+            try:
+                handle = stack.enter_context(safe_open(folder / file, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{folder / file}: cannot be read ({error}); download the checkpoint again"
+                ) from error
+            self._files |= dict.fromkeys(handle.keys(), handle)
+        absent = sorted(declared.keys() - self._files.keys())
+        if absent:
+            raise CheckpointError(
+                f"{folder / INDEX_FILE}: lists tensors that its shards do not hold: {', '.join(absent)}; download the "
+                "checkpoint again"
+            )
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Name -> shape."""
+        return {name: file.get_slice(name).get_shape() for name, file in self._files.items()}
+
+    def dtype(self, name: str) -> str:
+        """In safetensors' own terms, such as BF16."""
+        return str(self._files[name].get_slice(name).get_dtype())
+
+    def read(self, name: str) -> Any:
+        """The tensor, on the CPU."""
+        return self._files[name].get_tensor(name)
+
+
+def has_tensors(folder: Path) -> bool:
+    """Whether there are tensor files at all."""
+    return (folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()
+
+
+def _read_index(file: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: no readable weight_map ({error!r}); download the checkpoint again") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{file}: weight_map is not a map from tensors to files; download the checkpoint again")
+    return weight_map

@@ -1,0 +1,264 @@
+"""Configuration files as published drafters have them: the right format and switches, or the right refusal."""
+
+import pytest
+
+from sglang_dspark.draft.formats import read_content
+from sglang_dspark.draft.formats.description import describe
+from sglang_dspark.errors import CheckpointError
+
+QWEN3_8B = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+TAPS = {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
+DFLASH = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
+HEADS = {
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+SPECFORGE = QWEN3_8B | {
+    "architectures": ["DSparkDraftModel"],
+    "auto_map": {"AutoModel": "dspark.DSparkDraftModel"},
+    "block_size": 7,
+    "dflash_config": {
+        "attention_mode": "gqa",
+        "confidence_head_alpha": 1.0,
+        "projector_type": "dspark",
+        **TAPS,
+        **HEADS,
+    },
+}
+LLAMA3_ROPE = {
+    "factor": 32.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+    "rope_type": "llama3",
+}
+
+
+def speculators(kind="dspark", tokens=8, **changes):
+    return {
+        "architectures": ["DSparkSpeculator"],
+        "model_type": "speculator_model",
+        "speculators_model_type": kind,
+        "speculators_version": "0.8.0",
+        "block_size": 8,
+        "mask_token_id": 151669,
+        "aux_hidden_state_layer_ids": [2, 10, 18, 26, 34],
+        "draft_vocab_size": 151936,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+        "max_anchors": 1024,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}],
+            "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Qwen/Qwen3-8B"},
+        },
+        "transformer_layer_config": {
+            "model_type": "qwen3",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        },
+        **changes,
+    }
+
+
+FULL_HEADS = "vanilla Markov head of rank 256, confidence head with Markov features"
+BARE = "no Markov head, no confidence head"
+OURS = "5 layers, taps [1, 9, 17, 25, 33] of 36"
+THEIRS = "5 layers, taps [1, 9, 17, 25, 33]"
+WINDOWED = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention"] * 3,
+    "sliding_window": 2048,
+    "rope_parameters": LLAMA3_ROPE,
+}
+READ = {
+    "DeepSpec's own": (
+        QWEN3_8B | {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "num_anchors": 512} | TAPS | HEADS,
+        "DeepSpec",
+        f"7 drafts per block, {OURS}, {FULL_HEADS}",
+    ),
+    "DeepSpec's baselines": (
+        QWEN3_8B
+        | {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "markov_rank": 0, "enable_confidence_head": False}
+        | TAPS,
+        "DeepSpec",
+        f"7 drafts per block, {OURS}, {BARE}",
+    ),
+    "SpecForge": (SPECFORGE, "SpecForge", f"7 drafts per block, {OURS}, {FULL_HEADS}"),
+    "SpecForge, causal, no confidence": (
+        SPECFORGE
+        | {"block_size": 16, "is_causal": True}
+        | {
+            "dflash_config": SPECFORGE["dflash_config"]
+            | {"confidence_head_alpha": 0.0, "enable_confidence_head": False, "confidence_head_with_markov": False}
+        },
+        "SpecForge",
+        f"16 drafts per block, {OURS}, vanilla Markov head of rank 256, no confidence head, causal block in all layers",
+    ),
+    "SpecForge, reduced vocabulary": (
+        SPECFORGE | {"draft_vocab_size": 32000},
+        "SpecForge",
+        f"7 drafts per block, {OURS}, {FULL_HEADS}, heads for 32000 of 151936 tokens",
+    ),
+    "SpecForge, YaRN, two sections": (
+        {key: value for key, value in SPECFORGE.items() if key not in ("rope_scaling", "rope_theta")}
+        | {
+            "dflash_config": {"attention_mode": "gqa", "projector_type": "dspark", **TAPS},
+            "dspark_config": HEADS,
+            "rope_parameters": {
+                "factor": 16.0,
+                "original_max_position_embeddings": 65536,
+                "rope_theta": 10000.0,
+                "rope_type": "yarn",
+            },
+        },
+        "SpecForge",
+        f"7 drafts per block, {OURS}, {FULL_HEADS}, RoPE of type yarn, factor 16",
+    ),
+    "DFlash": (
+        QWEN3_8B | DFLASH | {"block_size": 16, "dflash_config": TAPS},
+        "DFlash",
+        f"15 drafts per block, {OURS}, {BARE}, 16 slots of which the anchor's does not predict",
+    ),
+    "DFlash, block size nested": (
+        QWEN3_8B | DFLASH | {"dflash_config": TAPS | {"block_size": 16}, "tie_word_embeddings": True},
+        "DFlash",
+        f"15 drafts per block, {OURS}, {BARE}, 16 slots of which the anchor's does not predict",
+    ),
+    "ModelOpt": (
+        QWEN3_8B
+        | {"architectures": ["DFlashDraftModel"], "block_size": 7, "torch_dtype": "bfloat16"}
+        | {
+            "dflash_config": {
+                "projector_type": "dspark",
+                "shift_label": True,
+                "causal": False,
+                "use_confidence_head": True,
+                "markov_rank": 256,
+                "markov_head_type": "vanilla",
+                **TAPS,
+            }
+        },
+        "ModelOpt",
+        f"7 drafts per block, {OURS}, {FULL_HEADS}",
+    ),
+    "speculators, every slot predicts": (
+        speculators(sample_from_anchor=True),
+        "speculators",
+        f"8 drafts per block, {THEIRS}, {FULL_HEADS}",
+    ),
+    "speculators, older": (
+        speculators(tokens=7),
+        "speculators",
+        f"7 drafts per block, {THEIRS}, {FULL_HEADS}, 8 slots of which the anchor's does not predict",
+    ),
+    "speculators for Llama 3.2": (
+        speculators(
+            transformer_layer_config={
+                "model_type": "qwen3",
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "vocab_size": 128256,
+                **WINDOWED,
+            },
+            draft_vocab_size=32000,
+            aux_hidden_state_layer_ids=[2, 8, 14],
+            mask_token_id=128255,
+            sample_from_anchor=True,
+        ),
+        "speculators",
+        (
+            f"8 drafts per block, 3 layers, taps [1, 7, 13], {FULL_HEADS}, window of 2048 rows before the anchor in "
+            "all layers, causal block in all layers, heads for 32000 of 128256 tokens, RoPE of type llama3, factor 32"
+        ),
+    ),
+    "speculators, DFlash": (
+        speculators("dflash", tokens=7, sliding_window_non_causal=False),
+        "speculators",
+        f"7 drafts per block, {THEIRS}, {BARE}, 8 slots of which the anchor's does not predict",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "name", "words"), READ.values(), ids=READ.keys())
+def test_published_files_are_read(content, name, words):
+    reading = read_content(content, origin="config.json")
+    assert (reading.format, describe(reading.config)) == (name, words)
+    assert reading.unknown_keys == ()
+
+
+REFUSED = {
+    "Kimi K3 by TorchSpec": (
+        {"architectures": ["K3DSparkModel"], "model_type": "k3_dspark", "kv_lora_rank": 512},
+        r"its attention is latent \(MLA\)",
+    ),
+    "DeepSeek V4": (
+        {"architectures": ["DeepseekV4ForCausalLM"], "dspark_block_size": 5, "dspark_target_layer_ids": [40, 41, 42]},
+        "a drafter inside its target is not supported",
+    ),
+    "Nemotron 3.5": (
+        QWEN3_8B
+        | DFLASH
+        | {"pard_token": 990, "dspark_markov_rank": 256, "attention_sink_bias": True, "sample_from_anchor": False},
+        "attention_sink_bias=True is not supported",
+    ),
+    "z-lab's DFlash2": (
+        QWEN3_8B | {"architectures": ["DFlash2DraftModel"], "selector_rank": 256, "conv_kernel_size": 2},
+        "candidate selector of DFlash2",
+    ),
+    "a mask outside the vocabulary": (
+        QWEN3_8B | DFLASH | TAPS | {"block_size": 8, "mask_token_id": 151936},
+        "mask_token_id=151936 is outside the vocabulary",
+    ),
+    "a file that may mean either": (
+        speculators("dflash", tokens=8),
+        "does the slot of the anchor predict",
+    ),
+    "MLA in SpecForge": (
+        SPECFORGE | {"dflash_config": SPECFORGE["dflash_config"] | {"attention_mode": "mla"}},
+        "attention_mode='mla' is not supported; only gqa and mha are",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_published_files_of_other_networks_are_refused(content, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_content(content, origin="config.json")

@@ -1,0 +1,91 @@
+"""A tiny random drafter in the canonical form, key by key and tensor by tensor, without the package."""
+
+from typing import Any
+
+import torch
+
+
+def config_json(**overrides: Any) -> dict[str, Any]:
+    """A valid config.json; pass ``key=...`` (Ellipsis) to leave a key out."""
+    content = {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention"] * 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 19,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "block_size": 5,
+        "mask_token_id": 3,
+        "target_layer_ids": [-1, 1, 2],
+        "num_target_layers": 4,
+        "num_anchors": 16,
+        "markov_rank": 7,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    } | overrides
+    return {key: value for key, value in content.items() if value is not ...}
+
+
+def proposed_tokens(number: int) -> list[int]:
+    """Ids of a reduced vocabulary, with holes."""
+    return [2 * i + (i > 2) for i in range(number)]
+
+
+def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """Every tensor that DeepSpec stores for this config, float32, large enough that each one matters."""
+    d, inner, vocab, hd = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "head_dim"))
+    q, kv = config["num_attention_heads"] * hd, config["num_key_value_heads"] * hd
+    rank, proposed = config["markov_rank"], config.get("draft_vocab_size") or vocab
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (vocab, d),
+        "lm_head.weight": (proposed, d),
+        "fc.weight": (d, len(config["target_layer_ids"]) * d),
+        "hidden_norm.weight": (d,),
+        "norm.weight": (d,),
+    }
+    for i in range(config["num_hidden_layers"]):
+        shapes |= {
+            f"layers.{i}.input_layernorm.weight": (d,),
+            f"layers.{i}.post_attention_layernorm.weight": (d,),
+            f"layers.{i}.self_attn.q_proj.weight": (q, d),
+            f"layers.{i}.self_attn.k_proj.weight": (kv, d),
+            f"layers.{i}.self_attn.v_proj.weight": (kv, d),
+            f"layers.{i}.self_attn.o_proj.weight": (d, q),
+            f"layers.{i}.self_attn.q_norm.weight": (hd,),
+            f"layers.{i}.self_attn.k_norm.weight": (hd,),
+            f"layers.{i}.mlp.gate_proj.weight": (inner, d),
+            f"layers.{i}.mlp.up_proj.weight": (inner, d),
+            f"layers.{i}.mlp.down_proj.weight": (d, inner),
+        }
+        if config["attention_bias"]:
+            widths = {"q_proj": q, "k_proj": kv, "v_proj": kv, "o_proj": d}
+            shapes |= {f"layers.{i}.self_attn.{name}.bias": (width,) for name, width in widths.items()}
+    if rank:
+        shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (proposed, rank)}
+        if config["markov_head_type"] == "gated":
+            shapes |= {"markov_head.gate_proj.weight": (rank, d + rank), "markov_head.gate_proj.bias": (rank,)}
+        if config["markov_head_type"] == "rnn":
+            shapes |= {
+                "markov_head.joint_proj.weight": (3 * rank, 2 * rank + d),
+                "markov_head.joint_proj.bias": (3 * rank,),
+            }
+    if config["enable_confidence_head"]:
+        width = d + (rank if config["confidence_head_with_markov"] else 0)
+        shapes |= {"confidence_head.proj.weight": (1, width), "confidence_head.proj.bias": (1,)}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        scale = 1.0 if len(shape) == 1 or "embed" in name or "markov" in name else shape[-1] ** -0.5
+        tensors[name] = torch.randn(shape, generator=generator) * scale + (1.0 if "norm" in name else 0.0)
+    return tensors

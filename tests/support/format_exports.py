@@ -1,0 +1,160 @@
+"""One canonical drafter written in the formats of others: ``export(config, tensors) -> (config, tensors)`` each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Config = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
+Export = Callable[[Config, Tensors], tuple[Config, Tensors]]
+
+LAYER_KEYS = (
+    "attention_bias hidden_act hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim vocab_size rms_norm_eps max_position_embeddings"
+).split()
+HEAD_KEYS = "markov_rank markov_head_type enable_confidence_head confidence_head_with_markov".split()
+FLAT = {
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "markov_head.gate_proj.weight": "gate_proj.weight",
+    "markov_head.gate_proj.bias": "gate_proj.bias",
+    "markov_head.joint_proj.weight": "joint_proj.weight",
+    "markov_head.joint_proj.bias": "joint_proj.bias",
+    "confidence_head.proj.weight": "confidence_proj.weight",
+    "confidence_head.proj.bias": "confidence_proj.bias",
+}
+
+
+def without_embeddings(tensors: Tensors) -> Tensors:
+    return {name: t for name, t in tensors.items() if name not in ("embed_tokens.weight", "lm_head.weight")}
+
+
+def shuffled_taps(ids: list[int], tensors: Tensors) -> tuple[list[int], Tensors]:
+    """The taps in another order, and the column blocks of fc with them."""
+    order = [*range(1, len(ids)), 0]
+    blocks = tensors["fc.weight"].chunk(len(ids), dim=1)
+    return [ids[i] for i in order], tensors | {"fc.weight": torch.cat([blocks[i] for i in order], dim=1)}
+
+
+def neighbouring_pairs(config: Config, tensors: Tensors) -> Tensors:
+    """Rows of queries and keys such that RoPE turns channels 2i and 2i + 1 of a head."""
+    head_dim, changed = config["head_dim"], {}
+    order = [place for i in range(head_dim // 2) for place in (i, i + head_dim // 2)]
+    for name, tensor in tensors.items():
+        if "_norm" in name and "self_attn" in name:
+            changed[name] = tensor[order]
+        elif "q_proj" in name or "k_proj" in name:
+            changed[name] = torch.cat([head[order] for head in tensor.split(head_dim)])
+    return tensors | changed
+
+
+def layers(config: Config) -> Config:
+    """The keys of the Qwen3 layers, as transformers 4 writes them."""
+    kept = {key: config[key] for key in LAYER_KEYS}
+    rope = dict(config["rope_parameters"])
+    kept |= {"model_type": "qwen3", "rope_theta": rope.pop("rope_theta"), "rope_scaling": None}
+    if rope.get("rope_type") != "default":
+        kept["rope_scaling"] = rope
+    return kept | {"layer_types": config["layer_types"], "num_target_layers": config["num_target_layers"]}
+
+
+def deepspec(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    return config, tensors
+
+
+def ling(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    renamed = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    return config | {"architectures": ["LingDSparkModel"], "num_experts": 64, "moe_intermediate_size": 8}, renamed
+
+
+def hoisted(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """SpecForge's file after its own script has half rewritten it."""
+    nested = {key: config[key] for key in ("target_layer_ids", "mask_token_id")}
+    kept = {key: value for key, value in config.items() if key not in nested}
+    return kept | {"dflash_config": nested | {"projector_type": "dspark"}}, without_embeddings(tensors)
+
+
+def specforge(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    nested = {key: config[key] for key in (*HEAD_KEYS, "target_layer_ids", "mask_token_id") if key in config}
+    nested |= {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
+    content = layers(config) | {"architectures": ["DSparkDraftModel"], "auto_map": {"AutoModel": "dspark.X"}}
+    return content | {"block_size": config["block_size"], "dflash_config": nested}, without_embeddings(tensors)
+
+
+def specforge_two_sections(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """Heads in a section of their own, and in tensors below an old name."""
+    content, tensors = specforge(config, tensors)
+    nested = content["dflash_config"]
+    heads = {key: nested.pop(key) for key in HEAD_KEYS if key in nested}
+    renamed = {("logit_head." if "head" in name else "") + name: tensor for name, tensor in tensors.items()}
+    return content | {"dspark_config": heads}, renamed
+
+
+def modelopt(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    ids, tensors = shuffled_taps(config["target_layer_ids"], without_embeddings(tensors))
+    nested = {key: config[key] for key in ("markov_rank", "markov_head_type", "mask_token_id") if key in config}
+    nested |= {"projector_type": "dspark", "shift_label": True, "causal": False, "target_layer_ids": ids}
+    nested |= {"use_confidence_head": config["enable_confidence_head"]}
+    content = layers(config) | {"architectures": ["DFlashDraftModel"], "block_size": config["block_size"]}
+    return content | {"dflash_config": nested}, {FLAT.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def torchspec(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    ids, tensors = shuffled_taps(config["target_layer_ids"], without_embeddings(tensors))
+    nested = {"mask_token_id": config["mask_token_id"], "target_layer_ids": ids, "block_size": config["block_size"]}
+    # Of the heads only the tensors speak, and the depth is the number of taps.
+    content = layers(config) | {"architectures": ["DFlashDraftModel"], "num_target_layers": len(ids) - 2}
+    return content | {"dflash_config": nested, "sample_from_anchor": config.get("sample_from_anchor", True)}, tensors
+
+
+def dflash(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """A plain DFlash drafter; its layout and that it has no heads go without saying."""
+    nested = {"mask_token_id": config["mask_token_id"], "target_layer_ids": config["target_layer_ids"]}
+    content = layers(config) | {"architectures": ["DFlashDraftModel"], "tie_word_embeddings": True}
+    return content | {"block_size": config["block_size"], "dflash_config": nested}, without_embeddings(tensors)
+
+
+def speculators(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    layer = layers(config)
+    del layer["num_target_layers"]
+    rope = {"rope_theta": layer.pop("rope_theta"), **(layer.pop("rope_scaling") or {"rope_type": "default"})}
+    # Values that the class has by default are not stored.
+    layer = {key: value for key, value in layer.items() if (key, value) not in QWEN3_DEFAULTS}
+    layer |= {"rope_parameters": {"sliding_attention": rope, "full_attention": {"rope_theta": 1.0}}}
+    if "sliding_window" in config:
+        layer["sliding_window"] = config["sliding_window"]
+    ids, tensors = shuffled_taps([tap + 1 for tap in config["target_layer_ids"]], tensors)
+    from_anchor = config.get("sample_from_anchor", True)
+    drafts = config["block_size"] - (not from_anchor)
+    content = {
+        "architectures": ["DSparkDraftModel"],
+        "speculators_model_type": "dspark" if config["markov_rank"] else "dflash",
+        "transformer_layer_config": layer,
+        "aux_hidden_state_layer_ids": ids,
+        "block_size": config["block_size"],
+        "mask_token_id": config["mask_token_id"],
+        "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"],
+        "speculators_config": {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}]},
+        "sliding_window_non_causal": not any(config.get("causal_layers", [])),
+        **{key: config[key] for key in HEAD_KEYS if key in config},
+    }
+    return content, without_embeddings(tensors)
+
+
+QWEN3_DEFAULTS = [
+    ("rms_norm_eps", 1e-6),
+    ("attention_bias", False),
+    ("hidden_act", "silu"),
+    ("max_position_embeddings", 32768),
+]
+
+
+def reduced(token_ids: list[int], vocab_size: int) -> Tensors:
+    """d2t and t2d of a reduced vocabulary."""
+    ids = torch.tensor(token_ids)
+    drafted = torch.zeros(vocab_size, dtype=torch.bool)
+    drafted[ids] = True
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": drafted}

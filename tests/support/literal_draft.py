@@ -1,0 +1,139 @@
+"""A drafter written row by row from the formulas, without the package: what the model is compared with."""
+
+import json
+import math
+
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+class LiteralDraft:
+    """Drafting with python loops over rows, layers and heads; float64. The config is in the canonical form."""
+
+    def __init__(self, path):
+        self.config = json.loads((path / "config.json").read_text())
+        self.w = {name: tensor.double() for name, tensor in load_file(path / "model.safetensors").items()}
+        self.token_ids = list(range(self.config["vocab_size"]))
+        if "draft_vocab_size" in self.config:
+            self.token_ids = json.loads((path / "draft_vocabulary.json").read_text())["token_ids"]
+        self.angles, self.score_factor = self.rotation()
+
+    def rotation(self):
+        """Angle per position of each channel pair, by transformers, and what YaRN multiplies the scores with."""
+        c, rope = self.config, self.config["rope_parameters"]
+        head_dim, rotated = c["head_dim"], int(c["head_dim"] * rope.get("partial_rotary_factor", 1.0))
+        if rope.get("rope_type", "default") == "default":
+            angles, factor = [rope["rope_theta"] ** (-2 * i / rotated) for i in range(rotated // 2)], 1.0
+        else:
+            names = ("hidden_size", "head_dim", "num_attention_heads", "max_position_embeddings")
+            hugging_face = LlamaConfig(**{name: c[name] for name in names}, rope_parameters=rope)
+            inv_freq, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](hugging_face, "cpu")
+            angles = inv_freq.double().tolist()
+        return angles + [0.0] * (head_dim // 2 - len(angles)), factor**2
+
+    def sees(self, layer, slot, position, context_len):
+        """Whether a slot sees the row at this position, which is of the context or of the block."""
+        c = self.config
+        sliding = c.get("layer_types", ["full_attention"] * 99)[layer] == "sliding_attention"
+        own_position = context_len + slot
+        causal = c.get("causal_layers", [sliding] * 99)[layer]
+        if causal and position > own_position:
+            return False
+        if not sliding:
+            return True
+        if c.get("window_from_anchor"):
+            return position >= context_len - c["sliding_window"]
+        return position > own_position - c["sliding_window"]
+
+    def rms_norm(self, x, name):
+        return x / torch.sqrt((x * x).mean() + self.config["rms_norm_eps"]) * self.w[name]
+
+    def rope(self, x, position):
+        half = x.shape[0] // 2
+        out = x.clone()
+        for i in range(half):
+            angle = position * self.angles[i]
+            out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+            out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+        return out
+
+    def project(self, x, name):
+        """The bias is there for the attention's projections, in some configurations."""
+        out = self.w[name + ".weight"] @ x
+        return out + self.w[name + ".bias"] if name + ".bias" in self.w else out
+
+    def heads(self, x, name, norm, position):
+        """Project a row, split it into heads, and normalise and rotate each one when ``norm`` is given."""
+        rows = self.project(x, name.removesuffix(".weight")).split(self.config["head_dim"])
+        return rows if norm is None else [self.rope(self.rms_norm(row, norm), position) for row in rows]
+
+    def block_hidden(self, features, anchor):
+        c, w = self.config, self.w
+        t = len(features)
+        context = [self.rms_norm(w["fc.weight"] @ row, "hidden_norm.weight") for row in features]
+        rows = [w["embed_tokens.weight"][token] for token in [anchor] + [c["mask_token_id"]] * (c["block_size"] - 1)]
+        for i in range(c["num_hidden_layers"]):
+            p = f"layers.{i}."
+            normed = [self.rms_norm(row, p + "input_layernorm.weight") for row in rows]
+            attn = p + "self_attn."
+            keys, values = [], []
+            for position, row in enumerate(context + normed):
+                keys.append(self.heads(row, attn + "k_proj.weight", attn + "k_norm.weight", position))
+                values.append(self.heads(row, attn + "v_proj.weight", None, position))
+            for j, row in enumerate(normed):
+                queries = self.heads(row, attn + "q_proj.weight", attn + "q_norm.weight", t + j)
+                mixed = []
+                for head, query in enumerate(queries):
+                    kv_head = head // (c["num_attention_heads"] // c["num_key_value_heads"])
+                    seen = [s for s in range(len(keys)) if self.sees(i, j, s, t)]
+                    scores = torch.stack([query @ keys[s][kv_head] for s in seen]) / math.sqrt(c["head_dim"])
+                    weights = (scores * self.score_factor).softmax(0)
+                    mixed.append(sum(weight * values[s][kv_head] for weight, s in zip(weights, seen, strict=True)))
+                rows[j] = rows[j] + self.project(torch.cat(mixed), attn + "o_proj")
+                x = self.rms_norm(rows[j], p + "post_attention_layernorm.weight")
+                gate = w[p + "mlp.gate_proj.weight"] @ x
+                up = w[p + "mlp.up_proj.weight"] @ x
+                rows[j] = rows[j] + w[p + "mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+        first = 0 if c.get("sample_from_anchor", True) else 1
+        return [self.rms_norm(row, "norm.weight") for row in rows[first:]]
+
+    def markov(self, token, hidden, state):
+        """Bias [V] and the new rnn state."""
+        e, w2 = self.w["markov_head.markov_w1.weight"][token], self.w["markov_head.markov_w2.weight"]
+        kind = self.config["markov_head_type"]
+        if kind == "gated":
+            gate = (
+                self.w["markov_head.gate_proj.weight"] @ torch.cat([hidden, e]) + self.w["markov_head.gate_proj.bias"]
+            )
+            return w2 @ (torch.sigmoid(gate) * e), None
+        if kind == "rnn":
+            z = torch.cat([state, e, hidden])
+            joint = self.w["markov_head.joint_proj.weight"] @ z + self.w["markov_head.joint_proj.bias"]
+            gate, candidate, output = joint.split(len(e))
+            gate = torch.sigmoid(gate)
+            return w2 @ torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+        return w2 @ e, None
+
+    def draft(self, features, anchor):
+        c = self.config
+        hidden = self.block_hidden(features, anchor)
+        token, state = anchor, torch.zeros(c["markov_rank"], dtype=torch.float64)
+        tokens, base_logits, logits, confidences = [], [], [], []
+        for h in hidden:
+            u = self.w["lm_head.weight"] @ h
+            bias = torch.zeros_like(u)
+            if c["markov_rank"]:
+                bias, state = self.markov(token, h, state)
+            if c["enable_confidence_head"]:
+                reads_markov = c["confidence_head_with_markov"]
+                x = torch.cat([h, self.w["markov_head.markov_w1.weight"][token]]) if reads_markov else h
+                confidences.append(
+                    self.w["confidence_head.proj.weight"][0] @ x + self.w["confidence_head.proj.bias"][0]
+                )
+            token = self.token_ids[int((u + bias).argmax())]
+            tokens.append(token)
+            base_logits.append(u)
+            logits.append(u + bias)
+        return tokens, hidden, base_logits, logits, confidences

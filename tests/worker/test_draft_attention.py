@@ -1,0 +1,73 @@
+"""Attention of draft blocks over the paged cache, as a CPU and as a GPU compute it, against an explicit mask."""
+
+import pytest
+import torch
+from dspark_kernels import StepRequests
+
+from sglang_dspark.draft.reference import attend_dense, block_mask
+from sglang_dspark.draft.visibility import Visibility
+from sglang_dspark.worker.draft_attention import partial_attention
+
+SLOTS, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 2, 16
+PREFIXES = (0, 1, 7, 24, 30)
+SCALE = 0.3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on the CPU Triton's interpreter runs the kernels
+
+KINDS = {
+    "full": Visibility(),
+    "causal": Visibility(causal=True),
+    "window from the anchor": Visibility(window=7, from_anchor=True),
+    "window from the anchor, causal": Visibility(window=1, from_anchor=True, causal=True),
+    "window wider than any context": Visibility(window=200, from_anchor=True),
+    "window from the slot": Visibility(window=7),
+    "window from the slot, causal": Visibility(window=3, causal=True),
+    "window of one": Visibility(window=1, causal=True),
+}
+
+
+def step_of(device):
+    """Five requests whose rows lie anywhere, in a table whose last columns some of them reach."""
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randperm(8 * 30, generator=generator, dtype=torch.int32).view(8, 30) + 1
+    return StepRequests(
+        anchors=torch.zeros(len(PREFIXES), dtype=torch.int64, device=device),
+        prefix_lens=torch.tensor(PREFIXES, device=device),
+        req_pool_indices=torch.tensor([6, 0, 3, 5, 1], device=device),
+        req_to_token=table.to(device),
+    )
+
+
+def check(form, visibility, device):
+    requests = step_of(device)
+    generator = torch.Generator().manual_seed(1)
+
+    def rand(rows, heads):
+        return torch.randn(rows, heads, HEAD_DIM, generator=generator).to(device)
+
+    pool = rand(241, KV_HEADS), rand(241, KV_HEADS)
+    rows = len(PREFIXES) * SLOTS
+    q, k, v = rand(rows, HEADS), rand(rows, KV_HEADS), rand(rows, KV_HEADS)
+    how = {"heads_per_kv": HEADS // KV_HEADS, "dtype": torch.float32, "scale": SCALE}
+    found = form(requests, SLOTS, visibility, **how)(q, k, v, pool)
+    for request, prefix in enumerate(PREFIXES):
+        own = slice(request * SLOTS, (request + 1) * SLOTS)
+        places = requests.req_to_token[requests.req_pool_indices[request], :prefix].long()
+        keys, values = (torch.cat((cached[places], x[own])) for cached, x in zip(pool, (k, v), strict=True))
+        seen = block_mask(visibility, prefix, SLOTS).to(device)
+        expected = attend_dense(q[own], keys, values, scale=SCALE, seen=seen)
+        torch.testing.assert_close(found[own], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("visibility", KINDS.values(), ids=KINDS.keys())
+def test_blocks_see_what_their_layer_shows(visibility):
+    check(partial_attention.reference, visibility, "cpu")
+
+
+@pytest.mark.parametrize("name", [name for name, visibility in KINDS.items() if not visibility.slides])
+def test_blocks_see_the_same_by_kernels(name):
+    check(partial_attention.kernel, KINDS[name], DEVICE)
+
+
+def test_a_window_that_slides_along_the_block_has_no_kernel():
+    with pytest.raises(AssertionError, match="refused at start-up"):
+        check(partial_attention.kernel, KINDS["window from the slot"], DEVICE)
