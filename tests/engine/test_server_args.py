@@ -8,7 +8,9 @@ import pytest
 from transformers import AutoConfig
 
 from sglang_dspark.draft import resolved
-from sglang_dspark.engine.startup import hooks, server_args
+from sglang_dspark.engine.compat import arguments
+from sglang_dspark.engine.startup import hooks, resolution, server_args
+from sglang_dspark.engine.startup.names import ALGORITHM
 from sglang_dspark.errors import CheckpointError, UnservedError
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -22,6 +24,8 @@ def reads(monkeypatch):
     monkeypatch.setattr(resolved, "read", lambda path: (found.append(str(path)), whole(path))[1])
     monkeypatch.setattr(hooks, "install", lambda *places: None)
     monkeypatch.setattr(server_args, "_refusals", lambda args: iter(()))
+    # Arguments that resolve themselves when they are made, on every release.
+    monkeypatch.setattr(arguments, "RESOLVED_LATER", False)
     return found
 
 
@@ -30,7 +34,7 @@ def namespace(**changes):
     names = ("draft_model_revision", "draft_load_format", "num_draft_tokens")
     unset = dict.fromkeys((*(f"speculative_{name}" for name in names), "download_dir", "quantization"))
     unset |= dict.fromkeys(("prefill_attention_backend", "decode_attention_backend", "sampling_backend"))
-    given = {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(DRAFT), "device": "cpu"}
+    given = {"speculative_algorithm": ALGORITHM, "speculative_draft_model_path": str(DRAFT), "device": "cpu"}
     given |= {"model_path": "target", "load_format": "auto", "attention_backend": None, "min_free_slots_delay": None}
     model = SimpleNamespace(hf_config=target, hf_text_config=target, quantization=None)
     return SimpleNamespace(**unset | given | {"get_model_config": lambda: model} | changes)
@@ -44,29 +48,30 @@ def start(cls, arguments):
 
 
 def test_the_drafter_is_read_once_from_the_command_line(reads):
-    made = server_args.from_cli_args(start, object, namespace())
+    made = resolution.from_cli_args(start, object, namespace())
     assert reads == [str(DRAFT)]
-    drafter = pickle.loads(pickle.dumps(made.dspark_drafter))
+    settled = arguments.attached(made)
+    drafter = pickle.loads(pickle.dumps(settled)).drafter
     assert (drafter.path, drafter.config.block_size, drafter.token_ids) == (str(DRAFT), 7, None)
-    assert drafter == made.dspark_drafter
+    assert drafter == settled.drafter
     assert made.speculative_num_draft_tokens == 8
 
 
 def test_the_drafter_is_read_once_for_a_program(reads):
     made = start(object, namespace())
-    assert reads == [made.dspark_drafter.path] == [str(DRAFT)]
+    assert reads == [arguments.attached(made).drafter.path] == [str(DRAFT)]
 
 
 def test_no_drafter_is_read_without_one(reads):
     flags = {"speculative_draft_model_path": None, "speculative_dspark_draft_free": "on"}
-    made = server_args.from_cli_args(start, object, namespace(**flags))
-    assert (reads, made.dspark_drafter, made.speculative_draft_model_path) == ([], None, None)
+    made = resolution.from_cli_args(start, object, namespace(**flags))
+    assert (reads, arguments.attached(made).drafter, made.speculative_draft_model_path) == ([], None, None)
 
 
 def test_options_of_one_server_are_not_those_of_the_next(reads):
-    server_args.from_cli_args(start, object, namespace(speculative_dspark_schedule="off"))
+    resolution.from_cli_args(start, object, namespace(speculative_dspark_schedule="off"))
     with pytest.raises(CheckpointError):
-        server_args.from_cli_args(start, object, namespace(speculative_draft_model_path=str(GOLDEN)))
+        resolution.from_cli_args(start, object, namespace(speculative_draft_model_path=str(GOLDEN)))
     with pytest.raises(UnservedError):
-        server_args.from_cli_args(start, object, namespace(device="tpu"))
-    assert start(object, namespace()).dspark_config.schedule == "auto"
+        resolution.from_cli_args(start, object, namespace(device="tpu"))
+    assert arguments.attached(start(object, namespace())).config.schedule == "auto"
