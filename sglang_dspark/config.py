@@ -77,10 +77,10 @@ class DSparkConfig:
         "the policies `auto` and `early-stop`. Without the flag it is kept below ~/.cache/sglang-dspark.",
     )
     prompt_hold_ms: Annotated[float, Meta(ge=0, le=60_000, description="must lie in [0, 60000]")] = _knob(
-        "After a prefill, decoding runs for as long as that prefill took before the next one starts; waiting prompts "
-        "are held back for at most so many milliseconds, and never where nothing decodes. 0 turns it off. SGLang's "
-        "`--min-free-slots-delay` replaces it.",
-        default=100.0,
+        "After a prefill, let decoding run for as long as that prefill took before the next one starts; waiting "
+        "prompts are held back for at most so many milliseconds, and never where nothing decodes. 0 lets every prompt "
+        "in at once. SGLang's `--min-free-slots-delay` replaces it.",
+        default=0.0,
         read=float,
     )
     draft_free: Switch = _knob(
