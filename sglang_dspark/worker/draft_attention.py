@@ -13,9 +13,9 @@ from dspark_kernels import (
     attend_groups,
     block_attention,
     group_contexts,
+    on_kernels,
     window_attention,
 )
-from dspark_kernels.dispatch import on_kernels
 
 from sglang_dspark.draft.backbone import Attend
 from sglang_dspark.draft.cache import DraftCache

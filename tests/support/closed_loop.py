@@ -86,7 +86,9 @@ class ClosedLoop:
         return self.requests / self.truth.step_ms(self.requests, self.requests, 0, CONTEXT)
 
     def _take(self, choice: Choice) -> tuple[float, float]:
-        step_ms = self._costs.step_ms(choice, self.requests, self.requests + choice.budget, CONTEXT)
+        step_ms = self._costs.step_ms(
+            choice, self.requests, self.requests + choice.budget, CONTEXT, longest=choice.depth
+        )
         gain = self._gains[choice.depth, choice.budget]
         survival = np.full((self.requests, GAMMA), np.nan)
         survival[:, : choice.depth] = self.drafter.survivals(self.requests)[:, : choice.depth]
