@@ -47,10 +47,10 @@ doctor: env ## is this installation able to serve?
 # Tests that share a server, or else a file, run in one process one after another.
 PYTEST = $(RUN) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
-unit: env ## the fast tests: no server, no interpreted kernel, nothing marked slow (a minute and a half)
+unit: env ## the fast tests: no server, no interpreted kernel, nothing marked slow
 	$(PYTEST) --ignore tests/server -m "not slow"
 
-test: env ## all tests that need no GPU (ten minutes)
+test: env ## all tests that need no GPU (about 17 minutes on 2 cores)
 	$(PYTEST)
 
 test-newest: $(VENV)-$(NEWEST)/.installed ## tests of the seam and of servers on the newest SGLang that is served
