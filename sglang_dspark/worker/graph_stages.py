@@ -76,7 +76,6 @@ class StepGraphs:
         self.verify: dict[tuple[int, bool], Captured[TargetOutput]] = {}
         self.accept: dict[tuple[int, bool], Captured[Accepted]] = {}
         self.plans: dict[tuple[int, bool], VerifyPlan] = {}
-        self._requests: dict[int, StepRequests] = {}
         self._views: dict[tuple[Hashable, ...], Any] = {}
 
     def capture(self) -> None:
@@ -160,9 +159,7 @@ class StepGraphs:
 
     def requests_of(self, slots: int) -> StepRequests:
         """The staged requests, padded to ``slots``."""
-        if slots not in self._requests:
-            self._requests[slots] = self.prepared.requests(self._req_to_token, slots)
-        return self._requests[slots]
+        return self.once(lambda: self.prepared.requests(self._req_to_token, slots), "requests", slots)
 
     def once(self, make: Callable[[], V], *key: Hashable) -> V:
         """What ``make`` returns, views of a step's part of the buffers, which are made once for every ``key``."""
@@ -287,11 +284,10 @@ class GraphStages:
             self._committed = True
             if self._eager.profile is not None:
                 self._graphs.step_number.fill_(step.keys.step)
-            accepted = self._graphs.accept[self._rows, self._plain].replay()
+            accepted = self._graphs.accept[tier].replay()
             return self._graphs.once(partial(_first_of, accepted, requests), "accepted", *tier, requests)
-        return self._eager.accept(
-            step, drafted, self._graphs.once(partial(_of_requests, plan, requests), "plan", *tier, requests), output
-        )
+        part = self._graphs.once(partial(_of_requests, plan, requests), "plan", *tier, requests)
+        return self._eager.accept(step, drafted, part, output)
 
     def commit(self, plan: VerifyPlan, accepted: Accepted, output: TargetOutput) -> None:
         """Write the draft K/V of the committed rows, where accepting has not done so."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -116,8 +117,9 @@ class DSparkWorker(SpecWorkerBase):
         step = self.read(batch, adjusted=adjusting.any)
         copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
         choice = self.choose(batch, asked, copies)
-        step = self.with_drafted_rows(batch, step, choice)
         stages = self.staging.of(step, choice)
+        if choice.drafted and not stages.in_graphs:  # graphs draft for all
+            step = self.with_drafted_rows(batch, step, choice.drafted)
         drafted = stages.draft(step, choice).with_copies(copies)
         plan = stages.plan(step, drafted, choice)
         adjusting.read(plan)
@@ -152,11 +154,9 @@ class DSparkWorker(SpecWorkerBase):
         self.reporting.record_time()
         return self.agreement.share(choice)
 
-    def with_drafted_rows(self, batch: Any, step: DecodeBatch, choice: Choice) -> DecodeBatch:
-        """``step`` with the sampling parameters of the requests that are drafted, where these are not all."""
-        if not choice.drafted:
-            return step
-        return replace(step, drafted_rows=self.drafted_sampling.read([batch.reqs[r] for r in choice.drafted]))
+    def with_drafted_rows(self, batch: Any, step: DecodeBatch, drafted: Sequence[int]) -> DecodeBatch:
+        """``step`` with the sampling parameters of the requests that are drafted, which are not all."""
+        return replace(step, drafted_rows=self.drafted_sampling.read([batch.reqs[r] for r in drafted]))
 
     def rounds(
         self, batch: Any, asked: BatchOptions, step: DecodeBatch, choice: Choice, drafted: Drafted, plan: VerifyPlan
