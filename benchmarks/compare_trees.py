@@ -13,10 +13,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -45,10 +45,6 @@ class Tree:
         }
         self.server = LaunchedServer(target, *CPU_FLAGS, *DSPARK, draft, *flags, env=env)
 
-    def signal(self, number: signal.Signals) -> None:
-        """Suspend or resume all of its processes."""
-        os.killpg(self.server.pid, number)
-
     def speed(self, prompts: Sequence[str], users: int, max_tokens: int) -> tuple[float, list[list[int]]]:
         """Output tokens per second of ``users`` users who send these prompts, and the answers."""
         began = time.perf_counter()
@@ -58,7 +54,7 @@ class Tree:
 
     def wake_up(self, prompt: str) -> None:
         """Resume, and answer something that is not recorded."""
-        self.signal(signal.SIGCONT)
+        self.server.resume()
         self._answer(prompt, 16)
 
     def _answer(self, prompt: str, max_tokens: int) -> list[int]:
@@ -74,6 +70,27 @@ def interval(ratios: Sequence[float]) -> dict[str, float]:
     half = float(stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5)
     mean = float(logs.mean())
     return {"ratio": float(np.exp(mean)), "low": float(np.exp(mean - half)), "high": float(np.exp(mean + half))}
+
+
+def compare(
+    trees: Sequence[Tree], prompts: Sequence[str], users: int, rounds: int, max_tokens: int, rng: random.Random
+) -> dict[str, Any]:
+    """Both suspended servers, ``before`` and ``after``, in turns: ratio of their speeds, the speeds, equal texts."""
+    speeds: dict[str, list[float]] = {tree.name: [] for tree in trees}
+    equal_texts = 0
+    for number in range(rounds):
+        asked = [prompts[(number * users + place) % len(prompts)] for place in range(users)]
+        texts = []
+        for tree in rng.sample(trees, len(trees)):
+            tree.wake_up(asked[0])
+            speed, answers = tree.speed(asked, users, max_tokens)
+            tree.server.suspend()
+            speeds[tree.name].append(speed)
+            texts.append(answers)
+        equal_texts += sum(one == other for one, other in zip(*texts, strict=True))
+    before, after = (speeds[tree.name] for tree in trees)
+    ratios = [new / old for old, new in zip(before, after, strict=True)]
+    return {"users": users, **interval(ratios), "equal_texts": equal_texts, **speeds}
 
 
 @click.command(help=__doc__)
@@ -106,30 +123,12 @@ def main(
             Tree(name, path, target, draft, table, ["--dtype", "bfloat16"])
             for name, path in (("before", before.resolve()), ("after", HERE))
         ]
-        with trees[0].server:
-            trees[0].signal(signal.SIGSTOP)
-            with trees[1].server:
-                try:
-                    trees[1].signal(signal.SIGSTOP)
-                    for count in map(int, users.split(",")):
-                        speeds: dict[str, list[float]] = {tree.name: [] for tree in trees}
-                        same = 0
-                        for number in range(rounds):
-                            some = [prompts[(number * count + i) % len(prompts)] for i in range(count)]
-                            answers = []
-                            for tree in rng.sample(trees, len(trees)):
-                                tree.wake_up(some[0])
-                                speed, texts = tree.speed(some, count, max_tokens)
-                                tree.signal(signal.SIGSTOP)
-                                speeds[tree.name].append(speed)
-                                answers.append(texts)
-                            same += sum(a == b for a, b in zip(*answers, strict=True))
-                        ratios = [a / b for a, b in zip(speeds["after"], speeds["before"], strict=True)]
-                        results.append({"users": count, **interval(ratios), "equal_texts": same, **speeds})
-                        click.echo(json.dumps({key: results[-1][key] for key in ("users", "ratio", "low", "high")}))
-                finally:
-                    for tree in trees:
-                        tree.signal(signal.SIGCONT)
+        with ExitStack() as stack:
+            for tree in trees:
+                stack.enter_context(tree.server).suspend()
+            for count in map(int, users.split(",")):
+                results.append(compare(trees, prompts, count, rounds, max_tokens, rng))
+                click.echo(json.dumps({key: results[-1][key] for key in ("users", "ratio", "low", "high")}))
     provenance.write_json(output, {**provenance.record(), "loads": results})
 
 
