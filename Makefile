@@ -21,7 +21,7 @@ POLICIES := --config auto --config static:1 --config static:2 --config static:3 
 SWEEP_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor unit test test-newest check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock lock-newest clean
+.PHONY: help env demo doctor unit test thorough test-newest check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock lock-newest clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,8 +50,11 @@ PYTEST = $(RUN) -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reord
 unit: env ## the fast tests: no server, no interpreted kernel, nothing marked slow
 	$(PYTEST) --ignore tests/server -m "not slow"
 
-test: env ## all tests that need no GPU (about 17 minutes on 2 cores)
-	$(PYTEST)
+test: env ## all tests that need no GPU, but for the long proofs of `make thorough`
+	$(PYTEST) -m "not thorough"
+
+thorough: env ## tests that show on a server what faster ones show in process
+	$(PYTEST) -m thorough
 
 test-newest: $(VENV)-$(NEWEST)/.installed ## tests of the seam and of servers on the newest SGLang that is served
 	$(ON_TOP) $(subst $(RUN),$(VENV)-$(NEWEST)/bin/python,$(PYTEST)) $(or $(TESTS),tests/engine tests/server)
@@ -75,7 +78,7 @@ sweep: env ## five minutes: plain, off and auto at 1 and 4 users on your prompts
 		--config plain --config off --config auto --concurrency 1,4 --num-prompts 4 --max-tokens 64 --rounds 2 $(SWEEP_FLAGS)
 	$(RUN) benchmarks/report.py $(SWEEP)
 
-evidence: env ## the long proofs and sweeps behind the README's numbers
+evidence: thorough ## the long proofs and sweeps behind the README's numbers
 	$(PREPARE)
 	@mkdir -p $(RESULTS)
 	$(RUN) benchmarks/mutants.py

@@ -60,6 +60,7 @@ def refusal(value):
     return None
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=6), anything, max_size=4) | anything)
 def test_whatever_comes_is_parsed_or_refused_by_name(value):
     message = refusal(value)

@@ -51,6 +51,7 @@ def test_published_accept_lengths_follow_from_the_profiles():
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_pair_is_served_without_weights(tmp_path):
     write_pair(TINY, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "target")

@@ -129,6 +129,7 @@ def test_kernels_are_called_as_in_the_sources():
     assert {name for name, stage in KERNEL_STAGES.items() if stage == "accept"} >= judging
 
 
+@pytest.mark.slow
 def test_trace_of_an_h200():
     """Facts found by other means: counts by name, durations summed by correlation number."""
     activities = gpu_activities(read_trace(H200))

@@ -231,6 +231,7 @@ def test_windows_that_slide_along_the_block_are_refused_on_cuda(make_config):
         check_device(read(make_config(**sliding)), "cuda")
 
 
+@pytest.mark.slow
 def test_reading_a_config_needs_no_torch_and_the_model_no_engine():
     code = (
         "import sys, sglang_dspark.draft.config; assert 'torch' not in sys.modules\n"

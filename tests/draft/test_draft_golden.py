@@ -112,6 +112,7 @@ def test_a_context_that_lags_one_row_behind_the_anchor_is_found(pair, monkeypatc
     assert "taught.block_hidden" in paths(pair.replay())
 
 
+@pytest.mark.slow
 def test_a_wrong_block_mask_token_or_rope_base_or_eps_is_found(pair):
     original = (pair.draft / "config.json").read_text()
     for change in ({"mask_token_id": 3}, {"rope_parameters": {"rope_theta": 10500.0}}, {"rms_norm_eps": 1e-3}):

@@ -216,6 +216,7 @@ def record(target, draft, prompt, max_new_tokens):
     return {"prompt_ids": prompt, "output_ids": output, "rounds": rounds}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -51,6 +51,7 @@ def client(monkeypatch):
         yield client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_no_body_makes_our_part_of_the_front_end_fail(client, seed):
     bodies, statuses = Bodies(seed), Counter()

@@ -55,6 +55,7 @@ def test_a_lagged_budget_leaves_the_law_alone():
     assert p_value(probability_of_token_0()) > ALPHA
 
 
+@pytest.mark.slow
 def test_noise_keyed_by_position_is_noticed(monkeypatch):
     def by_position(keys, num_slots, purpose):
         positions = keys.positions[:, None] + torch.arange(num_slots)

@@ -193,6 +193,7 @@ def test_sizes_that_do_not_fit_are_refused(device):
         plan_top(survival, 0, drafts, requests, 9, VerifyRows.empty(4, 9, device))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_small_plan(data):

@@ -96,6 +96,7 @@ def rewritten(rng, survival, request, position):
     return other
 
 
+@pytest.mark.slow
 def test_later_drafts_of_a_block_do_not_decide_about_a_draft():
     for rng, survival, budget in instances(seed=2):
         lens = admit(survival, budget)

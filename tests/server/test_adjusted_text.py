@@ -65,7 +65,7 @@ TOGETHER: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["random", "auto"])
+@pytest.mark.parametrize("name", ["random", pytest.param("auto", marks=pytest.mark.thorough)])
 def test_everything_together_equals_a_literal_loop(dspark, name):
     """Penalties of all kinds at once, whose order the plain server leaves open, and xgrammar, which it cannot run."""
     decoder = LiteralDecoder()
@@ -82,6 +82,7 @@ def test_everything_together_equals_a_literal_loop(dspark, name):
         assert tokens == decoder.text(request["input_ids"], 40, **parameters)
 
 
+@pytest.mark.thorough
 def test_sampled_text_under_adjustments_follows_the_law(dspark):
     """The first two tokens of many samples, against the law of the target after a literal adjustment."""
     decoder, num, depth = LiteralDecoder(), 2048, 3

@@ -30,7 +30,7 @@ def without_confidence(bodies):
     return bodies
 
 
-@pytest.mark.parametrize("name", ["auto", "off"])
+@pytest.mark.parametrize("name", ["auto", pytest.param("off", marks=pytest.mark.thorough)])
 def test_text_equals_the_target_alone(draft_free, plain, name):
     bodies = mixed_bodies(60, seed=21)
     expected = output_ids(plain, bodies)
@@ -59,6 +59,7 @@ def test_only_presets_speculate(draft_free):
     assert len(rounds) < 40
 
 
+@pytest.mark.thorough
 def test_law_of_the_text(draft_free):
     law = TargetLaw(TARGET, PROMPT, temperature=HOT).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
     before = draft_free.get_json("/dspark/stats")["copied_tokens"]

@@ -28,6 +28,8 @@ POLICIES: list[dict[str, Any]] = [
     {"name": "adaptive-block"},
     {"name": "off"},
 ]
+# The policy that waits for a step's own values, and the one that verifies nothing; tests/worker/test_stages.py has all.
+QUICK = ("early-stop", "off")
 
 
 def test_golden_traces(dspark):
@@ -67,7 +69,14 @@ def check_text(server, plain):
     assert output_ids(server, with_options(bodies), 16) == expected
 
 
-@pytest.mark.parametrize("settings", POLICIES, ids=lambda settings: settings["name"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        settings if settings["name"] in QUICK else pytest.param(settings, marks=pytest.mark.thorough)
+        for settings in POLICIES
+    ],
+    ids=lambda settings: settings["name"],
+)
 def test_text_does_not_depend_on_the_policy(dspark, plain, settings):
     bodies = mixed_bodies(40, seed=2)
     expected = output_ids(plain, bodies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 from golden_server import CASES, TARGET, greedy, in_background, output_ids, policy
 from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
 from target_law import TargetLaw, p_value
@@ -40,6 +41,7 @@ def test_law_of_filtered_text(dspark):
         assert p_value(drawn, law(KINDS["all"] | wrong)) < ALPHA
 
 
+@pytest.mark.thorough
 def test_law_under_a_policy_that_looks_at_the_step(dspark):
     """Verify lengths follow from confidences, and these from drafts: none of that may show in the text.
 

@@ -121,7 +121,7 @@ def test_copies_are_counted_apart(dspark):
     assert verified == copied + drafted
 
 
-@pytest.mark.parametrize("name", ["auto", "off"])
+@pytest.mark.parametrize("name", ["auto", pytest.param("off", marks=pytest.mark.thorough)])
 def test_neighbours_with_other_options_share_batches(dspark, plain, name):
     bodies = mixed_bodies(60, seed=11)
     expected = output_ids(plain, bodies)
@@ -153,6 +153,7 @@ def test_presets_of_the_openai_routes(dspark):
     assert dspark.get_json("/dspark/stats")["copied_accepted_tokens"] > before
 
 
+@pytest.mark.thorough
 def test_law_of_copied_text(dspark):
     """Copied drafts are judged as what they are: proposals without any randomness."""
     num_samples = 2048

@@ -30,6 +30,7 @@ def served(loop, num_tokens=NUM_TOKENS):
 POLICIES = [{"schedule": "early-stop"}, {}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", POLICIES, ids=lambda options: options.get("schedule", "auto"))
 @pytest.mark.parametrize("part", ["drafter", "confidence head"])
 def test_a_broken_drafter_costs_time_and_no_text(options, part):

@@ -41,6 +41,7 @@ def edit_tensors(folder: Path, edit) -> None:
     save_file(tensors, file)
 
 
+@pytest.mark.slow
 def test_a_good_installation_and_the_golden_pair(run, target, draft):
     result = run("doctor", "--target", target, "--draft", draft, "--golden", draft)
     assert result.exit_code == 0, result.output

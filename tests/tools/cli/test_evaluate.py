@@ -39,6 +39,7 @@ def true_acceptance():
     return float((1 / (1 + np.exp(-logits))).mean())
 
 
+@pytest.mark.slow
 def test_everything_is_measured_and_written(run, server, sets, tmp_path):
     paths = {name: tmp_path / f"out.{name}" for name in ("json", "csv", "png", "jsonl")}
     outputs = ["--output", paths["json"], "--csv", paths["csv"], "--plot", paths["png"], "--blocks", paths["jsonl"]]
@@ -84,6 +85,7 @@ def test_everything_is_measured_and_written(run, server, sets, tmp_path):
     assert {body["temperature"] for _, _, body in server.requests} == {0.5}
 
 
+@pytest.mark.slow
 def test_the_protocol_of_deepspec_sets_everything_that_it_says(run, server, tmp_path):
     """500 of 600 prompts, chosen by ``random.Random(980406).shuffle``, as eval.py does it."""
     numbers = list(range(600))

@@ -78,6 +78,7 @@ def test_a_server_that_dies_is_reported_with_its_log(tmp_path):
     assert message.endswith("no such model")
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_given_up_and_stopped(tmp_path):
     log = tmp_path / "log"
     seen = []

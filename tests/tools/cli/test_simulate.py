@@ -45,6 +45,7 @@ def test_arrivals_at_a_rate(run, tmp_path):
     assert [line.split()[1] for line in result.output.splitlines() if line.split()[:1] == ["static"]] == ["0.5", "1"]
 
 
+@pytest.mark.slow
 def test_the_check_names_how_many_points_agree(run, tmp_path):
     files = ("--table", RESULTS / "sps_smollm2_cpu.json", "--check", RESULTS / "one_user" / "sweep.csv")
     result = run("simulate", *files, "--conditional", "0.65,0.7,0.7,0.7,0.7", "--csv", tmp_path / "check.csv")

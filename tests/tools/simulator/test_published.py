@@ -53,6 +53,7 @@ def test_step_times_of_figure_8_lie_on_a_line():
         assert step == pytest.approx(requests / throughput, rel=0.002)
 
 
+@pytest.mark.slow
 def test_verify_budgets_fall_with_the_load_as_in_figure_8():
     points = published.budgets(engines=["V4-Flash"])
     simulated = [point.simulated for point in points]

@@ -70,6 +70,7 @@ def test_a_prefill_batch_holds_no_more_tokens_than_allowed():
     assert sorted(request.first_ms for request in outcome.requests) == pytest.approx([120, 120, 190])
 
 
+@pytest.mark.slow
 def test_drafts_are_accepted_as_often_as_the_blocks_say():
     conditional = np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3])
     outcome = serve("static", conditional, requests=200, users=8, output=400)

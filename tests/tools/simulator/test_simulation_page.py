@@ -24,6 +24,8 @@ from sglang_dspark.tools.simulator.page import (
 from sglang_dspark.tools.simulator.sweep import Conditions
 from sglang_dspark.tools.simulator.workload import Lengths
 
+pytestmark = pytest.mark.slow
+
 WIDTHS = (360, 1280)
 
 

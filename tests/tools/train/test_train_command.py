@@ -18,6 +18,8 @@ from sglang_dspark.tools.train.target import Target
 from sglang_dspark.tools.train.text_writer import InProcessWriter
 from sglang_dspark.tools.train.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "target"
 # A turn is "the ... ." and the answer goes on after another "the", as in the text that this target was trained on.
 TEMPLATE = "{% for m in messages %}the {{ m.content }} . {% endfor %}{% if add_generation_prompt %}the{% endif %}"

@@ -13,6 +13,8 @@ from sglang_dspark.tools.train.rows import ComputedStates, stored_states
 from sglang_dspark.tools.train.text_writer import InProcessWriter
 from sglang_dspark.tools.train.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 NEW_TOKENS = 14
 
 

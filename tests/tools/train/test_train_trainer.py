@@ -172,6 +172,7 @@ class Clock:
         return self.now
 
 
+@pytest.mark.slow
 def test_a_time_limit_ends_the_run_with_its_learning_rate_at_zero(target, corpus, config, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "time", Clock())
     config = replace(config, steps=10**6, max_minutes=4, log_every=1)
@@ -204,6 +205,7 @@ def test_steps_end_a_run_whose_time_is_longer(target, corpus, config, tmp_path):
     assert (tmp_path / DRAFT_DIR / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_drafter_can_be_trained_on_from_another(target, corpus, config, tmp_path):
     first = Trainer(replace(config, steps=40), target, corpus, corpus, tmp_path / "first")
     first.run()
