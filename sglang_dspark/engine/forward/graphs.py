@@ -147,6 +147,8 @@ def static_verify(
     )
 
     def run() -> TargetOutput:
+        if model_runner.model_is_mrope:  # of text, all three of a token's coordinates are its position
+            forward_batch.mrope_positions = plan.positions.repeat(3, 1)
         with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)):
             set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
             set_is_extend_in_batch(False)

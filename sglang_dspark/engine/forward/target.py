@@ -12,6 +12,7 @@ from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.engine.compat.pools import make_room, request_capture
 from sglang_dspark.engine.compat.ranks import tp_group
+from sglang_dspark.engine.forward.capture import make_capturable, text_model
 from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ class Target:
 
     @property
     def model(self) -> Any:
-        """SGLang's model."""
-        return self._model_runner.model
+        """SGLang's model of text."""
+        return text_model(self._model_runner)
 
     def share_with(self, drafter: DraftModel) -> tuple[str, ...]:
         """Let the drafter read the target's embedding and LM head; returns the names of the shared tensors.
@@ -82,7 +83,9 @@ class Target:
     def _request_capture(self) -> None:
         # The embedding output is looked up by features(): Llama's capture does not know it, and a model that is asked
         # for no layer at all returns a differently shaped result, so a lone tap -1 captures layer 0 and drops it.
-        request_capture(self._model_runner, self._layer_taps or [0])
+        runner = self._model_runner
+        make_capturable(runner)
+        request_capture(runner, self._layer_taps or [0])
 
     def _account_for_draft_cache(self, draft: DraftConfig) -> None:
         # SGLang sizes its pool for whole layers beside the target's, each as large as one of them is on this rank. The

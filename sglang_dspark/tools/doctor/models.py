@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +36,10 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
                 "harmless unless one of them changes the network: then drafts are poor, and the text is right still"
             )
             yield Finding("note", "drafter", f"unknown keys in config.json: {unknown}", remedy)
-        target = _read_target_config(target_dir)
-        check_pair(draft, target)
-        yield Finding("ok", "target", _describe_target(target))
+        config = _read_target_config(target_dir)
+        target = config.get_text_config()
+        check_pair(draft, config.architectures, target)
+        yield Finding("ok", "target", _describe_target(config.architectures, target))
         model = load_draft_model(draft_dir, dtype=_dtype(target), device="cpu")
         num_tensors = sum(1 for _ in model.parameters())
         _check_finite(model)
@@ -50,9 +51,9 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         yield Finding("fail", "pair", str(error))
 
 
-def _describe_target(target: Any) -> str:
+def _describe_target(architectures: Sequence[str], target: Any) -> str:
     return (
-        f"{', '.join(target.architectures)}: hidden size {target.hidden_size}, vocabulary {target.vocab_size}, "
+        f"{', '.join(architectures)}: hidden size {target.hidden_size}, vocabulary {target.vocab_size}, "
         f"{target.num_hidden_layers} layers, as the drafter expects"
     )
 
@@ -75,7 +76,7 @@ def _read_target_config(target_dir: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(target_dir).get_text_config()
+        return AutoConfig.from_pretrained(target_dir)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{target_dir}: transformers cannot read this as a target ({error})") from error
 

@@ -1,0 +1,44 @@
+"""Every family of targets in SGLang's own model: hidden states and greedy texts are what transformers says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from family_targets import TINY, continued, router_margins, said, write_target
+from target_probe import TAPS, Text, probing
+
+from sglang_dspark.draft.families import FAMILIES
+
+PROMPT_LENS = (3, 17, 40)
+NUM_TOKENS = 20
+ATOL = 2e-3  # of values of some tens; a neighbouring layer differs by ones
+
+
+@pytest.fixture(scope="module")
+def probe():
+    with probing() as process:
+        yield process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [family.architecture for family in FAMILIES])
+def test_states_and_greedy_texts(probe, architecture, tmp_path):
+    tiny, draw = TINY[architecture], random.Random(5)
+    model = write_target(architecture, tmp_path)
+    with router_margins(model, tiny.chosen) as margins:
+        texts = [
+            Text(continued(model, draw.choices(range(2, 256), k=length), NUM_TOKENS), length) for length in PROMPT_LENS
+        ]
+    assert bool(margins) == bool(tiny.chosen)
+    assert min(margins, default=1.0) > 1e-3, "experts are close: take another seed"
+    assert len({tuple(text.ids[-NUM_TOKENS:]) for text in texts}) == len(texts)
+
+    for text, answer in zip(texts, probe.ask(tmp_path, texts), strict=True):
+        logits, states = said(model, text.ids)
+        best = logits.topk(2).values[text.prompt_len - 1 : -1]
+        assert float((best[:, 0] - best[:, 1]).min()) > 5 * ATOL, "tokens are close: take another seed"
+        expected = torch.cat([states[tap + 1] for tap in TAPS], dim=-1)
+        torch.testing.assert_close(answer.features, expected[:-1], atol=ATOL, rtol=1e-4)
+        assert answer.logits.argmax(-1).tolist() == text.ids[text.prompt_len :]
