@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
-from family_targets import TINY, continued, router_margins, said, write_target
+from family_targets import NUM_TOKENS, PROMPTS, TINY, continued, router_margins, said, write_target
 from target_probe import TAPS, Text, probing
 
 from sglang_dspark.draft.families import FAMILIES
 
-PROMPT_LENS = (3, 17, 40)
-NUM_TOKENS = 20
 ATOL = 2e-3  # of values of some tens; a neighbouring layer differs by ones
 
 
@@ -25,13 +21,11 @@ def probe():
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [family.architecture for family in FAMILIES])
 def test_states_and_greedy_texts(probe, architecture, tmp_path):
-    tiny, draw = TINY[architecture], random.Random(5)
+    chosen = TINY[architecture].chosen
     model = write_target(architecture, tmp_path)
-    with router_margins(model, tiny.chosen) as margins:
-        texts = [
-            Text(continued(model, draw.choices(range(2, 256), k=length), NUM_TOKENS), length) for length in PROMPT_LENS
-        ]
-    assert bool(margins) == bool(tiny.chosen)
+    with router_margins(model, chosen) as margins:
+        texts = [Text(continued(model, prompt, NUM_TOKENS), len(prompt)) for prompt in PROMPTS]
+    assert bool(margins) == bool(chosen)
     assert min(margins, default=1.0) > 1e-3, "experts are close: take another seed"
     assert len({tuple(text.ids[-NUM_TOKENS:]) for text in texts}) == len(texts)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from byte_tokenizer import save_byte_tokenizer
-from golden_server import DSPARK, GUARDED, emulated_graphs
+from family_targets import written_target
+from golden_server import DSPARK, GUARDED, TARGET, emulated_graphs
 from random_drafter import damaged_drafter, random_drafter
 from server_pool import Recipe, ServerPool
 
@@ -37,6 +38,15 @@ def _letters(folder: Path) -> tuple[str | Path, ...]:
     # Where a schema allows whitespace, the golden target writes nothing else.
     grammars = ("--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace")
     return ("--tokenizer-path", save_byte_tokenizer(folder), *grammars)
+
+
+def _tiny(architecture: str) -> Recipe:
+    """A target of this family and a drafter, both with random weights."""
+    return Recipe(
+        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), "--tokenizer-path", str(TARGET)),
+        env={"TORCHDYNAMO_DISABLE": "1"},  # or grouped routing is compiled on a CPU, for half a minute
+        model=lambda folder: written_target(architecture, folder),
+    )
 
 
 SERVERS: dict[str, Recipe] = {
@@ -75,9 +85,12 @@ SERVERS: dict[str, Recipe] = {
     "simulated": Recipe(
         lambda folder: (*(*DSPARK, "--load-format", "dummy", "--speculative-dspark-simulate-acceptance", PROFILE),)
     ),
+    # Of the families of targets those that are served least like the golden one.
+    "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
+    "glm4_moe": _tiny("Glm4MoeForCausalLM"),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),
-        model=lambda: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),
+        model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),
     ),
 }
 

@@ -6,6 +6,7 @@ Weights are spread so widely that next to no two logits, and no two experts' sco
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -156,8 +157,19 @@ TINY: dict[str, Tiny] = {
 }
 
 
+NUM_TOKENS = 20
+"""Of the greedy continuations of ``PROMPTS``."""
+
+
+def _prompts() -> list[list[int]]:
+    draw = random.Random(5)
+    return [draw.choices(range(2, COMMON["vocab_size"]), k=length) for length in (3, 17, 40)]
+
+
+PROMPTS = _prompts()
+
 SEEDS: dict[str, int] = {}
-"""Such that no token and no expert of the texts in tests is chosen narrowly."""
+"""Such that no token of these continuations, and no expert, is chosen narrowly."""
 
 
 def write_target(architecture: str, folder: Path) -> Any:
@@ -186,6 +198,12 @@ def write_target(architecture: str, folder: Path) -> Any:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "float32"} | dict(tiny.written)))
     return model
+
+
+def written_target(architecture: str, folder: Path) -> Path:
+    """``folder``, with one of ``TINY`` in it."""
+    write_target(architecture, folder)
+    return folder
 
 
 @torch.no_grad()

@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from sglang_dspark.draft.model import DraftModel
     from sglang_dspark.tools.golden import GoldenReport
 
-TARGET_EMBEDDING = "model.embed_tokens.weight"
-TARGET_LM_HEAD = "lm_head.weight"  # absent where it is tied to the embedding
+# Beside those of text models those of models that read images, whichever release of transformers wrote them.
+TARGET_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
+TARGET_LM_HEADS = ("lm_head.weight", "language_model.lm_head.weight")  # absent where it is tied to the embedding
 
 
 def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
@@ -104,19 +109,20 @@ def _read_target_embeddings(target_dir: Path) -> tuple[torch.Tensor, torch.Tenso
     """``(embedding, LM head)`` of the target, each ``[V, d]``; the same tensor twice where they are tied."""
     from safetensors import SafetensorError, safe_open
 
+    roles = dict.fromkeys(TARGET_EMBEDDINGS, "embedding") | dict.fromkeys(TARGET_LM_HEADS, "head")
     found = {}
     for file in sorted(target_dir.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in {TARGET_EMBEDDING, TARGET_LM_HEAD} & set(tensors.keys()):
-                    found[name] = tensors.get_tensor(name)
+                for name in roles.keys() & set(tensors.keys()):
+                    found[roles[name]] = tensors.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot be read ({error}); download the target again") from error
-    if TARGET_EMBEDDING not in found:
+    if "embedding" not in found:
         raise CheckpointError(
-            f"{target_dir}: no safetensors file holds {TARGET_EMBEDDING}; give a complete target in safetensors format"
+            f"{target_dir}: no safetensors file holds {TARGET_EMBEDDINGS[0]}; give a complete target in safetensors format"
         )
-    return found[TARGET_EMBEDDING], found.get(TARGET_LM_HEAD, found[TARGET_EMBEDDING])
+    return found["embedding"], found.get("head", found["embedding"])
 
 
 def check_golden(target_dir: Path, draft_dir: Path, golden_dir: Path) -> Iterator[Finding]:
