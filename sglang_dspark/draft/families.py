@@ -93,6 +93,7 @@ class Unserved:
 
 _STATE = "some of its layers keep a recurrent state, which verification cannot take back yet"
 _LATENT = "it attends over latent K/V (MLA), for which verification has no kernel yet"
+_WINDOWED = "some of its layers see a part of the context only, and verification shows every layer all of it"
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
@@ -129,6 +130,19 @@ UNSERVED: tuple[Unserved, ...] = (
         ("MistralLarge3ForCausalLM",),
         _LATENT,
         "SGLang's own --speculative-algorithm EAGLE serves it with an EAGLE drafter",
+    ),
+    Unserved(
+        ("GptOssForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        _WINDOWED,
+        "SGLang's own --speculative-algorithm DFLASH serves it with a DFlash drafter",
+    ),
+    Unserved(
+        (
+            *("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration"),
+            "LagunaForCausalLM",
+        ),
+        _WINDOWED,
+        "SGLang's own --speculative-algorithm EAGLE3 serves it with an EAGLE-3 drafter",
     ),
     Unserved(
         ("KimiVLForConditionalGeneration", "MiniCPM3ForCausalLM"),

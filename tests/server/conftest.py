@@ -45,7 +45,7 @@ def _tiny(architecture: str) -> Recipe:
     return Recipe(
         lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), "--tokenizer-path", str(TARGET)),
         env={"TORCHDYNAMO_DISABLE": "1"},  # or grouped routing is compiled on a CPU, for half a minute
-        model=lambda folder: written_target(architecture, folder),
+        model=lambda folder: written_target(architecture, folder / "target"),
     )
 
 

@@ -59,7 +59,7 @@ VARIANTS = {
 
 
 def random_drafter(folder: Path, variant: str) -> Path:
-    """One of VARIANTS, of the golden target unless it says otherwise, without embedding and LM head; returns ``folder``."""
+    """One of VARIANTS, without embedding and LM head, of the golden target by default; returns ``folder``."""
     config = json.loads((DRAFT / "config.json").read_text()) | {"layer_types": None} | VARIANTS[variant]
     torch.manual_seed(3)
     model = DraftModel(read_content(config, origin="test").config, own_embedding=False, own_lm_head=False)

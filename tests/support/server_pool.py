@@ -23,7 +23,7 @@ class Recipe:
     Attributes:
         flags: its flags, given an empty folder for the files that they name.
         env: variables on top of those that every server has.
-        model: gives the target's folder, given an empty folder to write it into.
+        model: gives the target's folder, likewise.
         forked: whether its processes are forked from one that has imported SGLang. Those that are not show that nothing
             which a process needs is left behind in another one.
     """
@@ -62,7 +62,6 @@ class ServerPool:
     def _start(self, name: str) -> LaunchedServer:
         recipe, folder = self._recipes[name], self._folder / name
         folder.mkdir(exist_ok=True)
-        model = recipe.model(folder / "target")
         flags = [*(CUDA_FLAGS if ON_GPU else CPU_FLAGS), "--dtype", "float32", *map(str, recipe.flags(folder))]
         # Step times are measured in a second here; they shall not end up in the user's cache.
         table = {"HF_HUB_OFFLINE": "1", "SGLANG_DSPARK_SPS_TABLE_PATH": str(folder / "step_times.json")}
@@ -71,8 +70,8 @@ class ServerPool:
         # A process that has touched a GPU cannot be forked.
         if recipe.forked and not ON_GPU:
             self._nursery = self._nursery or Nursery(common)
-            server: LaunchedServer = ForkedServer(self._nursery, model, *flags, env=env)
+            server: LaunchedServer = ForkedServer(self._nursery, recipe.model(folder), *flags, env=env)
         else:
-            server = LaunchedServer(model, *flags, env=env)
+            server = LaunchedServer(recipe.model(folder), *flags, env=env)
         server.__enter__()
         return server

@@ -120,7 +120,7 @@ def _read_target_embeddings(target_dir: Path) -> tuple[torch.Tensor, torch.Tenso
             raise CheckpointError(f"{file}: cannot be read ({error}); download the target again") from error
     if "embedding" not in found:
         raise CheckpointError(
-            f"{target_dir}: no safetensors file holds {TARGET_EMBEDDINGS[0]}; give a complete target in safetensors format"
+            f"{target_dir}: no safetensors file holds {TARGET_EMBEDDINGS[0]}; give a complete target as safetensors"
         )
     return found["embedding"], found.get("head", found["embedding"])
 
