@@ -45,7 +45,7 @@ _TEXT = "text; images answer HTTP 400"
 FAMILIES: tuple[Family, ...] = (
     Family("LlamaForCausalLM", "Llama 2 and 3, SmolLM2", tried=("model", "server")),
     Family("Qwen3ForCausalLM", "Qwen3", tried=("model", "server")),
-    Family("Qwen3MoeForCausalLM", "Qwen3-30B-A3B, Qwen3-Coder-30B-A3B, Qwen3-235B-A22B"),
+    Family("Qwen3MoeForCausalLM", "Qwen3-30B-A3B, Qwen3-Coder-30B-A3B, Qwen3-235B-A22B", tried=("model", "server")),
     Family("MistralForCausalLM", "Mistral 7B, Mistral Nemo, Mistral Small 3", remark=_NO_WINDOW),
     Family("Ministral3ForCausalLM", "Ministral 3", remark=_NO_WINDOW),
     Family(
@@ -60,6 +60,7 @@ FAMILIES: tuple[Family, ...] = (
         "GLM-4.5, GLM-4.5-Air, GLM-4.6",
         capture="eagle3",
         sums_late=True,
+        tried=("model", "server"),
         remark="with `--tp-size` above 1: `--enforce-disable-flashinfer-allreduce-fusion`",
     ),
     Family("ApertusForCausalLM", "Apertus", capture="eagle3"),
