@@ -1,4 +1,4 @@
-"""SGLang's own model of a target on a CPU, without a server: what it says of texts, and what of it is captured.
+"""SGLang's own model of a target, without a server: what it says of texts, and what of it is captured.
 
 A process that has imported SGLang forks one for every target, so that none finds what another has left behind.
 """
@@ -23,6 +23,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.tools.launch import CPU_ENV
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
 
 DATA = Path(__file__).parents[1] / "data" / "golden"
 TAPS = (-1, 0, 2)
@@ -75,7 +78,8 @@ class Probe:
 def probing() -> Iterator[Probe]:
     """A probe, while the block runs."""
     command = [sys.executable, __file__]
-    env = {**os.environ, **CPU_ENV, "TORCHDYNAMO_DISABLE": "1"}  # or grouped routing is compiled, for half a minute
+    # Grouped routing is compiled otherwise, for half a minute.
+    env = {**os.environ, **({} if ON_GPU else CPU_ENV), "TORCHDYNAMO_DISABLE": "1"}
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Probe(process)
         process.communicate()
@@ -86,25 +90,29 @@ class _Loaded:
 
     def __init__(self, folder: Path) -> None:
         from sglang.benchmark.one_batch import load_model
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         from sglang_dspark.draft.formats import read_content
         from sglang_dspark.engine.compat.forwards import use_attention
         from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
+        from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
         from sglang_dspark.engine.forward.phased_attention import PhasedBackend
         from sglang_dspark.engine.forward.target import Target
+        from sglang_dspark.engine.scheduler.replacements import positions_of_text
 
         args = ServerArgs(
             model_path=str(folder),
             tokenizer_path=str(DATA / "target"),
-            device="cpu",
-            dtype="float32",
-            attention_backend="torch_native",
+            device=DEVICE,
+            dtype="bfloat16" if ON_GPU else "float32",  # SGLang's kernels for CUDA have no float32 form
+            attention_backend="triton" if ON_GPU else "torch_native",
             disable_cuda_graph=True,
             mem_fraction_static=0.3,
             max_total_tokens=2048,
             max_running_requests=4,
         )
+        ForwardBatch.compute_spec_mrope_positions = positions_of_text  # a hook of the scheduler's process
         wrapped, _ = load_model(args, PortArgs.init_new(args), 0, 0)
         self.runner = wrapped.torch_runner
         hf = self.runner.model_config.hf_text_config
@@ -115,8 +123,9 @@ class _Loaded:
             "target_layer_ids": list(TAPS),
         }
         self.target = Target(self.runner, read_content(content, origin="probe").config)
-        self.runner.init_aux_hidden_state_capture()
-        use_attention(self.runner, PhasedBackend(self.runner, CpuVerifyBackend(self.runner)))
+        self.runner.model.set_dflash_layers_to_capture([tap for tap in TAPS if tap >= 0])
+        verify = CudaVerifyBackend if ON_GPU else CpuVerifyBackend
+        use_attention(self.runner, PhasedBackend(self.runner, verify(self.runner)))
         self.worker = SimpleNamespace(
             model_runner=self.runner,
             forward_batch_generation=lambda batch, forward_batch, **_: self.runner.forward(forward_batch),
@@ -158,7 +167,7 @@ class _Loaded:
             requests.append(request)
         pools = {name: getattr(self.runner, name) for name in ("req_to_token_pool", "token_to_kv_pool_allocator")}
         tree = TreeCacheNamespace(
-            page_size=1, device="cpu", token_to_kv_pool_allocator=pools["token_to_kv_pool_allocator"]
+            page_size=1, device=DEVICE, token_to_kv_pool_allocator=pools["token_to_kv_pool_allocator"]
         )
         batch = ScheduleBatch.init_new(
             reqs=requests,
@@ -170,7 +179,7 @@ class _Loaded:
         )
         batch.prepare_for_extend()
         if batch.input_ids is None:
-            batch.input_ids = batch.prefill_input_ids_cpu
+            batch.input_ids = batch.prefill_input_ids_cpu.to(DEVICE)
         return batch
 
     def _prefill(self, batch: Any, texts: Sequence[Text]) -> tuple[list[Any], list[Any]]:
@@ -198,14 +207,15 @@ class _Loaded:
             positions += range(start, start + size + 1)
             slots.append(table[row, start : start + size + 1].long())
         plan = SimpleNamespace(
-            verify_lens=torch.tensor(sizes),
-            indptr=torch.tensor([0, *accumulate(size + 1 for size in sizes)]),
-            input_ids=torch.tensor(ids),
-            positions=torch.tensor(positions),
+            verify_lens=torch.tensor(sizes, device=DEVICE),
+            indptr=torch.tensor([0, *accumulate(size + 1 for size in sizes)], device=DEVICE),
+            input_ids=torch.tensor(ids, device=DEVICE),
+            positions=torch.tensor(positions, device=DEVICE),
             slots=torch.cat(slots),
             width=max(sizes) + 1,
         )
-        batch.seq_lens = batch.seq_lens_cpu = prefix_lens = torch.tensor(done)
+        batch.seq_lens_cpu = torch.tensor(done)
+        batch.seq_lens = prefix_lens = batch.seq_lens_cpu.to(DEVICE)
         step = SimpleNamespace(req_pool_indices=batch.req_pool_indices, prefix_lens=prefix_lens)
         output, captured = run_verify(self.worker, batch, step, plan)
         lens = [size + 1 for size in sizes]
@@ -220,7 +230,7 @@ def _answer(order: dict[str, Any]) -> None:
         os.dup2(log, target)
     texts = [Text(ids, prompt_len) for ids, prompt_len in order["texts"]]
     said = _Loaded(folder).said(texts)
-    save_file({name: tensor.contiguous().clone() for name, tensor in said.items()}, folder / "said.safetensors")
+    save_file({name: tensor.float().cpu().clone() for name, tensor in said.items()}, folder / "said.safetensors")
 
 
 def _answer_orders() -> None:
