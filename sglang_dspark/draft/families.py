@@ -60,11 +60,16 @@ FAMILIES: tuple[Family, ...] = (
         "GLM-4.5, GLM-4.5-Air, GLM-4.6",
         capture="eagle3",
         sums_late=True,
-        tried=("model", "server"),
         remark="with `--tp-size` above 1: `--enforce-disable-flashinfer-allreduce-fusion`",
     ),
     Family("ApertusForCausalLM", "Apertus", capture="eagle3"),
-    Family("Qwen2MoeForCausalLM", "Qwen1.5-MoE, Qwen2-57B-A14B", capture="eagle3", embedding="model.embed_tokens"),
+    Family(
+        "Qwen2MoeForCausalLM",
+        "Qwen1.5-MoE, Qwen2-57B-A14B",
+        capture="eagle3",
+        embedding="model.embed_tokens",
+        tried=("model", "server"),
+    ),
     Family(
         "Mistral3ForConditionalGeneration",
         "Mistral Small 3.1 and 3.2, Ministral 3 with images",
