@@ -19,10 +19,15 @@ logger = logging.getLogger(__name__)
 
 
 class Target:
-    """Handle to the loaded target of one rank."""
+    """Handle to the loaded target of one rank.
+
+    Attributes:
+        model: SGLang's model, of text where it reads images, too.
+    """
 
     def __init__(self, model_runner: Any, draft: DraftConfig) -> None:
         self._model_runner = model_runner
+        self.model = text_model(model_runner)
         self._tp_group = tp_group(model_runner)
         self._layer_taps = [tap for tap in draft.target_layer_ids if tap != EMBEDDING_TAP]
         self._has_embedding_tap = EMBEDDING_TAP in draft.target_layer_ids
@@ -35,11 +40,6 @@ class Target:
     def dtype(self) -> torch.dtype:
         """Dtype of the target's weights; the drafter runs in the same."""
         return self._model_runner.dtype
-
-    @property
-    def model(self) -> Any:
-        """SGLang's model of text."""
-        return text_model(self._model_runner)
 
     def share_with(self, drafter: DraftModel) -> tuple[str, ...]:
         """Let the drafter read the target's embedding and LM head; returns the names of the shared tensors.
