@@ -38,7 +38,7 @@ class Tiny:
     """How a tiny target is made.
 
     Attributes:
-        model: class of transformers; with "Config" in place of what follows the family's name, that of its config.
+        model: class of transformers.
         config: fields of the configuration on top of ``COMMON``.
         written: what config.json says on top of that, for readers other than transformers.
         chosen: experts by token; 0 for dense targets.

@@ -89,11 +89,12 @@ class _Loaded:
     """A target that SGLang has loaded."""
 
     def __init__(self, folder: Path) -> None:
-        from sglang.benchmark.one_batch import load_model
+        from sglang.benchmark import one_batch
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         from sglang_dspark.draft.formats import read_content
+        from sglang_dspark.engine.compat import arguments
         from sglang_dspark.engine.compat.forwards import use_attention
         from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
         from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
@@ -113,7 +114,13 @@ class _Loaded:
             max_running_requests=4,
         )
         ForwardBatch.compute_spec_mrope_positions = positions_of_text  # a hook of the scheduler's process
-        wrapped, _ = load_model(args, PortArgs.init_new(args), 0, 0)
+        if arguments.RESOLVED_LATER:
+            args.resolve_once()
+            one_batch.publish(args, role="scheduler", ranks=one_batch.SpawnRanks(world_rank=0, gpu_id=0))
+            one_batch._init_process_global_configs()
+        else:
+            one_batch.initialize_moe_config(args)
+        wrapped, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
         self.runner = wrapped.torch_runner
         hf = self.runner.model_config.hf_text_config
         content = json.loads((DATA / "vanilla_g7" / "config.json").read_text()) | {
