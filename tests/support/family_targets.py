@@ -168,7 +168,23 @@ def _prompts() -> list[list[int]]:
 
 PROMPTS = _prompts()
 
-SEEDS: dict[str, int] = {}
+SEEDS: dict[str, int] = {
+    "LlamaForCausalLM": 11,
+    "Qwen3ForCausalLM": 11,
+    "Qwen3MoeForCausalLM": 11,
+    "MistralForCausalLM": 11,
+    "Ministral3ForCausalLM": 11,
+    "Phi3ForCausalLM": 11,
+    "InternLM3ForCausalLM": 11,
+    "Qwen2ForCausalLM": 11,
+    "Glm4MoeForCausalLM": 11,
+    "ApertusForCausalLM": 11,
+    "Qwen2MoeForCausalLM": 11,
+    "Mistral3ForConditionalGeneration": 11,
+    "Qwen2_5_VLForConditionalGeneration": 11,
+    "Qwen3VLForConditionalGeneration": 11,
+    "Qwen3VLMoeForConditionalGeneration": 11,
+}
 """Such that no token of these continuations, and no expert, is chosen narrowly."""
 
 
