@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from sglang_dspark.config import ENV_PREFIX, DSparkConfig, default_text, flag_name
+from sglang_dspark.draft.families import FAMILIES
 from sglang_dspark.speculation import Speculation
 from sglang_dspark.tools.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
+SERVED = (ROOT / "docs" / "compatibility.md").read_text()
 MAP = (ROOT / "docs" / "architecture.md").read_text()
 README_LINES, README_WORDS = 120, 900
 
@@ -40,6 +42,20 @@ def test_options_table_equals_the_configuration():
 
 def test_speculation_table_equals_the_request_field():
     assert table_keys("key") == [knob.name for knob in fields(Speculation)]
+
+
+def family_rows() -> list[str]:
+    """The rows that the table of targets has to have."""
+    return [
+        f"| {each.models} | `{each.architecture}` | {each.capture} | {', '.join(each.tried)} | {each.remark} |"
+        for each in FAMILIES
+    ]
+
+
+def test_the_table_of_targets_equals_the_list_of_families():
+    table = SERVED.split("| target |", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    expected = family_rows()
+    assert table == expected, "write these rows into docs/compatibility.md:\n" + "\n".join(expected)
 
 
 def test_every_folder_of_the_package_is_on_the_map():

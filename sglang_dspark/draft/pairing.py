@@ -1,43 +1,26 @@
 """Does a drafter belong to a target? Decided from the two configurations, before anything is loaded."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.families import family_of
 from sglang_dspark.errors import CheckpointError, UnservedError
 
-TARGET_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
-"""Target families that are served."""
 
-
-def check_architecture(target: Any) -> None:
-    """Refuse a target that is not served.
-
-    Args:
-        target: Hugging Face text configuration of the target.
-
-    Raises:
-        UnservedError: its family is not served.
-    """
-    architectures = list(getattr(target, "architectures", None) or [])
-    if not set(architectures) & set(TARGET_ARCHITECTURES):
-        raise UnservedError(
-            f"--model-path: target architecture {architectures} is not served with DSPARK; "
-            f"served are {', '.join(TARGET_ARCHITECTURES)}"
-        )
-
-
-def check_pair(draft: DraftConfig, target: Any) -> None:
+def check_pair(draft: DraftConfig, architectures: Sequence[str] | None, target: Any) -> None:
     """Refuse a target that is not served, or a drafter that was made for another target.
 
     Args:
         draft: configuration of the drafter.
+        architectures: of the target's config.json.
         target: Hugging Face text configuration of the target.
 
     Raises:
         UnservedError: the target's family is not served.
         CheckpointError: a dimension differs between the two.
     """
-    check_architecture(target)
+    family_of(architectures)
     check_dimensions(draft, target)
 
 

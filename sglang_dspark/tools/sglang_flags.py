@@ -68,7 +68,7 @@ The fields of `/generate`; the OpenAI routes translate theirs into these.
 {parameters}
 * Not examined:
 {unexamined_fields}
-* Of models that are refused:
+* Of images, and of models that are refused:
 {other_models_fields}
 * Of features that are refused:
 {refused_features_fields}

@@ -39,7 +39,7 @@ def capabilities(server_args: Any, model_runner: Any, staging: Staging, max_veri
         "target": {
             "path": server_args.model_path,
             "name": server_args.served_model_name,
-            "architecture": (model.hf_text_config.architectures or [None])[0],
+            "architecture": (model.hf_config.architectures or [None])[0],
             "vocab_size": model.hf_text_config.vocab_size,
             "context_length": model.context_len,
         },

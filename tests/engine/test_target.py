@@ -32,7 +32,12 @@ class TwoRanks:
 
 def target_runner(**fields: Any) -> SimpleNamespace:
     defaults = {
-        "model_config": SimpleNamespace(head_dim=DRAFT.head_dim, get_num_kv_heads=lambda ranks: max(1, 2 // ranks)),
+        "model_config": SimpleNamespace(
+            hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
+            head_dim=DRAFT.head_dim,
+            get_num_kv_heads=lambda ranks: max(1, 2 // ranks),
+        ),
+        "model": None,
         "dtype": torch.float32,
         "kv_cache_dtype": torch.float32,
         "tp_group": SimpleNamespace(world_size=1),

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from byte_tokenizer import save_byte_tokenizer
-from golden_server import DSPARK, GUARDED, emulated_graphs
+from family_targets import written_target
+from golden_server import DSPARK, GUARDED, TARGET, emulated_graphs
 from random_drafter import damaged_drafter, random_drafter
 from server_pool import Recipe, ServerPool
 
@@ -37,6 +38,14 @@ def _letters(folder: Path) -> tuple[str | Path, ...]:
     # Where a schema allows whitespace, the golden target writes nothing else.
     grammars = ("--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace")
     return ("--tokenizer-path", save_byte_tokenizer(folder), *grammars)
+
+
+def _tiny(architecture: str) -> Recipe:
+    """A target of this family and a drafter, both with random weights."""
+    return Recipe(
+        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), "--tokenizer-path", str(TARGET)),
+        model=lambda folder: written_target(architecture, folder / "target"),
+    )
 
 
 SERVERS: dict[str, Recipe] = {
@@ -78,9 +87,12 @@ SERVERS: dict[str, Recipe] = {
     "simulated": Recipe(
         lambda folder: (*(*DSPARK, "--load-format", "dummy", "--speculative-dspark-simulate-acceptance", PROFILE),)
     ),
+    # Of the families of targets those that are served least like the golden one.
+    "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
+    "qwen2_moe": _tiny("Qwen2MoeForCausalLM"),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),
-        model=lambda: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),
+        model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),
     ),
 }
 

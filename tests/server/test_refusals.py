@@ -36,7 +36,19 @@ def test_request_fields_that_are_not_served():
     }.items():
         request = GenerateReqInput(text="a", sampling_params={}, **{field: value})
         with pytest.raises(ValueError, match=f"{field}=.*; drop the field"):
-            check_request(None, SimpleNamespace(model_config=SimpleNamespace(vocab_size=256)), request, [5])
+            check_request(None, manager(), request, [5])
+
+
+def manager(*, is_multimodal=False):
+    """SGLang's tokenizer manager of a target."""
+    return SimpleNamespace(model_config=SimpleNamespace(vocab_size=256, is_multimodal=is_multimodal))
+
+
+@pytest.mark.parametrize("field", ["image_data", "video_data", "audio_data"])
+def test_images_of_a_target_that_reads_them(field):
+    request = GenerateReqInput(text="a", sampling_params={}, **{field: ["x.png"]})
+    with pytest.raises(ValueError, match=f"serves the text of this target, and not {field} yet"):
+        check_request(None, manager(is_multimodal=True), request, [5])
 
 
 @pytest.mark.parametrize("number", [257, -1])

@@ -1,4 +1,4 @@
-"""Drafters of the golden target that its own is not: of other forms with random weights, and a damaged one."""
+"""Drafters with random weights, in other forms than the golden target's own, and a damaged one."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ VARIANTS = {
     },
     "long-block": {"block_size": 24, "markov_head_type": "vanilla"},
     "dflash": DFLASH,
+    "tiny": {  # of the targets of family_targets
+        "hidden_size": 64,
+        "num_target_layers": 5,
+        "target_layer_ids": [-1, 0, 2],
+        "block_size": 4,
+        "num_hidden_layers": 1,
+    },
     "every-switch": {
         "sample_from_anchor": False,
         "block_size": 6,
@@ -52,7 +59,7 @@ VARIANTS = {
 
 
 def random_drafter(folder: Path, variant: str) -> Path:
-    """One of VARIANTS, without embedding and LM head of its own; returns ``folder``."""
+    """One of VARIANTS, without embedding and LM head, of the golden target by default; returns ``folder``."""
     config = json.loads((DRAFT / "config.json").read_text()) | {"layer_types": None} | VARIANTS[variant]
     torch.manual_seed(3)
     model = DraftModel(read_content(config, origin="test").config, own_embedding=False, own_lm_head=False)

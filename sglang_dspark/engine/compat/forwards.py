@@ -28,6 +28,12 @@ def token_count(num_tokens: int) -> dict[str, int]:
     return {_COUNT_NAME: num_tokens}
 
 
+def has_mrope(runner: Any) -> bool:
+    """Whether positions of the target's tokens have three coordinates, as of what is seen."""
+    owner = runner.model_config if hasattr(runner.model_config, "model_is_mrope") else runner
+    return bool(owner.model_is_mrope)
+
+
 def use_attention(runner: Any, backend: Any) -> None:
     """Have the target's forwards compute attention with ``backend``."""
     runner.attn_backend = backend

@@ -15,7 +15,7 @@ class CudaVerifyBackend(AttentionBackend):
 
     SGLang's backends verify as many rows for every request, and want index lists that are built for every step. Ours
     knows neither capped nor scaled scores, sliding windows nor heads of unequal sizes, and the architectures that are
-    served have none of them (``draft.pairing``). It reads the pools of all backends that ``PREFILL_BACKENDS``
+    served have none of them (``draft.families``). It reads the pools of all backends that ``PREFILL_BACKENDS``
     names: [slots, heads, head_dim].
     """
 

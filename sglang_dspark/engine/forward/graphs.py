@@ -19,7 +19,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mo
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
 
 from sglang_dspark.engine.compat.arguments import resolved, tokens_per_step
-from sglang_dspark.engine.compat.forwards import token_count
+from sglang_dspark.engine.compat.forwards import has_mrope, token_count
 from sglang_dspark.engine.compat.ranks import tp_group
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
@@ -147,6 +147,8 @@ def static_verify(
     )
 
     def run() -> TargetOutput:
+        if has_mrope(model_runner):  # of text, all three of a token's coordinates are its position
+            forward_batch.mrope_positions = plan.positions.repeat(3, 1)
         with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)):
             set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
             set_is_extend_in_batch(False)

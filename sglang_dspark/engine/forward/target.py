@@ -12,16 +12,22 @@ from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.engine.compat.pools import make_room, request_capture
 from sglang_dspark.engine.compat.ranks import tp_group
+from sglang_dspark.engine.forward.capture import make_capturable, text_model
 from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 
 class Target:
-    """Handle to the loaded target of one rank."""
+    """Handle to the loaded target of one rank.
+
+    Attributes:
+        model: SGLang's model, of text where it reads images, too.
+    """
 
     def __init__(self, model_runner: Any, draft: DraftConfig) -> None:
         self._model_runner = model_runner
+        self.model = text_model(model_runner)
         self._tp_group = tp_group(model_runner)
         self._layer_taps = [tap for tap in draft.target_layer_ids if tap != EMBEDDING_TAP]
         self._has_embedding_tap = EMBEDDING_TAP in draft.target_layer_ids
@@ -34,11 +40,6 @@ class Target:
     def dtype(self) -> torch.dtype:
         """Dtype of the target's weights; the drafter runs in the same."""
         return self._model_runner.dtype
-
-    @property
-    def model(self) -> Any:
-        """SGLang's model."""
-        return self._model_runner.model
 
     def share_with(self, drafter: DraftModel) -> tuple[str, ...]:
         """Let the drafter read the target's embedding and LM head; returns the names of the shared tensors.
@@ -82,7 +83,9 @@ class Target:
     def _request_capture(self) -> None:
         # The embedding output is looked up by features(): Llama's capture does not know it, and a model that is asked
         # for no layer at all returns a differently shaped result, so a lone tap -1 captures layer 0 and drops it.
-        request_capture(self._model_runner, self._layer_taps or [0])
+        runner = self._model_runner
+        make_capturable(runner)
+        request_capture(runner, self._layer_taps or [0])
 
     def _account_for_draft_cache(self, draft: DraftConfig) -> None:
         # SGLang sizes its pool for whole layers beside the target's, each as large as one of them is on this rank. The

@@ -12,6 +12,7 @@ from sglang_dspark.engine.scheduler import options as speculation
 from sglang_dspark.engine.startup.served import REFUSED_FIELDS, REFUSED_FIELDS_OF_SOME_RELEASES
 
 _UNSERVED_PARAMETERS = ("watermark", "beam_width")
+_MEDIA = ("image_data", "video_data", "audio_data")
 
 
 def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> None:
@@ -23,12 +24,13 @@ def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> N
         ValueError: names the field and its value; SGLang answers HTTP 400.
     """
     if isinstance(request, GenerateReqInput):
-        for refusal in _refusals(request, manager.model_config.vocab_size):
+        for refusal in _refusals(request, manager.model_config):
             raise ValueError(refusal)
         speculation.settle(manager, request)
 
 
-def _refusals(request: GenerateReqInput, vocab_size: int) -> Iterator[str]:
+def _refusals(request: GenerateReqInput, target: Any) -> Iterator[str]:
+    vocab_size = target.vocab_size
     for name in (*REFUSED_FIELDS, *REFUSED_FIELDS_OF_SOME_RELEASES):
         value = getattr(request, name, None)
         if value:
@@ -37,6 +39,9 @@ def _refusals(request: GenerateReqInput, vocab_size: int) -> Iterator[str]:
     for name in _UNSERVED_PARAMETERS:
         if (value := parameters.get(name)) not in (None, False, 1):
             yield f"DSPARK does not serve sampling_params.{name}={_shown(value)} yet; drop it"
+    for name in _MEDIA if target.is_multimodal else ():
+        if getattr(request, name, None):
+            yield f"DSPARK serves the text of this target, and not {name} yet; use a server without DSPARK"
     number = request.top_logprobs_num or 0
     if request.return_logprob and not 0 <= number <= vocab_size:
         # The scheduler would end over it, plain SGLang's too.

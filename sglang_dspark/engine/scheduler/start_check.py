@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.engine.forward.capture import text_model
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
@@ -34,5 +35,5 @@ def _problems(runner: Any, window: int, captures: bool) -> Iterator[str]:
     columns, needed = runner.req_to_token_pool.req_to_token.shape[1], runner.model_config.context_len + 2 * window
     if columns < needed:
         yield f"rows of req_to_token have {columns} columns, and a request may need {needed}"
-    if captures and not getattr(runner.model, "capture_aux_hidden_states", False):
+    if captures and not getattr(text_model(runner), "capture_aux_hidden_states", False):
         yield f"{type(runner.model).__name__} does not return the hidden states that the drafter reads"

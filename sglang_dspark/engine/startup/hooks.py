@@ -230,6 +230,15 @@ HOOKS: tuple[Hook, ...] = (
         "our Prometheus metrics carry the labels of SGLang's, which are known from here on",
     ),
     Hook(
+        "positions-of-text",
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.compute_spec_mrope_positions",
+        HookType.REPLACE,
+        "scheduler.replacements.positions_of_text",
+        "scheduler",
+        "where positions have three coordinates, SGLang takes it that a step verifies as many rows for every request",
+        Moment.SOME_TIME,
+    ),
+    Hook(
         "no-stock-graphs",
         targets.DECODE_GRAPHS,
         HookType.REPLACE,

@@ -15,12 +15,14 @@ from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
-from sglang_dspark.draft.pairing import check_architecture, check_device, check_pair
+from sglang_dspark.draft.families import family_of
+from sglang_dspark.draft.pairing import check_device, check_pair
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.settled import Serving
 from sglang_dspark.engine.startup import hooks, served
+from sglang_dspark.engine.startup.target_refusals import target_refusals
 from sglang_dspark.errors import ConfigError, UnservedError
 from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
 
@@ -196,6 +198,10 @@ def complete(server_args: Any) -> None:
     server_args.speculative_draft_model_path = None if drafter is None else drafter.path
     _check_target(server_args, drafter)
     gamma = config.gamma(None if drafter is None else drafter.config.gamma)
+    target = arguments.model_config(server_args)
+    family = family_of(target.hf_config.architectures)
+    for refusal in target_refusals(family, target, arguments.resolved(server_args), config.max_verify(gamma) + 1):
+        raise UnservedError(refusal)
     _check_options(server_args, config, drafter, gamma)
     _fill(server_args, config.max_verify(gamma))
     hooks.install("routes", "front_end")
@@ -213,9 +219,9 @@ def _check_target(server_args: Any, drafter: ResolvedDrafter | None) -> None:
     if target.quantization is not None or getattr(target.hf_config, "quantization_config", None) is not None:
         raise UnservedError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
     if drafter is None:
-        check_architecture(target.hf_text_config)
+        family_of(target.hf_config.architectures)
     else:
-        check_pair(drafter.config, target.hf_text_config)
+        check_pair(drafter.config, target.hf_config.architectures, target.hf_text_config)
         check_device(drafter.config, server_args.device)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from sglang_dspark.draft.model import DraftModel
     from sglang_dspark.tools.golden import GoldenReport
 
-TARGET_EMBEDDING = "model.embed_tokens.weight"
-TARGET_LM_HEAD = "lm_head.weight"  # absent where it is tied to the embedding
+# Beside those of text models those of models that read images, whichever release of transformers wrote them.
+TARGET_EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
+TARGET_LM_HEADS = ("lm_head.weight", "language_model.lm_head.weight")  # absent where it is tied to the embedding
 
 
 def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
@@ -36,9 +41,10 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
                 "harmless unless one of them changes the network: then drafts are poor, and the text is right still"
             )
             yield Finding("note", "drafter", f"unknown keys in config.json: {unknown}", remedy)
-        target = _read_target_config(target_dir)
-        check_pair(draft, target)
-        yield Finding("ok", "target", _describe_target(target))
+        config = _read_target_config(target_dir)
+        target = config.get_text_config()
+        check_pair(draft, config.architectures, target)
+        yield Finding("ok", "target", _describe_target(config.architectures, target))
         model = load_draft_model(draft_dir, dtype=_dtype(target), device="cpu")
         num_tensors = sum(1 for _ in model.parameters())
         _check_finite(model)
@@ -50,9 +56,9 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         yield Finding("fail", "pair", str(error))
 
 
-def _describe_target(target: Any) -> str:
+def _describe_target(architectures: Sequence[str], target: Any) -> str:
     return (
-        f"{', '.join(target.architectures)}: hidden size {target.hidden_size}, vocabulary {target.vocab_size}, "
+        f"{', '.join(architectures)}: hidden size {target.hidden_size}, vocabulary {target.vocab_size}, "
         f"{target.num_hidden_layers} layers, as the drafter expects"
     )
 
@@ -75,7 +81,7 @@ def _read_target_config(target_dir: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(target_dir).get_text_config()
+        return AutoConfig.from_pretrained(target_dir)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{target_dir}: transformers cannot read this as a target ({error})") from error
 
@@ -103,19 +109,20 @@ def _read_target_embeddings(target_dir: Path) -> tuple[torch.Tensor, torch.Tenso
     """``(embedding, LM head)`` of the target, each ``[V, d]``; the same tensor twice where they are tied."""
     from safetensors import SafetensorError, safe_open
 
+    roles = dict.fromkeys(TARGET_EMBEDDINGS, "embedding") | dict.fromkeys(TARGET_LM_HEADS, "head")
     found = {}
     for file in sorted(target_dir.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in {TARGET_EMBEDDING, TARGET_LM_HEAD} & set(tensors.keys()):
-                    found[name] = tensors.get_tensor(name)
+                for name in roles.keys() & set(tensors.keys()):
+                    found[roles[name]] = tensors.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot be read ({error}); download the target again") from error
-    if TARGET_EMBEDDING not in found:
+    if "embedding" not in found:
         raise CheckpointError(
-            f"{target_dir}: no safetensors file holds {TARGET_EMBEDDING}; give a complete target in safetensors format"
+            f"{target_dir}: no safetensors file holds {TARGET_EMBEDDINGS[0]}; give a complete target as safetensors"
         )
-    return found[TARGET_EMBEDDING], found.get(TARGET_LM_HEAD, found[TARGET_EMBEDDING])
+    return found["embedding"], found.get("head", found["embedding"])
 
 
 def check_golden(target_dir: Path, draft_dir: Path, golden_dir: Path) -> Iterator[Finding]:

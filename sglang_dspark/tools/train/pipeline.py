@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from sglang_dspark.draft.pairing import TARGET_ARCHITECTURES
+from sglang_dspark.draft.families import FAMILIES
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import write_text_whole
@@ -196,10 +196,11 @@ def _load_target(job: TrainJob, taps: tuple[int, ...], display: Display) -> Targ
 
 def _say_if_not_served(config: Any, display: Display) -> None:
     architectures = config.architectures or [config.model_type]
-    if not set(architectures) & set(TARGET_ARCHITECTURES):
+    served = [family.architecture for family in FAMILIES]
+    if not set(architectures) & set(served):
         display.say(
             f"{', '.join(architectures)} is not among the targets that this release serves with DSPARK "
-            f"({', '.join(TARGET_ARCHITECTURES)}); the drafter can be trained and measured all the same"
+            f"({', '.join(served)}); the drafter can be trained and measured all the same"
         )
 
 

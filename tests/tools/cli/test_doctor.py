@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+from family_targets import written_target
+from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.engine import support
@@ -72,6 +74,15 @@ def test_a_target_family_that_is_not_served(run, target, draft, tmp_path):
     result = run("doctor", "--target", other, "--draft", draft)
     assert result.exit_code == 1
     assert "target architecture ['GPT2LMHeadModel'] is not served" in result.output
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_a_target_that_reads_images(run, tmp_path):
+    """Its text has a configuration of its own, and tensors with other names."""
+    target = written_target("Mistral3ForConditionalGeneration", tmp_path / "target")
+    result = run("doctor", "--target", target, "--draft", random_drafter(tmp_path / "draft", "tiny"))
+    assert "Mistral3ForConditionalGeneration: hidden size 64, vocabulary 256, 5 layers" in result.output
+    assert "read from the target: embed_tokens.weight, lm_head.weight" in result.output
 
 
 @pytest.mark.usefixtures("without_sglang")

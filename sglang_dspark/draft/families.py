@@ -1,0 +1,183 @@
+"""Families of targets: which are served, how their hidden states are had, and who serves the others.
+
+One list, for the checks at start-up, for the seam to SGLang and for the table in docs/compatibility.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sglang_dspark.errors import UnservedError
+
+
+@dataclass(frozen=True)
+class Family:
+    """One class of targets that is served.
+
+    Attributes:
+        architecture: as config.json names it, and SGLang's class.
+        models: who has it.
+        capture: the method of SGLang's class that is told which layers' outputs to return: ``dflash`` is
+            ``set_dflash_layers_to_capture``; ``eagle3`` is ``set_eagle3_layers_to_capture``, for classes that lack it.
+        text: path of the model that reads text inside SGLang's class, where that one reads images, too, and leaves
+            everything about text to it.
+        embedding: path of the embedding, where the class has no ``get_input_embeddings``.
+        sums_late: between two layers the class may hold sums that are not reduced over the ranks yet, so that what it
+            captures is wrong unless SGLang's fusion of all-reduce and norm is off.
+        tried: what tests compare with transformers in float32: ``model``, hidden states and greedy texts of SGLang's
+            own model; ``server``, texts and rounds of a server.
+        remark: what users of the family should know.
+    """
+
+    architecture: str
+    models: str
+    capture: Literal["dflash", "eagle3"] = "dflash"
+    text: str = ""
+    embedding: str = ""
+    sums_late: bool = False
+    tried: tuple[Literal["model", "server"], ...] = ("model",)
+    remark: str = ""
+
+
+_NO_WINDOW = "a `sliding_window` has no effect, as in SGLang without DSPARK"
+_TEXT = "text; images answer HTTP 400"
+
+FAMILIES: tuple[Family, ...] = (
+    Family("LlamaForCausalLM", "Llama 2 and 3, SmolLM2", tried=("model", "server")),
+    Family("Qwen3ForCausalLM", "Qwen3", tried=("model", "server")),
+    Family("Qwen3MoeForCausalLM", "Qwen3-30B-A3B, Qwen3-Coder-30B-A3B, Qwen3-235B-A22B", tried=("model", "server")),
+    Family("MistralForCausalLM", "Mistral 7B, Mistral Nemo, Mistral Small 3", remark=_NO_WINDOW),
+    Family("Ministral3ForCausalLM", "Ministral 3", remark=_NO_WINDOW),
+    Family(
+        "Phi3ForCausalLM",
+        "Phi-3, Phi-4, Phi-4-mini",
+        remark=f"{_NO_WINDOW}; with LongRoPE, as long as the context length is that of its short factors",
+    ),
+    Family("InternLM3ForCausalLM", "InternLM 3"),
+    Family("Qwen2ForCausalLM", "Qwen2, Qwen2.5, QwQ", capture="eagle3"),
+    Family(
+        "Glm4MoeForCausalLM",
+        "GLM-4.5, GLM-4.5-Air, GLM-4.6",
+        capture="eagle3",
+        sums_late=True,
+        remark="with `--tp-size` above 1: `--enforce-disable-flashinfer-allreduce-fusion`",
+    ),
+    Family("ApertusForCausalLM", "Apertus", capture="eagle3"),
+    Family(
+        "Qwen2MoeForCausalLM",
+        "Qwen1.5-MoE, Qwen2-57B-A14B",
+        capture="eagle3",
+        embedding="model.embed_tokens",
+        tried=("model", "server"),
+    ),
+    Family(
+        "Mistral3ForConditionalGeneration",
+        "Mistral Small 3.1 and 3.2, Ministral 3 with images",
+        text="language_model",
+        remark=_TEXT,
+    ),
+    Family("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", capture="eagle3", remark=_TEXT),
+    Family("Qwen3VLForConditionalGeneration", "Qwen3-VL", capture="eagle3", remark=_TEXT),
+    Family("Qwen3VLMoeForConditionalGeneration", "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B", remark=_TEXT),
+)
+
+
+@dataclass(frozen=True)
+class Unserved:
+    """Targets that something else serves.
+
+    Attributes:
+        architectures: as config.json names them.
+        reason: what DSPARK lacks for them.
+        instead: who serves them.
+    """
+
+    architectures: tuple[str, ...]
+    reason: str
+    instead: str
+
+
+_STATE = "some of its layers keep a recurrent state, which verification cannot take back yet"
+_LATENT = "it attends over latent K/V (MLA), for which verification has no kernel yet"
+_WINDOWED = "some of its layers see a part of the context only, and verification shows every layer all of it"
+
+UNSERVED: tuple[Unserved, ...] = (
+    Unserved(
+        (
+            *("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+            *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "InternS2PreviewForConditionalGeneration"),
+        ),
+        _STATE,
+        "SGLang's own --speculative-algorithm DFLASH serves it with a DFlash drafter",
+    ),
+    Unserved(
+        (
+            *("NemotronHForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "KimiLinearForCausalLM"),
+            *("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "JetNemotronForCausalLM", "ZayaForCausalLM"),
+            "BailingMoeV2_5ForCausalLM",
+        ),
+        _STATE,
+        "SGLang's own --speculative-algorithm NGRAM serves it without a drafter",
+    ),
+    Unserved(
+        (
+            *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Glm4MoeLiteForCausalLM"),
+            *("GlmMoeDsaForCausalLM", "LongcatFlashForCausalLM"),
+        ),
+        _LATENT,
+        "SGLang's own --speculative-algorithm EAGLE serves it with the draft layer of its own checkpoint",
+    ),
+    Unserved(
+        ("DeepseekV2ForCausalLM", "KimiK25ForConditionalGeneration"),
+        _LATENT,
+        "SGLang's own --speculative-algorithm EAGLE3 serves it with an EAGLE-3 drafter",
+    ),
+    Unserved(
+        ("MistralLarge3ForCausalLM",),
+        _LATENT,
+        "SGLang's own --speculative-algorithm EAGLE serves it with an EAGLE drafter",
+    ),
+    Unserved(
+        ("GptOssForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        _WINDOWED,
+        "SGLang's own --speculative-algorithm DFLASH serves it with a DFlash drafter",
+    ),
+    Unserved(
+        (
+            *("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration"),
+            "LagunaForCausalLM",
+        ),
+        _WINDOWED,
+        "SGLang's own --speculative-algorithm EAGLE3 serves it with an EAGLE-3 drafter",
+    ),
+    Unserved(
+        ("KimiVLForConditionalGeneration", "MiniCPM3ForCausalLM"),
+        _LATENT,
+        "SGLang's own --speculative-algorithm NGRAM serves it without a drafter",
+    ),
+)
+
+
+def family_of(architectures: Sequence[str] | None) -> Family:
+    """The family of a target.
+
+    Args:
+        architectures: of its config.json.
+
+    Raises:
+        UnservedError: it is not served.
+    """
+    names = list(architectures or ())
+    for family in FAMILIES:
+        if family.architecture in names:
+            return family
+    for unserved in UNSERVED:
+        if set(unserved.architectures) & set(names):
+            raise UnservedError(
+                f"--model-path: target architecture {names} is not served with DSPARK: {unserved.reason}; "
+                f"{unserved.instead}"
+            )
+    raise UnservedError(
+        f"--model-path: target architecture {names} is not served with DSPARK; "
+        f"served are {', '.join(family.architecture for family in FAMILIES)}"
+    )

@@ -1,0 +1,28 @@
+"""How SGLang's model of a target is asked for hidden states and for its embedding, whatever its class calls that."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+from sglang_dspark.draft.families import family_of
+
+
+def text_model(runner: Any) -> Any:
+    """The model that reads text: the runner's, or a part of it where that one reads images, too."""
+    family = family_of(runner.model_config.hf_config.architectures)
+    return attrgetter(family.text)(runner.model) if family.text else runner.model
+
+
+def make_capturable(runner: Any) -> None:
+    """Give the runner's model ``set_dflash_layers_to_capture``, and the one that reads text ``get_input_embeddings``.
+
+    All of SGLang's methods take the 0-based layers whose outputs are wanted. Without an argument that of EAGLE3 chooses
+    layers of its own, which DSPARK never does.
+    """
+    family, model, text = family_of(runner.model_config.hf_config.architectures), runner.model, text_model(runner)
+    if family.text or family.capture == "eagle3":
+        model.set_dflash_layers_to_capture = getattr(text, f"set_{family.capture}_layers_to_capture")
+    if family.embedding:
+        embedding = attrgetter(family.embedding)(text)
+        text.get_input_embeddings = lambda: embedding

@@ -1,0 +1,39 @@
+"""What of a served family's target cannot be served under some flags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_dspark.draft.families import Family
+
+
+def target_refusals(family: Family, model_config: Any, args: Any, window: int) -> Iterator[str]:
+    """What is wrong with a target under these flags.
+
+    Args:
+        model_config: SGLang's, of the target.
+        args: SGLang's ``ServerArgs``, resolved.
+        window: tokens that a step may verify per request.
+    """
+    if family.sums_late and args.tp_size > 1 and args.flashinfer_allreduce_fusion_backend is not None:
+        yield (
+            f"--model-path: hidden states of {family.architecture} are not complete between its layers where "
+            "all-reduces are fused with norms; pass --enforce-disable-flashinfer-allreduce-fusion"
+        )
+    limit = _one_rope_limit(model_config.hf_text_config)
+    if limit is not None and model_config.context_len + window > limit:
+        # SGLang takes the other factors for the whole batch as soon as one of its tokens lies beyond.
+        yield (
+            f"--model-path: beyond {limit} tokens the target's LongRoPE depends on what else is in a batch, "
+            f"so that drafts would change the text; pass --context-length {limit - window} or less"
+        )
+
+
+def _one_rope_limit(text_config: Any) -> int | None:
+    """Tokens up to which a target with LongRoPE rotates by its short factors; None for other targets."""
+    rope = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) != "longrope":
+        return None
+    key = "original_max_position_embeddings"
+    return int(rope.get(key) or getattr(text_config, key))

@@ -1,0 +1,39 @@
+"""Every family of targets in SGLang's own model: hidden states and greedy texts are what transformers says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from family_targets import NUM_TOKENS, PROMPTS, TINY, continued, router_margins, said, write_target
+from target_probe import ON_GPU, TAPS, Text, probing
+
+from sglang_dspark.draft.families import FAMILIES
+
+ATOL = 2e-3  # of values of some tens; a neighbouring layer differs by ones
+
+
+@pytest.fixture(scope="module")
+def probe():
+    with probing() as process:
+        yield process
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_families.py asks the same of a GPU, which rounds to 16 bits")
+@pytest.mark.parametrize("architecture", [family.architecture for family in FAMILIES])
+def test_states_and_greedy_texts(probe, architecture, tmp_path):
+    chosen = TINY[architecture].chosen
+    model = write_target(architecture, tmp_path)
+    with router_margins(model, chosen) as margins:
+        texts = [Text(continued(model, prompt, NUM_TOKENS), len(prompt)) for prompt in PROMPTS]
+    assert bool(margins) == bool(chosen)
+    assert min(margins, default=1.0) > 1e-3, "experts are close: take another seed"
+    assert len({tuple(text.ids[-NUM_TOKENS:]) for text in texts}) == len(texts)
+
+    for text, answer in zip(texts, probe.ask(tmp_path, texts), strict=True):
+        logits, states = said(model, text.ids)
+        best = logits.topk(2).values[text.prompt_len - 1 : -1]
+        assert float((best[:, 0] - best[:, 1]).min()) > 5 * ATOL, "tokens are close: take another seed"
+        expected = torch.cat([states[tap + 1] for tap in TAPS], dim=-1)
+        torch.testing.assert_close(answer.features, expected[:-1], atol=ATOL, rtol=1e-4)
+        assert answer.logits.argmax(-1).tolist() == text.ids[text.prompt_len :]

@@ -1,0 +1,48 @@
+"""Targets of other families behind a real server: rounds and texts are those of transformers and of the reference.
+
+Every family without a server: tests/engine/test_families.py, which also asserts that no expert is chosen narrowly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from family_targets import NUM_TOKENS, PROMPTS
+from golden_server import assert_pool_is_whole, generate, policy
+
+from sglang_dspark.draft.reference import decode_greedy
+from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.tools.golden import load_target
+
+
+def test_a_mixture_of_experts(qwen3_moe):
+    assert_rounds_and_texts(qwen3_moe)
+
+
+def test_a_class_that_lacks_the_method_and_the_embedding(qwen2_moe):
+    """With a shared expert as well."""
+    assert_rounds_and_texts(qwen2_moe)
+
+
+def assert_rounds_and_texts(server):
+    folder = Path(server.get_json("/dspark/capabilities")["drafter"]["path"])
+    model = load_draft_model(folder, dtype=torch.float32, device="cpu")
+    target = load_target(folder.parent / "target", model)
+    expected = [decode_greedy(model, target, prompt, max_new_tokens=NUM_TOKENS) for prompt in PROMPTS]
+    parameters = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    bodies = [{"input_ids": p, "sampling_params": parameters, "speculation": {"trace": True}} for p in PROMPTS]
+    with policy(server, "static"):
+        answers = generate(server, bodies, len(bodies))
+    for answer, one in zip(answers, expected, strict=True):
+        assert answer["output_ids"] == one.output_ids[:NUM_TOKENS]
+        rounds = [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
+        pairs = list(zip(rounds, one.rounds, strict=False))
+        assert len(pairs) >= 8
+        assert [r["draft"] for r, _ in pairs] == [r.block.tokens for _, r in pairs]
+        assert [r["accepted"] for r, _ in pairs[:-1]] == [r.accepted for _, r in pairs[:-1]]
+    # Another batch, other verify lengths, a cached prefix.
+    with policy(server, "random"):
+        again = generate(server, bodies * 3, 9)
+    assert [answer["output_ids"] for answer in again] == [one.output_ids[:NUM_TOKENS] for one in expected] * 3
+    assert_pool_is_whole(server)

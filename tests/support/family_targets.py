@@ -1,0 +1,262 @@
+"""Tiny targets of many families with random weights, and what transformers says of texts: no code of ours is in it.
+
+Weights are spread so widely that next to no two logits, and no two experts' scores, are close.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,  # not the hidden size by the heads
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """How a tiny target is made.
+
+    Attributes:
+        model: class of transformers.
+        config: fields of the configuration on top of ``COMMON``.
+        written: what config.json says on top of that, for readers other than transformers.
+        chosen: experts by token; 0 for dense targets.
+        vision: configuration of what reads images.
+    """
+
+    model: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    chosen: int = 0
+    vision: Mapping[str, Any] | None = None
+
+
+_MROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [4, 4, 4],
+        "mrope_interleaved": True,
+    }
+}
+_QWEN3_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+
+TINY: dict[str, Tiny] = {
+    "LlamaForCausalLM": Tiny("LlamaForCausalLM", {"attention_bias": True}),
+    "Qwen3ForCausalLM": Tiny("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+    "Qwen3MoeForCausalLM": Tiny(
+        "Qwen3MoeForCausalLM",
+        {**EXPERTS, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
+        {"num_experts": 8},
+        chosen=2,
+    ),
+    "MistralForCausalLM": Tiny("MistralForCausalLM", {"sliding_window": None}),
+    "Ministral3ForCausalLM": Tiny(
+        "Ministral3ForCausalLM",
+        {
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.1,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            },
+            "max_position_embeddings": 256,
+        },
+        {"original_max_position_embeddings": 16},
+    ),
+    "Phi3ForCausalLM": Tiny("Phi3ForCausalLM", {"sliding_window": None, "rope_parameters": None, "head_dim": 16}),
+    "InternLM3ForCausalLM": Tiny("LlamaForCausalLM", {}, {"architectures": ["InternLM3ForCausalLM"]}),
+    "Qwen2ForCausalLM": Tiny("Qwen2ForCausalLM", {"tie_word_embeddings": True, "head_dim": 16}),
+    "Glm4MoeForCausalLM": Tiny(
+        "Glm4MoeForCausalLM",
+        {
+            **EXPERTS,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "partial_rotary_factor": 0.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "head_dim": 16,
+            "routed_scaling_factor": 1.5,
+        },
+        chosen=2,
+    ),
+    "ApertusForCausalLM": Tiny("ApertusForCausalLM", {"hidden_act": "xielu", "head_dim": 16}),
+    "Qwen2MoeForCausalLM": Tiny(
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1, "head_dim": 16},
+        {"num_experts": 8},
+        chosen=2,
+    ),
+    "Mistral3ForConditionalGeneration": Tiny(
+        "Mistral3ForConditionalGeneration",
+        {"sliding_window": None, "model_type": "mistral"},
+        vision={
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 16,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Tiny(
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+            "model_type": "qwen2_5_vl_text",
+        },
+        vision={"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64},
+    ),
+    "Qwen3VLForConditionalGeneration": Tiny("Qwen3VLForConditionalGeneration", _MROPE, vision=_QWEN3_VISION),
+    "Qwen3VLMoeForConditionalGeneration": Tiny(
+        "Qwen3VLMoeForConditionalGeneration",
+        {**_MROPE, **EXPERTS, "num_experts": 8, "norm_topk_prob": True, "decoder_sparse_step": 1},
+        chosen=2,
+        vision=_QWEN3_VISION,
+    ),
+}
+
+
+NUM_TOKENS = 20
+"""Of the greedy continuations of ``PROMPTS``."""
+
+
+def _prompts() -> list[list[int]]:
+    draw = random.Random(5)
+    return [draw.choices(range(2, COMMON["vocab_size"]), k=length) for length in (3, 17, 40)]
+
+
+PROMPTS = _prompts()
+
+SEEDS: dict[str, int] = {
+    "LlamaForCausalLM": 11,
+    "Qwen3ForCausalLM": 11,
+    "Qwen3MoeForCausalLM": 11,
+    "MistralForCausalLM": 11,
+    "Ministral3ForCausalLM": 11,
+    "Phi3ForCausalLM": 11,
+    "InternLM3ForCausalLM": 11,
+    "Qwen2ForCausalLM": 11,
+    "Glm4MoeForCausalLM": 11,
+    "ApertusForCausalLM": 11,
+    "Qwen2MoeForCausalLM": 11,
+    "Mistral3ForConditionalGeneration": 11,
+    "Qwen2_5_VLForConditionalGeneration": 11,
+    "Qwen3VLForConditionalGeneration": 11,
+    "Qwen3VLMoeForConditionalGeneration": 11,
+}
+"""Such that no token of these continuations, and no expert, is chosen narrowly."""
+
+
+def write_target(architecture: str, folder: Path) -> Any:
+    """Write one of ``TINY`` into ``folder``; the model of transformers, float32."""
+    tiny = TINY[architecture]
+    cls = getattr(transformers, tiny.model)
+    text = {**COMMON, **tiny.config}
+    parts = text if tiny.vision is None else {"text_config": text, "vision_config": dict(tiny.vision)}
+    config = cls.config_class(**parts, **({} if tiny.vision is None else {"tie_word_embeddings": False}))
+    config._attn_implementation = config._experts_implementation = "eager"
+    torch.manual_seed(SEEDS[architecture])
+    model = cls(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
+            else:
+                parameter.normal_(std=1.0 if name.endswith("gate.weight") else 0.15)
+        for module in model.modules():
+            if type(module).__name__ == "XIELUActivation":  # computed in 16 bits everywhere
+                module.bfloat16()
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "float32"} | dict(tiny.written)))
+    return model
+
+
+def written_target(architecture: str, folder: Path) -> Path:
+    """``folder``, with one of ``TINY`` in it."""
+    write_target(architecture, folder)
+    return folder
+
+
+@torch.no_grad()
+def continued(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """``prompt`` and its greedy continuation, every token from a forward over the whole text."""
+    ids = list(prompt)
+    for _ in range(num_tokens):
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids
+
+
+@torch.no_grad()
+def said(model: Any, ids: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits [n, V] and hidden states [n, d]: of the embedding, and of every layer but the last one."""
+    output = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
+    return output.logits[0], [state[0] for state in output.hidden_states[:-1]]
+
+
+@contextmanager
+def router_margins(model: Any, chosen: int) -> Iterator[list[float]]:
+    """Collects, of every router and forward, how far the last expert that is chosen stands above the first that is not.
+
+    In the scores by which the experts are chosen, before a softmax.
+    """
+    margins: list[float] = []
+
+    def note(module: Any, args: Any, output: Any) -> None:
+        scores = torch.nn.functional.linear(args[0].view(-1, module.weight.shape[1]), module.weight)
+        bias = getattr(module, "e_score_correction_bias", None)
+        scores = scores if bias is None else scores.sigmoid() + bias
+        best = scores.sort(-1, descending=True).values
+        margins.append(float((best[:, chosen - 1] - best[:, chosen]).min()))
+
+    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    hooks = [router.register_forward_hook(note) for router in routers]
+    try:
+        yield margins
+    finally:
+        for hook in hooks:
+            hook.remove()

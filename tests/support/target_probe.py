@@ -1,0 +1,256 @@
+"""SGLang's own model of a target, without a server: what it says of texts, and what of it is captured.
+
+A process that has imported SGLang forks one for every target, so that none finds what another has left behind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_dspark.tools.launch import CPU_ENV
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+DATA = Path(__file__).parents[1] / "data" / "golden"
+TAPS = (-1, 0, 2)
+WINDOWS = (3, 1, 4, 2)  # rows of the first request in turn; the others take other turns
+COLUMNS = 128
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a request holds: ``ids`` in the end, of which the first ``prompt_len`` are its prompt."""
+
+    ids: Sequence[int]
+    prompt_len: int
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a target says of a text.
+
+    Attributes:
+        features: [n, taps * d] at ``TAPS``, of all its tokens but the last.
+        logits: [n - prompt_len, V] after each of these from the last one of the prompt on.
+    """
+
+    features: torch.Tensor
+    logits: torch.Tensor
+
+
+class Probe:
+    """Asks targets; see :func:`probing`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def ask(self, folder: Path, texts: Sequence[Text]) -> list[Said]:
+        """What the target of ``folder`` says of these texts, all of them in one batch.
+
+        Prompts are prefilled. The rest is verified in windows of unequal sizes, each of which ends with a wrong draft.
+        """
+        order = {"folder": str(folder), "texts": [[list(text.ids), text.prompt_len] for text in texts]}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "done\n", (folder / "probe.log").read_text()[-4000:]
+        said = load_file(folder / "said.safetensors")
+        return [Said(said[f"features.{i}"], said[f"logits.{i}"]) for i in range(len(texts))]
+
+
+@contextmanager
+def probing() -> Iterator[Probe]:
+    """A probe, while the block runs."""
+    command = [sys.executable, __file__]
+    # Grouped routing is compiled otherwise, for half a minute.
+    env = {**os.environ, **({} if ON_GPU else CPU_ENV), "TORCHDYNAMO_DISABLE": "1"}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Probe(process)
+        process.communicate()
+
+
+class _Loaded:
+    """A target that SGLang has loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        from sglang.benchmark import one_batch
+        from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+        from sglang.srt.server_args import PortArgs, ServerArgs
+
+        from sglang_dspark.draft.formats import read_content
+        from sglang_dspark.engine.compat import arguments
+        from sglang_dspark.engine.compat.forwards import use_attention
+        from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
+        from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
+        from sglang_dspark.engine.forward.phased_attention import PhasedBackend
+        from sglang_dspark.engine.forward.target import Target
+        from sglang_dspark.engine.scheduler.replacements import positions_of_text
+
+        args = ServerArgs(
+            model_path=str(folder),
+            tokenizer_path=str(DATA / "target"),
+            device=DEVICE,
+            dtype="bfloat16" if ON_GPU else "float32",  # SGLang's kernels for CUDA have no float32 form
+            attention_backend="triton" if ON_GPU else "torch_native",
+            disable_cuda_graph=True,
+            mem_fraction_static=0.3,
+            max_total_tokens=2048,
+            max_running_requests=4,
+        )
+        ForwardBatch.compute_spec_mrope_positions = positions_of_text  # a hook of the scheduler's process
+        if arguments.RESOLVED_LATER:
+            args.resolve_once()
+            one_batch.publish(args, role="scheduler", ranks=one_batch.SpawnRanks(world_rank=0, gpu_id=0))
+            one_batch._init_process_global_configs()
+        else:
+            one_batch.initialize_moe_config(args)
+        wrapped, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
+        self.runner = wrapped.torch_runner
+        hf = self.runner.model_config.hf_text_config
+        content = json.loads((DATA / "vanilla_g7" / "config.json").read_text()) | {
+            "hidden_size": hf.hidden_size,
+            "vocab_size": hf.vocab_size,
+            "num_target_layers": hf.num_hidden_layers,
+            "target_layer_ids": list(TAPS),
+        }
+        self.target = Target(self.runner, read_content(content, origin="probe").config)
+        self.runner.model.set_dflash_layers_to_capture([tap for tap in TAPS if tap >= 0])
+        verify = CudaVerifyBackend if ON_GPU else CpuVerifyBackend
+        use_attention(self.runner, PhasedBackend(self.runner, verify(self.runner)))
+        self.worker = SimpleNamespace(
+            model_runner=self.runner,
+            forward_batch_generation=lambda batch, forward_batch, **_: self.runner.forward(forward_batch),
+        )
+
+    @torch.no_grad()
+    def said(self, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
+        batch = self._batch(texts)
+        features, logits = self._prefill(batch, texts)
+        done, turn = [text.prompt_len for text in texts], 0
+        while any(count < len(text.ids) - 1 for count, text in zip(done, texts, strict=True)):
+            # A request that is through verifies nothing but wrong drafts.
+            left = [len(text.ids) - 1 - count for count, text in zip(done, texts, strict=True)]
+            sizes = [min(WINDOWS[(turn + i) % len(WINDOWS)], most) for i, most in enumerate(left)]
+            new_features, new_logits = self._verify(batch, texts, done, sizes)
+            for i, size in enumerate(sizes):
+                features[i].append(new_features[i][:size])
+                logits[i].append(new_logits[i][:size])
+                done[i] += size
+            turn += 1
+        named = {f"features.{i}": torch.cat(parts) for i, parts in enumerate(features)}
+        return named | {f"logits.{i}": torch.cat(parts) for i, parts in enumerate(logits)}
+
+    def _batch(self, texts: Sequence[Text]) -> Any:
+        from array import array
+
+        from sglang.benchmark.one_batch import TreeCacheNamespace
+        from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+        from sglang.srt.sampling.sampling_params import SamplingParams
+        from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+        requests = []
+        for i, text in enumerate(texts):
+            prompt = array("q", text.ids[: text.prompt_len])
+            request = Req(str(i), "", prompt, SamplingParams(temperature=0, max_new_tokens=8))
+            request.full_untruncated_fill_ids = request.origin_input_ids
+            request.logprob_start_len = -1
+            request.set_extend_range(0, text.prompt_len)
+            requests.append(request)
+        pools = {name: getattr(self.runner, name) for name in ("req_to_token_pool", "token_to_kv_pool_allocator")}
+        tree = TreeCacheNamespace(
+            page_size=1, device=DEVICE, token_to_kv_pool_allocator=pools["token_to_kv_pool_allocator"]
+        )
+        batch = ScheduleBatch.init_new(
+            reqs=requests,
+            **pools,
+            tree_cache=tree,
+            model_config=self.runner.model_config,
+            enable_overlap=False,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+        )
+        batch.prepare_for_extend()
+        if batch.input_ids is None:
+            batch.input_ids = batch.prefill_input_ids_cpu.to(DEVICE)
+        return batch
+
+    def _prefill(self, batch: Any, texts: Sequence[Text]) -> tuple[list[Any], list[Any]]:
+        from sglang_dspark.engine.compat.forwards import capturing_forward
+
+        forward = capturing_forward(batch, self.runner)
+        output = self.runner.forward(forward).logits_output
+        features = self.target.features(forward.input_ids, output.hidden_states)
+        lens = [text.prompt_len for text in texts]
+        # Slots of what comes: rows beyond a prompt, which this batch alone uses.
+        table, pool = self.runner.req_to_token_pool.req_to_token, self.runner.token_to_kv_pool_allocator
+        for row, length in zip(batch.req_pool_indices.tolist(), lens, strict=True):
+            table[row, length:COLUMNS] = pool.alloc(COLUMNS - length).int()
+        return [[part] for part in features.split(lens)], [[row[None]] for row in output.next_token_logits]
+
+    def _verify(self, batch: Any, texts: Sequence[Text], done: list[int], sizes: list[int]) -> Any:
+        """Features and logits of the next ``sizes`` tokens of all texts, and of a wrong draft after each."""
+        from sglang_dspark.engine.forward.verify import run_verify
+
+        runner, table = self.runner, self.runner.req_to_token_pool.req_to_token
+        ids, positions, slots = [], [], []
+        for row, text, start, size in zip(batch.req_pool_indices.tolist(), texts, done, sizes, strict=True):
+            right = list(text.ids[start : start + size])
+            ids += [*right, (text.ids[start + size] + 1) % runner.model_config.vocab_size]
+            positions += range(start, start + size + 1)
+            slots.append(table[row, start : start + size + 1].long())
+        plan = SimpleNamespace(
+            verify_lens=torch.tensor(sizes, device=DEVICE),
+            indptr=torch.tensor([0, *accumulate(size + 1 for size in sizes)], device=DEVICE),
+            input_ids=torch.tensor(ids, device=DEVICE),
+            positions=torch.tensor(positions, device=DEVICE),
+            slots=torch.cat(slots),
+            width=max(sizes) + 1,
+        )
+        batch.seq_lens_cpu = torch.tensor(done)
+        batch.seq_lens = prefix_lens = batch.seq_lens_cpu.to(DEVICE)
+        step = SimpleNamespace(req_pool_indices=batch.req_pool_indices, prefix_lens=prefix_lens)
+        output, captured = run_verify(self.worker, batch, step, plan)
+        lens = [size + 1 for size in sizes]
+        features = self.target.features(plan.input_ids, captured)
+        return features.split(lens), output.next_token_logits.split(lens)
+
+
+def _answer(order: dict[str, Any]) -> None:
+    folder = Path(order["folder"])
+    log = os.open(folder / "probe.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for target in (1, 2):
+        os.dup2(log, target)
+    texts = [Text(ids, prompt_len) for ids, prompt_len in order["texts"]]
+    said = _Loaded(folder).said(texts)
+    save_file({name: tensor.float().cpu().clone() for name, tensor in said.items()}, folder / "said.safetensors")
+
+
+def _answer_orders() -> None:
+    for name in ("sglang.benchmark.one_batch", "sglang.srt.models.registry", "sglang_dspark.engine.forward.verify"):
+        importlib.import_module(name)
+    forking = multiprocessing.get_context("fork")
+    for line in sys.stdin:
+        child = forking.Process(target=_answer, args=(json.loads(line),))
+        child.start()
+        child.join()
+        sys.stdout.write("failed\n" if child.exitcode else "done\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _answer_orders()
