@@ -23,14 +23,14 @@ class Recipe:
     Attributes:
         flags: its flags, given an empty folder for the files that they name.
         env: variables on top of those that every server has.
-        model: gives the target's folder.
+        model: gives the target's folder, likewise.
         forked: whether its processes are forked from one that has imported SGLang. Those that are not show that nothing
             which a process needs is left behind in another one.
     """
 
     flags: Callable[[Path], Sequence[str | Path]] = lambda folder: ()
     env: Mapping[str, str] = field(default_factory=dict)
-    model: Callable[[], Path] = lambda: TARGET
+    model: Callable[[Path], Path] = lambda folder: TARGET
     forked: bool = True
 
 
@@ -70,8 +70,8 @@ class ServerPool:
         # A process that has touched a GPU cannot be forked.
         if recipe.forked and not ON_GPU:
             self._nursery = self._nursery or Nursery(common)
-            server: LaunchedServer = ForkedServer(self._nursery, recipe.model(), *flags, env=env)
+            server: LaunchedServer = ForkedServer(self._nursery, recipe.model(folder), *flags, env=env)
         else:
-            server = LaunchedServer(recipe.model(), *flags, env=env)
+            server = LaunchedServer(recipe.model(folder), *flags, env=env)
         server.__enter__()
         return server

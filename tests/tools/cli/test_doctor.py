@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.engine import support
@@ -107,6 +108,22 @@ def test_an_own_embedding_is_not_called_shared(run, target, broken):
     result = run("doctor", "--target", target, "--draft", broken)
     assert result.exit_code == 0, result.output
     assert "read from the target: lm_head.weight" in result.output
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_a_quantised_head_is_not_called_shared(run, target, draft, broken, tmp_path):
+    quantised = Path(shutil.copytree(target, tmp_path / "target", copy_function=shutil.copyfile))
+    edit_config(quantised, tie_word_embeddings=False)
+    edit_tensors(
+        quantised, lambda tensors: tensors.update({"lm_head.qweight": torch.zeros(16, 256, dtype=torch.int32)})
+    )
+    result = run("doctor", "--target", quantised, "--draft", draft)
+    assert result.exit_code == 0, result.output
+    assert "read from the target: embed_tokens.weight\n" in result.output
+    edit_tensors(broken, lambda tensors: tensors.pop("lm_head.weight"))
+    result = run("doctor", "--target", quantised, "--draft", broken)
+    assert result.exit_code == 1
+    assert "no lm_head.weight of its own, and the target's lm_head is quantised" in result.output
 
 
 @pytest.mark.parametrize(
