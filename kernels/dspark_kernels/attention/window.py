@@ -43,7 +43,7 @@ class PagedWindows:
 
     Attributes:
         req_to_token: [rows, columns] int32, slot of every position of every request; columns ``0..prefix_lens[r]-1`` of
-            row ``req_pool_indices[r]`` are read.
+            row ``req_pool_indices[r]`` are read, and those of the window where the pool holds that.
         req_pool_indices: [bs] int64.
         prefix_lens: [bs] int64, context length per request; 0 is allowed.
         indptr: [bs + 1] int64, first row of each request; a request without rows is allowed, and so are rows past the

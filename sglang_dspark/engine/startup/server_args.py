@@ -220,7 +220,7 @@ def _check_target(server_args: Any, settled: Serving) -> None:
     check_device(drafter.config, server_args.device)
     if target.quantization is not None:
         # What only shows once the target is loaded, its handle refuses then.
-        own = frozenset() if settled.dummy_draft else own_tensors(drafter.path, drafter.reading)
+        own: frozenset[str] = frozenset() if settled.dummy_draft else own_tensors(drafter.path, drafter.reading)
         tied = bool(getattr(target.hf_text_config, "tie_word_embeddings", False))
         for layer in quantised_layers(Path(server_args.model_path), tied=tied):
             if f"{layer}.weight" not in own:
