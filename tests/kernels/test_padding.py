@@ -65,11 +65,11 @@ class Case:
 
 
 def attention_case(case):
-    """Two real requests with contexts of 20 and 3 tokens in a table of three."""
+    """Two real requests of three, with contexts of 20 and 15 tokens: the reference attends them in one call."""
     table = torch.zeros(3, 30, dtype=torch.int32)
-    table[1, :20], table[2, :3] = torch.arange(1, 21), torch.arange(25, 28)
-    pool = case.pool(owned={*range(1, 21), *range(25, 28)})
-    lens, rows = torch.tensor([20, 3, 0], device=case.device), torch.tensor([1, 2, 0], device=case.device)
+    table[1, :20], table[2, :15] = torch.arange(1, 21), torch.arange(22, 37)
+    pool = case.pool(owned={*range(1, 21), *range(22, 37)})
+    lens, rows = torch.tensor([20, 15, 0], device=case.device), torch.tensor([1, 2, 0], device=case.device)
     return table.to(case.device), rows, lens, pool
 
 
@@ -155,7 +155,7 @@ def accept(form, case):
 def adjust(form, case):
     table = AdjustmentTable.empty(2, 50, case.device)
     table.set(0, Adjustment(frequency=0.5, repetition=1.3), [1, 2, 2])
-    table.set(1, Adjustment(logit_bias={7: -100.0}, min_new_tokens=9, stop_token_ids=[3]), [4])
+    table.set(1, Adjustment(logit_bias={7: -100.0}, presence=0.2), [4])
     layout = [[0, 0, 1, 6, 6], [0, 1, 0, 9, 9], [5, 2, 8, 0, 0], [0, 2, 3]]
     logits = case.rand(5, 50, real=3)
     slots = torch.tensor([0, 1], device=case.device)

@@ -5,10 +5,9 @@ The method is one that only tests know (``int8_method``): those of SGLang need a
 
 from __future__ import annotations
 
-import pytest
 from golden_server import CASES, assert_pool_is_whole, generate, greedy, mixed_bodies, output_ids, policy, with_options
 
-TOKENS = 8  # an interpreted step takes a tenth of a second
+TOKENS = 6  # an interpreted step takes a tenth of a second
 
 
 def test_text_of_a_target_that_is_quantised_with_its_head(int8, plain_int8):
@@ -28,19 +27,19 @@ def test_the_drafter_reads_what_it_can(int8, int8_batch):
     assert "; read from the target: embed_tokens.weight, lm_head.weight\n" in int8_batch.log_path.read_text()
 
 
+def few(**fields):
+    return [greedy(case["prompt_ids"], TOKENS, **fields) for case in CASES[:2]]
+
+
 def test_plain_steps_where_a_batch_has_one_scale(int8_batch, plain_int8_batch):
-    bodies = [greedy(case["prompt_ids"], TOKENS) for case in CASES]
     with policy(int8_batch, "off"):
-        assert output_ids(int8_batch, bodies, 1) == output_ids(plain_int8_batch, bodies, 1)
+        assert output_ids(int8_batch, few(), 1) == output_ids(plain_int8_batch, few(), 1)
 
 
-@pytest.mark.parametrize("verify_len", [1, 4, 6])
-def test_padding_does_not_spoil_the_scale_of_a_batch(int8_batch, verify_len):
+def test_padding_does_not_spoil_the_scale_of_a_batch(int8_batch):
     """Rows of no request take part in it: NaN in one of them, or a huge number, would leave no draft accepted."""
-    bodies = [greedy(case["prompt_ids"], TOKENS, speculation={"trace": True}) for case in CASES]
-    with policy(int8_batch, "static", verify_len=verify_len):
-        answers = generate(int8_batch, bodies, 1)
-    for answer in answers:
-        rounds = [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
-        accepted = sum(entry["accepted"] for entry in rounds[:-1])
-        assert accepted >= 0.5 * sum(entry["verified"] for entry in rounds[:-1])
+    with policy(int8_batch, "static", verify_len=4):
+        answers = generate(int8_batch, few(speculation={"trace": True}), 1)
+    traces = [answer["meta_info"]["dspark_trace"] for answer in answers]
+    rounds = [entry for trace in traces for entry in trace if entry is not None]
+    assert sum(entry["accepted"] for entry in rounds) > len(rounds) / 2
