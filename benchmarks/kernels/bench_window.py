@@ -23,14 +23,14 @@ def cases(device: torch.device) -> list[Case]:
     """Blocks, whose rows see each other, and verified windows, at every batch size."""
     torch.manual_seed(0)
     return [
-        _case(name, bs, causal, device)
+        _case(name, bs, causal, device, pool_dtype)
         for name in SHAPES
-        for causal in (False, True)
+        for causal, pool_dtype in ((False, DTYPE), (True, DTYPE), (True, torch.float8_e4m3fn))
         for bs in (1, 8, 64, 256)  # small batches split the contexts
     ]
 
 
-def _case(model: str, bs: int, causal: bool, device: torch.device) -> Case:
+def _case(model: str, bs: int, causal: bool, device: torch.device, pool_dtype: torch.dtype) -> Case:
     heads, kv_heads, head_dim = SHAPES[model]
     width = GAMMA + 1 if causal else GAMMA
     num_rows, num_slots = bs * width, 1 + bs * CONTEXT
@@ -39,22 +39,25 @@ def _case(model: str, bs: int, causal: bool, device: torch.device) -> Case:
         .to(DTYPE)
         .split([heads, kv_heads, kv_heads], dim=1)
     )
-    k_pool, v_pool = (torch.randn(num_slots, kv_heads, head_dim, device=device).to(DTYPE) for _ in range(2))
-    # Pages lie apart, as in a pool that has been in use.
+    k_pool, v_pool = (torch.randn(num_slots, kv_heads, head_dim, device=device).to(pool_dtype) for _ in range(2))
+    # Pages lie apart, as in a pool that has been in use. Windows that are stored take the slots of some context.
     table = (1 + torch.randperm(bs * CONTEXT, device=device)).to(torch.int32).view(bs, CONTEXT)
+    table = torch.cat([table, table[:, :width]], dim=1)
     indptr = torch.arange(0, num_rows + 1, width, device=device)
     lens = torch.full((bs,), CONTEXT, device=device)
     windows = PagedWindows(table, torch.arange(bs, device=device), lens, indptr, width)
-    arguments = (q, k, v, (k_pool, v_pool), windows)
+    is_stored = pool_dtype != DTYPE
+    arguments = (q, *((None, None) if is_stored else (k, v)), (k_pool, v_pool), windows)
     how = {"causal": causal, "scale": head_dim**-0.5}
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     splits = num_splits(bs, kv_heads, processors)
-    kv_bytes = 2 * (bs * CONTEXT + num_rows) * kv_heads * head_dim * DTYPE.itemsize
+    kv_bytes = 2 * (bs * CONTEXT + num_rows) * kv_heads * head_dim * pool_dtype.itemsize
     return Case(
-        name=f"window_attention {'verify' if causal else 'block'}, {model}",
+        name=f"window_attention {'verify' if causal else 'block'}{', 8 bits' if is_stored else ''}, {model}",
         shape={"bs": bs, "rows": width, "context": CONTEXT, "splits": splits},
         run=partial(window_attention, *arguments, splits=splits, **how),
         reference=partial(window_attention_ref, *arguments, **how),
         bytes_moved=kv_bytes + 2 * num_rows * heads * head_dim * DTYPE.itemsize,
         flops=4 * num_rows * (CONTEXT + width) * heads * head_dim,
+        capability=89 if is_stored else 80,
     )

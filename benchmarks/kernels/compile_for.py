@@ -116,6 +116,8 @@ def compile_cases(cases: list[Case], capability: int) -> list[Compiled]:
     """Every form of every kernel that the cases launch."""
     by_form: dict[tuple[str, str], tuple[CompiledKernel, list[str]]] = {}
     for case in cases:
+        if case.capability > capability:
+            continue
         with _compiling_only(capability) as found:
             case.run()
         for name, kernel in found:

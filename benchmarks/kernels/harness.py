@@ -36,6 +36,7 @@ class Case:
         reference: the torch form of the same, timed eagerly; None where there is none.
         bytes_moved: what has to be read and written at least, each byte once.
         flops: matrix arithmetic; 0 where memory decides.
+        capability: compute capability that it needs, e.g. 89.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Case:
     reference: Callable[[], object] | None
     bytes_moved: int
     flops: int
+    capability: int = 80
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,10 @@ def measure_module(module: str, floors: dict[str, Any] | None, num_samples: int,
         except Exception as error:  # noqa: BLE001 - whatever a module does wrong, the others are measured
             record({"module": module, "error": _describe(error)})
             return
+        major, minor = torch.cuda.get_device_capability()
         for case in cases:
+            if case.capability > 10 * major + minor:
+                continue
             try:
                 entry = measure_case(case, Floors(**floors), num_samples)
             except Exception as error:  # noqa: BLE001 - likewise, case by case

@@ -144,14 +144,15 @@ class DraftModel(nn.Module):
         own = self.lm_head
         return _present(self._target_lm_head if own is None else own.weight, "lm_head.weight")
 
-    def bind_target(self, embed_weight: Tensor, lm_head_weight: Tensor) -> tuple[str, ...]:
+    def bind_target(self, embed_weight: Tensor | None, lm_head_weight: Tensor | None) -> tuple[str, ...]:
         """Read the target's embedding and LM head wherever the model has no different ones of its own.
 
         An own copy that equals the target's tensor (after a cast to its dtype) is dropped; the target's storage is
         shared.
 
         Args:
-            embed_weight: ``[V, d]``, without padding rows; on the model's device.
+            embed_weight: ``[V, d]``, without padding rows; on the model's device. None where the target's cannot be
+                read: the model's own is.
             lm_head_weight: ``[V, d]``, likewise.
 
         Returns:
@@ -162,19 +163,20 @@ class DraftModel(nn.Module):
         """
         expected = (self.config.vocab_size, self.config.hidden_size)
         for name, weight in (("embedding", embed_weight), ("LM head", lm_head_weight)):
-            if tuple(weight.shape) != expected:
+            if weight is not None and tuple(weight.shape) != expected:
                 raise CheckpointError(
                     f"the target's {name} has shape {list(weight.shape)}, but the draft ({self.config.origin}) needs "
                     f"[vocab_size, hidden_size] = {list(expected)}; use the draft that was trained for this target"
                 )
         shared = []
-        if self.embed_tokens is None or _same(self.embed_tokens.weight, embed_weight):
+        if embed_weight is not None and (self.embed_tokens is None or _same(self.embed_tokens.weight, embed_weight)):
             self.embed_tokens, self._target_embedding = None, embed_weight.detach()
             shared.append("embed_tokens.weight")
-        rows = lm_head_weight if self.token_ids is None else lm_head_weight[self.token_ids]
-        if self.lm_head is None or _same(self.lm_head.weight, rows):
-            self.lm_head, self._target_lm_head = None, rows.detach()
-            shared.append("lm_head.weight")
+        if lm_head_weight is not None:
+            rows = lm_head_weight if self.token_ids is None else lm_head_weight[self.token_ids]
+            if self.lm_head is None or _same(self.lm_head.weight, rows):
+                self.lm_head, self._target_lm_head = None, rows.detach()
+                shared.append("lm_head.weight")
         return tuple(shared)
 
     def freeze(self) -> "DraftModel":

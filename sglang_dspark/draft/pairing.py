@@ -38,6 +38,19 @@ def check_device(draft: DraftConfig, device: str) -> None:
         )
 
 
+def lacks_own(draft: DraftConfig, layer: str, reason: str) -> CheckpointError:
+    """What is wrong with a drafter that would have to read a layer of its target, and cannot.
+
+    Args:
+        layer: ``embed_tokens`` or ``lm_head``.
+        reason: why the target's cannot be read, as in "is quantised (fp8)".
+    """
+    return CheckpointError(
+        f"{draft.origin}: has no {layer}.weight of its own, and the target's {layer} {reason}; use a drafter with a "
+        f"{layer} of its own, or a target whose {layer} is stored in plain floating point"
+    )
+
+
 def check_dimensions(draft: DraftConfig, target: Any) -> None:
     """Refuse a drafter that was made for another target, of whatever family.
 

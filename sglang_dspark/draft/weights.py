@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.formats import Reading, read
-from sglang_dspark.draft.formats.stored import SINGLE_FILE, StoredTensors
+from sglang_dspark.draft.formats.stored import FLOATS, SINGLE_FILE, StoredTensors
 from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, IS_DRAFTED
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids, save_token_ids
@@ -19,7 +19,6 @@ from sglang_dspark.files import write_text_whole, written_whole
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def load_draft_model(
@@ -46,11 +45,26 @@ def load_draft_model(
             model.confidence_head.float()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(checkpoint.tensor(name))
+                stored = checkpoint.tensor(name)
+                parameter.copy_(stored)
+                _check_range(name, stored, parameter, str(path))
         ids = checkpoint.token_ids()
         if ids is not None and model.token_ids is not None:
             model.token_ids.copy_(ids)
     return model.freeze()
+
+
+def _check_range(name: str, stored: Tensor, cast: Tensor, origin: str) -> None:
+    """Refuse a drafter whose weights have no room in the target's dtype.
+
+    Raises:
+        CheckpointError: a finite value has become infinite.
+    """
+    if not bool(cast.isfinite().all()) and bool(stored.isfinite().all()):
+        raise CheckpointError(
+            f"{origin}: {name} has values up to {float(stored.abs().max()):.3g}, which the target's dtype "
+            f"{str(cast.dtype).removeprefix('torch.')} does not reach; pass --dtype bfloat16"
+        )
 
 
 def random_draft_model(config: DraftConfig, *, dtype: torch.dtype, device: torch.device | str) -> DraftModel:
@@ -86,6 +100,16 @@ def check_draft_model(path: str | Path, reading: Reading | None = None) -> None:
     """
     with ExitStack() as stack:
         _Checkpoint(Path(path), stack, reading or read(path)).token_ids()
+
+
+def own_tensors(path: str | Path, reading: Reading) -> frozenset[str]:
+    """Which of :data:`EMBEDDING` and :data:`LM_HEAD` a checkpoint holds. Reads no weights.
+
+    Raises:
+        CheckpointError: as for :func:`load_draft_model`.
+    """
+    with ExitStack() as stack:
+        return _Checkpoint(Path(path), stack, reading).own
 
 
 def save_draft_model(model: DraftModel, path: str | Path, include_embeddings: bool) -> None:
@@ -134,16 +158,21 @@ def convert(source: str | Path, output: str | Path, settings: dict[str, object])
 
 
 class _Checkpoint:
-    """An open checkpoint whose tensors fit the model of its configuration, which is without memory still."""
+    """An open checkpoint whose tensors fit the model of its configuration, which is without memory still.
+
+    Attributes:
+        own: of embedding and LM head, those that it holds.
+    """
 
     def __init__(self, folder: Path, stack: ExitStack, reading: Reading) -> None:
         self.folder, self.reading = folder, reading
         self._stored = StoredTensors(folder, stack)
         self._shapes = self._stored.shapes
         self._names = self.reading.rules.names(self._shapes, str(folder))
+        self.own = frozenset({EMBEDDING, LM_HEAD} & self._names.keys())
         with torch.device("meta"):
             self.model = DraftModel(
-                self.reading.config, own_embedding=EMBEDDING in self._names, own_lm_head=LM_HEAD in self._names
+                self.reading.config, own_embedding=EMBEDDING in self.own, own_lm_head=LM_HEAD in self.own
             )
         self._check()
 
@@ -197,7 +226,7 @@ class _Checkpoint:
             shape, dtype = self._shapes[names[name]], self._stored.dtype(names[name])
             if list(shape) != list(expected[name].shape):
                 problems.append(f"misshapen {names[name]} {shape}, expected {list(expected[name].shape)}")
-            elif dtype not in _FLOATS:
+            elif dtype not in FLOATS:
                 problems.append(f"not floating point {names[name]} {dtype}")
         if problems:
             raise CheckpointError(

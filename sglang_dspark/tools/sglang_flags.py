@@ -45,8 +45,8 @@ These go to SGLang as they are. Nobody has looked at what they do together with 
 
 ### Of models that are refused
 
-They belong to mixtures of experts, state-space models, other modalities and quantised weights, and do nothing for the
-targets that DSPARK serves.
+They belong to mixtures of experts, state-space models and other modalities, and do nothing for the targets that DSPARK
+serves.
 
 {other_models}
 

@@ -6,8 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dspark.draft.formats import read_config
-from sglang_dspark.draft.weights import check_draft_model, load_draft_model, random_draft_model, save_draft_model
+from sglang_dspark.draft.formats import read, read_config
+from sglang_dspark.draft.weights import (
+    check_draft_model,
+    load_draft_model,
+    own_tensors,
+    random_draft_model,
+    save_draft_model,
+)
 from sglang_dspark.errors import CheckpointError
 
 EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -146,6 +152,28 @@ def test_own_copies_are_compared_in_the_targets_dtype(make_checkpoint):
     assert model.bind_target(embed, lm_head) == (EMBED, LM_HEAD)
     assert model.embed(torch.tensor([1])).dtype == torch.float32
     assert model.base_logits(torch.ones(1, 24)).dtype == torch.bfloat16
+
+
+def test_what_cannot_be_read_of_the_target_stays_the_models_own(make_checkpoint):
+    path = make_checkpoint()
+    stored = load_file(path / "model.safetensors")
+    model = load(path)
+    assert model.bind_target(stored[EMBED].clone(), None) == (EMBED,)
+    assert torch.equal(model.lm_head_weight, stored[LM_HEAD])
+    assert model.bind_target(None, stored[LM_HEAD].clone()) == (LM_HEAD,)
+
+
+def test_own_tensors_are_named(make_checkpoint):
+    for drop in ((), (EMBED,), (EMBED, LM_HEAD)):
+        path = make_checkpoint(drop=drop)
+        assert own_tensors(path, read(path)) == {EMBED, LM_HEAD} - set(drop)
+
+
+def test_weights_that_the_dtype_does_not_reach_are_refused(make_checkpoint):
+    path = make_checkpoint(drop=("fc.weight",), add={"fc.weight": torch.full((24, 72), 7e4)})
+    load(path, torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"fc.weight has values up to 7e\+04.*float16.*pass --dtype bfloat16"):
+        load(path, torch.float16)
 
 
 @pytest.mark.parametrize("which", [0, 1])

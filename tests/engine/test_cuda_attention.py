@@ -6,19 +6,24 @@ import pytest
 import torch
 from dspark_kernels import PagedWindows, window_attention_ref
 
-from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
+from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend, check_pool
+from sglang_dspark.errors import ConfigError
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
 class Pool:
-    """What is used of SGLang's K/V pool."""
+    """What is used of SGLang's K/V pool; like that one it divides in place, where it has to round."""
 
-    def __init__(self, slots):
-        self.k, self.v = (torch.randn(slots, KV_HEADS, HEAD_DIM) for _ in range(2))
+    def __init__(self, slots, dtype):
+        self.dtype = dtype
+        self.k, self.v = (torch.randn(slots, KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2))
 
-    def set_kv_buffer(self, layer, where, k, v):
-        self.k[where.loc], self.v[where.loc] = k, v
+    def set_kv_buffer(self, layer, where, k, v, k_scale=None, v_scale=None):
+        for pool, rows, scale in ((self.k, k, k_scale), (self.v, v, v_scale)):
+            if rows.dtype != self.dtype:
+                rows.div_(scale or 1.0)
+            pool.view(torch.uint8).view(len(pool), -1)[where.loc] = rows.to(self.dtype).view(torch.uint8).flatten(1)
 
     def get_key_buffer(self, layer_id):
         return self.k
@@ -27,12 +32,11 @@ class Pool:
         return self.v
 
 
-@pytest.fixture
-def verified():
+def verify(dtype=torch.float32, scales=(None, None)):
     """Attention of two requests with 3 and 2 rows, with the pool, the layout, and what the forward was given."""
     torch.manual_seed(1)
     backend = CudaVerifyBackend.__new__(CudaVerifyBackend)
-    backend.token_to_kv_pool, backend.req_to_token = Pool(32), torch.randperm(30).view(3, 10).int() + 1
+    backend.token_to_kv_pool, backend.req_to_token = Pool(32, dtype), torch.randperm(30).view(3, 10).int() + 1
     rows, lens, indptr = torch.tensor([2, 0]), torch.tensor([5, 1]), torch.tensor([0, 3, 5])
     q = torch.randn(5, HEADS * HEAD_DIM)
     k, v = (torch.randn(5, KV_HEADS * HEAD_DIM) for _ in range(2))
@@ -44,6 +48,8 @@ def verified():
         v_head_dim=HEAD_DIM,
         layer_id=0,
         scaling=HEAD_DIM**-0.5,
+        k_scale_float=scales[0],
+        v_scale_float=scales[1],
     )
     slots = torch.cat([backend.req_to_token[2, 5:8], backend.req_to_token[0, 1:3]]).long()
     batch = SimpleNamespace(
@@ -53,8 +59,14 @@ def verified():
         seq_lens=lens,
         out_cache_loc=slots,
     )
+    given = q.clone(), k.clone(), v.clone()
     attended = backend.forward_extend(q, k, v, layer, batch)
-    return attended, (q, k, v), backend, PagedWindows(backend.req_to_token, rows, lens, indptr, 3), slots
+    return attended, given, backend, PagedWindows(backend.req_to_token, rows, lens, indptr, 3), slots
+
+
+@pytest.fixture
+def verified():
+    return verify()
 
 
 def heads_of(x):
@@ -72,3 +84,26 @@ def test_what_is_verified_goes_into_the_pool(verified):
     _, (_, k, v), backend, _, slots = verified
     assert torch.equal(backend.token_to_kv_pool.k[slots], heads_of(k))
     assert torch.equal(backend.token_to_kv_pool.v[slots], heads_of(v))
+
+
+@pytest.mark.parametrize("scales", [(None, None), (4.0, 0.25)])
+def test_an_eight_bit_cache_is_divided_once_and_read_back(scales):
+    """A row sees of its neighbours what later steps see of them."""
+    attended, (q, k, v), backend, windows, slots = verify(torch.float8_e4m3fn, scales)
+    pool, factors = backend.token_to_kv_pool, [scale or 1.0 for scale in scales]
+    for stored, rows, factor in zip((pool.k, pool.v), (k, v), factors, strict=True):
+        assert torch.equal(stored.float()[slots], heads_of(rows / factor).to(torch.float8_e4m3fn).float())
+    whole = [stored.float() * factor for stored, factor in zip((pool.k, pool.v), factors, strict=True)]
+    rows = heads_of(q), *(stored[slots] for stored in whole)
+    expected = window_attention_ref(*rows, tuple(whole), windows, causal=True, scale=HEAD_DIM**-0.5)
+    torch.testing.assert_close(heads_of(attended), expected)
+
+
+def test_a_cache_that_cannot_be_read_is_refused():
+    for dtype in (torch.float16, torch.bfloat16):
+        check_pool(dtype, (8, 0))
+    check_pool(torch.float8_e4m3fn, (8, 9))
+    with pytest.raises(ConfigError, match=r"float8_e4m3fn on a GPU of compute capability 8\.6"):
+        check_pool(torch.float8_e4m3fn, (8, 6))
+    with pytest.raises(ConfigError, match="K/V cache in float8_e5m2; pass"):
+        check_pool(torch.float8_e5m2, (9, 0))

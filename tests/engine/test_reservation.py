@@ -1,11 +1,13 @@
 """K/V slots of decode steps: enough of them, none twice, none lost; few reservations where there is room."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
@@ -13,14 +15,15 @@ from sglang_dspark.engine.scheduler import draft_input
 from sglang_dspark.engine.scheduler.draft_input import STRIDE, DSparkDraftInput
 
 WIDTH = 8
-COLUMNS = 512
+COLUMNS = 1024
 
 
 class Server:
     """Running requests on SGLang's pools, without a prefix cache."""
 
-    def __init__(self, requests, slots):
-        self.pool = TokenToKVPoolAllocator(slots, torch.float32, "cpu", SimpleNamespace(), need_sort=False)
+    def __init__(self, requests, slots, page=1):
+        make = TokenToKVPoolAllocator if page == 1 else partial(PagedTokenToKVPoolAllocator, page_size=page)
+        self.pool = make(slots, dtype=torch.float32, device="cpu", kvcache=SimpleNamespace(), need_sort=False)
         table = ReqToTokenPool(requests, COLUMNS, "cpu", enable_memory_saver=False)
         cache = SimpleNamespace(
             token_to_kv_pool_allocator=self.pool, is_chunk_cache=lambda: True, evictable_size=lambda: 0
@@ -29,7 +32,14 @@ class Server:
         self.batch = SimpleNamespace(
             reqs=reqs, tree_cache=cache, token_to_kv_pool_allocator=self.pool, req_to_token_pool=table
         )
-        self.slots, self.reservations = slots, 0
+        self.slots, self.page, self.reservations = slots, page, 0
+
+    def prefill(self, lengths):
+        """Give every request slots for a prompt, as SGLang does: a page that is not full holds its last tokens."""
+        for req, length in zip(self.batch.reqs, lengths, strict=True):
+            slots = self.pool.alloc(-(-length // self.page) * self.page)[:length]
+            self.batch.req_to_token_pool.req_to_token[req.req_pool_idx, :length] = slots.int()
+            req.kv_committed_len = req.kv_allocated_len = length
 
     def step(self, commits):
         """Reserve, and commit so many tokens of every request."""
@@ -49,7 +59,7 @@ class Server:
         return [slot for req in self.batch.reqs for slot in table[req.req_pool_idx, : req.kv_allocated_len].tolist()]
 
     def end(self, place):
-        """A request gives back what it was given, as SGLang does."""
+        """A request gives back what it was given, whole pages, as SGLang does."""
         req = self.batch.reqs.pop(place)
         self.pool.free(self.batch.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_allocated_len].long())
 
@@ -73,6 +83,30 @@ def test_every_slot_has_one_owner_and_none_is_lost(data):
         assert server.pool.available_size() + len(held) == server.slots
         if data.draw(st.booleans()) and len(server.batch.reqs) > 1:
             server.end(data.draw(st.integers(0, len(server.batch.reqs) - 1)))
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_no_slot_of_a_page_is_lost(data):
+    """Prompts end anywhere in a page; positions of a page lie one behind the other in its slots."""
+    page, requests = data.draw(st.sampled_from([16, 32, 64])), data.draw(st.integers(1, 4))
+    server = Server(requests, 4096, page)
+    server.prefill([data.draw(st.integers(1, 3 * page)) for _ in server.batch.reqs])
+    for _ in range(data.draw(st.integers(1, 8))):
+        server.step([data.draw(st.integers(1, WIDTH)) for _ in server.batch.reqs])
+        held = server.held()
+        assert len(set(held)) == len(held) and min(held) >= page  # the first page is padding
+        assert server.pool.available_size() + len(held) == server.slots
+        for req in server.batch.reqs:
+            assert req.kv_allocated_len % page == 0
+            slots = server.batch.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_allocated_len]
+            pages = slots.view(-1, page)
+            assert torch.equal(pages, pages[:, :1] + torch.arange(page)) and not (pages[:, 0] % page).any()
+        if data.draw(st.booleans()) and len(server.batch.reqs) > 1:
+            server.end(data.draw(st.integers(0, len(server.batch.reqs) - 1)))
+    while server.batch.reqs:
+        server.end(0)
+    assert server.pool.available_size() == server.slots
 
 
 def test_most_steps_reserve_nothing():

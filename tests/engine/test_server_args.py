@@ -1,10 +1,14 @@
 """Server arguments under DSPARK: the drafter is read once, and what the scheduler needs travels with the arguments."""
 
 import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from random_drafter import random_drafter
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from sglang_dspark.draft import resolved
@@ -26,14 +30,14 @@ def reads(monkeypatch):
     return found
 
 
-def namespace(**changes):
+def namespace(method=None, **changes):
     target = AutoConfig.from_pretrained(GOLDEN / "target")
-    names = ("draft_model_revision", "draft_load_format", "num_draft_tokens")
+    names = ("draft_model_revision", "draft_load_format", "draft_model_quantization", "num_draft_tokens")
     unset = dict.fromkeys((*(f"speculative_{name}" for name in names), "download_dir", "quantization"))
     unset |= dict.fromkeys(("prefill_attention_backend", "decode_attention_backend", "sampling_backend"))
     given = {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(DRAFT), "device": "cpu"}
     given |= {"model_path": "target", "load_format": "auto", "attention_backend": None, "min_free_slots_delay": None}
-    model = SimpleNamespace(hf_config=target, hf_text_config=target, quantization=None)
+    model = SimpleNamespace(hf_config=target, hf_text_config=target, quantization=method)
     return SimpleNamespace(**unset | given | {"get_model_config": lambda: model} | changes)
 
 
@@ -61,6 +65,32 @@ def test_the_drafter_is_read_once(reads):
 def test_no_drafter_is_read_without_one(reads):
     made, serving = settled(speculative_draft_model_path=None, speculative_dspark_draft_free="on")
     assert (reads, serving.drafter, made.speculative_draft_model_path) == ([], None, None)
+
+
+def head_of_codes(folder, name="lm_head.weight"):
+    """The golden target with an LM head that is not its embedding, of bytes."""
+    shutil.copytree(GOLDEN / "target", folder, copy_function=shutil.copyfile)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: torch.zeros(256, 128, dtype=torch.int8)}, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "lm_head.qweight"])
+def test_a_drafter_needs_a_head_of_its_own_where_the_targets_is_quantised(reads, tmp_path, name):
+    target = head_of_codes(tmp_path / "target", name)
+    model, drafter = namespace(method="gptq").get_model_config(), str(random_drafter(tmp_path, "gated"))
+    model.hf_text_config.tie_word_embeddings = False
+    served = {"model_path": target, "get_model_config": lambda: model}
+    settled(**served)  # the golden drafter has one
+    with pytest.raises(CheckpointError, match=r"no lm_head.weight of its own, and the target's lm_head is .*gptq"):
+        settled(**served, speculative_draft_model_path=drafter)
+    model.quantization = None
+    settled(**served, speculative_draft_model_path=drafter)  # nobody looks
+
+
+def test_the_targets_quantisation_is_not_the_drafters(reads):
+    assert settled(quantization="fp8")[0].speculative_draft_model_quantization == "unquant"
+    assert settled(speculative_draft_model_quantization="fp8")[0].speculative_draft_model_quantization == "fp8"
 
 
 def test_options_of_one_server_are_not_those_of_the_next(reads):

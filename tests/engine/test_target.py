@@ -12,6 +12,7 @@ import torch
 from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.engine.forward.target import Target
+from sglang_dspark.errors import CheckpointError
 
 DRAFT_DIR = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
 DRAFT = read_config(DRAFT_DIR)
@@ -36,6 +37,7 @@ def target_runner(**fields: Any) -> SimpleNamespace:
             hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
             head_dim=DRAFT.head_dim,
             get_num_kv_heads=lambda ranks: max(1, 2 // ranks),
+            quantization="fp8",
         ),
         "model": None,
         "dtype": torch.float32,
@@ -53,6 +55,13 @@ def test_the_draft_cache_is_counted_in_layers_of_one_rank(tp_size, layers):
     assert runner.dflash_draft_num_layers == layers
 
 
+def test_the_draft_cache_does_not_follow_the_targets_dtype():
+    """Two layers of 16 bits beside a target whose layers have eight."""
+    runner = target_runner(dtype=torch.bfloat16, kv_cache_dtype=torch.float8_e4m3fn)
+    Target(runner, DRAFT)
+    assert runner.dflash_draft_num_layers == 4
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_drafter_reads_whole_matrices(tied):
     embedding, head = (torch.randn(2 * ROWS_PER_RANK, DRAFT.hidden_size) for _ in range(2))
@@ -67,3 +76,49 @@ def test_the_drafter_reads_whole_matrices(tied):
     assert drafter.embed_weight.equal(embedding[: DRAFT.vocab_size])
     assert drafter.lm_head_weight.equal(head[: DRAFT.vocab_size])
     assert (drafter.embed_weight.data_ptr() == drafter.lm_head_weight.data_ptr()) == tied
+
+
+class OneRank:
+    world_size = 1
+
+    def all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        return part
+
+
+PLAIN = torch.nn.Linear(DRAFT.hidden_size, 320, bias=False).half()  # of a vocabulary of 256
+UNREADABLE = {
+    "codes": SimpleNamespace(weight=torch.zeros(320, DRAFT.hidden_size, dtype=torch.int8)),
+    "eight-bit floats": SimpleNamespace(weight=torch.zeros(320, DRAFT.hidden_size).to(torch.float8_e4m3fn)),
+    "turned": SimpleNamespace(weight=torch.zeros(DRAFT.hidden_size, 320)),
+    "packed under another name": SimpleNamespace(qweight=torch.zeros(16, 320, dtype=torch.int32)),
+    "packed for AMX": SimpleNamespace(weight=PLAIN.weight, use_intel_amx_backend=True),
+}
+
+
+def share(embedding: Any, head: Any, *, own: bool) -> tuple[Any, tuple[str, ...]]:
+    """A drafter and what it reads of a target with these layers."""
+    model = SimpleNamespace(get_input_embeddings=lambda: embedding, lm_head=head)
+    target = Target(target_runner(tp_group=OneRank(), model=model), DRAFT)
+    drafter = load_draft_model(DRAFT_DIR, dtype=torch.float32, device="cpu")
+    if not own:
+        drafter.embed_tokens = drafter.lm_head = None
+    return drafter, target.share_with(drafter)
+
+
+@pytest.mark.parametrize("head", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_head_that_is_quantised_is_not_read(head):
+    drafter, shared = share(PLAIN, head, own=True)
+    assert shared == () and drafter.lm_head is not None
+    drafter.embed_tokens = None
+    with pytest.raises(CheckpointError, match=r"no lm_head.weight of its own, and the target's lm_head is (qua|pac)"):
+        share(PLAIN, head, own=False)
+
+
+def test_each_layer_is_decided_by_itself():
+    """A quantised embedding beside a head that is not, and one that is both."""
+    codes = UNREADABLE["codes"]
+    drafter, shared = share(codes, PLAIN, own=True)
+    assert shared == () and drafter.embed_weight is drafter.embed_tokens.weight
+    with pytest.raises(CheckpointError, match=r"no embed_tokens.weight of its own"):
+        share(codes, PLAIN, own=False)
+    assert share(codes, codes, own=True)[1] == ()

@@ -1,5 +1,7 @@
 """Attention of few query rows per request: the kernel, its torch form, and dense attention in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from dense import FP32_TOL, dense_attention
@@ -82,6 +84,30 @@ def test_kernel_in_16_bit(device):
     for splits in (1, 4):
         out = window_attention(*case, splits=splits, **how)
         torch.testing.assert_close(out[:11].float(), expected[:11], **HALF_TOL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("window", "splits"), pairwise(list(WINDOWS), [1, 2]))
+def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, device):
+    """In the pool's dtype, behind the contexts, as later steps will find it."""
+    prefix_lens, query_lens, shape = WINDOWS[window]
+    q, _, _, _, windows = window_case(prefix_lens, query_lens, shape, device)
+    table = torch.nn.functional.pad(windows.req_to_token, (0, windows.width))
+    windows = replace(windows, req_to_token=table)
+    pool = tuple(torch.randn(200, *shape[1:], device=device).to(dtype) for _ in range(2))
+    placed = []
+    for row, prefix, length in zip(windows.req_pool_indices.tolist(), prefix_lens, query_lens, strict=True):
+        table[row] = torch.randint(1, 200, table[row].shape).to(table)
+        placed += table[row, prefix : prefix + length].tolist()
+    how = {"causal": True, "scale": shape[2] ** -0.5}
+    exact = tuple(part.float() for part in pool)
+    rows = (torch.nn.functional.pad(part[placed], (0, 0, 0, 0, 0, len(q) - len(placed))) for part in exact)
+    expected = window_attention_ref(q, *rows, exact, windows, **how)
+    for found in (
+        window_attention(q, None, None, pool, windows, splits=splits, **how),
+        window_attention_ref(q, None, None, pool, windows, **how),
+    ):
+        torch.testing.assert_close(found, expected, **FP32_TOL)
 
 
 @pytest.mark.parametrize("padding", [1, 9, 40])

@@ -8,12 +8,14 @@ another, so that every server is started once. All but the emulated ones know on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from byte_tokenizer import save_byte_tokenizer
 from family_targets import written_target
 from golden_server import DSPARK, GUARDED, TARGET, emulated_graphs
+from int8_target import int8_target
 from random_drafter import damaged_drafter, random_drafter
 from server_pool import Recipe, ServerPool
 
@@ -25,6 +27,7 @@ STATIC = ("--speculative-dspark-schedule", "static")
 DRAFT_FREE = (*PLUGIN, "--speculative-dspark-draft-free")
 # A pool that cannot hold the running requests, and a context that they grow out of.
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
+FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 PROFILE = "1,0.5,0.75,0"  # the rest as the last
 
 # Unlike a GPU server, a CPU server needs two things of its environment for --tp-size 2, with or without DSPARK: a build
@@ -48,6 +51,9 @@ def _tiny(architecture: str) -> Recipe:
     )
 
 
+OF_ROWS = {"self_attn": "token", "mlp": "tensor", "lm_head": "token"}
+OF_BATCHES = {"self_attn": "batch", "mlp": "batch"}
+
 SERVERS: dict[str, Recipe] = {
     # The target alone, and DSPARK with its defaults.
     "plain": Recipe(),
@@ -60,6 +66,10 @@ SERVERS: dict[str, Recipe] = {
         )
     ),
     "tight": Recipe(lambda folder: (*DSPARK, *TIGHT, "--chunked-prefill-size", "64")),
+    # An eight-bit K/V cache in pages, and pages as large as they may be in a pool that is too small.
+    "plain_fp8": Recipe(lambda folder: FP8),
+    "fp8": Recipe(lambda folder: (*DSPARK, *FP8, "--page-size", "16")),
+    "paged": Recipe(lambda folder: (*DSPARK, *TIGHT, "--page-size", "64", "--max-total-tokens", "1280")),
     # Random weights: it knows nothing, and differs from the golden drafter in all that a configuration can say.
     "rnn": Recipe(lambda folder: dspark_flags(random_drafter(folder, "rnn"))),
     "dflash": Recipe(lambda folder: dspark_flags(random_drafter(folder, "dflash"))),
@@ -84,6 +94,16 @@ SERVERS: dict[str, Recipe] = {
     ),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe(lambda folder: (*DSPARK, "--max-running-requests", "4"), env=emulated_graphs(), forked=False),
+    # Quantised targets, one with its LM head; of the other one a row's result depends on the whole batch.
+    "plain_int8": Recipe(model=partial(int8_target, scales=OF_ROWS)),
+    "int8": Recipe(lambda folder: DSPARK, model=partial(int8_target, scales=OF_ROWS)),
+    "plain_int8_batch": Recipe(model=partial(int8_target, scales=OF_BATCHES)),
+    "int8_batch": Recipe(
+        lambda folder: (*DSPARK, "--max-running-requests", "4"),
+        model=partial(int8_target, scales=OF_BATCHES),
+        env=emulated_graphs(),
+        forked=False,
+    ),
     "simulated": Recipe(
         lambda folder: (*(*DSPARK, "--load-format", "dummy", "--speculative-dspark-simulate-acceptance", PROFILE),)
     ),

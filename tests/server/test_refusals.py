@@ -143,12 +143,15 @@ STARTUP = [
     (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num=2"),
     (["--dp-size", "2"], "--dp-size=2"),
     (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "dp-size=2"),
-    (["--page-size", "16"], "--page-size=16"),
-    (["--quantization", "fp8"], "--quantization=fp8"),
+    (["--page-size", "8"], "--page-size=8; pass 1, 16, 32 or 64"),
+    (
+        ["--quantization", "fp8", "--speculative-draft-model-quantization", "fp8"],
+        "--speculative-draft-model-quantization=fp8",
+    ),
     (["--enable-strict-thinking"], "--enable-strict-thinking"),
     (["--grammar-backend", "outlines"], "--grammar-backend=outlines"),
     (["--enable-mixed-chunk"], "--enable-mixed-chunk"),
-    (["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype=fp8_e4m3"),
+    (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype=fp8_e5m2; pass auto, bfloat16 or fp8_e4m3"),
     (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
     (["--attention-backend", "triton"], "--attention-backend=triton"),
     (["--cuda-graph-backend-prefill", "full"], "--cuda-graph-backend-prefill=full"),
@@ -171,7 +174,7 @@ STARTUP = [
         "8 probabilities where a block has 7",
     ),
     (["--speculative-dspark-fallback", "plain"], "--speculative-dspark-fallback='plain'"),
-    (["--speculative-dspark-fallback", "target-only", "--page-size", "16"], "--page-size=16"),
+    (["--speculative-dspark-fallback", "target-only", "--page-size", "128"], "--page-size=128"),
 ]
 # Arguments that some releases have.
 STARTUP += [

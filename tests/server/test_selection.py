@@ -19,6 +19,7 @@ PAIR = [*BASE, "--speculative-draft-model-path", str(DRAFT)]
 DSPARK = [*PAIR, "--speculative-algorithm", "DSPARK"]
 PLUGIN = [*DSPARK, "--speculative-dspark-engine", "plugin"]
 BLOCK = ["--speculative-dspark-block-size", "3"]
+OTHER_TARGET = ["--json-model-override-args", '{"vocab_size": 300}']
 
 # flags, environment, release that SGLang says it is; and what comes of it where SGLang has no DSPARK, and where it has.
 SERVED = "plugin: 8 tokens, auto, cpu"
@@ -59,6 +60,7 @@ CASES = {
         "ConfigError: unknown environment variable SGLANG_DSPARK_FAST_KERNEL",
         SERVED,
     ),
+    "a quantised target": ([*PLUGIN, "--quantization", "fp8"], {}, None, SERVED, SERVED),
     "an unknown release": (
         PLUGIN,
         {},
@@ -75,11 +77,11 @@ CASES = {
     ),
     "an unknown release without DSPARK": (BASE, {}, "0.5.99", "plain", "plain"),
     "target only": (
-        [*PLUGIN, *BLOCK, "--speculative-dspark-fallback", "target-only", "--quantization", "fp8"],
+        [*PLUGIN, *BLOCK, "--speculative-dspark-fallback", "target-only", *OTHER_TARGET],
         {},
         None,
-        "target only: DSPARK cannot run with --quantization=fp8",
-        "target only: DSPARK cannot run with --quantization=fp8",
+        f"target only: {DRAFT}: vocab_size=256, but the target has vocab_size=300",
+        f"target only: {DRAFT}: vocab_size=256, but the target has vocab_size=300",
     ),
 }
 SCRIPT = """

@@ -25,7 +25,7 @@ CASES: list[dict[str, Any]] = json.loads((DRAFT / "golden.json").read_text())["c
 VOCAB = range(3, 60)  # ids that the golden target's training text used
 EMULATION = SERVER_TESTS / "emulated_graphs"
 RANDOM_LENGTHS = SERVER_TESTS / "random_lengths"
-WORKER_PATCH = SERVER_TESTS / "worker_patch"
+WORKER_PATCH, INT8_METHOD = SERVER_TESTS / "worker_patch", SERVER_TESTS / "int8_method"
 DSPARK = dspark_flags(DRAFT)
 
 GUARDED = (
@@ -43,7 +43,7 @@ GUARDED = (
 
 def sitecustomized(folder: Path) -> dict[str, str]:
     """Environment of a server whose Python imports ``folder/sitecustomize.py`` at its start."""
-    path = [str(folder), str(WORKER_PATCH), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = [str(folder), str(WORKER_PATCH), str(INT8_METHOD), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(path)}
 
 

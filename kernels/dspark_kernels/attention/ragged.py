@@ -38,7 +38,7 @@ class ContextGroup:
     kept: torch.Tensor | None
     rows: torch.Tensor | None
     mask: torch.Tensor | None
-    _gathered: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    _gathered: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def gathered(self, k_pool: torch.Tensor, v_pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [R, n, kv_heads, hd] of one layer, in memory that the next layer of that width uses again.
@@ -46,15 +46,22 @@ class ContextGroup:
         An allocation of their size may be handed back to the system when it is freed, and then every layer would pay
         for its pages anew: up to twice the time of the whole attention.
         """
+        k_codes, v_codes = _bits(k_pool), _bits(v_pool)
         width = k_pool[0].numel()
         if width not in self._gathered:
-            self._gathered[width] = (k_pool.new_empty(len(self.slots), width), v_pool.new_empty(len(self.slots), width))
+            self._gathered[width] = tuple(codes.new_empty(len(self.slots), width) for codes in (k_codes, v_codes))
         out = self._gathered[width]
-        for pool, buffer in zip((k_pool, v_pool), out, strict=True):
+        for pool, buffer in zip((k_codes, v_codes), out, strict=True):
             # Whole pool rows; indexing [slots, kv_heads, hd] directly takes ten times as long.
             torch.index_select(pool.view(pool.shape[0], -1), 0, self.slots, out=buffer)
-        k, v = (buffer.view(self.num_requests, self.num_keys, *k_pool.shape[1:]) for buffer in out)
+        shape = (self.num_requests, self.num_keys, *k_pool.shape[1:])
+        k, v = (buffer.view(pool.dtype).view(shape) for buffer, pool in zip(out, (k_pool, v_pool), strict=True))
         return k, v
+
+
+def _bits(pool: torch.Tensor) -> torch.Tensor:
+    """A pool as numbers that torch can gather: those of eight bits it cannot."""
+    return pool.view(torch.uint8) if pool.element_size() == 1 else pool
 
 
 def group_contexts(
@@ -77,7 +84,7 @@ def group_contexts(
         query_lens: query rows of each request, back to back in the batch.
         causal: queries are the last positions among the keys and see no later key; otherwise all see all.
         heads_per_kv: query heads that share a K/V head.
-        dtype: of queries and pools.
+        dtype: of queries; pools may have another one.
         extra_keys: keys per request beside the pool, which all its queries see.
     """
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
@@ -113,10 +120,10 @@ def group_contexts(
 
 
 def _slots(req_to_token: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, n: int) -> torch.Tensor:
-    """[R * n] pool rows; slot 0 past a request's keys."""
+    """[R * n] pool rows; past a request's keys its first one, for no weight makes a foreign NaN vanish."""
     slots = req_to_token[rows, :n].to(torch.int64)
     if bool((keys < n).any()):
-        slots = slots.masked_fill(torch.arange(n) >= keys[:, None], 0)
+        slots = torch.where(torch.arange(n) < keys[:, None], slots, slots[:, :1])
     return slots.view(-1)
 
 
@@ -161,7 +168,7 @@ def attend_groups(
     out = torch.empty_like(q) if len(groups) > 1 else q
     for group in groups:
         picked = q if group.queries is None else q.index_select(0, group.queries)
-        k, v = group.gathered(k_pool, v_pool)
+        k, v = (cached.to(q.dtype) for cached in group.gathered(k_pool, v_pool))
         if extra_kv is not None:
             extra_k, extra_v = (x if group.queries is None else x.index_select(0, group.queries) for x in extra_kv)
             shape = (group.num_requests, group.num_queries, *k.shape[2:])

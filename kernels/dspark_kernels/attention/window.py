@@ -1,8 +1,8 @@
 """Attention of a few query rows per request: over its paged context, and over the window of the rows themselves.
 
 Both forwards of a decode step have this shape. In the draft block every row sees the whole window (Eq. 3), in the
-target's verification a row sees the window up to itself. K/V of the window are handed in beside the pool: those of a
-draft block are never stored there.
+target's verification a row sees the window up to itself. K/V of the window are handed in beside the pool, since those
+of a draft block are never stored there, or are read back from it, where what is stored has been rounded.
 
 Slots are read from SGLang's ``req_to_token`` table, and lengths from the device: the kernel needs no index list built
 for it and no value of the host, so it can be captured in a CUDA graph.
@@ -43,7 +43,7 @@ class PagedWindows:
 
     Attributes:
         req_to_token: [rows, columns] int32, slot of every position of every request; columns ``0..prefix_lens[r]-1`` of
-            row ``req_pool_indices[r]`` are read.
+            row ``req_pool_indices[r]`` are read, and those of the window where the pool holds that.
         req_pool_indices: [bs] int64.
         prefix_lens: [bs] int64, context length per request; 0 is allowed.
         indptr: [bs + 1] int64, first row of each request; a request without rows is allowed, and so are rows past the
@@ -60,8 +60,8 @@ class PagedWindows:
 
 def window_attention_ref(
     q: torch.Tensor,  # [N, heads, hd]
-    k: torch.Tensor,  # [N, kv_heads, hd]
-    v: torch.Tensor,  # [N, kv_heads, hd]
+    k: torch.Tensor | None,  # [N, kv_heads, hd]
+    v: torch.Tensor | None,  # [N, kv_heads, hd]
     pool: tuple[torch.Tensor, torch.Tensor],  # [slots, kv_heads, hd] each
     windows: PagedWindows,
     *,
@@ -75,17 +75,18 @@ def window_attention_ref(
         if start == end:
             continue
         prefix, rows = int(windows.prefix_lens[request]), end - start
-        slots = windows.req_to_token[windows.req_pool_indices[request], :prefix].long()
+        slots = windows.req_to_token[windows.req_pool_indices[request], : prefix + rows].long()
         keys, values = (
-            torch.cat([cached[slots], x[start:end]]).transpose(0, 1) for cached, x in zip(pool, (k, v), strict=True)
+            (cached[slots].to(q.dtype) if x is None else torch.cat([cached[slots[:prefix]].to(q.dtype), x[start:end]]))
+            for cached, x in zip(pool, (k, v), strict=True)
         )
         visible = torch.ones(rows, prefix + rows, dtype=torch.bool, device=q.device)
         if causal:
             visible = visible.tril(prefix)
         attended = F.scaled_dot_product_attention(
             q[start:end].transpose(0, 1)[None],
-            keys[None],
-            values[None],
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
             attn_mask=visible,
             scale=scale,
             enable_gqa=True,
@@ -97,8 +98,8 @@ def window_attention_ref(
 @on_kernels(window_attention_ref)
 def window_attention(
     q: torch.Tensor,  # [N, heads, hd]
-    k: torch.Tensor,  # [N, kv_heads, hd]
-    v: torch.Tensor,  # [N, kv_heads, hd]
+    k: torch.Tensor | None,  # [N, kv_heads, hd]
+    v: torch.Tensor | None,  # [N, kv_heads, hd]
     pool: tuple[torch.Tensor, torch.Tensor],  # [slots, kv_heads, hd] each
     windows: PagedWindows,
     *,
@@ -110,8 +111,9 @@ def window_attention(
 
     Args:
         q, k, v: rows of the windows, request by request, normalised and rotated; float32, float16 or bfloat16. Rows may
-            lie apart, as they do in the output of a fused projection.
-        pool: K and V of the contexts in this layer, contiguous.
+            lie apart, as they do in the output of a fused projection. k and v are None where the pool holds the windows
+            too, behind their contexts: rows then see what later steps will read of them.
+        pool: K and V of the contexts in this layer, contiguous; any float dtype, float8_e4m3fn among them.
         windows: whose rows they are, and where the contexts lie.
         causal: a row sees the window up to itself, not all of it.
         scale: of the scores.
@@ -126,11 +128,11 @@ def window_attention(
     """
     if not (pool[0].is_contiguous() and pool[1].is_contiguous()):
         raise ValueError("k_pool and v_pool must be contiguous; pass one layer of a [L, slots, kv_heads, hd] pool")
-    q, k, v = (with_whole_rows(x) for x in (q, k, v))
+    q, k, v = with_whole_rows(q), None if k is None else with_whole_rows(k), None if v is None else with_whole_rows(v)
     num_rows, num_heads, head_dim = q.shape
     if splits is None:
         # Captured forwards have a slot for every request that might come; so many requests at least have rows.
-        splits = num_splits(triton.cdiv(num_rows, windows.width), k.shape[1], num_processors(q.device))
+        splits = num_splits(triton.cdiv(num_rows, windows.width), pool[0].shape[1], num_processors(q.device))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if splits == 1:
         _attend((q, k, v), pool, windows, out, None, causal=causal, scale=scale)
@@ -155,7 +157,7 @@ def window_attention(
 
 
 def _attend(
-    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     pool: tuple[torch.Tensor, torch.Tensor],
     windows: PagedWindows,
     out: torch.Tensor,
@@ -167,7 +169,7 @@ def _attend(
     """Write the attention of q, k and v into ``out``, or with ``lse`` the parts of it."""
     q, k, v = rows
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
+    num_kv_heads = pool[0].shape[1]
     group, width, block_d = num_heads // num_kv_heads, windows.width, _block_d(head_dim)
     share = _heads_per_program(group, width, block_d)
     block_m = max(_MIN_DOT, triton.next_power_of_2(width * share))
@@ -185,8 +187,8 @@ def _attend(
         windows.prefix_lens,
         windows.indptr,
         q.stride(0),
-        k.stride(0),
-        v.stride(0),
+        0 if k is None else k.stride(0),
+        0 if v is None else v.stride(0),
         windows.req_to_token.stride(0),
         num_rows,
         scale,
@@ -195,6 +197,7 @@ def _attend(
         HEAD_DIM=head_dim,
         CAUSAL=causal,
         IS_SPLIT=lse is not None,
+        IS_STORED=k is None,
         SHARE=share,
         BLOCK_H=triton.next_power_of_2(share),
         BLOCK_M=block_m,

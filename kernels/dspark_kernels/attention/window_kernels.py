@@ -43,8 +43,8 @@ def _attend_context(
         slots = tl.load(table + positions, mask=visible, other=0).to(tl.int64)
         offsets = slots[:, None] * SLOT_SIZE + dims[None, :]
         mask = visible[:, None] & (dims < HEAD_DIM)[None, :]
-        k = tl.load(k_pool_ptr + offsets, mask=mask, other=0.0)
-        v = tl.load(v_pool_ptr + offsets, mask=mask, other=0.0)
+        k = tl.load(k_pool_ptr + offsets, mask=mask, other=0.0).to(q.dtype)
+        v = tl.load(v_pool_ptr + offsets, mask=mask, other=0.0).to(q.dtype)
         row_max, row_sum, acc = _attend_tile(q, k, v, visible[None, :], row_max, row_sum, acc, scale)
     return row_max, row_sum, acc
 
@@ -52,10 +52,10 @@ def _attend_context(
 @triton.jit
 def _attend_window(
     q,
-    k_ptr,  # first row of the request, its K/V head
+    k_ptr,  # the K/V head
     v_ptr,
-    k_stride,
-    v_stride,
+    k_offsets,  # [W] int64, of the request's rows
+    v_offsets,
     length,
     place,  # of the query rows in the window
     dims,
@@ -71,9 +71,8 @@ def _attend_window(
     columns = tl.arange(0, BLOCK_W)
     is_column = columns < length
     mask = is_column[:, None] & (dims < HEAD_DIM)[None, :]
-    rows = columns.to(tl.int64)[:, None]
-    k = tl.load(k_ptr + rows * k_stride + dims[None, :], mask=mask, other=0.0)
-    v = tl.load(v_ptr + rows * v_stride + dims[None, :], mask=mask, other=0.0)
+    k = tl.load(k_ptr + k_offsets[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
+    v = tl.load(v_ptr + v_offsets[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
     visible = is_column[None, :]
     if CAUSAL:
         # Column 0 is visible to every row, those past the request's end included.
@@ -109,7 +108,7 @@ _STEP_POINTERS = ["req_pool_indices_ptr", "prefix_lens_ptr", "indptr_ptr"]
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=_STEP_POINTERS)
 def window_attention_kernel(
     q_ptr,
-    k_ptr,
+    k_ptr,  # None with IS_STORED
     v_ptr,
     out_ptr,  # [N, heads, hd]; with IS_SPLIT [splits, N, heads, hd] float32
     lse_ptr,  # [splits, N, heads] float32, None without IS_SPLIT
@@ -130,6 +129,7 @@ def window_attention_kernel(
     HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_STORED: tl.constexpr,  # the pools hold the window too
     SHARE: tl.constexpr,  # heads of a group that a program takes
     BLOCK_H: tl.constexpr,  # >= SHARE
     BLOCK_M: tl.constexpr,  # >= SHARE times the most rows of a request
@@ -176,10 +176,13 @@ def window_attention_kernel(
         last = tl.minimum(first + per_split, prefix)
 
         table = req_to_token_ptr + tl.load(req_pool_indices_ptr + request).to(tl.int64) * table_stride
+        slot_size: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+        k_pool_ptr += kv_head * HEAD_DIM
+        v_pool_ptr += kv_head * HEAD_DIM
         row_max, row_sum, acc = _attend_context(
             q,
-            k_pool_ptr + kv_head * HEAD_DIM,
-            v_pool_ptr + kv_head * HEAD_DIM,
+            k_pool_ptr,
+            v_pool_ptr,
             table,
             first,
             last,
@@ -188,17 +191,25 @@ def window_attention_kernel(
             row_sum,
             acc,
             scale,
-            NUM_KV_HEADS * HEAD_DIM,
+            slot_size,
             HEAD_DIM,
             BLOCK_N,
         )
         if split == 0:
+            columns = tl.arange(0, BLOCK_W)
+            if IS_STORED:
+                slots = tl.load(table + prefix + columns, mask=columns < length, other=0).to(tl.int64)
+                k_window_ptr, v_window_ptr = k_pool_ptr, v_pool_ptr
+                k_offsets, v_offsets = slots * slot_size, slots * slot_size
+            else:
+                k_window_ptr, v_window_ptr = k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM
+                k_offsets, v_offsets = (start + columns) * k_stride, (start + columns) * v_stride
             row_max, row_sum, acc = _attend_window(
                 q,
-                k_ptr + start * k_stride + kv_head * HEAD_DIM,
-                v_ptr + start * v_stride + kv_head * HEAD_DIM,
-                k_stride,
-                v_stride,
+                k_window_ptr,
+                v_window_ptr,
+                k_offsets,
+                v_offsets,
                 length,
                 place,
                 dims,

@@ -13,6 +13,8 @@ from sglang_dspark.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights that are no codes of a quantisation, in the terms of safetensors."""
 
 
 class StoredTensors:

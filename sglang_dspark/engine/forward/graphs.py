@@ -119,6 +119,7 @@ def static_verify(
         A function that returns what :func:`sglang_dspark.engine.forward.verify.run_verify` does.
     """
     num_tokens = len(plan.input_ids)
+    real_tokens = torch.zeros((), dtype=torch.int32, device=plan.input_ids.device)
     layout = DSparkVerifyInput(
         draft_token=plan.input_ids,
         positions=plan.positions,
@@ -137,8 +138,8 @@ def static_verify(
         seq_lens=step.prefix_lens,
         orig_seq_lens=step.prefix_lens,
         seq_lens_sum=num_tokens,  # for backends that plan on the host; ours does not
-        num_token_non_padded=torch.tensor(num_tokens, dtype=torch.int32, device=plan.input_ids.device),
-        **token_count(num_tokens),
+        num_token_non_padded=real_tokens,
+        **token_count(num_tokens),  # of the tier: the host does not know the step's
         next_token_logits_buffer=logits,
         spec_algorithm=model_runner.spec_algorithm,
         spec_info=layout,
@@ -152,6 +153,7 @@ def static_verify(
         with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)):
             set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
             set_is_extend_in_batch(False)
+            real_tokens.copy_(plan.indptr[-1])
             output = model_runner.model.forward(plan.input_ids, plan.positions, forward_batch)
         return TargetOutput(replace(output, hidden_states=None), output.hidden_states)
 

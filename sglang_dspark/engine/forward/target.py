@@ -10,10 +10,10 @@ import torch
 from sglang_dspark.draft.cache import bytes_per_token
 from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
 from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.draft.pairing import lacks_own
 from sglang_dspark.engine.compat.pools import make_room, request_capture
 from sglang_dspark.engine.compat.ranks import tp_group
 from sglang_dspark.engine.forward.capture import make_capturable, text_model
-from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -44,25 +44,54 @@ class Target:
     def share_with(self, drafter: DraftModel) -> tuple[str, ...]:
         """Let the drafter read the target's embedding and LM head; returns the names of the shared tensors.
 
+        A layer that is quantised or packed cannot be read: then the drafter's own is used.
+
         Under tensor parallelism each rank of the target has a part of their rows. The drafter gets them whole, on every
         rank: that costs memory once, where drafting from the parts would cost an all-reduce and an all-gather of
         [bs * depth, V] logits in every step.
+
+        Raises:
+            CheckpointError: the drafter lacks a tensor that it cannot read from this target.
         """
-        embedding, head = self.model.get_input_embeddings(), self.model.lm_head
-        for name, layer in (("embed_tokens", embedding), ("lm_head", head)):
-            if getattr(layer, "use_intel_amx_backend", False):
-                raise ConfigError(f"--device=cpu: the target's {name} is packed for AMX, which DSPARK cannot read yet")
-        embed_weight = self._whole(embedding)
-        head_weight = embed_weight if head.weight is embedding.weight else self._whole(head)
+        embedding, head = self._readable("embed_tokens", drafter), self._readable("lm_head", drafter)
+        embed_weight = None if embedding is None else self._whole(embedding)
+        if head is None or head is embedding:
+            head_weight = None if head is None else embed_weight
+        else:
+            head_weight = self._whole(head)
         shared = drafter.bind_target(embed_weight, head_weight)
         if self._tp_group.world_size > 1:
             read = {w.data_ptr(): w.nbytes for w in (drafter.embed_weight, drafter.lm_head_weight)}
             logger.info("DSPARK: whole embedding and LM head on every rank, %.1f MiB", sum(read.values()) / 2**20)
         return shared
 
-    def _whole(self, layer: Any) -> torch.Tensor:
-        """[V, d] weight of a layer whose ranks hold equal parts of the rows, padding at the very end."""
-        gathered: torch.Tensor = self._tp_group.all_gather(layer.weight.data, dim=0)
+    def _readable(self, name: str, drafter: DraftModel) -> torch.Tensor | None:
+        """[rows of this rank, d] weight of a layer; None where it is in a form that only the target can read.
+
+        Raises:
+            CheckpointError: in that case, if the drafter has no tensor of its own.
+        """
+        layer = self.model.lm_head if name == "lm_head" else self.model.get_input_embeddings()
+        weight: torch.Tensor | None = getattr(layer, "weight", None)
+        if getattr(layer, "use_intel_amx_backend", False):
+            reason = "is packed for AMX"
+        elif weight is None or not self._is_plain(weight):
+            reason = f"is quantised ({self._model_runner.model_config.quantization})"
+        else:
+            return weight
+        if getattr(drafter, name) is None:
+            raise lacks_own(drafter.config, name, reason)
+        return None
+
+    def _is_plain(self, weight: torch.Tensor) -> bool:
+        """Whether it is [V / ranks, d] in a dtype that is no code: those of quantised numbers have one byte."""
+        rows = -(-self._vocab_size // self._tp_group.world_size)
+        floats = weight.is_floating_point() and weight.element_size() > 1
+        return floats and weight.dim() == 2 and weight.shape[0] >= rows and weight.shape[1] == self._hidden_size
+
+    def _whole(self, part: torch.Tensor) -> torch.Tensor:
+        """[V, d] weight whose rows the ranks hold in equal parts, padding at the very end."""
+        gathered: torch.Tensor = self._tp_group.all_gather(part.data, dim=0)
         return gathered[: self._vocab_size]
 
     def features(self, input_ids: torch.Tensor, captured: torch.Tensor) -> torch.Tensor:

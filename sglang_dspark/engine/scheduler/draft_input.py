@@ -15,6 +15,8 @@ from sglang_dspark.engine.compat import requests
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.compat.pools import alloc_token_slots
 
+Lengths = np.ndarray[Any, np.dtype[np.int64]]
+
 STRIDE = 32
 """Tokens that a reservation reaches past what the step needs."""
 # Strides of all running requests that have to be free, counting what the prefix cache would give up, before one is
@@ -63,7 +65,8 @@ class DSparkDraftInput(SpecInput):
 
         Two verify windows past the committed length: under overlap that length lags behind the device by up to one
         window, and the step needs one of its own. Slots of rejected drafts are used again by the next step. What is
-        reserved reaches :data:`STRIDE` tokens further while the pool has plenty, so that most steps reserve nothing.
+        reserved reaches :data:`STRIDE` tokens further while the pool has plenty, so that most steps reserve nothing,
+        and to the end of a page.
         """
         reqs = batch.reqs
         if not reqs:
@@ -101,17 +104,36 @@ def _reserve(batch: Any, short: Sequence[Any], needed: int) -> None:
     """Give the requests ``short`` of ``batch`` slots for ``needed`` tokens past what they have committed, or more."""
     pool, tree_cache = batch.token_to_kv_pool_allocator, batch.tree_cache
     spare = pool.available_size() + tree_cache.evictable_size()
-    stride = STRIDE if spare >= (needed + _SPARE_STRIDES * STRIDE) * len(batch.reqs) else 0
+    page = int(pool.page_size)
+    stride = STRIDE if spare >= (needed + page - 1 + _SPARE_STRIDES * STRIDE) * len(batch.reqs) else 0
     committed, allocated = (np.array(lengths, dtype=np.int64) for lengths in requests.lengths(short))
-    reserved = committed + needed + stride
-    counts = reserved - allocated
-    total = int(counts.sum())
-    slots = alloc_token_slots(tree_cache, total)
-    rows = np.repeat([requests.row(req) for req in short], counts)
-    starts = np.repeat(np.cumsum(counts) - counts, counts)
-    columns = np.repeat(allocated, counts) + np.arange(total) - starts
-    table = batch.req_to_token_pool.req_to_token
-    where = to_device(torch.from_numpy(np.stack([rows, columns])), table.device)
-    table[where[0], where[1]] = slots.to(table.dtype)
+    rows, table = np.array([requests.row(req) for req in short]), batch.req_to_token_pool.req_to_token
+    # The pages that hold the last tokens of a prompt are the request's in full.
+    owned = _whole_pages(allocated, page)
+    if (owned > allocated).any():
+        where, places = _cells(rows, allocated, owned, table.device)
+        last = to_device(torch.from_numpy(np.repeat(allocated - 1, owned - allocated)), table.device)
+        table[where[0], where[1]] = table[where[0], last] + (1 + places).to(table.dtype)
+    reserved = _whole_pages(committed + needed + stride, page)
+    where, _ = _cells(rows, owned, reserved, table.device)
+    table[where[0], where[1]] = alloc_token_slots(tree_cache, where.shape[1]).to(table.dtype)
     for req, length in zip(short, reserved.tolist(), strict=True):
         requests.set_allocated_len(req, length)
+
+
+def _whole_pages(lengths: Lengths, page: int) -> Lengths:
+    return -(-lengths // page) * page
+
+
+def _cells(rows: Lengths, begins: Lengths, ends: Lengths, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cells of ``req_to_token``: in row ``rows[i]``, the columns ``begins[i]..ends[i]-1``.
+
+    Returns:
+        [2, n] int64 rows and columns, and [n] int64 the place of each among those of its row.
+    """
+    counts = ends - begins
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    places = np.arange(len(starts)) - starts
+    cells = np.stack([np.repeat(rows, counts), np.repeat(begins, counts) + places, places])
+    moved = to_device(torch.from_numpy(cells), device)
+    return moved[:2], moved[2]

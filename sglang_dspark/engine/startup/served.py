@@ -32,6 +32,9 @@ class Refusal:
         return getattr(args, self.name, self.allowed[0]) not in self.allowed
 
 
+PAGE_SIZES = (1, 16, 32, 64)
+"""K/V slots per page that are served."""
+
 HTTP = "drop the flag: requests are checked on their way through HTTP"
 OTHER_ALGORITHM = "drop the flag: DSPARK does not read it, it belongs to other speculative algorithms"
 
@@ -45,9 +48,9 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("lora_paths", (None, [], {}), "drop --enable-lora and --lora-paths"),
     Refusal("disaggregation_mode", ("null",)),
     Refusal("tokenizer_worker_num", (1,), "pass 1"),
-    Refusal("page_size", (1, None), "pass --page-size 1"),
+    Refusal("page_size", (*PAGE_SIZES, None), "pass 1, 16, 32 or 64"),
     Refusal("enable_mixed_chunk", (False,)),
-    Refusal("kv_cache_dtype", ("auto", "bfloat16", "bf16"), "pass auto"),
+    Refusal("kv_cache_dtype", ("auto", "bfloat16", "bf16", "fp8_e4m3"), "pass auto, bfloat16 or fp8_e4m3"),
     Refusal("enable_hierarchical_cache", (False,)),
     Refusal("enable_lmcache", (False,)),
     Refusal("enable_two_batch_overlap", (False,)),
@@ -121,7 +124,7 @@ REFUSED_FLAGS_OF_SOME_RELEASES: tuple[Refusal, ...] = (
 
 CHECKED_ELSEWHERE = {
     "device": "`cpu` or `cuda`",
-    "quantization": "refused: targets are served unquantised",
+    "quantization": "served; where it covers the target's LM head or embedding, the drafter needs its own",
     "attention_backend": "`torch_native` on a CPU; `fa3`, `flashinfer` or `triton` on CUDA",
     "decode_attention_backend": "as `--attention-backend`",
     "prefill_attention_backend": "as `--attention-backend`",
@@ -158,13 +161,12 @@ disable_decode_cuda_graph disable_cuda_graph download_dir gc_threshold sleep_on_
 """Flags that mean what they mean on a plain server."""
 
 OTHER_MODELS_FLAGS = """
-is_embedding enable_multimodal quantization_param_path modelopt_quant modelopt_checkpoint_restore_path
-modelopt_checkpoint_save_path modelopt_export_path quantize_and_serve rl_quant_profile swa_full_tokens_ratio
+is_embedding enable_multimodal swa_full_tokens_ratio
 disable_hybrid_swa_memory moe_dp_size enable_dsa_prefill_context_parallel dsa_prefill_cp_mode
-asr_max_buffer_seconds asr_max_concurrent_sessions mm_attention_backend fp8_gemm_runner_backend
-fp4_gemm_runner_backend dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend dsa_topk_backend
+asr_max_buffer_seconds asr_max_concurrent_sessions mm_attention_backend
+dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend dsa_topk_backend
 mamba_backend flashinfer_mla_disable_ragged enable_fused_moe_sum_all_reduce enable_deepseek_v4_fp4_indexer
-torchao_config ep_size moe_a2a_backend moe_runner_backend flashinfer_mxfp4_moe_precision deepep_mode
+ep_size moe_a2a_backend moe_runner_backend flashinfer_mxfp4_moe_precision deepep_mode
 deepep_dispatcher_output_dtype ep_num_redundant_experts ep_dispatch_algorithm init_expert_location enable_eplb
 eplb_algorithm eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk
 eplb_min_rebalancing_utilization_threshold expert_distribution_recorder_mode
@@ -181,7 +183,7 @@ kt_weight_path kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts kt_m
  dllm_algorithm_config encoder_only language_only encoder_transfer_backend encoder_urls
 encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder
 """.split()
-"""Flags of models that are refused as targets: experts, state spaces, other modalities, other quantisations."""
+"""Flags of models that are refused as targets: experts, state spaces, other modalities."""
 
 REFUSED_FEATURES_FLAGS = """
 pp_max_micro_batch_size pp_async_batch_depth load_balance_method enable_prefill_cp cp_strategy
@@ -199,6 +201,8 @@ enable_weights_cpu_backup enable_draft_weights_cpu_backup
 """Flags that only adjust something that is refused itself."""
 
 UNEXAMINED_FLAGS = """
+quantization_param_path modelopt_quant modelopt_checkpoint_restore_path modelopt_checkpoint_save_path
+modelopt_export_path quantize_and_serve rl_quant_profile fp8_gemm_runner_backend fp4_gemm_runner_backend torchao_config
 tokenizer_backend detokenizer_worker_num model_loader_extra_config model_config_parser enable_fp32_lm_head
 enable_tf32_matmul enable_dynamic_chunking prefill_max_requests disable_priority_preemption default_priority_value
 abort_on_priority_when_disabled schedule_low_priority_values_first priority_scheduling_preemption_threshold

@@ -16,9 +16,10 @@ from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.families import family_of
-from sglang_dspark.draft.pairing import check_device, check_pair
+from sglang_dspark.draft.pairing import check_device, check_pair, lacks_own
 from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.draft.weights import check_draft_model
+from sglang_dspark.draft.target_files import quantised_layers
+from sglang_dspark.draft.weights import check_draft_model, own_tensors
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.settled import Serving
 from sglang_dspark.engine.startup import hooks, served
@@ -57,6 +58,8 @@ def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
     # SGLang would read the draft's config, in which transformers does not know every format: complete() gives it back.
     drafter = find_drafter(args, config)
     args.speculative_draft_model_path = None
+    if args.speculative_draft_model_quantization is None:
+        args.speculative_draft_model_quantization = "unquant"  # or SGLang would take the target's for the drafter's
     _choose_attention_backend(args)
     if args.sampling_backend not in (None, "pytorch"):
         logger.warning(
@@ -133,13 +136,13 @@ def validate(server_args: Any) -> None:
         config = DSparkConfig.resolve({})
         options = _Options(config, find_drafter(server_args, config))
         server_args.speculative_draft_model_path = None if options.drafter is None else options.drafter.path
+        if server_args.speculative_draft_model_quantization == server_args.quantization:
+            server_args.speculative_draft_model_quantization = None  # the target's, which SGLang has taken for both
     dummy = options.drafter is not None and _draft_load_format(server_args) == "dummy"
     ours = server_args.min_free_slots_delay is None
     arguments.attach(server_args, Serving(options.config, options.drafter, dummy, holds_prompts=ours))
     if server_args.device not in PREFILL_BACKENDS:
         raise UnservedError(f"DSPARK cannot run with --device={server_args.device}; pass cpu or cuda")
-    if (quantization := server_args.quantization) is not None:
-        raise UnservedError(f"DSPARK cannot run with --quantization={quantization}; serve an unquantised target")
     for refusal in _refusals(server_args):
         raise ConfigError(refusal)
 
@@ -196,7 +199,7 @@ def complete(server_args: Any) -> None:
     settled: Serving = arguments.attached(server_args)
     config, drafter = settled.config, settled.drafter
     server_args.speculative_draft_model_path = None if drafter is None else drafter.path
-    _check_target(server_args, drafter)
+    _check_target(server_args, settled)
     gamma = config.gamma(None if drafter is None else drafter.config.gamma)
     target = arguments.model_config(server_args)
     family = family_of(target.hf_config.architectures)
@@ -214,15 +217,20 @@ def complete(server_args: Any) -> None:
     )
 
 
-def _check_target(server_args: Any, drafter: ResolvedDrafter | None) -> None:
-    target = arguments.model_config(server_args)
-    if target.quantization is not None or getattr(target.hf_config, "quantization_config", None) is not None:
-        raise UnservedError(f"--model-path={server_args.model_path!r} is quantised; DSPARK serves unquantised targets")
+def _check_target(server_args: Any, settled: Serving) -> None:
+    target, drafter = arguments.model_config(server_args), settled.drafter
     if drafter is None:
         family_of(target.hf_config.architectures)
-    else:
-        check_pair(drafter.config, target.hf_config.architectures, target.hf_text_config)
-        check_device(drafter.config, server_args.device)
+        return
+    check_pair(drafter.config, target.hf_config.architectures, target.hf_text_config)
+    check_device(drafter.config, server_args.device)
+    if target.quantization is not None:
+        # What only shows once the target is loaded, its handle refuses then.
+        own: frozenset[str] = frozenset() if settled.dummy_draft else own_tensors(drafter.path, drafter.reading)
+        tied = bool(getattr(target.hf_text_config, "tie_word_embeddings", False))
+        for layer in quantised_layers(Path(server_args.model_path), tied=tied):
+            if f"{layer}.weight" not in own:
+                raise lacks_own(drafter.config, layer, f"is quantised ({target.quantization})")
 
 
 def _check_options(server_args: Any, config: DSparkConfig, drafter: ResolvedDrafter | None, gamma: int) -> None:

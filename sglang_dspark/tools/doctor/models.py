@@ -48,8 +48,7 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         model = load_draft_model(draft_dir, dtype=_dtype(target), device="cpu")
         num_tensors = sum(1 for _ in model.parameters())
         _check_finite(model)
-        # In the server's dtype: a float32 embedding equals the drafter's copy only after the same rounding.
-        shared = model.bind_target(*(weight.to(_dtype(target)) for weight in _read_target_embeddings(target_dir)))
+        shared = _bind(model, target_dir, target)
         yield Finding("ok", "tensors", f"{num_tensors} tensors, all expected, all finite; {_describe_memory(model)}")
         yield Finding("ok", "shared", f"read from the target: {', '.join(shared) or 'nothing'}")
     except DSparkError as error:
@@ -103,6 +102,22 @@ def _check_finite(model: DraftModel) -> None:
         raise CheckpointError(
             f"{model.config.origin}: NaN or infinite values in {', '.join(broken)}; take an intact checkpoint"
         )
+
+
+def _bind(model: DraftModel, target_dir: Path, target: Any) -> tuple[str, ...]:
+    """Let ``model`` read what it can of the target; returns the names of the tensors."""
+    from sglang_dspark.draft.pairing import lacks_own
+    from sglang_dspark.draft.target_files import quantised_layers
+
+    quantised = quantised_layers(target_dir, tied=target.tie_word_embeddings)
+    for layer in quantised:
+        if getattr(model, layer) is None:
+            raise lacks_own(model.config, layer, "is quantised")
+    weights = dict(zip(("embed_tokens", "lm_head"), _read_target_embeddings(target_dir), strict=True))
+    # In the server's dtype: a float32 embedding equals the drafter's copy only after the same rounding.
+    return model.bind_target(
+        *(None if layer in quantised else weight.to(_dtype(target)) for layer, weight in weights.items())
+    )
 
 
 def _read_target_embeddings(target_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:

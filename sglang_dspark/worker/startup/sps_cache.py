@@ -143,6 +143,8 @@ def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int
         "target": _digest(server_args.model_path),
         "draft": _digest(server_args.speculative_draft_model_path),
         "dtype": str(runner.dtype).removeprefix("torch."),
+        "quantization": str(runner.model_config.quantization),
+        "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
         "block_size": str(staging.eager.drafter.gamma),
         "max_verify": str(max_verify),
         "max_requests": str(most_requests(runner)),

@@ -6,7 +6,7 @@ tiers, padding, plans laid out on the device, buffers that a replay overwrites. 
 
 from contextlib import ExitStack, contextmanager, nullcontext
 
-from worker_patch import patch_worker
+from worker_patch import complete_cpu, patch_worker
 
 REQUEST_SLOTS = [1, 2]
 FOREVER = ExitStack()  # a context that nobody holds ends at once
@@ -162,3 +162,4 @@ def ragged_attention(backend, q, k, v, layer, batch):
 
 
 patch_worker(emulate)
+complete_cpu()

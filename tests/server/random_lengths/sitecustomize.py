@@ -3,7 +3,7 @@
 Python imports this module at start-up when its folder is on ``PYTHONPATH``.
 """
 
-from worker_patch import patch_worker
+from worker_patch import complete_cpu, patch_worker
 
 
 def offer(module):
@@ -20,3 +20,4 @@ def offer(module):
 
 
 patch_worker(offer)
+complete_cpu()

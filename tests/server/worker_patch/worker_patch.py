@@ -1,20 +1,22 @@
-"""Lets a ``sitecustomize`` module change the worker of the server that it is started with."""
+"""Lets a ``sitecustomize`` module change modules of the server that it is started with."""
 
 import importlib.abc
 import importlib.util
 import sys
 
 WORKER = "sglang_dspark.worker.worker"
+QUANTISATIONS = "sglang.srt.layers.quantization"
+ALLOCATOR = "sglang.srt.mem_cache.allocator.paged"
 
 
-class WorkerFinder(importlib.abc.MetaPathFinder):
-    """Calls ``patch`` with the worker's module right after it was loaded."""
+class Finder(importlib.abc.MetaPathFinder):
+    """Calls ``patch`` with one module right after it was loaded."""
 
-    def __init__(self, patch):
-        self._patch = patch
+    def __init__(self, name, patch):
+        self._name, self._patch = name, patch
 
     def find_spec(self, name, path, target=None):
-        if name != WORKER:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -30,4 +32,20 @@ class WorkerFinder(importlib.abc.MetaPathFinder):
 
 def patch_worker(patch):
     """Have ``patch`` called with the worker's module as soon as it is imported."""
-    sys.meta_path.insert(0, WorkerFinder(patch))
+    sys.meta_path.insert(0, Finder(WORKER, patch))
+
+
+def complete_cpu():
+    """Have a server on a CPU know the quantisation of ``int8_method``, and pages of more than one slot."""
+
+    def offer(module):
+        import int8_method
+
+        int8_method.offer(module)
+
+    def install(module):
+        import paged_slots
+
+        paged_slots.install(module)
+
+    sys.meta_path[:0] = [Finder(QUANTISATIONS, offer), Finder(ALLOCATOR, install)]

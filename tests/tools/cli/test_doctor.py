@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from family_targets import written_target
 from random_drafter import random_drafter
+import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.engine import support
@@ -119,6 +120,23 @@ def test_an_own_embedding_is_not_called_shared(run, target, broken):
     result = run("doctor", "--target", target, "--draft", broken)
     assert result.exit_code == 0, result.output
     assert "read from the target: lm_head.weight" in result.output
+
+
+@pytest.mark.usefixtures("without_sglang")
+def test_a_quantised_head_is_not_called_shared(run, target, draft, broken, tmp_path):
+    quantised = Path(shutil.copytree(target, tmp_path / "target", copy_function=shutil.copyfile))
+    edit_config(quantised, tie_word_embeddings=False)
+    edit_tensors(
+        quantised, lambda tensors: tensors.update({"lm_head.qweight": torch.zeros(16, 256, dtype=torch.int32)})
+    )
+    result = run("doctor", "--target", quantised, "--draft", draft)
+    assert result.exit_code == 0, result.output
+    assert "read from the target: embed_tokens.weight" in result.output
+    assert "embed_tokens.weight, lm_head.weight" not in result.output
+    edit_tensors(broken, lambda tensors: tensors.pop("lm_head.weight"))
+    result = run("doctor", "--target", quantised, "--draft", broken)
+    assert result.exit_code == 1
+    assert "no lm_head.weight of its own, and the target's lm_head is quantised" in result.output
 
 
 @pytest.mark.parametrize(
