@@ -35,6 +35,8 @@ def report_of(tally: Tally, quiet: Neighbour, neighbour: Neighbour) -> dict[str,
         "server_errors": tally.num_errors,
         "first_errors": tally.errors,
         "hangs": tally.hangs,
+        "broken": tally.broken,
+        "server_ended": tally.ended,
         "slowest_answer": {"seconds": tally.slowest_s[0], "kind": tally.slowest_s[1]},
         "neighbour": {
             "texts": len(neighbour.texts),
@@ -45,7 +47,7 @@ def report_of(tally: Tally, quiet: Neighbour, neighbour: Neighbour) -> dict[str,
             "slowest_ms": max(neighbour.gaps_ms, default=0.0),
             "late_steps": len(late),
         },
-        "passed": not tally.num_errors and not tally.hangs and not wrong,
+        "passed": tally.passed and not wrong,
     }
 
 
@@ -64,6 +66,8 @@ def main(target: Path, draft: Path, number: int, users: int, seed: int, output: 
         with Neighbour(server.url) as neighbour:
             tally = send(server.url, number, seed, users)
         after = alone(server.url, texts=1)
+        if tally.ended:
+            Console().print(server.log_tail(60), markup=False)
     report = {**provenance.record(), "seed": seed, "users": users, **report_of(tally, quiet, neighbour)}
     report["passed"] = report["passed"] and after.texts[0] == quiet.texts[0]
     output.parent.mkdir(parents=True, exist_ok=True)

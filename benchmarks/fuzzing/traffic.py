@@ -33,12 +33,21 @@ class Tally:
         errors: the first of each kind with an HTTP 5xx: its status, body and answer.
         hangs: kinds of those that nobody answered in time.
         slowest_s: the slowest answer and its kind.
+        broken: requests whose answer broke off, the whole server's end among the reasons.
+        ended: whether the server was gone before the last request.
     """
 
     answers: Counter[str] = field(default_factory=Counter)
     errors: dict[str, tuple[int, str, str]] = field(default_factory=dict)
     hangs: list[str] = field(default_factory=list)
     slowest_s: tuple[float, str] = (0.0, "")
+    broken: list[str] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether every request got an answer, and none an HTTP 5xx."""
+        return not (self.num_errors or self.hangs or self.broken or self.ended)
 
     @property
     def num_errors(self) -> int:
@@ -69,10 +78,19 @@ class Neighbour:
         self._over.set()
         self._thread.join()
 
+    @property
+    def asks(self) -> bool:
+        """Whether it goes on asking; it gives up when the server has ended."""
+        return self._thread.is_alive()
+
     async def _run(self) -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10 * HANG_S)) as session:
             while not self._over.is_set():
-                self.texts.append(await self._text(session))
+                try:
+                    self.texts.append(await self._text(session))
+                except aiohttp.ClientError:
+                    self.texts.append([])  # a wrong text
+                    return
 
     async def _text(self, session: aiohttp.ClientSession) -> list[int]:
         ids: list[int] = []
@@ -92,7 +110,7 @@ class Neighbour:
 def alone(url: str, texts: int) -> Neighbour:
     """The neighbour without anybody beside him, for so many texts."""
     with Neighbour(url) as neighbour:
-        while len(neighbour.texts) < texts:
+        while neighbour.asks and len(neighbour.texts) < texts:
             time.sleep(0.02)
     return neighbour
 
@@ -126,7 +144,12 @@ async def _user(session: aiohttp.ClientSession, url: str, requests: list[Sent], 
         except TimeoutError:
             tally.hangs.append(sent.kind)
             outcome = "hangs"
+        except aiohttp.ClientConnectorError:
+            tally.ended = True
+            requests.clear()
+            return
         except aiohttp.ClientError as error:
+            tally.broken.append(f"{sent.kind}: {sent.path} {sent.body[:500]!r}")
             outcome = type(error).__name__
         tally.answers[f"{sent.kind} {outcome}"] += 1
         tally.slowest_s = max(tally.slowest_s, (time.perf_counter() - began, sent.kind))

@@ -5,8 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoConfig
 
+from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft import resolved
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.startup import hooks, resolution, server_args
@@ -33,7 +35,8 @@ def namespace(**changes):
     unset |= dict.fromkeys(("prefill_attention_backend", "decode_attention_backend", "sampling_backend"))
     given = {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(DRAFT), "device": "cpu"}
     given |= {"model_path": "target", "load_format": "auto", "attention_backend": None, "min_free_slots_delay": None}
-    model = SimpleNamespace(hf_config=target, hf_text_config=target, quantization=None)
+    given |= {"kv_cache_dtype": "auto"}
+    model = SimpleNamespace(hf_config=target, hf_text_config=target, quantization=None, dtype=torch.float32)
     return SimpleNamespace(**unset | given | {"get_model_config": lambda: model} | changes)
 
 
@@ -70,3 +73,28 @@ def test_options_of_one_server_are_not_those_of_the_next(reads):
     with pytest.raises(UnservedError):
         settled(device="tpu")
     assert settled()[1].config.schedule == "auto"
+
+
+def shapes(device="cuda", dtype=torch.bfloat16, head_dim=128, kv="auto", **options):
+    """What is refused of a target and a server without a drafter."""
+    target, config = SimpleNamespace(dtype=dtype, head_dim=head_dim), DSparkConfig(**options)
+    return [*server_args.shape_refusals(device, target, kv, config, None, config.gamma(None))]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_kv_cache_has_the_dtype_of_the_target(device):
+    assert shapes(device, kv="bfloat16") == shapes(device, torch.float32) == []
+    for kv, dtype in (("bfloat16", torch.float16), ("bf16", torch.float32)):
+        [refusal] = shapes(device, dtype, kv=kv)
+        assert f"--kv-cache-dtype={kv} beside a target in {dtype}" in refusal
+
+
+def test_a_block_that_no_attention_can_be_built_for_is_refused():
+    block = {"draft_free": True, "block_size": 127}
+    assert shapes(**block) == []
+    for head_dim, dtype, most in ((128, torch.bfloat16, 127), (256, torch.float16, 63), (128, torch.float32, 63)):
+        [refusal] = shapes(head_dim=head_dim, dtype=dtype, draft_free=True, block_size=256)
+        assert "--speculative-dspark-block-size=256 asks attention for 257 rows" in refusal
+        assert refusal.endswith(f"pass {most} or less")
+        assert shapes(head_dim=head_dim, dtype=dtype, draft_free=True, block_size=most) == []
+    assert shapes("cpu", draft_free=True, block_size=256) == []

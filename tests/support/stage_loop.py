@@ -91,10 +91,10 @@ class StageLoop:
             self._step(number)
         return [text[len(prompt) :][:num_tokens] for text, prompt in zip(self.texts, prompts, strict=True)]
 
-    def _step(self, number: int) -> None:
+    def _batch(self, number: int) -> DecodeBatch:
         bs = len(self.texts)
         prefix_lens = torch.tensor([len(text) - 1 for text in self.texts])
-        step = DecodeBatch(
+        return DecodeBatch(
             anchors=torch.tensor([text[-1] for text in self.texts]),
             prefix_lens=prefix_lens,
             req_pool_indices=torch.arange(bs),
@@ -102,8 +102,11 @@ class StageLoop:
             rows=self._rows(range(bs)),
             keys=RoundKeys(seed=self.noise_seed, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
         )
+
+    def _step(self, number: int) -> None:
+        bs, step = len(self.texts), self._batch(number)
         names = [f"r{request}" for request in range(bs)]
-        choice = self.stages.agreement.share(self.schedule.choose(names, float(prefix_lens.double().mean())))
+        choice = self.stages.agreement.share(self.schedule.choose(names, float(step.prefix_lens.double().mean())))
         if choice.drafted is not None:
             step = replace(step, drafted_rows=self._rows(choice.drafted))
         drafted = self.stages.draft(step, choice)
