@@ -114,6 +114,10 @@ class Bodies:
         """One more."""
         return self._random.choice(self._kinds)()
 
+    def usual(self) -> Sent:
+        """One more, in which nothing is odd."""
+        return self._request()
+
     def _some(self, choices: dict[str, tuple[Any, ...]], most: int) -> dict[str, Any]:
         keys = self._random.sample(sorted(choices), self._random.randint(0, most))
         return {key: self._random.choice(choices[key]) for key in keys}

@@ -33,6 +33,7 @@ class Tally:
         errors: the first of each kind with an HTTP 5xx: its status, body and answer.
         hangs: kinds of those that nobody answered in time.
         slowest_s: the slowest answer and its kind.
+        times: (kind, when it was sent, when it was answered) of all of them.
         broken: requests whose answer broke off, the whole server's end among the reasons.
         ended: whether the server was gone before the last request.
     """
@@ -41,6 +42,7 @@ class Tally:
     errors: dict[str, tuple[int, str, str]] = field(default_factory=dict)
     hangs: list[str] = field(default_factory=list)
     slowest_s: tuple[float, str] = (0.0, "")
+    times: list[tuple[str, float, float]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     ended: bool = False
 
@@ -60,13 +62,13 @@ class Neighbour:
 
     Attributes:
         texts: what it got, token by token.
-        gaps_ms: time between two arrivals of one text.
+        gaps: (from, to) between two arrivals of one text, in seconds of ``time.perf_counter``.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.texts: list[list[int]] = []
-        self.gaps_ms: list[float] = []
+        self.gaps: list[tuple[float, float]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
@@ -77,6 +79,11 @@ class Neighbour:
     def __exit__(self, *exception: object) -> None:
         self._over.set()
         self._thread.join()
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Milliseconds of :attr:`gaps`."""
+        return [1e3 * (end - begin) for begin, end in self.gaps]
 
     @property
     def asks(self) -> bool:
@@ -100,9 +107,9 @@ class Neighbour:
                 if not line.startswith(b"data: {"):
                     continue
                 now = time.perf_counter()
-                ids += json.loads(line.removeprefix(b"data: ")).get("output_ids", ())
+                ids = json.loads(line.removeprefix(b"data: ")).get("output_ids", [])  # all of them so far
                 if before is not None:
-                    self.gaps_ms.append(1e3 * (now - before))
+                    self.gaps.append((before, now))
                 before = now
         return ids
 
@@ -115,22 +122,32 @@ def alone(url: str, texts: int) -> Neighbour:
     return neighbour
 
 
-def send(url: str, number: int, seed: int, users: int) -> Tally:
-    """Send ``number`` requests, ``users`` at a time."""
-    tally = Tally()
-    asyncio.run(_send_all(url, [*_made(number, seed)], users, tally))
+def send(url: str, number: int, seed: int, users: int, *, odd: bool = True) -> Tally:
+    """Send ``number`` requests, ``users`` at a time.
+
+    Args:
+        odd: send requests of all kinds, and not well-formed ones alone.
+    """
+    tally, bodies = Tally(), Bodies(seed)
+    asyncio.run(_send_all(url, [bodies.next() if odd else bodies.usual() for _ in range(number)], users, tally))
     return tally
 
 
-def _made(number: int, seed: int) -> list[Sent]:
-    bodies = Bodies(seed)
-    return [bodies.next() for _ in range(number)]
+def slow_moments(neighbour: Neighbour, tally: Tally, number: int) -> list[tuple[float, list[str]]]:
+    """The neighbour's longest gaps in milliseconds, each with what others had under way when it began or in it."""
+    slowest = sorted(neighbour.gaps, key=lambda gap: gap[0] - gap[1])[:number]
+    return [
+        (1e3 * (end - begin), sorted(kind for kind, sent, answered in tally.times if sent < end and answered > begin))
+        for begin, end in slowest
+    ]
 
 
 async def _send_all(url: str, requests: list[Sent], users: int, tally: Tally) -> None:
     requests.reverse()
     timeout = aiohttp.ClientTimeout(total=HANG_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as group:
+    # A connection each: one that is kept may be closed by the server just when it is used again.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session, asyncio.TaskGroup() as group:
         for _ in range(users):
             group.create_task(_user(session, url, requests, tally))
 
@@ -152,7 +169,9 @@ async def _user(session: aiohttp.ClientSession, url: str, requests: list[Sent], 
             tally.broken.append(f"{sent.kind}: {sent.path} {sent.body[:500]!r}")
             outcome = type(error).__name__
         tally.answers[f"{sent.kind} {outcome}"] += 1
-        tally.slowest_s = max(tally.slowest_s, (time.perf_counter() - began, sent.kind))
+        ended = time.perf_counter()
+        tally.times.append((sent.kind, began, ended))
+        tally.slowest_s = max(tally.slowest_s, (ended - began, sent.kind))
 
 
 async def _answer(session: aiohttp.ClientSession, url: str, sent: Sent, tally: Tally) -> str:

@@ -69,7 +69,7 @@ def test_a_rank_that_dies_ends_the_server(parallel):
     answers = []
 
     def ask():
-        body = greedy([5, 6, 7], 1500, stream=True)
+        body = greedy([5, 6, 7], 900, stream=True)
         body["sampling_params"] |= {"ignore_eos": True, "stop_token_ids": None}
         try:
             answers.append(call(parallel, "/generate", body=body))

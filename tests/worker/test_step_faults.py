@@ -36,7 +36,7 @@ class WorkerLoop(StageLoop):
         adjusting = SimpleNamespace(any=False, read=nothing, apply=nothing, count=nothing)
         worker.adjustments = SimpleNamespace(of_step=lambda batch: adjusting)
         worker.preset_texts = SimpleNamespace(propose=nothing, took=nothing)
-        worker._first_answer = SimpleNamespace(look=nothing)
+        worker._first_answer = worker.prompt_hold = SimpleNamespace(look=nothing, launched=nothing)
         worker.choose = lambda batch, asked, copies: Choice(Rule.UNIFORM, self.gamma)
         worker.read = lambda batch, adjusted: self._batch(worker.step)
 

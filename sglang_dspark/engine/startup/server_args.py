@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -204,6 +205,7 @@ def complete(server_args: Any) -> None:
         raise ConfigError(refusal)
     _fill(server_args, config.max_verify(gamma))
     hooks.install("routes", "front_end")
+    _end_at_once()
     logger.info(
         "DSPARK: block size %d, policy %s, at most %d drafts verified per request, drafter %s",
         gamma,
@@ -211,6 +213,15 @@ def complete(server_args: Any) -> None:
         config.max_verify(gamma),
         "none" if drafter is None else drafter.path,
     )
+
+
+def _end_at_once() -> None:
+    """Have a server that fails end in seconds, and its clients with it.
+
+    SGLang would keep them waiting for a minute in which CUDA may write core dumps, though CUDA was not told to.
+    """
+    if os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
+        os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 
 def _check_target(server_args: Any, drafter: ResolvedDrafter | None) -> None:
