@@ -150,7 +150,7 @@ def _rewrite(body: bytes, path: str) -> bytes:
 
 
 def _check_letters(document: Any) -> None:
-    """Raise ValueError over half of a surrogate pair, which JSON can hold, and SGLang's tokenizer and answers cannot."""
+    """Raise ValueError over half of a surrogate pair, which JSON can hold and a tokenizer cannot read."""
     with suppress(RecursionError):
         try:
             json.dumps(document, ensure_ascii=False).encode()
