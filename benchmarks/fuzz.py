@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from fuzzing.bodies import Bodies
 from fuzzing.traffic import LATE_MS, Neighbour, Tally, alone, send, slow_moments
 from rich.console import Console
 
@@ -69,17 +70,19 @@ def _gaps(neighbour: Neighbour) -> dict[str, float]:
 def main(target: Path, draft: Path, number: int, users: int, seed: int, output: Path) -> None:
     """Command line; see the module."""
     flags = (*CPU_FLAGS, "--dtype", "float32", *dspark_flags(draft), "--chat-template", "chatml")
+    # Made before anybody is timed.
+    usual, odd = Bodies(seed + 1).usual(number // 10), Bodies(seed).some(number)
     with LaunchedServer(target, *flags, env=CPU_ENV) as server:
         quiet = alone(server.url, texts=10)
         with Neighbour(server.url) as beside_usual:
-            usual = send(server.url, number // 10, seed, users, odd=False)
+            usual_tally = send(server.url, usual, users)
         with Neighbour(server.url) as neighbour:
-            tally = send(server.url, number, seed, users)
+            tally = send(server.url, odd, users)
         after = alone(server.url, texts=1)
         if tally.ended:
             Console().print(server.log_tail(60), markup=False)
     report = {**provenance.record(), "seed": seed, "users": users, **report_of(tally, quiet, beside_usual, neighbour)}
-    report["passed"] = report["passed"] and usual.passed and after.texts[0] == quiet.texts[0]
+    report["passed"] = report["passed"] and usual_tally.passed and after.texts[0] == quiet.texts[0]
     output.parent.mkdir(parents=True, exist_ok=True)
     provenance.write_json(output, report)
     Console().print(report)

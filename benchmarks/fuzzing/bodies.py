@@ -21,6 +21,7 @@ ODD: tuple[Any, ...] = (
     *([], {}, [1], [None], [[1]], {"a": 1}, {"": None}, ["a"] * 2000, {str(key): key for key in range(500)}),
 )
 LARGE: tuple[Any, ...] = (*ODD, 2**31, 2**63, 2**64, 10**30)
+PROMPTS = ("prompt", "text", "input_ids", "messages")
 COUNTS = ("n", "max_new_tokens", "max_tokens", "max_completion_tokens", "min_new_tokens", "min_tokens", "best_of")
 
 PARAMETERS: dict[str, tuple[Any, ...]] = {
@@ -110,13 +111,17 @@ class Bodies:
             *(self._leaving, self._question, self._policy),
         )
 
+    def some(self, number: int) -> list[Sent]:
+        """So many more."""
+        return [self.next() for _ in range(number)]
+
     def next(self) -> Sent:
         """One more."""
         return self._random.choice(self._kinds)()
 
-    def usual(self) -> Sent:
-        """One more, in which nothing is odd."""
-        return self._request()
+    def usual(self, number: int) -> list[Sent]:
+        """So many in which nothing is odd."""
+        return [self._request() for _ in range(number)]
 
     def _some(self, choices: dict[str, tuple[Any, ...]], most: int) -> dict[str, Any]:
         keys = self._random.sample(sorted(choices), self._random.randint(0, most))
@@ -166,7 +171,9 @@ class Bodies:
         document = self._document(path)
         key = self._random.choice([*FIELDS, *document, "no_such_field"])
         if key not in ("sampling_params", "max_tokens"):
-            document[key] = self._odd(key)
+            odd = self._odd(key)
+            # Thousands of prompts are no odd request, but work.
+            document[key] = odd[:3] if key in PROMPTS and isinstance(odd, list) else odd
         return self._post("odd field", path, document)
 
     def _odd_speculation(self) -> Sent:

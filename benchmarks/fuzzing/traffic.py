@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from fuzzing.bodies import Bodies, Sent
+from fuzzing.bodies import Sent
 
 HANG_S = 60.0
 LATE_MS = 50.0
@@ -122,14 +122,10 @@ def alone(url: str, texts: int) -> Neighbour:
     return neighbour
 
 
-def send(url: str, number: int, seed: int, users: int, *, odd: bool = True) -> Tally:
-    """Send ``number`` requests, ``users`` at a time.
-
-    Args:
-        odd: send requests of all kinds, and not well-formed ones alone.
-    """
-    tally, bodies = Tally(), Bodies(seed)
-    asyncio.run(_send_all(url, [bodies.next() if odd else bodies.usual() for _ in range(number)], users, tally))
+def send(url: str, requests: list[Sent], users: int) -> Tally:
+    """Send ``requests``, ``users`` at a time."""
+    tally = Tally()
+    asyncio.run(_send_all(url, requests[::-1], users, tally))
     return tally
 
 
@@ -143,7 +139,6 @@ def slow_moments(neighbour: Neighbour, tally: Tally, number: int) -> list[tuple[
 
 
 async def _send_all(url: str, requests: list[Sent], users: int, tally: Tally) -> None:
-    requests.reverse()
     timeout = aiohttp.ClientTimeout(total=HANG_S)
     # A connection each: one that is kept may be closed by the server just when it is used again.
     connector = aiohttp.TCPConnector(force_close=True)

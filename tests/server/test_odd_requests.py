@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fuzzing.bodies import Bodies
 from fuzzing.traffic import Neighbour, alone, send
 
 REQUESTS = 500
@@ -9,10 +10,11 @@ REQUESTS = 500
 
 def test_odd_requests_harm_nobody(dspark):
     """No HTTP 5xx, no answer that stays away or breaks off, and the neighbour reads what it always reads."""
+    requests = Bodies(seed=1).some(REQUESTS)
     try:
         [expected] = alone(dspark.url, texts=1).texts
         with Neighbour(dspark.url) as neighbour:
-            tally = send(dspark.url, REQUESTS, seed=1, users=4)
+            tally = send(dspark.url, requests, users=4)
     finally:
         dspark.post_json("/dspark/policy", {"policy": "auto"})
     assert (tally.errors, tally.hangs, tally.broken, tally.ended) == ({}, [], [], False)
