@@ -82,7 +82,7 @@ def test_a_rank_that_dies_ends_the_server(parallel):
     while parallel.get_json("/v1/loads")["loads"][0]["num_running_reqs"] < 3:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    [rank] = [child for child in server.children(recursive=True) if "scheduler_TP1" in child.name()]
+    [rank] = [child for child in server.children(recursive=True) if "_TP1" in " ".join(child.cmdline())]
     rank.kill()
     for request in requests:
         request.join(60)
