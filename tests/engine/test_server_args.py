@@ -1,5 +1,6 @@
 """Server arguments under DSPARK: the drafter is read once, and what the scheduler needs travels with the arguments."""
 
+import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ def reads(monkeypatch):
     monkeypatch.setattr(resolved, "read", lambda path: (found.append(str(path)), whole(path))[1])
     monkeypatch.setattr(hooks, "install", lambda *places: None)
     monkeypatch.setattr(server_args, "_refusals", lambda args: iter(()))
+    monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")  # or starting would leave it behind
     return found
 
 
@@ -98,3 +100,21 @@ def test_a_block_that_no_attention_can_be_built_for_is_refused():
         assert refusal.endswith(f"pass {most} or less")
         assert shapes(head_dim=head_dim, dtype=dtype, draft_free=True, block_size=most) == []
     assert shapes("cpu", draft_free=True, block_size=256) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "0"),
+        ({"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "1"}, "1"),
+        ({"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1"}, None),
+    ],
+    ids=["nobody asks", "SGLang is told", "CUDA is told"],
+)
+def test_nobody_waits_for_core_dumps_that_nobody_writes(reads, monkeypatch, given, expected):
+    for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "CUDA_ENABLE_USER_TRIGGERED_COREDUMP"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    settled()
+    assert os.environ.get("SGLANG_CUDA_COREDUMP_BEFORE_CRASH") == expected
