@@ -44,7 +44,7 @@ def test_two_requests_that_share_a_step(monkeypatch, choose):
 
 @pytest.mark.parametrize("choose", [third_of, one_of_three, a_copy_between])
 def test_three_requests_that_share_a_step(monkeypatch, choose):
-    copied = {"copied_after": lambda text: [2]} if choose is a_copy_between else {}
+    copied = {"copied_after": lambda request, text: [2] * (request == 1)} if choose is a_copy_between else {}
     assert law_error(monkeypatch, {}, 1, requests=3, choose=choose, **copied) < TOLERANCE
 
 
@@ -62,7 +62,7 @@ def test_penalties(monkeypatch, policy, penalty):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_copied_drafts(monkeypatch, policy):
     """In some steps of a text they take the place of the drafter's."""
-    found = {len(copies([token])) for token in range(V)}
+    found = {len(copies(0, [token])) for token in range(V)}
     assert found == {0, 1, 2}
     assert law_error(monkeypatch, POLICIES[policy], 2, copied_after=copies) < TOLERANCE
 

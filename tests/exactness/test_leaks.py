@@ -204,13 +204,14 @@ def copies_weighed_by_the_drafters_law(monkeypatch):
     after(monkeypatch, DraftBlock, "with_copies", lambda block, *_: replace(block, copied=None))
 
 
-def copies_where_the_drafter_agrees(monkeypatch):
-    """Whether a draft counts as copied knows the drafter's own draft."""
-
-    def change(block, drafted, tokens, copied):
-        return replace(block, copied=block.copied & (drafted.tokens == tokens)) if drafted.depth else block
-
-    after(monkeypatch, DraftBlock, "with_copies", change)
+def drafts_taken_for_copies(monkeypatch):
+    """Drawn drafts are weighed as if nothing else could have been proposed."""
+    after(
+        monkeypatch,
+        Drafter,
+        "propose",
+        lambda block, *_, **__: replace(block, copied=torch.ones_like(block.tokens, dtype=torch.bool)),
+    )
 
 
 def copies_that_are_never_corrected(monkeypatch):
@@ -243,33 +244,38 @@ def forced_by_value(monkeypatch):
     after(monkeypatch, admission, "ranked", change)
 
 
-def drafts_of_the_neighbour(monkeypatch):
+def rows_in_another_order(monkeypatch):
+    """The target reads the drafts in another order than they are judged."""
     served = stages.lay_out
-    change = lambda requests, tokens, admitted: served(requests, tokens.roll(1, 0), admitted)  # noqa: E731
+    change = lambda requests, tokens, admitted: served(requests, tokens.roll(1, 1), admitted)  # noqa: E731
     monkeypatch.setattr(stages, "lay_out", change)
 
 
-ALL = PENALTIES["all"]
+ALL, ONE = PENALTIES["all"], {"schedule": "static", "verify_len": 1}
 LEAKS = [
     (penalties_without_the_drafts, STATIC, {"length": 2, "adjustment": ALL}),
     (penalties_of_the_step_before, {"schedule": "off"}, {"length": 2, "adjustment": ALL}),
     (penalties_on_the_wrong_rows, STATIC, {"length": 2, "adjustment": ALL}),
-    (copies_weighed_by_the_drafters_law, STATIC, {"copied_after": lambda text: [1]}),
-    (copies_where_the_drafter_agrees, STATIC, {"copied_after": lambda text: [1]}),
-    (copies_that_are_never_corrected, {"schedule": "off"}, {"copied_after": lambda text: [1]}),
+    (
+        copies_weighed_by_the_drafters_law,
+        ONE,
+        {"requests": 2, "copied_after": lambda request, text: [1] * (request == 0)},
+    ),
+    (drafts_taken_for_copies, ONE, {}),
+    (copies_that_are_never_corrected, {"schedule": "off"}, {"copied_after": lambda request, text: [1]}),
     (laws_at_another_temperature, STATIC, {}),
     (laws_without_their_filter, STATIC, {"filters": FILTERS["top-k"]}),
     (forced_by_value, {}, {"requests": 2, "choose": half_of}),
-    (drafts_of_the_neighbour, {"schedule": "static", "verify_len": 1}, {"requests": 2}),
+    (rows_in_another_order, STATIC, {"length": 2}),
     (ranked_by_value, {}, {"requests": 2, "choose": half_of}),
     (budget_by_successor, {}, {"choose": one_of_a_block}),
     (budget_by_value, {}, {"choose": one_of_a_block}),
     (bound_by_value, THRESHOLD, {}),
     (survival_by_value, {}, {"requests": 2, "choose": half_of}),
-    (same_noise_in_every_round, {"schedule": "static", "verify_len": 1}, {"length": 2}),
+    (same_noise_in_every_round, ONE, {"length": 2}),
     (accept_with_the_drafts_noise, STATIC, {}),
     (one_number_for_all_slots, STATIC, {"length": 2}),
-    (one_number_for_all_requests, {"schedule": "static", "verify_len": 1}, {"requests": 2}),
+    (one_number_for_all_requests, ONE, {"requests": 2}),
     (correction_with_the_noise_of_acceptance, STATIC, {}),
     (correction_from_the_target, STATIC, {}),
     (correction_against_a_uniform_draft, STATIC, {}),

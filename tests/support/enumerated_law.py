@@ -34,7 +34,7 @@ def law_error(
     requests: int = 1,
     filters: tuple[int, float, float] = NO_FILTER,
     adjustment: Adjustment | None = None,
-    copied_after: Callable[[Sequence[int]], list[int]] | None = None,
+    copied_after: Callable[[int, Sequence[int]], list[int]] | None = None,
     choose: Callable[[ToyLoop, Choice], Choice] = lambda loop, choice: choice,
 ) -> float:
     """Largest error of the probability of a joint text of all requests.
@@ -124,6 +124,6 @@ def a_copy_between(loop: ToyLoop, choice: Choice) -> Choice:
     return Choice(Rule.UNIFORM, 1).within(Limits((0, 1, 1), (0, 1, 0)))
 
 
-def copies(text: Sequence[int]) -> list[int]:
+def copies(request: int, text: Sequence[int]) -> list[int]:
     """Two drafts, one or none, by the text so far."""
     return [(text[-1] + place) % V for place in range(GAMMA - text[-1] % (GAMMA + 1))]

@@ -39,7 +39,7 @@ class StageLoop:
         noise_seed: of requests without a seed of their own.
         filters: top-k, top-p and min-p of all requests.
         adjustment: penalties and biases of all requests; None for none.
-        copied_after: the drafts that a preset copies after a text; None without a preset.
+        copied_after: the drafts that a preset copies, given the request's number and text; None without a preset.
         texts: committed ids of every request.
         traces: [(start, anchor, drafts, accepted)] of every request.
     """
@@ -66,7 +66,7 @@ class StageLoop:
         self.noise_seed = 1
         self.filters = (-1, 1.0, 0.0)
         self.adjustment: Adjustment | None = None
-        self.copied_after: Callable[[Sequence[int]], list[int]] | None = None
+        self.copied_after: Callable[[int, Sequence[int]], list[int]] | None = None
 
     @cached_property
     def golden(self) -> Golden:
@@ -146,7 +146,7 @@ class StageLoop:
     def _copies(self) -> Copies | None:
         if self.copied_after is None:
             return None
-        proposed = [self.copied_after(text) for text in self.texts]
+        proposed = [self.copied_after(request, text) for request, text in enumerate(self.texts)]
         width = max(map(len, proposed))
         tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in proposed])
         return Copies(tokens, tuple(map(len, proposed))) if width else None
