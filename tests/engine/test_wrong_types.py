@@ -93,6 +93,26 @@ def test_a_field_of_a_wrong_type_is_named(name, value):
         made(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"top_k": 2**31}, r"top_k=2147483648 is out of range"),
+        ({"min_new_tokens": 2**40, "max_new_tokens": None}, r"min_new_tokens=1099511627776 is out of range"),
+        ({"logit_bias": {"5": 1e39}}, r"logit_bias of token 5 is 1e\+39"),
+        ({"logit_bias": {"5": float("nan")}}, r"logit_bias of token 5 is nan"),
+        ({"min_new_tokens": 2, "stop_token_ids": [256]}, r"stop_token_ids holds 256 beside min_new_tokens"),
+        ({"min_new_tokens": 2, "stop_token_ids": [3, -1]}, r"stop_token_ids holds -1 beside min_new_tokens"),
+    ],
+)
+def test_a_number_that_no_tensor_of_sglang_holds_is_named(parameters, named):
+    with pytest.raises(ValueError, match=f"^sampling_params: {named}"):
+        made(sampling_params=SamplingParams(**parameters))
+
+
+def test_large_numbers_that_do_no_harm_pass():
+    made(sampling_params=SamplingParams(top_k=2**31 - 1, stop_token_ids=[2**40], logit_bias={"5": float("-inf")}))
+
+
 def answers(failure, before):
     """SGLang's way of answering: ``before`` answers, then ``failure``."""
 

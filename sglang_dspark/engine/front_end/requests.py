@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import cache
 from numbers import Integral
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 # What Python raises where a field is of another type than the code that reads it expects.
 _OF_WRONG_TYPES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)
+_INT32_MAX, _FLOAT32_MAX = 2**31 - 1, 3.4028234663852886e38
 _UNSERVED_PARAMETERS = ("watermark", "beam_width")
 
 
@@ -90,7 +92,23 @@ def check_types(original: Callable[..., Any], manager: Any, *args: Any, **kwargs
             msgspec.convert(msgspec.to_builtins(getattr(parameters, field.name), str_keys=True), field.type)
         except (TypeError, msgspec.ValidationError) as error:
             raise ValueError(f"sampling_params: {field.name}: {error}") from error
+    for refusal in _out_of_range(parameters, manager.model_config.vocab_size):
+        raise ValueError(f"sampling_params: {refusal}")
     return tokenized
+
+
+def _out_of_range(parameters: Any, vocab_size: int) -> Iterator[str]:
+    """What of SGLang's ``SamplingParams`` its tensors cannot hold: making them would end the scheduler."""
+    for name in ("top_k", "min_new_tokens"):
+        if (value := getattr(parameters, name)) > _INT32_MAX:
+            yield f"{name}={value} is out of range; pass at most {_INT32_MAX}"
+    for token, bias in (parameters.logit_bias or {}).items():
+        if math.isnan(bias) or _FLOAT32_MAX < abs(bias) < math.inf:
+            yield f"logit_bias of token {token} is {bias}; pass a number that float32 holds"
+    if parameters.min_new_tokens:
+        for token in parameters.stop_token_ids or ():
+            if not 0 <= token < vocab_size:
+                yield f"stop_token_ids holds {_shown(token)} beside min_new_tokens; pass integers to {vocab_size - 1}"
 
 
 def _check_fields(tokenized: msgspec.Struct) -> None:
