@@ -92,12 +92,13 @@ def check_types(original: Callable[..., Any], manager: Any, *args: Any, **kwargs
             msgspec.convert(msgspec.to_builtins(getattr(parameters, field.name), str_keys=True), field.type)
         except (TypeError, msgspec.ValidationError) as error:
             raise ValueError(f"sampling_params: {field.name}: {error}") from error
-    for refusal in _out_of_range(parameters, manager.model_config.vocab_size):
+    for refusal in _out_of_range(parameters):
         raise ValueError(f"sampling_params: {refusal}")
+    _drop_impossible_stops(parameters, manager.model_config.vocab_size)
     return tokenized
 
 
-def _out_of_range(parameters: Any, vocab_size: int) -> Iterator[str]:
+def _out_of_range(parameters: Any) -> Iterator[str]:
     """What of SGLang's ``SamplingParams`` its tensors cannot hold: making them would end the scheduler."""
     for name in ("top_k", "min_new_tokens"):
         if (value := getattr(parameters, name)) > _INT32_MAX:
@@ -105,10 +106,15 @@ def _out_of_range(parameters: Any, vocab_size: int) -> Iterator[str]:
     for token, bias in (parameters.logit_bias or {}).items():
         if math.isnan(bias) or _FLOAT32_MAX < abs(bias) < math.inf:
             yield f"logit_bias of token {token} is {bias}; pass a number that float32 holds"
-    if parameters.min_new_tokens:
-        for token in parameters.stop_token_ids or ():
-            if not 0 <= token < vocab_size:
-                yield f"stop_token_ids holds {_shown(token)} beside min_new_tokens; pass integers to {vocab_size - 1}"
+
+
+def _drop_impossible_stops(parameters: Any, vocab_size: int) -> None:
+    """Leave only stop tokens that can come.
+
+    SGLang looks others up in a row of the vocabulary when any request of the batch asks for a minimum length, and ends.
+    """
+    if stops := parameters.stop_token_ids:
+        parameters.stop_token_ids = {token for token in stops if 0 <= token < vocab_size}
 
 
 def _check_fields(tokenized: msgspec.Struct) -> None:
