@@ -45,7 +45,8 @@ def test_two_requests_that_share_a_step(monkeypatch, choose):
 @pytest.mark.parametrize("choose", [third_of, one_of_three, a_copy_between])
 def test_three_requests_that_share_a_step(monkeypatch, choose):
     copied = {"copied_after": lambda request, text: [2] * (request == 1)} if choose is a_copy_between else {}
-    assert law_error(monkeypatch, {}, 1, requests=3, choose=choose, **copied) < TOLERANCE
+    # Two tokens of three are left, which spares most of the runs.
+    assert law_error(monkeypatch, {}, 1, requests=3, choose=choose, filters=FILTERS["top-k"], **copied) < TOLERANCE
 
 
 @pytest.mark.parametrize(("policy", "filters"), zip(POLICIES, itertools.cycle(FILTERS), strict=False))
@@ -56,7 +57,8 @@ def test_filters(monkeypatch, policy, filters):
 @pytest.mark.parametrize(("policy", "penalty"), zip(POLICIES, itertools.cycle(PENALTIES), strict=False))
 def test_penalties(monkeypatch, policy, penalty):
     """A second round counts what the first one has committed, and a row the drafts before it."""
-    assert law_error(monkeypatch, POLICIES[policy], 2, adjustment=PENALTIES[penalty]) < TOLERANCE
+    how = {"adjustment": PENALTIES[penalty], "filters": FILTERS["top-k"]}
+    assert law_error(monkeypatch, POLICIES[policy], 2, **how) < TOLERANCE
 
 
 @pytest.mark.parametrize("policy", POLICIES)

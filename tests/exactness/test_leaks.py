@@ -204,14 +204,12 @@ def copies_weighed_by_the_drafters_law(monkeypatch):
     after(monkeypatch, DraftBlock, "with_copies", lambda block, *_: replace(block, copied=None))
 
 
-def drafts_taken_for_copies(monkeypatch):
-    """Drawn drafts are weighed as if nothing else could have been proposed."""
-    after(
-        monkeypatch,
-        Drafter,
-        "propose",
-        lambda block, *_, **__: replace(block, copied=torch.ones_like(block.tokens, dtype=torch.bool)),
-    )
+def drafts_judged_as_copies(monkeypatch):
+    """Drawn drafts are kept as if nothing else could have been proposed, and corrected as what they are."""
+    all_copied = lambda block, *_, **__: replace(block, copied=torch.ones_like(block.tokens) > 0)  # noqa: E731
+    after(monkeypatch, Drafter, "propose", all_copied)
+    difference = lambda _, target, draft, *rest: (target - draft).clamp_min(0.0)  # noqa: E731
+    after(monkeypatch, acceptance_reference, "_residual", difference)
 
 
 def copies_that_are_never_corrected(monkeypatch):
@@ -261,7 +259,7 @@ LEAKS = [
         ONE,
         {"requests": 2, "copied_after": lambda request, text: [1] * (request == 0)},
     ),
-    (drafts_taken_for_copies, ONE, {}),
+    (drafts_judged_as_copies, ONE, {}),
     (copies_that_are_never_corrected, {"schedule": "off"}, {"copied_after": lambda request, text: [1]}),
     (laws_at_another_temperature, STATIC, {}),
     (laws_without_their_filter, STATIC, {"filters": FILTERS["top-k"]}),
