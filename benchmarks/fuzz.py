@@ -4,49 +4,59 @@ r"""Do odd requests harm a server or its other users? A real server, thousands o
 
 The bodies know what a request looks like, and get something in it wrong: types, numbers, encodings, depth, headers, the
 field `speculation`, policies; some clients go away. Meanwhile a neighbour streams the same greedy text again and again.
-No answer may be an HTTP 5xx, none may stay away, the server has to live, and the neighbour's text may not change. How
-long he waits between two arrivals is compared with what he waits when nobody else is there; what comes more than 50 ms
-later than usual is counted. Odd requests are work too: on a CPU a step with them takes longer.
+No answer may be an HTTP 5xx, none may stay away or break off, the server has to live, and the neighbour's text may not
+change. Nor may a step of his come more than 50 ms later than the latest one beside as many users without odd requests.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
-from fuzzing.traffic import LATE_MS, Neighbour, Tally, alone, send
+from fuzzing.bodies import Bodies
+from fuzzing.traffic import LATE_MS, Neighbour, Tally, alone, send, slow_moments
 from rich.console import Console
 
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
+SLOW_MOMENTS = 5  # that are reported
 
-def report_of(tally: Tally, quiet: Neighbour, neighbour: Neighbour) -> dict[str, Any]:
+
+def report_of(tally: Tally, quiet: Neighbour, beside_usual: Neighbour, neighbour: Neighbour) -> dict[str, Any]:
     """JSON: what happened."""
-    usual = statistics.median(quiet.gaps_ms)
-    wrong = sum(text != quiet.texts[0] for text in (*quiet.texts, *neighbour.texts))
-    late = [gap for gap in neighbour.gaps_ms if gap > usual + LATE_MS]
+    expected = quiet.texts[0]
+    wrong = sum(text != expected for reader in (quiet, beside_usual, neighbour) for text in reader.texts)
+    bound = max(beside_usual.gaps_ms, default=0.0) + LATE_MS
+    late = [gap for gap in neighbour.gaps_ms if gap > bound]
     return {
         "requests": sum(tally.answers.values()),
         "answers": dict(sorted(tally.answers.items())),
         "server_errors": tally.num_errors,
         "first_errors": tally.errors,
         "hangs": tally.hangs,
+        "broken": tally.broken,
+        "server_ended": tally.ended,
         "slowest_answer": {"seconds": tally.slowest_s[0], "kind": tally.slowest_s[1]},
         "neighbour": {
             "texts": len(neighbour.texts),
             "wrong_texts": wrong,
-            "steps": len(neighbour.gaps_ms),
-            "usual_ms": usual,
-            "slowest_alone_ms": max(quiet.gaps_ms),
-            "slowest_ms": max(neighbour.gaps_ms, default=0.0),
+            "alone_ms": _gaps(quiet),
+            "beside_usual_requests_ms": _gaps(beside_usual),
+            "beside_odd_requests_ms": _gaps(neighbour),
             "late_steps": len(late),
+            "slowest_moments": slow_moments(neighbour, tally, SLOW_MOMENTS),
         },
-        "passed": not tally.num_errors and not tally.hangs and not wrong,
+        "passed": tally.passed and not wrong and not late,
     }
+
+
+def _gaps(neighbour: Neighbour) -> dict[str, float]:
+    gaps = sorted(neighbour.gaps_ms) or [0.0]
+    percentiles = {f"p{share}": gaps[len(gaps) * share // 100] for share in (50, 99)}
+    return {"steps": len(gaps), **percentiles, "slowest": gaps[-1]}
 
 
 @click.command(help=__doc__)
@@ -59,13 +69,19 @@ def report_of(tally: Tally, quiet: Neighbour, neighbour: Neighbour) -> dict[str,
 def main(target: Path, draft: Path, number: int, users: int, seed: int, output: Path) -> None:
     """Command line; see the module."""
     flags = (*CPU_FLAGS, "--dtype", "float32", *dspark_flags(draft), "--chat-template", "chatml")
+    # Made before anybody is timed.
+    usual, odd = Bodies(seed + 1).usual(number // 10), Bodies(seed).some(number)
     with LaunchedServer(target, *flags, env=CPU_ENV) as server:
         quiet = alone(server.url, texts=10)
+        with Neighbour(server.url) as beside_usual:
+            usual_tally = send(server.url, usual, users)
         with Neighbour(server.url) as neighbour:
-            tally = send(server.url, number, seed, users)
+            tally = send(server.url, odd, users)
         after = alone(server.url, texts=1)
-    report = {**provenance.record(), "seed": seed, "users": users, **report_of(tally, quiet, neighbour)}
-    report["passed"] = report["passed"] and after.texts[0] == quiet.texts[0]
+        if tally.ended:
+            Console().print(server.log_tail(60), markup=False)
+    report = {**provenance.record(), "seed": seed, "users": users, **report_of(tally, quiet, beside_usual, neighbour)}
+    report["passed"] = report["passed"] and usual_tally.passed and after.texts[0] == quiet.texts[0]
     output.parent.mkdir(parents=True, exist_ok=True)
     provenance.write_json(output, report)
     Console().print(report)

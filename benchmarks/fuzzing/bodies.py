@@ -21,23 +21,24 @@ ODD: tuple[Any, ...] = (
     *([], {}, [1], [None], [[1]], {"a": 1}, {"": None}, ["a"] * 2000, {str(key): key for key in range(500)}),
 )
 LARGE: tuple[Any, ...] = (*ODD, 2**31, 2**63, 2**64, 10**30)
+PROMPTS = ("prompt", "text", "input_ids", "messages")
 COUNTS = ("n", "max_new_tokens", "max_tokens", "max_completion_tokens", "min_new_tokens", "min_tokens", "best_of")
 
 PARAMETERS: dict[str, tuple[Any, ...]] = {
     "temperature": (0, 0.7, 1.5, 1e-6),
     "top_p": (0.5, 0.95, 1.0),
-    "top_k": (1, 5, -1),
+    "top_k": (1, 5, -1, 2**31),
     "min_p": (0.0, 0.2),
     "frequency_penalty": (0.5, -0.5),
     "presence_penalty": (0.3,),
     "repetition_penalty": (1.2,),
     "min_new_tokens": (0, 2),
     "stop": ("stone", ["a", "b"]),
-    "stop_token_ids": ([1], [5, 6]),
+    "stop_token_ids": ([1], [5, 6], [2**40, -3]),
     "stop_regex": ("a+$",),
     "ignore_eos": (True,),
     "n": (1, 2, 3),
-    "logit_bias": ({"5": 3.0}, {"7": -100.0}),
+    "logit_bias": ({"5": 3.0}, {"7": -100.0}, {"5": 1e39}),
     "sampling_seed": (1, 2**31, 2**62),
     "skip_special_tokens": (False,),
     "stream_interval": (1, 3),
@@ -110,9 +111,17 @@ class Bodies:
             *(self._leaving, self._question, self._policy),
         )
 
+    def some(self, number: int) -> list[Sent]:
+        """So many more."""
+        return [self.next() for _ in range(number)]
+
     def next(self) -> Sent:
         """One more."""
         return self._random.choice(self._kinds)()
+
+    def usual(self, number: int) -> list[Sent]:
+        """So many in which nothing is odd."""
+        return [self._request() for _ in range(number)]
 
     def _some(self, choices: dict[str, tuple[Any, ...]], most: int) -> dict[str, Any]:
         keys = self._random.sample(sorted(choices), self._random.randint(0, most))
@@ -162,7 +171,9 @@ class Bodies:
         document = self._document(path)
         key = self._random.choice([*FIELDS, *document, "no_such_field"])
         if key not in ("sampling_params", "max_tokens"):
-            document[key] = self._odd(key)
+            odd = self._odd(key)
+            # Thousands of prompts are no odd request, but work.
+            document[key] = odd[:3] if key in PROMPTS and isinstance(odd, list) else odd
         return self._post("odd field", path, document)
 
     def _odd_speculation(self) -> Sent:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from fuzzing.bodies import Bodies, Sent
+from fuzzing.bodies import Sent
 
 HANG_S = 60.0
 LATE_MS = 50.0
@@ -33,12 +33,23 @@ class Tally:
         errors: the first of each kind with an HTTP 5xx: its status, body and answer.
         hangs: kinds of those that nobody answered in time.
         slowest_s: the slowest answer and its kind.
+        times: (kind, when it was sent, when it was answered) of all of them.
+        broken: requests whose answer broke off, the whole server's end among the reasons.
+        ended: whether the server was gone before the last request.
     """
 
     answers: Counter[str] = field(default_factory=Counter)
     errors: dict[str, tuple[int, str, str]] = field(default_factory=dict)
     hangs: list[str] = field(default_factory=list)
     slowest_s: tuple[float, str] = (0.0, "")
+    times: list[tuple[str, float, float]] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    ended: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether every request got an answer, and none an HTTP 5xx."""
+        return not (self.num_errors or self.hangs or self.broken or self.ended)
 
     @property
     def num_errors(self) -> int:
@@ -51,13 +62,13 @@ class Neighbour:
 
     Attributes:
         texts: what it got, token by token.
-        gaps_ms: time between two arrivals of one text.
+        gaps: (from, to) between two arrivals of one text, in seconds of ``time.perf_counter``.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url
         self.texts: list[list[int]] = []
-        self.gaps_ms: list[float] = []
+        self.gaps: list[tuple[float, float]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
@@ -69,10 +80,24 @@ class Neighbour:
         self._over.set()
         self._thread.join()
 
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Milliseconds of :attr:`gaps`."""
+        return [1e3 * (end - begin) for begin, end in self.gaps]
+
+    @property
+    def asks(self) -> bool:
+        """Whether it goes on asking; it gives up when the server has ended."""
+        return self._thread.is_alive()
+
     async def _run(self) -> None:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10 * HANG_S)) as session:
             while not self._over.is_set():
-                self.texts.append(await self._text(session))
+                try:
+                    self.texts.append(await self._text(session))
+                except aiohttp.ClientError:
+                    self.texts.append([])  # a wrong text
+                    return
 
     async def _text(self, session: aiohttp.ClientSession) -> list[int]:
         ids: list[int] = []
@@ -82,9 +107,9 @@ class Neighbour:
                 if not line.startswith(b"data: {"):
                     continue
                 now = time.perf_counter()
-                ids += json.loads(line.removeprefix(b"data: ")).get("output_ids", ())
+                ids = json.loads(line.removeprefix(b"data: ")).get("output_ids", [])  # all of them so far
                 if before is not None:
-                    self.gaps_ms.append(1e3 * (now - before))
+                    self.gaps.append((before, now))
                 before = now
         return ids
 
@@ -92,27 +117,32 @@ class Neighbour:
 def alone(url: str, texts: int) -> Neighbour:
     """The neighbour without anybody beside him, for so many texts."""
     with Neighbour(url) as neighbour:
-        while len(neighbour.texts) < texts:
+        while neighbour.asks and len(neighbour.texts) < texts:
             time.sleep(0.02)
     return neighbour
 
 
-def send(url: str, number: int, seed: int, users: int) -> Tally:
-    """Send ``number`` requests, ``users`` at a time."""
+def send(url: str, requests: list[Sent], users: int) -> Tally:
+    """Send ``requests``, ``users`` at a time."""
     tally = Tally()
-    asyncio.run(_send_all(url, [*_made(number, seed)], users, tally))
+    asyncio.run(_send_all(url, requests[::-1], users, tally))
     return tally
 
 
-def _made(number: int, seed: int) -> list[Sent]:
-    bodies = Bodies(seed)
-    return [bodies.next() for _ in range(number)]
+def slow_moments(neighbour: Neighbour, tally: Tally, number: int) -> list[tuple[float, list[str]]]:
+    """The neighbour's longest gaps in milliseconds, each with what others had under way when it began or in it."""
+    slowest = sorted(neighbour.gaps, key=lambda gap: gap[0] - gap[1])[:number]
+    return [
+        (1e3 * (end - begin), sorted(kind for kind, sent, answered in tally.times if sent < end and answered > begin))
+        for begin, end in slowest
+    ]
 
 
 async def _send_all(url: str, requests: list[Sent], users: int, tally: Tally) -> None:
-    requests.reverse()
     timeout = aiohttp.ClientTimeout(total=HANG_S)
-    async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as group:
+    # A connection each: one that is kept may be closed by the server just when it is used again.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session, asyncio.TaskGroup() as group:
         for _ in range(users):
             group.create_task(_user(session, url, requests, tally))
 
@@ -126,10 +156,17 @@ async def _user(session: aiohttp.ClientSession, url: str, requests: list[Sent], 
         except TimeoutError:
             tally.hangs.append(sent.kind)
             outcome = "hangs"
+        except aiohttp.ClientConnectorError:
+            tally.ended = True
+            requests.clear()
+            return
         except aiohttp.ClientError as error:
+            tally.broken.append(f"{sent.kind}: {sent.path} {sent.body[:500]!r}")
             outcome = type(error).__name__
         tally.answers[f"{sent.kind} {outcome}"] += 1
-        tally.slowest_s = max(tally.slowest_s, (time.perf_counter() - began, sent.kind))
+        ended = time.perf_counter()
+        tally.times.append((sent.kind, began, ended))
+        tally.slowest_s = max(tally.slowest_s, (ended - began, sent.kind))
 
 
 async def _answer(session: aiohttp.ClientSession, url: str, sent: Sent, tally: Tally) -> str:

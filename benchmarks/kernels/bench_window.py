@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from dspark_kernels import PagedWindows, num_splits, window_attention, window_attention_ref
+from dspark_kernels import PagedWindows, num_splits, widest_window, window_attention, window_attention_ref
 from harness import Case
 
 GAMMA = 7
@@ -16,29 +16,43 @@ SHAPES = {  # heads, K/V heads, head dimension
     "Llama-3.1-70B": (64, 8, 128),
     "Gemma-3-270M": (4, 1, 256),
 }
-DTYPE = torch.bfloat16
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 def cases(device: torch.device) -> list[Case]:
-    """Blocks, whose rows see each other, and verified windows, at every batch size."""
+    """Blocks, whose rows see each other, and verified windows, at every batch size; and the widest windows."""
     torch.manual_seed(0)
-    return [
-        _case(name, bs, causal, device, pool_dtype)
+    usual = [
+        _case(name, bs, GAMMA + causal, causal, device, pool_dtype=pool_dtype)
         for name in SHAPES
-        for causal, pool_dtype in ((False, DTYPE), (True, DTYPE), (True, torch.float8_e4m3fn))
+        for causal, pool_dtype in ((False, None), (True, None), (True, torch.float8_e4m3fn))
         for bs in (1, 8, 64, 256)  # small batches split the contexts
     ]
+    widest = [
+        _case(name, 8, widest_window(head_dim, dtype), True, device, dtype)
+        for name, (*_, head_dim) in SHAPES.items()
+        for dtype in DTYPES
+    ]
+    return usual + widest
 
 
-def _case(model: str, bs: int, causal: bool, device: torch.device, pool_dtype: torch.dtype) -> Case:
+def _case(
+    model: str,
+    bs: int,
+    width: int,
+    causal: bool,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    pool_dtype: torch.dtype | None = None,
+) -> Case:
     heads, kv_heads, head_dim = SHAPES[model]
-    width = GAMMA + 1 if causal else GAMMA
     num_rows, num_slots = bs * width, 1 + bs * CONTEXT
     q, k, v = (
         torch.randn(num_rows, heads + 2 * kv_heads, head_dim, device=device)
-        .to(DTYPE)
+        .to(dtype)
         .split([heads, kv_heads, kv_heads], dim=1)
     )
+    pool_dtype = pool_dtype or dtype
     k_pool, v_pool = (torch.randn(num_slots, kv_heads, head_dim, device=device).to(pool_dtype) for _ in range(2))
     # Pages lie apart, as in a pool that has been in use. Windows that are stored take the slots of some context.
     table = (1 + torch.randperm(bs * CONTEXT, device=device)).to(torch.int32).view(bs, CONTEXT)
@@ -46,7 +60,7 @@ def _case(model: str, bs: int, causal: bool, device: torch.device, pool_dtype: t
     indptr = torch.arange(0, num_rows + 1, width, device=device)
     lens = torch.full((bs,), CONTEXT, device=device)
     windows = PagedWindows(table, torch.arange(bs, device=device), lens, indptr, width)
-    is_stored = pool_dtype != DTYPE
+    is_stored = pool_dtype != dtype
     arguments = (q, *((None, None) if is_stored else (k, v)), (k_pool, v_pool), windows)
     how = {"causal": causal, "scale": head_dim**-0.5}
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
@@ -54,10 +68,10 @@ def _case(model: str, bs: int, causal: bool, device: torch.device, pool_dtype: t
     kv_bytes = 2 * (bs * CONTEXT + num_rows) * kv_heads * head_dim * pool_dtype.itemsize
     return Case(
         name=f"window_attention {'verify' if causal else 'block'}{', 8 bits' if is_stored else ''}, {model}",
-        shape={"bs": bs, "rows": width, "context": CONTEXT, "splits": splits},
+        shape={"bs": bs, "rows": width, "context": CONTEXT, "splits": splits, "bits": 8 * dtype.itemsize},
         run=partial(window_attention, *arguments, splits=splits, **how),
         reference=partial(window_attention_ref, *arguments, **how),
-        bytes_moved=kv_bytes + 2 * num_rows * heads * head_dim * DTYPE.itemsize,
+        bytes_moved=kv_bytes + 2 * num_rows * heads * head_dim * dtype.itemsize,
         flops=4 * num_rows * (CONTEXT + width) * heads * head_dim,
         capability=89 if is_stored else 80,
     )

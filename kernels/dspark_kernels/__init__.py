@@ -7,7 +7,13 @@ from dspark_kernels.attention.blocks import BlockAttention, block_attention, blo
 from dspark_kernels.attention.injection import CommitRows, kv_inject, kv_inject_ref
 from dspark_kernels.attention.ragged import ContextGroup, attend_groups, group_contexts
 from dspark_kernels.attention.rotation import qk_norm_rope, qk_norm_rope_ref
-from dspark_kernels.attention.window import PagedWindows, num_splits, window_attention, window_attention_ref
+from dspark_kernels.attention.window import (
+    PagedWindows,
+    num_splits,
+    widest_window,
+    window_attention,
+    window_attention_ref,
+)
 from dspark_kernels.dispatch import Dispatched, kernels_anywhere, on_kernels, runs_kernels
 from dspark_kernels.drafting.confidence import block_confidence, block_confidence_ref
 from dspark_kernels.drafting.draft_law import DraftLaw
@@ -23,6 +29,7 @@ from dspark_kernels.drafting.heads import (
 from dspark_kernels.drafting.swiglu import silu_mul, silu_mul_ref
 from dspark_kernels.drafting.walk import draft_block
 from dspark_kernels.drafting.walk_reference import draft_block_ref
+from dspark_kernels.hardware import num_processors
 from dspark_kernels.judging.acceptance import accept
 from dspark_kernels.judging.acceptance_reference import accept_ref
 from dspark_kernels.judging.adjustment import Adjustment, AdjustmentTable, adjust, adjust_ref
@@ -101,6 +108,7 @@ __all__ = [
     "kv_inject",
     "kv_inject_ref",
     "mask_tokens",
+    "num_processors",
     "num_splits",
     "on_kernels",
     "philox4x32",
@@ -123,6 +131,7 @@ __all__ = [
     "target_probs",
     "to_device",
     "uniform",
+    "widest_window",
     "window_attention",
     "window_attention_ref",
 ]

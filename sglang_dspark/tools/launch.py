@@ -125,6 +125,15 @@ class LaunchedServer:
         """
         return self._started().pid
 
+    @property
+    def runs(self) -> bool:
+        """Whether the server's first process is there still.
+
+        Raises:
+            LaunchError: the server was never started.
+        """
+        return self._started().poll() is None
+
     def __enter__(self) -> Self:
         """Start the server and wait until it is healthy.
 

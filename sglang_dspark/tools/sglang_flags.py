@@ -35,18 +35,14 @@ remedy.
 
 ### Served as on a plain server
 
+For many of these that is known from reading SGLang: what they change lies outside of what DSPARK replaces.
+
 {served}
 
-### Not examined
+### Of parts that few targets have
 
-These go to SGLang as they are. Nobody has looked at what they do together with DSPARK.
-
-{unexamined}
-
-### Of models that are refused
-
-They belong to mixtures of experts, state-space models and other modalities, and do nothing for the targets that DSPARK
-serves.
+They belong to mixtures of experts, state-space models and other modalities. DSPARK reads none of them; of those of experts
+none but the defaults was tried.
 
 {other_models}
 
@@ -66,8 +62,6 @@ The fields of `/generate`; the OpenAI routes translate theirs into these.
 {served_fields}
 * Served sampling parameters, of which the last five are SGLang's own:
 {parameters}
-* Not examined:
-{unexamined_fields}
 * Of images, and of models that are refused:
 {other_models_fields}
 * Of features that are refused:
@@ -101,13 +95,11 @@ def table() -> str:
         served=_listed(map(served.flag_of, served.SERVED_FLAGS)),
         other_models=_listed(map(served.flag_of, served.OTHER_MODELS_FLAGS)),
         refused_features=_listed(map(served.flag_of, served.REFUSED_FEATURES_FLAGS)),
-        unexamined=_listed(map(served.flag_of, served.UNEXAMINED_FLAGS)),
         refused_fields=_listed(served.REFUSED_FIELDS),
         served_fields=_listed(served.SERVED_FIELDS),
         parameters=_listed(served.SAMPLING_PARAMETERS),
         other_models_fields=_listed(served.OTHER_MODELS_FIELDS),
         refused_features_fields=_listed(served.REFUSED_FEATURES_FIELDS),
-        unexamined_fields=_listed(served.UNEXAMINED_FIELDS),
     )
 
 

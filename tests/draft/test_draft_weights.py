@@ -92,6 +92,15 @@ def test_a_sharded_checkpoint_loads_like_a_single_file(make_checkpoint):
     assert all(torch.equal(got[name], expected[name]) for name in got)
 
 
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "deeper/model.safetensors", ".."])
+def test_an_index_names_files_of_its_folder(make_checkpoint, name):
+    path = make_checkpoint()
+    index = {"weight_map": shard(path) | {"fc.weight": name}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index.json: weight_map names '.*', which is no file of this folder"):
+        load(path)
+
+
 def test_damaged_shards_are_named(make_checkpoint):
     path = make_checkpoint()
     weight_map = shard(path)

@@ -1,5 +1,6 @@
 """Server arguments under DSPARK: the drafter is read once, and what the scheduler needs travels with the arguments."""
 
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft import resolved
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.startup import hooks, resolution, server_args
@@ -27,6 +29,7 @@ def reads(monkeypatch):
     monkeypatch.setattr(resolved, "read", lambda path: (found.append(str(path)), whole(path))[1])
     monkeypatch.setattr(hooks, "install", lambda *places: None)
     monkeypatch.setattr(server_args, "_refusals", lambda args: iter(()))
+    monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")  # or starting would leave it behind
     return found
 
 
@@ -37,7 +40,8 @@ def namespace(method=None, **changes):
     unset |= dict.fromkeys(("prefill_attention_backend", "decode_attention_backend", "sampling_backend"))
     given = {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(DRAFT), "device": "cpu"}
     given |= {"model_path": "target", "load_format": "auto", "attention_backend": None, "min_free_slots_delay": None}
-    model = SimpleNamespace(hf_config=target, hf_text_config=target, quantization=method)
+    given |= {"kv_cache_dtype": "auto"}
+    model = SimpleNamespace(hf_config=target, hf_text_config=target, quantization=method, dtype=torch.float32)
     return SimpleNamespace(**unset | given | {"get_model_config": lambda: model} | changes)
 
 
@@ -100,3 +104,46 @@ def test_options_of_one_server_are_not_those_of_the_next(reads):
     with pytest.raises(UnservedError):
         settled(device="tpu")
     assert settled()[1].config.schedule == "auto"
+
+
+def shapes(device="cuda", dtype=torch.bfloat16, head_dim=128, kv="auto", **options):
+    """What is refused of a target and a server without a drafter."""
+    target, config = SimpleNamespace(dtype=dtype, head_dim=head_dim), DSparkConfig(**options)
+    return [*server_args.shape_refusals(device, target, kv, config, None, config.gamma(None))]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_kv_cache_has_the_dtype_of_the_target(device):
+    assert shapes(device, kv="bfloat16") == shapes(device, torch.float32) == []
+    for kv, dtype in (("bfloat16", torch.float16), ("bf16", torch.float32)):
+        [refusal] = shapes(device, dtype, kv=kv)
+        assert f"--kv-cache-dtype={kv} beside a target in {dtype}" in refusal
+
+
+def test_a_block_that_no_attention_can_be_built_for_is_refused():
+    block = {"draft_free": True, "block_size": 127}
+    assert shapes(**block) == []
+    for head_dim, dtype, most in ((128, torch.bfloat16, 127), (256, torch.float16, 63), (128, torch.float32, 63)):
+        [refusal] = shapes(head_dim=head_dim, dtype=dtype, draft_free=True, block_size=256)
+        assert "--speculative-dspark-block-size=256 asks attention for 257 rows" in refusal
+        assert refusal.endswith(f"pass {most} or less")
+        assert shapes(head_dim=head_dim, dtype=dtype, draft_free=True, block_size=most) == []
+    assert shapes("cpu", draft_free=True, block_size=256) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "0"),
+        ({"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "1"}, "1"),
+        ({"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1"}, None),
+    ],
+    ids=["nobody asks", "SGLang is told", "CUDA is told"],
+)
+def test_nobody_waits_for_core_dumps_that_nobody_writes(reads, monkeypatch, given, expected):
+    for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "CUDA_ENABLE_USER_TRIGGERED_COREDUMP"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    settled()
+    assert os.environ.get("SGLANG_CUDA_COREDUMP_BEFORE_CRASH") == expected

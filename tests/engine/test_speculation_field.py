@@ -64,6 +64,21 @@ def test_the_field_is_found_however_it_is_written(body):
     assert (status, message.partition(" ")[0]) == (400, "speculation.max_verify")
 
 
+@pytest.mark.parametrize("half", [b"\\ud800", b"\\uDFFF", b"\xed\xa0\x80"])
+@pytest.mark.parametrize("field", [b"", b', "speculation": {"trace": true}'])
+def test_half_a_letter_is_refused(half, field):
+    """SGLang would answer HTTP 500: its tokenizer takes no such text, and its answers cannot hold it."""
+    body = b'{"text": "a' + half + b'"' + field + b"}"
+    status, message = send(body, chunk=len(body))
+    assert (status, "half of a surrogate pair" in message) == (400, True)
+
+
+@pytest.mark.parametrize("text", [r"\ud83d\ude00", "\N{GRINNING FACE}", r"\\ud800"])
+def test_whole_letters_pass(text):
+    body = f'{{"text": "{text}"}}'.encode()
+    assert send(body, chunk=len(body)) == body
+
+
 @pytest.mark.parametrize("depth", [500, 940, 960, 980, 3000, 100_000])
 def test_a_deep_body_is_passed_on_or_refused_by_name(depth):
     """Never an error of the server: what cannot be parsed is left to SGLang's own parser."""

@@ -220,7 +220,7 @@ def test_emitted_tokens_follow_the_target_law(device):
         verify_lens=verify_lens.to(device),
         logits=logits.expand(int((verify_lens + 1).sum()), vocab_size).contiguous().to(device),
         indptr=torch.nn.functional.pad((verify_lens + 1).cumsum(0), (1, 0)).to(device),
-        law=DraftLaw(law.scores.to(device), law.log_norms.to(device), columns.to(device)),
+        law=DraftLaw(law.scores.contiguous().to(device), law.log_norms.to(device), columns.to(device)),
         rows=rows_of([0.8] * bs, device),
         keys=RoundKeys(SEED, STEP, torch.arange(bs, device=device), torch.zeros(bs, dtype=torch.int64, device=device)),
         copied=(kind == 2)[:, None].to(device),

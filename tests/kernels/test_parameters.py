@@ -1,9 +1,12 @@
 """Which rule each request follows, and what the host remembers about the batch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from dspark_kernels import SamplingRows
+from dspark_kernels import DraftBlock, DraftHeads, RoundKeys, SamplingRows, accept, draft_block
 from dspark_kernels.sampling.parameters import NO_TOP_K
+from dspark_kernels.sampling.target_law import target_probs
 
 
 def one(temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, seed=None):
@@ -26,6 +29,27 @@ def rule(rows):
 )
 def test_each_request_follows_one_rule(values, expected):
     assert rule(one(**values)) == expected
+
+
+@pytest.mark.parametrize("temperature", [1e20, 1e30, 3e38, 1e39, 1e300])
+def test_a_forbidden_token_stays_forbidden_however_hot_the_others_are(temperature, device):
+    """All others are equally likely: in drafting, whose law is exact for them, and in verification."""
+    allowed = torch.arange(0, 64, 2, device=device)
+    logits = torch.full((1, 64), -torch.inf, device=device)
+    logits[:, allowed] = torch.linspace(-30, 30, 32, device=device)
+    rows = SamplingRows.from_lists([temperature], [-1], [1.0], [0.0], [None], device)
+    uniform = torch.zeros_like(logits).index_fill_(1, allowed, 1 / 32)
+    torch.testing.assert_close(target_probs(logits, rows.law), uniform)
+    keys = torch.zeros(1, dtype=torch.int64, device=device)
+    for step in range(8):
+        hidden = torch.zeros(1, 1, 4, device=device)
+        noise = RoundKeys(1, step, keys, keys)
+        block = draft_block(logits[None], hidden, keys, DraftHeads(None, None, None), rows, noise)
+        torch.testing.assert_close(block.law.probs()[0], uniform, atol=1e-5, rtol=1e-5)
+        assert int(block.tokens) in allowed
+        windows = SimpleNamespace(verify_lens=keys, indptr=torch.arange(2, device=device))
+        drawn = accept(DraftBlock.empty(1, device), windows, logits, keys, rows, noise).bonus_tokens
+        assert int(drawn) in allowed
 
 
 def test_the_groups_partition_a_mixed_batch():

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from dense import FP32_TOL, dense_attention
-from dspark_kernels import PagedWindows, num_splits, window_attention, window_attention_ref
+from dspark_kernels import PagedWindows, num_splits, widest_window, window_attention, window_attention_ref
 from dspark_kernels.attention import window as module
 from pairwise import pairwise
+from triton import next_power_of_2
 
 HALF_TOL = {"atol": 2e-2, "rtol": 2e-2}
 
@@ -134,3 +135,18 @@ def test_splits_fill_the_processors():
     assert num_splits(8, 8, 132) == 4
     assert num_splits(64, 8, 132) == 1
     assert num_splits(512, 8, 132) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_no_tile_of_a_window_that_start_up_lets_through_is_too_large(head_dim, dtype):
+    """Compiled for GPUs that are not here by `benchmarks/kernels/compile_for.py`, as wide as that."""
+    widest = widest_window(head_dim, dtype)
+    head_bytes = module._block_d(head_dim) * dtype.itemsize
+    for width in (1, 8, widest - 1, widest):
+        for group in (1, 4, 7, 16):
+            share = module._heads_per_program(group, width, head_bytes)
+            assert 1 <= share <= group
+            assert next_power_of_2(width * share) * head_bytes <= module._MAX_TILE
+    assert module._heads_per_program(4, 8, 64) == 4
+    assert next_power_of_2(widest + 1) * head_bytes > module._MAX_TILE

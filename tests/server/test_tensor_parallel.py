@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
+from http.client import HTTPException
 
+import psutil
 import pytest
-from golden_server import CASES, VOCAB, generate, greedy, output_ids, policy
+from golden_server import CASES, VOCAB, call, generate, greedy, in_background, output_ids, policy
 
 
 def prompts(num: int, seed: int) -> list[list[int]]:
@@ -61,3 +64,30 @@ def test_only_one_rank_speaks(parallel):
     log = parallel.log_path.read_text()
     assert "whole embedding and LM head on every rank, 0.1 MiB" in log  # 256 tokens x 128, tied, float32
     assert log.count("DSPARK drafter") == 1
+
+
+def test_a_rank_that_dies_ends_the_server(parallel):
+    """The last test of this server. Nobody waits for ever, and whoever watches the server sees that it failed."""
+    answers = []
+
+    def ask():
+        body = greedy([5, 6, 7], 900, stream=True)
+        body["sampling_params"] |= {"ignore_eos": True, "stop_token_ids": None}
+        try:
+            answers.append(call(parallel, "/generate", body=body))
+        except (OSError, HTTPException) as error:
+            answers.append(error)
+
+    requests = [in_background(ask) for _ in range(3)]
+    server = psutil.Process(parallel.pid)
+    deadline = time.monotonic() + 60
+    while parallel.get_json("/v1/loads")["loads"][0]["num_running_reqs"] < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    [rank] = [child for child in server.children(recursive=True) if "_TP1" in " ".join(child.cmdline())]
+    rank.kill()
+    for request in requests:
+        request.join(60)
+    assert [isinstance(answer, Exception) for answer in answers] == [True] * 3
+    assert server.wait(60) != 0
+    assert not parallel.runs

@@ -43,8 +43,11 @@ class ServerPool:
         self._nursery: Nursery | None = None
 
     def get(self, name: str) -> LaunchedServer:
-        """The server of this recipe."""
+        """The server of this recipe; another one where a test has ended it."""
         server = self._servers.pop(name, None)
+        if server is not None and not server.runs:
+            server.stop()
+            server = None
         if server is None:
             if len(self._servers) == MAX_SERVERS:
                 self._servers.pop(next(iter(self._servers))).stop()

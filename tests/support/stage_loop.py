@@ -1,6 +1,6 @@
 """Decode steps without a server: the served stages on the golden pair, whose target is transformers' own."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -8,17 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from dspark_kernels import RoundKeys, SamplingRows
+from dspark_kernels import Adjustment, AdjustmentTable, RoundKeys, SamplingRows, adjust
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.reference import Target
 from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.engine.scheduler.options import BatchOptions
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
+from sglang_dspark.speculation import Speculation
 from sglang_dspark.step.stages import OneRank
-from sglang_dspark.step.state import DecodeBatch, Rounds, TargetOutput
+from sglang_dspark.step.state import Copies, DecodeBatch, Rounds, TargetOutput
 from sglang_dspark.tools.golden import Golden, load_golden, load_target
 from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.stages import EagerStages
@@ -36,6 +38,8 @@ class StageLoop:
         golden: what the checkpoint's own implementation gives for its prompts.
         noise_seed: of requests without a seed of their own.
         filters: top-k, top-p and min-p of all requests.
+        adjustment: penalties and biases of all requests; None for none.
+        copied_after: the drafts that a preset copies, given the request's number and text; None without a preset.
         texts: committed ids of every request.
         traces: [(start, anchor, drafts, accepted)] of every request.
     """
@@ -61,6 +65,8 @@ class StageLoop:
         self.stages = EagerStages(self.drafter, self.schedule, self._verify, OneRank())
         self.noise_seed = 1
         self.filters = (-1, 1.0, 0.0)
+        self.adjustment: Adjustment | None = None
+        self.copied_after: Callable[[int, Sequence[int]], list[int]] | None = None
 
     @cached_property
     def golden(self) -> Golden:
@@ -85,16 +91,21 @@ class StageLoop:
             slots = self._table[request, : len(prompt)].long()
             self.drafter.inject(torch.tensor(prompt), features, torch.arange(len(prompt)), slots)
             self.texts.append([*prompt, int(logits[-1].argmax())])
+        self._slots, self._counts = torch.arange(bs), None
+        if self.adjustment is not None:
+            self._counts = AdjustmentTable.empty(bs, self.drafter.config.vocab_size, CPU)
+            for request, prompt in enumerate(prompts):
+                self._counts.set(request, self.adjustment, self.texts[request][len(prompt) :])
         number = 0
         while min(len(text) - len(prompt) for text, prompt in zip(self.texts, prompts, strict=True)) < num_tokens:
             number += 1
             self._step(number)
         return [text[len(prompt) :][:num_tokens] for text, prompt in zip(self.texts, prompts, strict=True)]
 
-    def _step(self, number: int) -> None:
+    def _batch(self, number: int) -> DecodeBatch:
         bs = len(self.texts)
         prefix_lens = torch.tensor([len(text) - 1 for text in self.texts])
-        step = DecodeBatch(
+        return DecodeBatch(
             anchors=torch.tensor([text[-1] for text in self.texts]),
             prefix_lens=prefix_lens,
             req_pool_indices=torch.arange(bs),
@@ -102,22 +113,43 @@ class StageLoop:
             rows=self._rows(range(bs)),
             keys=RoundKeys(seed=self.noise_seed, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
         )
+
+    def _step(self, number: int) -> None:
+        bs, step = len(self.texts), self._batch(number)
         names = [f"r{request}" for request in range(bs)]
-        choice = self.stages.agreement.share(self.schedule.choose(names, float(prefix_lens.double().mean())))
-        if choice.drafted is not None:
+        copies = self._copies()
+        asked = BatchOptions((Speculation(),) * bs, limits=None, traced=False, presets=(), max_verify=self.gamma)
+        limits = () if copies is None else (asked.limits_with(copies),)
+        context = float(step.prefix_lens.double().mean())
+        choice = self.stages.agreement.share(self.schedule.choose(names, context, *limits))
+        if choice.drafted:
             step = replace(step, drafted_rows=self._rows(choice.drafted))
-        drafted = self.stages.draft(step, choice)
+        drafted = self.stages.draft(step, choice).with_copies(copies)
         plan = self.stages.plan(step, drafted, choice)
         output = self.stages.verify(None, step, plan)
+        if self._counts is not None:
+            logits = output.logits_output.next_token_logits
+            adjust(logits, self._counts, self._slots, plan.requests, plan.columns, plan.input_ids, plan.indptr)
         accepted = self.stages.accept(step, drafted, plan, output)
         self.stages.commit(plan, accepted, output)
+        if self._counts is not None:
+            self._counts.count(self._slots, accepted.out_tokens)
         self.schedule.done(choice, bs, len(plan.input_ids))
-        rounds = Rounds(names, choice, drafted.depths, plan.verify_lens, drafted.confidence, None, [0] * bs)
+        copied = drafted.copied or [0] * bs
+        rounds = Rounds(names, choice, drafted.depths, plan.verify_lens, drafted.confidence, None, copied)
         self.schedule.observe(rounds, list(range(bs)), accepted.accepted_lens.tolist())
         for request, (text, kept) in enumerate(zip(self.texts, accepted.accepted_lens.tolist(), strict=True)):
             drafts = drafted.block.tokens[request].tolist()
             self.traces[request].append((len(text) - 1, text[-1], drafts, kept))
             text.extend(accepted.out_tokens[request, : kept + 1].tolist())
+
+    def _copies(self) -> Copies | None:
+        if self.copied_after is None:
+            return None
+        proposed = [self.copied_after(request, text) for request, text in enumerate(self.texts)]
+        width = max(map(len, proposed))
+        tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in proposed])
+        return Copies(tokens, tuple(map(len, proposed))) if width else None
 
     def _rows(self, requests: Sequence[int]) -> SamplingRows:
         return SamplingRows.from_lists(*zip(*(self._parameters[request] for request in requests), strict=True))

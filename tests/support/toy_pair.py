@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from dspark_kernels import LawParams
+from dspark_kernels import Adjustment, LawParams
 from dspark_kernels.sampling.target_law import target_probs
 from golden_server import DRAFT
 from stage_loop import StageLoop
@@ -65,13 +65,28 @@ class ToyLoop(StageLoop):
         self._set_up(toy_drafter(), toy_target, table, options)
 
 
-def target_law(prompt: Sequence[int], first: int, length: int, law: LawParams) -> dict[tuple[int, ...], float]:
+def target_law(
+    prompt: Sequence[int], first: int, length: int, law: LawParams, adjustment: Adjustment | None = None
+) -> dict[tuple[int, ...], float]:
     """Probability of every continuation of ``prompt`` and ``first`` by ``length`` tokens, token by token."""
     probabilities = {}
     for text in itertools.product(range(V), repeat=length):
         probability = 1.0
         for place, token in enumerate(text):
-            logits, _ = toy_target([*prompt, first, *text[:place]])
-            probability *= float(target_probs(logits[-1:], law)[0, token])
+            output = [first, *text[:place]]
+            logits = toy_target([*prompt, *output])[0][-1].clone()
+            if adjustment is not None:
+                _adjust(logits, adjustment, output)
+            probability *= float(target_probs(logits[None], law)[0, token])
         probabilities[text] = probability
     return probabilities
+
+
+def _adjust(logits: torch.Tensor, adjustment: Adjustment, output: Sequence[int]) -> None:
+    """Penalties and biases on one row [V], by their definition."""
+    for token in range(V):
+        number = output.count(token)
+        logits[token] -= adjustment.frequency * number + adjustment.presence * (number > 0)
+        if number:
+            logits[token] *= adjustment.repetition if logits[token] < 0 else 1 / adjustment.repetition
+        logits[token] += adjustment.logit_bias.get(token, 0.0)

@@ -1,8 +1,10 @@
 """Where a server keeps its step times, and what happens where it cannot."""
 
+import errno
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.worker.startup import sps_cache
+from sglang_dspark.worker.startup.measure_steps import MeasuredSteps
+from sglang_dspark.worker.tiers import Tiers
 
 
 class UnwritableTable:
@@ -118,3 +122,39 @@ def test_a_folder_that_another_user_could_write_to_is_no_cache(homeless, planted
     assert "step times are not kept" in caplog.text
     assert sps_cache._load_cached(None, KEY) is None
     sps_cache._save(table(), None, named=False)
+
+
+def test_drafts_are_timed_where_they_are_served(monkeypatch):
+    """A budget fits into graphs where a whole block of every request does not: 129 blocks of 8 are 1032 rows."""
+    tiers, chosen = Tiers.of([1, 64, 128, 160, 256], 7), []
+
+    def staged(step, choice):
+        rows = tiers.token_rows(len(step) + choice.most_drafts(len(step)))
+        chosen.append((choice.depths(len(step)), rows is not None))
+        return SimpleNamespace(draft=lambda step, choice: None)
+
+    steps = MeasuredSteps.__new__(MeasuredSteps)
+    steps._staging, steps._sync = SimpleNamespace(of=staged), lambda: None
+    for requests in (1, 128, 129, 256):
+        steps._step = range(requests)
+        steps.draft(7)
+        assert chosen.pop() == ([7] * requests, True)
+
+
+def test_a_full_disk_leaves_the_table_before(tmp_path, monkeypatch, caplog):
+    path = tmp_path / "table.json"
+    table().save(path)
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with caplog.at_level(logging.WARNING):
+        sps_cache._save(table(), path, named=False)
+    assert "cannot be kept" in caplog.text
+    assert "No space left on device" in caplog.text
+    assert [*tmp_path.iterdir()] == [path]
+    assert path.read_bytes() == before
+    with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+        sps_cache._save(table(), path, named=True)
+
+
+def full_disk(descriptor):
+    raise OSError(errno.ENOSPC, "No space left on device")

@@ -32,9 +32,9 @@ from dspark_kernels.hardware import num_processors
 
 _MIN_DOT = 16  # smallest tile side of tl.dot
 _MAX_SPLITS = 32
-_MAX_TILE = 16_384  # elements of a program's queries, beyond which registers and shared memory do not suffice
+_MAX_TILE = 32_768  # bytes of a program's queries, beyond which registers and shared memory do not suffice
 _FOUR_WARPS_TILE = 4096  # elements that four warps hold in their registers
-_WIDE_HEAD = 128  # head dimension beyond which only half as many keys are taken at a time
+_WIDE_HEAD = 256  # bytes of a head beyond which only half as many keys are taken at a time
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,8 @@ def _attend(
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = pool[0].shape[1]
     group, width, block_d = num_heads // num_kv_heads, windows.width, _block_d(head_dim)
-    share = _heads_per_program(group, width, block_d)
+    head_bytes = block_d * q.element_size()
+    share = _heads_per_program(group, width, head_bytes)
     block_m = max(_MIN_DOT, triton.next_power_of_2(width * share))
     window_attention_kernel[
         len(windows.prefix_lens), num_kv_heads * triton.cdiv(group, share), 1 if lse is None else len(lse)
@@ -202,7 +203,7 @@ def _attend(
         BLOCK_H=triton.next_power_of_2(share),
         BLOCK_M=block_m,
         BLOCK_W=max(_MIN_DOT, triton.next_power_of_2(width)),
-        BLOCK_N=64 if block_d <= _WIDE_HEAD else 32,
+        BLOCK_N=64 if head_bytes <= _WIDE_HEAD else 32,
         BLOCK_D=block_d,
         num_warps=4 if block_m * block_d <= _FOUR_WARPS_TILE else 8,
     )
@@ -212,12 +213,17 @@ def _block_d(head_dim: int) -> int:
     return max(_MIN_DOT, triton.next_power_of_2(head_dim))
 
 
-def _heads_per_program(group: int, width: int, block_d: int) -> int:
+def _heads_per_program(group: int, width: int, head_bytes: int) -> int:
     """Query heads of a K/V head that share a tile: all of them, unless it were too large."""
     share = group
-    while share > 1 and triton.next_power_of_2(width * share) * block_d > _MAX_TILE:
+    while share > 1 and triton.next_power_of_2(width * share) * head_bytes > _MAX_TILE:
         share = triton.cdiv(share, 2)
     return share
+
+
+def widest_window(head_dim: int, dtype: torch.dtype) -> int:
+    """Most rows of a request that the kernel can be built for, which its reference knows no limit of."""
+    return _MAX_TILE // (_block_d(head_dim) * dtype.itemsize)
 
 
 def num_splits(bs: int, num_kv_heads: int, num_processors: int) -> int:

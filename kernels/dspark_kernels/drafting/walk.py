@@ -56,8 +56,7 @@ def draft_block(
     own torch operations to every slot.
 
     Args:
-        base_logits: the draft backbone's logits, not modified; float32, float16 or bfloat16, the last dimension
-            contiguous.
+        base_logits: the draft backbone's logits, not modified; float32, float16 or bfloat16, contiguous.
         hidden: post-norm hidden states, read by gated and rnn heads and by the confidence head.
         anchors: the last committed token of each request, predecessor of slot 0.
         heads: the drafter's.
@@ -135,18 +134,17 @@ class _Launches:
         gamma = tokens.shape[1]
         choose_kernel[self._tiles.groups, self._tiles.programs](
             base_ptr=slot_logits,
-            base_stride=slot_logits.stride(0),
             prev_ptr=previous,
             prev_stride=previous.stride(0),
             latents_ptr=latents,
             scores_ptr=None if law is None else law.scores[:, k],
-            scores_stride=gamma * self._sizes[1],
             log_norms_ptr=None if law is None else law.log_norms[:, k],
             log_norms_stride=gamma,
             tokens_ptr=tokens[:, k],
             tokens_stride=gamma,
             counters_ptr=self._counters[k],
             slot=k,
+            depth=gamma,
             **self._shared,
         )
 
@@ -204,8 +202,8 @@ def _empty_law(base_logits: torch.Tensor, vocabulary: DraftVocabulary | None) ->
 
 def _check(base_logits: torch.Tensor, heads: DraftHeads) -> None:
     v, markov, vocabulary = base_logits.shape[-1], heads.markov, heads.vocabulary
-    if base_logits.stride(-1) != 1:
-        raise ValueError("base_logits must be contiguous in its last dimension; call .contiguous()")
+    if not base_logits.is_contiguous():
+        raise ValueError("base_logits must be contiguous; call .contiguous()")
     if vocabulary is not None and len(vocabulary.token_ids) != v:
         raise ValueError(
             f"base_logits has {v} columns, the draft vocabulary {len(vocabulary.token_ids)} tokens; take both from the "

@@ -136,14 +136,13 @@ _SMALL_POINTERS = [
 ]
 
 
-# No slot, seed or batch size may cause a compilation of its own, by its value or by the alignment of its pointers.
+# No slot, depth, seed or batch size may cause a compilation of its own, by its value or where its pointers lie.
 @triton.jit(
-    do_not_specialize=["bs", "prev_stride", "seed", "slot", "log_norms_stride", "tokens_stride"],
+    do_not_specialize=["bs", "depth", "prev_stride", "seed", "slot", "log_norms_stride", "tokens_stride"],
     do_not_specialize_on_alignment=[*_SMALL_POINTERS, "counters_ptr"],
 )
 def choose_kernel(
-    base_ptr,  # [bs, v] rows of this slot, base_stride apart
-    base_stride,
+    base_ptr,  # [bs, v] rows of this slot, depth * v apart
     prev_ptr,  # [bs] int64, the tokens before this slot
     prev_stride,
     latents_ptr,  # W1 [V, r] when BY_TOKEN, else [bs, r]
@@ -152,12 +151,11 @@ def choose_kernel(
     temperatures_ptr,  # [bs] float32, 0 = greedy; read when SAMPLED or SEEDED
     request_keys_ptr,  # [bs] int64; this and the next two are read when SAMPLED
     step_ptr,  # [] int64
-    seed,
+    seed: tl.int64,
     seeds_ptr,  # [bs] int64; this and the next two are read when SEEDED
     positions_ptr,  # [bs] int64, of slot 0
     is_seeded_ptr,  # [bs] uint8
-    scores_ptr,  # [bs, v] float32, scores_stride apart; written, as log_norms, for sampled requests when SAMPLED
-    scores_stride,
+    scores_ptr,  # [bs, v] float32, as far apart; written, as log_norms, for sampled requests when SAMPLED
     log_norms_ptr,  # [bs] float32
     log_norms_stride,
     tokens_ptr,  # [bs] int64
@@ -166,6 +164,7 @@ def choose_kernel(
     partial_columns_ptr,  # [groups, programs, BLOCK_B] int32
     counters_ptr,  # [groups] int32, zero before the launch
     slot,
+    depth,
     bs,
     v,
     RANK: tl.constexpr,  # 0: no Markov head
@@ -185,6 +184,8 @@ def choose_kernel(
     rows = group * BLOCK_B + tl.arange(0, BLOCK_B)
     in_batch = rows < bs
     wide_rows = rows.to(tl.int64)
+    # Multiplied here, and not handed in: of v the compiler knows what it is divisible by, whatever the depth.
+    row_starts = wide_rows * depth * v
     lanes = tl.arange(0, BLOCK_V)
     dims = tl.arange(0, BLOCK_R)
 
@@ -221,7 +222,7 @@ def choose_kernel(
         columns = tile * BLOCK_V + lanes
         is_column = columns < v
         logits = tl.load(
-            base_ptr + wide_rows[:, None] * base_stride + columns[None, :],
+            base_ptr + row_starts[:, None] + columns[None, :],
             mask=in_batch[:, None] & is_column[None, :],
             other=0.0,
         ).to(tl.float32)
@@ -234,7 +235,7 @@ def choose_kernel(
         scores = logits * sharpness[:, None]
         if SAMPLED:
             tl.store(
-                scores_ptr + wide_rows[:, None] * scores_stride + columns[None, :],
+                scores_ptr + row_starts[:, None] + columns[None, :],
                 scores,
                 mask=is_sampled[:, None] & is_column[None, :],
             )

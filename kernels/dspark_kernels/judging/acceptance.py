@@ -331,8 +331,7 @@ def _draft_args(drafts: torch.Tensor, block: DraftBlock, rules: Rules, vocab_siz
         "drafts_stride": drafts.stride(0),
         "gamma": gamma,
         "scores_ptr": None if law is None else law.scores,
-        "scores_stride_b": 0 if law is None else law.scores.stride(0),
-        "scores_stride_g": 0 if law is None else law.scores.stride(1),
+        "scores_stride": 0 if law is None else law.scores.shape[2],
         "log_norms_ptr": None if law is None else law.log_norms.contiguous(),
         "columns_ptr": None if law is None else law.columns,
         "copied_ptr": None if copied is None else copied.contiguous().view(torch.uint8),
@@ -350,8 +349,8 @@ def _check_law(law: DraftLaw, bs: int, gamma: int, vocab_size: int) -> None:
             f"of the drafts and the target are {(bs, gamma)} and {vocab_size}; use a draft model with the target's "
             "vocabulary"
         )
-    if law.scores.stride(2) != 1:
-        raise ValueError("the scores of the draft law must have contiguous rows")
+    if not law.scores.is_contiguous():
+        raise ValueError("the scores of the draft law must be contiguous; call .contiguous()")
 
 
 def _tile(most: int, vocab_size: int) -> int:

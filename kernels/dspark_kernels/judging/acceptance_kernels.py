@@ -90,7 +90,7 @@ def _draft_mass(
     slots,
     tokens,
     mask,
-    scores_stride_g,
+    scores_stride,
     HAS_LAW: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
     HAS_COPIED: tl.constexpr,
@@ -102,7 +102,7 @@ def _draft_mass(
         if HAS_COLUMNS:
             columns = tl.load(columns_ptr + tokens, mask=mask, other=-1).to(tl.int64)
         known = mask & (columns >= 0)
-        scores = tl.load(scores_ptr + slots * scores_stride_g + columns, mask=known, other=float("-inf"))
+        scores = tl.load(scores_ptr + slots * scores_stride + columns, mask=known, other=float("-inf"))
         log_norms = tl.load(log_norms_ptr + slots, mask=mask, other=0.0)
         mass = tl.where(known, tl.exp(scores - log_norms), 0.0)
         if HAS_COPIED:
@@ -151,10 +151,9 @@ def judge_kernel(
     is_seeded_ptr,
     seeded_speed_ptr,
     seeded_token_ptr,
-    seed,
+    seed: tl.int64,
     row_stride,
-    scores_stride_b,
-    scores_stride_g,
+    scores_stride,
     vocab_size,
     num_tiles,
     drafts_stride,
@@ -212,14 +211,14 @@ def judge_kernel(
             logits, base, temperature, log_masses, tokens, cut_ptr, last_ptr, rows, filtered, HAS_FILTER
         )
         draft_mass = _draft_mass(
-            scores_ptr + request * scores_stride_b if HAS_LAW else None,
+            scores_ptr + request * gamma * scores_stride if HAS_LAW else None,
             log_norms_ptr + request * gamma if HAS_LAW else None,
             columns_ptr,
             copied_ptr + request * gamma if HAS_COPIED else None,
             slots,
             tokens,
             judged,
-            scores_stride_g,
+            scores_stride,
             HAS_LAW,
             HAS_COLUMNS,
             HAS_COPIED,

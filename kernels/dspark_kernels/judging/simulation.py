@@ -52,7 +52,7 @@ def _simulated_accept_kernel(
     lens_ptr,
     out_tokens_ptr,
     new_seq_lens_ptr,
-    seed,
+    seed: tl.int64,
     drafts_stride,
     GAMMA: tl.constexpr,
     BLOCK_S: tl.constexpr,  # > GAMMA

@@ -16,6 +16,9 @@ from dspark_kernels.transfers import to_device
 
 NO_TOP_K = 1 << 30  # SGLang's encoding of "no top-k"
 GREEDY_TEMPERATURE = 1e-6  # below this SGLang decodes greedily
+# Any higher one gives the same law, and float32 holds this one and its inverse: a forbidden token has a logit of -inf,
+# which infinity would divide into NaN, and 0 would multiply into it.
+HIGHEST_TEMPERATURE = 1e30
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,7 @@ class _Request:
         greedy = top_k == 1 or temperature < GREEDY_TEMPERATURE
         self.rule = "greedy" if greedy else "sampled" if seed is None else "seeded"
         # A greedy request gets the neutral law, so that it never switches a filter on for the whole batch.
+        temperature = min(temperature, HIGHEST_TEMPERATURE)
         self.temperature, self.top_p, self.min_p = (1.0, 1.0, 0.0) if greedy else (temperature, top_p, min_p)
         self.top_k = NO_TOP_K if greedy or top_k == -1 else min(top_k, NO_TOP_K)
         # Seeds are 64-bit patterns: values from 2**63 on wrap to the negative numbers of int64.

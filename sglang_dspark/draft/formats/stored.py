@@ -78,4 +78,7 @@ def _read_index(file: Path) -> dict[str, str]:
         raise CheckpointError(f"{file}: no readable weight_map ({error!r}); download the checkpoint again") from error
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{file}: weight_map is not a map from tensors to files; download the checkpoint again")
+    for shard in weight_map.values():
+        if Path(shard).name != shard or shard == "..":
+            raise CheckpointError(f"{file}: weight_map names {shard!r}, which is no file of this folder")
     return weight_map

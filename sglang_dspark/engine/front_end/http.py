@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -28,8 +29,8 @@ UNSERVED_ROUTES = (
     # It sets what SGLang's own speculation reads and DSPARK does not.
     "/set_internal_state",
 )
-_MAY_HOLD_FIELD = re.compile(rb"speculation|\\u00[67]|\0")
-"""The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter."""
+_TO_BE_READ = re.compile(rb"speculation|\\u00[67]|\0|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter; half a letter."""
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 
@@ -121,14 +122,15 @@ def _rewrite(body: bytes, path: str) -> bytes:
     """Body with ``speculation`` moved; the same bytes when it has none.
 
     Raises:
-        ValueError: the field is malformed.
+        ValueError: the field is malformed, or a text of the body is no text.
     """
-    if not _MAY_HOLD_FIELD.search(body):
+    if not _TO_BE_READ.search(body):
         return body
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
         return body  # not JSON, or nested too deeply: SGLang's own parser answers
+    _check_letters(document)
     if not isinstance(document, dict) or FIELD not in document:
         return body
     options = carried(Speculation.parse(document.pop(FIELD)))
@@ -145,6 +147,15 @@ def _rewrite(body: bytes, path: str) -> bytes:
         return json.dumps(document).encode()
     except RecursionError:
         raise ValueError("speculation: the body is nested too deeply to be passed on") from None
+
+
+def _check_letters(document: Any) -> None:
+    """Raise ValueError over half of a surrogate pair, which JSON can hold and a tokenizer cannot read."""
+    with suppress(RecursionError):
+        try:
+            json.dumps(document, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the body holds half of a surrogate pair, which is no letter: {error.reason}") from None
 
 
 def _bad_request(message: str, param: str | None = FIELD) -> JSONResponse:

@@ -19,6 +19,7 @@ from sglang_dspark.engine.fired import Moment, check
 from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.forward.phased_attention import PhasedBackend
+from sglang_dspark.engine.scheduler import faults
 from sglang_dspark.engine.scheduler.adjustments import Adjustments
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import (
@@ -35,6 +36,8 @@ from sglang_dspark.engine.scheduler.request_counts import count
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.settled import Serving
 from sglang_dspark.step.state import Rounds
+
+logger = logging.getLogger(__name__)
 
 Publish = Callable[[torch.Tensor], None]
 
@@ -150,9 +153,19 @@ class SpecWorkerBase(WorkerFace):
             record_traces(batch.reqs, result.rounds, committed)
 
     def forward_batch_generation(self, batch: Any, on_publish: Publish | None = None, **_unused: Any) -> Any:
-        """Run one batch of the scheduler: a prefill, a decode step, or nothing."""
+        """Run one batch of the scheduler: a prefill, a decode step, or nothing.
+
+        An exception goes on to SGLang, which ends the server over it; see docs/limits.md.
+        """
         publish = on_publish or (lambda new_seq_lens: None)
         self.step += 1
+        try:
+            return self._run(batch, publish)
+        except Exception as error:
+            logger.error(faults.report(error, self.step, len(batch.reqs)))  # noqa: TRY400 - SGLang logs the traceback
+            raise
+
+    def _run(self, batch: Any, publish: Publish) -> Any:
         self._first_answer.look(batch.reqs)
         is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
         if not is_prefill and not batch.forward_mode.is_idle():

@@ -110,6 +110,29 @@ HOOKS: tuple[Hook, ...] = (
         "a sampling parameter of a wrong type must not get as far as the scheduler",
     ),
     Hook(
+        "refuse-unreadable-requests",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        HookType.AROUND,
+        "front_end.requests.refuse_unreadable",
+        "front_end",
+        "fields of a wrong type answer HTTP 400, and not 500 with a traceback",
+    ),
+    *(
+        Hook(
+            f"refuse-unreadable-{name}",
+            f"sglang.srt.entrypoints.openai.{serving}._convert_to_internal_request",
+            HookType.AROUND,
+            "front_end.requests.refuse_unreadable_messages",
+            "front_end",
+            "the same for what the OpenAI routes read before that",
+            Moment.SOME_TIME,
+        )
+        for name, serving in (
+            ("messages", "serving_chat.OpenAIServingChat"),
+            ("prompts", "serving_completions.OpenAIServingCompletion"),
+        )
+    ),
+    Hook(
         "report-counts",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
         HookType.AROUND,

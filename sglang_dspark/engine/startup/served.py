@@ -76,6 +76,26 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("enable_streaming_session", (False,), "drop the flag; sessions without streaming are served"),
     Refusal("enable_return_routed_experts", (False,)),
     Refusal("enable_return_indexer_topk", (False,)),
+    Refusal(
+        "enable_quant_communications",
+        (False, None),
+        "drop the flag: it makes sums of several ranks coarser in verification, and not in the steps of a plain server",
+    ),
+    Refusal("enable_torch_compile", (False,), "drop the flag: steps of DSPARK are not compiled"),
+    Refusal("debug_cuda_graph", (False,), "drop the flag; --disable-cuda-graph runs steps launch by launch"),
+    Refusal("cuda_graph_backend_decode", (None, "full", "disabled"), "pass full or disabled"),
+    Refusal("enable_mis", (False,), "drop the flag and score items with a server without DSPARK"),
+    Refusal("kv_canary", ("none",), "drop the flag: it does not know the rows that DSPARK verifies"),
+    Refusal("rl_on_policy_target", (None,), "drop the flag: it asks for deterministic inference"),
+    Refusal(
+        "checkpoint_engine_wait_weights_before_ready",
+        (False,),
+        "drop the flag: the target's weights cannot be updated under DSPARK",
+    ),
+    Refusal("decrypted_draft_config_file", (None,), "drop the flag: DSPARK reads the drafter's own config.json"),
+    Refusal("radix_cache_backend", (None,), "drop the flag: draft K/V exists in SGLang's own pool of slots alone"),
+    Refusal("offload_group_size", (-1,), "drop the flag; --cpu-offload-gb is served"),
+    Refusal("use_ray", (False,), "drop the flag: schedulers have to be processes that load the plugin"),
     Refusal("speculative_num_steps", (None, 1), "drop the flag; --speculative-dspark-block-size shortens the block"),
     Refusal("speculative_eagle_topk", (None, 1), OTHER_ALGORITHM),
     Refusal("speculative_dflash_block_size", (None,), "pass --speculative-dspark-block-size"),
@@ -130,6 +150,13 @@ CHECKED_ELSEWHERE = {
     "prefill_attention_backend": "as `--attention-backend`",
     "sampling_backend": "accepted, without effect: all tokens are drawn by the law of `pytorch`",
     "cuda_graph_backend_prefill": "`breakable` or `disabled`",
+    "cuda_graph_config": "as the flags that it stands for",
+    "disable_cuda_graph_padding": "more sizes are captured; steps are padded all the same",
+    "enable_profile_cuda_graph": "without effect: SGLang's own graphs of decode are not captured",
+    "nnodes": "served by reading, not tried; every node needs the drafter's files",
+    "node_rank": "as `--nnodes`",
+    "scheduler_recv_interval": "served; questions below `/dspark` wait as long",
+    "enable_http2": "served by reading, not tried",
     "speculative_algorithm": "`DSPARK`",
     "speculative_draft_model_path": "the drafter; required, or `--speculative-dspark-draft-free`",
     "speculative_draft_model_revision": "served",
@@ -156,34 +183,59 @@ uvicorn_access_log_exclude_prefixes show_time_cost enable_metrics tokenizer_metr
 tokenizer_metrics_allowed_custom_labels extra_metric_labels bucket_time_to_first_token bucket_inter_token_latency
 bucket_e2e_request_latency decode_log_interval constrained_json_whitespace_pattern
 constrained_json_disable_any_whitespace cuda_graph_max_bs_decode cuda_graph_bs_decode disable_prefill_cuda_graph
-disable_decode_cuda_graph disable_cuda_graph download_dir gc_threshold sleep_on_idle
+disable_decode_cuda_graph disable_cuda_graph download_dir gc_threshold sleep_on_idle tokenizer_backend
+detokenizer_worker_num model_loader_extra_config model_config_parser enable_fp32_lm_head enable_tf32_matmul
+prefill_max_requests disable_priority_preemption default_priority_value abort_on_priority_when_disabled
+schedule_low_priority_values_first priority_scheduling_preemption_threshold radix_eviction_policy enable_p2p_check
+base_gpu_id gpu_id_step soft_watchdog_timeout custom_sigquit_handler numa_node file_storage_path strip_thinking_cache
+tool_server batch_notify_size enable_session_radix_cache crash_dump_folder enable_mfu_metrics
+enable_metrics_for_all_schedulers load_snapshot_publish_interval prompt_tokens_buckets generation_tokens_buckets
+gc_warning_threshold_secs enable_request_time_stats_logging kv_events_config enable_forward_pass_metrics
+forward_pass_metrics_worker_id forward_pass_metrics_ipc_name enable_trace trace_modules otlp_traces_endpoint
+export_metrics_to_file export_metrics_to_file_dir stat_loggers bf16_gemm_backend disable_flashinfer_autotune
+cuda_graph_max_bs_prefill cuda_graph_bs_prefill enable_cudagraph_gc enable_layerwise_nvtx_marker enable_nccl_nvls
+enable_symm_mem triton_attention_reduce_in_fp32 triton_attention_num_kv_splits triton_attention_split_tile_size
+disable_custom_all_reduce enable_mscclpp enable_torch_symm_mem pre_warm_nccl enable_flashinfer_allreduce_fusion
+enforce_disable_flashinfer_allreduce_fusion flashinfer_allreduce_fusion_backend enable_aiter_allreduce_fusion
+cpu_offload_gb weight_loader_disable_mmap weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads
+weight_loader_drop_cache_after_load remote_instance_weight_loader_seed_instance_ip
+remote_instance_weight_loader_seed_instance_service_port remote_instance_weight_loader_send_weights_group_ports
+remote_instance_weight_loader_backend remote_instance_weight_loader_start_seed_via_transfer_engine
+engine_info_bootstrap_port modelexpress_config model_checksum delete_ckpt_after_loading decrypted_config_file
+enable_prefill_delayer prefill_delayer_max_delay_passes prefill_delayer_token_usage_low_watermark
+prefill_delayer_forward_passes_buckets prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio
+prefill_delayer_max_delay_ms enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size
+dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode disable_tokenizer_batch_decode
+debug_tensor_dump_output_folder debug_tensor_dump_layers debug_tensor_dump_input_file forward_hooks
+msprobe_dump_config
+quantization_param_path modelopt_quant modelopt_checkpoint_restore_path modelopt_checkpoint_save_path
+modelopt_export_path quantize_and_serve rl_quant_profile fp8_gemm_runner_backend fp4_gemm_runner_backend torchao_config
 """.split()
 """Flags that mean what they mean on a plain server."""
 
 OTHER_MODELS_FLAGS = """
-is_embedding enable_multimodal swa_full_tokens_ratio
-disable_hybrid_swa_memory moe_dp_size enable_dsa_prefill_context_parallel dsa_prefill_cp_mode
-asr_max_buffer_seconds asr_max_concurrent_sessions mm_attention_backend
-dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend dsa_topk_backend
-mamba_backend flashinfer_mla_disable_ragged enable_fused_moe_sum_all_reduce enable_deepseek_v4_fp4_indexer
-ep_size moe_a2a_backend moe_runner_backend flashinfer_mxfp4_moe_precision deepep_mode
-deepep_dispatcher_output_dtype ep_num_redundant_experts ep_dispatch_algorithm init_expert_location enable_eplb
-eplb_algorithm eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk
-eplb_min_rebalancing_utilization_threshold expert_distribution_recorder_mode
+is_embedding enable_multimodal swa_full_tokens_ratio disable_hybrid_swa_memory moe_dp_size
+enable_dsa_prefill_context_parallel dsa_prefill_cp_mode asr_max_buffer_seconds asr_max_concurrent_sessions
+mm_attention_backend dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend dsa_topk_backend mamba_backend
+flashinfer_mla_disable_ragged enable_fused_moe_sum_all_reduce enable_deepseek_v4_fp4_indexer ep_size moe_a2a_backend
+moe_runner_backend flashinfer_mxfp4_moe_precision deepep_mode deepep_dispatcher_output_dtype ep_num_redundant_experts
+ep_dispatch_algorithm init_expert_location enable_eplb eplb_algorithm eplb_rebalance_num_iterations
+eplb_rebalance_layers_per_chunk eplb_min_rebalancing_utilization_threshold expert_distribution_recorder_mode
 expert_distribution_recorder_buffer_size enable_expert_distribution_metrics deepep_config moe_dense_tp_size
 elastic_ep_backend enable_elastic_expert_backup mooncake_ib_device enable_deepep_waterfill elastic_ep_rejoin
 disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion enforce_shared_experts_fusion
 max_mamba_cache_size mamba_ssm_dtype enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
 mamba_full_memory_ratio mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval
 enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_backend linear_attn_decode_backend
-linear_attn_prefill_backend enable_linear_replayssm linear_replayssm_cache_len  hisparse_config
+linear_attn_prefill_backend enable_linear_replayssm linear_replayssm_cache_len hisparse_config
 enable_broadcast_mm_inputs_process enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config
-limit_mm_data_per_request enable_mm_global_cache disable_fast_image_processor keep_mm_feature_on_device
-kt_weight_path kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts kt_max_deferred_experts_per_token
- dllm_algorithm_config encoder_only language_only encoder_transfer_backend encoder_urls
-encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder
+limit_mm_data_per_request enable_mm_global_cache disable_fast_image_processor keep_mm_feature_on_device kt_weight_path
+kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts kt_max_deferred_experts_per_token dllm_algorithm_config
+encoder_only language_only encoder_transfer_backend encoder_urls encoder_bootstrap_port encoder_register_urls
+enable_adaptive_dispatch_to_encoder enable_single_batch_overlap enable_precise_embedding_interpolation
+disable_chunked_prefix_cache enable_fused_qk_norm_rope
 """.split()
-"""Flags of models that are refused as targets: experts, state spaces, other modalities."""
+"""Flags of parts that few targets have: experts, state spaces, other modalities. DSPARK reads none of them."""
 
 REFUSED_FEATURES_FLAGS = """
 pp_max_micro_batch_size pp_async_batch_depth load_balance_method enable_prefill_cp cp_strategy
@@ -196,49 +248,47 @@ lora_use_virtual_experts lora_strict_loading lora_drain_wait_threshold tbo_token
 lmcache_config_file disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device
 disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache num_reserved_decode_tokens
 disaggregation_decode_extra_slots disaggregation_decode_polling_interval pdmux_config_path sm_group_num
-enable_weights_cpu_backup enable_draft_weights_cpu_backup
+enable_weights_cpu_backup enable_draft_weights_cpu_backup enable_dynamic_chunking optimistic_prefill_retries
+custom_weight_loader offload_num_in_group offload_prefetch_step offload_mode cuda_graph_tc_compiler
+enable_custom_logit_processor enable_return_hidden_states disable_outlines_disk_cache kv_canary_real_data
+kv_canary_sweep_interval enable_torch_compile_debug_mode torch_compile_max_bs
 """.split()
 """Flags that only adjust something that is refused itself."""
 
-UNEXAMINED_FLAGS = """
-quantization_param_path modelopt_quant modelopt_checkpoint_restore_path modelopt_checkpoint_save_path
-modelopt_export_path quantize_and_serve rl_quant_profile fp8_gemm_runner_backend fp4_gemm_runner_backend torchao_config
-tokenizer_backend detokenizer_worker_num model_loader_extra_config model_config_parser enable_fp32_lm_head
-enable_tf32_matmul enable_dynamic_chunking prefill_max_requests disable_priority_preemption default_priority_value
-abort_on_priority_when_disabled schedule_low_priority_values_first priority_scheduling_preemption_threshold
-radix_eviction_policy
-disable_chunked_prefix_cache scheduler_recv_interval nnodes node_rank enable_p2p_check base_gpu_id gpu_id_step
-soft_watchdog_timeout use_ray custom_sigquit_handler numa_node enable_http2 file_storage_path
-strip_thinking_cache tool_server batch_notify_size enable_session_radix_cache crash_dump_folder
-enable_mfu_metrics enable_metrics_for_all_schedulers load_snapshot_publish_interval prompt_tokens_buckets
-generation_tokens_buckets gc_warning_threshold_secs enable_request_time_stats_logging kv_events_config
-enable_forward_pass_metrics forward_pass_metrics_worker_id forward_pass_metrics_ipc_name enable_trace trace_modules
-otlp_traces_endpoint export_metrics_to_file export_metrics_to_file_dir stat_loggers radix_cache_backend
-bf16_gemm_backend disable_flashinfer_autotune cuda_graph_config cuda_graph_backend_decode
-cuda_graph_max_bs_prefill cuda_graph_bs_prefill cuda_graph_tc_compiler disable_cuda_graph_padding
-enable_profile_cuda_graph enable_cudagraph_gc debug_cuda_graph enable_layerwise_nvtx_marker enable_nccl_nvls
-enable_symm_mem triton_attention_reduce_in_fp32 triton_attention_num_kv_splits triton_attention_split_tile_size
-enable_fused_qk_norm_rope enable_precise_embedding_interpolation disable_custom_all_reduce enable_mscclpp
-enable_torch_symm_mem pre_warm_nccl enable_quant_communications enable_flashinfer_allreduce_fusion
-enforce_disable_flashinfer_allreduce_fusion flashinfer_allreduce_fusion_backend enable_aiter_allreduce_fusion
-enable_torch_compile enable_torch_compile_debug_mode torch_compile_max_bs enable_single_batch_overlap
-cpu_offload_gb offload_group_size offload_num_in_group offload_prefetch_step offload_mode
-optimistic_prefill_retries custom_weight_loader weight_loader_disable_mmap weight_loader_prefetch_checkpoints
-weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load
-remote_instance_weight_loader_seed_instance_ip remote_instance_weight_loader_seed_instance_service_port
-remote_instance_weight_loader_send_weights_group_ports remote_instance_weight_loader_backend
-remote_instance_weight_loader_start_seed_via_transfer_engine engine_info_bootstrap_port modelexpress_config
-model_checksum delete_ckpt_after_loading decrypted_config_file decrypted_draft_config_file
-checkpoint_engine_wait_weights_before_ready enable_prefill_delayer prefill_delayer_max_delay_passes
-prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets
-prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio prefill_delayer_max_delay_ms
-rl_on_policy_target kv_canary kv_canary_real_data kv_canary_sweep_interval enable_dynamic_batch_tokenizer
-dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode
-disable_tokenizer_batch_decode debug_tensor_dump_output_folder debug_tensor_dump_layers
-debug_tensor_dump_input_file enable_custom_logit_processor enable_return_hidden_states disable_outlines_disk_cache
-enable_mis forward_hooks msprobe_dump_config
+FLAGS_OF_SOME_RELEASES = """
+_radix_eviction_policy_explicitly_set _speculative_draft_quantization_explicitly_set
+_swa_full_tokens_ratio_explicitly_set allowed_media_domains aux_hidden_state_capture boundary_reduction c128_page_size
+constrained_json_max_whitespace_cnt cuda_graph_max_seq_len_prefill cuda_graph_prefill_max_context dcp_comm_backend
+dcp_replicate_q_proj deepep_v2_mode default_chat_template_kwargs disable_aiter_allreduce_fusion_in_decode
+disable_aiter_allreduce_fusion_in_prefill disaggregation_decode_allocation_policy
+disaggregation_decode_host_receive_threshold disaggregation_decode_retraction_backup disaggregation_enable_kv_checksum
+dllm_fdfo dsa_triton_union dsv4_attn_backend dsv4_prefill_backend elastic_ep_initial_size elastic_ep_scale_timeout
+enable_amd_monokernel enable_cp_decode_attn_tp enable_cp_tp_group_sharing enable_decoder_swa_bounded_replay
+enable_dense_mlp_attn_tp enable_dsa_cache_layer_split enable_dsa_fused_indexer enable_encoder_swa_bounded_replay
+enable_http_worker_reuseport enable_layernorm_sp enable_lean_attention enable_linear_replayssm_spec
+enable_linker_mla_dedup enable_megamoe_for_layernorm_sp enable_nvidia_megakernel enable_paged_experts
+enable_pd_role_switch enable_response_store enable_scattered_sconv enable_shared_experts_attn_tp
+enable_tp_lm_head_all_to_all enable_w4a4_mxfp4_megamoe enable_waterfill ep_join_mode ep_join_rank_offset
+expert_balancedness_report_mode flashinfer_a2a_dispatch_type flashinfer_autotune_skip_ops flexkv_config_file
+fuseep_mode gated_launch_port grpc_port grpc_response_timeout_secs grpc_worker_threads hicache_host_memory_fraction
+hicache_host_memory_mode hicache_storage_prefetch_retry_max_attempts hicache_storage_prefetch_retry_poll_interval
+http2_initial_connection_window_size http2_max_concurrent_streams image_processor_backend language_model_only
+linear_attn_verify_backend load_publish_endpoint mamba_max_states_per_path max_ep_size media_url_max_file_size_mb
+mlx_enable_sampling mm_feature_transport mm_global_cache_backend mm_io_worker_num mm_preprocess_cache_size_mb
+mm_processor_worker_num optimistic_prefill_attempts otlp_service_name paged_experts_num_resident ple_offload_backend
+ple_offload_dir ple_offload_embedding prefill_decode_interval prefill_decode_interval_min_bs
+prefill_kv_cache_dequant_dtype qsa_indexer_dtype radix_eviction_policy_config retraction_policy
+return_aux_hidden_state_layer_ids return_hidden_states_mode return_input_ids return_output_ids
+sampling_mask_max_tokens shared_experts_tp_size sidecar sidecar_args smg_http_sidecar_port
+speculative_boundary_reduction speculative_domino_candidate_pool_size speculative_draft_kv_cache_dtype
+speculative_dsa_topk_backend speculative_dspark_align_verify_tokens_to_graph_tier speculative_dspark_block_size
+speculative_dspark_confidence_sts_path speculative_dspark_sps_table_path speculative_enable_w4a4_mxfp4_megamoe
+startup_weight_load_mode swa_prefix_tails trust_mm_content_hashes trust_request_chat_template
+unified_cache_external_linker_backend unified_cache_external_linker_config uno_lora_path watermark_config
+watermark_context_window watermark_default_enabled watermark_enforce_all watermark_key watermark_key_b
+watermark_max_probability watermark_mixing_probability weight_cache_mode weight_cache_socket weight_cache_timeout
 """.split()
-"""Flags that go to SGLang as they are; nobody has looked at what they do together with DSPARK."""
+"""Flags that other releases than the listed one have, and that nothing has to be done about."""
 
 REFUSED_FIELDS = (
     "return_hidden_states",
@@ -249,6 +299,7 @@ REFUSED_FIELDS = (
     "positional_embed_overrides",
     "return_routed_experts",
     "return_indexer_topk",
+    "multi_item_delimiter_indices",
 )
 """Fields of a request that DSPARK refuses when they are set."""
 
@@ -267,6 +318,7 @@ SERVED_FIELDS = """
 rid text input_ids sampling_params return_logprob logprob_start_len top_logprobs_num token_ids_logprob
 return_text_in_logprobs stream log_metrics session_params routing_key conversation_id background require_reasoning
 priority extra_key no_logs custom_labels return_prompt_token_ids external_trace_header received_time http_worker_ipc
+session_id return_bytes return_entropy
 """.split()
 
 OTHER_MODELS_FIELDS = """
@@ -279,7 +331,11 @@ REFUSED_FEATURES_FIELDS = """
 bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size routed_dp_rank disagg_prefill_dp_rank
 """.split()
 
-UNEXAMINED_FIELDS = "session_id return_bytes return_entropy multi_item_delimiter_indices".split()
+FIELDS_OF_SOME_RELEASES = """
+cache_salt data_parallel_rank kv_hints mm_content_hashes mm_processor_kwargs return_flat_raw_top_logprobs_b64
+video_config
+""".split()
+"""The same, of fields of a request."""
 
 SAMPLING_PARAMETERS = """
 max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty presence_penalty
@@ -288,6 +344,9 @@ spaces_between_special_tokens no_stop_trim custom_params stream_interval logit_b
 stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized
 """.split()
 """Sampling parameters, all served; the last five are SGLang's own."""
+
+PARAMETERS_OF_SOME_RELEASES = ("beam_width", "ebnf_full_assistant", "watermark")
+"""Of other releases: the first and the last are refused where they ask for something."""
 
 
 def refusals(args: Any, resolved: Any) -> Iterator[str]:

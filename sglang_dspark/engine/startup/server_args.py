@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dspark_kernels import widest_window
 from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 
 from sglang_dspark.calibration.sts import StsCalibration
@@ -206,8 +208,11 @@ def complete(server_args: Any) -> None:
     for refusal in target_refusals(family, target, arguments.resolved(server_args), config.max_verify(gamma) + 1):
         raise UnservedError(refusal)
     _check_options(server_args, config, drafter, gamma)
+    for refusal in shape_refusals(server_args.device, target, server_args.kv_cache_dtype, config, drafter, gamma):
+        raise ConfigError(refusal)
     _fill(server_args, config.max_verify(gamma))
     hooks.install("routes", "front_end")
+    _end_at_once()
     logger.info(
         "DSPARK: block size %d, policy %s, at most %d drafts verified per request, drafter %s",
         gamma,
@@ -215,6 +220,15 @@ def complete(server_args: Any) -> None:
         config.max_verify(gamma),
         "none" if drafter is None else drafter.path,
     )
+
+
+def _end_at_once() -> None:
+    """Have a server that fails end in seconds, and its clients with it.
+
+    SGLang would keep them waiting for a minute in which CUDA may write core dumps, though CUDA was not told to.
+    """
+    if os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
+        os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 
 def _check_target(server_args: Any, settled: Serving) -> None:
@@ -258,6 +272,35 @@ def _check_options(server_args: Any, config: DSparkConfig, drafter: ResolvedDraf
             target=server_args.model_path,
             draft=server_args.speculative_draft_model_path,
         )
+
+
+def shape_refusals(
+    device: str, target: Any, kv_cache_dtype: str, config: DSparkConfig, drafter: ResolvedDrafter | None, gamma: int
+) -> Iterator[str]:
+    """What attention cannot be computed for.
+
+    Args:
+        target: SGLang's ``ModelConfig``.
+        kv_cache_dtype: as it was asked for.
+    """
+    if kv_cache_dtype in ("bfloat16", "bf16") and target.dtype != torch.bfloat16:
+        yield (
+            f"DSPARK cannot run with --kv-cache-dtype={kv_cache_dtype} beside a target in {target.dtype}: it serves K/V in "
+            "the target's dtype or in fp8_e4m3; pass auto, or --dtype bfloat16"
+        )
+    if device != "cuda":
+        return
+    # Of the target's verification, an anchor and the drafts; of the drafter's block, its slots.
+    windows = {target.head_dim: config.max_verify(gamma) + 1}
+    if drafter is not None:
+        head_dim = drafter.config.head_dim
+        windows[head_dim] = max(windows.get(head_dim, 0), drafter.config.first_slot + gamma)
+    for head_dim, width in windows.items():
+        if width > (most := widest_window(head_dim, target.dtype)):
+            yield (
+                f"{flag_name('block_size')}={gamma} asks attention for {width} rows per request, and heads of "
+                f"{head_dim} in {target.dtype} leave room for {most}; pass {gamma - width + most} or less"
+            )
 
 
 def _fill(server_args: Any, max_verify: int) -> None:

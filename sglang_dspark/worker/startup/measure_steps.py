@@ -93,8 +93,9 @@ class MeasuredSteps:
         self._tokens = [self._step.anchors[:, None].repeat(1, depth) for depth in range(max_verify + 1)]
 
     def draft(self, depth: int) -> None:
-        """Draft blocks of so many drafts."""
-        choice = Choice(Rule.UNIFORM, depth)
+        """Draft blocks of so many drafts, in a graph where a step of so many requests is served from one."""
+        # A budget of 0: with all drafts verified, a step may be too large for the graphs that other budgets fit into.
+        choice = Choice(Rule.TOP, depth, budget=0)
         self._staging.of(self._step, choice).draft(self._step, choice)
         self._sync()
 

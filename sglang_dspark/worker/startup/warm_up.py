@@ -21,11 +21,14 @@ from dspark_kernels import (
     SamplingRows,
     StepRequests,
     adjust,
+    num_processors,
+    num_splits,
     plan_top,
     plan_uniform,
     prepare,
 )
 
+from sglang_dspark.engine.compat.ranks import tp_size
 from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.step.choice import PLAIN, Choice, Rule
@@ -34,7 +37,6 @@ from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, TargetOutput,
 from sglang_dspark.step.transfers import host_index
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.stages import EagerStages
-from sglang_dspark.worker.tiers import MAX_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +84,10 @@ def warm_up(stages: EagerStages, target_worker: Any, max_verify: int, request_sl
         for requests in of_whole_steps:
             with dummy(requests) as batch:
                 _WarmUpSteps(stages, batch, max_verify).run()
+        kv_heads = runner.model_config.get_num_kv_heads(tp_size(runner))
+        of_verification = split_and_whole(most, kv_heads, num_processors(req_to_token.device))
         for depth in range(1, window):
-            many = max(num for num in of_whole_steps if num * (depth + 1) <= MAX_TOKENS)
-            for requests in sorted({1, many}):
+            for requests in of_verification:
                 with dummy(requests) as batch:
                     _WarmUpSteps(stages, batch, max_verify).verify(depth)
         with dummy(min(2, most)) as batch:
@@ -97,6 +100,19 @@ def warm_up(stages: EagerStages, target_worker: Any, max_verify: int, request_sl
 def sizes(most: int) -> list[int]:
     """Numbers of requests up to ``most`` that kernels tell apart: they round them up to powers of two."""
     return [2**power for power in range((most - 1).bit_length())] + [most] if most > 0 else []
+
+
+def split_and_whole(most: int, kv_heads: int, processors: int) -> list[int]:
+    """Numbers of requests up to ``most`` whose attention takes every kernel that those of others take.
+
+    Contexts of few requests are split over several programs, for which attention has another kernel.
+
+    Args:
+        kv_heads: of a target layer on this rank.
+        processors: multiprocessors of the GPU.
+    """
+    whole = next((num for num in range(1, most + 1) if num_splits(num, kv_heads, processors) == 1), 1)
+    return sorted({1, whole})
 
 
 def widths(most: int) -> list[int]:

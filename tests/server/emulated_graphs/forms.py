@@ -35,13 +35,18 @@ def watch():
     InterpretedFunction.run = run
 
 
-def note(function, args, kwargs):
-    """Take note of one launch."""
+def bind(function, args, kwargs):
+    """Arguments of one launch, what Triton tells them apart by, and the options."""
     if function not in _binders:
-        known = JITFunction(function.fn, **function.kwargs)
+        known = function if isinstance(function, JITFunction) else JITFunction(function.fn, **function.kwargs)
         backend = make_backend(GPUTarget("cuda", 90, 32))
         _binders[function] = create_function_from_signature(known.signature, known.params, backend)
-    bound, specialization, options = _binders[function](*args, **kwargs)
+    return _binders[function](*args, **kwargs)
+
+
+def note(function, args, kwargs):
+    """Take note of one launch."""
+    bound, specialization, options = bind(function, args, kwargs)
     form = (function.__name__, str(specialization), str(sorted(options.items())))
     if form not in _known and _state["warm"]:
         arguments = ", ".join(f"{name}: {value}" for name, value in zip(bound, specialization, strict=True))

@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
+import torch
 from family_targets import written_target
 from random_drafter import random_drafter
-import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.engine import support

@@ -1,0 +1,44 @@
+"""What the log says when a step fails: in which of its parts, and what becomes of its requests."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+
+_PARTS = {"decode": "decode", "_prefill": "prefill", "_idle": "idle"}  # by the function of the worker
+_REMEDIES = (
+    (
+        torch.OutOfMemoryError,
+        "The device has no memory left: lower --mem-fraction-static or --max-running-requests",
+    ),
+    (
+        torch.AcceleratorError,
+        "A device tells of an error later than it happens: CUDA_LAUNCH_BLOCKING=1 in the environment shows where",
+    ),
+)
+
+
+def report(error: Exception, step: int, requests: int) -> str:
+    """The line for the log.
+
+    Args:
+        error: raised below ``forward_batch_generation``.
+        step: number of the step.
+        requests: that take part in it.
+    """
+    remedy = next((f". {text}" for kind, text in _REMEDIES if isinstance(error, kind)), "")
+    return (
+        f"DSPARK: step {step} of {requests} requests failed in {part_of(error)} ({type(error).__name__}: {error}). "
+        "The server ends, for K/V may be written by halves; requests under way get an error and no further token"
+        f"{remedy}"
+    )
+
+
+def part_of(error: Exception) -> str:
+    """Where in a step ``error`` was raised: ``decode: verify``, or ``prefill: inject_context``."""
+    names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    place = next((place for place, name in enumerate(names) if name in _PARTS), None)
+    if place is None:
+        return "its preparation"
+    return ": ".join([_PARTS[names[place]], *names[place + 1 : place + 2]])

@@ -1,0 +1,302 @@
+"""Planted leaks: each lets something decide about a draft that it must not, or draws from a wrong law, and is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import stage_loop
+import torch
+from dspark_kernels import AdjustmentTable, DraftBlock
+from dspark_kernels.judging import acceptance_reference
+from dspark_kernels.sampling.noise import Purpose, RoundKeys
+from enumerated_law import FILTERS, PENALTIES, STATIC, THRESHOLD, half_of, law_error, one_of_a_block
+from toy_pair import GAMMA, ToyLoop
+
+from sglang_dspark.scheduling import admission, schedule
+from sglang_dspark.scheduling.forecast import Forecast
+from sglang_dspark.step.confidence import Confidence
+from sglang_dspark.worker import stages
+from sglang_dspark.worker.drafter import Drafter
+
+pytestmark = pytest.mark.slow
+
+LEAK = 1e-4
+
+
+def after(monkeypatch, owner, name, change):
+    """Let ``change`` turn the result of a served function, given its arguments, into another one."""
+    served = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: change(served(*args, **kwargs), *args, **kwargs))
+
+
+def likes_a_token(survival, tokens):
+    """Survivals that know the drafts: token 0 is believed, others are not."""
+    return torch.where(tokens[:, : survival.shape[1]] == 0, 0.9, 0.05).cummin(1).values
+
+
+def ranked_by_value(monkeypatch):
+    after(monkeypatch, admission, "ranked", lambda order, choice, drafted: likes_a_token(order, drafted.block.tokens))
+
+
+def budget_by_successor(monkeypatch):
+    """The last draft's survival knows the first draft."""
+
+    def change(admitted, choice, drafted, *rest):
+        return replace(admitted, budget=GAMMA if drafted.survival[0, 1] > 0.92 * drafted.survival[0, 0] else 0)
+
+    after(monkeypatch, schedule, "admit", change)
+
+
+def budget_by_value(monkeypatch):
+    def change(admitted, choice, drafted, *rest):
+        return replace(admitted, budget=GAMMA * int(drafted.block.tokens[0, 0] == 0))
+
+    after(monkeypatch, schedule, "admit", change)
+
+
+def bound_by_value(monkeypatch):
+    def change(lens, confidence, threshold):
+        return GAMMA * (confidence[:, 1] > 0.92).long()
+
+    after(monkeypatch, admission, "above_threshold", change)
+
+
+def same_noise_in_every_round(monkeypatch):
+    after(monkeypatch, RoundKeys, "block_uniform", lambda _, keys, *args: uniform_of(replace(keys, step=0), *args))
+
+
+uniform_of = RoundKeys.block_uniform
+
+
+def accept_with_the_drafts_noise(monkeypatch):
+    monkeypatch.setattr(RoundKeys, "block_uniform", lambda keys, gamma, purpose: uniform_of(keys, gamma, Purpose.DRAFT))
+
+
+def one_number_for_all_slots(monkeypatch):
+    after(monkeypatch, RoundKeys, "block_uniform", lambda uniforms, *_: uniforms[:, :1].expand_as(uniforms))
+
+
+def one_number_for_all_requests(monkeypatch):
+    after(monkeypatch, RoundKeys, "block_uniform", lambda uniforms, *_: uniforms[:1].expand_as(uniforms))
+
+
+def correction_with_the_noise_of_acceptance(monkeypatch):
+    served = RoundKeys.uniform
+    monkeypatch.setattr(RoundKeys, "uniform", lambda keys, slots, purpose: served(keys, slots, Purpose.ACCEPT))
+
+
+def correction_from_the_target(monkeypatch):
+    after(monkeypatch, acceptance_reference, "_residual", lambda _, target, *rest: target)
+
+
+def correction_against_a_uniform_draft(monkeypatch):
+    def change(_, target, draft, *rest):
+        return (target - torch.full_like(draft, 1 / draft.shape[-1])).clamp_min(0.0)
+
+    after(monkeypatch, acceptance_reference, "_residual", change)
+
+
+def correction_of_the_whole_difference(monkeypatch):
+    after(monkeypatch, acceptance_reference, "_residual", lambda _, target, draft, *rest: (target - draft).abs())
+
+
+def correction_forgets_the_draft(monkeypatch):
+    def change(residual, target, draft, tokens, copied):
+        return target.scatter(1, tokens[:, None], 0.0)
+
+    after(monkeypatch, acceptance_reference, "_residual", change)
+
+
+def law_of(change):
+    """The drafter's law is reported otherwise than it was drawn from."""
+
+    def leak(monkeypatch):
+        after(monkeypatch, Drafter, "propose", lambda block, *_, **__: replace(block, probs=change(block.probs)))
+
+    leak.__name__ = change.__name__
+    return leak
+
+
+def law_of_another_temperature(probs):
+    return probs.sqrt() / probs.sqrt().sum(-1, keepdim=True)
+
+
+def law_of_the_slot_before(probs):
+    return probs.roll(1, dims=1)
+
+
+def law_that_is_one_hot(probs):
+    return torch.nn.functional.one_hot(probs.argmax(-1), probs.shape[-1]).float()
+
+
+def uniform_law(probs):
+    return torch.full_like(probs, 1 / probs.shape[-1])
+
+
+def tokens_changed_behind_the_law(monkeypatch):
+    after(monkeypatch, Drafter, "propose", lambda block, *_, **__: replace(block, tokens=(block.tokens + 1) % 3))
+
+
+def rows_of_the_next_draft(monkeypatch):
+    after(monkeypatch, ToyLoop, "_verify", lambda output, *_: shifted(output, 1))
+
+
+def rows_of_the_draft_before(monkeypatch):
+    after(monkeypatch, ToyLoop, "_verify", lambda output, *_: shifted(output, -1))
+
+
+def shifted(output, by):
+    output.logits_output.next_token_logits = output.logits_output.next_token_logits.roll(-by, 0)
+    return output
+
+
+def first_draft_always_kept(monkeypatch):
+    def change(lens, kept, verify_lens):
+        return torch.maximum(lens, verify_lens.clamp_max(1))
+
+    after(monkeypatch, acceptance_reference, "_leading_run", change)
+
+
+def last_kept_draft_dropped(monkeypatch):
+    after(monkeypatch, acceptance_reference, "_leading_run", lambda lens, *_: (lens - 1).clamp_min(0))
+
+
+def unverified_drafts_kept(monkeypatch):
+    served = acceptance_reference._leading_run
+    whole = lambda kept, verify_lens: served(kept, torch.full_like(verify_lens, kept.shape[1]))  # noqa: E731
+    monkeypatch.setattr(acceptance_reference, "_leading_run", whole)
+
+
+def survival_by_value(monkeypatch):
+    def change(confidence, forecast, logits, bs, depth, *rest):
+        survival = torch.where(drafts[-1][:, :depth] == 0, 0.9, 0.1).cummin(1).values
+        return Confidence(logits, survival)
+
+    drafts = []
+    after(monkeypatch, Drafter, "propose", lambda block, *_, **__: drafts.append(block.tokens) or block)
+    after(monkeypatch, Forecast, "predict", change)
+
+
+def penalties_without_the_drafts(monkeypatch):
+    """Every row of a window is adjusted as the first one."""
+    served = stage_loop.adjust
+    change = lambda logits, table, slots, requests, columns, *rest: served(  # noqa: E731
+        logits, table, slots, requests, torch.zeros_like(columns), *rest
+    )
+    monkeypatch.setattr(stage_loop, "adjust", change)
+
+
+def penalties_of_the_step_before(monkeypatch):
+    """What a step commits is never counted."""
+    monkeypatch.setattr(AdjustmentTable, "count", lambda *_: None)
+
+
+def penalties_on_the_wrong_rows(monkeypatch):
+    served = stage_loop.adjust
+    change = lambda logits, table, slots, requests, columns, *rest: served(  # noqa: E731
+        logits, table, slots, requests, columns.roll(1), *rest
+    )
+    monkeypatch.setattr(stage_loop, "adjust", change)
+
+
+def copies_weighed_by_the_drafters_law(monkeypatch):
+    after(monkeypatch, DraftBlock, "with_copies", lambda block, *_: replace(block, copied=None))
+
+
+def drafts_judged_as_copies(monkeypatch):
+    """Drawn drafts are kept as if nothing else could have been proposed, and corrected as what they are."""
+    all_copied = lambda block, *_, **__: replace(block, copied=torch.ones_like(block.tokens) > 0)  # noqa: E731
+    after(monkeypatch, Drafter, "propose", all_copied)
+    difference = lambda _, target, draft, *rest: (target - draft).clamp_min(0.0)  # noqa: E731
+    after(monkeypatch, acceptance_reference, "_residual", difference)
+
+
+def copies_that_are_never_corrected(monkeypatch):
+    """A rejected copy may come back as its own correction."""
+
+    def change(residual, target, draft, tokens, copied):
+        return target if draft is None or copied is not None else residual
+
+    after(monkeypatch, acceptance_reference, "_residual", change)
+
+
+def laws_at_another_temperature(monkeypatch):
+    served = acceptance_reference.target_probs
+    monkeypatch.setattr(acceptance_reference, "target_probs", lambda logits, law: served(logits * 0.97, law))
+
+
+def laws_without_their_filter(monkeypatch):
+    def change(probs, logits, law):
+        return (logits / law.temperatures[:, None]).softmax(-1)
+
+    after(monkeypatch, acceptance_reference, "target_probs", change)
+
+
+def forced_by_value(monkeypatch):
+    """A request is verified whatever its survival where its draft is a certain token."""
+
+    def change(order, choice, drafted):
+        return torch.where(drafted.block.tokens[:, : order.shape[1]] == 1, 2.0, order)
+
+    after(monkeypatch, admission, "ranked", change)
+
+
+def rows_in_another_order(monkeypatch):
+    """The target reads the drafts in another order than they are judged."""
+    served = stages.lay_out
+    change = lambda requests, tokens, admitted: served(requests, tokens.roll(1, 1), admitted)  # noqa: E731
+    monkeypatch.setattr(stages, "lay_out", change)
+
+
+ALL, ONE = PENALTIES["all"], {"schedule": "static", "verify_len": 1}
+LEAKS = [
+    (penalties_without_the_drafts, STATIC, {"length": 2, "adjustment": ALL}),
+    (penalties_of_the_step_before, {"schedule": "off"}, {"length": 2, "adjustment": ALL}),
+    (penalties_on_the_wrong_rows, STATIC, {"length": 2, "adjustment": ALL}),
+    (
+        copies_weighed_by_the_drafters_law,
+        ONE,
+        {"requests": 2, "copied_after": lambda request, text: [1] * (request == 0)},
+    ),
+    (drafts_judged_as_copies, ONE, {}),
+    (copies_that_are_never_corrected, {"schedule": "off"}, {"copied_after": lambda request, text: [1]}),
+    (laws_at_another_temperature, STATIC, {}),
+    (laws_without_their_filter, STATIC, {"filters": FILTERS["top-k"]}),
+    (forced_by_value, {}, {"requests": 2, "choose": half_of}),
+    (rows_in_another_order, STATIC, {"length": 2}),
+    (ranked_by_value, {}, {"requests": 2, "choose": half_of}),
+    (budget_by_successor, {}, {"choose": one_of_a_block}),
+    (budget_by_value, {}, {"choose": one_of_a_block}),
+    (bound_by_value, THRESHOLD, {}),
+    (survival_by_value, {}, {"requests": 2, "choose": half_of}),
+    (same_noise_in_every_round, ONE, {"length": 2}),
+    (accept_with_the_drafts_noise, STATIC, {}),
+    (one_number_for_all_slots, STATIC, {"length": 2}),
+    (one_number_for_all_requests, ONE, {"requests": 2}),
+    (correction_with_the_noise_of_acceptance, STATIC, {}),
+    (correction_from_the_target, STATIC, {}),
+    (correction_against_a_uniform_draft, STATIC, {}),
+    (correction_of_the_whole_difference, STATIC, {}),
+    (correction_forgets_the_draft, STATIC, {}),
+    (law_of(law_of_another_temperature), STATIC, {}),
+    (law_of(law_of_the_slot_before), STATIC, {}),
+    (law_of(law_that_is_one_hot), STATIC, {}),
+    (law_of(uniform_law), STATIC, {}),
+    (tokens_changed_behind_the_law, STATIC, {}),
+    (rows_of_the_next_draft, STATIC, {}),
+    (rows_of_the_draft_before, STATIC, {}),
+    (first_draft_always_kept, STATIC, {}),
+    (last_kept_draft_dropped, STATIC, {"length": 2}),
+    (unverified_drafts_kept, {}, {"choose": one_of_a_block, "length": 2}),
+]
+
+
+def test_many_leaks_are_planted():
+    assert len({leak.__name__ for leak, *_ in LEAKS}) == len(LEAKS) >= 30
+
+
+@pytest.mark.parametrize(("leak", "options", "how"), LEAKS, ids=[leak.__name__ for leak, _, _ in LEAKS])
+def test_a_leak_is_found(monkeypatch, leak, options, how):
+    leak(monkeypatch)
+    assert law_error(monkeypatch, options, **{"length": 1, **how}) > LEAK

@@ -1,0 +1,89 @@
+"""What serving changes from step to step compiles no kernel anew, by Triton's own rule."""
+
+from types import SimpleNamespace
+
+import forms
+import pytest
+import torch
+from dspark_kernels import (
+    DraftBlock,
+    DraftHeads,
+    DraftLaw,
+    RoundKeys,
+    SamplingRows,
+    accept,
+    draft_block,
+    simulated_accept,
+)
+from dspark_kernels.drafting.walk_kernel import choose_kernel
+
+BS = 3
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Forms of the kernels that were launched, which are not run."""
+    found = []
+
+    def note(function, *args, grid, warmup, **kwargs):
+        found.append((function.__name__, *map(str, forms.bind(function, args, kwargs)[1:])))
+
+    monkeypatch.setattr(type(choose_kernel), "run", note)
+    return found
+
+
+def step(seed, device):
+    keys = torch.arange(BS, device=device)
+    rows = SamplingRows.from_lists([1.0] * BS, [-1] * BS, [1.0] * BS, [0.0] * BS, [None] * BS, device)
+    return rows, RoundKeys(seed, 5, keys, keys)
+
+
+def draft(device, v=64, depth=4, seed=0):
+    rows, keys = step(seed, device)
+    base = torch.zeros(BS, depth, v, device=device)
+    draft_block(
+        base, torch.zeros(BS, depth, 4, device=device), keys.positions, DraftHeads(None, None, None), rows, keys
+    )
+
+
+def judge(device, v=64, depth=4, seed=0):
+    rows, keys = step(seed, device)
+    lens = torch.full((BS,), depth, device=device)
+    windows = SimpleNamespace(verify_lens=lens, indptr=torch.arange(BS + 1, device=device) * (depth + 1))
+    law = DraftLaw(torch.zeros(BS, depth, v, device=device), torch.zeros(BS, depth, device=device))
+    block = DraftBlock(torch.zeros(BS, depth, dtype=torch.int64, device=device), law=law)
+    logits = torch.zeros(BS * (depth + 1), v, device=device)
+    accepted = accept(block, windows, logits, keys.positions, rows, keys)
+    profile = torch.ones(depth, dtype=torch.float64, device=device)
+    simulated_accept(accepted, block.tokens, lens, profile, keys)
+
+
+def distinct(launched, launch, *variants):
+    """Forms of every kernel over all variants, as many as there were."""
+    for variant in variants:
+        launch(**variant)
+    return {name: len({form for form in launched if form[0] == name}) for name, *_ in launched}
+
+
+@pytest.mark.parametrize("launch", [draft, judge])
+def test_no_seed_of_a_server_compiles_a_kernel(launch, launched, device):
+    """Numpy, and so SGLang, takes seeds up to 2**32 - 1; Triton tells integers of 32 and of 64 bits apart."""
+    seeds = [0, 1, 16, 2**30, 2**31, 2**32 - 1, 2**62]
+    counts = distinct(launched, launch, *({"device": device, "seed": seed} for seed in seeds))
+    assert set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize("v", [12288, 12290, 12292, 12296, 12297])
+def test_no_depth_compiles_the_walk(v, launched, device):
+    """Rows lie depth * v apart, which is a multiple of 16 for some depths only where v is a multiple of 2, 4 or 8."""
+    # Of an odd vocabulary, the slots' first columns lie at odd places.
+    most = 2 if v % 4 else 1
+    counts = distinct(launched, draft, *({"device": device, "v": v, "depth": depth} for depth in range(1, 9)))
+    assert counts == {"choose_kernel": most}
+
+
+@pytest.mark.parametrize("v", [12288, 12292, 12296])
+def test_no_depth_compiles_the_verdict_anew(v, launched, device):
+    """But for the widths of windows, which are rounded up to powers of two."""
+    counts = distinct(launched, judge, *({"device": device, "v": v, "depth": depth} for depth in (4, 5, 6, 7)))
+    assert counts["judge_kernel"] == counts["race_kernel"] == 1

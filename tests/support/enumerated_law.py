@@ -1,0 +1,129 @@
+"""The law of the texts that the toy pair is served, summed over every outcome of the noise, beside the target's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from dspark_kernels import Adjustment, SamplingRows
+from told_noise import every_run
+from toy_pair import GAMMA, ToyLoop, V, target_law
+
+from sglang_dspark.scheduling.sps_table import SpsTable
+from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.limits import Limits
+
+PROMPT, TEMPERATURE = [1, 0], 0.8
+NO_FILTER = (-1, 1.0, 0.0)
+
+
+def table() -> SpsTable:
+    """Drafts cost so much that not all of them are worth it."""
+    drafts, requests = np.arange(GAMMA + 1.0), np.array([[1.0], [4.0]])
+    verify, draft = 4 + 1.5 * drafts * requests, np.where(drafts > 0, 0.5, 0.0) * requests
+    return SpsTable({}, [1, 4], range(GAMMA + 1), [64], draft[..., None], verify[..., None])
+
+
+def law_error(
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict,
+    length: int,
+    *,
+    requests: int = 1,
+    filters: tuple[int, float, float] = NO_FILTER,
+    adjustment: Adjustment | None = None,
+    copied_after: Callable[[int, Sequence[int]], list[int]] | None = None,
+    choose: Callable[[ToyLoop, Choice], Choice] = lambda loop, choice: choice,
+) -> float:
+    """Largest error of the probability of a joint text of all requests.
+
+    Args:
+        length: tokens of each text, after the first.
+        adjustment, copied_after: see :class:`StageLoop`.
+        choose: changes what the policy chose.
+    """
+    law: dict[tuple, float] = defaultdict(float)
+    first = 0
+
+    def serve():
+        loop = ToyLoop(table(), **options)
+        loop.filters, loop.adjustment, loop.copied_after = filters, adjustment, copied_after
+        chosen = loop.schedule.choose
+        loop.schedule.choose = lambda *args, **kwargs: choose(loop, chosen(*args, **kwargs))
+        return loop.serve([PROMPT] * requests, 1 + length, temperature=TEMPERATURE)
+
+    for weight, texts in every_run(monkeypatch, serve):
+        first = texts[0][0]
+        law[tuple(tuple(text[1:]) for text in texts)] += weight
+    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+    rows = SamplingRows.from_lists([TEMPERATURE], *([value] for value in filters), [None])
+    one = target_law(PROMPT, first, length, rows.law, adjustment)
+    joint = {(): 1.0}
+    for _ in range(requests):
+        joint = {(*texts, text): p * q for texts, p in joint.items() for text, q in one.items()}
+    return max(abs(law[texts] - probability) for texts, probability in joint.items())
+
+
+STATIC, THRESHOLD = {"schedule": "static"}, {"schedule": "threshold", "confidence_threshold": 0.92}
+POLICIES = {
+    "off": {"schedule": "off"},
+    "static": STATIC,
+    "static-1": {"schedule": "static", "verify_len": 1},
+    "threshold": THRESHOLD,
+    "early-stop": {"schedule": "early-stop"},
+    "adaptive-block": {"schedule": "adaptive-block"},
+    "auto": {},
+}
+
+
+FILTERS = {"top-k": (2, 1.0, 0.0), "top-p": (-1, 0.7, 0.0), "min-p": (-1, 1.0, 0.4), "all": (2, 0.8, 0.3)}
+
+
+PENALTIES = {
+    "frequency": Adjustment(frequency=0.9),
+    "presence": Adjustment(presence=-1.2),
+    "repetition": Adjustment(repetition=1.7),
+    "all": Adjustment(frequency=0.4, presence=0.3, repetition=1.3, logit_bias={0: -0.8, 2: 0.5}),
+}
+
+
+def half_of(loop: ToyLoop, choice: Choice) -> Choice:
+    """Each request has a draft, and the better one is verified."""
+    return Choice(Rule.TOP, 1, len(loop.texts) // 2)
+
+
+def one_of_a_block(loop: ToyLoop, choice: Choice) -> Choice:
+    """A whole block is drafted, and its first draft is verified."""
+    return Choice(Rule.TOP, GAMMA, 1)
+
+
+def one_of_two(loop: ToyLoop, choice: Choice) -> Choice:
+    """Only the second request is drafted, as when a parked server probes."""
+    return Choice(Rule.TOP, GAMMA, GAMMA, forced=1, drafted=(1,))
+
+
+def bounded(loop: ToyLoop, choice: Choice) -> Choice:
+    """The first request wants no draft verified, the second one those before the first of low confidence."""
+    return Choice(Rule.TOP, GAMMA, 2 * GAMMA).within(Limits((0, GAMMA), (0, 0), (0.0, 0.92)))
+
+
+def third_of(loop: ToyLoop, choice: Choice) -> Choice:
+    """Each of three requests has a draft, and the best one is verified."""
+    return Choice(Rule.TOP, 1, 1)
+
+
+def one_of_three(loop: ToyLoop, choice: Choice) -> Choice:
+    """The middle request is drafted, its neighbours take a plain step."""
+    return Choice(Rule.TOP, GAMMA, GAMMA, drafted=(1,))
+
+
+def a_copy_between(loop: ToyLoop, choice: Choice) -> Choice:
+    """The first request wants nothing verified, the second one has a copied draft, the third one is drafted."""
+    return Choice(Rule.UNIFORM, 1).within(Limits((0, 1, 1), (0, 1, 0)))
+
+
+def copies(request: int, text: Sequence[int]) -> list[int]:
+    """Two drafts, one or none, by the text so far."""
+    return [(text[-1] + place) % V for place in range(GAMMA - text[-1] % (GAMMA + 1))]
