@@ -10,6 +10,7 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dspark.config import DSparkConfig, flag_dest
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.startup import served
 from sglang_dspark.tools.sglang_flags import table
@@ -45,6 +46,15 @@ FIELDS = [
 def test_the_lists_are_those_of_sglang(listed, of_sglang):
     """Where this fails on a new SGLang: look at what the new one does, then put it where it belongs."""
     assert Counter(listed) == Counter(of_sglang())
+
+
+def test_no_flag_about_speculation_is_dropped_in_silence():
+    """Of any release: it is ours, refused, or on a list with a rule."""
+    ours = {flag_dest(knob.name) for knob in fields(DSparkConfig)}
+    refused = {refusal.name for refusal in served.REFUSED_FLAGS_OF_SOME_RELEASES}
+    computed = {"speculative_boundary_reduction"}  # by SGLang, without a flag
+    of_sglang = {field.name for field in arguments.fields() if field.name.startswith("speculative_")}
+    assert sorted(of_sglang - ours - refused - computed - set(FLAGS)) == []
 
 
 def test_the_page_is_that_of_the_lists():

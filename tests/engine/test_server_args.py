@@ -1,16 +1,20 @@
 """Server arguments under DSPARK: the drafter is read once, and what the scheduler needs travels with the arguments."""
 
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoConfig
+from sglang.srt.environ import envs
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
 
 from sglang_dspark.draft import resolved
-from sglang_dspark.engine.compat.arguments import attached
-from sglang_dspark.engine.startup import hooks, resolution, server_args
-from sglang_dspark.errors import CheckpointError, UnservedError
+from sglang_dspark.engine.compat import arguments
+from sglang_dspark.engine.startup import hooks, server_args
+from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
+from sglang_dspark.tools.launch import PLUGIN
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 DRAFT = GOLDEN / "vanilla_g7"
@@ -21,33 +25,23 @@ def reads(monkeypatch):
     """The checkpoints whose configuration was read."""
     found, whole = [], resolved.read
     monkeypatch.setattr(resolved, "read", lambda path: (found.append(str(path)), whole(path))[1])
+    load_plugins()
     monkeypatch.setattr(hooks, "install", lambda *places: None)
-    monkeypatch.setattr(server_args, "_refusals", lambda args: iter(()))
     return found
 
 
-def namespace(**changes):
-    target = AutoConfig.from_pretrained(GOLDEN / "target")
-    names = ("draft_model_revision", "draft_load_format", "num_draft_tokens")
-    unset = dict.fromkeys((*(f"speculative_{name}" for name in names), "download_dir", "quantization"))
-    unset |= dict.fromkeys(("prefill_attention_backend", "decode_attention_backend", "sampling_backend"))
-    given = {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(DRAFT), "device": "cpu"}
-    given |= {"model_path": "target", "load_format": "auto", "attention_backend": None, "min_free_slots_delay": None}
-    model = SimpleNamespace(hf_config=target, hf_text_config=target, quantization=None)
-    return SimpleNamespace(**unset | given | {"get_model_config": lambda: model} | changes)
+def resolve(*flags, draft=DRAFT):
+    """SGLang's arguments of a command line, resolved."""
+    pair = () if draft is None else ("--speculative-draft-model-path", str(draft))
+    args = prepare_server_args(["--model-path", str(GOLDEN / "target"), "--device", "cpu", *PLUGIN, *pair, *flags])
+    getattr(args, "resolve_once", lambda: None)()  # once they were resolved when they were made
+    return args
 
 
-def start(cls, arguments):
-    """What ``ServerArgs`` does with its arguments."""
-    server_args.validate(arguments)
-    server_args.complete(arguments)
-    return arguments
-
-
-def settled(**changes):
+def settled(*flags, draft=DRAFT):
     """What start-up settles about a server with these arguments, as it reaches the scheduler."""
-    made = resolution.from_cli_args(start, object, namespace(**changes))
-    return made, pickle.loads(pickle.dumps(attached(made)))
+    args = pickle.loads(pickle.dumps(resolve(*flags, draft=draft)))
+    return arguments.resolved(args), arguments.attached(args)
 
 
 def test_the_drafter_is_read_once(reads):
@@ -59,14 +53,30 @@ def test_the_drafter_is_read_once(reads):
 
 
 def test_no_drafter_is_read_without_one(reads):
-    made, serving = settled(speculative_draft_model_path=None, speculative_dspark_draft_free="on")
+    made, serving = settled("--speculative-dspark-draft-free", draft=None)
     assert (reads, serving.drafter, made.speculative_draft_model_path) == ([], None, None)
 
 
 def test_options_of_one_server_are_not_those_of_the_next(reads):
-    settled(speculative_dspark_schedule="off")
+    settled("--speculative-dspark-schedule", "off")
     with pytest.raises(CheckpointError):
-        settled(speculative_draft_model_path=str(GOLDEN))
+        settled(draft=GOLDEN)
     with pytest.raises(UnservedError):
-        settled(device="tpu")
+        settled("--quantization", "fp8")
     assert settled()[1].config.schedule == "auto"
+
+
+@pytest.mark.parametrize("variable", ["SGLANG_RUST_SERVER", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"])
+def test_variables_that_some_releases_read(reads, monkeypatch, variable):
+    """The one has requests go round our checks, the other resizes the K/V pool after the drafter's was made."""
+    monkeypatch.setenv(variable, "1")
+    known = hasattr(envs, variable)
+    with pytest.raises(ConfigError, match=f"{variable}=1 in the environment") if known else nullcontext():
+        settled()
+
+
+def test_a_resolution_without_our_hook_ends_the_start(monkeypatch):
+    """It would go on with the defaults of all options."""
+    monkeypatch.setattr(arguments, "RESOLVED_LATER", True)
+    with pytest.raises(EngineError, match=r"did not call .*ServerArgs\.resolve_once"):
+        server_args.validate(SimpleNamespace())

@@ -31,7 +31,9 @@ class TwoRanks:
 
 
 def target_runner(**fields: Any) -> SimpleNamespace:
+    wishes = ("dflash_use_aux_hidden_state", "dflash_target_layer_ids", "dflash_draft_num_layers")
     defaults = {
+        **dict.fromkeys(wishes),
         "model_config": SimpleNamespace(head_dim=DRAFT.head_dim, get_num_kv_heads=lambda ranks: max(1, 2 // ranks)),
         "dtype": torch.float32,
         "kv_cache_dtype": torch.float32,
