@@ -242,6 +242,7 @@ def encode(target: Path, files: Sequence[Path], num: int) -> list[list[int]]:
 @click.option("--max-tokens", default=128, show_default=True)
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(list(NEAR_TIE)))
+@click.option("--only", default="", help="Run the scenarios whose name contains this text.")
 @click.option("--server-flags", default="", help="Further arguments of every server, as one text.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(
@@ -252,6 +253,7 @@ def main(
     max_tokens: int,
     device: str,
     dtype: str,
+    only: str,
     server_flags: str,
     output: Path,
 ) -> None:
@@ -265,7 +267,8 @@ def main(
         expected = [answer["output_ids"] for answer in generate(server, prompts, max_tokens, concurrency=8)]
         results = [run_alone(server, prompts, expected, judge, max_tokens)]
     console.print(f"target alone: {len(expected)} texts, {sum(map(len, expected))} tokens")
-    for extra, group in itertools.groupby(SCENARIOS, key=lambda scenario: scenario.flags):
+    wanted = [scenario for scenario in SCENARIOS if only in scenario.name]
+    for extra, group in itertools.groupby(wanted, key=lambda scenario: scenario.flags):
         with LaunchedServer(target, *flags, *dspark_flags(draft), *extra, env=env) as server:
             for scenario in group:
                 results.append(run_scenario(scenario, server, prompts, expected, judge, max_tokens))

@@ -1,5 +1,6 @@
 """What a drafter wants of the target's runner is noted where this SGLang reads it."""
 
+import inspect
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -13,8 +14,9 @@ RECORD = "sglang.srt.model_executor.model_runner_components.spec_aux_hidden_stat
 
 
 def fresh_runner():
-    """The attributes that SGLang's constructor names, and the record of its own where it makes one."""
-    runner = SimpleNamespace(**dict.fromkeys(ModelRunner.__init__.__code__.co_names))
+    """Whatever attributes SGLang's class names, and the record of its own where it makes one."""
+    functions = [function for _, function in inspect.getmembers(ModelRunner, inspect.isfunction)]
+    runner = SimpleNamespace(**dict.fromkeys(name for f in functions for name in inspect.unwrap(f).__code__.co_names))
     if hasattr(runner, "spec_aux_config"):
         runner.spec_aux_config = import_module(RECORD).SpecAuxHiddenStateConfig()
     return runner

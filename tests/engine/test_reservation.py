@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_request import kv_request, owner_of
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache
 
 from sglang_dspark.engine.compat.requests import allocated_len, committed_len, row
 from sglang_dspark.engine.scheduler import draft_input
@@ -24,9 +26,7 @@ class Server:
     def __init__(self, requests, slots):
         self.pool = TokenToKVPoolAllocator(slots, torch.float32, "cpu", SimpleNamespace(), need_sort=False)
         table = ReqToTokenPool(requests, COLUMNS, "cpu", enable_memory_saver=False)
-        cache = SimpleNamespace(
-            token_to_kv_pool_allocator=self.pool, is_chunk_cache=lambda: True, evictable_size=lambda: 0
-        )
+        cache = RadixCache(CacheInitParams(True, table, self.pool, page_size=1))
         reqs = [kv_request(row=row) for row in range(requests)]
         self.batch = SimpleNamespace(
             reqs=reqs, tree_cache=cache, token_to_kv_pool_allocator=self.pool, req_to_token_pool=table
