@@ -87,9 +87,11 @@ def put_on_top(sglang: str) -> None:
 
 
 def newer_beside(sglang: str) -> list[str]:
-    """Small packages that this SGLang needs newer than `.venv` has them, as its constraints name them."""
+    """Small packages that SGLang needs newer than `.venv` has them, as its constraints or the newest ones name them."""
     constraints = ROOT / f"constraints-{sglang}.txt"
-    lines = constraints.read_text(encoding="utf-8").splitlines() if constraints.exists() else []
+    if not constraints.exists():
+        constraints = max(ROOT.glob("constraints-*.txt"))
+    lines = constraints.read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.startswith(("llguidance==", "xgrammar=="))]
 
 

@@ -32,6 +32,7 @@ from rich.table import Table
 from serving.prompts import load_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang_dspark.files import write_text_whole
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer, dspark_flags
 
@@ -242,6 +243,7 @@ def encode(target: Path, files: Sequence[Path], num: int) -> list[list[int]]:
 @click.option("--max-tokens", default=128, show_default=True)
 @click.option("--device", default="cpu", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--dtype", default="float32", show_default=True, type=click.Choice(list(NEAR_TIE)))
+@click.option("--only", default="", help="Run the scenarios whose name contains this text.")
 @click.option("--server-flags", default="", help="Further arguments of every server, as one text.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(
@@ -252,6 +254,7 @@ def main(
     max_tokens: int,
     device: str,
     dtype: str,
+    only: str,
     server_flags: str,
     output: Path,
 ) -> None:
@@ -261,25 +264,31 @@ def main(
     device_flags, env = (CPU_FLAGS, CPU_ENV) if device == "cpu" else (CUDA_FLAGS, {})
     flags = [*device_flags, "--dtype", dtype, *server_flags.split()]
     judge = Judge(target, device, NEAR_TIE[dtype])
-    with LaunchedServer(target, *flags, env=env) as server:
-        expected = [answer["output_ids"] for answer in generate(server, prompts, max_tokens, concurrency=8)]
-        results = [run_alone(server, prompts, expected, judge, max_tokens)]
-    console.print(f"target alone: {len(expected)} texts, {sum(map(len, expected))} tokens")
-    for extra, group in itertools.groupby(SCENARIOS, key=lambda scenario: scenario.flags):
-        with LaunchedServer(target, *flags, *dspark_flags(draft), *extra, env=env) as server:
-            for scenario in group:
-                results.append(run_scenario(scenario, server, prompts, expected, judge, max_tokens))
-                console.print({k: v for k, v in results[-1].items() if k != "splits"})
-    report = {
+    head = {
         **provenance.record(),
         "device": device,
         "dtype": dtype,
         "prompts": [file.name for file in files],
         "max_tokens": max_tokens,
-        "scenarios": results,
     }
+    results: list[dict[str, Any]] = []
+
+    def keep(result: dict[str, Any]) -> None:
+        """Write what is found as soon as it is: the proof takes a quarter of an hour."""
+        results.append(result)
+        write_text_whole(output, json.dumps({**head, "scenarios": results}, indent=1) + "\n")
+        console.print({k: v for k, v in result.items() if k != "splits"})
+
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=1) + "\n")
+    with LaunchedServer(target, *flags, env=env) as server:
+        expected = [answer["output_ids"] for answer in generate(server, prompts, max_tokens, concurrency=8)]
+        console.print(f"target alone: {len(expected)} texts, {sum(map(len, expected))} tokens")
+        keep(run_alone(server, prompts, expected, judge, max_tokens))
+    wanted = [scenario for scenario in SCENARIOS if only in scenario.name]
+    for extra, group in itertools.groupby(wanted, key=lambda scenario: scenario.flags):
+        with LaunchedServer(target, *flags, *dspark_flags(draft), *extra, env=env) as server:
+            for scenario in group:
+                keep(run_scenario(scenario, server, prompts, expected, judge, max_tokens))
     console.print(_table(results))
     sys.exit(0 if all(result["passed"] for result in results) else 1)
 

@@ -41,8 +41,8 @@ For many of these that is known from reading SGLang: what they change lies outsi
 
 ### Of parts that few targets have
 
-They belong to mixtures of experts, state-space models and other modalities. DSPARK reads none of them; of those of experts
-none but the defaults was tried.
+They belong to mixtures of experts, state-space models and other modalities. DSPARK reads none of them; of those of
+experts none but the defaults was tried.
 
 {other_models}
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dspark_kernels import Accepted
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, SamplingReader, decode_result
 from sglang_dspark.step.choice import PLAIN
@@ -28,7 +29,7 @@ def result(confidence, traced):
     rounds = Rounds(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), confidence, traced, [0, 0])
     batch, plan = SimpleNamespace(return_logprob=False), SimpleNamespace(indptr=None)
     step = SimpleNamespace(rows=SimpleNamespace(law=SimpleNamespace(temperatures=None)))
-    output = SimpleNamespace(hidden_states=None)
+    output = LogitsProcessorOutput(next_token_logits=None)
     made = decode_result(batch, step, plan, output, accepted(), rounds, PackedCopies(0, CPU), in_graphs=True)
     made.copy_done = SimpleNamespace(record=lambda: None)
     return made

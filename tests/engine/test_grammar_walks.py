@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from byte_tokenizer import save_byte_tokenizer
 from sglang.srt.constrained.llguidance_backend import GuidanceBackend
-from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarObject
+from sglang.srt.constrained.reasoner_grammar_backend import ReasonerGrammarBackend
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector
 from transformers import AutoTokenizer
 
 from sglang_dspark.engine.scheduler.grammars import masks_of
@@ -26,11 +27,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Any) -> dict[str, Any]:
     """A grammar of each engine at its start; to be copied."""
-    xgrammar = XGrammarGrammarBackend(tokenizer, VOCAB, [EOS]).dispatch_regex(REGEX)
-    reasoner = ReasonerGrammarObject(xgrammar.copy(), THINK_END)
-    reasoner.maybe_init_reasoning(True)
-    llguidance = GuidanceBackend(tokenizer, n_vocab=VOCAB).dispatch_regex(REGEX)
-    return {"xgrammar": xgrammar, "reasoner": reasoner, "llguidance": llguidance}
+    xgrammar = XGrammarGrammarBackend(tokenizer, VOCAB, [EOS])
+    mark = tokenizer.convert_ids_to_tokens(THINK_END)
+    parser = SimpleNamespace(detector=BaseReasoningFormatDetector(mark, mark))
+    reasoner = ReasonerGrammarBackend(xgrammar, parser, tokenizer)
+    compiling, _ = reasoner.get_cached_or_future_value(("regex", REGEX), True)
+    llguidance = GuidanceBackend(tokenizer, n_vocab=VOCAB)
+    return {
+        "xgrammar": xgrammar.dispatch_regex(REGEX),
+        "reasoner": compiling.result(),
+        "llguidance": llguidance.dispatch_regex(REGEX),
+    }
 
 
 def after(grammar: Any, tokens: list[int]) -> Any:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.attention import hybrid_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -66,6 +67,8 @@ def test_prompts_go_to_one_backend_and_verification_to_the_other(mode, monkeypat
         server_args=SimpleNamespace(speculative_attention_mode=mode),
         prefill_attention_backend_str="stock",
     )
+    # Where newer releases read the mode.
+    monkeypatch.setattr(hybrid_attn_backend, "get_spec", lambda: runner.server_args, raising=False)
     backend = PhasedBackend(runner, ours)
     for forward_mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
         batch = SimpleNamespace(forward_mode=forward_mode)

@@ -7,10 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_request import kv_request, owner_of
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache
 
+from sglang_dspark.engine.compat.requests import allocated_len, committed_len, row
 from sglang_dspark.engine.scheduler import draft_input
 from sglang_dspark.engine.scheduler.draft_input import STRIDE, DSparkDraftInput
 
@@ -25,10 +29,8 @@ class Server:
         make = TokenToKVPoolAllocator if page == 1 else partial(PagedTokenToKVPoolAllocator, page_size=page)
         self.pool = make(slots, dtype=torch.float32, device="cpu", kvcache=SimpleNamespace(), need_sort=False)
         table = ReqToTokenPool(requests, COLUMNS, "cpu", enable_memory_saver=False)
-        cache = SimpleNamespace(
-            token_to_kv_pool_allocator=self.pool, is_chunk_cache=lambda: True, evictable_size=lambda: 0
-        )
-        reqs = [SimpleNamespace(req_pool_idx=row, kv_committed_len=0, kv_allocated_len=0) for row in range(requests)]
+        cache = RadixCache(CacheInitParams(True, table, self.pool, page_size=1))
+        reqs = [kv_request(row=row) for row in range(requests)]
         self.batch = SimpleNamespace(
             reqs=reqs, tree_cache=cache, token_to_kv_pool_allocator=self.pool, req_to_token_pool=table
         )
@@ -47,21 +49,21 @@ class Server:
         state = DSparkDraftInput.idle("cpu")
         state.prepare_for_decode(self.batch)
         self.reservations += before != self.pool.available_size()
-        assert self.batch.seq_lens_cpu.tolist() == [req.kv_committed_len for req in self.batch.reqs]
-        assert self.batch.seq_lens_sum == sum(req.kv_committed_len for req in self.batch.reqs)
+        assert self.batch.seq_lens_cpu.tolist() == [committed_len(req) for req in self.batch.reqs]
+        assert self.batch.seq_lens_sum == sum(committed_len(req) for req in self.batch.reqs)
         for req, bound, committed in zip(self.batch.reqs, state.reserved_lens_cpu.tolist(), commits, strict=True):
-            assert req.kv_allocated_len == bound >= req.kv_committed_len + 2 * WIDTH
-            req.kv_committed_len += committed
+            assert allocated_len(req) == bound >= committed_len(req) + 2 * WIDTH
+            owner_of(req, "kv_committed_len").kv_committed_len += committed
 
     def held(self):
         """Slots of all requests."""
         table = self.batch.req_to_token_pool.req_to_token
-        return [slot for req in self.batch.reqs for slot in table[req.req_pool_idx, : req.kv_allocated_len].tolist()]
+        return [slot for req in self.batch.reqs for slot in table[row(req), : allocated_len(req)].tolist()]
 
     def end(self, place):
         """A request gives back what it was given, whole pages, as SGLang does."""
         req = self.batch.reqs.pop(place)
-        self.pool.free(self.batch.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_allocated_len].long())
+        self.pool.free(self.batch.req_to_token_pool.req_to_token[row(req), : allocated_len(req)].long())
 
 
 @pytest.fixture(autouse=True)
@@ -121,4 +123,4 @@ def test_a_tight_pool_gives_what_the_step_needs_and_no_more():
     server = Server(4, 4 * (2 * WIDTH + 40))
     for _ in range(20):
         server.step([2] * 4)
-    assert all(req.kv_allocated_len == req.kv_committed_len - 2 + 2 * WIDTH for req in server.batch.reqs)
+    assert all(allocated_len(req) == committed_len(req) - 2 + 2 * WIDTH for req in server.batch.reqs)

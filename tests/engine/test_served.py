@@ -11,6 +11,7 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dspark.config import DSparkConfig, flag_dest
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.startup import served
 from sglang_dspark.tools.sglang_flags import table
@@ -57,6 +58,15 @@ def test_every_name_of_sglang_has_been_looked_at(listed, more, of_sglang):
         assert Counter(found) == Counter(listed)
     else:
         assert sorted({*found} - {*listed, *more}) == []
+
+
+def test_no_flag_about_speculation_is_dropped_in_silence():
+    """Of any release: it is ours, refused, or on a list with a rule."""
+    ours = {flag_dest(knob.name) for knob in fields(DSparkConfig)}
+    refused = {refusal.name for refusal in served.REFUSED_FLAGS_OF_SOME_RELEASES}
+    computed = {"speculative_boundary_reduction"}  # by SGLang, without a flag
+    of_sglang = {field.name for field in arguments.fields() if field.name.startswith("speculative_")}
+    assert sorted(of_sglang - ours - refused - computed - set(FLAGS)) == []
 
 
 def test_the_page_is_that_of_the_lists():

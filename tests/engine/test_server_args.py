@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from sglang.srt.environ import envs
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft import resolved
-from sglang_dspark.engine.compat.arguments import attached
-from sglang_dspark.engine.startup import hooks, resolution, server_args
-from sglang_dspark.errors import CheckpointError, UnservedError
+from sglang_dspark.engine.compat import arguments
+from sglang_dspark.engine.startup import hooks, server_args
+from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
+from sglang_dspark.tools.launch import PLUGIN
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 DRAFT = GOLDEN / "vanilla_g7"
@@ -27,35 +31,24 @@ def reads(monkeypatch):
     """The checkpoints whose configuration was read."""
     found, whole = [], resolved.read
     monkeypatch.setattr(resolved, "read", lambda path: (found.append(str(path)), whole(path))[1])
+    load_plugins()
     monkeypatch.setattr(hooks, "install", lambda *places: None)
-    monkeypatch.setattr(server_args, "_refusals", lambda args: iter(()))
     monkeypatch.setenv("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")  # or starting would leave it behind
     return found
 
 
-def namespace(method=None, **changes):
-    target = AutoConfig.from_pretrained(GOLDEN / "target")
-    names = ("draft_model_revision", "draft_load_format", "draft_model_quantization", "num_draft_tokens")
-    unset = dict.fromkeys((*(f"speculative_{name}" for name in names), "download_dir", "quantization"))
-    unset |= dict.fromkeys(("prefill_attention_backend", "decode_attention_backend", "sampling_backend"))
-    given = {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(DRAFT), "device": "cpu"}
-    given |= {"model_path": "target", "load_format": "auto", "attention_backend": None, "min_free_slots_delay": None}
-    given |= {"kv_cache_dtype": "auto"}
-    model = SimpleNamespace(hf_config=target, hf_text_config=target, quantization=method, dtype=torch.float32)
-    return SimpleNamespace(**unset | given | {"get_model_config": lambda: model} | changes)
+def resolve(*flags, draft=DRAFT):
+    """SGLang's arguments of a command line, resolved."""
+    pair = () if draft is None else ("--speculative-draft-model-path", str(draft))
+    args = prepare_server_args(["--model-path", str(GOLDEN / "target"), "--device", "cpu", *PLUGIN, *pair, *flags])
+    getattr(args, "resolve_once", lambda: None)()  # once they were resolved when they were made
+    return args
 
 
-def start(cls, arguments):
-    """What ``ServerArgs`` does with its arguments."""
-    server_args.validate(arguments)
-    server_args.complete(arguments)
-    return arguments
-
-
-def settled(**changes):
+def settled(*flags, draft=DRAFT):
     """What start-up settles about a server with these arguments, as it reaches the scheduler."""
-    made = resolution.from_cli_args(start, object, namespace(**changes))
-    return made, pickle.loads(pickle.dumps(attached(made)))
+    args = pickle.loads(pickle.dumps(resolve(*flags, draft=draft)))
+    return arguments.resolved(args), arguments.attached(args)
 
 
 def test_the_drafter_is_read_once(reads):
@@ -67,7 +60,7 @@ def test_the_drafter_is_read_once(reads):
 
 
 def test_no_drafter_is_read_without_one(reads):
-    made, serving = settled(speculative_draft_model_path=None, speculative_dspark_draft_free="on")
+    made, serving = settled("--speculative-dspark-draft-free", draft=None)
     assert (reads, serving.drafter, made.speculative_draft_model_path) == ([], None, None)
 
 
@@ -79,30 +72,40 @@ def head_of_codes(folder, name="lm_head.weight"):
     return str(folder)
 
 
+@pytest.fixture
+def quantised(monkeypatch):
+    """Says by which method SGLang is to take the target for quantised; its LM head is not tied then."""
+    read = arguments.model_config
+
+    def by(method):
+        def model_config(args):
+            target = read(args)
+            target.quantization, target.hf_text_config.tie_word_embeddings = method, False
+            return target
+
+        monkeypatch.setattr(arguments, "model_config", model_config)
+
+    return by
+
+
 @pytest.mark.parametrize("name", ["lm_head.weight", "lm_head.qweight"])
-def test_a_drafter_needs_a_head_of_its_own_where_the_targets_is_quantised(reads, tmp_path, name):
-    target = head_of_codes(tmp_path / "target", name)
-    model, drafter = namespace(method="gptq").get_model_config(), str(random_drafter(tmp_path, "gated"))
-    model.hf_text_config.tie_word_embeddings = False
-    served = {"model_path": target, "get_model_config": lambda: model}
-    settled(**served)  # the golden drafter has one
+def test_a_drafter_needs_a_head_of_its_own_where_the_targets_is_quantised(reads, quantised, tmp_path, name):
+    target = ("--model-path", head_of_codes(tmp_path / "target", name))
+    drafter = str(random_drafter(tmp_path, "gated"))
+    quantised("gptq")
+    settled(*target)  # the golden drafter has one
     with pytest.raises(CheckpointError, match=r"no lm_head.weight of its own, and the target's lm_head is .*gptq"):
-        settled(**served, speculative_draft_model_path=drafter)
-    model.quantization = None
-    settled(**served, speculative_draft_model_path=drafter)  # nobody looks
-
-
-def test_the_targets_quantisation_is_not_the_drafters(reads):
-    assert settled(quantization="fp8")[0].speculative_draft_model_quantization == "unquant"
-    assert settled(speculative_draft_model_quantization="fp8")[0].speculative_draft_model_quantization == "fp8"
+        settled(*target, draft=drafter)
+    quantised(None)
+    settled(*target, draft=drafter)  # nobody looks
 
 
 def test_options_of_one_server_are_not_those_of_the_next(reads):
-    settled(speculative_dspark_schedule="off")
+    settled("--speculative-dspark-schedule", "off")
     with pytest.raises(CheckpointError):
-        settled(speculative_draft_model_path=str(GOLDEN))
+        settled(draft=GOLDEN)
     with pytest.raises(UnservedError):
-        settled(device="tpu")
+        settled("--page-size", "2")
     assert settled()[1].config.schedule == "auto"
 
 
@@ -147,3 +150,19 @@ def test_nobody_waits_for_core_dumps_that_nobody_writes(reads, monkeypatch, give
         monkeypatch.setenv(name, value)
     settled()
     assert os.environ.get("SGLANG_CUDA_COREDUMP_BEFORE_CRASH") == expected
+
+
+@pytest.mark.parametrize("variable", ["SGLANG_RUST_SERVER", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"])
+def test_variables_that_some_releases_read(reads, monkeypatch, variable):
+    """The one has requests go round our checks, the other resizes the K/V pool after the drafter's was made."""
+    monkeypatch.setenv(variable, "1")
+    known = hasattr(envs, variable)
+    with pytest.raises(ConfigError, match=f"{variable}=1 in the environment") if known else nullcontext():
+        settled()
+
+
+def test_a_resolution_without_our_hook_ends_the_start(monkeypatch):
+    """It would go on with the defaults of all options."""
+    monkeypatch.setattr(arguments, "RESOLVED_LATER", True)
+    with pytest.raises(EngineError, match=r"did not call .*ServerArgs\.resolve_once"):
+        server_args.validate(SimpleNamespace())

@@ -32,7 +32,9 @@ class TwoRanks:
 
 
 def target_runner(**fields: Any) -> SimpleNamespace:
+    wishes = ("dflash_use_aux_hidden_state", "dflash_target_layer_ids", "dflash_draft_num_layers")
     defaults = {
+        **dict.fromkeys(wishes),
         "model_config": SimpleNamespace(
             hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
             head_dim=DRAFT.head_dim,

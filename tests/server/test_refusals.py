@@ -8,14 +8,11 @@ import re
 import subprocess
 import sys
 import urllib.error
-from types import SimpleNamespace
 
 import pytest
 from golden_server import DRAFT, TARGET, greedy
-from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_dspark.engine.compat.arguments import has_field
-from sglang_dspark.engine.front_end.requests import check_request
 from sglang_dspark.tools.launch import CPU_ENV, PLUGIN
 
 
@@ -24,31 +21,6 @@ def refused(server, path, body):
         server.post_json(path, body)
     assert caught.value.code == 400
     return caught.value.read().decode()
-
-
-def test_request_fields_that_are_not_served():
-    """Those that SGLang serves with flags of their own; without the flags it refuses them itself."""
-    for field, value in {
-        "return_hidden_states": True,
-        "custom_logit_processor": "x",
-        "lora_path": "x",
-        "input_embeds": [[0.5]],
-    }.items():
-        request = GenerateReqInput(text="a", sampling_params={}, **{field: value})
-        with pytest.raises(ValueError, match=f"{field}=.*; drop the field"):
-            check_request(None, manager(), request, [5])
-
-
-def manager(*, is_multimodal=False):
-    """SGLang's tokenizer manager of a target."""
-    return SimpleNamespace(model_config=SimpleNamespace(vocab_size=256, is_multimodal=is_multimodal))
-
-
-@pytest.mark.parametrize("field", ["image_data", "video_data", "audio_data"])
-def test_images_of_a_target_that_reads_them(field):
-    request = GenerateReqInput(text="a", sampling_params={}, **{field: ["x.png"]})
-    with pytest.raises(ValueError, match=f"serves the text of this target, and not {field} yet"):
-        check_request(None, manager(is_multimodal=True), request, [5])
 
 
 @pytest.mark.parametrize("number", [257, -1])

@@ -231,7 +231,7 @@ def test_chats(letters, plain_letters, kind):
         server.post_json("/v1/chat/completions", request)["choices"][0] for server in (letters, plain_letters)
     )
     for message in (choice["message"], expected["message"]):
-        for call in message["tool_calls"] or ():
+        for call in message.get("tool_calls") or ():  # null once, now left out
             del call["id"]
     assert choice["message"] == expected["message"]
     assert choice["finish_reason"] == expected["finish_reason"]

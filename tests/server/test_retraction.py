@@ -23,11 +23,10 @@ def test_retraction_and_context_limit(tight, plain):
     default: without more headroom the neighbour's first slots would be overwritten.
     """
     rng = random.Random(3)
-    # Stop tokens off: every request runs to its limit.
     bodies = [
         {
             "input_ids": rng.choices(VOCAB, k=k),
-            "sampling_params": {"temperature": 0, "max_new_tokens": n, "ignore_eos": True},
+            "sampling_params": {"temperature": 0, "max_new_tokens": n},
         }
         for k, n in [(90, 37), (100, 27), (120, 7), (110, 17), (60, 67), (30, 97), (10, 117), (119, 8)] * 3
     ]
@@ -43,7 +42,7 @@ def test_retracted_requests_keep_their_counts_and_grammars(tight):
     bodies = []
     for i, prompt in enumerate(prompts(24, seed=8)):
         body = greedy(prompt[:60], 60)
-        body["sampling_params"] |= {"ignore_eos": True, "frequency_penalty": 0.4, "repetition_penalty": 1.1}
+        body["sampling_params"] |= {"frequency_penalty": 0.4, "repetition_penalty": 1.1}
         if i % 3 == 0:
             body["sampling_params"]["regex"] = "(red|blue|green|cat|dog|bird)+"
         bodies.append(body)

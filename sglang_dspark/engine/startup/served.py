@@ -139,6 +139,18 @@ REFUSED_FLAGS_OF_SOME_RELEASES: tuple[Refusal, ...] = (
     Refusal("enable_return_aux_hidden_states", (False,)),
     Refusal("speculative_use_block_verification", (False,)),
     Refusal("speculative_draft_sink_size", (None,)),
+    Refusal(
+        "speculative_draft_kv_cache_dtype", (None,), "drop the flag: the drafter's K/V has the dtype of the weights"
+    ),
+    Refusal(
+        "speculative_dspark_align_verify_tokens_to_graph_tier",
+        (False,),
+        "drop the flag: it belongs to SGLang's own DSPARK",
+    ),
+    Refusal("speculative_domino_candidate_pool_size", (2048,), OTHER_ALGORITHM),
+    Refusal("speculative_dsa_topk_backend", ("sgl-kernel",), OTHER_ALGORITHM),
+    Refusal("speculative_enable_w4a4_mxfp4_megamoe", (None,), OTHER_ALGORITHM),
+    Refusal("uno_lora_path", (None,), OTHER_ALGORITHM),
 )
 """Flags that the release of these lists does not have."""
 

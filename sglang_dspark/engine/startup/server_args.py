@@ -26,7 +26,8 @@ from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.settled import Serving
 from sglang_dspark.engine.startup import hooks, served
 from sglang_dspark.engine.startup.target_refusals import target_refusals
-from sglang_dspark.errors import ConfigError, UnservedError
+from sglang_dspark.engine.support import installed_sglang
+from sglang_dspark.errors import ConfigError, EngineError, UnservedError
 from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
 
 logger = logging.getLogger(__name__)
@@ -132,9 +133,15 @@ def validate(server_args: Any) -> None:
 
     Raises:
         ConfigError: names the flag, its value and the remedy.
+        EngineError: this SGLang resolves its arguments without our hook, which knows our options.
     """
     options = _options.get(None)
     if options is None:  # made by a program, not from a command line
+        if arguments.RESOLVED_LATER:  # from either, by resolve_once
+            raise EngineError(
+                f"sglang {installed_sglang()} resolved its arguments and did not call {arguments.CLASS}.resolve_once, "
+                "so options of DSPARK would be dropped; sglang-dspark cannot serve on this release as it is"
+            )
         config = DSparkConfig.resolve({})
         options = _Options(config, find_drafter(server_args, config))
         server_args.speculative_draft_model_path = None if options.drafter is None else options.drafter.path
@@ -285,8 +292,8 @@ def shape_refusals(
     """
     if kv_cache_dtype in ("bfloat16", "bf16") and target.dtype != torch.bfloat16:
         yield (
-            f"DSPARK cannot run with --kv-cache-dtype={kv_cache_dtype} beside a target in {target.dtype}: it serves K/V in "
-            "the target's dtype or in fp8_e4m3; pass auto, or --dtype bfloat16"
+            f"DSPARK cannot run with --kv-cache-dtype={kv_cache_dtype} beside a target in {target.dtype}: it serves "
+            "K/V in the target's dtype or in fp8_e4m3; pass auto, or --dtype bfloat16"
         )
     if device != "cuda":
         return
