@@ -57,7 +57,6 @@ class AutoPolicy(Policy):
     Attributes:
         times, survivals: what it knows; both are fed from outside.
         whole_batches: whether a step that drafts for one request drafts for all, as CUDA graphs do.
-        parked: whether speculation rests because plain steps are faster.
     """
 
     times: StepTimes
@@ -66,6 +65,7 @@ class AutoPolicy(Policy):
     name: str = "auto"
     needs_confidence: bool = True
     parked: bool = False
+    probing: bool = False
     _held: dict[int, _Held] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
     _advantage: float = field(default=0.0, init=False)
@@ -74,6 +74,7 @@ class AutoPolicy(Policy):
     _depth: int = field(init=False)
     _drafts: float = field(init=False)
     _last: Candidate | None = field(default=None, init=False)
+    _speculative: Candidate | None = field(default=None, init=False)  # the last one, or what it would have been
 
     def __post_init__(self) -> None:
         # The incumbent of the first step is the whole block: trimming, too, has to earn its place.
@@ -86,13 +87,19 @@ class AutoPolicy(Policy):
         speculative = ahead.best if better else ahead.incumbent
         gain = math.log(speculative.tokens_per_ms / ahead.plain.tokens_per_ms)
         self._take_side(gain)
+        self._speculative = speculative
         self._last = ahead.plain if self.parked else speculative
         if not self.parked:
             self._depth, self._drafts = speculative.depth, min(speculative.num_tokens / requests - 1, speculative.depth)
         self._steps_to_probe -= 1
-        if self._steps_to_probe <= 0:
-            return self._probe(self._last, requests, context)
-        return _step(self._last, requests)
+        usual = _step(self._last, requests)
+        choice = usual if self._steps_to_probe > 0 else self._probe(self._last, requests, context)
+        self.probing = choice != usual
+        return choice
+
+    def resumed(self, requests: int) -> Choice:
+        assert self._speculative is not None, "a step has been chosen"
+        return _step(self._speculative, requests)
 
     def look_anew(self) -> None:
         """Forget what was worked out from what was known some time ago."""
@@ -107,13 +114,18 @@ class AutoPolicy(Policy):
         return held.outlook
 
     def least_gain(self, requests: int, depth: int, context: float) -> float:
-        """Accepted drafts that a request must bring per round to be worth its share of the draft stage.
+        """Accepted drafts that a request must bring per round: what is committed in the time that drafting it takes.
 
-        Of a step of as many requests as the last choice was made for.
+        One of several leaves its part of the verification to the others, so that its share of the draft stage is what
+        it takes. A lone one takes all that a speculative step needs beyond the plain one. Of a step of as many requests
+        as the last choice was made for.
         """
-        held, last = self._held.get(requests), self._last
-        if held is None or last is None:
+        held, last, alone = self._held.get(requests), self._last, self._speculative
+        if held is None or last is None or alone is None:
             return 0.0
+        if requests == 1:
+            plain = held.outlook.plain
+            return (alone.ms - plain.ms) * plain.tokens_per_ms
         if depth not in held.share_ms:
             draft_ms = [
                 self.times.one(count, 0, depth, context) - self.times.one(count, 0, 0, context)

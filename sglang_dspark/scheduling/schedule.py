@@ -158,13 +158,18 @@ class Schedule:
         return replace(choice, context=context, with_confidence=with_confidence)
 
     def _choose(self, requests: Sequence[str], context: float) -> Choice:
-        choice = self.policy.choose(len(requests), context)
-        if choice.depth == 0 or choice.forced is not None or len(requests) == 1 or self.whole_batches:
+        choice, alone = self.policy.choose(len(requests), context), len(requests) == 1
+        if self.policy.probing or (not alone and (choice.depth == 0 or self.whole_batches)):
             return choice
-        least = self.policy.least_gain(len(requests), choice.depth, context)
+        rests = self.policy.parked
+        step = self.policy.resumed(len(requests)) if rests else choice
+        least = self.policy.least_gain(len(requests), step.depth, context)
         if least == 0:
             return choice
-        return choice.for_some(self.forecast.gains.worth_drafting(requests, least), len(requests))
+        gains = self.forecast.gains
+        if rests:
+            return step if gains.surely_bring(requests[0], least) else choice
+        return choice.for_some(gains.worth_drafting(requests, least), len(requests))
 
     @property
     def parked(self) -> bool:
@@ -204,6 +209,8 @@ class Schedule:
         """
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
+            # What was drafted before it may have been a trial, and nothing else follows soon that could be learned from.
+            self.forecast.learn()
             return
         outcome = Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted])
         self.policy.observe(outcome)
