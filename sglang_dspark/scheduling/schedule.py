@@ -209,7 +209,7 @@ class Schedule:
         """
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
-            # What was drafted before it may have been a trial, and nothing else follows soon that could be learned from.
+            # What was drafted before may have been a trial, and not much else may follow that could be learned from.
             self.forecast.learn()
             return
         outcome = Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted])

@@ -9,6 +9,7 @@ from step_tables import GAMMA, compute_bound, costly_drafts, make_table, memory_
 
 from sglang_dspark.scheduling.auto_policy import (
     FIRST_LOOK_ROUNDS,
+    LOOK_STEPS,
     MIN_GAIN,
     OUTLOOK_STEPS,
     PARKED_PROBE_WEIGHT,
@@ -137,7 +138,7 @@ def test_a_parked_server_probes_one_request_after_the_other():
     policy = make_policy(break_even(BAD, advantage=-0.6), BAD)
     _, probes = at_probes(run(policy, 4000, requests=3), PLAIN)
     assert probes[0] == Choice(Rule.TOP, GAMMA, GAMMA, forced=1, drafted=(1,), weight=PARKED_PROBE_WEIGHT)
-    assert [probe.drafted for probe in probes[:9]] == [(r,) for r in (1, 1, 2, 2, 0, 0, 1, 1, 2)]
+    assert [probe.drafted for probe in probes[:6]] == [(r,) for r in (1, 2, 0, 1, 2, 0)]
     assert {replace(probe, forced=0, drafted=(0,)) for probe in probes} == {replace(probes[0], forced=0, drafted=(0,))}
 
 
@@ -227,7 +228,9 @@ def test_a_trimmed_server_verifies_one_request_in_full_now_and_then():
     forced = [probe for probe in probes if probe.forced is not None]
     assert {replace(probe, forced=None) for probe in forced} == {Choice(Rule.TOP, GAMMA, 12 + GAMMA)}
     assert [probe.forced for probe in forced[:8]] == [1, 2, 3, 0, 1, 2, 3, 0]
-    assert min(np.diff(steps)) >= PROBE_STEPS
+    full = [step for step, probe in zip(steps, probes, strict=True) if probe.forced is not None]
+    assert min(np.diff(full)) >= PROBE_STEPS
+    assert min(np.diff(steps)) >= LOOK_STEPS
 
 
 def test_a_full_probe_does_not_ask_for_more_drafts_than_there_are():
