@@ -223,7 +223,7 @@ def _agreement(comparisons: Sequence[Comparison], host: float, options: dict[str
     """How many points agree, and what was given to them."""
     ours = [c for c in comparisons if c.measured.policy != "plain"]
     within = sum(abs(c.error) <= _TOLERANCE for c in ours)
-    deciding, fixed = ([c.error for c in ours if c.decides is decides] for decides in (True, False))
+    deciding, fixed = ([c.error for c in ours if c.measured.decides is decides] for decides in (True, False))
     errors = [f"{median(some):+.1%} ({name})" for name, some in (("fixed", fixed), ("deciding", deciding)) if some]
     given = ["acceptance"] if not options["blocks_file"] and not options["conditional"] else []
     given += ["step times of the fixed lengths"] if options["measured_steps"] else []

@@ -90,7 +90,8 @@ class Workload:
         num_requests: how many in all.
         users: closed loop: each user sends the next request when the last answer is complete.
         rate: open loop: Poisson arrivals per second, instead of users.
-        turnaround_ms: from an answer's end to the arrival of the user's next request.
+        turnaround_ms: from an answer's end until the user sends the next request.
+        transit_ms: from there to the server's queue: HTTP, tokeniser.
     """
 
     num_requests: int
@@ -99,6 +100,7 @@ class Workload:
     users: int | None = None
     rate: float | None = None
     turnaround_ms: float = 0.0
+    transit_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if (self.users is None) == (self.rate is None):
