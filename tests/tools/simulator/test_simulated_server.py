@@ -1,6 +1,6 @@
 """The simulated server against what can be computed by hand, and against what its policies promise."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -65,6 +65,38 @@ def test_prompts_that_wait_are_prefilled_together_and_before_the_next_step():
     assert [request.first_ms for request in outcome.requests] == pytest.approx([20 + 400 * 0.5] * 4)
     late = serve("off", NEVER, overlap=False, requests=4, users=4, max_running=2)
     assert [request.first_ms for request in late.requests] == pytest.approx([120, 120, 640, 640])
+
+
+def test_the_way_to_the_queue_is_part_of_the_time_to_first_token():
+    blocks = ConditionalAcceptance(NEVER, concentration=np.inf)
+    server = SimulatedServer(Costs(flat_table(), PREFILL), blocks, parse_policy("off"), overlap=False)
+    outcome = server.serve(Workload(2, Lengths(100, 100), Lengths(41, 41), users=1, transit_ms=7.0))
+    assert [request.first_ms - request.sent_ms for request in outcome.requests] == pytest.approx([77, 77])
+    assert outcome.requests[-1].done_ms == pytest.approx(2 * (7 + 70 + 400))
+
+
+def test_decisions_take_time_where_any_are_made():
+    def step_ms(policy):
+        blocks = ConditionalAcceptance(NEVER, concentration=np.inf)
+        server = SimulatedServer(Costs(flat_table(), PREFILL, decision_ms=3.0), blocks, parse_policy(policy))
+        return server.serve(Workload(1, Lengths(100, 100), Lengths(9, 9), users=1)).step_ms[0]
+
+    assert (step_ms("static"), step_ms("early-stop")) == pytest.approx((12, 15))
+
+
+def test_prompts_are_held_back_as_by_the_server():
+    """A prefill takes 70 ms; the prompt that comes meanwhile waits until decoding has had as long."""
+
+    def first_ms(hold_ms):
+        blocks = ConditionalAcceptance(NEVER, concentration=np.inf)
+        options = replace(parse_policy("off"), prompt_hold_ms=hold_ms)
+        server = SimulatedServer(Costs(flat_table(), PREFILL), blocks, options, overlap=False, max_prefill_tokens=100)
+        outcome = server.serve(Workload(2, Lengths(100, 100), Lengths(41, 41), users=2))
+        return sorted(request.first_ms for request in outcome.requests)
+
+    assert first_ms(0.0) == pytest.approx([70, 140])
+    assert first_ms(1000.0) == pytest.approx([70, 210], abs=11)
+    assert first_ms(30.0) == pytest.approx([70, 170], abs=11)
 
 
 def test_a_prefill_batch_holds_no_more_tokens_than_allowed():

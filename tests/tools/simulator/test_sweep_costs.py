@@ -1,0 +1,87 @@
+"""Costs that a sweep itself gives, on the committed sweep of an H200."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.tools.simulator.blocks import RecordedBlocks
+from sglang_dspark.tools.simulator.measured_sweep import read_sweep
+from sglang_dspark.tools.simulator.sweep_costs import blocks_of, costs_of, table_of
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+BLOCKS = RESULTS / "evaluation" / "blocks.jsonl"
+
+
+@pytest.fixture(scope="module")
+def points():
+    return read_sweep(RESULTS / "h200" / "sweep" / "sweep.csv")
+
+
+def test_steps_of_fixed_lengths_take_what_they_took(points):
+    """At the requests that ran on average: fewer than there are users where requests end apart."""
+    table = table_of(points)
+    for point in points:
+        if point.fixed_len is None:
+            continue
+        below, above = np.floor(point.running), np.ceil(point.running)
+        assert 1 <= point.running <= point.users
+        ms = [
+            table.step_ms(int(count), int(count) * (1 + point.fixed_len), point.fixed_len, 150)
+            for count in (below, above)
+        ]
+        assert min(ms) * 0.93 <= point.step_ms <= max(ms) * 1.07
+    assert next(p.running for p in points if p.label == "static:5" and p.users == 64) < 50
+
+
+def test_a_plain_step_is_one_and_lengths_between_are_linear(points):
+    table = table_of(points)
+    none, two, five = (table.step_ms(16, 16 * (1 + drafts), drafts, 150) for drafts in (0, 2, 5))
+    assert none < two < five
+    assert two == pytest.approx(none + (five - none) * 2 / 5, rel=0.02)
+
+
+def test_times_of_the_loop_are_those_that_the_streams_show(points):
+    """A prefill of one prompt interrupts others for 13 ms there; 0.9 ms for each that is prefilled with it."""
+    costs, transit_ms = costs_of(points, table_of(points), 0.0)
+    prompt = next(p.prompt_tokens for p in points if p.policy == "plain" and p.users == 1)
+    assert costs.prefill.ms(prompt) == pytest.approx(13, abs=1)
+    assert costs.prefill.token_ms * prompt == pytest.approx(0.9, abs=0.1)
+    plain = next(p for p in points if p.policy == "plain" and p.users == 1)
+    assert transit_ms + costs.prefill.ms(prompt) + plain.step_ms == pytest.approx(plain.ttft_ms)
+    assert 0 < costs.decision_ms < 0.3
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_blocks_accept_as_many_drafts_as_in_the_sweep(points, recorded):
+    found = blocks_of(points, 5, RecordedBlocks.load(BLOCKS) if recorded else None)
+    rng = np.random.default_rng(0)
+    for point in points:
+        if point.fixed_len == 5:
+            _, accepted = found[point.users].draw(list(range(6000)), rng)
+            assert accepted.mean() == pytest.approx(point.accepted_per_round, abs=0.07)
+
+
+def test_blocks_of_a_weaker_drafter_know_that_they_are():
+    blocks = RecordedBlocks.load(BLOCKS)
+    weaker = blocks.accepting(0.8)
+    assert weaker.accepted.mean() == pytest.approx(0.8, abs=0.05)
+    assert (weaker.accepted <= blocks.accepted).all()
+    assert (weaker.logits < blocks.logits).all()
+    with pytest.raises(ConfigError, match="give blocks of a drafter as good"):
+        blocks.accepting(3.0)
+
+
+@pytest.mark.parametrize("label", ["off", "static:5", "plain"])
+def test_a_sweep_that_lacks_what_times_are_taken_from(points, label):
+    rest = [point for point in points if point.label != label]
+    with pytest.raises(ConfigError, match="--check without --table"):
+        costs_of(rest, table_of(rest), 0.0)
+
+
+def test_a_sweep_of_one_load_says_nothing_about_prefills(points):
+    alone = [replace(point) for point in points if point.users == 1]
+    with pytest.raises(ConfigError, match="several loads"):
+        costs_of(alone, table_of(alone), 0.0)
