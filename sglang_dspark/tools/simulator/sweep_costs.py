@@ -89,8 +89,15 @@ def blocks_of(points: Sequence[Measured], gamma: int, recorded: RecordedBlocks |
 
     Args:
         recorded: what differs between texts and between drafts; None draws all drafts with one acceptance.
+
+    Raises:
+        ConfigError: a load has no such length.
     """
     levels = {point.users: point.accepted_per_round for point in points if point.fixed_len == gamma}
+    if missing := sorted({point.users for point in points} - levels.keys()):
+        raise ConfigError(
+            f"the sweep has no static:{gamma} at {missing} users, which --check takes accept lengths from"
+        )
     return {users: recorded.accepting(level) if recorded else _even(level, gamma) for users, level in levels.items()}
 
 

@@ -81,6 +81,12 @@ def test_a_sweep_that_lacks_what_times_are_taken_from(points, label):
         costs_of(rest, table_of(rest), 0.0)
 
 
+def test_a_load_without_the_longest_length(points):
+    rest = [point for point in points if point.label != "static:5" or point.users != 4]
+    with pytest.raises(ConfigError, match=r"no static:5 at \[4\] users"):
+        blocks_of(rest, 5, None)
+
+
 def test_a_sweep_of_one_load_says_nothing_about_prefills(points):
     alone = [replace(point) for point in points if point.users == 1]
     with pytest.raises(ConfigError, match="several loads"):
