@@ -12,14 +12,13 @@ from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.tools.simulator.blocks import BlockSource, ConditionalAcceptance, RecordedBlocks
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
 from sglang_dspark.tools.simulator.measured_sweep import Measured
-from sglang_dspark.worker.tiers import Tiers
 
 
 def table_of(points: Sequence[Measured]) -> SpsTable:
     """The step times of ``off`` and of the fixed lengths, by the requests that ran on average.
 
     Between two numbers of requests and between two lengths they are linear. Drafting is part of them, so that no depth
-    is cheaper than another. Sizes are those of CUDA graphs.
+    is cheaper than another, and every size is a tier, as of a server with CUDA graphs whose batches are drafted whole.
 
     Raises:
         ConfigError: the sweep has not both.
@@ -36,8 +35,8 @@ def table_of(points: Sequence[Measured]) -> SpsTable:
     verify_ms = np.stack([np.interp(drafts, lengths, row) for row in step_ms])[..., None]
     context = round(np.mean([point.prompt_tokens + point.output_tokens / 2 for point in points]))
     key = {"device": "the sweep"}
-    tiers = Tiers.of(range(1, users[-1] + 1), lengths[-1]).tokens
-    return SpsTable(key, users, list(drafts), [context], np.zeros_like(verify_ms), verify_ms, [1, *tiers])
+    tiers = range(1, users[-1] * (lengths[-1] + 1) + 1)
+    return SpsTable(key, users, list(drafts), [context], np.zeros_like(verify_ms), verify_ms, tiers)
 
 
 def _at(places: Sequence[int], known: Sequence[float], values: Sequence[float]) -> list[float]:
