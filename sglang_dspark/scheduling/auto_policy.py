@@ -168,6 +168,9 @@ class AutoPolicy(Policy):
             self._looked_at = None
         if self._steps_since_trial < self._trial_cost / PROBE_SHARE:
             return None
+        if self._steps_to_probe <= 0:
+            self._steps_to_probe = PROBE_STEPS
+            return self._probe(usual, requests, context)
         if self._steps_to_look <= 0:
             rival, doubt = self._rival(usual, requests, context)
             if rival is not None:
@@ -176,9 +179,6 @@ class AutoPolicy(Policy):
                 self._spend(self._loss(rival, usual, requests, context))
                 return _step(rival, requests)
             self._steps_to_look = PROBE_STEPS
-        if self._steps_to_probe <= 0:
-            self._steps_to_probe = PROBE_STEPS
-            return self._probe(usual, requests, context)
         return None
 
     def _spend(self, cost: float) -> None:
