@@ -27,9 +27,10 @@ FIRST_LOOK_ROUNDS = 64
 # most of the work of a choice.
 OUTLOOK_STEPS = 8
 # Now and then a step serves to learn something (a trial), not before all that the last one cost is at most this share
-# of the throughput since. One drafts and verifies a request in full (a probe), after so many steps.
+# of the throughput since. One drafts and verifies a request in full (a probe), after so many steps; on a cold start
+# later, because it is the table that may cost much there.
 PROBE_SHARE = 0.01
-PROBE_STEPS = 32
+PROBE_STEPS, FIRST_PROBE_STEPS = 32, 128
 # The other times a step that is not the usual one (a look), if it may be the fastest within so many standard deviations
 # of its time. So many steps after the last one while nothing is known of such steps but what the table says, because a
 # wrong one has to be found out soon; and later the more is known of them.
@@ -73,7 +74,7 @@ class AutoPolicy(Policy):
     _steps: int = field(default=0, init=False)
     _advantage: float = field(default=0.0, init=False)
     _steps_to_look: float = field(default=LOOK_STEPS, init=False)
-    _steps_to_probe: int = field(default=PROBE_STEPS, init=False)
+    _steps_to_probe: int = field(default=FIRST_PROBE_STEPS, init=False)
     _steps_since_trial: int = field(default=0, init=False)
     _trial_cost: float = field(default=0.0, init=False)  # of the last one, in usual steps
     _looked_at: tuple[int, Candidate] | None = field(default=None, init=False)  # by the last trial, with its requests
