@@ -21,6 +21,8 @@ from sglang_dspark.tools.simulator.workload import Lengths
 _REPEATS = 4
 # Of a step's time, in logarithms: what the rounds of one server differ by within a quiet minute.
 _NOISE = 0.03
+# Between two requests that are sent together and reach the queue: an idle server takes the first one alone.
+_APART_MS = 0.1
 _MEASURED = ("label", "users", "tok_s", "slowest", "fastest", "ttft_ms", "step_ms", "verify_len", "accept_length")
 _SIMULATED = ("tok_s", "ttft_ms", "step_ms", "verify_len", "accept_length", "error")
 
@@ -93,7 +95,9 @@ def compare_alone(
     """
     table = table_of(points)
     costs, transit_ms = costs_of(points, table, _NOISE)
-    return _compare(points, costs, blocks_of(points, table.gamma, recorded), on_point, transit_ms=transit_ms)
+    return _compare(
+        points, costs, blocks_of(points, table.gamma, recorded), on_point, transit_ms=transit_ms, apart_ms=_APART_MS
+    )
 
 
 def _compare(

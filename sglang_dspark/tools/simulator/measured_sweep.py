@@ -21,6 +21,7 @@ _NUMBERS = (
     "concurrency",
     "output_tok_s",
     "ttft_ms",
+    "tpot_ms",
     "itl_p50_ms",
     "itl_p99_ms",
     "num_requests",
@@ -45,6 +46,7 @@ class Measured:
         accepted_per_round: the accept length beyond the one token that is for sure; NaN for ``plain``.
         verify_len: drafts verified per request and step; NaN for ``plain``.
         gap_p99_ms: 99th percentile of the time between two pieces of a stream.
+        tpot_ms: time per token after the first, whatever came between two steps.
         running: requests in a step on average; NaN for ``plain``.
     """
 
@@ -62,6 +64,7 @@ class Measured:
     accepted_per_round: float
     verify_len: float
     gap_p99_ms: float
+    tpot_ms: float
     running: float
 
     @property
@@ -148,6 +151,7 @@ def _measured(label: str, users: int, rows: Sequence[Row]) -> Measured:
         accepted_per_round=total("accepted") / total("decode_rounds"),
         verify_len=total("verified") / total("decode_rounds"),
         gap_p99_ms=median(row["itl_p99_ms"] for row in rows),
+        tpot_ms=median(row["tpot_ms"] for row in rows),
         running=total("decode_rounds") / total("steps"),
     )
 

@@ -143,14 +143,15 @@ class _Episode:
         self._server, self._workload = server, workload
         self._now_ms = 0.0
         self._requests = workload.requests(rng)
-        self._to_come: deque[Request] = deque()
+        self._to_come: deque[Request] = deque()  # ascending by queued_ms
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._outcome = Outcome()
         # A batch is launched when the one before is over, whenever its result is looked at.
         self._hold = PromptHold(server.prompt_hold_ms / 1e3, 0, lambda: self._now_ms / 1e3)
         if workload.users is None:
-            self._to_come.extend(self._requests)
+            for request in self._requests:
+                self._send(request)
         for _ in range(workload.users or 0):
             self._send_next()
 
@@ -168,10 +169,10 @@ class _Episode:
             if result is None and behind is None and not self._waiting:
                 if not self._to_come:
                     return self._outcome
-                self._now_ms = max(self._now_ms, self._to_come[0].sent_ms + self._workload.transit_ms)
+                self._now_ms = max(self._now_ms, self._to_come[0].queued_ms)
 
     def _admit(self) -> None:
-        while self._to_come and self._to_come[0].sent_ms + self._workload.transit_ms <= self._now_ms:
+        while self._to_come and self._to_come[0].queued_ms <= self._now_ms:
             self._waiting.append(self._to_come.popleft())
 
     def _run_batch(self) -> _Result | None:
@@ -230,4 +231,11 @@ class _Episode:
         request = next(self._requests, None)
         if request is not None:
             request.sent_ms = self._now_ms + (self._workload.turnaround_ms if self._outcome.requests else 0.0)
-            self._to_come.append(request)
+            self._send(request)
+
+    def _send(self, request: Request) -> None:
+        workload = self._workload
+        request.queued_ms = request.sent_ms + workload.transit_ms
+        if self._to_come:
+            request.queued_ms = max(request.queued_ms, self._to_come[-1].queued_ms + workload.apart_ms)
+        self._to_come.append(request)

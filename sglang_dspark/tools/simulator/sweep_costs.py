@@ -17,8 +17,9 @@ from sglang_dspark.tools.simulator.measured_sweep import Measured
 def table_of(points: Sequence[Measured]) -> SpsTable:
     """The step times of ``off`` and of the fixed lengths, by the requests that ran on average.
 
-    Between two numbers of requests and between two lengths they are linear. Drafting is part of them, so that no depth
-    is cheaper than another, and every size is a tier, as of a server with CUDA graphs whose batches are drafted whole.
+    Between two numbers of requests and between two lengths they are linear. What the shortest length takes beyond a
+    plain step is drafting, and a shorter one takes as long: with CUDA graphs, as here, blocks are drafted whole. Every
+    size is a tier.
 
     Raises:
         ConfigError: the sweep has not both.
@@ -29,14 +30,24 @@ def table_of(points: Sequence[Measured]) -> SpsTable:
     users = sorted({point.users for point in points})
     step_ms = np.zeros((len(users), len(lengths)))
     for column, length in enumerate(lengths):
-        seen = sorted((point.running, point.step_ms) for point in points if point.fixed_len == length)
+        seen = sorted((point.running, _mean_step_ms(point)) for point in points if point.fixed_len == length)
         step_ms[:, column] = _at(users, *zip(*seen, strict=True))
     drafts = range(lengths[-1] + 1)
-    verify_ms = np.stack([np.interp(drafts, lengths, row) for row in step_ms])[..., None]
+    verify_ms = np.stack([np.interp(drafts, [0, 1, *lengths[1:]], [*row[:2], *row[1:]]) for row in step_ms])[..., None]
     context = round(np.mean([point.prompt_tokens + point.output_tokens / 2 for point in points]))
     key = {"device": "the sweep"}
     tiers = range(1, users[-1] * (lengths[-1] + 1) + 1)
     return SpsTable(key, users, list(drafts), [context], np.zeros_like(verify_ms), verify_ms, tiers)
+
+
+def _mean_step_ms(point: Measured) -> float:
+    """Mean time of a step where nothing comes between two: alone, and where requests begin and end together.
+
+    Elsewhere it is the median, because prefills are no part of it.
+    """
+    if point.fixed_len and point.users > 1:
+        return point.step_ms
+    return point.tpot_ms * (1.0 if point.policy == "plain" else point.accept_length)
 
 
 def _at(places: Sequence[int], known: Sequence[float], values: Sequence[float]) -> list[float]:
@@ -53,8 +64,8 @@ def costs_of(points: Sequence[Measured], table: SpsTable, noise: float) -> tuple
 
     * A prefill of one prompt: a long gap (the 99th percentile) in the streams of the longest fixed length, less its
       step, where it is shortest. Requests end apart there, so that prompts come one at a time.
-    * Further prompts of a batch: the times to first token of the plain server between its fewest and its most users,
-      who all begin and end together.
+    * Further prompts of a batch: the times to first token of the plain server with its fewest and its most users, who
+      all begin and end together. The first of them is prefilled alone, and all others after it.
     * The way to the queue: what is left of the time to first token at the fewest users.
     * Decisions: the median, over the loads, of what a step of the policies that decide takes longer than one of the
       longest fixed length.
@@ -65,22 +76,23 @@ def costs_of(points: Sequence[Measured], table: SpsTable, noise: float) -> tuple
     plain = sorted((point for point in points if point.policy == "plain"), key=lambda point: point.users)
     longest = {point.users: point for point in points if point.fixed_len == table.gamma}
     gaps = [point.gap_p99_ms - point.step_ms for point in longest.values() if point.users > 1]
-    if len(plain) < 2 or not gaps:
+    if not plain or plain[-1].users <= 2 or not gaps:
         raise ConfigError(
             "--check without --table takes prefills from plain and static:N at several loads of the sweep"
         )
     few, many = plain[0], plain[-1]
-    prompt_ms = max(0.0, (many.ttft_ms - few.ttft_ms) / (many.users - few.users))
-    one_ms = max(min(gaps), prompt_ms)
+    one_ms = max(0.0, min(gaps))
+    second_ms = (many.ttft_ms - few.ttft_ms) * many.users / (many.users - 1)
+    prompt_ms = min(max(0.0, (second_ms - one_ms) / (many.users - 2)), one_ms)
     deciding = [p.step_ms - longest[p.users].step_ms for p in points if p.decides and p.users in longest]
     costs = Costs(
         table,
         Prefill(one_ms - prompt_ms, prompt_ms / few.prompt_tokens),
         noise=noise,
-        plain_ms=[(point.users, point.step_ms) for point in plain],
+        plain_ms=[(point.users, _mean_step_ms(point)) for point in plain],
         decision_ms=max(0.0, median(deciding)) if deciding else 0.0,
     )
-    return costs, max(0.0, few.ttft_ms - one_ms - few.step_ms)
+    return costs, max(0.0, few.ttft_ms - one_ms - _mean_step_ms(few))
 
 
 def blocks_of(points: Sequence[Measured], gamma: int, recorded: RecordedBlocks | None) -> Mapping[int, BlockSource]:

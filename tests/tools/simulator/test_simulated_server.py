@@ -75,6 +75,13 @@ def test_the_way_to_the_queue_is_part_of_the_time_to_first_token():
     assert outcome.requests[-1].done_ms == pytest.approx(2 * (7 + 70 + 400))
 
 
+def test_an_idle_server_prefills_the_first_of_several_prompts_alone():
+    blocks = ConditionalAcceptance(NEVER, concentration=np.inf)
+    server = SimulatedServer(Costs(flat_table(), PREFILL), blocks, parse_policy("off"), overlap=False)
+    outcome = server.serve(Workload(4, Lengths(100, 100), Lengths(41, 41), users=4, apart_ms=1.0))
+    assert sorted(request.first_ms for request in outcome.requests) == pytest.approx([70, *[70 + 20 + 150] * 3])
+
+
 def test_decisions_take_time_where_any_are_made():
     def step_ms(policy):
         blocks = ConditionalAcceptance(NEVER, concentration=np.inf)
