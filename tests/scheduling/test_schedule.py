@@ -202,7 +202,8 @@ def test_a_lone_request_that_gets_easier_is_drafted_again():
 
 def test_a_parked_server_drafts_a_lone_request_that_is_worth_it():
     made = schedule(online_calibration=False)
-    serve_alone(made, "hard", HARD, 300)
+    for index in range(20):
+        serve_alone(made, f"hard{index}", HARD, 20)
     assert made.parked
     drafted = [choice.depth > 0 for choice in serve_alone(made, "easy", EASY, 100)]
     assert sum(drafted) > 60
