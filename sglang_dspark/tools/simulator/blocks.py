@@ -122,7 +122,7 @@ class RecordedBlocks:
             ConfigError: fewer are accepted as it is.
         """
         kept = np.linspace(0, 1, 1001)
-        expected = sum(share * kept**n for n, share in enumerate(self.survival, start=1))
+        expected = self.survival @ kept ** np.arange(1, self.gamma + 1)[:, None]
         if mean > expected[-1]:
             raise ConfigError(
                 f"--blocks accept {expected[-1]:.2f} drafts and the sweep {mean:.2f}; give blocks of a drafter as good"

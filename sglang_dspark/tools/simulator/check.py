@@ -6,6 +6,7 @@ import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -81,7 +82,7 @@ def compare(
         believed=table,
         padded=not table.tiers if padded is None else padded,
     )
-    sources = {point.users: blocks for point in points} if blocks else acceptance(points)
+    sources: Mapping[int, BlockSource] = {point.users: blocks for point in points} if blocks else acceptance(points)
     return _compare(points, costs, sources, on_point, table_error=table_error)
 
 
@@ -105,9 +106,13 @@ def _compare(
     costs: Costs,
     blocks: Mapping[int, BlockSource],
     on_point: Callable[[], None],
-    **options: float,
+    **options: Any,
 ) -> list[Comparison]:
-    """Simulate every point, with the ``blocks`` of its load."""
+    """Simulate every point, with the ``blocks`` of its load.
+
+    Args:
+        options: of :class:`Conditions`.
+    """
     comparisons = []
     for point in points:
         is_plain = point.policy == "plain"

@@ -115,6 +115,6 @@ def blocks_of(points: Sequence[Measured], gamma: int, recorded: RecordedBlocks |
 def _even(level: float, gamma: int) -> ConditionalAcceptance:
     """One acceptance for all positions, of which so many drafts are accepted."""
     rates = np.linspace(0, 1, 1001)
-    expected = sum(rates**position for position in range(1, gamma + 1))
+    expected = (rates ** np.arange(1, gamma + 1)[:, None]).sum(0)
     rate = float(np.interp(level, expected, rates))
     return ConditionalAcceptance((rate,) * gamma, name="accept length of the sweep")

@@ -174,7 +174,7 @@ def lone_user_ms(policy, table, *rates):
     """Mean milliseconds of an answer, by kind of prompt; those of the first third of the prompts are left out."""
     blocks = InTurn(tuple(ConditionalAcceptance((rate,) * GAMMA) for rate in rates))
     server = SimulatedServer(Costs(table, Prefill(0.0, 0.0), noise=0.02), blocks, parse_policy(policy), seed=1)
-    requests = server.serve(Workload(72, Lengths(64, 64), Lengths(128, 128), users=1)).requests[24:]
+    requests = server.serve(Workload(48, Lengths(64, 64), Lengths(128, 128), users=1)).requests[16:]
     kinds = range(len(rates))
     return [np.mean([r.done_ms - r.sent_ms for r in requests if r.index % len(rates) == kind]) for kind in kinds]
 
