@@ -40,7 +40,7 @@ class Schedule:
         options: the server's, with the policy in force.
         policy: the policy in force.
         whole_batches: whether all requests are drafted to the full depth in any case, as in CUDA graphs: then there is
-            nothing to gain from shallow blocks, or from leaving requests out.
+            nothing to gain from shallow blocks, or from leaving some of several requests out.
         forecast: how likely drafts are to survive.
         times: how long steps take; None without a table.
     """
@@ -158,18 +158,19 @@ class Schedule:
         return replace(choice, context=context, with_confidence=with_confidence)
 
     def _choose(self, requests: Sequence[str], context: float) -> Choice:
+        """The policy's step for all requests, or for those alone whose own blocks are worth drafting."""
         choice, alone = self.policy.choose(len(requests), context), len(requests) == 1
+        # Leaving some of several out saves nothing where they are drafted together.
         if self.policy.probing or (not alone and (choice.depth == 0 or self.whole_batches)):
             return choice
-        rests = self.policy.parked
-        step = self.policy.resumed(len(requests)) if rests else choice
+        parked, gains = self.policy.parked, self.forecast.gains
+        step = self.policy.resumed(len(requests)) if parked else choice
         least = self.policy.least_gain(len(requests), step.depth, context)
         if least == 0:
             return choice
-        gains = self.forecast.gains
-        if rests:
+        if parked:
             return step if gains.surely_bring(requests[0], least) else choice
-        return choice.for_some(gains.worth_drafting(requests, least), len(requests))
+        return step.for_some(gains.worth_drafting(requests, least), len(requests))
 
     @property
     def parked(self) -> bool:
