@@ -15,7 +15,7 @@ from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 # table was measured, and a busy neighbour changes that within a few steps; what the table is wrong about stays.
 _SPEED, _SPEED_DRIFT = 1.0, 0.02  # at first, and per step
 _ERROR, _ERROR_DRIFT = 0.15, 0.0015
-_NOISE = 0.07
+_NOISE = 0.1
 UNKNOWN = math.sqrt(2) * _ERROR
 """Of the ratio of two kinds of step that were never compared: :meth:`StepTimes.doubt` at first."""
 # More than this is a hiccup of the machine, and counts as this much.

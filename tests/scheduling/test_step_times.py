@@ -87,7 +87,7 @@ def test_the_first_look_at_a_step_tells_most():
     times = StepTimes(compute_bound())
     learn(times, {3: 1.0}, 50)
     learn(times, {3: 1.0, 0: 1.15}, 1)
-    assert 1.1 < correction(times, 0) / correction(times, 3) < 1.15
+    assert 1.05 < correction(times, 0) / correction(times, 3) < 1.12
 
 
 def test_steps_between_two_cells_are_corrected_as_they_were_observed():
