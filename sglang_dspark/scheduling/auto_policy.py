@@ -12,7 +12,7 @@ from sglang_dspark.arrays import Array
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.planner import Candidate, Outlook, by_drafts, outlook
 from sglang_dspark.scheduling.policies import Policy
-from sglang_dspark.scheduling.step_times import StepTimes
+from sglang_dspark.scheduling.step_times import UNKNOWN, StepTimes
 from sglang_dspark.step.choice import PLAIN, Choice, Rule
 
 # A step that differs from the last one has to promise this much more throughput, and so has speculation over none:
@@ -26,12 +26,16 @@ FIRST_LOOK_ROUNDS = 64
 # Steps that an outlook holds for: what it is made of changes slowly, survivals once in so many steps, and making it is
 # most of the work of a choice.
 OUTLOOK_STEPS = 8
-# Now and then a step serves to learn something (a probe): after so many steps, and not before all that the last probe
-# cost is at most this share of the throughput since.
-PROBE_STEPS = 32
+# Now and then a step serves to learn something (a trial), not before all that the last one cost is at most this share
+# of the throughput since. One drafts and verifies a request in full (a probe), after so many steps; on a cold start
+# later, because it is the table that may cost much there.
 PROBE_SHARE = 0.01
-# A step that nobody takes is timed now and then if it may be the fastest within so many standard deviations.
-DOUBT = 2.0
+PROBE_STEPS, FIRST_PROBE_STEPS = 32, 128
+# The other times a step that is not the usual one (a look), if it may be the fastest within so many standard deviations
+# of its time. So many steps after the last one while nothing is known of such steps but what the table says, because a
+# wrong one has to be found out soon; and later the more is known of them.
+DOUBT = 1.5
+LOOK_STEPS = 4
 # A parked server sees little, so what it sees counts for more: rounds that a probe stands for.
 PARKED_PROBE_WEIGHT = 4
 
@@ -57,7 +61,6 @@ class AutoPolicy(Policy):
     Attributes:
         times, survivals: what it knows; both are fed from outside.
         whole_batches: whether a step that drafts for one request drafts for all, as CUDA graphs do.
-        parked: whether speculation rests because plain steps are faster.
     """
 
     times: StepTimes
@@ -66,14 +69,21 @@ class AutoPolicy(Policy):
     name: str = "auto"
     needs_confidence: bool = True
     parked: bool = False
+    probing: bool = False
     _held: dict[int, _Held] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
     _advantage: float = field(default=0.0, init=False)
-    _steps_to_probe: float = field(default=PROBE_STEPS, init=False)
+    _steps_to_look: float = field(default=LOOK_STEPS, init=False)
+    _steps_to_probe: int = field(default=FIRST_PROBE_STEPS, init=False)
+    _steps_since_trial: int = field(default=0, init=False)
+    _trial_cost: float = field(default=0.0, init=False)  # of the last one, in usual steps
+    _looked_at: tuple[int, Candidate] | None = field(default=None, init=False)  # by the last trial, with its requests
     _probes: int = field(default=0, init=False)
+    _trials: int = field(default=0, init=False)  # looks and probes
     _depth: int = field(init=False)
     _drafts: float = field(init=False)
     _last: Candidate | None = field(default=None, init=False)
+    _speculative: Candidate | None = field(default=None, init=False)  # the last one, or what it would have been
 
     def __post_init__(self) -> None:
         # The incumbent of the first step is the whole block: trimming, too, has to earn its place.
@@ -86,13 +96,18 @@ class AutoPolicy(Policy):
         speculative = ahead.best if better else ahead.incumbent
         gain = math.log(speculative.tokens_per_ms / ahead.plain.tokens_per_ms)
         self._take_side(gain)
+        self._speculative = speculative
         self._last = ahead.plain if self.parked else speculative
         if not self.parked:
             self._depth, self._drafts = speculative.depth, min(speculative.num_tokens / requests - 1, speculative.depth)
-        self._steps_to_probe -= 1
-        if self._steps_to_probe <= 0:
-            return self._probe(self._last, requests, context)
-        return _step(self._last, requests)
+        usual = _step(self._last, requests)
+        choice = self._trial(self._last, requests, context) or usual
+        self.probing = choice != usual
+        return choice
+
+    def resumed(self, requests: int) -> Choice:
+        assert self._speculative is not None, "a step has been chosen"
+        return _step(self._speculative, requests)
 
     def look_anew(self) -> None:
         """Forget what was worked out from what was known some time ago."""
@@ -107,13 +122,18 @@ class AutoPolicy(Policy):
         return held.outlook
 
     def least_gain(self, requests: int, depth: int, context: float) -> float:
-        """Accepted drafts that a request must bring per round to be worth its share of the draft stage.
+        """Accepted drafts that a request must bring per round: what is committed in the time that drafting it takes.
 
-        Of a step of as many requests as the last choice was made for.
+        One of several leaves its part of the verification to the others, so that its share of the draft stage is what
+        it takes. A lone one takes all that a speculative step needs beyond the plain one. Of a step of as many requests
+        as the last choice was made for.
         """
-        held, last = self._held.get(requests), self._last
-        if held is None or last is None:
+        held, last, alone = self._held.get(requests), self._last, self._speculative
+        if held is None or last is None or alone is None:
             return 0.0
+        if requests == 1:
+            plain = held.outlook.plain
+            return (alone.ms - plain.ms) * plain.tokens_per_ms
         if depth not in held.share_ms:
             draft_ms = [
                 self.times.one(count, 0, depth, context) - self.times.one(count, 0, 0, context)
@@ -132,53 +152,91 @@ class AutoPolicy(Policy):
             self.parked = not self.parked
             self._advantage = 0.0
 
-    def _probe(self, usual: Candidate, requests: int, context: float) -> Choice:
-        """Learn about what is not done: how long it takes, or what it would yield.
+    def _trial(self, usual: Candidate, requests: int, context: float) -> Choice | None:
+        """A step to learn about what is not done, where one is due.
 
-        By turns a rival step, because the table may be wrong about it, and one request drafted and verified in full:
-        without, a parked server would never notice that the text got easier, and nothing could correct a head that is
-        too careful.
+        A look at a rival step, because the table may be wrong about it; or a probe, one request drafted and verified in
+        full: without, a parked server would never notice that the text got easier, and nothing could correct a head
+        that is too careful.
         """
+        self._steps_to_look -= 1
+        self._steps_to_probe -= 1
+        self._steps_since_trial += 1
+        if self._steps_to_look <= 0 and self._looked_at is not None:
+            # The look may have shown that it cost less than it seemed to.
+            if self._looked_at[0] == requests:
+                self._trial_cost = self._loss(self._looked_at[1], usual, requests, context)
+            self._looked_at = None
+        if self._steps_since_trial < self._trial_cost / PROBE_SHARE:
+            return None
+        if self._steps_to_probe <= 0:
+            self._steps_to_probe = PROBE_STEPS
+            return self._probe(usual, requests, context)
+        if self._steps_to_look <= 0:
+            rival, doubt = self._rival(usual, requests, context)
+            if rival is not None:
+                self._looked_at = requests, rival
+                self._steps_to_look = LOOK_STEPS * UNKNOWN / doubt
+                self._spend(self._loss(rival, usual, requests, context))
+                return _step(rival, requests)
+            self._steps_to_look = PROBE_STEPS
+        return None
+
+    def _spend(self, cost: float) -> None:
+        """A trial that costs so many usual steps."""
+        self._trials += 1
+        self._steps_since_trial, self._trial_cost = 0, cost
+
+    def _loss(self, step: Candidate, usual: Candidate, requests: int, context: float) -> float:
+        """What ``step`` loses against the usual one by what is known of its time now, in usual steps."""
+        budget = min(step.num_tokens - requests, requests * step.depth)
+        ms = self.times.one(requests, budget, step.depth, context)
+        return ms / usual.ms - step.committed / usual.committed
+
+    def _probe(self, usual: Candidate, requests: int, context: float) -> Choice:
+        """One request drafted and verified in full, each in its turn."""
         self._probes += 1
-        rival = self._rival(usual, requests, context) if self._probes % 2 == 0 else None
-        gamma, probed = self.times.table.gamma, (self._probes + 1) // 2 % requests
-        if rival is not None:
-            choice, ms, committed = _step(rival, requests), rival.ms, rival.committed
-        elif self.parked:
+        gamma, probed = self.times.table.gamma, self._probes % requests
+        if self.parked:
             choice = Choice(Rule.TOP, gamma, gamma, forced=probed, drafted=(probed,), weight=PARKED_PROBE_WEIGHT)
             count = requests if self.whole_batches else 1
             draft_ms = self.times.one(count, 0, gamma, context) - self.times.one(count, 0, 0, context)
-            ms, committed = self.times.one(requests, gamma, 0, context) + draft_ms, usual.committed
+            ms = self.times.one(requests, gamma, 0, context) + draft_ms
         else:
             choice = _step(usual, requests)
             if choice.budget < requests * gamma:
                 choice = Choice(Rule.TOP, gamma, min(choice.budget + gamma, requests * gamma), forced=probed)
-            ms, committed = self.times.one(requests, choice.budget, choice.depth, context), usual.committed
-        cost = ms / usual.ms - committed / usual.committed  # in usual steps
-        self._steps_to_probe = max(PROBE_STEPS, cost / PROBE_SHARE)
+            ms = self.times.one(requests, choice.budget, choice.depth, context)
+        self._spend(ms / usual.ms - 1)
         return choice
 
-    def _rival(self, usual: Candidate, requests: int, context: float) -> Candidate | None:
-        """The step with the best prospects, if the table may be so wrong about it that it is the fastest."""
+    def _rival(self, usual: Candidate, requests: int, context: float) -> tuple[Candidate | None, float]:
+        """The step with the best prospects, and the doubt about its time.
+
+        None unless the table may be so wrong about it that it is the fastest.
+        """
         gamma = self.times.table.gamma
 
         def drafts(step: Candidate) -> int:
             return min(round(step.num_tokens / requests) - 1, gamma)
 
-        hope = np.exp(DOUBT * self.times.doubt(requests, drafts(usual)))
+        doubt = self.times.doubt(requests, drafts(usual))
+        hope = np.exp(DOUBT * doubt)
         prospects = {
             rival: rival.tokens_per_ms * hope[drafts(rival)]
             for rival in by_drafts(self.times, self.survivals, requests, context)
             if drafts(rival) != drafts(usual)
         }
         best = max(prospects, key=lambda rival: prospects[rival], default=None)
-        return best if best is not None and prospects[best] > usual.tokens_per_ms else None
+        if best is None or prospects[best] <= usual.tokens_per_ms:
+            return None, 0.0
+        return best, float(doubt[drafts(best)])
 
     def report(self) -> dict[str, Any]:
         expected = None if self._last is None else self._last.tokens_per_ms * 1e3
         return {
             "parked": self.parked,
-            "probes": self._probes,
+            "probes": self._trials,
             "expected_tokens_per_s": expected,
             "lagged_survival": self.survivals.mean().tolist(),
             "step_time": self.times.report(),

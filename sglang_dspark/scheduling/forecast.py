@@ -110,7 +110,7 @@ class Forecast:
         renewed = self.calibration is None or self._calibrate(self.calibration, predicted, logits)
         if self.lagged is not None:
             ids = [note.rounds.requests[request] for note in predicted for request in note.requests]
-            self.gains.observe(ids, survival, float(self.lagged.mean().sum()))
+            self.gains.observe(ids, survival)
             self._observe_survivals(self.lagged, np.stack(weighted(predicted, logits, survival)), renewed)
 
     def _calibrate(self, calibration: OnlineCalibration, notes: list[Note], logits: Array) -> bool:

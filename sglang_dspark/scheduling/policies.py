@@ -25,10 +25,12 @@ class Policy(ABC):
     Attributes:
         needs_confidence: whether the drafter's confidences have to be computed.
         parked: whether speculation rests because plain steps are faster.
+        probing: whether the last choice serves to learn something.
     """
 
     needs_confidence: bool
     parked: bool = False
+    probing: bool = False
 
     @property
     @abstractmethod
@@ -42,6 +44,10 @@ class Policy(ABC):
     @abstractmethod
     def report(self) -> dict[str, Any]:
         """JSON for the statistics."""
+
+    def resumed(self, requests: int) -> Choice:
+        """The step that speculation would take now, where it rests."""
+        return PLAIN
 
     def least_gain(self, requests: int, depth: int, context: float) -> float:
         """Accepted drafts that a request must bring per round, or it is not drafted; 0 drafts them all."""

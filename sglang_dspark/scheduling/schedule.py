@@ -40,7 +40,7 @@ class Schedule:
         options: the server's, with the policy in force.
         policy: the policy in force.
         whole_batches: whether all requests are drafted to the full depth in any case, as in CUDA graphs: then there is
-            nothing to gain from shallow blocks, or from leaving requests out.
+            nothing to gain from shallow blocks, or from leaving some of several requests out.
         forecast: how likely drafts are to survive.
         times: how long steps take; None without a table.
     """
@@ -158,13 +158,19 @@ class Schedule:
         return replace(choice, context=context, with_confidence=with_confidence)
 
     def _choose(self, requests: Sequence[str], context: float) -> Choice:
-        choice = self.policy.choose(len(requests), context)
-        if choice.depth == 0 or choice.forced is not None or len(requests) == 1 or self.whole_batches:
+        """The policy's step for all requests, or for those alone whose own blocks are worth drafting."""
+        choice, alone = self.policy.choose(len(requests), context), len(requests) == 1
+        # Leaving some of several out saves nothing where they are drafted together.
+        if self.policy.probing or (not alone and (choice.depth == 0 or self.whole_batches)):
             return choice
-        least = self.policy.least_gain(len(requests), choice.depth, context)
+        parked, gains = self.policy.parked, self.forecast.gains
+        step = self.policy.resumed(len(requests)) if parked else choice
+        least = self.policy.least_gain(len(requests), step.depth, context)
         if least == 0:
             return choice
-        return choice.for_some(self.forecast.gains.worth_drafting(requests, least), len(requests))
+        if parked:
+            return step if gains.surely_bring(requests[0], least) else choice
+        return step.for_some(gains.worth_drafting(requests, least), len(requests))
 
     @property
     def parked(self) -> bool:
@@ -204,6 +210,8 @@ class Schedule:
         """
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
+            # What was drafted before may have been a trial, and not much else may follow that could be learned from.
+            self.forecast.learn()
             return
         outcome = Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted])
         self.policy.observe(outcome)

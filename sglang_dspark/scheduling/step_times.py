@@ -16,6 +16,8 @@ from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 _SPEED, _SPEED_DRIFT = 1.0, 0.02  # at first, and per step
 _ERROR, _ERROR_DRIFT = 0.15, 0.0015
 _NOISE = 0.1
+UNKNOWN = math.sqrt(2) * _ERROR
+"""Of the ratio of two kinds of step that were never compared: :meth:`StepTimes.doubt` at first."""
 # More than this is a hiccup of the machine, and counts as this much.
 _MAX_SURPRISE = 0.25
 # Weight of a step's host time in its running mean, and the most that one step may say it is, in milliseconds over that.

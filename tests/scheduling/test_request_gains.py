@@ -7,10 +7,10 @@ from sglang_dspark.scheduling.request_gains import RETRY_STEPS, RequestGains
 GOOD, BAD = np.array([[0.9, 0.6]]), np.array([[0.05, np.nan]])
 
 
-def fed(key, survival, rounds, typical=1.0):
+def fed(key, survival, rounds):
     gains = RequestGains()
     for _ in range(rounds):
-        gains.observe([key], survival, typical)
+        gains.observe([key], survival)
     return gains
 
 
@@ -34,6 +34,38 @@ def test_left_out_requests_are_tried_again_now_and_then():
     assert [index for index, drafted in enumerate(chosen) if drafted] == [64, 129, 194]
 
 
+def left_out(mean, spread, least, rounds, requests=400):
+    """Share of requests that are left out after so many rounds of this mean and spread."""
+    gains, rng, ids = RequestGains(), np.random.default_rng(0), list(range(requests))
+    for _ in range(rounds):
+        gains.observe(ids, rng.normal(mean, spread, (requests, 1)))
+    return 1 - len(gains.worth_drafting(ids, least)) / requests
+
+
+def test_who_is_worth_it_by_a_little_is_not_given_up_for_a_few_bad_rounds():
+    assert max(left_out(0.5, 0.8, 0.4, rounds) for rounds in (8, 16, 32, 64)) < 0.03
+    assert left_out(0.5, 0.8, 0.5, 32) < 0.06
+
+
+def test_who_is_far_from_worth_it_is_found_out_soon():
+    assert left_out(0.2, 0.3, 0.7, 8) > 0.9
+    assert left_out(0.2, 0.8, 0.7, 32) > 0.9
+
+
+def test_a_request_left_out_comes_back_when_a_round_is_out_of_all_proportion():
+    gains = fed("a", BAD, 30)
+    assert gains.worth_drafting(["a"], least=0.25) == []
+    gains.observe(["a"], np.array([[0.95, 0.9, 0.85]]))
+    assert gains.worth_drafting(["a"], least=0.25) == [0]
+
+
+def test_surely_a_request_brings_only_what_its_rounds_have_shown():
+    assert not RequestGains().surely_bring("a", least=0.1)
+    assert not fed("a", BAD, 30).surely_bring("a", least=0.1)
+    assert fed("a", GOOD, 3).surely_bring("a", least=0.5)
+    assert not fed("a", GOOD, 1).surely_bring("a", least=0.5)
+
+
 def test_a_request_that_ended_is_forgotten():
     gains = fed("a", BAD, 30)
     gains.worth_drafting(["b"], least=0.5)
@@ -43,8 +75,8 @@ def test_a_request_that_ended_is_forgotten():
 def test_memory_is_bounded_and_keeps_what_was_seen_last():
     gains = fed("first", BAD, 30)
     for index in range(5000):
-        gains.observe([f"r{index}"], BAD, 1.0)
+        gains.observe([f"r{index}"], BAD)
         if index == 3000:
-            gains.observe(["first"], BAD, 1.0)
+            gains.observe(["first"], BAD)
     assert len(gains._gains) == 4096
     assert gains.worth_drafting(["first"], least=0.5) == []

@@ -160,6 +160,56 @@ def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
     assert made.choose(["r2", "r3"], 64.0).drafted is None
 
 
+def serve_alone(made, name, survival, steps):
+    """What is chosen in a request's steps, nothing else running; its blocks have these survivals."""
+    choices = []
+    for _ in range(steps):
+        choice = made.choose([name], 64.0)
+        made.interrupt()
+        choices.append(choice)
+        depth = choice.depth
+        foretold = confidence(torch.zeros(1, depth), torch.tensor([survival[:depth]])) if depth else None
+        lens = torch.tensor([depth])
+        made.observe(Rounds([name], choice, [depth], lens, foretold, None, [0]), [0], [0])
+    return choices
+
+
+EASY, HARD = [0.9, 0.8, 0.7], [0.01, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("whole_batches", [False, True])
+def test_a_lone_request_beyond_the_drafter_is_left_undrafted(whole_batches):
+    """However good the drafts of those before it were; the next one is drafted from its first step on."""
+    made = schedule(online_calibration=False)
+    made.whole_batches = made.policy.whole_batches = whole_batches
+    assert all(choice.depth for choice in serve_alone(made, "easy", EASY, 200))
+    plain = [choice.depth == 0 for choice in serve_alone(made, "hard", HARD, 100)]
+    assert not made.parked
+    assert not any(plain[:LEARN_STEPS])
+    assert sum(plain[2 * LEARN_STEPS :]) > 75
+    assert not all(plain[LEARN_STEPS:])  # it is tried again
+    assert made.choose(["next"], 64.0).depth > 0
+
+
+def test_a_lone_request_that_gets_easier_is_drafted_again():
+    made = schedule(online_calibration=False)
+    serve_alone(made, "easy", EASY, 100)
+    serve_alone(made, "r", HARD, 50)
+    assert made.choose(["r"], 64.0).depth == 0
+    serve_alone(made, "r", EASY, 100)
+    assert all(choice.depth for choice in serve_alone(made, "r", EASY, 20))
+
+
+def test_a_parked_server_drafts_a_lone_request_that_is_worth_it():
+    made = schedule(online_calibration=False)
+    for index in range(20):
+        serve_alone(made, f"hard{index}", HARD, 20)
+    assert made.parked
+    drafted = [choice.depth > 0 for choice in serve_alone(made, "easy", EASY, 100)]
+    assert sum(drafted) > 60
+    assert made.choose(["next"], 64.0).depth == 0 or not made.parked
+
+
 @pytest.mark.parametrize("with_head", [True, False])
 @pytest.mark.parametrize("users", [1, 4])
 def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(users, with_head):

@@ -67,6 +67,9 @@ def _numbers(kind: type) -> Any:
 )
 @click.option("--padding/--no-padding", default=None, help="Attention padded to the longest.  [default: without tiers]")
 @click.option("--overlap/--no-overlap", default=True, show_default=True, help="SGLang's overlap scheduling.")
+@click.option(
+    "--prompt-hold-ms", type=click.FloatRange(min=0), default=0.0, show_default=True, help="As the server's flag."
+)
 @click.option("--max-running", type=_COUNT, default=256, show_default=True, help="Requests that run at a time.")
 @click.option("--repeats", type=_COUNT, default=2, show_default=True, help="Simulations per point, averaged.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
@@ -107,10 +110,14 @@ def simulate(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError("--true-table and --measured-steps say the same thing; give one of them")
     elif options["measured_steps"] and not options["sweep_file"]:
         raise click.UsageError("--measured-steps takes step times from a sweep; give --check, or --true-table instead")
-    elif options["table_file"] is None:
-        raise click.UsageError("--check needs the --table of the machine that the sweep ran on")
     elif options["sweep_file"]:
         _refuse(options, "--check takes its load from the sweep, and writes --csv", "users", "rates", "plot", "html")
+        if options["table_file"] is None:
+            _refuse(
+                options,
+                "--check without the --table of its machine takes all times and the acceptance from the sweep",
+                *("conditional", "prefill_ms", "prefill_token_ms", "true_table_file", "measured_steps", "table_error"),
+            )
         _check(console, options)
     else:
         _sweep(console, options)
@@ -120,8 +127,8 @@ def _refuse(options: dict[str, Any], why: str, *names: str) -> None:
     """Options that would have no effect."""
     given = [name for name in names if options[name]]
     if given:
-        flags = {"csv_file": "--csv", "rates": "--rate"}
-        raise click.UsageError(f"{why}; drop {flags.get(given[0], '--' + given[0])}")
+        flags = {"csv_file": "--csv", "rates": "--rate", "true_table_file": "--true-table"}
+        raise click.UsageError(f"{why}; drop {flags.get(given[0], '--' + given[0].replace('_', '-'))}")
 
 
 def _example(console: Console, options: dict[str, Any]) -> None:
@@ -193,7 +200,20 @@ def _sweep(console: Console, options: dict[str, Any]) -> None:
 
 
 def _check(console: Console, options: dict[str, Any]) -> None:
-    from sglang_dspark.tools.simulator.check import compare, rank_correlations, write_csv
+    from sglang_dspark.tools.simulator.check import rank_correlations, write_csv
+
+    comparisons, given = (_beside_table if options["table_file"] else _beside_itself)(console, options)
+    console.print(tables.of_comparisons(comparisons, _TOLERANCE))
+    console.print(tables.of_predictions(comparisons, rank_correlations(comparisons)))
+    console.print(_agreement(comparisons, given), soft_wrap=True)
+    if options["csv_file"]:
+        write_csv(options["csv_file"], comparisons)
+        console.print(options["csv_file"], soft_wrap=True)
+
+
+def _beside_table(console: Console, options: dict[str, Any]) -> tuple[list[Comparison], str]:
+    """The sweep simulated by a measured table, and what was taken from the sweep itself."""
+    from sglang_dspark.tools.simulator.check import compare
     from sglang_dspark.tools.simulator.measured_sweep import host_ms, measured_table, read_sweep
 
     table, blocks = _table(options), _blocks(options)
@@ -211,27 +231,35 @@ def _check(console: Console, options: dict[str, Any]) -> None:
             table_error=options["table_error"],
             padded=options["padding"],
         )
-    console.print(tables.of_comparisons(comparisons, _TOLERANCE))
-    console.print(tables.of_predictions(comparisons, rank_correlations(comparisons)))
-    console.print(_agreement(comparisons, host, options), soft_wrap=True)
-    if options["csv_file"]:
-        write_csv(options["csv_file"], comparisons)
-        console.print(options["csv_file"], soft_wrap=True)
+    given = ["acceptance"] if blocks is None else []
+    given += ["step times of the fixed lengths"] if options["measured_steps"] else []
+    given += [f"{host:.1f} ms of a step beside the table, found at the fewest users"]
+    return comparisons, ", ".join(given)
 
 
-def _agreement(comparisons: Sequence[Comparison], host: float, options: dict[str, Any]) -> str:
+def _beside_itself(console: Console, options: dict[str, Any]) -> tuple[list[Comparison], str]:
+    """The sweep simulated by its own times, and what these are."""
+    from sglang_dspark.tools.simulator.blocks import RecordedBlocks
+    from sglang_dspark.tools.simulator.check import compare_alone
+    from sglang_dspark.tools.simulator.measured_sweep import read_sweep
+
+    points = read_sweep(options["sweep_file"])
+    recorded = RecordedBlocks.load(options["blocks_file"]) if options["blocks_file"] else None
+    with progress_bar(console, "points", len(points)) as advance:
+        comparisons = compare_alone(points, recorded, advance)
+    return comparisons, "accept length and step times of the fixed lengths, prefills, the way to the queue, decisions"
+
+
+def _agreement(comparisons: Sequence[Comparison], given: str) -> str:
     """How many points agree, and what was given to them."""
     ours = [c for c in comparisons if c.measured.policy != "plain"]
     within = sum(abs(c.error) <= _TOLERANCE for c in ours)
-    deciding, fixed = ([c.error for c in ours if c.decides is decides] for decides in (True, False))
+    deciding, fixed = ([c.error for c in ours if c.measured.decides is decides] for decides in (True, False))
     errors = [f"{median(some):+.1%} ({name})" for name, some in (("fixed", fixed), ("deciding", deciding)) if some]
-    given = ["acceptance"] if not options["blocks_file"] and not options["conditional"] else []
-    given += ["step times of the fixed lengths"] if options["measured_steps"] else []
-    given += [f"{host:.1f} ms of a step beside the table, found at the fewest users"]
     return (
         f"{within} of {len(ours)} points of DSPARK within {_TOLERANCE:.0%}; median error {', '.join(errors)}. "
-        f"Taken from the sweep: {', '.join(given)}, and the plain server's step times, whose points check prefills and "
-        "the loop alone."
+        f"Taken from the sweep: {given}, and the plain server's step times, whose points check prefills and the loop "
+        "alone."
     )
 
 
@@ -287,7 +315,8 @@ def _conditions(options: dict[str, Any], table: SpsTable, blocks: BlockSource) -
         Lengths.parse(options["prompt_tokens"]),
         Lengths.parse(options["output_tokens"]),
         **{
-            name: options[name] for name in ("num_requests", "overlap", "max_running", "repeats", "seed", "table_error")
+            name: options[name]
+            for name in ("num_requests", "overlap", "prompt_hold_ms", "max_running", "repeats", "seed", "table_error")
         },
     )
 

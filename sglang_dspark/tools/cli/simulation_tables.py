@@ -98,7 +98,7 @@ def of_comparisons(comparisons: Sequence[Comparison], tolerance: float) -> Table
     table = _new_table("users", "policy", *columns)
     for c in comparisons:
         m, mark = c.measured, "" if abs(c.error) <= tolerance else "*"
-        verify = (f"{m.verify_len:.1f}", f"{c.verify_len:.1f}") if c.decides else ("", "")
+        verify = (f"{m.verify_len:.1f}", f"{c.verify_len:.1f}") if c.measured.decides else ("", "")
         table.add_row(
             str(m.users),
             m.label,
@@ -115,7 +115,7 @@ def of_comparisons(comparisons: Sequence[Comparison], tolerance: float) -> Table
 
 def of_predictions(comparisons: Sequence[Comparison], ranks: dict[int, float]) -> Table:
     """By users: what no number of the sweep was given for, and how well the order of the policies is met."""
-    deciding = list(dict.fromkeys(c.measured.label for c in comparisons if c.decides))
+    deciding = list(dict.fromkeys(c.measured.label for c in comparisons if c.measured.decides))
     headings = [f"{label}: {what}" for label in deciding for what in ("drafts", "accept length")]
     title = "Predicted against measured, and Spearman's rank correlation of the policies' speeds"
     table = _new_table("users", *headings, "ranks", title=title)

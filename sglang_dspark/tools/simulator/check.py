@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.tools.simulator.blocks import BlockSource
+from sglang_dspark.tools.simulator.blocks import BlockSource, RecordedBlocks
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
 from sglang_dspark.tools.simulator.measured_sweep import Measured, acceptance, host_ms
 from sglang_dspark.tools.simulator.sweep import Conditions, simulate_point
+from sglang_dspark.tools.simulator.sweep_costs import blocks_of, costs_of, table_of
 from sglang_dspark.tools.simulator.workload import Lengths
 
 # Simulations per point, each with dice of its own: the error of their mean is below 1 %.
 _REPEATS = 4
 # Of a step's time, in logarithms: what the rounds of one server differ by within a quiet minute.
 _NOISE = 0.03
+# Between two requests that are sent together and reach the queue: an idle server takes the first one alone.
+_APART_MS = 0.1
 _MEASURED = ("label", "users", "tok_s", "slowest", "fastest", "ttft_ms", "step_ms", "verify_len", "accept_length")
 _SIMULATED = ("tok_s", "ttft_ms", "step_ms", "verify_len", "accept_length", "error")
 
@@ -45,11 +49,6 @@ class Comparison:
         """Simulated over measured throughput, minus 1."""
         return self.tok_s / self.measured.tok_s - 1
 
-    @property
-    def decides(self) -> bool:
-        """Whether the policy chooses lengths by itself, so that they are a prediction as well."""
-        return self.measured.fixed_len is None and self.measured.policy not in ("plain", "static")
-
 
 def compare(
     points: Sequence[Measured],
@@ -72,30 +71,61 @@ def compare(
         table_error: see :class:`Conditions`.
         padded: see :class:`Costs`; None: where the table has no tiers, as on a CPU.
     """
-    known = {} if blocks else acceptance(points)
     plain = sorted((point.users, point.step_ms) for point in points if point.policy == "plain")
     costs = Costs(
         true_table or table,
         prefill or Prefill.from_table(table),
         host_ms(points, table),
         _NOISE,
+        # The server without the plugin has attention of its own: its step times are the sweep's.
+        plain_ms=plain,
         believed=table,
         padded=not table.tiers if padded is None else padded,
     )
+    sources: Mapping[int, BlockSource] = {point.users: blocks for point in points} if blocks else acceptance(points)
+    return _compare(points, costs, sources, on_point, table_error=table_error)
+
+
+def compare_alone(
+    points: Sequence[Measured], recorded: RecordedBlocks | None = None, on_point: Callable[[], None] = lambda: None
+) -> list[Comparison]:
+    """Simulate every point of a sweep by what the sweep says of its server's times, see ``sweep_costs``.
+
+    Args:
+        recorded: rounds of the same drafter; None takes one acceptance for all of them.
+    """
+    table = table_of(points)
+    costs, transit_ms = costs_of(points, table, _NOISE)
+    return _compare(
+        points, costs, blocks_of(points, table.gamma, recorded), on_point, transit_ms=transit_ms, apart_ms=_APART_MS
+    )
+
+
+def _compare(
+    points: Sequence[Measured],
+    costs: Costs,
+    blocks: Mapping[int, BlockSource],
+    on_point: Callable[[], None],
+    **options: Any,
+) -> list[Comparison]:
+    """Simulate every point, with the ``blocks`` of its load.
+
+    Args:
+        options: of :class:`Conditions`.
+    """
     comparisons = []
     for point in points:
+        is_plain = point.policy == "plain"
         conditions = Conditions(
-            # The server without the plugin has attention of its own: its step times are the sweep's.
-            replace(costs, plain_ms=plain) if point.policy == "plain" else costs,
-            blocks or known[point.users],
+            costs if is_plain else replace(costs, plain_ms=()),
+            blocks[point.users],
             Lengths(point.prompt_tokens, point.prompt_tokens),
             Lengths(point.output_tokens, point.output_tokens),
             num_requests=point.num_requests,
             repeats=_REPEATS,
-            table_error=table_error,
+            **options,
         )
-        policy = "off" if point.policy == "plain" else point.policy
-        f = simulate_point(conditions, policy, users=point.users)[0].figures
+        f = simulate_point(conditions, "off" if is_plain else point.policy, users=point.users)[0].figures
         comparisons.append(Comparison(point, f.output_tok_s, f.ttft_ms, f.step_ms, f.verify_len, f.accept_length))
         on_point()
     return comparisons

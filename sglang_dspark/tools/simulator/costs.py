@@ -42,6 +42,7 @@ class Costs:
         table: what steps really take.
         prefill: of prompts.
         host_ms: of every step, on top of the table: scheduler, detokenising, sending.
+        decision_ms: of every step of a policy that chooses lengths by itself, on top of that.
         noise: standard deviation of a step's time, in logarithms.
         plain_ms: ``(requests, milliseconds)`` of the plain step of another engine, ascending, instead of the table's;
             between them it is linear.
@@ -58,6 +59,7 @@ class Costs:
     plain_ms: Sequence[tuple[int, float]] = ()
     believed: SpsTable | None = None
     padded: bool = False
+    decision_ms: float = 0.0
 
     def step_ms(self, choice: Choice, requests: int, num_tokens: int, context: float, longest: int) -> float:
         """Milliseconds of one decode step, without noise.

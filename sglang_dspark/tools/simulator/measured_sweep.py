@@ -17,8 +17,18 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
 
-_NUMBERS = ("concurrency", "output_tok_s", "ttft_ms", "itl_p50_ms", "num_requests", "num_tokens", "num_prompt_tokens")
-_COUNTS = ("accepted", "verified", "decode_rounds")
+_NUMBERS = (
+    "concurrency",
+    "output_tok_s",
+    "ttft_ms",
+    "tpot_ms",
+    "itl_p50_ms",
+    "itl_p99_ms",
+    "num_requests",
+    "num_tokens",
+    "num_prompt_tokens",
+)
+_COUNTS = ("accepted", "verified", "decode_rounds", "steps")
 _PLAIN = "plain"
 
 Row = dict[str, Any]
@@ -35,6 +45,9 @@ class Measured:
         step_ms: median time between two pieces of a stream: a decode step, or for ``plain`` that of one token.
         accepted_per_round: the accept length beyond the one token that is for sure; NaN for ``plain``.
         verify_len: drafts verified per request and step; NaN for ``plain``.
+        gap_p99_ms: 99th percentile of the time between two pieces of a stream.
+        tpot_ms: time per token after the first, whatever came between two steps.
+        running: requests in a step on average; NaN for ``plain``.
     """
 
     label: str
@@ -50,11 +63,19 @@ class Measured:
     output_tokens: int
     accepted_per_round: float
     verify_len: float
+    gap_p99_ms: float
+    tpot_ms: float
+    running: float
 
     @property
     def accept_length(self) -> float:
         """Tokens committed per request and step, bonus included; NaN for ``plain``."""
         return 1 + self.accepted_per_round
+
+    @property
+    def decides(self) -> bool:
+        """Whether the policy chooses lengths by itself."""
+        return self.fixed_len is None and self.policy not in ("plain", "static")
 
     @property
     def fixed_len(self) -> int | None:
@@ -129,6 +150,9 @@ def _measured(label: str, users: int, rows: Sequence[Row]) -> Measured:
         output_tokens=round(total("num_tokens") / total("num_requests")),
         accepted_per_round=total("accepted") / total("decode_rounds"),
         verify_len=total("verified") / total("decode_rounds"),
+        gap_p99_ms=median(row["itl_p99_ms"] for row in rows),
+        tpot_ms=median(row["tpot_ms"] for row in rows),
+        running=total("decode_rounds") / total("steps"),
     )
 
 

@@ -13,6 +13,8 @@ from dspark_kernels import DraftBlock
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.scheduling.policies import FixedPolicy
+from sglang_dspark.scheduling.prompt_hold import PromptHold
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.step_times import StepKind
 from sglang_dspark.step.choice import PLAIN, Choice
@@ -37,9 +39,10 @@ class _Result:
 class SimulatedServer:
     """Decides as a server does, and asks the costs how long it took.
 
-    What is simulated: the loop of SGLang's scheduler (waiting prompts are prefilled before the next decode step), its
-    overlap (the result of a batch is looked at after the next one has run, so that a request that ended takes part in
-    one more step), and the schedule of the plugin itself, with its statistics, its calibration and its probes.
+    What is simulated: the loop of SGLang's scheduler (waiting prompts are prefilled before the next decode step, unless
+    the plugin holds them back), its overlap (the result of a batch is looked at after the next one has run, so that a
+    request that ended takes part in one more step), and the schedule of the plugin itself, with its statistics, its
+    calibration and its probes.
 
     Args:
         costs: how long things take, and what the schedule is told of it. It has to find out about the rest.
@@ -91,6 +94,11 @@ class SimulatedServer:
         self._workloads += 1
         return _Episode(self, workload, self._rng).run()
 
+    @property
+    def prompt_hold_ms(self) -> float:
+        """Most milliseconds that waiting prompts are held back at a time."""
+        return self.schedule.options.prompt_hold_ms
+
     def decode(self, requests: Sequence[Request]) -> tuple[float, _Result]:
         """One decode step: its milliseconds, and its result."""
         if self._timed is not None and self.schedule.times is not None:
@@ -105,6 +113,8 @@ class SimulatedServer:
         lens = self.schedule.admit(choice, drafted).verify_lens
         num_tokens = bs + int(lens.sum())
         ms = self.costs.step_ms(choice, bs, num_tokens, context, int(lens.max()))
+        if not isinstance(self.schedule.policy, FixedPolicy):
+            ms += self.costs.decision_ms
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
         kind = StepKind(bs, num_tokens, choice.depth, context)
         self._timed = (kind, ms) if choice.drafted is None else None
@@ -133,12 +143,15 @@ class _Episode:
         self._server, self._workload = server, workload
         self._now_ms = 0.0
         self._requests = workload.requests(rng)
-        self._to_come: deque[Request] = deque()
+        self._to_come: deque[Request] = deque()  # ascending by queued_ms
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._outcome = Outcome()
+        # A batch is launched when the one before is over, whenever its result is looked at.
+        self._hold = PromptHold(server.prompt_hold_ms / 1e3, 0, lambda: self._now_ms / 1e3)
         if workload.users is None:
-            self._to_come.extend(self._requests)
+            for request in self._requests:
+                self._send(request)
         for _ in range(workload.users or 0):
             self._send_next()
 
@@ -156,17 +169,19 @@ class _Episode:
             if result is None and behind is None and not self._waiting:
                 if not self._to_come:
                     return self._outcome
-                self._now_ms = max(self._now_ms, self._to_come[0].sent_ms)
+                self._now_ms = max(self._now_ms, self._to_come[0].queued_ms)
 
     def _admit(self) -> None:
-        while self._to_come and self._to_come[0].sent_ms <= self._now_ms:
+        while self._to_come and self._to_come[0].queued_ms <= self._now_ms:
             self._waiting.append(self._to_come.popleft())
 
     def _run_batch(self) -> _Result | None:
         if prompts := self._next_prompts():
+            self._hold.launched(prefill=True)
             ms, result = self._server.prefill(prompts)
             self._running += prompts
         elif self._running:
+            self._hold.launched(prefill=False)
             ms, result = self._server.decode(self._running)
             self._outcome.add_step(ms, PLAIN if result.rounds is None else result.rounds.choice)
         else:
@@ -176,6 +191,8 @@ class _Episode:
 
     def _next_prompts(self) -> list[Request]:
         prompts: list[Request] = []
+        if self._waiting and self._hold.holds(len(self._running)):
+            return prompts
         room, tokens = self._server.max_running - len(self._running), self._server.max_prefill_tokens
         while self._waiting and len(prompts) < room:
             tokens -= self._waiting[0].prompt_tokens
@@ -214,4 +231,11 @@ class _Episode:
         request = next(self._requests, None)
         if request is not None:
             request.sent_ms = self._now_ms + (self._workload.turnaround_ms if self._outcome.requests else 0.0)
-            self._to_come.append(request)
+            self._send(request)
+
+    def _send(self, request: Request) -> None:
+        workload = self._workload
+        request.queued_ms = request.sent_ms + workload.transit_ms
+        if self._to_come:
+            request.queued_ms = max(request.queued_ms, self._to_come[-1].queued_ms + workload.apart_ms)
+        self._to_come.append(request)

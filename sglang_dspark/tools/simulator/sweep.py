@@ -61,6 +61,9 @@ class Conditions:
     overlap: bool = True
     max_running: int = 256
     turnaround_ms: float = 0.0
+    transit_ms: float = 0.0
+    apart_ms: float = 0.0
+    prompt_hold_ms: float = 0.0
     repeats: int = 1
     seed: int = 0
     table_error: float = 0.0
@@ -68,7 +71,9 @@ class Conditions:
     def workload(self, users: int | None, rate: float | None) -> Workload:
         """So many requests as :attr:`num_requests` says, or enough for every user."""
         count = self.num_requests or max(FEWEST_REQUESTS, REQUESTS_PER_USER * (users or 0))
-        return Workload(count, self.prompt, self.output, users, rate, self.turnaround_ms)
+        return Workload(
+            count, self.prompt, self.output, users, rate, self.turnaround_ms, self.transit_ms, self.apart_ms
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ def simulate_point(
         server = SimulatedServer(
             costs,
             conditions.blocks,
-            parse_policy(policy),
+            replace(parse_policy(policy), prompt_hold_ms=conditions.prompt_hold_ms),
             overlap=conditions.overlap,
             max_running=conditions.max_running,
             seed=conditions.seed + repeat,

@@ -17,6 +17,7 @@ class Request:
     Attributes:
         index: number of the request, which is also that of its text.
         sent_ms: when the user sent it.
+        queued_ms: when it reached the server's queue.
         first_ms, done_ms: when its first and its last token reached the user.
         known_tokens: output tokens that the host knows of.
     """
@@ -25,6 +26,7 @@ class Request:
     prompt_tokens: int
     output_tokens: int
     sent_ms: float
+    queued_ms: float = 0.0
     first_ms: float = 0.0
     done_ms: float = 0.0
     known_tokens: int = 0
@@ -90,7 +92,9 @@ class Workload:
         num_requests: how many in all.
         users: closed loop: each user sends the next request when the last answer is complete.
         rate: open loop: Poisson arrivals per second, instead of users.
-        turnaround_ms: from an answer's end to the arrival of the user's next request.
+        turnaround_ms: from an answer's end until the user sends the next request.
+        transit_ms: from there to the server's queue: HTTP, tokeniser.
+        apart_ms: between two that reach the queue, at least: an idle server prefills the first one alone.
     """
 
     num_requests: int
@@ -99,6 +103,8 @@ class Workload:
     users: int | None = None
     rate: float | None = None
     turnaround_ms: float = 0.0
+    transit_ms: float = 0.0
+    apart_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if (self.users is None) == (self.rate is None):

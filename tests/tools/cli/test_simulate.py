@@ -72,7 +72,7 @@ def test_the_world_of_another_table(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--check", "sweep.csv"), "needs the --table"),
+        (("--check", "sweep.csv", "--prefill-ms", "3"), "drop --prefill-ms"),
         (("--table", "sps.json", "--measured-steps"), "give --check, or --true-table instead"),
         (("--table", "t", "--check", "s", "--measured-steps", "--true-table", "u"), "say the same thing"),
         (("--users", "1,x"), "is not a list of numbers"),

@@ -1,8 +1,10 @@
 """The simulated server against what can be computed by hand, and against what its policies promise."""
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pytest
-from step_tables import GAMMA, compute_bound, make_table
+from step_tables import GAMMA, compute_bound, costly_drafts, make_table
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
@@ -65,6 +67,45 @@ def test_prompts_that_wait_are_prefilled_together_and_before_the_next_step():
     assert [request.first_ms for request in late.requests] == pytest.approx([120, 120, 640, 640])
 
 
+def test_the_way_to_the_queue_is_part_of_the_time_to_first_token():
+    blocks = ConditionalAcceptance(NEVER, concentration=np.inf)
+    server = SimulatedServer(Costs(flat_table(), PREFILL), blocks, parse_policy("off"), overlap=False)
+    outcome = server.serve(Workload(2, Lengths(100, 100), Lengths(41, 41), users=1, transit_ms=7.0))
+    assert [request.first_ms - request.sent_ms for request in outcome.requests] == pytest.approx([77, 77])
+    assert outcome.requests[-1].done_ms == pytest.approx(2 * (7 + 70 + 400))
+
+
+def test_an_idle_server_prefills_the_first_of_several_prompts_alone():
+    blocks = ConditionalAcceptance(NEVER, concentration=np.inf)
+    server = SimulatedServer(Costs(flat_table(), PREFILL), blocks, parse_policy("off"), overlap=False)
+    outcome = server.serve(Workload(4, Lengths(100, 100), Lengths(41, 41), users=4, apart_ms=1.0))
+    assert sorted(request.first_ms for request in outcome.requests) == pytest.approx([70, *[70 + 20 + 150] * 3])
+
+
+def test_decisions_take_time_where_any_are_made():
+    def step_ms(policy):
+        blocks = ConditionalAcceptance(NEVER, concentration=np.inf)
+        server = SimulatedServer(Costs(flat_table(), PREFILL, decision_ms=3.0), blocks, parse_policy(policy))
+        return server.serve(Workload(1, Lengths(100, 100), Lengths(9, 9), users=1)).step_ms[0]
+
+    assert (step_ms("static"), step_ms("early-stop")) == pytest.approx((12, 15))
+
+
+def test_prompts_are_held_back_as_by_the_server():
+    """A prefill takes 70 ms; the prompt that comes meanwhile waits until decoding has had as long."""
+
+    def first_ms(hold_ms):
+        blocks = ConditionalAcceptance(NEVER, concentration=np.inf)
+        options = replace(parse_policy("off"), prompt_hold_ms=hold_ms)
+        server = SimulatedServer(Costs(flat_table(), PREFILL), blocks, options, overlap=False, max_prefill_tokens=100)
+        outcome = server.serve(Workload(2, Lengths(100, 100), Lengths(41, 41), users=2))
+        return sorted(request.first_ms for request in outcome.requests)
+
+    assert first_ms(0.0) == pytest.approx([70, 140])
+    assert first_ms(1000.0) == pytest.approx([70, 210], abs=11)
+    assert first_ms(30.0) == pytest.approx([70, 170], abs=11)
+
+
 def test_a_prefill_batch_holds_no_more_tokens_than_allowed():
     outcome = serve("off", NEVER, overlap=False, requests=3, users=3, max_prefill_tokens=250)
     assert sorted(request.first_ms for request in outcome.requests) == pytest.approx([120, 120, 190])
@@ -115,6 +156,40 @@ def test_auto_is_about_as_good_as_the_best_fixed_length(users):
         for policy in ("auto", "off", "static:1", "static:2", "static:3", "static:5", "static:7")
     }
     assert rates["auto"] > 0.96 * max(rates.values()), rates
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """Requests take their blocks from the sources in turn."""
+
+    sources: tuple[ConditionalAcceptance, ...]
+    gamma: int = GAMMA
+    name: str = "in turn"
+
+    def draw(self, requests, rng):
+        (request,) = requests
+        return self.sources[request % len(self.sources)].draw(requests, rng)
+
+
+def lone_user_ms(policy, table, *rates):
+    """Mean milliseconds of an answer, by kind of prompt; those of the first third of the prompts are left out."""
+    blocks = InTurn(tuple(ConditionalAcceptance((rate,) * GAMMA) for rate in rates))
+    server = SimulatedServer(Costs(table, Prefill(0.0, 0.0), noise=0.02), blocks, parse_policy(policy), seed=1)
+    requests = server.serve(Workload(48, Lengths(64, 64), Lengths(128, 128), users=1)).requests[16:]
+    kinds = range(len(rates))
+    return [np.mean([r.done_ms - r.sent_ms for r in requests if r.index % len(rates) == kind]) for kind in kinds]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", [(), tuple(range(1, 17))])
+def test_easy_and_hard_prompts_of_one_user_are_told_apart(tiers):
+    """A speculative step takes 1.4 plain ones: whole blocks bring 3.2 times the speed on easy text, 0.8 on hard."""
+    table = costly_drafts(4.0, tiers=tiers)
+    off, auto = (lone_user_ms(policy, table, 0.9, 0.12) for policy in ("off", "auto"))
+    assert off[0] / auto[0] > 3
+    assert off[1] / auto[1] > 0.95
+    alike = [lone_user_ms(policy, table, 0.5)[0] for policy in ("static", "auto")]
+    assert alike[1] < 1.01 * alike[0]
 
 
 def test_live_policies_trim_by_the_confidences_of_the_step():
