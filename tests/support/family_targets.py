@@ -80,7 +80,7 @@ TINY: dict[str, Tiny] = {
     "Qwen3ForCausalLM": Tiny("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
     "Qwen3MoeForCausalLM": Tiny(
         "Qwen3MoeForCausalLM",
-        {**EXPERTS, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
+        {**EXPERTS, "num_experts": 8, "norm_topk_prob": True},
         {"num_experts": 8},
         chosen=2,
     ),
