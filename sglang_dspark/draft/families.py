@@ -54,7 +54,7 @@ FAMILIES: tuple[Family, ...] = (
         remark=f"{_NO_WINDOW}; with LongRoPE, as long as the context length is that of its short factors",
     ),
     Family("InternLM3ForCausalLM", "InternLM 3"),
-    Family("Qwen2ForCausalLM", "Qwen2, Qwen2.5, QwQ", capture="eagle3"),
+    Family("Qwen2ForCausalLM", "Qwen2, Qwen2.5, QwQ", capture="eagle3", tried=("model", "server")),
     Family(
         "Glm4MoeForCausalLM",
         "GLM-4.5, GLM-4.5-Air, GLM-4.6",
@@ -63,13 +63,7 @@ FAMILIES: tuple[Family, ...] = (
         remark="with `--tp-size` above 1: `--enforce-disable-flashinfer-allreduce-fusion`",
     ),
     Family("ApertusForCausalLM", "Apertus", capture="eagle3"),
-    Family(
-        "Qwen2MoeForCausalLM",
-        "Qwen1.5-MoE, Qwen2-57B-A14B",
-        capture="eagle3",
-        embedding="model.embed_tokens",
-        tried=("model", "server"),
-    ),
+    Family("Qwen2MoeForCausalLM", "Qwen1.5-MoE, Qwen2-57B-A14B", capture="eagle3", embedding="model.embed_tokens"),
     Family(
         "Mistral3ForConditionalGeneration",
         "Mistral Small 3.1 and 3.2, Ministral 3 with images",

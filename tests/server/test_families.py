@@ -20,9 +20,8 @@ def test_a_mixture_of_experts(qwen3_moe):
     assert_rounds_and_texts(qwen3_moe)
 
 
-def test_a_class_that_lacks_the_method_and_the_embedding(qwen2_moe):
-    """With a shared expert as well."""
-    assert_rounds_and_texts(qwen2_moe)
+def test_states_through_the_method_for_eagle3(qwen2):
+    assert_rounds_and_texts(qwen2)
 
 
 def assert_rounds_and_texts(server):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256,
@@ -43,6 +44,8 @@ class Tiny:
         written: what config.json says on top of that, for readers other than transformers.
         chosen: experts by token; 0 for dense targets.
         vision: configuration of what reads images.
+        router_std: of the routers' weights.
+        transposed: whether published checkpoints have the experts of a layer in one tensor, transposed.
     """
 
     model: str
@@ -50,6 +53,8 @@ class Tiny:
     written: Mapping[str, Any] = field(default_factory=dict)
     chosen: int = 0
     vision: Mapping[str, Any] | None = None
+    router_std: float = 1.0
+    transposed: bool = False
 
 
 _MROPE = {
@@ -75,7 +80,7 @@ TINY: dict[str, Tiny] = {
     "Qwen3ForCausalLM": Tiny("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
     "Qwen3MoeForCausalLM": Tiny(
         "Qwen3MoeForCausalLM",
-        {**EXPERTS, "num_experts": 8, "norm_topk_prob": True, "mlp_only_layers": [0]},
+        {**EXPERTS, "num_experts": 8, "norm_topk_prob": True},
         {"num_experts": 8},
         chosen=2,
     ),
@@ -116,6 +121,7 @@ TINY: dict[str, Tiny] = {
             "routed_scaling_factor": 1.5,
         },
         chosen=2,
+        router_std=0.2,  # experts are chosen by sigmoids
     ),
     "ApertusForCausalLM": Tiny("ApertusForCausalLM", {"hidden_act": "xielu", "head_dim": 16}),
     "Qwen2MoeForCausalLM": Tiny(
@@ -153,6 +159,7 @@ TINY: dict[str, Tiny] = {
         {**_MROPE, **EXPERTS, "num_experts": 8, "norm_topk_prob": True, "decoder_sparse_step": 1},
         chosen=2,
         vision=_QWEN3_VISION,
+        transposed=True,
     ),
 }
 
@@ -170,20 +177,20 @@ PROMPTS = _prompts()
 
 SEEDS: dict[str, int] = {
     "LlamaForCausalLM": 11,
-    "Qwen3ForCausalLM": 11,
+    "Qwen3ForCausalLM": 15,
     "Qwen3MoeForCausalLM": 11,
-    "MistralForCausalLM": 11,
+    "MistralForCausalLM": 14,
     "Ministral3ForCausalLM": 11,
-    "Phi3ForCausalLM": 11,
-    "InternLM3ForCausalLM": 11,
-    "Qwen2ForCausalLM": 11,
+    "Phi3ForCausalLM": 13,
+    "InternLM3ForCausalLM": 14,
+    "Qwen2ForCausalLM": 12,
     "Glm4MoeForCausalLM": 11,
-    "ApertusForCausalLM": 11,
+    "ApertusForCausalLM": 29,
     "Qwen2MoeForCausalLM": 11,
-    "Mistral3ForConditionalGeneration": 11,
-    "Qwen2_5_VLForConditionalGeneration": 11,
-    "Qwen3VLForConditionalGeneration": 11,
-    "Qwen3VLMoeForConditionalGeneration": 11,
+    "Mistral3ForConditionalGeneration": 12,
+    "Qwen2_5_VLForConditionalGeneration": 22,
+    "Qwen3VLForConditionalGeneration": 13,
+    "Qwen3VLMoeForConditionalGeneration": 14,
 }
 """Such that no token of these continuations, and no expert, is chosen narrowly."""
 
@@ -203,7 +210,7 @@ def write_target(architecture: str, folder: Path) -> Any:
             if parameter.ndim == 1:
                 parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
             else:
-                parameter.normal_(std=1.0 if name.endswith("gate.weight") else 0.15)
+                parameter.normal_(std=tiny.router_std if name.endswith("gate.weight") else 0.15)
         for module in model.modules():
             if type(module).__name__ == "XIELUActivation":  # computed in 16 bits everywhere
                 module.bfloat16()
@@ -211,9 +218,17 @@ def write_target(architecture: str, folder: Path) -> Any:
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.3)
     model.save_pretrained(folder)
+    if tiny.transposed:
+        _transpose_experts(folder / "model.safetensors")
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "float32"} | dict(tiny.written)))
     return model
+
+
+def _transpose_experts(file: Path) -> None:
+    tensors = load_file(file)
+    experts = {name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items() if ".experts." in name}
+    save_file(tensors | experts, file, metadata={"format": "pt"})
 
 
 def written_target(architecture: str, folder: Path) -> Path:

@@ -78,8 +78,9 @@ class Probe:
 def probing() -> Iterator[Probe]:
     """A probe, while the block runs."""
     command = [sys.executable, __file__]
-    # Grouped routing is compiled otherwise, for half a minute.
-    env = {**os.environ, **({} if ON_GPU else CPU_ENV), "TORCHDYNAMO_DISABLE": "1"}
+    # Grouped routing is compiled otherwise, for half a minute; a shared expert's gate is a Triton kernel everywhere.
+    emulated = {**CPU_ENV, "TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
+    env = {**os.environ, **({} if ON_GPU else emulated)}
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Probe(process)
         process.communicate()
