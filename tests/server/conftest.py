@@ -101,7 +101,7 @@ SERVERS: dict[str, Recipe] = {
     "int8_batch": Recipe(
         lambda folder: (*DSPARK, "--max-running-requests", "4"),
         model=partial(int8_target, scales=OF_BATCHES),
-        env=emulated_graphs(),
+        env={**emulated_graphs(), "EMULATED_ROWS": "2 8 16"},
         forked=False,
     ),
     "simulated": Recipe(

@@ -37,7 +37,7 @@ def test_plain_steps_where_a_batch_has_one_scale(int8_batch, plain_int8_batch):
 
 
 def test_padding_does_not_spoil_the_scale_of_a_batch(int8_batch):
-    """Rows of no request take part in it: NaN in one of them, or a huge number, would leave no draft accepted."""
+    """Three of eight rows are no request's and take part in it: NaN or a huge number there would spoil the others."""
     with policy(int8_batch, "static", verify_len=4):
         answers = generate(int8_batch, few(speculation={"trace": True}), 1)
     traces = [answer["meta_info"]["dspark_trace"] for answer in answers]

@@ -80,8 +80,8 @@ CASES = {
         [*PLUGIN, *BLOCK, "--speculative-dspark-fallback", "target-only", *OTHER_TARGET],
         {},
         None,
-        f"target only: {DRAFT}: vocab_size=256, but the target has vocab_size=300",
-        f"target only: {DRAFT}: vocab_size=256, but the target has vocab_size=300",
+        f"target only: {DRAFT / 'config.json'}: vocab_size=256, but the target has vocab_size=300",
+        f"target only: {DRAFT / 'config.json'}: vocab_size=256, but the target has vocab_size=300",
     ),
 }
 SCRIPT = """

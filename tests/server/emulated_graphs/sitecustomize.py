@@ -4,11 +4,14 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``. Wha
 tiers, padding, plans laid out on the device, buffers that a replay overwrites. What is not: capture itself.
 """
 
+import os
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
 from worker_patch import complete_cpu, patch_worker
 
 REQUEST_SLOTS = [1, 2]
+ROWS = "EMULATED_ROWS"  # sizes of captured verifications; by default there is one for every number of rows
 FOREVER = ExitStack()  # a context that nobody holds ends at once
 
 
@@ -24,7 +27,7 @@ def emulate(module):
     from waits import watching
 
     from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
-    from sglang_dspark.worker import graph_stages
+    from sglang_dspark.worker import graph_stages, tiers
 
     def decode(self, batch, publish, original=module.DSparkWorker.decode):
         with counting(f"a step of {len(batch.reqs)} by {self.schedule.policy.name}"), watching():
@@ -45,6 +48,11 @@ def emulate(module):
         original(*args)
         forms.end_of_warm_up()
 
+    def of(requests, max_verify, original=tiers.Tiers.of):
+        return replace(original(requests, max_verify), tokens=tuple(map(int, os.environ[ROWS].split())))
+
+    if ROWS in os.environ:
+        tiers.Tiers.of = of
     # On a GPU, kernels tell apart batches beyond 16 and 32 requests; here, the few that tests have.
     walk._MIN_DOT = plans._MIN_BLOCK_R = plans._MIN_BLOCK_J = 1
     forms.watch()
