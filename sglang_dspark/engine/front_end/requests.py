@@ -52,7 +52,7 @@ def check_ids(ids: Sequence[Any], vocab_size: int) -> None:
     whole = all(issubclass(kind, Integral) for kind in set(map(type, ids)))
     if whole and min(ids) >= 0 and max(ids) < vocab_size:
         return
-    wrong = next(token for token in ids if not isinstance(token, Integral) or not 0 <= token < vocab_size)
+    wrong = next(token for token in ids if not isinstance(token, Integral) or not 0 <= int(token) < vocab_size)
     raise ValueError(f"input_ids holds {_shown(wrong)}, which is no token id; pass integers from 0 to {vocab_size - 1}")
 
 
