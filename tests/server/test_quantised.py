@@ -5,7 +5,7 @@ The method is one that only tests know (``int8_method``): those of SGLang need a
 
 from __future__ import annotations
 
-from golden_server import CASES, assert_pool_is_whole, generate, greedy, mixed_bodies, output_ids, policy, with_options
+from golden_server import CASES, assert_pool_is_whole, greedy, mixed_bodies, output_ids, policy, with_options
 
 TOKENS = 6  # an interpreted step takes a tenth of a second
 
@@ -27,8 +27,8 @@ def test_the_drafter_reads_what_it_can(int8, int8_batch):
     assert "; read from the target: embed_tokens.weight, lm_head.weight\n" in int8_batch.log_path.read_text()
 
 
-def few(**fields):
-    return [greedy(case["prompt_ids"], TOKENS, **fields) for case in CASES[:2]]
+def few():
+    return [greedy(case["prompt_ids"], TOKENS) for case in CASES[:2]]
 
 
 def test_plain_steps_where_a_batch_has_one_scale(int8_batch, plain_int8_batch):
@@ -36,10 +36,13 @@ def test_plain_steps_where_a_batch_has_one_scale(int8_batch, plain_int8_batch):
         assert output_ids(int8_batch, few(), 1) == output_ids(plain_int8_batch, few(), 1)
 
 
-def test_padding_does_not_spoil_the_scale_of_a_batch(int8_batch):
-    """Three of eight rows are no request's and take part in it: NaN or a huge number there would spoil the others."""
+def test_padding_does_not_spoil_the_scale_of_a_batch(int8_batch, plain_int8_batch):
+    """Three of eight rows are no request's and take part in it: NaN or a huge number there would spoil the others.
+
+    Drafts beside a token take part as well, so that texts may differ, but not from the beginning.
+    """
     with policy(int8_batch, "static", verify_len=4):
-        answers = generate(int8_batch, few(speculation={"trace": True}), 1)
-    traces = [answer["meta_info"]["dspark_trace"] for answer in answers]
-    rounds = [entry for trace in traces for entry in trace if entry is not None]
-    assert sum(entry["accepted"] for entry in rounds) > len(rounds) / 2
+        found = output_ids(int8_batch, few(), 1)
+    expected = output_ids(plain_int8_batch, few(), 1)
+    pairs = [pair for texts in zip(found, expected, strict=True) for pair in zip(*texts, strict=False)]
+    assert sum(ours == theirs for ours, theirs in pairs) > len(pairs) / 2
