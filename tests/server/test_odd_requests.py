@@ -12,14 +12,14 @@ def test_odd_requests_harm_nobody(dspark):
     """No HTTP 5xx, no answer that stays away or breaks off, and the neighbour reads what it always reads."""
     requests = Bodies(seed=1).some(REQUESTS)
     try:
-        [expected] = alone(dspark.url, texts=1).texts
+        expected = alone(dspark.url, texts=1).texts[0]
         with Neighbour(dspark.url) as neighbour:
             tally = send(dspark.url, requests, users=4)
     finally:
         dspark.post_json("/dspark/policy", {"policy": "auto"})
     assert (tally.errors, tally.hangs, tally.broken, tally.ended) == ({}, [], [], False)
     assert sum(tally.answers.values()) == REQUESTS
-    assert sum(count for name, count in tally.answers.items() if name.endswith(" 200")) > 100
-    assert sum(count for name, count in tally.answers.items() if name.endswith(" 400")) > 100
+    assert sum(count for name, count in tally.answers.items() if name.endswith(" 200")) > 50
+    assert sum(count for name, count in tally.answers.items() if name.endswith(" 400")) > 200
     assert len(neighbour.texts) > 0
     assert all(text == expected for text in neighbour.texts)
