@@ -184,7 +184,7 @@ SEEDS: dict[str, int] = {
     "Phi3ForCausalLM": 13,
     "InternLM3ForCausalLM": 14,
     "Qwen2ForCausalLM": 12,
-    "Glm4MoeForCausalLM": 11,
+    "Glm4MoeForCausalLM": 18,
     "ApertusForCausalLM": 29,
     "Qwen2MoeForCausalLM": 11,
     "Mistral3ForConditionalGeneration": 12,
