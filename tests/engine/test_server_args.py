@@ -19,7 +19,7 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft import resolved
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.startup import hooks, server_args
-from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
+from sglang_dspark.errors import CheckpointError, ConfigError, EngineError
 from sglang_dspark.tools.launch import PLUGIN
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -104,7 +104,7 @@ def test_options_of_one_server_are_not_those_of_the_next(reads):
     settled("--speculative-dspark-schedule", "off")
     with pytest.raises(CheckpointError):
         settled(draft=GOLDEN)
-    with pytest.raises(UnservedError):
+    with pytest.raises(ConfigError):
         settled("--page-size", "2")
     assert settled()[1].config.schedule == "auto"
 

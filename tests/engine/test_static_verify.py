@@ -29,7 +29,9 @@ def test_the_number_of_real_rows_is_known_on_the_device():
         seen.append((int(batch.num_token_non_padded), batch.num_token_non_padded.data_ptr()))
         return LogitsProcessorOutput(next_token_logits=None)
 
-    runner = SimpleNamespace(model=SimpleNamespace(forward=forward), attn_backend=None, spec_algorithm=None)
+    config = SimpleNamespace(model_is_mrope=False)
+    model = SimpleNamespace(forward=forward)
+    runner = SimpleNamespace(model=model, model_config=config, attn_backend=None, spec_algorithm=None)
     step, plan = buffers()
     run = static_verify(runner, step, plan, torch.zeros(ROWS, 5))
     for real in (0, 5, 8, 1):

@@ -16,7 +16,7 @@ from sglang_dspark.engine.front_end.requests import (
     refuse_unreadable_messages,
 )
 
-MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=256))
+MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=256, is_multimodal=False))
 
 
 def checked(ids, **fields):
