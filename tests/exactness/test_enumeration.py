@@ -42,6 +42,7 @@ def test_two_requests_that_share_a_step(monkeypatch, choose):
     assert law_error(monkeypatch, {}, 1, requests=2, choose=choose) < TOLERANCE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("choose", [third_of, one_of_three, a_copy_between])
 def test_three_requests_that_share_a_step(monkeypatch, choose):
     copied = {"copied_after": lambda request, text: [2] * (request == 1)} if choose is a_copy_between else {}

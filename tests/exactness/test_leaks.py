@@ -296,6 +296,7 @@ def test_many_leaks_are_planted():
     assert len({leak.__name__ for leak, *_ in LEAKS}) == len(LEAKS) >= 30
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("leak", "options", "how"), LEAKS, ids=[leak.__name__ for leak, _, _ in LEAKS])
 def test_a_leak_is_found(monkeypatch, leak, options, how):
     leak(monkeypatch)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from family_targets import NUM_TOKENS, PROMPTS
 from golden_server import assert_pool_is_whole, generate, policy
@@ -20,6 +21,7 @@ def test_a_mixture_of_experts(qwen3_moe):
     assert_rounds_and_texts(qwen3_moe)
 
 
+@pytest.mark.thorough
 def test_states_through_the_method_for_eagle3(qwen2):
     assert_rounds_and_texts(qwen2)
 

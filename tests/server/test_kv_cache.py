@@ -19,6 +19,7 @@ from golden_server import (
 )
 
 
+@pytest.mark.thorough
 def test_text_of_an_eight_bit_cache(fp8, plain_fp8, plain):
     bodies = mixed_bodies(40, seed=7)
     expected = output_ids(plain_fp8, bodies)
@@ -30,6 +31,7 @@ def test_text_of_an_eight_bit_cache(fp8, plain_fp8, plain):
     assert_pool_is_whole(fp8)
 
 
+@pytest.mark.thorough
 def test_the_drafter_keeps_its_own_dtype(fp8):
     """Float32 here, beside a target's cache of eight bits."""
     log = fp8.log_path.read_text()
