@@ -199,11 +199,11 @@ def measure_module(module: str, floors: dict[str, Any] | None, num_samples: int,
         except Exception as error:  # noqa: BLE001 - whatever a module does wrong, the others are measured
             record({"module": module, "error": _describe(error)})
             return
-        major, minor = torch.cuda.get_device_capability()
         for case in cases:
-            if case.capability > 10 * major + minor:
-                continue
             try:
+                major, minor = torch.cuda.get_device_capability()
+                if case.capability > 10 * major + minor:
+                    continue
                 entry = measure_case(case, Floors(**floors), num_samples)
             except Exception as error:  # noqa: BLE001 - likewise, case by case
                 entry = {"case": case.name, "shape": case.shape, "error": _describe(error)}

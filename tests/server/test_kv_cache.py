@@ -67,7 +67,10 @@ def test_no_page_is_lost_by_retractions(paged, plain):
         * 3
     ]
     expected = output_ids(plain, bodies, 16)
-    for _ in range(2):
+    for _ in range(8):
         assert_cut_at_the_limit(output_ids(paged, bodies, 16), expected)
-    assert "KV cache pool is full. Retract requests." in paged.log_path.read_text()
+        retracted = "KV cache pool is full. Retract requests." in paged.log_path.read_text()
+        if retracted:  # who meets whom in the pool is a matter of time
+            break
+    assert retracted
     assert_pool_is_whole(paged)

@@ -30,13 +30,6 @@ VARIANTS = {
     },
     "long-block": {"block_size": 24, "markov_head_type": "vanilla"},
     "dflash": DFLASH,
-    "tiny": {  # of the targets of family_targets
-        "hidden_size": 64,
-        "num_target_layers": 5,
-        "target_layer_ids": [-1, 0, 2],
-        "block_size": 4,
-        "num_hidden_layers": 1,
-    },
     "every-switch": {
         "sample_from_anchor": False,
         "block_size": 6,
@@ -56,11 +49,22 @@ VARIANTS = {
         },
     },
 }
+# Of the targets of family_targets.
+OF_TINY_TARGETS = {
+    "tiny": {
+        "hidden_size": 64,
+        "num_target_layers": 5,
+        "target_layer_ids": [-1, 0, 2],
+        "block_size": 4,
+        "num_hidden_layers": 1,
+    },
+}
 
 
 def random_drafter(folder: Path, variant: str) -> Path:
-    """One of VARIANTS, without embedding and LM head, of the golden target by default; returns ``folder``."""
-    config = json.loads((DRAFT / "config.json").read_text()) | {"layer_types": None} | VARIANTS[variant]
+    """One of these variants, without embedding and LM head, of the golden target by default; returns ``folder``."""
+    settings = (VARIANTS | OF_TINY_TARGETS)[variant]
+    config = json.loads((DRAFT / "config.json").read_text()) | {"layer_types": None} | settings
     torch.manual_seed(3)
     model = DraftModel(read_content(config, origin="test").config, own_embedding=False, own_lm_head=False)
     with torch.no_grad():

@@ -91,7 +91,7 @@ class StageLoop:
             slots = self._table[request, : len(prompt)].long()
             self.drafter.inject(torch.tensor(prompt), features, torch.arange(len(prompt)), slots)
             self.texts.append([*prompt, int(logits[-1].argmax())])
-        self._slots, self._counts = torch.arange(bs), None
+        self._counted, self._counts = torch.arange(bs), None
         if self.adjustment is not None:
             self._counts = AdjustmentTable.empty(bs, self.drafter.config.vocab_size, CPU)
             for request, prompt in enumerate(prompts):
@@ -129,11 +129,11 @@ class StageLoop:
         output = self.stages.verify(None, step, plan)
         if self._counts is not None:
             logits = output.logits_output.next_token_logits
-            adjust(logits, self._counts, self._slots, plan.requests, plan.columns, plan.input_ids, plan.indptr)
+            adjust(logits, self._counts, self._counted, plan.requests, plan.columns, plan.input_ids, plan.indptr)
         accepted = self.stages.accept(step, drafted, plan, output)
         self.stages.commit(plan, accepted, output)
         if self._counts is not None:
-            self._counts.count(self._slots, accepted.out_tokens)
+            self._counts.count(self._counted, accepted.out_tokens)
         self.schedule.done(choice, bs, len(plan.input_ids))
         copied = drafted.copied or [0] * bs
         rounds = Rounds(names, choice, drafted.depths, plan.verify_lens, drafted.confidence, None, copied)
