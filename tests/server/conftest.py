@@ -88,9 +88,14 @@ SERVERS: dict[str, Recipe] = {
     "letters": Recipe(lambda folder: (*DSPARK, *_letters(folder))),
     # Under overlap SGLang counts penalties one token late.
     "plain_letters": Recipe(lambda folder: (*_letters(folder), "--disable-overlap-schedule")),
-    # Step times of two ranks that share two cores take a minute to measure for 16 requests.
+    # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
     "parallel": Recipe(
-        lambda folder: (*DSPARK, "--tp-size", "2", "--max-running-requests", "4"), env=TWO_RANKS, forked=False
+        lambda folder: (
+            *(*DSPARK, "--tp-size", "2", "--max-running-requests", "4"),
+            *("--speculative-dspark-block-size", "3"),
+        ),
+        env=TWO_RANKS,
+        forked=False,
     ),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe(lambda folder: (*DSPARK, "--max-running-requests", "4"), env=emulated_graphs(), forked=False),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from golden_server import CASES, TARGET, assert_cut_at_the_limit, generate, greedy, output_ids, policy
 
@@ -14,6 +15,7 @@ from sglang_dspark.tools.golden import load_target
 PROMPT = CASES[1]["prompt_ids"]
 
 
+@pytest.mark.thorough
 def test_drafts_equal_the_reference(rnn):
     """Other forms of heads and networks: tests/worker/test_head_variants.py."""
     assert_follows_the_reference(rnn)
@@ -42,6 +44,7 @@ def assert_follows_the_reference(server):
     assert len({tuple(r["draft"]) for r in rounds}) > 1
 
 
+@pytest.mark.thorough
 def test_block_much_longer_than_the_verify_length_at_the_context_limit(long_block, plain):
     """The block reaches far past the row of K/V slots; only the verify window may be looked up there."""
     bodies = [

@@ -84,6 +84,7 @@ def test_more_requests_than_were_captured(graphs):
     assert output_ids(graphs, bodies(), 3) == expected()
 
 
+@pytest.mark.thorough
 def test_greedy_neighbours_of_sampled_requests(graphs):
     """Whatever the rule of its neighbours, a greedy request gets its text, and a seeded one the same twice."""
     others: list[dict[str, Any]] = [
