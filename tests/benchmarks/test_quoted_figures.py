@@ -62,10 +62,14 @@ def with_range(row) -> tuple[float, float, float]:
     return row.ratio, row.smallest, row.largest
 
 
+README_SWEEP = "attribution/sweep.csv"
+
+
 def readme_speeds(users: str):
-    name = "policies/sweep.csv"
-    speeds = [over_rounds(cells(name, policy, users), "output_tok_s") for policy in ("plain", "auto")]
-    return *speeds, *with_range(ratio(name, "auto", "plain", users))
+    speeds = [over_rounds(cells(README_SWEEP, policy, users), "output_tok_s") for policy in ("plain", "off", "auto")]
+    pairs = [ratio(README_SWEEP, *policies, users) for policies in (("off", "plain"), ("auto", "off"))]
+    ranges = [figure for pair in pairs for figure in with_range(pair)]
+    return *speeds, *ranges, over_rounds(cells(README_SWEEP, "auto", users), "accept_length")
 
 
 def h200_speeds(users: str):
@@ -172,7 +176,7 @@ def planning_times() -> list[float]:
 
 
 PERFORMANCE = "docs/performance.md"
-SPEED_ROW = rf"^\| (?P<users>\d+) \| {NUMBER} \| {NUMBER} \| {RANGE} \|"
+SPEED_ROW = rf"^\| (?P<users>\d+) \| {NUMBER} \| {NUMBER} \| {NUMBER} \| {RANGE} \| {RANGE} \| {NUMBER} \|"
 TURN = rf"{NUMBER}; {RANGE}"
 KERNEL_CELL = rf"{NUMBER} / (?:{NUMBER}|-) / {NUMBER}"
 QUOTES = [
