@@ -39,7 +39,7 @@ def throughput_vs_concurrency(frame: pd.DataFrame) -> Figure:
 def ratio_title(ratios: pd.DataFrame, against: str) -> str:
     """What a panel of ratios to one baseline shows."""
     if against == OFF:
-        return "Speculation: times `off`"
+        return 'Speculation: times "off"'
     policies = set(ratios["policy"])
     if policies & (set(SCHEDULES) - {OFF}):
         return "Times plain SGLang (the plugin's own step and speculation in one)"

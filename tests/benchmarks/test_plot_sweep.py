@@ -132,7 +132,7 @@ def test_two_ratios_never_mix():
     assert "Without drafts: times plain SGLang" in plugin.get_title()
     assert set(lines(plugin)) == {"off@float32"}
     assert lines(plugin)["off@float32"][0].get_ydata() == pytest.approx([1.25] * 3)
-    assert "Speculation: times `off`" in speculation.get_title()
+    assert 'Speculation: times "off"' in speculation.get_title()
     assert set(lines(speculation)) == {"static:7@float32", "auto@float32"}
     assert lines(speculation)["auto@float32"][0].get_ydata() == pytest.approx([2 / 1.25, 1.5 / 1.25, 1.1 / 1.25])
     assert any("off overtakes static:7" in text.get_text() for text in speculation.texts)
