@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, chdir
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -120,10 +120,12 @@ def main(
     with TemporaryDirectory() as folder:
         table = Path(folder) / "sps.json"
         trees = [
-            Tree(name, path, target, draft, table, ["--dtype", "bfloat16"])
+            Tree(name, path, str(Path(target).resolve()), str(Path(draft).resolve()), table, ["--dtype", "bfloat16"])
             for name, path in (("before", before.resolve()), ("after", HERE))
         ]
         with ExitStack() as stack:
+            # A server imports what lies in the folder that it is started in before anything else.
+            stack.enter_context(chdir(folder))
             for tree in trees:
                 stack.enter_context(tree.server).suspend()
             for count in map(int, users.split(",")):
