@@ -3,8 +3,9 @@
     git worktree add BEFORE COMMIT
     python benchmarks/compare_trees.py --target TARGET --draft DRAFT --prompts gsm8k.jsonl --before BEFORE --output FILE
 
-A server of each checkout runs on the same machine with the same flags and the same table of step times. Both answer the
-same prompts in turns, in random order; the one that is not asked is suspended, and its first answer after that is not
+A server of each checkout runs on the same machine with the same flags. By default both verify whole blocks, so that
+steps are compared and not decisions; with ``--policy auto`` each measures a table of its own. Both answer the same
+prompts in turns, in random order; the one that is not asked is suspended, and its first answer after that is not
 recorded. The ratio of their speeds is a geometric mean over the rounds, with a t interval of its logarithm.
 """
 
@@ -98,6 +99,7 @@ def compare(
 @click.option("--draft", required=True)
 @click.option("--prompts", "prompt_files", required=True, multiple=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--before", required=True, type=click.Path(exists=True, path_type=Path), help="The other checkout.")
+@click.option("--policy", default="static", show_default=True)
 @click.option("--users", default="1,4,8", show_default=True)
 @click.option("--rounds", default=8, show_default=True)
 @click.option("--max-tokens", default=64, show_default=True)
@@ -107,6 +109,7 @@ def main(
     draft: str,
     prompt_files: Sequence[Path],
     before: Path,
+    policy: str,
     users: str,
     rounds: int,
     max_tokens: int,
@@ -118,9 +121,10 @@ def main(
     rng.shuffle(prompts)
     results: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
-        table = Path(folder) / "sps.json"
+        pair = str(Path(target).resolve()), str(Path(draft).resolve())
+        flags = ["--dtype", "bfloat16", "--speculative-dspark-schedule", policy]
         trees = [
-            Tree(name, path, str(Path(target).resolve()), str(Path(draft).resolve()), table, ["--dtype", "bfloat16"])
+            Tree(name, path, *pair, Path(folder) / f"{name}.json", flags)
             for name, path in (("before", before.resolve()), ("after", HERE))
         ]
         with ExitStack() as stack:
