@@ -78,8 +78,9 @@ sweep: env ## five minutes: plain, off and auto at 1 and 4 users on your prompts
 		--config plain --config off --config auto --concurrency 1,4 --num-prompts 4 --max-tokens 64 --rounds 2 $(SWEEP_FLAGS)
 	$(RUN) benchmarks/report.py $(SWEEP)
 
-evidence: thorough ## the long proofs and sweeps behind the README's numbers
+evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(PREPARE)
+	$(PYTEST) -m thorough
 	@mkdir -p $(RESULTS)
 	$(RUN) benchmarks/mutants.py
 	$(RUN) benchmarks/kernels/compile_for.py --output $(RESULTS)/compiled.json

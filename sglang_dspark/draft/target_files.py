@@ -8,7 +8,12 @@ from pathlib import Path
 
 from sglang_dspark.draft.formats.stored import FLOATS, StoredTensors, has_tensors
 
-_PREFIXES = {"embed_tokens": "model.embed_tokens.", "lm_head": "lm_head."}
+PREFIXES = {
+    "embed_tokens": ("model.embed_tokens.", "model.language_model.embed_tokens.", "language_model.model.embed_tokens."),
+    "lm_head": ("lm_head.", "language_model.lm_head."),
+}
+"""What the names of a layer's tensors begin with: in text models, then in models that read images, whichever release of
+transformers wrote them."""
 
 
 def quantised_layers(folder: Path, *, tied: bool) -> Sequence[str]:
@@ -28,7 +33,11 @@ def quantised_layers(folder: Path, *, tied: bool) -> Sequence[str]:
     with ExitStack() as stack:
         stored = StoredTensors(folder, stack)
         layers = {"embed_tokens": "embed_tokens", "lm_head": "embed_tokens" if tied else "lm_head"}
-        return [layer for layer, source in layers.items() if _is_quantised(stored, _PREFIXES[source])]
+        return [
+            layer
+            for layer, source in layers.items()
+            if any(_is_quantised(stored, prefix) for prefix in PREFIXES[source])
+        ]
 
 
 def _is_quantised(stored: StoredTensors, prefix: str) -> bool:

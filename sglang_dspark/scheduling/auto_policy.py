@@ -189,8 +189,8 @@ class AutoPolicy(Policy):
 
     def _loss(self, step: Candidate, usual: Candidate, requests: int, context: float) -> float:
         """What ``step`` loses against the usual one by what is known of its time now, in usual steps."""
-        budget = min(step.num_tokens - requests, requests * step.depth)
-        ms = self.times.one(requests, budget, step.depth, context)
+        choice = _step(step, requests)
+        ms = self.times.one(requests, choice.budget, choice.depth, context)
         return ms / usual.ms - step.committed / usual.committed
 
     def _probe(self, usual: Candidate, requests: int, context: float) -> Choice:

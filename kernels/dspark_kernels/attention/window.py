@@ -128,7 +128,8 @@ def window_attention(
     """
     if not (pool[0].is_contiguous() and pool[1].is_contiguous()):
         raise ValueError("k_pool and v_pool must be contiguous; pass one layer of a [L, slots, kv_heads, hd] pool")
-    q, k, v = with_whole_rows(q), None if k is None else with_whole_rows(k), None if v is None else with_whole_rows(v)
+    q = with_whole_rows(q)
+    k, v = (None if x is None else with_whole_rows(x) for x in (k, v))
     num_rows, num_heads, head_dim = q.shape
     if splits is None:
         # Captured forwards have a slot for every request that might come; so many requests at least have rows.

@@ -29,8 +29,10 @@ UNSERVED_ROUTES = (
     # It sets what SGLang's own speculation reads and DSPARK does not.
     "/set_internal_state",
 )
-_TO_BE_READ = re.compile(rb"speculation|\\u00[67]|\0|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
-"""The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter; half a letter."""
+_MAY_HOLD_FIELD = re.compile(rb"speculation|\\u00[67]|\0")
+"""The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter."""
+_MAY_HOLD_HALVES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|\0")
+"""Half of a surrogate pair: escaped, as it is, or in an encoding of several bytes per letter."""
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 
@@ -124,13 +126,15 @@ def _rewrite(body: bytes, path: str) -> bytes:
     Raises:
         ValueError: the field is malformed, or a text of the body is no text.
     """
-    if not _TO_BE_READ.search(body):
+    may_hold_halves = _MAY_HOLD_HALVES.search(body)
+    if not may_hold_halves and not _MAY_HOLD_FIELD.search(body):
         return body
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
         return body  # not JSON, or nested too deeply: SGLang's own parser answers
-    _check_letters(document)
+    if may_hold_halves:
+        _check_letters(document)
     if not isinstance(document, dict) or FIELD not in document:
         return body
     options = carried(Speculation.parse(document.pop(FIELD)))

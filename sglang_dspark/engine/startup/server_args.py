@@ -18,7 +18,7 @@ from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.families import family_of
-from sglang_dspark.draft.pairing import check_device, check_pair, lacks_own
+from sglang_dspark.draft.pairing import check_device, check_dimensions, lacks_own
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.target_files import quantised_layers
 from sglang_dspark.draft.weights import check_draft_model, own_tensors
@@ -208,10 +208,11 @@ def complete(server_args: Any) -> None:
     settled: Serving = arguments.attached(server_args)
     config, drafter = settled.config, settled.drafter
     server_args.speculative_draft_model_path = None if drafter is None else drafter.path
-    _check_target(server_args, settled)
-    gamma = config.gamma(None if drafter is None else drafter.config.gamma)
     target = arguments.model_config(server_args)
     family = family_of(target.hf_config.architectures)
+    if drafter is not None:
+        _check_drafter(server_args, settled, drafter, target)
+    gamma = config.gamma(None if drafter is None else drafter.config.gamma)
     for refusal in target_refusals(family, target, arguments.resolved(server_args), config.max_verify(gamma) + 1):
         raise UnservedError(refusal)
     _check_options(server_args, config, drafter, gamma)
@@ -238,12 +239,8 @@ def _end_at_once() -> None:
         os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 
-def _check_target(server_args: Any, settled: Serving) -> None:
-    target, drafter = arguments.model_config(server_args), settled.drafter
-    if drafter is None:
-        family_of(target.hf_config.architectures)
-        return
-    check_pair(drafter.config, target.hf_config.architectures, target.hf_text_config)
+def _check_drafter(server_args: Any, settled: Serving, drafter: ResolvedDrafter, target: Any) -> None:
+    check_dimensions(drafter.config, target.hf_text_config)
     check_device(drafter.config, server_args.device)
     if target.quantization is not None:
         # What only shows once the target is loaded, its handle refuses then.

@@ -15,14 +15,6 @@ if TYPE_CHECKING:
     from sglang_dspark.draft.model import DraftModel
     from sglang_dspark.tools.golden import GoldenReport
 
-# Beside those of text models those of models that read images, whichever release of transformers wrote them.
-TARGET_EMBEDDINGS = (
-    "model.embed_tokens.weight",
-    "model.language_model.embed_tokens.weight",
-    "language_model.model.embed_tokens.weight",
-)
-TARGET_LM_HEADS = ("lm_head.weight", "language_model.lm_head.weight")  # absent where it is tied to the embedding
-
 
 def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
     """Configurations, tensors and memory of a target and its drafter. Stops at the first thing that does not fit."""
@@ -124,20 +116,24 @@ def _read_target_embeddings(target_dir: Path) -> tuple[torch.Tensor, torch.Tenso
     """``(embedding, LM head)`` of the target, each ``[V, d]``; the same tensor twice where they are tied."""
     from safetensors import SafetensorError, safe_open
 
-    roles = dict.fromkeys(TARGET_EMBEDDINGS, "embedding") | dict.fromkeys(TARGET_LM_HEADS, "head")
+    from sglang_dspark.draft.target_files import PREFIXES
+
+    layers = {f"{prefix}weight": layer for layer, prefixes in PREFIXES.items() for prefix in prefixes}
     found = {}
     for file in sorted(target_dir.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in roles.keys() & set(tensors.keys()):
-                    found[roles[name]] = tensors.get_tensor(name)
+                for name in layers.keys() & set(tensors.keys()):
+                    found[layers[name]] = tensors.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot be read ({error}); download the target again") from error
-    if "embedding" not in found:
+    if "embed_tokens" not in found:
         raise CheckpointError(
-            f"{target_dir}: no safetensors file holds {TARGET_EMBEDDINGS[0]}; give a complete target as safetensors"
+            f"{target_dir}: no safetensors file holds {PREFIXES['embed_tokens'][0]}weight; give a complete target as "
+            "safetensors"
         )
-    return found["embedding"], found.get("head", found["embedding"])
+    # The head is absent where it is tied to the embedding.
+    return found["embed_tokens"], found.get("lm_head", found["embed_tokens"])
 
 
 def check_golden(target_dir: Path, draft_dir: Path, golden_dir: Path) -> Iterator[Finding]:
