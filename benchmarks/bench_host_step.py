@@ -237,7 +237,7 @@ def without_a_device(requests: int, counts: Counter[str]) -> None:
         counts["kernels"] += 1
         return result(*args, **kwargs)
 
-    def static_verify(runner: Any, step: Any, plan: Any, logits: Any) -> Any:
+    def static_verify(runner: Any, step: Any, plan: Any, logits: Any, adapters: Any) -> Any:
         return lambda: TargetOutput(LogitsProcessorOutput(logits), torch.zeros(len(plan.input_ids), 1))
 
     def propose(drafter: Any, step: Any, depth: int, *args: Any, **kwargs: Any) -> Any:

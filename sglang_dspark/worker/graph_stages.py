@@ -25,6 +25,7 @@ from dspark_kernels import (
     prepare,
 )
 
+from sglang_dspark.engine.forward.adapters import CapturedAdapters
 from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, logits_buffer, static_verify
 from sglang_dspark.step.choice import Choice
 from sglang_dspark.step.confidence import Confidence
@@ -51,6 +52,7 @@ class StepGraphs:
 
     Attributes:
         tiers: sizes that were captured.
+        adapters: of the target, which requests name; None on a server without them.
     """
 
     def __init__(self, eager: EagerStages, model_runner: Any, request_slots: list[int], depth: int, seed: int) -> None:
@@ -72,6 +74,7 @@ class StepGraphs:
         self._scores = torch.full((2, most, depth), torch.nan, device=device).unbind()
         self._rows = _zeroed(VerifyRows.empty(most, num_rows, device))
         self._logits = logits_buffer(model_runner, num_rows)
+        self.adapters = CapturedAdapters.of(model_runner, most)
         self.draft: dict[tuple[int, bool], Captured[DraftBlock]] = {}
         self.verify: dict[tuple[int, bool], Captured[TargetOutput]] = {}
         self.accept: dict[tuple[int, bool], Captured[Accepted]] = {}
@@ -125,7 +128,7 @@ class StepGraphs:
         eager, step = self.eager, self._static_step(self.slots_of(rows), False)
         plan = VerifyPlan.of(self._rows_of(rows), 1 if plain else self.depth + 1)
         self.plans[rows, plain] = plan
-        verify = capture(static_verify(self._runner, step, plan, self._logits[:rows]))
+        verify = capture(static_verify(self._runner, step, plan, self._logits[:rows], self.adapters))
         self.verify[rows, plain] = verify
         if eager.agreement.needed:
             return  # ranks settle the outcome between the forward and the commit
@@ -275,6 +278,8 @@ class GraphStages:
 
     def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
         """Run the target over the tier, whose buffers hold the plan."""
+        if self._graphs.adapters is not None:
+            self._graphs.adapters.stage(batch)
         return self._graphs.verify[self._rows, self._plain].replay()
 
     def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> Accepted:

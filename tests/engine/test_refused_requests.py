@@ -17,7 +17,6 @@ def manager(*, is_multimodal=False):
 FIELDS = {
     "return_hidden_states": True,
     "custom_logit_processor": "x",
-    "lora_path": "x",
     "input_embeds": [[0.5]],
     "watermark": {"key": 1},
     "return_sampling_mask": True,

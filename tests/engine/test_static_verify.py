@@ -33,7 +33,7 @@ def test_the_number_of_real_rows_is_known_on_the_device():
     model = SimpleNamespace(forward=forward)
     runner = SimpleNamespace(model=model, model_config=config, attn_backend=None, spec_algorithm=None)
     step, plan = buffers()
-    run = static_verify(runner, step, plan, torch.zeros(ROWS, 5))
+    run = static_verify(runner, step, plan, torch.zeros(ROWS, 5), None)
     for real in (0, 5, 8, 1):
         plan.indptr[-1] = real
         run()

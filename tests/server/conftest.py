@@ -16,8 +16,9 @@ from byte_tokenizer import save_byte_tokenizer
 from family_targets import written_target
 from golden_server import DSPARK, GUARDED, TARGET, emulated_graphs
 from int8_target import int8_target
+from lora_adapters import adapter_flags
 from random_drafter import damaged_drafter, random_drafter
-from server_pool import Recipe, ServerPool
+from server_pool import ON_GPU, Recipe, ServerPool
 
 from sglang_dspark.tools.demo import smollm2
 from sglang_dspark.tools.launch import PLUGIN, LaunchedServer, dspark_flags
@@ -28,6 +29,7 @@ DRAFT_FREE = (*PLUGIN, "--speculative-dspark-draft-free")
 # A pool that cannot hold the running requests, and a context that they grow out of.
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+LORA = "csgmv" if ON_GPU else "torch_native"
 PROFILE = "1,0.5,0.75,0"  # the rest as the last
 
 # Unlike a GPU server, a CPU server needs two things of its environment for --tp-size 2, with or without DSPARK: a build
@@ -111,6 +113,13 @@ SERVERS: dict[str, Recipe] = {
     ),
     "simulated": Recipe(
         lambda folder: (*(*DSPARK, "--load-format", "dummy", "--speculative-dspark-simulate-acceptance", PROFILE),)
+    ),
+    "plain_adapters": Recipe(lambda folder: adapter_flags(folder, LORA)),
+    "adapters": Recipe(lambda folder: (*DSPARK, *adapter_flags(folder, LORA))),
+    "adapter_graphs": Recipe(
+        lambda folder: (*DSPARK, *adapter_flags(folder, "triton"), "--max-running-requests", "4"),
+        env={**emulated_graphs(), "EMULATED_ROWS": "2 8 16"},
+        forked=False,
     ),
     # Of the families of targets those that are served least like the golden one.
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),

@@ -43,7 +43,7 @@ class GraphLoop(StageLoop):
         def capturing(runner):
             yield Emulated
 
-        def static_verify(runner, step, plan, logits):
+        def static_verify(runner, step, plan, logits, adapters):
             captured = torch.zeros(len(plan.input_ids), self.drafter.model.fc.weight.shape[1])
 
             def run():

@@ -21,6 +21,9 @@ CLASS = "sglang.srt.server_args.ServerArgs"
 RESOLVED_LATER = hasattr(ServerArgs, "resolve_once")
 """Whether making the object leaves it as the operator wrote it."""
 
+CHECKS_ADAPTERS = hasattr(ServerArgs, "check_lora_server_args")
+"""Whether its own checks know no LoRA beside a plugin's algorithm, and can be told to leave the algorithm out."""
+
 # SGLang keeps attributes with an underscore beside the fields, also when it sends the object to another process.
 _OURS = "_dspark"
 

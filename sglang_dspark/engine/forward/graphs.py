@@ -21,6 +21,7 @@ from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_gra
 from sglang_dspark.engine.compat.arguments import resolved, tokens_per_step
 from sglang_dspark.engine.compat.forwards import has_mrope, token_count
 from sglang_dspark.engine.compat.ranks import tp_group
+from sglang_dspark.engine.forward.adapters import CapturedAdapters
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
@@ -107,13 +108,14 @@ def logits_buffer(model_runner: Any, rows: int) -> torch.Tensor:
 
 
 def static_verify(
-    model_runner: Any, step: DecodeBatch, plan: VerifyPlan, logits: torch.Tensor
+    model_runner: Any, step: DecodeBatch, plan: VerifyPlan, logits: torch.Tensor, adapters: CapturedAdapters | None
 ) -> Callable[[], TargetOutput]:
     """The target's forward over the rows of ``plan``, to be captured.
 
     Args:
         step, plan: buffers that stay where they are.
         logits: [N, V] float32, where the logits go.
+        adapters: of the server's captured steps; None where it has none.
 
     Returns:
         A function that returns what :func:`sglang_dspark.engine.forward.verify.run_verify` does.
@@ -154,6 +156,8 @@ def static_verify(
             set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
             set_is_extend_in_batch(False)
             real_tokens.copy_(plan.indptr[-1])
+            if adapters is not None:
+                adapters.lay_out(plan)
             output = model_runner.model.forward(plan.input_ids, plan.positions, forward_batch)
         return TargetOutput(replace(output, hidden_states=None), output.hidden_states)
 

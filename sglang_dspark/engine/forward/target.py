@@ -71,7 +71,7 @@ class Target:
         Raises:
             CheckpointError: in that case, if the drafter has no tensor of its own.
         """
-        layer = self.model.lm_head if name == "lm_head" else self.model.get_input_embeddings()
+        layer = self.model.lm_head if name == "lm_head" else self._embedding()
         weight: torch.Tensor | None = getattr(layer, "weight", None)
         if getattr(layer, "use_intel_amx_backend", False):
             reason = "is packed for AMX"
@@ -107,7 +107,12 @@ class Target:
         captured = captured[:, : len(self._layer_taps) * self._hidden_size]
         if not self._has_embedding_tap:
             return captured
-        return torch.cat([self.model.get_input_embeddings()(input_ids), captured], dim=-1)
+        return torch.cat([self._embedding()(input_ids), captured], dim=-1)
+
+    def _embedding(self) -> Any:
+        """The target's embedding, below the layer that a server with LoRA adapters puts around it."""
+        layer = self.model.get_input_embeddings()
+        return getattr(layer, "base_layer", layer)
 
     def _request_capture(self) -> None:
         # The embedding output is looked up by features(): Llama's capture does not know it, and a model that is asked

@@ -16,6 +16,7 @@ from sglang_dspark.engine.compat.arguments import attached, resolved
 from sglang_dspark.engine.compat.forwards import capturing_forward, use_attention
 from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.fired import Moment, check
+from sglang_dspark.engine.forward.adapters import check_adapters
 from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.forward.phased_attention import PhasedBackend
@@ -47,6 +48,7 @@ class SpecWorkerBase(WorkerFace):
 
     def __init__(self, *, server_args: Any, target_worker: Any, **_given: Any) -> None:
         super().__init__(target_worker)
+        check_adapters(target_worker.model_runner)
         self.server_args = resolved(server_args)
         self.agreement = Agreement(ranks.tp_group(target_worker.model_runner))
         if not self.agreement.leads:

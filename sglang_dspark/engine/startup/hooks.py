@@ -93,6 +93,20 @@ HOOKS: tuple[Hook, ...] = (
         if arguments.RESOLVED_LATER
         else []
     ),
+    *(
+        [
+            Hook(
+                "serve-adapters",
+                f"{arguments.CLASS}.check_lora_server_args",
+                HookType.AROUND,
+                "startup.adapters.check_adapters_alone",
+                "front_end",
+                "SGLang refuses LoRA beside every speculative algorithm but one",
+            )
+        ]
+        if arguments.CHECKS_ADAPTERS
+        else []
+    ),
     Hook(
         "refuse-unserved-requests",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
@@ -259,6 +273,15 @@ HOOKS: tuple[Hook, ...] = (
         "scheduler.replacements.positions_of_text",
         "scheduler",
         "where positions have three coordinates, SGLang takes it that a step verifies as many rows for every request",
+        Moment.SOME_TIME,
+    ),
+    Hook(
+        "adapters-of-ragged-rows",
+        "sglang.srt.lora.lora_manager.LoRAManager.prepare_lora_batch",
+        HookType.AROUND,
+        "forward.adapters.prepare_verification",
+        "scheduler",
+        "SGLang takes it that a step verifies as many rows for every request, and adds adapters to the wrong ones",
         Moment.SOME_TIME,
     ),
     Hook(

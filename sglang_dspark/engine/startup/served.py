@@ -44,8 +44,7 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("enable_dp_attention", (False,)),
     Refusal("attn_cp_size", (1,), "pass 1"),
     Refusal("dcp_size", (1,), "pass 1"),
-    Refusal("enable_lora", (False, None), "drop --enable-lora and --lora-paths"),
-    Refusal("lora_paths", (None, [], {}), "drop --enable-lora and --lora-paths"),
+    Refusal("enable_lora_overlap_loading", (False, None), "drop the flag; adapters are served without it"),
     Refusal("disaggregation_mode", ("null",)),
     Refusal("tokenizer_worker_num", (1,), "pass 1"),
     Refusal("page_size", (*PAGE_SIZES, None), "pass 1, 16, 32 or 64"),
@@ -156,6 +155,9 @@ REFUSED_FLAGS_OF_SOME_RELEASES: tuple[Refusal, ...] = (
 
 CHECKED_ELSEWHERE = {
     "device": "`cpu` or `cuda`",
+    "enable_lora": "served on SGLang 0.5.15.post1, but for adapters of experts",
+    "lora_paths": "as `--enable-lora`",
+    "lora_backend": "`csgmv` or `triton` on CUDA, `torch_native` on a CPU",
     "quantization": "served; where it covers the target's LM head or embedding, the drafter needs its own",
     "attention_backend": "`torch_native` on a CPU; `fa3`, `flashinfer` or `triton` on CUDA",
     "decode_attention_backend": "as `--attention-backend`",
@@ -220,6 +222,8 @@ prefill_delayer_max_delay_ms enable_dynamic_batch_tokenizer dynamic_batch_tokeni
 dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode disable_tokenizer_batch_decode
 debug_tensor_dump_output_folder debug_tensor_dump_layers debug_tensor_dump_input_file forward_hooks
 msprobe_dump_config
+max_lora_rank lora_target_modules max_loaded_loras max_loras_per_batch lora_eviction_policy max_lora_chunk_size
+lora_strict_loading lora_drain_wait_threshold
 quantization_param_path modelopt_quant modelopt_checkpoint_restore_path modelopt_checkpoint_save_path
 modelopt_export_path quantize_and_serve rl_quant_profile fp8_gemm_runner_backend fp4_gemm_runner_backend torchao_config
 """.split()
@@ -254,9 +258,8 @@ pp_max_micro_batch_size pp_async_batch_depth load_balance_method enable_prefill_
 enable_prefill_context_parallel prefill_cp_mode enable_dp_attention_local_control_broadcast enable_dp_lm_head
 enable_attn_tp_input_scattered disable_attn_tp_gather grpc_http_sidecar_port hicache_ratio hicache_size
 hicache_write_policy hicache_io_backend hicache_mem_layout hicache_storage_backend hicache_storage_prefetch_policy
-hicache_storage_backend_extra_config enable_lora_overlap_loading max_lora_rank lora_target_modules max_loaded_loras
-max_loras_per_batch lora_eviction_policy lora_backend max_lora_chunk_size experts_shared_outer_loras
-lora_use_virtual_experts lora_strict_loading lora_drain_wait_threshold tbo_token_distribution_threshold
+hicache_storage_backend_extra_config experts_shared_outer_loras lora_use_virtual_experts
+tbo_token_distribution_threshold
 lmcache_config_file disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device
 disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache num_reserved_decode_tokens
 disaggregation_decode_extra_slots disaggregation_decode_polling_interval pdmux_config_path sm_group_num
@@ -305,8 +308,6 @@ watermark_max_probability watermark_mixing_probability weight_cache_mode weight_
 REFUSED_FIELDS = (
     "return_hidden_states",
     "custom_logit_processor",
-    "lora_path",
-    "lora_id",
     "input_embeds",
     "positional_embed_overrides",
     "return_routed_experts",
@@ -327,7 +328,7 @@ REFUSED_FIELDS_OF_SOME_RELEASES = (
 """The same, of fields that the release of these lists does not have."""
 
 SERVED_FIELDS = """
-rid text input_ids sampling_params return_logprob logprob_start_len top_logprobs_num token_ids_logprob
+lora_path lora_id rid text input_ids sampling_params return_logprob logprob_start_len top_logprobs_num token_ids_logprob
 return_text_in_logprobs stream log_metrics session_params routing_key conversation_id background require_reasoning
 priority extra_key no_logs custom_labels return_prompt_token_ids external_trace_header received_time http_worker_ipc
 session_id return_bytes return_entropy

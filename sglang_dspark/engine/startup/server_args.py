@@ -25,6 +25,7 @@ from sglang_dspark.draft.weights import check_draft_model, own_tensors
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.settled import Serving
 from sglang_dspark.engine.startup import hooks, served
+from sglang_dspark.engine.startup.adapters import adapter_refusals
 from sglang_dspark.engine.startup.target_refusals import target_refusals
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import ConfigError, EngineError, UnservedError
@@ -171,6 +172,7 @@ def _refusals(args: Any) -> Iterator[str]:
         if arguments.is_switched_on(name):
             yield f"DSPARK cannot run with {name}=1 in the environment; {remedy}"
     prefill, decode = attention_backends_of(view)
+    yield from adapter_refusals(args)
     yield from attention_refusals(args.device, prefill, decode, args.cuda_graph_backend_prefill)
 
 

@@ -20,6 +20,7 @@ from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft import reduced_vocabulary
 from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.forward.adapters import adapters_digest
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -145,6 +146,7 @@ def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int
         "dtype": str(runner.dtype).removeprefix("torch."),
         "quantization": str(runner.model_config.quantization),
         "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
+        "adapters": adapters_digest(runner),
         "block_size": str(staging.eager.drafter.gamma),
         "max_verify": str(max_verify),
         "max_requests": str(most_requests(runner)),

@@ -8,7 +8,7 @@ import os
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
-from worker_patch import complete_cpu, patch_worker
+from worker_patch import complete_cpu, interpret_adapters, patch_worker
 
 REQUEST_SLOTS = [1, 2]
 ROWS = "EMULATED_ROWS"  # sizes of captured verifications; by default there is one for every number of rows
@@ -170,4 +170,5 @@ def ragged_attention(backend, q, k, v, layer, batch):
 
 
 patch_worker(emulate)
+interpret_adapters()
 complete_cpu()

@@ -5,8 +5,10 @@ import importlib.util
 import sys
 
 WORKER = "sglang_dspark.worker.worker"
+ADAPTER_CHECKS = "sglang_dspark.engine.startup.adapters"
 QUANTISATIONS = "sglang.srt.layers.quantization"
 ALLOCATOR = "sglang.srt.mem_cache.allocator.paged"
+ADAPTERS = "sglang.srt.lora.lora_registry"  # the first of their modules that any process imports
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -35,8 +37,17 @@ def patch_worker(patch):
     sys.meta_path.insert(0, Finder(WORKER, patch))
 
 
+def interpret_adapters():
+    """Let a server on a CPU serve adapters by kernels, which are interpreted."""
+
+    def offer(module):
+        module.BACKENDS = {**module.BACKENDS, "cpu": module.BACKENDS["cuda"]}
+
+    sys.meta_path.insert(0, Finder(ADAPTER_CHECKS, offer))
+
+
 def complete_cpu():
-    """Have a server on a CPU know the quantisation of ``int8_method``, and pages of more than one slot."""
+    """Have a server on a CPU know the quantisation of ``int8_method``, pages of more than one slot, and adapters."""
 
     def offer(module):
         import int8_method
@@ -48,4 +59,9 @@ def complete_cpu():
 
         paged_slots.install(module)
 
-    sys.meta_path[:0] = [Finder(QUANTISATIONS, offer), Finder(ALLOCATOR, install)]
+    def unpin(module):
+        import unpinned
+
+        unpinned.install()
+
+    sys.meta_path[:0] = [Finder(QUANTISATIONS, offer), Finder(ALLOCATOR, install), Finder(ADAPTERS, unpin)]

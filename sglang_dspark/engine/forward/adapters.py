@@ -1,0 +1,215 @@
+"""LoRA adapters of the target in verification, where requests have unequal numbers of rows.
+
+SGLang's LoRA backends lay a batch out on the host, and take it that every request verifies as many tokens. Here the
+rows are ragged and only the device knows how many of them belong to whom. All of these backends compute segments of
+rows, each with one adapter, so the layout is made of the boundaries between requests, on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from dspark_kernels import to_device
+from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABatchInfo
+
+from sglang_dspark.engine.forward.verify import DSparkVerifyInput
+from sglang_dspark.errors import UnservedError
+from sglang_dspark.step.state import VerifyPlan
+
+_SEGMENT = 16
+"""Rows per segment at most: the smallest tile of SGLang's kernels, which any number of rows fits into."""
+
+
+@dataclass(frozen=True)
+class HostChoice:
+    """The adapters of a step, as the host knows them.
+
+    Attributes:
+        buffers: place in the pool of loaded adapters, of each request.
+        ranks: of each place; 0 where nothing is added.
+        scalings: of each place.
+    """
+
+    buffers: list[int]
+    ranks: list[int]
+    scalings: list[float]
+
+    @classmethod
+    def of(cls, manager: Any, adapter_ids: Sequence[str | None]) -> HostChoice:
+        """The adapters with these ids, which lie in the pool.
+
+        Args:
+            manager: SGLang's ``LoRAManager``.
+            adapter_ids: of each request; None for the target as it is.
+        """
+        places = manager.memory_pool.uid_to_buffer_id
+        buffers = [places[adapter_id] for adapter_id in adapter_ids]
+        ranks, scalings = [0] * manager.max_loras_per_batch, [0.0] * manager.max_loras_per_batch
+        for adapter_id, place in zip(adapter_ids, buffers, strict=True):
+            if adapter_id is not None:
+                adapter = manager.loras[adapter_id]
+                ranks[place], scalings[place] = adapter.config.r, adapter.scaling
+        return cls(buffers, ranks, scalings)
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """The same on the device.
+
+    Attributes:
+        buffers: [bs] int32.
+        ranks: [places] int32.
+        scalings: [places] float32.
+    """
+
+    buffers: torch.Tensor
+    ranks: torch.Tensor
+    scalings: torch.Tensor
+
+    @classmethod
+    def empty(cls, requests: int, places: int, device: torch.device | str) -> DeviceChoice:
+        """For steps of so many requests, all of them without an adapter."""
+        integers = {"dtype": torch.int32, "device": device}
+        return cls(
+            torch.zeros(requests, **integers), torch.zeros(places, **integers), torch.zeros(places, device=device)
+        )
+
+    def fill(self, choice: HostChoice) -> None:
+        """Take ``choice`` over; request slots behind its requests have no rows, so any adapter does for them."""
+        device = self.buffers.device
+        self.buffers[: len(choice.buffers)] = to_device(torch.tensor(choice.buffers, dtype=torch.int32), device)
+        self.ranks.copy_(to_device(torch.tensor(choice.ranks, dtype=torch.int32), device))
+        self.scalings.copy_(to_device(torch.tensor(choice.scalings, dtype=torch.float32), device))
+
+
+def segment_bounds(indptr: torch.Tensor, width: int) -> torch.Tensor:
+    """Where segments begin and end that are no longer than SGLang's kernels want them.
+
+    Args:
+        indptr: [bs + 1] first row of each request.
+        width: rows of a request at most.
+
+    Returns:
+        [bs * n + 1] int32 with n = ceil(width / 16): n segments per request, of which the last ones may be empty.
+    """
+    offsets = torch.arange(0, width, _SEGMENT, device=indptr.device)
+    starts = torch.minimum(indptr[:-1, None] + offsets, indptr[1:, None])
+    return torch.cat([starts.flatten(), indptr[-1:]]).to(torch.int32)
+
+
+def lay_out(backend: Any, choice: DeviceChoice, indptr: torch.Tensor, width: int, rows: int) -> None:
+    """Have SGLang's LoRA backend compute the next forward with these adapters. Waits for nothing; may be captured.
+
+    Args:
+        backend: SGLang's ``BaseLoRABackend``: ``csgmv`` or ``triton``, or ``torch_native`` on a CPU.
+        choice: of the requests of ``indptr``.
+        indptr: [bs + 1] first row of each request.
+        width: rows of a request at most.
+        rows: of the forward, padding included, to which nothing is added.
+    """
+    bounds = segment_bounds(indptr, width)
+    num_segments = len(bounds) - 1
+    buffers = choice.buffers[:, None].expand(-1, num_segments // len(choice.buffers)).reshape(-1)
+    lengths = bounds.diff()
+    backend.batch_info = TorchNativeLoRABatchInfo(
+        use_cuda_graph=False,  # of SGLang's own: the kernels would take another grid
+        bs=num_segments,
+        num_segments=num_segments,
+        seg_indptr=bounds,
+        seg_lens=lengths,
+        weight_indices=buffers,
+        lora_ranks=choice.ranks,
+        scalings=choice.scalings,
+        max_len=_SEGMENT,
+        # The chunked kernels read rows through one; those of triton take it for rows that were sorted by adapter.
+        permutation=torch.arange(rows, dtype=torch.int32, device=indptr.device) if backend.name == "csgmv" else None,
+        has_active_lora=True,
+        # What torch_native reads, on a CPU alone.
+        seg_indptr_cpu=bounds,
+        seg_lens_cpu=lengths,
+        weight_indices_cpu=buffers,
+        lora_ranks_cpu=choice.ranks,
+        scalings_cpu=choice.scalings,
+    )
+    # Of prompts, whose LM head sees their last rows alone, and of stock decode steps.
+    backend.lm_head_batch_info = backend.lm_head_pass_batch_infos = backend.sgemm_batch_info = None
+
+
+def prepare_verification(original: Callable[..., None], manager: Any, forward_batch: Any) -> None:
+    """Around SGLang's layout of a forward: verification has one of its own. The adapters have been fetched before."""
+    layout = forward_batch.spec_info
+    if not (forward_batch.forward_mode.is_target_verify() and isinstance(layout, DSparkVerifyInput)):
+        original(manager, forward_batch)
+        return
+    assert layout.indptr is not None, "run_verify fills it"
+    bs = len(layout.indptr) - 1
+    choice = DeviceChoice.empty(bs, manager.max_loras_per_batch, layout.indptr.device)
+    choice.fill(HostChoice.of(manager, forward_batch.lora_ids))
+    lay_out(manager.lora_backend, choice, layout.indptr, layout.draft_token_num, len(forward_batch.input_ids))
+
+
+class CapturedAdapters:
+    """Adapters of captured verifications: what the host chooses for a step lies in buffers that replays read.
+
+    Args:
+        manager: SGLang's ``LoRAManager``.
+        requests: slots of the largest captured step.
+        device: of the target.
+    """
+
+    def __init__(self, manager: Any, requests: int, device: torch.device | str) -> None:
+        self._manager = manager
+        self._buffers = DeviceChoice.empty(requests, manager.max_loras_per_batch, device)
+        self._staged: HostChoice | None = None
+
+    @classmethod
+    def of(cls, model_runner: Any, requests: int) -> CapturedAdapters | None:
+        """None on a server without adapters."""
+        manager = manager_of(model_runner)
+        return None if manager is None else cls(manager, requests, model_runner.device)
+
+    def lay_out(self, plan: VerifyPlan) -> None:
+        """Part of a captured verification over the rows of ``plan``."""
+        slots = len(plan.indptr) - 1
+        choice = DeviceChoice(self._buffers.buffers[:slots], self._buffers.ranks, self._buffers.scalings)
+        lay_out(self._manager.lora_backend, choice, plan.indptr, plan.width, len(plan.input_ids))
+
+    def stage(self, batch: Any) -> None:
+        """Before a replay: fetch the adapters of SGLang's batch, which prompts may have displaced, and choose them."""
+        adapter_ids = [req.lora_id for req in batch.reqs]
+        self._manager.fetch_new_loras(set(adapter_ids))
+        choice = HostChoice.of(self._manager, adapter_ids)
+        if choice != self._staged:
+            self._buffers.fill(choice)
+            self._staged = choice
+
+
+def manager_of(model_runner: Any) -> Any | None:
+    """SGLang's ``LoRAManager``; None on a server without adapters."""
+    return getattr(model_runner, "lora_manager", None)
+
+
+def check_adapters(model_runner: Any) -> None:
+    """Refuse adapters that verification cannot lay out, once the target is loaded.
+
+    Raises:
+        UnservedError: they change experts.
+    """
+    manager = manager_of(model_runner)
+    if manager is not None and manager.lora_backend.is_moe_lora:
+        raise UnservedError(
+            "DSPARK does not serve LoRA adapters of experts; pass --lora-target-modules with those of attention alone "
+            "(qkv_proj o_proj), or serve without DSPARK"
+        )
+
+
+def adapters_digest(model_runner: Any) -> str:
+    """What of a server's adapters its step times depend on."""
+    manager = manager_of(model_runner)
+    if manager is None:
+        return "none"
+    modules = ",".join(sorted(manager.target_modules))
+    return f"{manager.lora_backend.name}:{manager.max_loras_per_batch}:{manager.max_lora_rank}:{modules}"

@@ -1,0 +1,89 @@
+"""LoRA adapters of the target on requests: each gets the text of a plain server, whatever else is in its batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from golden_server import CASES, generate, greedy, mixed_bodies, output_ids, policy
+from lora_adapters import RANKS, written_adapter
+
+NAMES = [*RANKS, None]
+
+
+def with_adapters(bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same requests with these adapters in turn, and every fifth without one."""
+    return [body | {"lora_path": NAMES[i % len(NAMES)]} for i, body in enumerate(bodies)]
+
+
+def test_one_batch_of_several_adapters(adapters, plain_adapters):
+    """Three and none, side by side; every one of them writes something else."""
+    prompt = CASES[1]["prompt_ids"]
+    bodies = [greedy(prompt, 40, lora_path=name) for name in ("red", "green", "blue", None)]
+    expected = output_ids(plain_adapters, bodies, 1)
+    assert len(set(map(tuple, expected))) == len(bodies)
+    for name in ("static", "random", "off"):
+        with policy(adapters, name):
+            assert output_ids(adapters, bodies, 4) == expected
+
+
+def test_text_equals_the_target_alone(adapters, plain_adapters):
+    """More adapters than the server holds at a time, with prompts among decode steps and all kinds of lengths."""
+    bodies = with_adapters(mixed_bodies(40, seed=31))
+    expected = output_ids(plain_adapters, bodies)
+    for concurrency in (1, 4, 16):
+        with policy(adapters, "random"):
+            assert output_ids(adapters, bodies, concurrency) == expected
+    assert output_ids(adapters, bodies, 16) == expected
+
+
+def test_drafts_of_the_base_drafter_are_verified_by_the_adapter(adapters):
+    with policy(adapters, "static"):
+        [answer] = generate(
+            adapters, [greedy(CASES[0]["prompt_ids"], 40, lora_path="red", speculation={"trace": True})], 1
+        )
+    rounds = [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
+    assert {entry["verified"] for entry in rounds} == {7}
+    assert sum(entry["accepted"] for entry in rounds) < 7 * len(rounds)
+
+
+def test_a_cached_prompt_is_that_of_its_adapter(adapters):
+    """SGLang caches prompts by adapter; draft K/V lies at the same slots, so each finds its own again."""
+    prompt = CASES[1]["prompt_ids"] * 3
+    adapters.flush_cache()
+    seen = {}
+    with policy(adapters, "static"):
+        for name in ("red", "green", "red", "green"):
+            [answer] = generate(adapters, [greedy(prompt, 40, lora_path=name, speculation={"trace": True})], 1)
+            info = answer["meta_info"]
+            drafts = [(entry["draft"], entry["accepted"]) for entry in info["dspark_trace"] if entry is not None]
+            if name in seen:
+                assert info["cached_tokens"] >= len(prompt) - 1
+                assert (answer["output_ids"], drafts) == seen[name]
+            else:
+                assert info["cached_tokens"] == 0
+            seen[name] = (answer["output_ids"], drafts)
+    assert seen["red"] != seen["green"]
+
+
+def test_an_adapter_that_is_loaded_and_unloaded_while_serving(adapters, plain_adapters, tmp_path):
+    path = written_adapter(tmp_path / "late", 8, seed=9)
+    texts = []
+    for server in (plain_adapters, adapters):
+        assert server.post_json("/load_lora_adapter", {"lora_name": "late", "lora_path": str(path)})["success"]
+        texts.append(output_ids(server, [greedy(CASES[2]["prompt_ids"], 30, lora_path="late")], 1))
+        assert server.post_json("/unload_lora_adapter", {"lora_name": "late"})["success"]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.thorough
+def test_steps_that_are_replayed(adapter_graphs, plain_adapters):
+    """Staged as on a GPU, by SGLang's kernels for one: adapters change places between replays of the same graph."""
+    bodies = with_adapters([greedy(case["prompt_ids"], 5) for case in CASES[:3]] * 3)
+    expected = output_ids(plain_adapters, bodies)
+    for name in ("static", "off"):
+        with policy(adapter_graphs, name):
+            assert output_ids(adapter_graphs, bodies, 2) == expected
+    log = adapter_graphs.log_path.read_text()
+    assert "CUDA graphs for up to 2 requests" in log
+    assert [line for line in log.splitlines() if "reads values" in line] == []
