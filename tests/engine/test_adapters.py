@@ -1,5 +1,6 @@
 """Adapters in verification: SGLang's own kernels over ragged rows, and what replays read."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ def test_segments_are_the_requests_in_pieces(lengths):
     bounds = segment_bounds(indptr, width)
     pieces = bounds.diff().view(len(lengths), -1)
     assert pieces.sum(1).tolist() == lengths
-    assert bounds[0] == 0 and 0 <= pieces.min() and pieces.max() <= 16
+    assert bounds[0] == 0 and pieces.min() >= 0 and pieces.max() <= 16
     assert pieces.shape[1] == -(-width // 16)
 
 
@@ -39,7 +40,7 @@ def expected(x, a, b, slices, base, buffers):
     for row, request in enumerate(requests):
         place = buffers[request]
         rank = RANKS[place]
-        for i, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for i, (begin, end) in enumerate(pairwise(bounds)):
             shrunk = a[place, i * rank : (i + 1) * rank] @ x[row]
             rows[row, begin:end] += SCALINGS[place] * (b[place, begin:end, :rank] @ shrunk)
     return rows
@@ -122,7 +123,9 @@ def test_a_replay_reads_what_was_staged_for_it():
     captured.lay_out(plan)
     assert manager.lora_backend.batch_info.weight_indices.tolist() == [1, 2, 0]
     assert manager.lora_backend.batch_info.lora_ranks.data_ptr() == info.lora_ranks.data_ptr()
-    assert manager.fetched == [{"green", None}, {"green", "red"}]
+    captured.stage(None)
+    assert info.lora_ranks.tolist() == [0, 0, 0]
+    assert manager.fetched == [{"green", None}, {"green", "red"}, set()]
 
 
 def test_what_does_not_change_is_not_copied():
@@ -138,6 +141,7 @@ def test_what_does_not_change_is_not_copied():
 
 def test_a_verification_launch_by_launch_is_laid_out_by_its_rows():
     manager, laid_out = Manager(), []
+    manager.lora_backend.lm_head_batch_info = manager.lora_backend.sgemm_batch_info = "of a prompt"
     layout = DSparkVerifyInput(
         draft_token=torch.zeros(4), positions=torch.zeros(4), draft_token_num=4, indptr=torch.tensor([0, 3, 4])
     )
@@ -151,6 +155,7 @@ def test_a_verification_launch_by_launch_is_laid_out_by_its_rows():
     assert laid_out == []
     info = manager.lora_backend.batch_info
     assert info.seg_indptr.tolist() == [0, 3, 4] and info.weight_indices.tolist() == [1, 0]
+    assert manager.lora_backend.lm_head_batch_info is manager.lora_backend.sgemm_batch_info is None
     batch.forward_mode, batch.spec_info = ForwardMode.EXTEND, None
     adapters.prepare_verification(lambda *args: laid_out.append(args), manager, batch)
     assert laid_out == [(manager, batch)]

@@ -95,6 +95,10 @@ def test_routes_that_would_change_the_target(dspark):
     assert "/update_weights_from_disk" in refused(dspark, "/update_weights_from_disk", {"model_path": "x"})
 
 
+def test_an_adapter_of_a_server_without_them(dspark):
+    assert "--enable-lora" in refused(dspark, "/generate", greedy([5, 6, 7], 4, lora_path="x"))
+
+
 def test_the_server_survives_refusals(dspark):
     assert dspark.post_json("/generate", greedy([5, 6, 7], 4))["output_ids"]
 
@@ -110,7 +114,9 @@ STARTUP = [
     (["--speculative-dspark-draft-free"], "names a drafter, and --speculative-dspark-draft-free serves without"),
     (["--pp-size", "2"], "--pp-size=2"),
     (["--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size=2"),
-    (["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "all"], "--enable-lora"),
+    (["--enable-lora", "--lora-backend", "csgmv"], "--enable-lora"),
+    (["--lora-paths", "x=./x", "--lora-backend", "triton"], "--lora-paths"),
+    (["--enable-lora", "--enable-lora-overlap-loading"], "--enable-lora-overlap-loading=True"),
     (["--disaggregation-mode", "prefill"], "--disaggregation-mode=prefill"),
     (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num=2"),
     (["--dp-size", "2"], "--dp-size=2"),
@@ -125,6 +131,7 @@ STARTUP = [
     (["--enable-mixed-chunk"], "--enable-mixed-chunk"),
     (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype=fp8_e5m2; pass auto, bfloat16 or fp8_e4m3"),
     (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
+    (["--enable-hierarchical-cache", "--hicache-storage-backend", "file"], "--hicache-storage-backend=file"),
     (["--attention-backend", "triton"], "--attention-backend=triton"),
     (["--cuda-graph-backend-prefill", "full"], "--cuda-graph-backend-prefill=full"),
     (["--enable-streaming-session"], "--enable-streaming-session=True; drop the flag; sessions without streaming"),

@@ -52,7 +52,5 @@ def written_adapter(folder: Path, rank: int, seed: int) -> Path:
 
 def adapter_flags(folder: Path, backend: str) -> tuple[str, ...]:
     """Flags of a server with these adapters, which are written below ``folder``."""
-    paths = [
-        f"{name}={written_adapter(folder / name, rank, seed)}" for seed, (name, rank) in enumerate(RANKS.items())
-    ]
+    paths = [f"{name}={written_adapter(folder / name, rank, seed)}" for seed, (name, rank) in enumerate(RANKS.items())]
     return ("--enable-lora", "--lora-backend", backend, "--max-loras-per-batch", str(PLACES), "--lora-paths", *paths)

@@ -1,8 +1,8 @@
 """What schedulers ask of the worker of a speculative algorithm, beyond the Spec V2 interface itself.
 
-They take it that there is a draft worker with runners like the target's. DSPARK's drafter is none: it has no graphs,
-weights or pools that SGLang's features for draft models (hierarchical caches, weight updates, sizes in the log) could
-work with, and says so.
+They take it that there is a draft worker with runners like the target's. DSPARK's drafter is none: it has no graphs or
+weights that SGLang's features for draft models (weight updates, sizes in the log) could work with, and says so. Its K/V
+it shows where prefixes move to host memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NOTHING: Mapping[str, float] = {}
 class WorkerFace(BaseSpecWorker):
     """``BaseSpecWorker`` of an algorithm whose drafter SGLang does not know."""
 
-    cache: Any  # the draft K/V pool, from the moment on that it exists
+    draft_pool: Any = None  # the draft K/V as SGLang's kind of pool, where a feature of the server copies it along
 
     def __init__(self, target_worker: Any) -> None:
         # BaseSpecWorker.__init__, where there is one, only prepares the figures that are answered below.
@@ -39,12 +39,12 @@ class WorkerFace(BaseSpecWorker):
     @property
     def draft_worker(self) -> Any:
         """Where releases before `primary_draft_kv_pool` look for the draft K/V pool."""
-        return SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=self.cache))
+        return SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=self.draft_pool))
 
     @property
     def primary_draft_kv_pool(self) -> Any:
         """The draft K/V pool."""
-        return self.cache
+        return self.draft_pool
 
     def _draft_model_runners(self) -> tuple[Any, ...]:
         return ()

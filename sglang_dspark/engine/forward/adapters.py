@@ -178,8 +178,12 @@ class CapturedAdapters:
         lay_out(self._manager.lora_backend, choice, plan.indptr, plan.width, len(plan.input_ids))
 
     def stage(self, batch: Any) -> None:
-        """Before a replay: fetch the adapters of SGLang's batch, which prompts may have displaced, and choose them."""
-        adapter_ids = [req.lora_id for req in batch.reqs]
+        """Before a replay: fetch the adapters of SGLang's batch, which prompts may have displaced, and choose them.
+
+        Args:
+            batch: None of a step that is measured, whose requests have no adapters.
+        """
+        adapter_ids = [] if batch is None else [req.lora_id for req in batch.reqs]
         self._manager.fetch_new_loras(set(adapter_ids))
         choice = HostChoice.of(self._manager, adapter_ids)
         if choice != self._staged:

@@ -31,6 +31,7 @@ from sglang_dspark.engine.scheduler.batch import (
     round_keys,
 )
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
+from sglang_dspark.engine.scheduler.draft_pool import DraftPool, check_layers
 from sglang_dspark.engine.scheduler.first_answer import FirstAnswer
 from sglang_dspark.engine.scheduler.logprobs import named_in_all, with_logprobs
 from sglang_dspark.engine.scheduler.request_counts import count
@@ -125,7 +126,10 @@ class SpecWorkerBase(WorkerFace):
     def alloc_memory_pool(self, **pools: Any) -> None:
         """Called when the target's pool exists."""
         allocator = pools["token_to_kv_pool_allocator"]
-        self.cache = self.allocate_draft_cache(allocator.size + allocator.page_size)
+        cache = self.allocate_draft_cache(allocator.size + allocator.page_size)
+        if self.server_args.enable_hierarchical_cache and cache is not None:
+            self.draft_pool = DraftPool(cache, allocator.size, allocator.page_size)
+            check_layers(self.draft_pool, allocator.get_kvcache())
 
     def init_attention_backends(self) -> None:
         """Called after the target's backends exist and before any graph is captured."""
@@ -181,6 +185,8 @@ class SpecWorkerBase(WorkerFace):
         if batch.return_logprob:
             # SGLang fails on batches of which some requests name tokens and others want logprobs of their prompt alone.
             batch.token_ids_logprobs = named_in_all(batch.token_ids_logprobs)
+        # What comes back from host memory is waited for layer by layer.
+        self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         forward_batch = capturing_forward(batch, self._target_worker.model_runner)
         # First tokens are ours: SGLang's sampler knows no seeds, no output before a retraction, and no grammar's masks
         # on a CPU.

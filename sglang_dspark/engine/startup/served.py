@@ -50,7 +50,7 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("page_size", (*PAGE_SIZES, None), "pass 1, 16, 32 or 64"),
     Refusal("enable_mixed_chunk", (False,)),
     Refusal("kv_cache_dtype", ("auto", "bfloat16", "bf16", "fp8_e4m3"), "pass auto, bfloat16 or fp8_e4m3"),
-    Refusal("enable_hierarchical_cache", (False,)),
+    Refusal("hicache_storage_backend", (None,), "drop the flag: prefixes move to host memory, and not beyond it"),
     Refusal("enable_lmcache", (False,)),
     Refusal("enable_two_batch_overlap", (False,)),
     Refusal("enable_pdmux", (False,)),
@@ -157,6 +157,7 @@ CHECKED_ELSEWHERE = {
     "device": "`cpu` or `cuda`",
     "enable_lora": "served on SGLang 0.5.15.post1, but for adapters of experts",
     "lora_paths": "as `--enable-lora`",
+    "enable_hierarchical_cache": "served on CUDA and SGLang 0.5.15.post1; draft K/V moves along",
     "lora_backend": "`csgmv` or `triton` on CUDA, `torch_native` on a CPU",
     "quantization": "served; where it covers the target's LM head or embedding, the drafter needs its own",
     "attention_backend": "`torch_native` on a CPU; `fa3`, `flashinfer` or `triton` on CUDA",
@@ -222,6 +223,7 @@ prefill_delayer_max_delay_ms enable_dynamic_batch_tokenizer dynamic_batch_tokeni
 dynamic_batch_tokenizer_batch_timeout enable_tokenizer_batch_encode disable_tokenizer_batch_decode
 debug_tensor_dump_output_folder debug_tensor_dump_layers debug_tensor_dump_input_file forward_hooks
 msprobe_dump_config
+hicache_ratio hicache_size hicache_write_policy hicache_io_backend hicache_mem_layout
 max_lora_rank lora_target_modules max_loaded_loras max_loras_per_batch lora_eviction_policy max_lora_chunk_size
 lora_strict_loading lora_drain_wait_threshold
 quantization_param_path modelopt_quant modelopt_checkpoint_restore_path modelopt_checkpoint_save_path
@@ -256,8 +258,7 @@ disable_chunked_prefix_cache enable_fused_qk_norm_rope
 REFUSED_FEATURES_FLAGS = """
 pp_max_micro_batch_size pp_async_batch_depth load_balance_method enable_prefill_cp cp_strategy
 enable_prefill_context_parallel prefill_cp_mode enable_dp_attention_local_control_broadcast enable_dp_lm_head
-enable_attn_tp_input_scattered disable_attn_tp_gather grpc_http_sidecar_port hicache_ratio hicache_size
-hicache_write_policy hicache_io_backend hicache_mem_layout hicache_storage_backend hicache_storage_prefetch_policy
+enable_attn_tp_input_scattered disable_attn_tp_gather grpc_http_sidecar_port hicache_storage_prefetch_policy
 hicache_storage_backend_extra_config experts_shared_outer_loras lora_use_virtual_experts
 tbo_token_distribution_threshold
 lmcache_config_file disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device

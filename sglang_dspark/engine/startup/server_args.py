@@ -26,6 +26,7 @@ from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.settled import Serving
 from sglang_dspark.engine.startup import hooks, served
 from sglang_dspark.engine.startup.adapters import adapter_refusals
+from sglang_dspark.engine.startup.host_cache import host_cache_refusals
 from sglang_dspark.engine.startup.target_refusals import target_refusals
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import ConfigError, EngineError, UnservedError
@@ -173,6 +174,7 @@ def _refusals(args: Any) -> Iterator[str]:
             yield f"DSPARK cannot run with {name}=1 in the environment; {remedy}"
     prefill, decode = attention_backends_of(view)
     yield from adapter_refusals(args)
+    yield from host_cache_refusals(args)
     yield from attention_refusals(args.device, prefill, decode, args.cuda_graph_backend_prefill)
 
 

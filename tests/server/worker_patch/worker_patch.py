@@ -8,6 +8,7 @@ WORKER = "sglang_dspark.worker.worker"
 ADAPTER_CHECKS = "sglang_dspark.engine.startup.adapters"
 QUANTISATIONS = "sglang.srt.layers.quantization"
 ALLOCATOR = "sglang.srt.mem_cache.allocator.paged"
+HOST_POOLS, HOST_COPIES = "sglang.srt.mem_cache.memory_pool_host", "sglang.srt.managers.cache_controller"
 ADAPTERS = "sglang.srt.lora.lora_registry"  # the first of their modules that any process imports
 
 
@@ -47,7 +48,7 @@ def interpret_adapters():
 
 
 def complete_cpu():
-    """Have a server on a CPU know the quantisation of ``int8_method``, pages of more than one slot, and adapters."""
+    """Have a server on a CPU know the quantisation of ``int8_method``, pages, adapters and caches in host memory."""
 
     def offer(module):
         import int8_method
@@ -59,9 +60,25 @@ def complete_cpu():
 
         paged_slots.install(module)
 
+    def move(module):
+        import host_memory
+
+        host_memory.install_streams(module)
+
     def unpin(module):
         import unpinned
 
         unpinned.install()
 
-    sys.meta_path[:0] = [Finder(QUANTISATIONS, offer), Finder(ALLOCATOR, install), Finder(ADAPTERS, unpin)]
+    def keep(module):
+        import host_memory
+
+        host_memory.install_pools(module)
+
+    sys.meta_path[:0] = [
+        Finder(QUANTISATIONS, offer),
+        Finder(ALLOCATOR, install),
+        Finder(ADAPTERS, unpin),
+        Finder(HOST_POOLS, keep),
+        Finder(HOST_COPIES, move),
+    ]

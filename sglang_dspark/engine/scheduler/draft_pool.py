@@ -1,0 +1,67 @@
+"""The drafter's K/V as a pool of SGLang's own kind, for features that copy a draft pool along with the target's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.memory_pool import GB, MHATokenToKVPool
+
+from sglang_dspark.draft.cache import DraftCache
+from sglang_dspark.errors import UnservedError
+
+
+class DraftPool(MHATokenToKVPool):
+    """The same memory as a :class:`DraftCache`, layer by layer; its slots have the numbers of the target's.
+
+    Args:
+        cache: which has a row for each slot, those of the padding page among them.
+        size: K/V slots of the target without its padding page.
+        page_size: of the target.
+    """
+
+    def __init__(self, cache: DraftCache, size: int, page_size: int) -> None:
+        layers, slots, heads, head_dim = cache.k.shape
+        assert slots == size + page_size, f"{slots} rows of draft K/V for {size} slots and a page of {page_size}"
+        self._cache = cache
+        super().__init__(
+            size,
+            page_size,
+            cache.k.dtype,
+            heads,
+            head_dim,
+            layers,
+            str(cache.k.device),
+            enable_memory_saver=False,
+            enable_alt_stream=False,
+            kv_cache_layout="nhd",  # whatever the target's
+        )
+
+    def _create_buffers(self) -> None:
+        # Instead of memory of its own: lists, because SGLang adds those of keys and values up.
+        self.k_buffer, self.v_buffer = list(self._cache.k), list(self._cache.v)
+        self.k_data_ptrs, self.v_data_ptrs = self._addresses(self.k_buffer), self._addresses(self.v_buffer)
+        self.data_ptrs = torch.cat([self.k_data_ptrs, self.v_data_ptrs])
+        strides = [int(np.prod(layer.shape[1:])) * layer.itemsize for layer in self.k_buffer + self.v_buffer]
+        self.data_strides = torch.tensor(strides, device=self.device)
+
+    def _addresses(self, layers: list[torch.Tensor]) -> torch.Tensor:
+        return torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.uint64, device=self.device)
+
+    def _finalize_allocation_log(self, num_tokens: int) -> None:
+        # The log has the size of the cache already.
+        self.mem_usage = self._cache.num_bytes / GB
+
+
+def check_layers(draft_pool: DraftPool, target_pool: Any) -> None:
+    """Refuse a drafter whose layers SGLang would not all fetch: it fetches one of them with each of the target's.
+
+    Raises:
+        UnservedError: it has more of them than the target.
+    """
+    if draft_pool.layer_num > target_pool.layer_num:
+        raise UnservedError(
+            f"DSPARK cannot run with --enable-hierarchical-cache and a drafter of {draft_pool.layer_num} layers for a "
+            f"target of {target_pool.layer_num}; drop the flag"
+        )
