@@ -11,7 +11,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dspark.engine.compat import targets
 from sglang_dspark.engine.forward.phased_attention import PhasedBackend
+from sglang_dspark.engine.scheduler import worker_base
 from sglang_dspark.engine.startup.server_args import attention_refusals
+from sglang_dspark.worker.worker import DSparkWorker
 
 
 @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
@@ -116,3 +118,18 @@ def test_graphs_that_lose_the_hidden_states_are_not_captured(monkeypatch, caplog
     with caplog.at_level(logging.WARNING):
         assert capture(monkeypatch, targets.Backend.TC_PIECEWISE, never) == "eager"
     assert "return no hidden states" in caplog.text
+
+
+def test_a_prompt_waits_for_what_comes_back_from_host_memory(monkeypatch):
+    """SGLang's own worker says so for batches that it is handed; it is handed a forward."""
+    awaited = []
+
+    def forward(batch, runner):
+        raise InterruptedError(f"made after {awaited}")
+
+    worker = object.__new__(DSparkWorker)
+    worker._target_worker = SimpleNamespace(model_runner=None, set_hicache_consumer=awaited.append)
+    worker.prompt_hold = SimpleNamespace(launched=lambda prefill: None)
+    monkeypatch.setattr(worker_base, "capturing_forward", forward)
+    with pytest.raises(InterruptedError, match=r"made after \[2\]"):
+        worker._prefill(SimpleNamespace(return_logprob=False, hicache_consumer_index=2), None)

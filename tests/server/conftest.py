@@ -121,7 +121,6 @@ SERVERS: dict[str, Recipe] = {
     "adapter_graphs": Recipe(
         lambda folder: (*DSPARK, *adapter_flags(folder, "triton"), "--max-running-requests", "4"),
         env={**emulated_graphs(), "EMULATED_ROWS": "2 8 16"},
-        forked=False,
     ),
     # Of the families of targets those that are served least like the golden one.
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
