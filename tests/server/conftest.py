@@ -29,7 +29,10 @@ DRAFT_FREE = (*PLUGIN, "--speculative-dspark-draft-free")
 # A pool that cannot hold the running requests, and a context that they grow out of.
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
-HOST_CACHE = ("--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-ratio", "8")
+HOST_CACHE = (
+    *("--max-total-tokens", "600", "--context-length", "256", "--enable-hierarchical-cache", "--hicache-ratio", "8"),
+    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
+)
 LORA = "csgmv" if ON_GPU else "torch_native"
 PROFILE = "1,0.5,0.75,0"  # the rest as the last
 
@@ -115,12 +118,12 @@ SERVERS: dict[str, Recipe] = {
         lambda folder: (*(*DSPARK, "--load-format", "dummy", "--speculative-dspark-simulate-acceptance", PROFILE),)
     ),
     # Prefixes move to host memory, of which there is more than of the device's.
-    "host_cache": Recipe(lambda folder: (*DSPARK, *TIGHT, *HOST_CACHE)),
+    "host_cache": Recipe(lambda folder: (*DSPARK, *HOST_CACHE)),
     "plain_adapters": Recipe(lambda folder: adapter_flags(folder, LORA)),
     "adapters": Recipe(lambda folder: (*DSPARK, *adapter_flags(folder, LORA))),
     "adapter_graphs": Recipe(
         lambda folder: (*DSPARK, *adapter_flags(folder, "triton"), "--max-running-requests", "4"),
-        env={**emulated_graphs(), "EMULATED_ROWS": "2 8 16"},
+        env={**emulated_graphs(), "EMULATED_ROWS": "2 16"},
     ),
     # Of the families of targets those that are served least like the golden one.
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
