@@ -72,9 +72,10 @@ class DeviceChoice:
     @classmethod
     def empty(cls, requests: int, places: int, device: torch.device | str) -> DeviceChoice:
         """For steps of so many requests, all of them without an adapter."""
-        integers = {"dtype": torch.int32, "device": device}
         return cls(
-            torch.zeros(requests, **integers), torch.zeros(places, **integers), torch.zeros(places, device=device)
+            torch.zeros(requests, dtype=torch.int32, device=device),
+            torch.zeros(places, dtype=torch.int32, device=device),
+            torch.zeros(places, dtype=torch.float32, device=device),
         )
 
     def fill(self, choice: HostChoice) -> None:
