@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_dspark.draft.config import EMBEDDING_TAP
 from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.engine.forward.target import Target
@@ -124,3 +126,23 @@ def test_each_layer_is_decided_by_itself():
     with pytest.raises(CheckpointError, match=r"no embed_tokens.weight of its own"):
         share(codes, PLAIN, own=False)
     assert share(codes, codes, own=True)[1] == ()
+
+
+def test_the_drafter_reads_layers_below_their_adapters():
+    """Whose forms are known of them alone; an adapter's embedding is laid out for the rows of a forward."""
+
+    def adapted(layer):
+        def forward(input_ids):
+            raise AssertionError
+
+        return SimpleNamespace(base_layer=layer, weight=layer.weight, __call__=forward)
+
+    assert share(adapted(PLAIN), adapted(PLAIN), own=False)[1] == ("embed_tokens.weight", "lm_head.weight")
+    with pytest.raises(CheckpointError, match="is packed for AMX"):
+        share(adapted(PLAIN), adapted(UNREADABLE["packed for AMX"]), own=False)
+    embedding = torch.nn.Embedding(256, DRAFT.hidden_size)
+    with_embedding = replace(DRAFT, target_layer_ids=(EMBEDDING_TAP, *DRAFT.target_layer_ids))
+    model = SimpleNamespace(get_input_embeddings=lambda: adapted(embedding))
+    target = Target(target_runner(tp_group=OneRank(), model=model), with_embedding)
+    ids, captured = torch.tensor([5, 6]), torch.zeros(2, 3 * DRAFT.hidden_size)
+    assert target.features(ids, captured)[:, : DRAFT.hidden_size].equal(embedding(ids))

@@ -71,7 +71,7 @@ class Target:
         Raises:
             CheckpointError: in that case, if the drafter has no tensor of its own.
         """
-        layer = self.model.lm_head if name == "lm_head" else self._embedding()
+        layer = _without_adapters(self.model.lm_head if name == "lm_head" else self.model.get_input_embeddings())
         weight: torch.Tensor | None = getattr(layer, "weight", None)
         if getattr(layer, "use_intel_amx_backend", False):
             reason = "is packed for AMX"
@@ -107,12 +107,8 @@ class Target:
         captured = captured[:, : len(self._layer_taps) * self._hidden_size]
         if not self._has_embedding_tap:
             return captured
-        return torch.cat([self._embedding()(input_ids), captured], dim=-1)
-
-    def _embedding(self) -> Any:
-        """The target's embedding, below the layer that a server with LoRA adapters puts around it."""
-        layer = self.model.get_input_embeddings()
-        return getattr(layer, "base_layer", layer)
+        embedding = _without_adapters(self.model.get_input_embeddings())
+        return torch.cat([embedding(input_ids), captured], dim=-1)
 
     def _request_capture(self) -> None:
         # The embedding output is looked up by features(): Llama's capture does not know it, and a model that is asked
@@ -130,3 +126,8 @@ class Target:
             2 * config.get_num_kv_heads(self._tp_group.world_size) * config.head_dim * runner.kv_cache_dtype.itemsize
         )
         make_room(runner, -(-bytes_per_token(draft, runner.dtype) // target_layer))
+
+
+def _without_adapters(layer: Any) -> Any:
+    """The layer below the one that a server with LoRA adapters puts around it."""
+    return getattr(layer, "base_layer", layer)
