@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.lora.backend.lora_registry import get_backend_from_name
-from sglang.srt.lora.triton_ops import lora_tuning_config
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_dspark.engine.compat.arguments import CHECKS_ADAPTERS
 from sglang_dspark.engine.forward import adapters
 from sglang_dspark.engine.forward.adapters import CapturedAdapters, DeviceChoice, HostChoice, lay_out, segment_bounds
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
@@ -46,12 +46,14 @@ def expected(x, a, b, slices, base, buffers):
     return rows
 
 
+@pytest.mark.skipif(not CHECKS_ADAPTERS, reason="refused on this release")
 @pytest.mark.parametrize("name", ["csgmv", "triton", "torch_native"])
 @pytest.mark.parametrize("slices", [OUTPUTS, OUTPUTS[:1], (24, 24)], ids=["qkv", "one", "gate-up"])
 def test_every_row_gets_the_adapter_of_its_request(name, slices, monkeypatch):
     """And rows of no request get none. The kernels are SGLang's, interpreted where there is no GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() and name != "torch_native" else "cpu")
-    monkeypatch.setattr(lora_tuning_config, "get_device_name", lambda: "of no tuned sizes")
+    tuned = "sglang.srt.lora.triton_ops.lora_tuning_config.get_device_name"
+    monkeypatch.setattr(tuned, lambda: "of no tuned sizes")
     noise = torch.Generator().manual_seed(1)
     rows, num = sum(LENGTHS) + PADDING, len(slices)
     x = torch.randn(rows, INPUTS, generator=noise)
