@@ -12,6 +12,7 @@ from sglang_dspark.engine.startup import host_cache
 from sglang_dspark.engine.startup.host_cache import host_cache_refusals
 
 LAYERS, HEADS, DIM, SIZE, PAGE = 3, 2, 8, 24, 4
+SERVED = pytest.mark.skipif(not host_cache.TAKES_DRAFT_POOL, reason="refused on this release")
 CONFIG = SimpleNamespace(num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=DIM)
 
 
@@ -34,6 +35,7 @@ def test_it_is_the_memory_of_the_cache(cache):
     assert pool.data_strides.tolist() == [HEADS * DIM * 2] * 2 * LAYERS
 
 
+@SERVED
 def test_buffers_that_another_server_reads(cache):
     """Of PD disaggregation: addresses, bytes and bytes of a page, keys of all layers before values."""
     addresses, lengths, items = DraftPool(cache, SIZE, PAGE).get_contiguous_buf_infos()
@@ -73,7 +75,7 @@ def registered(pool, host_slots):
     return controller
 
 
-@pytest.mark.skipif(not host_cache.TAKES_DRAFT_POOL, reason="refused on this release")
+@SERVED
 def test_rows_come_back_from_host_memory_to_other_slots(cache, monkeypatch):
     """By SGLang's own host pool; only the copy between lists of layers is written down here, which is a CUDA kernel."""
 
