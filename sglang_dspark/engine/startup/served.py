@@ -46,7 +46,7 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("dcp_size", (1,), "pass 1"),
     Refusal("enable_lora", (False, None), "drop --enable-lora and --lora-paths"),
     Refusal("lora_paths", (None, [], {}), "drop --enable-lora and --lora-paths"),
-    Refusal("disaggregation_mode", ("null",)),
+    Refusal("disaggregation_mode", ("null",), "drop the flag: draft K/V is not handed on between servers yet"),
     Refusal("tokenizer_worker_num", (1,), "pass 1"),
     Refusal("page_size", (*PAGE_SIZES, None), "pass 1, 16, 32 or 64"),
     Refusal("enable_mixed_chunk", (False,)),
