@@ -71,6 +71,7 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma 3 1B and 270M",
         capture="eagle3",
         slides=True,
+        tried=("model", "server"),
         remark="on a CPU only: the kernel for GPUs has no sliding windows yet",
     ),
     Family(

@@ -110,6 +110,7 @@ SERVERS: dict[str, Recipe] = {
     # Of the families of targets those that are served least like the golden one.
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
     "qwen2": _tiny("Qwen2ForCausalLM"),
+    "gemma3": _tiny("Gemma3ForCausalLM"),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),
         model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),

@@ -135,8 +135,7 @@ TINY: dict[str, Tiny] = {
         {
             "tie_word_embeddings": True,
             "sliding_window": 8,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            "num_hidden_layers": 6,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "sliding")],
             "head_dim": 16,
             "query_pre_attn_scalar": 24,
         },
