@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import signal
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from golden_server import (
     sitecustomized,
 )
 
-from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, free_port
 
 pytestmark = pytest.mark.thorough
 
@@ -53,9 +52,7 @@ class Pair(NamedTuple):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("nodes")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = f"127.0.0.1:{probe.getsockname()[1]}"
+    meeting = f"127.0.0.1:{free_port()}"
     env = {**CPU_ENV, **sitecustomized(SERVER_TESTS / "two_machines"), **TWO_RANKS}
     tables = [folder / f"step_times_{rank}.json" for rank in range(2)]
     nodes = [

@@ -125,11 +125,11 @@ def end_server() -> None:
 
 def to_have_in_common(settled: Serving) -> dict[str, object]:
     """What all machines of a server have to agree about, by the name that a user knows."""
-    options = {flag_name(knob.name): getattr(settled.config, knob.name) for knob in fields(DSparkConfig)}
-    packages = {"sglang-dspark": __version__, **{name: version(name) for name in ("sglang", "torch")}}
+    names = [knob.name for knob in fields(DSparkConfig) if knob.name not in _OF_EACH_NODE]
     return {
-        **packages,
-        **{name: value for name, value in options.items() if name not in map(flag_name, _OF_EACH_NODE)},
+        "sglang-dspark": __version__,
+        **{name: version(name) for name in ("sglang", "torch")},
+        **{flag_name(name): getattr(settled.config, name) for name in names},
         "--speculative-draft-model-path": _drafter(settled),
     }
 
