@@ -15,6 +15,7 @@ import pytest
 from torch import distributed
 
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.scheduler import nodes
 from sglang_dspark.engine.scheduler.nodes import Nodes, check_alike, join, to_have_in_common
 from sglang_dspark.engine.settled import Serving
 from sglang_dspark.errors import ConfigError
@@ -81,13 +82,18 @@ def started(folder, told):
             process.join()
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize(("victim", "log", "named"), [(3, 0, "node 1"), (0, 2, "node 0"), (0, 3, "node 0")])
-def test_the_end_of_a_machine_ends_the_others(tmp_path, victim, log, named):
+def test_the_end_of_a_machine_ends_the_others(tmp_path, victim, log, named, monkeypatch):
+    monkeypatch.setattr(nodes, "GRACE_S", 0.0)  # of the processes that are forked from this one
     with started(tmp_path, [{}] * 4) as ranks:
-        deadline = time.monotonic() + 30
-        while len(list(tmp_path.glob("*.serves"))) < 4:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: len(list(tmp_path.glob("*.serves"))) == 4)
         assert all(process.is_alive() for process in ranks)
         ranks[victim].kill()
         ranks[log].join(30)
@@ -95,6 +101,17 @@ def test_the_end_of_a_machine_ends_the_others(tmp_path, victim, log, named):
         assert ranks[1].is_alive()  # beside rank 0 SGLang's own front end watches
     told = (tmp_path / f"{log}.log").read_text()
     assert f"DSPARK: {named} (" in told and f"its rank {victim} has closed the connection" in told
+
+
+def test_a_server_that_shuts_down_is_left_to_it(tmp_path):
+    """Its ranks end within a moment of each other: the last one is not killed for it."""
+    with started(tmp_path, [{}] * 4) as ranks:
+        wait_until(lambda: len(list(tmp_path.glob("*.serves"))) == 4)
+        ranks[0].terminate()
+        wait_until((tmp_path / "2.log").read_text)
+        ranks[2].terminate()
+        ranks[2].join(30)
+        assert ranks[2].exitcode == -signal.SIGTERM
 
 
 def test_every_machine_says_what_differs(tmp_path):

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -31,6 +32,8 @@ from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+GRACE_S = 5.0
+"""How long a node may take to end by itself: the ranks of a server that is told to shut down end one after another."""
 _FOR_EVER = timedelta(days=3650)
 # Rank 0 reads these files for all, so each machine may keep them elsewhere.
 _OF_EACH_NODE = ("sps_table_path", "confidence_sts_path")
@@ -115,6 +118,7 @@ def _outlive(line: Any, rank: int, farewell: str, end: Callable[[], None]) -> No
     with suppress(RuntimeError):  # the connection is closed
         distributed.recv(torch.empty(1, device="cpu"), src=rank, group=line)
     logger.error(farewell)
+    time.sleep(GRACE_S)
     end()
 
 
