@@ -178,9 +178,9 @@ def train(ctx: click.Context, /, **options: Any) -> None:
     dry_run = options.pop("dry_run")
     job = _job(ctx, options)
     if dry_run:
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        count = int(os.environ.get("WORLD_SIZE", "1"))
         if os.environ.get("RANK", "0") == "0":
-            console.print(forecast_table(*pipeline.foretell(job, processes), processes))
+            console.print(forecast_table(*pipeline.foretell(job, count), count))
         return
     with joined_processes(job.device) as processes:
         if not processes.is_first:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ def read_conversations(source: str) -> list[Turns]:
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
         if not files:
             raise ConfigError(f"--prompts {source}: the folder has no {', '.join(_SUFFIXES)} file; name one that has")
-        rows = (row for file in files for row in _rows_of_file(file))
+        rows = chain.from_iterable(map(_rows_of_file, files))
     else:
-        rows = _rows_of_file(path) if path.exists() else _rows_of_hub(source)
+        rows = chain(_rows_of_file(path) if path.exists() else _rows_of_hub(source))
     found = [turns for where, row in rows if (turns := _user_turns(row, where))]
     if not found:
         raise ConfigError(f"--prompts {source} is empty; name prompts or conversations, in rows of {_FORMS}")

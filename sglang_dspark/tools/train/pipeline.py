@@ -310,9 +310,8 @@ def _fit_with_states(config: TrainConfig, target: Target, rows: Sequence[CorpusR
     torch.cuda.empty_cache()  # what decoding has left
     free, _ = torch.cuda.mem_get_info(target.device)
     longest = max(len(row.input_ids) for row in rows)
-    return kept_bytes(target, rows) <= _STATES_SHARE * (
-        free - training_bytes(config, target.config, longest, processes).total
-    )
+    needed = training_bytes(config, target.config, longest, processes).total
+    return kept_bytes(target, rows) <= _STATES_SHARE * (free - needed)
 
 
 def _with_states(target: Target, corpus: Corpus, display: Display) -> Corpus:

@@ -14,9 +14,9 @@ from sglang_dspark.tools.train.rows import CorpusRow
 from sglang_dspark.tools.train.text_folder import TextFolder
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "target"
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }} {{ m.content }} . {% endfor %}{% if add_generation_prompt %}the{% endif %}"
-)
+# Of the words that the golden tokenizer has.
+TEMPLATE = """{% for m in messages %}{{ "if" if m.role == "user" else "then" }} {{ m.content }} . {% endfor %}\
+{% if add_generation_prompt %}the{% endif %}"""
 STOP = 1
 NOUNS = "cat dog bird fish tree river".split()
 
@@ -53,7 +53,7 @@ def talks(tmp_path):
     path = tmp_path / "talks.jsonl"
     rows = [
         {"conversations": [{"from": role, "value": f"{noun} {turn}"} for turn in turns for role in ("human", "gpt")]}
-        for noun, turns in zip(NOUNS, [("one",), ("one", "two"), *[("one", "two", "three")] * 4], strict=True)
+        for noun, turns in zip(NOUNS, [("1",), ("1", "2"), *[("1", "2", "3")] * 4], strict=True)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -74,10 +74,10 @@ def test_every_turn_follows_what_the_target_wrote_itself(prompt_format, talks, t
     expected = []
     for noun, turns in zip(NOUNS, (1, 2, 3, 1, 3, 3), strict=True):  # an answer about a fish does not end
         said = ""
-        for turn in ("one", "two", "three")[:turns]:
-            said += f"user {noun} {turn} . "
+        for turn in ("1", "2", "3")[:turns]:
+            said += f"if {noun} {turn} . "
             expected.append(said + "the")
-            said += "assistant red stone . "
+            said += "then red stone . "
     words = [" ".join(prompt.split()) for prompt in prompts]
     assert sorted(words) == sorted(expected)
     assert {decode(row.input_ids[row.prompt_len :]).split()[:2] == ["red", "stone"] for row in texts.train.rows} == {
@@ -112,7 +112,7 @@ def test_turns_and_prompts_can_be_limited(prompt_format, talks, tmp_path):
 def test_prompts_of_an_earlier_release_are_first_turns(prompt_format, tmp_path):
     folder = tmp_path / "old"
     folder.mkdir()
-    rows = [{"prompt": f"{noun} one", "held_out": noun == "cat"} for noun in NOUNS]
+    rows = [{"prompt": f"{noun} 1", "held_out": noun == "cat"} for noun in NOUNS]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts, _ = written(folder, TextPlan(), prompt_format)
     assert (len(texts.train), len(texts.greedy)) == (5, 1)
