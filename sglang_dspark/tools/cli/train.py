@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import click
 from click.core import ParameterSource
 
+from sglang_dspark.tools.cli.sections import SectionedCommand
 from sglang_dspark.tools.cli.settings import setting, taken
 from sglang_dspark.tools.cli.template_kwargs import chat_template_kwargs_option
 from sglang_dspark.tools.train.config import LossWeights, TextPlan, TrainConfig
@@ -46,7 +47,22 @@ def _numbers(value: str, kind: type[_Number]) -> tuple[_Number, ...]:
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,2,3") from error
 
 
-@click.command(short_help="Make a drafter for a target, on text that the target writes itself.")
+_SECTIONS = {
+    "target": "Target and output",
+    "prompts": "Texts",
+    "block_size": "Drafter",
+    "steps": "Training",
+    "optimizer": "Optimizer",
+    "ce": "Loss",
+    "checkpoint_every": "Machine and files",
+}
+
+
+@click.command(
+    cls=SectionedCommand,
+    sections=_SECTIONS,
+    short_help="Make a drafter for a target, on text that the target writes itself.",
+)
 @click.option("--target", required=True, help="Folder of the target model, or its name on the Hugging Face hub.")
 @click.option("--output", type=_FOLDER, required=True, help="Where everything goes; the drafter is in OUTPUT/draft.")
 @click.option(
@@ -100,6 +116,7 @@ def _numbers(value: str, kind: type[_Number]) -> tuple[_Number, ...]:
 @click.option("--confidence-head/--no-confidence-head", default=TrainConfig.confidence_head, show_default=True)
 @click.option("--taps", callback=_layers, help="Target layers it reads, e.g. 1,9,17.  [default: up to 5, evenly]")
 @click.option("--mask-token-id", type=click.IntRange(min=0), help="Token that is never written.  [default: found]")
+@setting("--draft-vocabulary", TrainConfig, "draft_vocabulary", "Propose only so many frequent tokens; 0: all.")
 @click.option("--own-embeddings", is_flag=True, help="Copy the target's embedding and head into the checkpoint.")
 @setting("--steps", TrainConfig, "steps", "Training steps.")
 @setting(
@@ -136,7 +153,6 @@ def _numbers(value: str, kind: type[_Number]) -> tuple[_Number, ...]:
 @setting("--position-decay", LossWeights, "position_decay", "Slots in which the weight falls to 1/e.")
 @setting("--dpace-alpha", LossWeights, "dpace_alpha", "Smoothing of dpace.")
 @setting("--loss-vocab", TrainConfig, "loss_vocab", "Only so many frequent tokens in the loss; 0: all.")
-@setting("--draft-vocabulary", TrainConfig, "draft_vocabulary", "Propose only so many frequent tokens; 0: all.")
 @setting("--checkpoint-every", TrainConfig, "checkpoint_every", "Steps between checkpoints.")
 @click.option("--device", help="[default: cuda where there is one, else cpu]")
 @setting(
@@ -167,6 +183,7 @@ def train(ctx: click.Context, /, **options: Any) -> None:
     import warnings
 
     from rich.console import Console
+    from transformers.utils import logging
 
     from sglang_dspark.tools.cli.train_tables import evaluation_table, forecast_table
     from sglang_dspark.tools.train import pipeline
@@ -174,6 +191,7 @@ def train(ctx: click.Context, /, **options: Any) -> None:
 
     # Autocast feeds 16-bit rows to norms with float32 weights; torch says once that it takes the unfused path.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    logging.disable_progress_bar()  # there is one already
     console = Console(highlight=False)
     dry_run = options.pop("dry_run")
     job = _job(ctx, options)

@@ -211,9 +211,12 @@ def read_target_config(path: str) -> Any:
     try:
         return AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as error:
+        # What the hub says of a path is that no repository can have such a name.
+        is_path = path.startswith(("/", ".", "~"))
+        reason = "there is no such folder" if is_path and not Path(path).exists() else str(error).splitlines()[0]
         raise ConfigError(
-            f"--target {path}: {str(error).splitlines()[0]}; give the folder of a checkpoint, or the name of a model "
-            "on the Hugging Face hub"
+            f"--target {path}: {reason}; give the folder of a checkpoint, or the name of a model on the Hugging Face "
+            "hub"
         ) from error
 
 
@@ -345,7 +348,7 @@ def _train(trainer: Trainer, display: Display) -> None:
             said = f"loss {report.loss:.3f}, estimated accept length {report.tau:.2f}"
             display.say(f"step {report.step}, held out: {said}")
         else:
-            note = f"loss {report.loss:.2f} accept {report.tau:.2f}"
+            note = f"loss {report.loss:.2f}, estimated accept length {report.tau:.2f}"
             display.progress("training", *progress.shown(config), note)
 
     display.progress("training", *progress.shown(config))

@@ -104,8 +104,8 @@ class TextFolder:
                 ours, theirs = getattr(plan, name), getattr(begun, name)
                 if ours != theirs:
                     raise ConfigError(
-                        f"--{name.replace('_', '-')} {ours}: the texts in {path} were begun with {theirs}; drop the "
-                        "option to go on with them, or give another --corpus"
+                        f"--{name.replace('_', '-')} {_said(ours)}: the texts in {path} were begun with "
+                        f"{_said(theirs)}; drop the option to go on with them, or give another --corpus"
                     )
             plan = replace(plan, **{name: getattr(begun, name) for name in bound})
         self.plan = plan
@@ -261,3 +261,8 @@ class TextFolder:
             if len(found) >= plan.invent:
                 break
         return list(found)[: plan.invent]
+
+
+def _said(value: object) -> str:
+    """As the command line has it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -218,7 +218,7 @@ def test_refusals_name_the_option_and_the_remedy(case, train, monkeypatch):
 
 def test_a_target_that_is_not_there_or_has_no_chat_template(train):
     result = train("run", target="/nowhere/model")
-    assert (result.exit_code, "--target /nowhere/model: " in result.output) == (1, True)
+    assert (result.exit_code, "--target /nowhere/model: there is no such folder" in result.output) == (1, True)
     result = train("run", target=GOLDEN)
     assert (result.exit_code, "its tokenizer has no chat template; give --raw" in result.output) == (1, True)
     # What was refused left nothing behind that a second try would have to agree with.
@@ -274,3 +274,12 @@ def test_losses_and_optimizers_are_options(train, tmp_path):
         result = train("other", option, value)
         assert result.exit_code == 2
         assert f"Invalid value for '{option}'" in result.output
+
+
+def test_help_has_sections_in_the_order_of_the_work():
+    lines = CliRunner().invoke(main, ["train", "--help"]).output.splitlines()
+    headings = [line.rstrip(":") for line in lines if re.fullmatch(r"[A-Z][a-z ]+:", line)]
+    assert headings == "Target and output,Texts,Drafter,Training,Optimizer,Loss,Machine and files".split(",")
+    loss, machine = lines.index("Loss:"), lines.index("Machine and files:")
+    flags = [line.split()[0] for line in lines[loss:machine] if line.startswith("  --")]
+    assert flags[0] == "--ce-weight" and "--dpace-alpha" in flags and "--learning-rate" not in flags
