@@ -19,7 +19,9 @@ def forecast_table(forecast: Forecast, config: TrainConfig, processes: int) -> T
 
     from sglang_dspark.tools.train.dry_run import SHARE_OF_RATE, matrix_rate
 
-    table = Table(box=SIMPLE, title="what this run would take, if no answer ended early", title_justify="left")
+    table = Table(
+        box=SIMPLE, title="what this run would take, were all prompts and answers the longest", title_justify="left"
+    )
     table.add_column("")
     table.add_column("", justify="right", no_wrap=True)
     training = forecast.training
@@ -33,8 +35,8 @@ def forecast_table(forecast: Forecast, config: TrainConfig, processes: int) -> T
     table.add_row(f"{per}: held for a moment", _bytes(training.transient))
     table.add_row(f"{per}: all of it", _bytes(forecast.target_bytes + training.total), end_section=True)
     table.add_row("answers to train on", f"{forecast.texts:,}")
-    table.add_row("tokens that the target writes, at most", f"{forecast.written_tokens:,}")
-    table.add_row("tokens to train on, prompts included, at most", f"{forecast.text_tokens:,}")
+    table.add_row("tokens that the target writes", f"{forecast.written_tokens:,}")
+    table.add_row("tokens to train on, prompts included", f"{forecast.text_tokens:,}")
     table.add_row("their states, where they are kept", _bytes(forecast.states_bytes))
     table.add_row("checkpoint of the drafter", _bytes(forecast.draft_bytes), end_section=True)
     table.add_row("blocks per step", f"{forecast.blocks_per_step:,}")

@@ -27,7 +27,7 @@ _RATE_SIZE = {"cpu": 1024, "cuda": 8192}
 
 @dataclass(frozen=True)
 class Forecast:
-    """Counts, bytes and operations; tokens and what follows from them are upper bounds, as if no answer ended early."""
+    """Counts, bytes and operations; of tokens, as if all prompts and answers were the longest."""
 
     target_parameters: int
     target_bytes: int  # per process
@@ -90,13 +90,14 @@ def _num_answers(plan: TextPlan, corpus: Path) -> tuple[int, int]:
     begun = corpus / "prompts.jsonl"
     if begun.exists():
         rows = [json.loads(line) for line in lines_of(begun.read_text(encoding="utf-8"))]
-        turns = [(len(row.get("turns", "1")), row["held_out"]) for row in rows]
-        asked = [count for count, apart in turns if not apart]
-        held_out = sum(count for count, apart in turns if apart)
+        turns = [(len(row["turns"]) if "turns" in row else 1, row["held_out"]) for row in rows]
+        asked = [number for number, apart in turns if not apart]
+        held_out = sum(number for number, apart in turns if apart)
     else:
         found = [len(talk[: plan.max_turns]) for source in plan.prompts for talk in read_conversations(source)]
-        asked = (found[: plan.max_prompts] + [1] * plan.invent)[plan.held_out :]
-        held_out = plan.held_out
+        # Which ones are drawn and held out is decided later; the longest are counted.
+        drawn = sorted(found, reverse=True)[: plan.max_prompts] + [1] * plan.invent
+        asked, held_out = drawn[: max(0, len(drawn) - plan.held_out)], sum(drawn[: plan.held_out])
     if not asked:
         raise ConfigError(
             f"--held-out {plan.held_out} leaves no prompt to train on; give more --prompts, a larger --invent, or a "

@@ -235,8 +235,8 @@ def test_a_dry_run_counts_and_touches_nothing(train, tmp_path, chat_target):
     said = dict(re.findall(r"^ *(.+?)  +([\d.,]+)(?: |$)", result.output, re.MULTILINE))
     # Ten prompts and six invented ones, three held out, which are answered twice.
     assert said["answers to train on"] == "13"
-    assert said["tokens that the target writes, at most"] == str((13 + 2 * 3) * 12)
-    assert said["tokens to train on, prompts included, at most"] == str(13 * (12 + 16))
+    assert said["tokens that the target writes"] == str((13 + 2 * 3) * 12)
+    assert said["tokens to train on, prompts included"] == str(13 * (12 + 16))
     assert said["blocks per step"] == "16"
     assert "1 h 30 min" in result.output
     # What it says of the drafter is what the run then has.
