@@ -128,6 +128,8 @@ def train(job: TrainJob, display: Display, processes: Processes) -> Evaluation:
         job.target, raw=folder.plan.raw, template_kwargs=folder.plan.chat_template_kwargs
     )
     target = None
+    if processes.is_first:
+        folder.check_prompts()
     if processes.is_first and not (job.writes_in_process or stored is not None):
         # The target is not loaded before the texts are there: the server may have filled the device.
         _write_by_server(job, folder, target_config.vocab_size, prompt_format, display)

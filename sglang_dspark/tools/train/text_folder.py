@@ -19,7 +19,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,19 @@ class TextFolder:
                     )
             plan = replace(plan, **{name: getattr(begun, name) for name in bound})
         self.plan = plan
+
+    def check_prompts(self) -> None:
+        """Read what the prompts come from, if it has not been read: not after a model of gigabytes has been loaded.
+
+        Raises:
+            ConfigError: something cannot be read.
+        """
+        if not (self.path / "prompts.jsonl").exists():
+            _ = self._given
+
+    @cached_property
+    def _given(self) -> list[Turns]:
+        return [turns for source in self.plan.prompts for turns in read_conversations(source)]
 
     def write(self, writer: TextWriter, prompt_format: PromptFormat, on_progress: OnProgress) -> None:
         """Make everything that is not there yet.
@@ -220,7 +233,7 @@ class TextFolder:
         self, writer: TextWriter, prompt_format: PromptFormat, on_progress: OnProgress
     ) -> list[dict[str, Any]]:
         plan, rng = self.plan, random.Random(self.plan.seed)
-        found = [turns for source in plan.prompts for turns in read_conversations(source)]
+        found = self._given
         if plan.max_prompts is not None and len(found) > plan.max_prompts:
             found = rng.sample(found, plan.max_prompts)
         # Without a template there is no way to tell turns apart.

@@ -1,8 +1,11 @@
 """``python -m sglang_dspark train`` on the golden target, given a chat template."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -216,6 +219,19 @@ def test_refusals_name_the_option_and_the_remedy(case, train, monkeypatch):
     assert says in result.output
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--prompts", "/nowhere/a.jsonl"), "--prompts /nowhere/a.jsonl: "),
+        (("--taps", "1,5"), "target_layer_ids=[1, 5]"),
+    ],
+)
+def test_prompts_and_taps_are_checked_before_the_target_is_loaded(options, says, train, monkeypatch):
+    monkeypatch.setattr(Target, "from_pretrained", None)
+    result = train("run", *options)
+    assert (result.exit_code, says in result.output) == (1, True)
+
+
 def test_a_target_that_is_not_there_or_has_no_chat_template(train):
     result = train("run", target="/nowhere/model")
     assert (result.exit_code, "--target /nowhere/model: there is no such folder" in result.output) == (1, True)
@@ -274,6 +290,29 @@ def test_losses_and_optimizers_are_options(train, tmp_path):
         result = train("other", option, value)
         assert result.exit_code == 2
         assert f"Invalid value for '{option}'" in result.output
+
+
+def test_two_processes_write_the_files_of_one(train, tmp_path, chat_target, prompts):
+    """The whole command under torchrun: the first process writes and speaks, the other waits and trains along."""
+    assert train("alone").exit_code == 0
+    fixed = ("train", "--target", chat_target, "--output", tmp_path / "two", "--prompts", prompts, "--device", "cpu")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = [str(argument) for argument in (*launcher, "-m", "sglang_dspark", *fixed, *SMALL)]
+    run = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert run.stdout.count("Accept length on held-out texts") == 1
+    assert run.stdout.count("parameters to train") == 1
+    names = [sorted(path.name for path in (tmp_path / name).rglob("*")) for name in ("alone", "two")]
+    assert names[0] == names[1]
+    assert written(tmp_path / "alone")[3] == written(tmp_path / "two")[3]
+    ours, theirs = (
+        load_draft_model(tmp_path / name / "draft", dtype=torch.float32, device="cpu").state_dict()
+        for name in ("two", "alone")
+    )
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, atol=1e-2, rtol=1e-2, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_help_has_sections_in_the_order_of_the_work():
