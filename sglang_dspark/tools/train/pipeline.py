@@ -129,13 +129,7 @@ def train(job: TrainJob, display: Display, processes: Processes) -> Evaluation:
     )
     target = None
     if processes.is_first:
-        folder.check_prompts()
-    if processes.is_first and not (job.writes_in_process or stored is not None):
-        # The target is not loaded before the texts are there: the server may have filled the device.
-        _write_by_server(job, folder, target_config.vocab_size, prompt_format, display)
-    elif processes.is_first:
-        target = _load_target(job, taps, display)
-        folder.write(InProcessWriter(target, keep_states=stored is not None), prompt_format, display.progress)
+        target = _write_texts(job, folder, taps, target_config.vocab_size, prompt_format, display)
     processes.wait()
     target = target or _load_target(job, taps, display)
     texts = folder.load()
@@ -190,16 +184,30 @@ def taps_of(job: TrainJob, target_config: Any, like: DraftConfig | None) -> tupl
     return taps
 
 
-def _write_by_server(
-    job: TrainJob, folder: TextFolder, vocab_size: int, prompt_format: PromptFormat, display: Display
-) -> None:
+def _write_texts(
+    job: TrainJob,
+    folder: TextFolder,
+    taps: tuple[int, ...],
+    vocab_size: int,
+    prompt_format: PromptFormat,
+    display: Display,
+) -> Target | None:
+    """Make the texts that are not there yet, and return the target where it has written them in this process."""
+    folder.check_prompts()
+    keep_states = folder.plan.stored_taps is not None
+    if job.writes_in_process or keep_states:
+        target = _load_target(job, taps, display)
+        folder.write(InProcessWriter(target, keep_states=keep_states), prompt_format, display.progress)
+        return target
+    # The target is not loaded before the texts are there: the server may have filled the device.
     ids = stop_ids_of(job.target)
     if job.server is not None:
         writer = ServerWriter(job.server, ids, vocab_size, concurrency=job.concurrency, api_key=job.api_key)
         folder.write(writer, prompt_format, display.progress)
-        return
+        return None
     with OwnServerWriter(job.target, job.device, job.compute_dtype, ids, vocab_size, job.concurrency) as own:
         folder.write(own, prompt_format, display.progress)
+    return None
 
 
 def read_target_config(path: str) -> Any:
