@@ -29,9 +29,9 @@ class Processes:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Until all processes are here."""
+        """Until all processes are here. A GPU does not spin meanwhile: tensors of the CPU travel by gloo."""
         if self.count > 1:
-            dist.barrier()
+            dist.all_reduce(torch.zeros(1))
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over the processes, which is the same to the bit in all of them."""
@@ -68,7 +68,6 @@ def joined_processes(device: str) -> Iterator[Processes]:
     cuda = device.startswith("cuda")
     if cuda:
         torch.cuda.set_device(device)
-    # Tensors of the CPU, as the agreed time, travel by gloo on either device.
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
     try:
         yield Processes(dist.get_rank(), count)
