@@ -7,6 +7,7 @@ Scores of all blocks take ``A * slots * heads * (S + slots)`` elements in each l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -130,7 +131,7 @@ class FlexAttention:
     def __init__(self, k_ctx: Tensor, v_ctx: Tensor, anchors: Tensor, config: DraftConfig, *, compiled: bool) -> None:
         self._k_ctx, self._v_ctx, self._config = k_ctx, v_ctx, config
         self._blocks = anchors.shape
-        self._attend: Any = _compiled_flex_attention() if compiled else flex_attention
+        self._attend = _compiled(flex_attention) if compiled else flex_attention
         masks = {
             seen: _block_mask(seen, anchors, config.block_size, k_ctx.shape[2], compiled)
             for seen in set(config.visibilities)
@@ -177,9 +178,11 @@ def _block_mask(visibility: Visibility, anchors: Tensor, block_size: int, ctx_le
 
     queries = num_anchors * block_size
     # Compiled, the mask of single elements is never written out.
-    return create_block_mask(seen, bs, None, queries, ctx_len + queries, device=str(anchors.device), _compile=compiled)
+    create = _compiled(create_block_mask) if compiled else create_block_mask
+    mask: BlockMask = create(seen, bs, None, queries, ctx_len + queries, device=str(anchors.device))
+    return mask
 
 
 @cache
-def _compiled_flex_attention() -> Any:
-    return torch.compile(flex_attention)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)

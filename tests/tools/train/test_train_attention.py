@@ -1,11 +1,13 @@
 """Both forms of attention over the blocks of many anchors, against one query at a time in plain torch."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from sglang_dspark.draft.formats import read_config
 from sglang_dspark.tools.train import attention
@@ -85,6 +87,29 @@ def test_the_mask_of_flex_attention_equals_the_literal_form(config, tensors):
     for layer in range(LAYERS):
         expected = literal(config, layer, *tensors)
         torch.testing.assert_close(attend(layer, *tensors[2:]), expected, **TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@torch.no_grad()
+def test_flex_attention_compiles_and_takes_texts_of_any_length():
+    """torch compiles it for a CPU too, forward only; after a second length no further one is compiled for."""
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": LAYERS}
+    config = replace(read_config(GOLDEN), **({"layer_types": (), "block_size": SLOTS} | sizes | SLIDING))
+    torch.manual_seed(0)
+    compiled = []
+    for length in (13, 200, 333):
+        anchors = torch.stack([torch.randperm(length - 1)[:11].sort().values for _ in range(2)])
+        context = [torch.randn(LAYERS, 2, length, 2, 16) for _ in range(2)]
+        rows = [torch.randn(2 * 11 * SLOTS, heads, 16) for heads in (6, 2, 2)]
+        before = counters["stats"]["unique_graphs"]
+        found, expected = (
+            make(*context, anchors, config) for make in (partial(FlexAttention, compiled=True), ChunkedAttention)
+        )
+        for layer in range(LAYERS):
+            torch.testing.assert_close(found(layer, *rows), expected(layer, *rows), **TOLERANCE)
+        compiled.append(counters["stats"]["unique_graphs"] - before)
+    assert compiled[0] > 0 and compiled[2] == 0
 
 
 def test_a_chunk_bounds_what_is_held(config, tensors, monkeypatch):
