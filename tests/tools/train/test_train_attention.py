@@ -93,7 +93,7 @@ def test_the_mask_of_flex_attention_equals_the_literal_form(config, tensors):
 @pytest.mark.thorough
 @torch.no_grad()
 def test_flex_attention_compiles_and_takes_texts_of_any_length():
-    """torch compiles it for a CPU too, forward only; after a second length no further one is compiled for."""
+    """For a CPU too, forward only; after a second length no further one is compiled for."""
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": LAYERS}
     config = replace(read_config(GOLDEN), **({"layer_types": (), "block_size": SLOTS} | sizes | SLIDING))
     torch.manual_seed(0)
