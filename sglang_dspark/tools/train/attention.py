@@ -131,7 +131,7 @@ class FlexAttention:
     def __init__(self, k_ctx: Tensor, v_ctx: Tensor, anchors: Tensor, config: DraftConfig, *, compiled: bool) -> None:
         self._k_ctx, self._v_ctx, self._config = k_ctx, v_ctx, config
         self._blocks = anchors.shape
-        self._attend = _compiled(flex_attention) if compiled else flex_attention
+        self._attend: Callable[..., Any] = _compiled(flex_attention) if compiled else flex_attention
         masks = {
             seen: _block_mask(seen, anchors, config.block_size, k_ctx.shape[2], compiled)
             for seen in set(config.visibilities)
@@ -152,7 +152,7 @@ class FlexAttention:
             torch.cat([ctx[layer].to(v.dtype), x.unflatten(0, (bs, -1)).to(v.dtype)], dim=1).transpose(1, 2)
             for ctx, x in ((self._k_ctx, k), (self._v_ctx, v))
         )
-        mixed = self._attend(
+        mixed: Tensor = self._attend(
             queries,
             keys,
             values,
