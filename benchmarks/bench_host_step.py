@@ -270,8 +270,10 @@ def without_a_device(requests: int, counts: Counter[str]) -> None:
 
     slots = sorted({*(2**power for power in range(requests.bit_length())), requests})
     graph_stages.capturing, graph_stages.static_verify = capturing, static_verify
-    graph_stages.prepare = partial(launch, lambda *args, **kwargs: kwargs["out"])
+    graph_stages.prepare = partial(launch, lambda *args, **kwargs: None)
     verify_plan.plan_top = verify_plan.plan_uniform = partial(launch, lambda *args: args[-1])
+    if hasattr(graph_stages, "plan_staged"):  # not so in older checkouts
+        graph_stages.plan_staged = graph_stages.plan_uniform = verify_plan.plan_top
     stages.EagerStages.accept, stages.EagerStages.commit = accept, lambda *args: None
     stages.Drafter.propose = propose
     worker.DSparkWorker.__init__ = initialise

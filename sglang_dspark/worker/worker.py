@@ -104,7 +104,12 @@ class DSparkWorker(SpecWorkerBase):
         # Copied drafts are launched: without a drafter, captured steps are plain.
         depth = self.max_verify if self.drafter.drafts else 0
         graphs = StepGraphs(
-            self.eager, self.target_worker.model_runner, slots, depth, seed=self.target_worker.random_seed
+            self.eager,
+            self.target_worker.model_runner,
+            slots,
+            depth,
+            seed=self.target_worker.random_seed,
+            judges=not self.checks_logits(),
         )
         graphs.capture()
         return graphs

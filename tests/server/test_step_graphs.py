@@ -156,9 +156,9 @@ def test_nothing_is_compiled_in_a_request(graphs):
 
 def test_a_step_is_launched_in_few_pieces(graphs):
     """Of greedy requests: what the host submits, and what torch launches beside that."""
-    # Beside the graphs: lengths are published and the result is packed; in some steps of auto drafts are ranked, and
-    # coefficients of the calibration renewed.
-    most = {"static": (3, 2, 2), "auto": (3, 2, 8), "off": (2, 2, 2)}
+    # Beside the graphs the step is staged, lengths are published and the result is packed; in some steps of auto
+    # coefficients of the calibration are renewed.
+    most = {"static": (2, 1, 2), "auto": (2, 1, 3), "off": (1, 1, 2)}
     for name, bounds in most.items():
         before = len(graphs.log_path.read_text())
         with policy(graphs, name):
@@ -167,5 +167,5 @@ def test_a_step_is_launched_in_few_pieces(graphs):
         steps = re.findall(launched, graphs.log_path.read_text()[before:])
         assert len(steps) > 1
         for *counts, what in steps:
-            assert int(counts[0]) > 1
             assert all(int(count) <= bound for count, bound in zip(counts, bounds, strict=True)), what
+            assert int(counts[0]) > 0

@@ -9,10 +9,11 @@ from replays import Emulated
 from stage_loop import StageLoop
 from step_tables import make_table
 
+from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.state import TargetOutput
 from sglang_dspark.worker import graph_stages
-from sglang_dspark.worker.graph_stages import StepGraphs
+from sglang_dspark.worker.graph_stages import StepGraphs, plan_numbers
 from sglang_dspark.worker.staging import Staging
 
 NUM_TOKENS = 16
@@ -101,6 +102,34 @@ def test_greedy_text_of_replayed_steps(monkeypatch, options, slots):
     loop = GraphLoop(monkeypatch, slots, **options)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
     assert all(loop.replayed)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "off"}, {"schedule": "static", "verify_len": 2}, {}], ids=str)
+def test_no_plan_of_a_greedy_step_is_launched(monkeypatch, options):
+    def launched(*args):
+        raise AssertionError("a graph should have planned")
+
+    monkeypatch.setattr(graph_stages, "lay_out", launched)
+    loop = GraphLoop(monkeypatch, [1, 2, 4], **options)
+    assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
+
+
+@pytest.mark.parametrize(
+    ("choice", "numbers"),
+    [
+        (Choice(Rule.UNIFORM, 3), (0, 3, -1)),
+        (Choice(Rule.TOP, 7, budget=28), (0, 7, -1)),
+        (Choice(Rule.TOP, 7, budget=27), (27, -1, -1)),
+        (Choice(Rule.TOP, 7, budget=9, forced=0), (9, -1, 0)),
+        (Choice(Rule.TOP, 7, budget=9, with_confidence=False), None),
+        (Choice(Rule.TOP, 7, budget=9, drafted=(1, 2)), None),
+        (Choice(Rule.TOP, 7, budget=9, limits=Limits((7, 1, 7, 7), (0, 0, 0, 0))), None),
+        (Choice(Rule.THRESHOLD, 7), None),
+    ],
+)
+def test_what_a_captured_plan_can_do(choice, numbers):
+    """Everything else is laid out by a launch."""
+    assert plan_numbers(choice, 4) == numbers
 
 
 @pytest.mark.parametrize(

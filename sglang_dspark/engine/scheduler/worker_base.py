@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from dspark_kernels import draw
+from sglang.srt.environ import envs
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.engine.compat import ranks
@@ -206,6 +207,11 @@ class SpecWorkerBase(WorkerFace):
             logits: the target's, [n, V]; changed in place.
         """
         sanitize_nan_logits(logits, "DSPARK: target logits")
+
+    @staticmethod
+    def checks_logits() -> bool:
+        """Whether :meth:`check_logits` does anything: nobody may judge logits before it."""
+        return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get() or envs.SGLANG_ENABLE_ASYNC_ASSERT.get())
 
     def _draw_first(self, batch: Any, result: Any) -> None:
         """Draw the token after each prompt, and after a retraction the next one, into ``result``."""
