@@ -59,7 +59,7 @@ def test_graphs_of_several_stages_are_divided(kind, graphs):
         getattr(tape, kind)()
     summary = tape.summary()
     drafted = ("drafter network", "Markov walk", "confidence") if kind == "parked_step" else ()
-    assert times(summary) == {stage: us for stage, us in STEP_US.items() if stage not in drafted}
+    assert times(summary) == STEP_US | dict.fromkeys(drafted, 0)
     assert (summary["graph_launches"], summary["kernel_launches"]) == (graphs, 2)
 
 
