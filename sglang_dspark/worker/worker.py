@@ -21,6 +21,7 @@ from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.scheduling.prompt_hold import PromptHold
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, Rounds, VerifyPlan
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
@@ -54,6 +55,7 @@ class DSparkWorker(SpecWorkerBase):
         self.prompt_hold = PromptHold(self.options.prompt_hold_ms / 1e3, lag, time.perf_counter)
         self.asked = OptionsReader(self.max_verify)
         self.preset_texts = PresetTexts(self.max_verify)
+        self.timer = DeviceTimer(self.device)
 
     def most_words(self, requests: int) -> int:
         """What a step of so many requests tells the host at most."""
@@ -122,6 +124,7 @@ class DSparkWorker(SpecWorkerBase):
         step = self.read(batch, adjusted=adjusting.any)
         copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
         choice = self.choose(batch, asked, copies)
+        span = self.timer.begin()
         stages = self.staging.of(step, choice)
         if choice.drafted and not stages.in_graphs:  # graphs draft for all
             step = self.with_drafted_rows(batch, step, choice.drafted)
@@ -138,9 +141,12 @@ class DSparkWorker(SpecWorkerBase):
         adjusting.count(accepted.out_tokens)
         self.preset_texts.took(batch.reqs, asked, accepted)
         rounds = self.rounds(batch, asked, step, choice, drafted, plan)
-        return decode_result(
+        result = decode_result(
             batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=stages.in_graphs
         )
+        span.end()
+        result.span = span
+        return result
 
     def read(self, batch: Any, *, adjusted: bool) -> DecodeBatch:
         """The step ahead, out of SGLang's batch."""
@@ -198,6 +204,9 @@ class DSparkWorker(SpecWorkerBase):
         self.reporting.record(rounds, running, accept_lens)
         self.schedule.observe(rounds, running, accept_lens)
         self.reporting.log()
+
+    def on_times(self, device_ms: float, waited_ms: float) -> None:
+        self.schedule.processed(device_ms, waited_ms)
 
     def report(self, history_s: int = 0) -> dict[str, Any]:
         return self.reporting.report(history_s)

@@ -102,6 +102,10 @@ class SpecWorkerBase(WorkerFace):
         """
 
     @abstractmethod
+    def on_times(self, device_ms: float, waited_ms: float) -> None:
+        """Take note of what a step took the device, and of how long the host has waited for it."""
+
+    @abstractmethod
     def report(self, history_s: int = 0) -> dict[str, Any]:
         """What ``GET /dspark/stats`` is made of, see ``full_report``; ``history_s``: seconds to list one by one."""
 
@@ -145,6 +149,8 @@ class SpecWorkerBase(WorkerFace):
     def observe(self, result: Any, batch: Any) -> None:
         """Called with a decode result whose tensors have reached the host."""
         if isinstance(result, DSparkBatchResult) and result.rounds is not None:
+            if (times_ms := result.times_ms) is not None:
+                self.on_times(*times_ms)
             committed = result.accept_lens.tolist()
             # Under overlap a request that has just ended takes part in one more step, whose tokens nobody gets.
             running = [index for index, req in enumerate(batch.reqs) if is_running(req)]
