@@ -238,7 +238,8 @@ def without_a_device(requests: int, counts: Counter[str]) -> None:
         return result(*args, **kwargs)
 
     def static_verify(runner: Any, step: Any, plan: Any, logits: Any) -> Any:
-        return lambda: TargetOutput(LogitsProcessorOutput(logits), torch.zeros(len(plan.input_ids), 1))
+        kept = torch.zeros(len(plan.input_ids), 1) if logits is None else logits
+        return lambda: TargetOutput(LogitsProcessorOutput(kept), torch.zeros(len(plan.input_ids), 1))
 
     def propose(drafter: Any, step: Any, depth: int, *args: Any, **kwargs: Any) -> Any:
         tokens = torch.zeros((len(step), depth), dtype=torch.int64)

@@ -54,7 +54,8 @@ class Judged(NamedTuple):
     """What a verification gives whose drafts were judged and committed in the same graph.
 
     Attributes:
-        output: of the target, without hidden states: keeping those of every tier would take as much memory again.
+        output: of the target, without logits and hidden states: nobody reads them, and what a graph returns keeps its
+            memory.
         accepted: what became of the drafts.
     """
 
@@ -169,10 +170,10 @@ class StepGraphs:
         eager, step = self.eager, self._static_step(self.slots_of(rows), False)
         plan = VerifyPlan.of(self._rows_of(rows), 1 if plain else self.depth + 1)
         self.plans[rows, plain] = plan
-        forward = static_verify(self._runner, step, plan, self._logits[:rows])
-        self.verify[rows, plain] = capture(forward)
+        self.verify[rows, plain] = capture(static_verify(self._runner, step, plan, self._logits[:rows]))
         if not self._judges:
             return
+        forward = static_verify(self._runner, step, plan, None)
         block = DraftBlock(self.drafts[: len(step), : plan.width - 1])
         drafted = Drafted(block, None, [plan.width - 1] * len(step))
 
@@ -182,6 +183,7 @@ class StepGraphs:
             output = forward()
             accepted = eager.accept(step, drafted, plan, output)
             eager.commit(plan, accepted, output)
+            output.logits_output.next_token_logits = None
             return Judged(output._replace(captured=self._logits.new_empty(0)), accepted)
 
         step_requests = self.requests_of(len(step))
@@ -287,7 +289,7 @@ class StepGraphs:
             return None
         drafter, numbers = self.eager.drafter, None if self.eager.agreement.needed else plan_numbers(choice, requests)
         prepare(step.requests, drafter.num_slots, drafter.mask_token_id, self.prepared, numbers or PlanNumbers())
-        judged = (rows, plain) in self.judged and step.rows.all_greedy and not step.adjusted
+        judged = (rows, plain) in self.judged and step.rows.all_greedy and not step.keeps_logits
         return GraphStages(self, slots, (rows, plain), judged=judged, plans=numbers is not None)
 
 

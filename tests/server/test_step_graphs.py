@@ -79,6 +79,19 @@ def test_adjusted_logits_are_not_judged_by_a_graph(graphs):
         assert kept == expected()[1]
 
 
+def test_log_probabilities_are_those_of_launched_steps(graphs):
+    """Nobody but the acceptance keeps the logits of a graph that judges: who reads them is judged outside."""
+    body = bodies()[0] | {"return_logprob": True, "top_logprobs_num": 1}
+    for name in ("static", "off"):
+        with policy(graphs, name):
+            [answer] = generate(graphs, [body], 1)
+        assert answer["output_ids"] == expected()[0]
+        info = answer["meta_info"]
+        chosen = [token for _, token, *_ in info["output_token_logprobs"]]
+        best = [tokens[0][1] for tokens in info["output_top_logprobs"]]
+        assert chosen == best == expected()[0]
+
+
 def test_more_requests_than_were_captured(graphs):
     """Steps that fit no tier run launch by launch."""
     assert output_ids(graphs, bodies(), 3) == expected()

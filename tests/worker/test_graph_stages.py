@@ -46,20 +46,22 @@ class GraphLoop(StageLoop):
 
         def static_verify(runner, step, plan, logits):
             captured = torch.zeros(len(plan.input_ids), self.drafter.model.fc.weight.shape[1])
+            kept = torch.zeros(len(plan.input_ids), self.num_tokens) if logits is None else logits
 
             def run():
                 if int(plan.indptr[-1]) == 0:  # captured before there is a step
-                    return TargetOutput(SimpleNamespace(next_token_logits=logits), captured)
+                    return TargetOutput(SimpleNamespace(next_token_logits=kept), captured)
                 output = self._verify(None, step, plan)
                 found = output.logits_output.next_token_logits
-                logits.fill_(torch.nan)  # what padding is, nobody may ask
-                logits[: len(found)], captured[: len(found)] = found, output.captured
-                return TargetOutput(SimpleNamespace(next_token_logits=logits), captured)
+                kept.fill_(torch.nan)  # what padding is, nobody may ask
+                kept[: len(found)], captured[: len(found)] = found, output.captured
+                return TargetOutput(SimpleNamespace(next_token_logits=kept), captured)
 
             return run
 
         runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self._table))
-        runner.model_config = SimpleNamespace(vocab_size=len(self.target([1])[0][0]))
+        self.num_tokens = len(self.target([1])[0][0])
+        runner.model_config = SimpleNamespace(vocab_size=self.num_tokens)
         buffer = lambda runner, rows: torch.zeros(rows, runner.model_config.vocab_size)  # noqa: E731
         for name, value in {"capturing": capturing, "static_verify": static_verify, "logits_buffer": buffer}.items():
             self._patch.setattr(graph_stages, name, value)

@@ -55,7 +55,11 @@ def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> 
 
 
 def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int, adjusted: bool = False) -> DecodeBatch:
-    """The tensors of a decode step out of a ``ScheduleBatch``."""
+    """The tensors of a decode step out of a ``ScheduleBatch``.
+
+    Args:
+        adjusted: whether its logits are.
+    """
     prefix_lens = batch.seq_lens.to(torch.int64)
     return DecodeBatch(
         anchors=batch.spec_info.bonus_tokens,
@@ -65,7 +69,7 @@ def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int, a
         rows=rows,
         # Positions matter to requests with a seed: the others spare the device an addition.
         keys=round_keys(batch, prefix_lens + 1 if rows.any_seeded else prefix_lens, seed=seed, step=step),
-        adjusted=adjusted,
+        keeps_logits=adjusted or batch.return_logprob,
     )
 
 
