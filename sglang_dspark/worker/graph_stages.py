@@ -37,6 +37,7 @@ from dspark_kernels import (
 )
 
 from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, logits_buffer, static_verify
+from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.state import DecodeBatch, Drafted, TargetOutput, VerifyPlan
@@ -72,6 +73,7 @@ class StepGraphs:
         request_slots: batch sizes to capture, ascending.
         depth: drafts per request that captured steps have room for.
         seed: of the engine's noise.
+        relay: where graphs that judge enter the outcome for the next step; None where nobody reads it there.
         judges: whether greedy batches are judged and committed in the graph that verifies them. Not where something
             looks at the logits first.
 
@@ -91,10 +93,11 @@ class StepGraphs:
         depth: int,
         seed: int,
         *,
+        relay: Relay | None = None,
         judges: bool = True,
     ) -> None:
         self._free_before = torch.cuda.mem_get_info()[0]
-        self.eager, self.depth = eager, depth
+        self.eager, self.depth, self.relay = eager, depth, relay
         self._judges = judges and not eager.agreement.needed  # ranks settle the outcome before the commit
         self._runner, self._seed = model_runner, seed
         self._req_to_token: torch.Tensor = model_runner.req_to_token_pool.req_to_token
@@ -183,6 +186,8 @@ class StepGraphs:
             output = forward()
             accepted = eager.accept(step, drafted, plan, output)
             eager.commit(plan, accepted, output)
+            if self.relay is not None:
+                self.relay.enter(step.req_pool_indices, accepted)
             output.logits_output.next_token_logits = None
             return Judged(output._replace(captured=self._logits.new_empty(0)), accepted)
 
@@ -272,6 +277,14 @@ class StepGraphs:
             self.coefficients.copy_(latest)
             self._copied_coefficients = latest
 
+    def outcome(self, tier: tuple[int, bool], requests: int) -> Accepted:
+        """What became of a tier's first requests; the next step's replay overwrites it."""
+        accepted = self.judged[tier].output.accepted
+        found = Accepted(*(part[:requests] for part in vars(accepted).values()))
+        if self.relay is not None:
+            self.relay.entered(found)
+        return found
+
     def stage(self, step: DecodeBatch, choice: Choice) -> GraphStages | None:
         """Copy ``step`` into the buffers.
 
@@ -358,8 +371,7 @@ class GraphStages:
         """Judge the drafts, where verifying has not done so."""
         requests, graphs, tier = len(step), self._graphs, self._tier
         if self._judged:
-            accepted = graphs.judged[tier].output.accepted
-            return graphs.once(partial(_first_of, accepted, requests), "accepted", *tier, requests)
+            return graphs.once(partial(graphs.outcome, tier, requests), "accepted", *tier, requests)
         part = graphs.once(partial(_of_requests, plan, requests), "plan", *tier, requests)
         return self._eager.accept(step, drafted, part, output)
 
@@ -367,11 +379,6 @@ class GraphStages:
         """Write the draft K/V of the committed rows, where verifying has not done so."""
         if not self._judged:
             self._eager.commit(plan, accepted, output)
-
-
-def _first_of(accepted: Accepted, requests: int) -> Accepted:
-    """What became of the first requests; the next step's replay overwrites it."""
-    return Accepted(*(part[:requests] for part in vars(accepted).values()))
 
 
 def _of_requests(plan: VerifyPlan, requests: int) -> VerifyPlan:

@@ -16,6 +16,7 @@ from sglang_dspark.engine.compat.requests import lengths
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, copy_drafts, decode_result, read_decode_batch
+from sglang_dspark.engine.scheduler.future_map import Relay, relay_of
 from sglang_dspark.engine.scheduler.options import BatchOptions, OptionsReader
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.scheduling.prompt_hold import PromptHold
@@ -56,6 +57,7 @@ class DSparkWorker(SpecWorkerBase):
         self.asked = OptionsReader(self.max_verify)
         self.preset_texts = PresetTexts(self.max_verify)
         self.timer = DeviceTimer(self.device)
+        self.relay: Relay | None = None
 
     def most_words(self, requests: int) -> int:
         """What a step of so many requests tells the host at most."""
@@ -89,6 +91,9 @@ class DSparkWorker(SpecWorkerBase):
         if self.on_gpu:
             slots = graph_request_slots(runner)
             warm_up(self.eager, self.target_worker, self.max_verify, slots)
+            # Without overlap SGLang hands a step's outcome to the next one, and knows no future map.
+            if not self.server_args.disable_overlap_schedule:
+                self.relay = relay_of(runner.req_to_token_pool, self.device)
             staging.graphs = self.capture_graphs(slots)
         table = None
         if self.drafter.drafts:
@@ -111,6 +116,7 @@ class DSparkWorker(SpecWorkerBase):
             slots,
             depth,
             seed=self.target_worker.random_seed,
+            relay=self.relay,
             judges=not self.checks_logits(),
         )
         graphs.capture()
@@ -144,6 +150,9 @@ class DSparkWorker(SpecWorkerBase):
         result = decode_result(
             batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=stages.in_graphs
         )
+        if self.relay is not None and self.relay.has(accepted.bonus_tokens):
+            # Nobody reads them there before the next step's replay: SGLang takes them from the relay.
+            result.next_draft_input.bonus_tokens = accepted.bonus_tokens
         span.end()
         result.span = span
         return result

@@ -9,6 +9,7 @@ from replays import Emulated
 from stage_loop import StageLoop
 from step_tables import make_table
 
+from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.state import TargetOutput
@@ -24,12 +25,14 @@ class GraphLoop(StageLoop):
 
     Attributes:
         replayed: whether each step was.
+        outcomes: of each step.
         limits: what requests ask for.
     """
 
-    def __init__(self, monkeypatch, slots, limits=None, **options):
+    def __init__(self, monkeypatch, slots, limits=None, relay=None, **options):
         super().__init__(make_table(lambda r, d, c: 10 + d * r, lambda r, d, c: 1 + 0 * r, gamma=7), **options)
-        self._slots, self._patch, self.limits, self.replayed = slots, monkeypatch, limits, []
+        self._slots, self._patch, self.limits, self.relay = slots, monkeypatch, limits, relay
+        self.replayed, self.outcomes = [], []
         choose = self.schedule.choose
         self.schedule.choose = lambda ids, context: choose(ids, context, self.limits)
         self.eager, self.stages = self.stages, None
@@ -66,7 +69,7 @@ class GraphLoop(StageLoop):
         for name, value in {"capturing": capturing, "static_verify": static_verify, "logits_buffer": buffer}.items():
             self._patch.setattr(graph_stages, name, value)
         self._patch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-        graphs = StepGraphs(self.eager, runner, self._slots, self.gamma, seed=self.noise_seed)
+        graphs = StepGraphs(self.eager, runner, self._slots, self.gamma, seed=self.noise_seed, relay=self.relay)
         graphs.capture()
         return graphs
 
@@ -81,6 +84,10 @@ class Chosen:
         self._now = self._staging.of(step, choice)
         self._loop.replayed.append(self._now.in_graphs)
         return self._now.draft(step, choice)
+
+    def accept(self, *given):
+        self._loop.outcomes.append(self._now.accept(*given))
+        return self._loop.outcomes[-1]
 
     def __getattr__(self, name):
         return getattr(self._now, name)
@@ -104,6 +111,19 @@ def test_greedy_text_of_replayed_steps(monkeypatch, options, slots):
     loop = GraphLoop(monkeypatch, slots, **options)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
     assert all(loop.replayed)
+
+
+def test_the_next_step_finds_the_outcome_in_the_relay(monkeypatch):
+    """Lengths and anchors of every request, entered by the graph that judges; of sampled ones nothing is claimed."""
+    relay = Relay(3, torch.device("cpu"))
+    loop = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
+    assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
+    assert [len(text) - 1 for text in loop.texts] == relay.lens.tolist()
+    assert [text[-1] for text in loop.texts] == relay.tokens.tolist()
+    assert all(relay.has(outcome.new_seq_lens) and relay.has(outcome.bonus_tokens) for outcome in loop.outcomes)
+    sampled = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
+    sampled.serve(prompts_of(sampled), NUM_TOKENS, temperature=1.0)
+    assert all(sampled.replayed) and not relay.has(sampled.outcomes[-1].bonus_tokens)
 
 
 @pytest.mark.parametrize("options", [{"schedule": "off"}, {"schedule": "static", "verify_len": 2}, {}], ids=str)
