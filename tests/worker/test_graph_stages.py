@@ -1,6 +1,7 @@
 """Steps as on a GPU, without a server: staged into tiers, laid out in buffers, replayed by calling again."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,10 @@ class GraphLoop(StageLoop):
         replayed: whether each step was.
         outcomes: of each step.
         limits: what requests ask for.
+        keeps_logits: whether somebody reads the logits of its steps.
     """
+
+    keeps_logits = False
 
     def __init__(self, monkeypatch, slots, limits=None, relay=None, **options):
         super().__init__(make_table(lambda r, d, c: 10 + d * r, lambda r, d, c: 1 + 0 * r, gamma=7), **options)
@@ -36,6 +40,9 @@ class GraphLoop(StageLoop):
         choose = self.schedule.choose
         self.schedule.choose = lambda ids, context: choose(ids, context, self.limits)
         self.eager, self.stages = self.stages, None
+
+    def _batch(self, number):
+        return replace(super()._batch(number), keeps_logits=self.keeps_logits)
 
     def _step(self, number):
         if self.stages is None:
@@ -114,7 +121,7 @@ def test_greedy_text_of_replayed_steps(monkeypatch, options, slots):
 
 
 def test_the_next_step_finds_the_outcome_in_the_relay(monkeypatch):
-    """Lengths and anchors of every request, entered by the graph that judges; of sampled ones nothing is claimed."""
+    """Lengths and anchors, entered by the graph that judges; nothing is claimed where one only verifies."""
     relay = Relay(3, torch.device("cpu"))
     loop = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
@@ -124,6 +131,10 @@ def test_the_next_step_finds_the_outcome_in_the_relay(monkeypatch):
     sampled = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
     sampled.serve(prompts_of(sampled), NUM_TOKENS, temperature=1.0)
     assert all(sampled.replayed) and not relay.has(sampled.outcomes[-1].bonus_tokens)
+    read = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
+    read.keeps_logits = True
+    assert read.serve(prompts_of(read), NUM_TOKENS) == expected(read)
+    assert all(read.replayed) and not relay.has(read.outcomes[-1].bonus_tokens)
 
 
 @pytest.mark.parametrize("options", [{"schedule": "off"}, {"schedule": "static", "verify_len": 2}, {}], ids=str)
