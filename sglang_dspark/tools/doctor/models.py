@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
     """Configurations, tensors and memory of a target and its drafter. Stops at the first thing that does not fit."""
+    from sglang_dspark.draft.families import family_of
     from sglang_dspark.draft.formats import read
     from sglang_dspark.draft.formats.description import describe
     from sglang_dspark.draft.pairing import check_pair
@@ -37,6 +38,8 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         target = config.get_text_config()
         check_pair(draft, config.architectures, target)
         yield Finding("ok", "target", _describe_target(config.architectures, target))
+        if remark := family_of(config.architectures).remark:
+            yield Finding("note", "target", remark)
         model = load_draft_model(draft_dir, dtype=_dtype(target), device="cpu")
         num_tensors = sum(1 for _ in model.parameters())
         _check_finite(model)
