@@ -27,11 +27,11 @@ def buffers():
     return step, VerifyPlan.of(VerifyRows.empty(REQUESTS, ROWS, torch.device("cpu")), width=4)
 
 
-@pytest.mark.parametrize("buffered", [True, False])
-def test_without_a_buffer_logits_keep_their_dtype(buffered):
-    """Those of padding in the vocabulary are cut off in any case, and other forwards get float32 as before."""
+@pytest.mark.parametrize(("buffered", "cap"), [(True, None), (False, None), (False, 30.0)])
+def test_without_a_buffer_logits_keep_their_dtype(buffered, cap):
+    """But for those that are capped. Padding of the vocabulary is cut off, and other forwards get float32 as before."""
     logits = torch.randn(ROWS, 6).bfloat16()
-    processor = SimpleNamespace(vocab_size=5)
+    processor = SimpleNamespace(vocab_size=5, final_logit_softcapping=cap)
 
     def copied(buffer):
         metadata = SimpleNamespace(next_token_logits_buffer=buffer)
@@ -43,7 +43,7 @@ def test_without_a_buffer_logits_keep_their_dtype(buffered):
     buffer = torch.zeros(ROWS, 5) if buffered else None
     run = static_verify(runner_of(forward), *buffers(), buffer)
     found = run().logits_output.next_token_logits
-    assert found.dtype == (torch.float32 if buffered else torch.bfloat16)
+    assert found.dtype == (torch.float32 if buffered or cap else torch.bfloat16)
     assert torch.equal(found.float(), logits[:, :5].float())
     assert not buffered or found is buffer
     assert copied(None).dtype == torch.float32

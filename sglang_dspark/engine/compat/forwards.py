@@ -31,13 +31,13 @@ def capturing_forward(batch: Any, runner: Any) -> Any:
 def logits_as_they_come() -> Iterator[None]:
     """Inside, forwards return logits in the dtype of the target's LM head.
 
-    SGLang copies them to float32 otherwise, which changes no number and reads and writes all of them. Where it caps
-    logits on the way, it goes on doing both.
+    SGLang copies them to float32 otherwise, which changes no number and reads and writes all of them. It goes on doing
+    so where it caps logits behind that: capped ones would be rounded, and be equal where they were not.
     """
     copying = LogitsProcessor._copy_logits_to_buffer
 
     def leaving(processor: Any, logits: torch.Tensor, metadata: Any, **options: Any) -> torch.Tensor:
-        if options.get("softcap") is not None:
+        if processor.final_logit_softcapping:
             return cast("torch.Tensor", copying(processor, logits, metadata, **options))
         return logits[:, : processor.vocab_size]
 
