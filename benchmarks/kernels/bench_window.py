@@ -10,6 +10,7 @@ from harness import Case
 
 GAMMA = 7
 CONTEXT = 1024
+SHORT_CONTEXT = 100  # which no splits are worth
 SHAPES = {  # heads, K/V heads, head dimension
     "SmolLM2-135M": (9, 3, 64),
     "Qwen3-4B": (32, 8, 128),
@@ -20,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def cases(device: torch.device) -> list[Case]:
-    """Blocks, whose rows see each other, and verified windows, at every batch size; and the widest windows."""
+    """Blocks, whose rows see each other, and verified windows, at every batch size; the widest; short contexts."""
     torch.manual_seed(0)
     usual = [
         _case(name, bs, GAMMA + causal, causal, device, pool_dtype=pool_dtype)
@@ -33,7 +34,8 @@ def cases(device: torch.device) -> list[Case]:
         for name, (*_, head_dim) in SHAPES.items()
         for dtype in DTYPES
     ]
-    return usual + widest
+    short = [_case(name, bs, GAMMA + 1, True, device, context=SHORT_CONTEXT) for name in SHAPES for bs in (1, 8)]
+    return usual + widest + short
 
 
 def _case(
@@ -44,9 +46,10 @@ def _case(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     pool_dtype: torch.dtype | None = None,
+    context: int = CONTEXT,
 ) -> Case:
     heads, kv_heads, head_dim = SHAPES[model]
-    num_rows, num_slots = bs * width, 1 + bs * CONTEXT
+    num_rows, num_slots = bs * width, 1 + bs * context
     q, k, v = (
         torch.randn(num_rows, heads + 2 * kv_heads, head_dim, device=device)
         .to(dtype)
@@ -55,23 +58,23 @@ def _case(
     pool_dtype = pool_dtype or dtype
     k_pool, v_pool = (torch.randn(num_slots, kv_heads, head_dim, device=device).to(pool_dtype) for _ in range(2))
     # Pages lie apart, as in a pool that has been in use. Windows that are stored take the slots of some context.
-    table = (1 + torch.randperm(bs * CONTEXT, device=device)).to(torch.int32).view(bs, CONTEXT)
+    table = (1 + torch.randperm(bs * context, device=device)).to(torch.int32).view(bs, context)
     table = torch.cat([table, table[:, :width]], dim=1)
     indptr = torch.arange(0, num_rows + 1, width, device=device)
-    lens = torch.full((bs,), CONTEXT, device=device)
+    lens = torch.full((bs,), context, device=device)
     windows = PagedWindows(table, torch.arange(bs, device=device), lens, indptr, width)
     is_stored = pool_dtype != dtype
     arguments = (q, *((None, None) if is_stored else (k, v)), (k_pool, v_pool), windows)
     how = {"causal": causal, "scale": head_dim**-0.5}
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     splits = num_splits(bs, kv_heads, processors)
-    kv_bytes = 2 * (bs * CONTEXT + num_rows) * kv_heads * head_dim * pool_dtype.itemsize
+    kv_bytes = 2 * (bs * context + num_rows) * kv_heads * head_dim * pool_dtype.itemsize
     return Case(
         name=f"window_attention {'verify' if causal else 'block'}{', 8 bits' if is_stored else ''}, {model}",
-        shape={"bs": bs, "rows": width, "context": CONTEXT, "splits": splits, "bits": 8 * dtype.itemsize},
+        shape={"bs": bs, "rows": width, "context": context, "splits": splits, "bits": 8 * dtype.itemsize},
         run=partial(window_attention, *arguments, splits=splits, **how),
         reference=partial(window_attention_ref, *arguments, **how),
         bytes_moved=kv_bytes + 2 * num_rows * heads * head_dim * dtype.itemsize,
-        flops=4 * num_rows * (CONTEXT + width) * heads * head_dim,
+        flops=4 * num_rows * (context + width) * heads * head_dim,
         capability=89 if is_stored else 80,
     )
