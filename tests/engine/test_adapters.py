@@ -184,7 +184,7 @@ def test_adapters_are_staged_before_every_replay(judged):
 
     graphs = SimpleNamespace(
         eager=SimpleNamespace(profile=None),
-        adapters=SimpleNamespace(stage=lambda batch: done.append(batch)),
+        adapters=SimpleNamespace(stage=done.append),
         verify={tier: SimpleNamespace(replay=lambda: replay("output"))},
         judged={tier: SimpleNamespace(replay=lambda: replay(SimpleNamespace(output="output")))},
     )
