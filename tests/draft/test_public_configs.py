@@ -160,6 +160,20 @@ READ = {
         "DFlash",
         f"15 drafts per block, {OURS}, {BARE}, 16 slots of which the anchor's does not predict",
     ),
+    "Nemotron 3.5": (
+        QWEN3_8B
+        | DFLASH
+        | {"pard_token": 990, "dspark_markov_rank": 256, "enable_confidence_head": True, "block_size": 8}
+        | {"attention_sink_bias": True, "sample_from_anchor": False, "has_embed_tokens": True, "has_lm_head": False}
+        | {"target_layer_ids": [1, 9, 17], "eagle_aux_hidden_state_layer_ids": [2, 10, 18]}
+        | {"sliding_window": 512, "layer_types": ["sliding_attention"] * 5, "dflash_query_causal": False}
+        | {"confidence_head_with_markov": True},
+        "TorchSpec",
+        (
+            f"7 drafts per block, 5 layers, taps [1, 9, 17] of 36, {FULL_HEADS}, 8 slots of which the anchor's does not "
+            "predict, window of 512 rows that slides along with the slots in all layers, attention sinks in all layers"
+        ),
+    ),
     "ModelOpt": (
         QWEN3_8B
         | {"architectures": ["DFlashDraftModel"], "block_size": 7, "torch_dtype": "bfloat16"}
@@ -232,12 +246,6 @@ REFUSED = {
     "DeepSeek V4": (
         {"architectures": ["DeepseekV4ForCausalLM"], "dspark_block_size": 5, "dspark_target_layer_ids": [40, 41, 42]},
         "a drafter inside its target is not supported",
-    ),
-    "Nemotron 3.5": (
-        QWEN3_8B
-        | DFLASH
-        | {"pard_token": 990, "dspark_markov_rank": 256, "attention_sink_bias": True, "sample_from_anchor": False},
-        "attention_sink_bias=True is not supported",
     ),
     "z-lab's DFlash2": (
         QWEN3_8B | {"architectures": ["DFlash2DraftModel"], "selector_rank": 256, "conv_kernel_size": 2},

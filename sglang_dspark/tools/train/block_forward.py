@@ -49,6 +49,7 @@ class AnchoredAttention:
         q: Tensor,  # [bs * A * slots, heads, head_dim]
         k: Tensor,  # [bs * A * slots, kv_heads, head_dim]
         v: Tensor,  # [bs * A * slots, kv_heads, head_dim]
+        sinks: Tensor | None,  # [heads]
     ) -> Tensor:
         k_ctx, v_ctx = self._k_ctx[layer], self._v_ctx[layer]
         bs, kv_heads, ctx_len, head_dim = k_ctx.shape
@@ -64,9 +65,12 @@ class AnchoredAttention:
         block_scores = grouped @ k.transpose(-1, -2)
         if hidden_block is not None:
             block_scores = block_scores.masked_fill(hidden_block, float("-inf"))
-        scores = torch.cat([ctx_scores, block_scores], dim=-1)
-        probs = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)
-        ctx_probs, block_probs = probs.split((ctx_len, k.shape[3]), dim=-1)
+        parts = [ctx_scores, block_scores]
+        if sinks is not None:
+            of_rows = sinks.view(kv_heads, 1, -1).repeat(1, 1, k.shape[3])[..., None]  # [kv_heads, 1, slots * group, 1]
+            parts.append(of_rows.to(q.dtype).expand(*ctx_scores.shape[:-1], 1))
+        probs = torch.cat(parts, dim=-1).softmax(dim=-1, dtype=torch.float32).to(v.dtype)
+        ctx_probs, block_probs = probs.split([part.shape[-1] for part in parts], dim=-1)[:2]
         mixed = (ctx_probs.flatten(2, 3) @ v_ctx).unflatten(2, (num_anchors, -1)) + block_probs @ v
         return mixed.unflatten(3, (-1, heads // kv_heads)).permute(0, 2, 3, 1, 4, 5).reshape(q.shape)
 
