@@ -70,7 +70,7 @@ class Attention(nn.Module):
     def output(self, attended: Tensor) -> Tensor:
         """``[T, heads, hd]`` of the attention over unscaled values -> ``[T, d]``."""
         rows = attended.flatten(-2)
-        # Values meet their scale here, since the attention is linear in them: K/V of context and block need not know it.
+        # The attention is linear in the values, so their scale can wait: K/V of context and block need not know it.
         return self.o_proj(rows if self.value_scale == 1 else rows * self.value_scale)
 
 

@@ -189,6 +189,37 @@ def test_windows_of_the_two_rules_are_told_apart(write):
     assert drafts(anchored)[0] != drafts(slides)[0]
 
 
+def test_a_value_scale_that_is_overlooked_makes_another_drafter(write):
+    config = config_json(attention_value_scale=0.5)
+    content, tensors = exports.specforge(config, exports.without_embeddings(random_tensors(config, seed=0)))
+    scaled = load(write(content, tensors))
+    assert content.pop("attention_value_scale") == 0.5
+    assert drafts(scaled)[0] != drafts(load(write(content, tensors)))[0]
+
+
+SINK = "layers.{}.self_attn.attention_sink_bias"
+
+
+def test_sinks_are_what_keys_and_tensors_say_together(write):
+    config = config_json(**WINDOW, sink_layers=[True, True])
+    content, tensors = exports.specforge(config, exports.without_embeddings(random_tensors(config, seed=0)))
+    content |= {"sliding_window": 4}
+    one = {name: tensor for name, tensor in tensors.items() if name != SINK.format(0)}
+    assert content.pop("attention_sink_bias") is True
+    nested = content | {"dflash_config": content["dflash_config"] | {"attention_sink_bias": True}}
+    for changed, stored, expected in (
+        (content, tensors, (True, True)),
+        (content, one, (False, True)),
+        (content | {"add_swa_attention_sink_bias": True}, one, (False, True)),
+        (nested, tensors, (True, True)),
+    ):
+        assert load(write(changed, stored)).config.sink_layers == expected
+    with pytest.raises(CheckpointError, match=r"unexpected layers.0.self_attn.attention_sink_bias"):
+        load(write(content | {"attention_sink_bias": False}, tensors))
+    with pytest.raises(CheckpointError, match=r"missing layers.0.self_attn.attention_sink_bias \[6\]"):
+        load(write(content | {"attention_sink_bias": True}, one))
+
+
 def content_of(export, **overrides):
     config = config_json(**overrides)
     return export(config, exports.without_embeddings(random_tensors(config, seed=0)))
@@ -370,9 +401,9 @@ def with_odd_values(content):
 @pytest.mark.parametrize(
     "content",
     [
-        config_json(**WINDOW, causal_layers=[True, False]),
+        config_json(**WINDOW, causal_layers=[True, False], sink_layers=[True, False]),
         content_of(exports.specforge, **YARN)[0] | {"use_sliding_window": True, "max_window_layers": 1},
-        content_of(exports.modelopt)[0],
+        content_of(exports.modelopt)[0] | {"attention_sink_bias": True, "attention_value_scale": 2.0},
         content_of(exports.torchspec)[0] | {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2},
         content_of(exports.speculators, **WINDOW)[0],
     ],

@@ -112,7 +112,9 @@ def test_kernel_shows_the_same(window, sight, causal, splits, with_sinks, device
     case = sighted(window_case(prefix_lens, query_lens, shape, device), sight)
     sinks = torch.linspace(-2, 3, shape[0], device=device) if with_sinks else None
     how = {"causal": causal, "scale": shape[2] ** -0.5, "sinks": sinks}
-    torch.testing.assert_close(window_attention(*case, splits=splits, **how), window_attention_ref(*case, **how), **FP32_TOL)
+    torch.testing.assert_close(
+        window_attention(*case, splits=splits, **how), window_attention_ref(*case, **how), **FP32_TOL
+    )
 
 
 @pytest.mark.parametrize("splits", [1, 4])

@@ -191,7 +191,7 @@ def _attend(
     causal: bool,
     scale: float,
 ) -> None:
-    """Write the attention of q, k and v into ``results``: all of it, or with a second tensor parts and their weights."""
+    """Write the attention of q, k and v into ``results``: all of it, or parts and their weights in two tensors."""
     (q, k, v), (out, lse) = rows, results
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = pool[0].shape[1]

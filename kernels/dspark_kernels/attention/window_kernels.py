@@ -184,9 +184,9 @@ def window_attention_kernel(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         if HAS_SINKS:
             # A sink is a score without a value, which one of the splits counts.
-            if split == 0:
-                row_max = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32)
-                row_sum += 1.0
+            sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32)
+            row_max = tl.where(split == 0, sink, row_max)
+            row_sum = tl.where(split == 0, row_sum + 1.0, row_sum)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
         prefix = tl.load(prefix_lens_ptr + request).to(tl.int32)

@@ -140,7 +140,9 @@ def _switched_on(content: Content, key: str, section: str) -> bool | None:
     """What the file says, if anything."""
     value = content.find(*_places(key, section))
     if value not in (None, True, False):
-        raise content.refuse(next(place for place in _places(key, section) if place in content), "should be true or false")
+        raise content.refuse(
+            next(place for place in _places(key, section) if place in content), "should be true or false"
+        )
     return None if value is None else bool(value)
 
 

@@ -55,7 +55,9 @@ def _switches(draft: DraftConfig, new: Sequence[Switch]) -> Iterator[Finding]:
     from sglang_dspark.draft.formats.description import switches
 
     found = switches(draft)
-    yield Finding("ok", "switches", "; ".join(f"{s.name}: {s.words}" for s in found) or "none: the network is DeepSpec's")
+    yield Finding(
+        "ok", "switches", "; ".join(f"{s.name}: {s.words}" for s in found) or "none: the network is DeepSpec's"
+    )
     if new:
         words = "; ".join(f"{switch.name}: {switch.words}" for switch in new)
         remedy = "right if the drafter was trained so; otherwise few drafts are accepted, and the text is right still"

@@ -52,7 +52,7 @@ class AnchoredAttention:
         sinks: Tensor | None,  # [heads]
     ) -> Tensor:
         k_ctx, v_ctx = self._k_ctx[layer], self._v_ctx[layer]
-        bs, kv_heads, ctx_len, head_dim = k_ctx.shape
+        bs, kv_heads, _, head_dim = k_ctx.shape
         num_anchors = self._ages.shape[1]
         hidden_ctx, hidden_block = self._layer_masks[layer]
         heads = q.shape[1]
