@@ -172,7 +172,8 @@ READ = {
         "TorchSpec",
         (
             f"7 drafts per block, 5 layers, taps [1, 9, 17] of 36, {FULL_HEADS}, 8 slots of which the anchor's does "
-            "not predict, window of 512 rows that slides along with the slots in all layers, attention sinks in all layers"
+            "not predict, window of 512 rows that slides along with the slots in all layers, attention sinks in all "
+            "layers"
         ),
     ),
     "ModelOpt": (

@@ -69,7 +69,8 @@ class TrainConfig:
     # Shape of the drafter; everything else is the target's.
     target_layer_ids: tuple[int, ...]
     mask_token_id: int
-    block_size: Annotated[int, whole(1)] = 7
+    block_size: Annotated[int, whole(1)] = 7  # drafts
+    sample_from_anchor: bool = True  # False = the layout of DFlash, which has a slot more than drafts
     num_layers: Annotated[int, whole(1)] = 2
     intermediate_size: Annotated[int, whole(1)] | None = None  # None = the target's
     markov_rank: Annotated[int, whole(0)] = 256  # 0 = no Markov head
@@ -118,6 +119,11 @@ class TrainConfig:
         dtype: torch.dtype = getattr(torch, self.compute_dtype)
         return dtype
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of a block in the network."""
+        return self.block_size + (not self.sample_from_anchor)
+
     def draft_config(self, target_config: Any) -> DraftConfig:
         """Configuration of the drafter for a target with this transformers text configuration.
 
@@ -139,7 +145,8 @@ class TrainConfig:
             rms_norm_eps=getattr(target_config, "rms_norm_eps", 1e-6),
             rope_theta=_rope_theta(target_config),
             max_position_embeddings=target_config.max_position_embeddings,
-            block_size=self.block_size,
+            block_size=self.num_slots,
+            sample_from_anchor=self.sample_from_anchor,
             mask_token_id=self.mask_token_id,
             target_layer_ids=self.target_layer_ids,
             num_target_layers=target_config.num_hidden_layers,

@@ -54,7 +54,7 @@ def draft_loss(
     """Loss of the draft model on `batch`, teacher-forced. Differentiable in all its parameters but the LM head's."""
     hidden = block_hidden(model, *context_kv(model, batch.features), batch.anchors, batch.anchor_ids)
     slots = batch.slots
-    slot_weights = _by_position(weights, model.config.block_size, hidden.device)[slots % model.config.block_size]
+    slot_weights = _by_position(weights, model.config.gamma, hidden.device)[slots % model.config.gamma]
     slot_weights = slot_weights / (slot_weights.sum() + 1e-6)
 
     latents = w1_embeddings = markov_w2 = None
@@ -154,6 +154,6 @@ class _DistributionLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None, None, None, None)
 
 
-def _by_position(weights: LossWeights, block_size: int, device: torch.device) -> Tensor:
+def _by_position(weights: LossWeights, gamma: int, device: torch.device) -> Tensor:
     """``[gamma]`` float32 weights of the slots, 1 for the first."""
-    return torch.exp(-torch.arange(block_size, device=device) / weights.position_decay)
+    return torch.exp(-torch.arange(gamma, device=device) / weights.position_decay)

@@ -28,8 +28,8 @@ def training_bytes(config: TrainConfig, target_config: Any, longest: int) -> int
     with torch.device("meta"):
         model = DraftModel(draft, own_embedding=False, own_lm_head=False)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    slots = config.batch_rows * config.anchors_per_row * config.block_size
-    scores = slots * draft.num_attention_heads * (longest + config.block_size)
+    slots = config.batch_rows * config.anchors_per_row * config.num_slots
+    scores = slots * draft.num_attention_heads * (longest + config.num_slots)
     width = draft.num_hidden_layers * (6 * draft.hidden_size + 3 * draft.intermediate_size)
     context = (len(draft.target_layer_ids) + 1) * draft.hidden_size
     context += 2 * draft.num_hidden_layers * draft.num_key_value_heads * draft.head_dim

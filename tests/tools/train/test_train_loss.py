@@ -23,20 +23,20 @@ TOLERANCE = {"atol": 2e-5, "rtol": 2e-3}
 
 def literal_loss(model: DraftModel, rows, anchors, lm_head: torch.Tensor) -> torch.Tensor:
     """The objective as the paper writes it, one block at a time."""
-    gamma = model.config.block_size
+    gamma, num_slots, first = model.config.gamma, model.config.block_size, model.config.first_slot
     numerator = {"ce": 0.0, "l1": 0.0, "confidence": 0.0}
     total_weight = 0.0
     for row, chosen in zip(rows, anchors, strict=True):
         for t in chosen.tolist():
             k_ctx, v_ctx = model.context_kv(model.project_context(row.features[:t].double()), torch.arange(t))
-            ids = torch.tensor([int(row.input_ids[t])] + [model.config.mask_token_id] * (gamma - 1))
+            ids = torch.tensor([int(row.input_ids[t])] + [model.config.mask_token_id] * (num_slots - 1))
             hidden = model.forward_block(
                 model.embed(ids),
-                torch.arange(t, t + gamma),
-                lambda i, q, k, v, k_ctx=k_ctx, v_ctx=v_ctx: attend_dense(
+                torch.arange(t, t + num_slots),
+                lambda i, q, k, v, sinks, k_ctx=k_ctx, v_ctx=v_ctx: attend_dense(
                     q, torch.cat([k_ctx[i], k]), torch.cat([v_ctx[i], v]), scale=model.config.attention_scale
                 ),
-            )
+            )[first:]
             state = model.markov_head.initial_state(1, hidden.device, hidden.dtype)
             for j in range(gamma):
                 bias, w1, state = model.markov_head.step(
@@ -61,17 +61,22 @@ def literal_loss(model: DraftModel, rows, anchors, lm_head: torch.Tensor) -> tor
     return sum(getattr(WEIGHTS, name) * value for name, value in numerator.items()) / total_weight
 
 
-@pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
-def test_loss_and_gradients_equal_the_literal_objective(head, target, rows, config, make_drafter, monkeypatch):
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"markov_head_type": "gated", "confidence_head_with_markov": False}, {"markov_head_type": "rnn"}]
+    + [{"sample_from_anchor": False}],
+    ids=["vanilla", "gated", "rnn", "layout of DFlash"],
+)
+def test_loss_and_gradients_equal_the_literal_objective(changes, target, rows, config, make_drafter, monkeypatch):
     monkeypatch.setattr(loss_module, "_CHUNK_ROWS", 37)
-    model = make_drafter(replace(config, markov_head_type=head, confidence_head_with_markov=head != "gated"))
+    model = make_drafter(replace(config, **changes))
     generator = torch.Generator().manual_seed(0)
     anchors = [sample_anchors(row, 5, generator) for row in rows]
     output = draft_loss(model, collate(rows, anchors, stored_states(rows), 4), WHOLE, target.lm_head_weight, WEIGHTS)
     output.loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    literal = make_drafter(replace(config, markov_head_type=head, confidence_head_with_markov=head != "gated")).double()
+    literal = make_drafter(replace(config, **changes)).double()
     literal.bind_target(target.embed_weight.double(), target.lm_head_weight.double())
     expected = literal_loss(literal, rows, anchors, target.lm_head_weight.double())
     expected.backward()

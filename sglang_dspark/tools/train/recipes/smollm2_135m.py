@@ -97,12 +97,13 @@ CPU_CHANGES: dict[str, Any] = {
     "markov_lr_scale": 10.0,
 }
 CPU_BATCH_SIZE = 96
-# Shapes that were tried; the bundled drafter is "base".
+# Shapes that were tried; the bundled drafter is "base", and "dflash" the same as a plain DFlash drafter, without heads.
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     "deep": {"num_layers": 3},
     "rank64": {"markov_rank": 64},
     "block7": {"block_size": 7},
+    "dflash": {"sample_from_anchor": False, "markov_rank": 0, "confidence_head": False},
 }
 
 Say = Callable[[str], None]
