@@ -63,8 +63,12 @@ def literal_loss(model: DraftModel, rows, anchors, lm_head: torch.Tensor) -> tor
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"markov_head_type": "gated", "confidence_head_with_markov": False}, {"markov_head_type": "rnn"}]
-    + [{"sample_from_anchor": False}],
+    [
+        {},
+        {"markov_head_type": "gated", "confidence_head_with_markov": False},
+        {"markov_head_type": "rnn"},
+        {"sample_from_anchor": False},
+    ],
     ids=["vanilla", "gated", "rnn", "layout of DFlash"],
 )
 def test_loss_and_gradients_equal_the_literal_objective(changes, target, rows, config, make_drafter, monkeypatch):
