@@ -32,7 +32,7 @@ from sglang_dspark.worker.stages import EagerStages
 from sglang_dspark.worker.staging import Staging
 from sglang_dspark.worker.startup.late_kernels import report_late_kernels
 from sglang_dspark.worker.startup.sps_cache import load_or_measure
-from sglang_dspark.worker.startup.warm_up import warm_up
+from sglang_dspark.worker.startup.warm_up import hold_largest_step, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class DSparkWorker(SpecWorkerBase):
             slots = graph_request_slots(runner)
             warm_up(self.eager, self.target_worker, self.max_verify, slots)
             staging.graphs = self.capture_graphs(slots)
+            hold_largest_step(self.eager, self.target_worker, self.max_verify)
         table = None
         if self.drafter.drafts:
             table = load_or_measure(staging, self.target_worker, self.server_args, self.max_verify)

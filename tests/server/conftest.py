@@ -57,7 +57,7 @@ OF_BATCHES = {"self_attn": "batch", "mlp": "batch"}
 SERVERS: dict[str, Recipe] = {
     # The target alone, and DSPARK with its defaults.
     "plain": Recipe(),
-    "dspark": Recipe(lambda folder: DSPARK, forked=False),
+    "dspark": Recipe(lambda folder: DSPARK),
     # Every scheduling of SGLang that is not the default, and a part of the drafter's block.
     "corner": Recipe(
         lambda folder: (
@@ -98,7 +98,7 @@ SERVERS: dict[str, Recipe] = {
         forked=False,
     ),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
-    "graphs": Recipe(lambda folder: (*DSPARK, "--max-running-requests", "4"), env=emulated_graphs(), forked=False),
+    "graphs": Recipe(lambda folder: (*DSPARK, "--max-running-requests", "4"), env=emulated_graphs()),
     # Quantised targets, one with its LM head; of the other one a row's result depends on the whole batch.
     "plain_int8": Recipe(model=partial(int8_target, scales=OF_ROWS)),
     "int8": Recipe(lambda folder: DSPARK, model=partial(int8_target, scales=OF_ROWS)),
@@ -107,7 +107,6 @@ SERVERS: dict[str, Recipe] = {
         lambda folder: (*DSPARK, "--max-running-requests", "4"),
         model=partial(int8_target, scales=OF_BATCHES),
         env={**emulated_graphs(), "EMULATED_ROWS": "2 8 16"},
-        forked=False,
     ),
     "simulated": Recipe(
         lambda folder: (*(*DSPARK, "--load-format", "dummy", "--speculative-dspark-simulate-acceptance", PROFILE),)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_dspark.tools.launch import LaunchedServer
 
 NEAR_TIE = 1e-4  # gap of the target's two best logits below which the shape of a batch may decide
-MAX_TOKENS = 32
+MAX_TOKENS = 20
 
 PROMPTS = [
     "Write a Python function that reverses a linked list.",

@@ -40,7 +40,7 @@ class ServerPool:
     def __init__(self, recipes: Mapping[str, Recipe], folder: Path) -> None:
         self._recipes, self._folder = recipes, folder
         self._servers: dict[str, LaunchedServer] = {}
-        self._nursery: Nursery | None = None
+        self._nurseries: dict[frozenset[tuple[str, str]], Nursery] = {}
 
     def get(self, name: str) -> LaunchedServer:
         """The server of this recipe; another one where a test has ended it."""
@@ -59,8 +59,8 @@ class ServerPool:
         """Stop them all."""
         for server in self._servers.values():
             server.stop()
-        if self._nursery is not None:
-            self._nursery.close()
+        for nursery in self._nurseries.values():
+            nursery.close()
 
     def _start(self, name: str) -> LaunchedServer:
         recipe, folder = self._recipes[name], self._folder / name
@@ -72,8 +72,11 @@ class ServerPool:
         env = {**common, **table, **recipe.env}
         # A process that has touched a GPU cannot be forked.
         if recipe.forked and not ON_GPU:
-            self._nursery = self._nursery or Nursery(common)
-            server: LaunchedServer = ForkedServer(self._nursery, recipe.model(folder), *flags, env=env)
+            # What is imported may depend on the environment.
+            imported = {**common, **recipe.env}
+            nursery = self._nurseries.get(frozenset(imported.items())) or Nursery(imported)
+            self._nurseries[frozenset(imported.items())] = nursery
+            server: LaunchedServer = ForkedServer(nursery, recipe.model(folder), *flags, env=env)
         else:
             server = LaunchedServer(recipe.model(folder), *flags, env=env)
         server.__enter__()

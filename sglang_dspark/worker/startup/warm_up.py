@@ -31,6 +31,7 @@ from dspark_kernels import (
 from sglang_dspark.engine.compat.ranks import tp_size
 from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
+from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.choice import PLAIN, Choice, Rule
 from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, TargetOutput, VerifyPlan
@@ -95,6 +96,27 @@ def warm_up(stages: EagerStages, target_worker: Any, max_verify: int, request_sl
     # Graphs allocate from a pool of their own, which cannot use what lies cached here.
     torch.cuda.empty_cache()
     logger.info("DSPARK: every kernel compiled or loaded, in %.1f s", time.monotonic() - began)
+
+
+def hold_largest_step(stages: EagerStages, target_worker: Any, max_verify: int) -> None:
+    """Have torch's allocator hold what the largest step takes beside CUDA graphs, so that no request finds it gone.
+
+    All requests that may run are sampled, have drafts of their own and penalties, and none fits into a graph.
+
+    Raises:
+        ConfigError: the memory is not there.
+    """
+    runner = target_worker.model_runner
+    most = min(int(runner.max_running_requests), int(runner.req_to_token_pool.size))
+    try:
+        with torch.no_grad(), DummyBatch(target_worker, most, 1, max_verify + 1) as batch:
+            _WarmUpSteps(stages, batch, max_verify).fill()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a step of --max-running-requests={most} sampled requests with {max_verify} drafts each does not fit into "
+            "the memory that weights, K/V pool and CUDA graphs leave free; lower --max-running-requests or "
+            f"--mem-fraction-static ({error})"
+        ) from error
 
 
 def sizes(most: int) -> list[int]:
@@ -169,6 +191,14 @@ class _WarmUpSteps:
             if rest and drafts:
                 beside = Choice(Rule.UNIFORM, 1).within(Limits((width, *[1] * rest), copies.lens))
                 self._step(beside, _LAWS, copies)
+
+    def fill(self) -> None:
+        """The largest step: sampled, as many drafts as may be verified, and adjustments of every request."""
+        choice = Choice(Rule.UNIFORM, self._most) if self._stages.drafter.drafts else PLAIN
+        _, output = self._step(choice, ((_SAMPLED,),))
+        logits = output.logits_output.next_token_logits
+        # It doubles when it is full: the smaller one and the larger one exist side by side.
+        AdjustmentTable.empty(self._requests, logits.shape[1], logits.device).grown(2 * self._requests)
 
     def verify(self, depth: int) -> None:
         """Verify drafts that nobody proposed. Attention has kernels for a width, and for few requests and many."""

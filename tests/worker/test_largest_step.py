@@ -1,0 +1,58 @@
+"""The step that start-up takes to hold memory: the largest that can come, and what is said where it does not fit."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from stage_loop import StageLoop
+
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.step.state import TargetOutput
+from sglang_dspark.worker.startup.warm_up import hold_largest_step
+
+REQUESTS, SLOTS = 5, 40
+
+
+class Target:
+    """Verifies nothing, but has logits of a row as a target has."""
+
+    def __init__(self, loop, error=None):
+        self.rows, self._error = [], error
+        self._vocab_size, self._width = loop.drafter.config.vocab_size, loop.drafter.model.fc.in_features
+        loop.drafter.allocate(SLOTS + 1, torch.float32)
+        loop.stages._verify = self._verify
+
+    def _verify(self, batch, step, plan):
+        if self._error is not None:
+            raise self._error
+        rows = len(plan.input_ids)
+        self.rows.append((len(step), rows, step.rows.any_greedy))
+        logits = torch.zeros(rows, self._vocab_size)
+        return TargetOutput(SimpleNamespace(next_token_logits=logits), torch.zeros(rows, self._width))
+
+
+def worker():
+    runner = SimpleNamespace(
+        max_running_requests=REQUESTS,
+        req_to_token_pool=SimpleNamespace(size=9, req_to_token=torch.zeros(10, 32, dtype=torch.int32)),
+        token_to_kv_pool=SimpleNamespace(size=SLOTS),
+        device="cpu",
+        model_config=None,
+        spec_algorithm=None,
+    )
+    return SimpleNamespace(model_runner=runner)
+
+
+def test_every_request_is_sampled_and_has_all_drafts():
+    loop, table = StageLoop(schedule="static"), worker()
+    target = Target(loop)
+    hold_largest_step(loop.stages, table, loop.gamma)
+    assert target.rows == [(REQUESTS, REQUESTS * (loop.gamma + 1), False)]
+    assert not table.model_runner.req_to_token_pool.req_to_token.any()
+
+
+def test_memory_that_is_not_there_ends_the_start():
+    loop = StageLoop(schedule="static")
+    Target(loop, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.2 GiB"))
+    with pytest.raises(ConfigError, match=r"--max-running-requests=5 sampled requests with 7 drafts.*--mem-fraction"):
+        hold_largest_step(loop.stages, worker(), loop.gamma)
