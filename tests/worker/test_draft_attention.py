@@ -73,3 +73,12 @@ def test_sinks_take_their_share_of_every_head(name):
     sinks = torch.linspace(-1, 4, HEADS)
     for form, device in ((partial_attention.reference, "cpu"), (partial_attention.kernel, DEVICE)):
         check(form, KINDS[name], device, sinks.to(device))
+
+
+def test_a_layout_for_kernels_reads_no_length():
+    """So that it can be captured: tensors of the device "meta" have no values to be read."""
+    how = {"heads_per_kv": HEADS // KV_HEADS, "dtype": torch.float32, "scale": SCALE}
+    for visibility in KINDS.values():
+        partial_attention.kernel(step_of("meta"), SLOTS, visibility, **how)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        partial_attention.reference(step_of("meta"), SLOTS, KINDS["window from the slot"], **how)

@@ -27,6 +27,7 @@ from transformers import AutoConfig
 
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids, save_token_ids
 from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import lines_of
 from sglang_dspark.tools.prompts import read_prompts
 from sglang_dspark.tools.train.config import TrainConfig
@@ -200,6 +201,10 @@ def write_corpus(
 def load_corpus(target: Target, folder: Path, say: Say) -> tuple[Corpus, Corpus]:
     """Texts to train on and texts held out, both with the target's states."""
     rows: list[CorpusRow] = [row for row in Corpus.load(folder).rows if len(row.input_ids) - row.prompt_len > 1]
+    if len(rows) <= HELD_OUT_ROWS:
+        raise ConfigError(
+            f"{folder} has {len(rows)} texts, of which {HELD_OUT_ROWS} are held out; raise --write-minutes"
+        )
     started = time.perf_counter()
     if target.device.type == "cuda":
         torch.cuda.empty_cache()  # what decoding has left
