@@ -175,7 +175,7 @@ def test_no_more_wait_than_can_be_answered():
 @pytest.fixture
 def client(monkeypatch):
     manager = Manager()
-    monkeypatch.setattr(routes, "_tokenizer_manager", lambda: manager)
+    monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
     app = FastAPI()
     routes.add(app, None)
     with TestClient(app, raise_server_exceptions=False) as client:
@@ -215,7 +215,7 @@ def test_a_form_of_another_site_switches_nothing(client, kind):
 
 def test_no_answer_is_service_unavailable(monkeypatch):
     manager = Manager(answers=False)
-    monkeypatch.setattr(routes, "_tokenizer_manager", lambda: manager)
+    monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
     monkeypatch.setattr(routes, "Channel", lambda manager: Channel(manager, limit_s=0.05))
     app = FastAPI()
     routes.add(app, None)

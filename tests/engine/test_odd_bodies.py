@@ -22,6 +22,9 @@ def client(monkeypatch):
     """An application that parses bodies as SGLang's does, and answers with what it got."""
     app = FastAPI()
 
+    async def nothing():
+        pass
+
     async def parsed(request: Request):
         try:
             document = await request.json()
@@ -46,7 +49,7 @@ def client(monkeypatch):
     monkeypatch.setattr(routes.dashboard, "page", lambda needs_key: ("page", "policy"))
     monkeypatch.setattr(routes, "_server_args", lambda: type("Args", (), {"api_key": None}))
     routes.add(app, None)
-    app.user_middleware.append(Middleware(SpeculationMiddleware))
+    app.user_middleware.append(Middleware(SpeculationMiddleware, first_answered=nothing))
     with TestClient(app, follow_redirects=False) as client:
         yield client
 

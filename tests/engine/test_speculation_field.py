@@ -2,11 +2,23 @@
 
 import asyncio
 import json
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
+from fastapi import FastAPI
+from sglang.srt.entrypoints import http_server
 
-from sglang_dspark.engine.front_end.http import SpeculationMiddleware
+from sglang_dspark.engine import fired
+from sglang_dspark.engine.front_end import routes
+from sglang_dspark.engine.front_end.http import SpeculationMiddleware, mount
 from sglang_dspark.speculation import Speculation
+
+STREAM = "text/event-stream"
+
+
+async def nothing():
+    pass
 
 
 def send(body, path="/generate", chunk=7, **scope):
@@ -29,7 +41,7 @@ def send(body, path="/generate", chunk=7, **scope):
 
     headers = [(b"content-length", str(len(body)).encode())]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers, **scope}
-    asyncio.run(SpeculationMiddleware(application)(scope, receive, respond))
+    asyncio.run(SpeculationMiddleware(application, first_answered=nothing)(scope, receive, respond))
     if sent:
         return sent[0]["status"], json.loads(sent[1]["body"])["message"]
     assert int(seen["length"]) == len(seen["body"])
@@ -158,3 +170,34 @@ def test_the_field_wins_over_what_the_body_carries_itself():
     found = json.loads(send(json.dumps(body).encode()))["sampling_params"]["custom_params"]
     assert found["mine"] == 1
     assert found["dspark"]["max_verify"] == 2
+
+
+@pytest.mark.parametrize(("status", "kind"), [(200, "application/json"), (400, "application/json"), (200, STREAM)])
+def test_the_first_whole_answer_is_told_once(status, kind, monkeypatch):
+    """By then SGLang has what it needs, and the garbage collector is told to leave that alone."""
+    monkeypatch.setattr(fired, "_awaited", defaultdict(dict))
+    told = []
+
+    async def frozen():
+        told.append("frozen")
+
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]})
+
+    async def receive():
+        return {"type": "http.request", "body": b"{}"}
+
+    async def respond(message):
+        pass
+
+    manager = SimpleNamespace(freeze_gc=frozen)
+    monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
+    app = FastAPI()
+    monkeypatch.setattr(http_server, "app", app)
+    mount(SimpleNamespace())
+    [middleware] = app.user_middleware
+    served = middleware.cls(application, **middleware.kwargs)
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
+    for _ in range(2):
+        asyncio.run(served(scope, receive, respond))
+    assert told == (["frozen"] if (status, kind) == (200, "application/json") else [])

@@ -16,6 +16,13 @@ from sglang_dspark.engine.support import TESTED_SGLANG
 PROMPTS = [[5 + i, 9, 20 + i, 7] for i in range(16)]
 
 
+def test_the_garbage_collector_leaves_alone_what_start_up_made(dspark):
+    """In all three processes: a full collection would take half a second, in which every user waits."""
+    log = dspark.log_path.read_text()
+    frozen = sorted(re.findall(r"Freezing GC in (.*) process", log))
+    assert frozen == ["Detokenizer Manager", "Scheduler", "Tokenizer Manager"]
+
+
 def test_statistics_add_up(dspark):
     before = dspark.get_json("/dspark/stats")
     texts = output_ids(dspark, [greedy(prompt, 48) for prompt in PROMPTS], 8)

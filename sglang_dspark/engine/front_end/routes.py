@@ -59,7 +59,7 @@ class Routes:
     """Routes of a server that decodes with DSPARK; the scheduler answers."""
 
     def __init__(self) -> None:
-        self._channel = Channel(_tokenizer_manager)
+        self._channel = Channel(tokenizer_manager)
 
     async def stats(self, history_s: int = 0) -> JSONResponse:
         """Figures since the start and of the last minute; ``history_s``: seconds to list one by one."""
@@ -154,14 +154,15 @@ async def _page() -> HTMLResponse:
     return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
 
 
-def _tokenizer_manager() -> Any:
+def tokenizer_manager() -> Any:
+    """SGLang's own, which talks to the scheduler."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
     return get_global_state().tokenizer_manager
 
 
 def _server_args() -> Any:
-    return _tokenizer_manager().server_args
+    return tokenizer_manager().server_args
 
 
 def error_response(status: int, message: str, param: str | None) -> JSONResponse:
