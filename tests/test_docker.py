@@ -14,6 +14,9 @@ from sglang_dspark.engine.support import TESTED_SGLANG
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "docker"
 COMPOSE = {name: yaml.safe_load((DOCKER / name).read_text()) for name in ("compose.yaml", "compose.replicas.yaml")}
+KUBERNETES = DOCKER / "kubernetes"
+EXAMPLES = ("replicas.yaml", "two_nodes.yaml")
+SHARED = list(yaml.safe_load_all((KUBERNETES / "shared.yaml").read_text()))
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
 
 
@@ -107,6 +110,69 @@ def test_router_knows_every_replica():
     replicas = {label for label in found if label.startswith("replica-")}
     urls = {word for word in found["router"]["command"] if word.startswith("http")}
     assert urls == {f"http://{label}:30000" for label in replicas} and set(found["router"]["depends_on"]) == replicas
+
+
+def pods(name):
+    """Pod specifications of a file for Kubernetes, by their labels, and its services."""
+    found, documents = [], list(yaml.safe_load_all((KUBERNETES / name).read_text()))
+    for document in documents:
+        spec = document["spec"]
+        group = spec.get("leaderWorkerTemplate", {})
+        templates = [spec.get("template"), group.get("leaderTemplate"), group.get("workerTemplate")]
+        found += [(template["metadata"]["labels"], template["spec"]) for template in templates if template]
+    return found, [document for document in documents if document["kind"] == "Service"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_pod_is_a_container_of_compose_with_a_gpu_and_a_health(name):
+    found, _ = pods(name)
+    image = services("compose.replicas.yaml")["replica-0"]["image"]
+    dockerfile = (DOCKER / "cuda.Dockerfile").read_text()
+    kept = json.loads(re.search(r"^VOLUME (.*)$", dockerfile, re.MULTILINE)[1])
+    assert found
+    for _, spec in found:
+        [container] = spec["containers"]
+        assert container["image"] == image and container["resources"]["limits"]["nvidia.com/gpu"] > 0
+        assert spec["securityContext"]["runAsUser"] == spec["securityContext"]["fsGroup"] == 10001
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            health = container[probe]
+            assert health["httpGet"] == {"path": "/health", "port": "http"} and ports["http"] == 30000
+        assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] >= 1200
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert {*mounts.values()} == {*kept, "/dev/shm"}
+        assert {volume["name"] for volume in spec["volumes"]} == set(mounts)
+        named = [volume["persistentVolumeClaim"] for volume in spec["volumes"] if "persistentVolumeClaim" in volume]
+        used = [claim["claimName"] for claim in named] + [map_["configMapRef"]["name"] for map_ in container["envFrom"]]
+        assert sorted(used) == sorted(document["metadata"]["name"] for document in SHARED)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_services_and_metrics_find_the_servers_that_answer(name):
+    found, entrances = pods(name)
+    monitor = yaml.safe_load((KUBERNETES / "metrics.yaml").read_text())["spec"]
+    [entrance] = [document["spec"] for document in entrances]
+    for labels, spec in found:
+        answers = labels.get("role") != "worker"  # the second node of a server has no routes but its health
+        assert (entrance["selector"].items() <= labels.items()) == answers
+        assert (monitor["selector"]["matchLabels"].items() <= labels.items()) == answers
+        [container] = spec["containers"]
+        assert "--enable-metrics" in container["args"]
+        named = {port["name"] for port in container["ports"]}
+        assert {entrance["ports"][0]["targetPort"], monitor["podMetricsEndpoints"][0]["port"]} <= named
+
+
+def test_the_ranks_of_two_nodes_are_as_many_as_their_gpus():
+    [group, _] = yaml.safe_load_all((KUBERNETES / "two_nodes.yaml").read_text())
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert template["leaderTemplate"]["spec"] == template["workerTemplate"]["spec"]
+    [container] = template["workerTemplate"]["spec"]["containers"]
+    words, gpus = container["args"], container["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(words[words.index("--tp-size") + 1]) == template["size"] * gpus
+    meeting = words[words.index("--dist-init-addr") + 1]
+    assert int(meeting.split(":")[1]) in {port["containerPort"] for port in container["ports"]} - {30000}
+    # A node that lives on after the other one has ended would wait for it for ever.
+    assert template["restartPolicy"] == "RecreateGroupOnPodRestart"
 
 
 def test_grafana_finds_data_source_and_dashboard():

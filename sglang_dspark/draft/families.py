@@ -24,6 +24,7 @@ class Family:
         embedding: path of the embedding, where the class has no ``get_input_embeddings``.
         sums_late: between two layers the class may hold sums that are not reduced over the ranks yet, so that what it
             captures is wrong unless SGLang's fusion of all-reduce and norm is off.
+        slides: some of its layers see a window of the context only, which our kernel for GPUs does not know.
         tried: what tests compare with transformers in float32: ``model``, hidden states and greedy texts of SGLang's
             own model; ``server``, texts and rounds of a server.
         remark: what users of the family should know.
@@ -35,6 +36,7 @@ class Family:
     text: str = ""
     embedding: str = ""
     sums_late: bool = False
+    slides: bool = False
     tried: tuple[Literal["model", "server"], ...] = ("model",)
     remark: str = ""
 
@@ -65,6 +67,14 @@ FAMILIES: tuple[Family, ...] = (
     Family("ApertusForCausalLM", "Apertus", capture="eagle3"),
     Family("Qwen2MoeForCausalLM", "Qwen1.5-MoE, Qwen2-57B-A14B", capture="eagle3", embedding="model.embed_tokens"),
     Family(
+        "Gemma3ForCausalLM",
+        "Gemma 3 1B and 270M",
+        capture="eagle3",
+        slides=True,
+        tried=("model", "server"),
+        remark="on a CPU only: the kernel for GPUs has no sliding windows yet",
+    ),
+    Family(
         "Mistral3ForConditionalGeneration",
         "Mistral Small 3.1 and 3.2, Ministral 3 with images",
         text="language_model",
@@ -93,7 +103,10 @@ class Unserved:
 
 _STATE = "some of its layers keep a recurrent state, which verification cannot take back yet"
 _LATENT = "it attends over latent K/V (MLA), for which verification has no kernel yet"
-_WINDOWED = "some of its layers see a part of the context only, and verification shows every layer all of it"
+_WINDOWED = (
+    "some of its layers see a window of the context only, which verification knows for text models on a CPU alone"
+)
+_TWO_POOLS = "and SGLang keeps their K/V in a second, smaller pool, from which verification does not read yet"
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
@@ -132,16 +145,25 @@ UNSERVED: tuple[Unserved, ...] = (
         "SGLang's own --speculative-algorithm EAGLE serves it with an EAGLE drafter",
     ),
     Unserved(
-        ("GptOssForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-        _WINDOWED,
+        ("GptOssForCausalLM",),
+        f"half of its layers see a window of the context only, {_TWO_POOLS}, and all have attention sinks, which the "
+        "kernels of verification lack",
         "SGLang's own --speculative-algorithm DFLASH serves it with a DFlash drafter",
     ),
     Unserved(
-        (
-            *("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Llama4ForConditionalGeneration"),
-            "LagunaForCausalLM",
-        ),
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        f"most of its layers see a window of the context only, {_TWO_POOLS}, and have heads of another size than the "
+        "other layers",
+        "SGLang's own --speculative-algorithm DFLASH serves it with a DFlash drafter",
+    ),
+    Unserved(
+        ("Gemma3ForConditionalGeneration", "LagunaForCausalLM"),
         _WINDOWED,
+        "SGLang's own --speculative-algorithm EAGLE3 serves it with an EAGLE-3 drafter",
+    ),
+    Unserved(
+        ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
+        f"three quarters of its layers see a chunk of the context only, {_TWO_POOLS}",
         "SGLang's own --speculative-algorithm EAGLE3 serves it with an EAGLE-3 drafter",
     ),
     Unserved(

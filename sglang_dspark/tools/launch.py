@@ -101,7 +101,7 @@ class LaunchedServer:
             startup_timeout_s: how long the server may take until it answers, warm-up request included.
             progress: called about four times a second while the server starts.
         """
-        self._port = _flag_value(flags, "--port") or str(_free_port())
+        self._port = _flag_value(flags, "--port") or str(free_port())
         self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path), *flags]
         if "--port" not in flags:
             self._command += ["--port", self._port]
@@ -283,7 +283,12 @@ def _flag_value(flags: tuple[str, ...], name: str) -> str | None:
     return flags[flags.index(name) + 1] if name in flags else None
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on.
+
+    Raises:
+        LaunchError: all are taken.
+    """
     # Below the ports that systems hand out to outgoing connections: one of these may be taken in the half minute that a
     # server needs until it listens. SGLang derives further ports by adding 10000.
     ports = list(range(15_000, 20_000))

@@ -47,6 +47,7 @@ def verify(dtype=torch.float32, scales=(None, None)):
         qk_head_dim=HEAD_DIM,
         v_head_dim=HEAD_DIM,
         layer_id=0,
+        sliding_window_size=-1,
         scaling=HEAD_DIM**-0.5,
         k_scale_float=scales[0],
         v_scale_float=scales[1],

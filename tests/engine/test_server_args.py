@@ -166,3 +166,10 @@ def test_a_resolution_without_our_hook_ends_the_start(monkeypatch):
     monkeypatch.setattr(arguments, "RESOLVED_LATER", True)
     with pytest.raises(EngineError, match=r"did not call .*ServerArgs\.resolve_once"):
         server_args.validate(SimpleNamespace())
+
+
+def test_machines_do_not_fall_back_each_by_itself(reads):
+    two = ("--nnodes", "2", "--node-rank", "1", "--tp-size", "2", "--dist-init-addr", "127.0.0.1:20000")
+    with pytest.raises(ConfigError, match="--speculative-dspark-fallback=target-only: each of --nnodes=2"):
+        resolve(*two, "--speculative-dspark-fallback", "target-only")
+    assert resolve(*two).node_rank == 1

@@ -12,7 +12,7 @@ from sglang_dspark.errors import UnservedError
 def refusals(architecture, rope=None, context_len=8192, **flags):
     text_config = SimpleNamespace(rope_parameters=rope, original_max_position_embeddings=4096)
     model_config = SimpleNamespace(hf_text_config=text_config, context_len=context_len)
-    args = SimpleNamespace(**{"tp_size": 1, "flashinfer_allreduce_fusion_backend": None} | flags)
+    args = SimpleNamespace(**{"tp_size": 1, "flashinfer_allreduce_fusion_backend": None, "device": "cuda"} | flags)
     return list(target_refusals(family_of([architecture]), model_config, args, window=8))
 
 
@@ -22,6 +22,12 @@ def test_sums_that_ranks_have_not_reduced_are_not_captured():
     assert "pass --enforce-disable-flashinfer-allreduce-fusion" in refusal
     assert refusals("Glm4MoeForCausalLM", **fused | {"tp_size": 1}) == []
     assert refusals("Qwen3MoeForCausalLM", **fused) == []
+
+
+def test_windows_of_the_context_are_known_on_a_cpu_alone():
+    [refusal] = refusals("Gemma3ForCausalLM")
+    assert "for GPUs" in refusal and "--speculative-algorithm EAGLE3" in refusal
+    assert refusals("Gemma3ForCausalLM", device="cpu") == []
 
 
 @pytest.mark.parametrize(
@@ -39,5 +45,6 @@ def test_who_serves_what_dspark_does_not(unserved):
     for architecture in unserved.architectures:
         with pytest.raises(UnservedError) as caught:
             family_of([architecture])
-        assert unserved.instead in str(caught.value)
+        assert unserved.instead in str(caught.value) and unserved.reason in str(caught.value)
+    assert not unserved.reason.endswith(".")  # one sentence, with the remedy
     assert not {family.architecture for family in FAMILIES} & set(unserved.architectures)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from byte_tokenizer import save_byte_tokenizer
 from family_targets import written_target
-from golden_server import DSPARK, GUARDED, TARGET, emulated_graphs
+from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs
 from int8_target import int8_target
 from random_drafter import damaged_drafter, random_drafter
 from server_pool import Recipe, ServerPool
@@ -29,11 +29,6 @@ DRAFT_FREE = (*PLUGIN, "--speculative-dspark-draft-free")
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 PROFILE = "1,0.5,0.75,0"  # the rest as the last
-
-# Unlike a GPU server, a CPU server needs two things of its environment for --tp-size 2, with or without DSPARK: a build
-# of torch that knows CUDA takes NCCL for usable unless the library cannot be found, and SGLang does not share one NUMA
-# node between ranks unless told which cores each one gets. Compiling the parallel embedding takes half a minute.
-TWO_RANKS = {"SGLANG_NCCL_SO_PATH": "none", "SGLANG_CPU_OMP_THREADS_BIND": "0|1", "TORCH_COMPILE_DISABLE": "1"}
 
 
 def _letters(folder: Path) -> tuple[str | Path, ...]:
@@ -114,6 +109,7 @@ SERVERS: dict[str, Recipe] = {
     # Of the families of targets those that are served least like the golden one.
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
     "qwen2": _tiny("Qwen2ForCausalLM"),
+    "gemma3": _tiny("Gemma3ForCausalLM"),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),
         model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),

@@ -26,6 +26,11 @@ def test_states_through_the_method_for_eagle3(qwen2):
     assert_rounds_and_texts(qwen2)
 
 
+@pytest.mark.thorough
+def test_windows_of_the_context(gemma3):
+    assert_rounds_and_texts(gemma3)
+
+
 def assert_rounds_and_texts(server):
     folder = Path(server.get_json("/dspark/capabilities")["drafter"]["path"])
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")

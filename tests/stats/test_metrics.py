@@ -1,5 +1,6 @@
 """Prometheus metrics: every figure, its labels, and the dashboard's queries."""
 
+import json
 import math
 import re
 import threading
@@ -86,6 +87,24 @@ def test_every_metric_of_the_dashboard_exists(exporter):
     named = set(re.findall(r"sglang:dspark_\w+", GRAFANA.read_text()))
     assert len(named) > 10
     assert named - exposed == set()
+
+
+def test_the_dashboard_tells_instances_apart():
+    """Every query asks for the chosen instances, and one row of panels shows each by itself."""
+    board = json.loads(GRAFANA.read_text())
+    variables = {variable["name"]: variable for variable in board["templating"]["list"]}
+    assert variables["instance"]["multi"] and variables["instance"]["includeAll"]
+    panels = board["panels"]
+    queries = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    selectors = [selector for query in queries for selector in re.findall(r"sglang:\w+(\{.*?\})", query)]
+    assert len(selectors) == sum(query.count("sglang:") for query in queries) > 20
+    assert set(selectors) == {'{model_name=~"$model", instance=~"$instance"}'}
+    [row] = [place for place, panel in enumerate(panels) if panel["type"] == "row"]
+    apart = [target for panel in panels[row + 1 :] for target in panel["targets"]]
+    assert apart and all("by (instance)" in target["expr"] for target in apart)
+    assert {target["legendFormat"] for target in apart} == {"{{instance}}"}
+    # A last-minute figure of an idle instance is NaN, and so would the mean over all of them be.
+    assert [query for query in queries if "avg" in query] == []
 
 
 def test_metrics_outlive_a_full_disk(exporter, monkeypatch, caplog):

@@ -130,6 +130,16 @@ TINY: dict[str, Tiny] = {
         {"num_experts": 8},
         chosen=2,
     ),
+    "Gemma3ForCausalLM": Tiny(
+        "Gemma3ForCausalLM",
+        {
+            "tie_word_embeddings": True,
+            "sliding_window": 8,
+            "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "sliding")],
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+        },
+    ),
     "Mistral3ForConditionalGeneration": Tiny(
         "Mistral3ForConditionalGeneration",
         {"sliding_window": None, "model_type": "mistral"},
@@ -187,6 +197,7 @@ SEEDS: dict[str, int] = {
     "Glm4MoeForCausalLM": 18,
     "ApertusForCausalLM": 29,
     "Qwen2MoeForCausalLM": 11,
+    "Gemma3ForCausalLM": 11,
     "Mistral3ForConditionalGeneration": 12,
     "Qwen2_5_VLForConditionalGeneration": 22,
     "Qwen3VLForConditionalGeneration": 13,

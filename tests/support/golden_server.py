@@ -41,6 +41,12 @@ GUARDED = (
 """A server with metrics, an API key, an admin key, and an idea of what a chat is."""
 
 
+# Unlike a GPU server, a CPU server needs two things of its environment for --tp-size 2, with or without DSPARK: a build
+# of torch that knows CUDA takes NCCL for usable unless the library cannot be found, and SGLang does not share one NUMA
+# node between ranks unless told which cores each one gets. Compiling the parallel embedding takes half a minute.
+TWO_RANKS = {"SGLANG_NCCL_SO_PATH": "none", "SGLANG_CPU_OMP_THREADS_BIND": "0|1", "TORCH_COMPILE_DISABLE": "1"}
+
+
 def sitecustomized(folder: Path) -> dict[str, str]:
     """Environment of a server whose Python imports ``folder/sitecustomize.py`` at its start."""
     path = [str(folder), str(WORKER_PATCH), str(INT8_METHOD), *filter(None, [os.environ.get("PYTHONPATH")])]

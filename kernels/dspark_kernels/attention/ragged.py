@@ -74,6 +74,7 @@ def group_contexts(
     heads_per_kv: int,
     dtype: torch.dtype,
     extra_keys: int = 0,
+    behind: int | None = None,
 ) -> list[ContextGroup]:
     """Lay out the attention of a step, for all layers.
 
@@ -86,6 +87,7 @@ def group_contexts(
         heads_per_kv: query heads that share a K/V head.
         dtype: of queries; pools may have another one.
         extra_keys: keys per request beside the pool, which all its queries see.
+        behind: keys before itself that a query sees at most, with ``causal``; None sees all of them.
     """
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
     by_length = sorted(range(len(rows)), key=lambda request: -key_lens[request])
@@ -113,7 +115,7 @@ def group_contexts(
                 queries=rows_of_queries if padded else None,
                 kept=kept,
                 rows=rows_of_queries[kept] if kept is not None and len(members) < len(rows) else None,
-                mask=_mask(keys, queries, n, m, causal, heads_per_kv, extra_keys, dtype),
+                mask=_mask(keys, queries, n, m, causal, heads_per_kv, extra_keys, dtype, behind),
             )
         )
     return groups
@@ -136,14 +138,18 @@ def _mask(
     heads_per_kv: int,
     extra_keys: int,
     dtype: torch.dtype,
+    behind: int | None,
 ) -> torch.Tensor | None:
-    if bool((keys == n).all()) and (m == 1 or not causal):
+    sees_all_before = behind is None or n - 1 <= behind
+    if bool((keys == n).all()) and (m == 1 or not causal) and sees_all_before:
         return None
     # Query i of a request with k keys and q queries stands at position k - q + i. Padded queries see all its keys.
     last = keys[:, None] - 1
     if causal:
         last = torch.minimum(last, (keys - queries)[:, None] + torch.arange(m))
     hidden = torch.arange(n) > last[..., None]  # [R, m or 1, n]
+    if behind is not None:
+        hidden |= torch.arange(n) < last[..., None] - behind
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     mask = F.pad(mask, (0, extra_keys)).expand(-1, m, -1)
     return mask.repeat(1, heads_per_kv, 1)[:, None]

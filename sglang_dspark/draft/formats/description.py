@@ -45,8 +45,7 @@ def switches(config: DraftConfig) -> list[Switch]:
         found.append(Switch("RoPE", f"RoPE of {config.partial_rotary_factor:g} of the channel pairs"))
     if config.attention_bias:
         found.append(Switch("bias", "biases in the attention"))
-    if config.sink_layers:
-        layers = [layer for layer, has_sinks in enumerate(config.sinks) if has_sinks]
+    if layers := [layer for layer, has_sinks in enumerate(config.sinks) if has_sinks]:
         found.append(Switch("sinks", f"attention sinks in {_layers(layers, config)}"))
     if config.attention_value_scale != 1:
         found.append(Switch("value scale", f"values times {config.attention_value_scale:g}"))

@@ -24,8 +24,11 @@ class CpuVerifyBackend(AttentionBackend):
         """Attention of one target layer; verification rows as laid out by ``forward_batch.spec_info.groups``."""
         if save_kv_cache:
             location = KVWriteLoc(forward_batch.out_cache_loc, None)
+            k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
         k_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         v_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        return attend_groups(queries, k_pool, v_pool, forward_batch.spec_info.groups, layer.scaling).reshape(q.shape)
+        # SGLang counts the keys before a row, and writes -1 for layers that see all of them.
+        groups = forward_batch.spec_info.groups(layer.sliding_window_size if layer.sliding_window_size >= 0 else None)
+        return attend_groups(queries, k_pool, v_pool, groups, layer.scaling).reshape(q.shape)

@@ -62,6 +62,7 @@ class CudaVerifyBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attention of one target layer; verification rows as laid out by ``forward_batch.spec_info``."""
         assert sinks is None, "no served architecture has attention sinks"
+        assert layer.sliding_window_size < 0, "targets with windows are refused at start-up"
         layout, pool = forward_batch.spec_info, self.token_to_kv_pool
         k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         # A pool of another dtype holds rounded numbers, divided by the layer's scales where its checkpoint has any.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,11 +22,12 @@ class DSparkVerifyInput(DFlashVerifyInput):
 
     Attributes:
         indptr: [bs + 1] int64, first row of each request; what :class:`CudaVerifyBackend` reads.
-        groups: what :class:`CpuVerifyBackend` reads.
+        groups: what :class:`CpuVerifyBackend` reads: the layout for layers that see so many keys behind a row, None for
+            those that see all.
     """
 
     indptr: torch.Tensor | None = None
-    groups: list[ContextGroup] = field(default_factory=list)
+    groups: Callable[[int | None], list[ContextGroup]] | None = None
 
 
 def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
@@ -54,16 +57,25 @@ def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: Verify
     return TargetOutput(output, captured)
 
 
-def _context_groups(runner: Any, decode: DecodeBatch, verify_lens: list[int]) -> list[ContextGroup]:
+def _context_groups(
+    runner: Any, decode: DecodeBatch, verify_lens: list[int]
+) -> Callable[[int | None], list[ContextGroup]]:
+    """The layout of a step, made once for each kind of layer."""
     query_lens = [verify_len + 1 for verify_len in verify_lens]
     config, ranks = runner.model_config, tp_size(runner)
-    return group_contexts(
-        runner.req_to_token_pool.req_to_token,
-        decode.req_pool_indices.tolist(),
-        [prefix + num for prefix, num in zip(decode.prefix_lens.tolist(), query_lens, strict=True)],
-        query_lens,
-        causal=True,
-        # Of this rank: with more ranks than K/V heads, several hold the same one.
-        heads_per_kv=config.num_attention_heads // ranks // config.get_num_kv_heads(ranks),
-        dtype=runner.dtype,
-    )
+
+    @cache
+    def groups(behind: int | None) -> list[ContextGroup]:
+        return group_contexts(
+            runner.req_to_token_pool.req_to_token,
+            decode.req_pool_indices.tolist(),
+            [prefix + num for prefix, num in zip(decode.prefix_lens.tolist(), query_lens, strict=True)],
+            query_lens,
+            causal=True,
+            # Of this rank: with more ranks than K/V heads, several hold the same one.
+            heads_per_kv=config.num_attention_heads // ranks // config.get_num_kv_heads(ranks),
+            dtype=runner.dtype,
+            behind=behind,
+        )
+
+    return groups

@@ -19,7 +19,7 @@ from sglang_dspark.engine.fired import Moment, check
 from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.forward.phased_attention import PhasedBackend
-from sglang_dspark.engine.scheduler import faults
+from sglang_dspark.engine.scheduler import faults, nodes
 from sglang_dspark.engine.scheduler.adjustments import Adjustments
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import (
@@ -48,13 +48,15 @@ class SpecWorkerBase(WorkerFace):
     def __init__(self, *, server_args: Any, target_worker: Any, **_given: Any) -> None:
         super().__init__(target_worker)
         self.server_args = resolved(server_args)
-        self.agreement = Agreement(ranks.tp_group(target_worker.model_runner))
+        ranks_of_all = ranks.tp_group(target_worker.model_runner)
+        self.agreement = Agreement(ranks_of_all)
         if not self.agreement.leads:
             # The ranks of a server have the same to say.
             logging.getLogger("sglang_dspark").setLevel(logging.WARNING)
         self.device = torch.device(target_worker.device)
         self.settled: Serving = attached(server_args)
         self.options = self.settled.config
+        nodes.join(ranks_of_all, self.server_args.nnodes, nodes.to_have_in_common(self.settled), nodes.end_server)
         self.sampling = SamplingReader(self.device)
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
         self.adjustments = Adjustments(target_worker.model_runner.model_config.vocab_size, self.device)

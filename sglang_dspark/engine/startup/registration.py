@@ -95,4 +95,10 @@ def _algorithm_class() -> type:
 
             return create_future_map(device, self, req_to_token_pool, *args, **wishes)
 
+        def build_disagg_draft_input(self, batch: Any, *given: Any) -> Any:
+            from sglang_dspark.engine.scheduler.disaggregation import first_draft_input
+
+            *_arguments_of_the_server, first_tokens, future_map = given
+            return first_draft_input(batch, first_tokens, future_map)
+
     return DSparkAlgorithm

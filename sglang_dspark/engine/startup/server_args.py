@@ -56,8 +56,13 @@ def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
         args: arguments that are not resolved yet, or the parsed command line.
 
     Raises:
-        ConfigError, CheckpointError: see :func:`find_drafter`.
+        ConfigError, CheckpointError: see :func:`find_drafter`; or several machines may decide differently.
     """
+    if args.nnodes > 1 and config.fallback == "target-only":
+        raise ConfigError(
+            f"{flag_name('fallback')}=target-only: each of --nnodes={args.nnodes} would decide for itself, and "
+            "those that decide differently would wait for each other for ever; drop the flag"
+        )
     # SGLang would read the draft's config, in which transformers does not know every format: complete() gives it back.
     drafter = find_drafter(args, config)
     args.speculative_draft_model_path = None

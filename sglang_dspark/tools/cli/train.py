@@ -8,21 +8,19 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import click
 from click.core import ParameterSource
 
+from sglang_dspark.tools.cli.sections import SectionedCommand
 from sglang_dspark.tools.cli.settings import setting, taken
 from sglang_dspark.tools.cli.template_kwargs import chat_template_kwargs_option
-from sglang_dspark.tools.train.config import TextPlan, TrainConfig
+from sglang_dspark.tools.train.config import LossWeights, TextPlan, TrainConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
-    from sglang_dspark.tools.train.pipeline import Evaluation, TrainJob
+    from sglang_dspark.tools.train.pipeline import TrainJob
 
 _Number = TypeVar("_Number", int, float)
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _FOLDER = click.Path(file_okay=False, path_type=Path)
-_DRAFTER = click.Path(exists=True, file_okay=False, path_type=Path)
 _COUNT = click.IntRange(min=1)
 _DEFAULT_INVENTED = 2000
 # A server takes new requests as others end; the larger the batch, the shorter the wait for its last answer.
@@ -49,10 +47,31 @@ def _numbers(value: str, kind: type[_Number]) -> tuple[_Number, ...]:
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,2,3") from error
 
 
-@click.command(short_help="Make a drafter for a target, on text that the target writes itself.")
+_SECTIONS = {
+    "target": "Target and output",
+    "prompts": "Texts",
+    "block_size": "Drafter",
+    "steps": "Training",
+    "optimizer": "Optimizer",
+    "ce": "Loss",
+    "checkpoint_every": "Machine and files",
+}
+
+
+@click.command(
+    cls=SectionedCommand,
+    sections=_SECTIONS,
+    short_help="Make a drafter for a target, on text that the target writes itself.",
+)
 @click.option("--target", required=True, help="Folder of the target model, or its name on the Hugging Face hub.")
 @click.option("--output", type=_FOLDER, required=True, help="Where everything goes; the drafter is in OUTPUT/draft.")
-@click.option("--prompts", type=_FILE, multiple=True, help='JSONL file of {"turns": [text, ...]}; repeatable.')
+@click.option(
+    "--prompts",
+    multiple=True,
+    help="JSONL, JSON or parquet file of prompts or conversations, or data set of the hub; repeatable.",
+)
+@setting("--max-prompts", TextPlan, "max_prompts", "Only so many of them, drawn by the seed.  [default: all]")
+@setting("--max-turns", TextPlan, "max_turns", "Turns of a conversation that are answered.  [default: all]")
 @click.option(
     "--invent",
     type=click.IntRange(min=0),
@@ -97,6 +116,7 @@ def _numbers(value: str, kind: type[_Number]) -> tuple[_Number, ...]:
 @click.option("--confidence-head/--no-confidence-head", default=TrainConfig.confidence_head, show_default=True)
 @click.option("--taps", callback=_layers, help="Target layers it reads, e.g. 1,9,17.  [default: up to 5, evenly]")
 @click.option("--mask-token-id", type=click.IntRange(min=0), help="Token that is never written.  [default: found]")
+@setting("--draft-vocabulary", TrainConfig, "draft_vocabulary", "Propose only so many frequent tokens; 0: all.")
 @click.option("--own-embeddings", is_flag=True, help="Copy the target's embedding and head into the checkpoint.")
 @setting("--steps", TrainConfig, "steps", "Training steps.")
 @setting(
@@ -105,11 +125,33 @@ def _numbers(value: str, kind: type[_Number]) -> tuple[_Number, ...]:
     "max_minutes",
     "End the training, and the decay of its learning rate, after this time instead of after --steps.",
 )
-@click.option("--init", type=_DRAFTER, help="Folder of a drafter to start from; what does not fit is drawn.")
-@setting("--batch-rows", TrainConfig, "batch_rows", "Texts per step.")
+@setting(
+    "--patience", TrainConfig, "patience", "End after so many checkpoints without a better held-out accept length."
+)
+@click.option(
+    "--init", help="Drafter to start from, folder or name on the hub; its shape is taken unless you give one."
+)
+@setting("--batch-rows", TrainConfig, "batch_rows", "Texts per step, of all processes together.")
+@setting(
+    "--micro-batch-rows",
+    TrainConfig,
+    "micro_batch_rows",
+    "Texts that go through the drafter together; a step adds up their gradients.  [default: all of a process]",
+)
 @setting("--anchors", TrainConfig, "anchors_per_row", "Blocks per text and step.")
+@setting("--optimizer", TrainConfig, "optimizer", "muon: for the matrices of the layers, adamw for the rest.")
 @setting("--learning-rate", TrainConfig, "learning_rate", "At its peak.")
 @setting("--markov-lr-scale", TrainConfig, "markov_lr_scale", "On the rate of the Markov head.")
+@setting("--schedule", TrainConfig, "schedule", "Course of the learning rate after the warm-up.")
+@setting("--warmup-share", TrainConfig, "warmup_share", "Of the run, in which the learning rate rises.")
+@setting("--weight-decay", TrainConfig, "weight_decay", "Per unit of learning rate.")
+@setting("--grad-clip", TrainConfig, "grad_clip", "Largest norm of a step's gradient.")
+@setting("--ce-weight", LossWeights, "ce", "Of cross-entropy in the loss.")
+@setting("--tv-weight", LossWeights, "l1", "Of total variation in the loss.")
+@setting("--confidence-weight", LossWeights, "confidence", "Of the confidence head in the loss.")
+@setting("--position-weights", LossWeights, "positions", "decay: by position; dpace: by what a slot adds as of now.")
+@setting("--position-decay", LossWeights, "position_decay", "Slots in which the weight falls to 1/e.")
+@setting("--dpace-alpha", LossWeights, "dpace_alpha", "Smoothing of dpace.")
 @setting("--loss-vocab", TrainConfig, "loss_vocab", "Only so many frequent tokens in the loss; 0: all.")
 @setting("--checkpoint-every", TrainConfig, "checkpoint_every", "Steps between checkpoints.")
 @click.option("--device", help="[default: cuda where there is one, else cpu]")
@@ -122,27 +164,49 @@ def _numbers(value: str, kind: type[_Number]) -> tuple[_Number, ...]:
     show_default=False,
 )
 @setting("--seed", TrainConfig, "seed", "Of everything random.")
+@click.option(
+    "--deterministic/--no-deterministic",
+    default=True,
+    show_default=True,
+    help="On a GPU: the same seed, the same bits.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what it would take, load no weights and write nothing.")
 @click.pass_context
 def train(ctx: click.Context, /, **options: Any) -> None:
     """Make a drafter for a target, on text that the target writes itself.
 
     The target answers prompts from files, and prompts that it invents when its chat template is opened at the user
     turn. Then the drafter is trained and measured on texts it has not seen. Interrupted, the same command goes on where
-    it stopped. docs/training.md walks through it.
+    it stopped. Started by torchrun, several processes train together. docs/training.md walks through it.
     """
+    import os
     import warnings
 
     from rich.console import Console
+    from transformers.utils import logging
 
+    from sglang_dspark.tools.cli.train_tables import evaluation_table, forecast_table
     from sglang_dspark.tools.train import pipeline
+    from sglang_dspark.tools.train.parallel import joined_processes
 
     # Autocast feeds 16-bit rows to norms with float32 weights; torch says once that it takes the unfused path.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    logging.disable_progress_bar()  # there is one already
     console = Console(highlight=False)
+    dry_run = options.pop("dry_run")
     job = _job(ctx, options)
-    with _RichDisplay(console) as display:
-        evaluation = pipeline.train(job, display)
-    console.print(_table(evaluation))
+    if dry_run:
+        count = int(os.environ.get("WORLD_SIZE", "1"))
+        if os.environ.get("RANK", "0") == "0":
+            console.print(forecast_table(*pipeline.foretell(job, count), count))
+        return
+    with joined_processes(job.device) as processes:
+        if not processes.is_first:
+            pipeline.train(job, _Silence(), processes)
+            return
+        with _RichDisplay(console) as display:
+            evaluation = pipeline.train(job, display, processes)
+    console.print(evaluation_table(evaluation))
     console.print(
         f"Accept length on held-out texts: {evaluation.greedy.accept_length:.2f} greedy, "
         f"{evaluation.sampled.accept_length:.2f} at temperature 1 (the correction or bonus token included).\n"
@@ -158,17 +222,19 @@ def _job(ctx: click.Context, options: dict[str, Any]) -> TrainJob:
     import torch
 
     from sglang_dspark.errors import ConfigError
+    from sglang_dspark.tools.train.parallel import local_device
     from sglang_dspark.tools.train.pipeline import TrainJob
 
-    device = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = local_device(options["device"] or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.partition(":")[0] not in ("cpu", "cuda"):
         raise ConfigError(f"--device {device} is none that this package knows; give cpu, cuda or cuda:1")
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
             raise ConfigError(f"--device {device}: torch {torch.__version__} finds no GPU; give --device cpu")
-        # The same seed gives the same drafter. Has to be set before the first product on the GPU.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        if options["deterministic"]:
+            # The same seed gives the same drafter. Has to be set before the first product on the GPU.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=True)
     given = {name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     if options["store_states"] and options["server"]:
         raise click.UsageError("--store-states needs the target in this process; drop it, or --server")
@@ -179,7 +245,6 @@ def _job(ctx: click.Context, options: dict[str, Any]) -> TrainJob:
         options["write_batch"] = _SERVER_WRITE_BATCH if by_server else TextPlan.write_batch
     if options["max_minutes"] is not None and "steps" not in given:
         options["steps"] = _MANY_STEPS
-    options["prompts"] = tuple(map(str, options["prompts"]))
     options["corpus"] = options["corpus"] or options["output"] / "corpus"
     options["device"] = device
     options["compute_dtype"] = options["compute_dtype"] or ("bfloat16" if device.startswith("cuda") else "float32")
@@ -188,8 +253,19 @@ def _job(ctx: click.Context, options: dict[str, Any]) -> TrainJob:
         **taken(TrainJob, options),
         plan=TextPlan(**plan),
         plan_options=frozenset(given & plan.keys() - {"seed"}),
-        settings=taken(TrainConfig, options, but=TrainJob),
+        settings=taken(TrainConfig, options, but=TrainJob) | {"loss": LossWeights(**taken(LossWeights, options))},
+        given=frozenset(given),
     )
+
+
+class _Silence:
+    """The display of all processes but the first."""
+
+    def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
+        """See `sglang_dspark.tools.train.pipeline.Display`."""
+
+    def say(self, text: str) -> None:
+        """See `sglang_dspark.tools.train.pipeline.Display`."""
 
 
 class _RichDisplay:
@@ -221,16 +297,3 @@ class _RichDisplay:
     def say(self, text: str) -> None:
         """See `sglang_dspark.tools.train.pipeline.Display`."""
         self._console.print(text, soft_wrap=True, markup=False)
-
-
-def _table(evaluation: Evaluation) -> Table:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(box=SIMPLE, title="share of drafts accepted, with all before them / given all before them")
-    for heading in ("draft", "greedy", "", "temperature 1", ""):
-        table.add_column(heading, justify="right", no_wrap=True)
-    columns = [values for r in (evaluation.greedy, evaluation.sampled) for values in (r.survival, r.conditional)]
-    for position, values in enumerate(zip(*columns, strict=True), start=1):
-        table.add_row(str(position), *(f"{value:.3f}" for value in values))
-    return table

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
     """Configurations, tensors and memory of a target and its drafter. Stops at the first thing that does not fit."""
+    from sglang_dspark.draft.families import family_of
     from sglang_dspark.draft.formats import read
     from sglang_dspark.draft.formats.description import describe, new_to
     from sglang_dspark.draft.pairing import check_pair
@@ -39,6 +40,8 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         target = config.get_text_config()
         check_pair(draft, config.architectures, target)
         yield Finding("ok", "target", _describe_target(config.architectures, target))
+        if remark := family_of(config.architectures).remark:
+            yield Finding("note", "target", remark)
         yield from _switches(draft, new_to(target.to_dict(), draft))
         model = load_draft_model(draft_dir, dtype=_dtype(target), device="cpu")
         num_tensors = sum(1 for _ in model.parameters())

@@ -47,11 +47,11 @@ def sample_anchors(row: CorpusRow, num_anchors: int, generator: torch.Generator)
     return chosen.sort().values + candidates.start
 
 
-def collate(rows: Sequence[CorpusRow], anchors: Sequence[Tensor], states: TargetStates, block_size: int) -> AnchorBatch:
+def collate(rows: Sequence[CorpusRow], anchors: Sequence[Tensor], states: TargetStates, gamma: int) -> AnchorBatch:
     """Pad `rows` and their anchors into one batch, on the device of their `states`.
 
-    The supervised slots of a block are those whose label lies inside the row: a row ends with its answer, so they are a
-    prefix of the block.
+    Each anchor has `gamma` labels. The supervised slots of a block are those whose label lies inside the row: a row
+    ends with its answer, so they are a prefix of the block.
     """
     device = states.features.device
     bs, num_anchors = len(rows), max(1, *map(len, anchors))
@@ -62,7 +62,7 @@ def collate(rows: Sequence[CorpusRow], anchors: Sequence[Tensor], states: Target
         padded_anchors[i, : len(chosen)] = chosen
         used[i, : len(chosen)] = True
     lens = torch.tensor([len(row.input_ids) for row in rows])
-    label_positions = padded_anchors[..., None] + torch.arange(1, block_size + 1)  # [bs, A, gamma]
+    label_positions = padded_anchors[..., None] + torch.arange(1, gamma + 1)  # [bs, A, gamma]
     supervised = (label_positions < lens[:, None, None]) & used[..., None]
     label_positions = label_positions.clamp(max=ids.shape[1] - 1)
     index = torch.arange(bs)[:, None]

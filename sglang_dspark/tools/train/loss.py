@@ -8,7 +8,9 @@ distribution at temperature 1 and y the text's own token::
     L_tv   = sum_v |p_d(v) - p_t(v)|
     L_conf = BCE(sigmoid(c), c*),   c* = 1 - L_tv / 2, held constant
 
-each a mean over slots weighted by ``exp(-j / position_decay)`` for slot j = 0 .. gamma-1.
+each a sum over slots with the weights of `sglang_dspark.tools.train.slot_weights`, divided by the weight of the whole
+step: of all the pieces that its texts are divided into, in all processes. So the gradients of the pieces add up to that
+of the step.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from sglang_dspark.tools.train.anchors import AnchorBatch
 from sglang_dspark.tools.train.block_forward import block_hidden, block_latents, context_kv
 from sglang_dspark.tools.train.config import LossWeights
 from sglang_dspark.tools.train.loss_vocabulary import VocabularySlice
+from sglang_dspark.tools.train.slot_weights import confidence_weights, decay_weights, weight_of_slots
 
 # Rows of logits handled at a time on a CPU: 256 x 7168 float32 stay in a 32 MiB cache across the passes of
 # `distribution_loss_ref`. On a GPU small chunks save nothing, and each takes launches: 256 MiB of 16-bit logits there.
@@ -35,12 +38,12 @@ _CHUNK_ELEMENTS = 2**27
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Loss of one batch and what it is made of."""
+    """Loss of one batch and what it is made of: its share of the weighted means of its step."""
 
     loss: Tensor  # scalar, differentiable
-    ce: Tensor  # scalar, weighted mean
-    l1: Tensor  # scalar, weighted mean
-    confidence: Tensor  # scalar, weighted mean
+    ce: Tensor  # scalar
+    l1: Tensor  # scalar
+    confidence: Tensor  # scalar
     acceptance: Tensor  # [bs, A, gamma] expected acceptance c*, 0 where not supervised
 
 
@@ -50,13 +53,17 @@ def draft_loss(
     vocabulary: VocabularySlice,
     target_lm_head: Tensor,  # [V, d]
     weights: LossWeights,
+    total_weight: float | None = None,
 ) -> LossOutput:
-    """Loss of the draft model on `batch`, teacher-forced. Differentiable in all its parameters but the LM head's."""
+    """Loss of the draft model on `batch`, teacher-forced. Differentiable in all its parameters but the LM head's.
+
+    Args:
+        total_weight: of the step that `batch` is a piece of (`weight_of_slots`); None = the batch is the step.
+    """
     hidden = block_hidden(model, *context_kv(model, batch.features), batch.anchors, batch.anchor_ids)
     slots = batch.slots
-    slot_weights = _by_position(weights, model.config.gamma, hidden.device)[slots % model.config.gamma]
-    slot_weights = slot_weights / (slot_weights.sum() + 1e-6)
-
+    gamma = model.config.gamma
+    total = weight_of_slots(weights, batch.supervised.sum((0, 1))) if total_weight is None else total_weight
     latents = w1_embeddings = markov_w2 = None
     if model.markov_head is not None:
         latents, w1_embeddings = (
@@ -64,15 +71,22 @@ def draft_loss(
         )
         markov_w2 = vocabulary.rows(model.markov_head.markov_w2.weight)
     hidden = hidden.flatten(0, 2)[slots]
+    lm_head, labels = vocabulary.rows(model.lm_head_weight), vocabulary.locate(batch.labels.flatten()[slots])
+    if weights.positions == "dpace":
+        probs = _label_probs(hidden, latents, markov_w2, lm_head, vocabulary.log_weight, labels)
+        slot_weights = confidence_weights(probs, slots, batch.supervised.numel() // gamma, gamma, weights.dpace_alpha)
+    else:
+        slot_weights = decay_weights(weights, gamma, hidden.device)[slots % gamma]
+    slot_weights = slot_weights / total
     ce, l1, distribution_loss = _DistributionLoss.apply(
         hidden,
         latents,
         markov_w2,
-        vocabulary.rows(model.lm_head_weight),
+        lm_head,
         batch.target_hidden,
         vocabulary.rows(target_lm_head),
         vocabulary.log_weight,
-        vocabulary.locate(batch.labels.flatten()[slots]),
+        labels,
         slot_weights,
         weights,
     )
@@ -114,8 +128,8 @@ class _DistributionLoss(torch.autograd.Function):
         weights: LossWeights,
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = hidden.device.type
-        compute_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        chunk_rows = _CHUNK_ROWS if device == "cpu" else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // len(lm_head))
+        compute_dtype = _compute_dtype(hidden)
+        chunk_rows = rows_of_chunk(len(lm_head), device)
         with torch.autocast(device, enabled=False):
             head, target_head = lm_head.to(compute_dtype), target_lm_head.to(compute_dtype)
             w2 = None if markov_w2 is None else markov_w2.to(compute_dtype)
@@ -154,6 +168,36 @@ class _DistributionLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None, None, None, None)
 
 
-def _by_position(weights: LossWeights, gamma: int, device: torch.device) -> Tensor:
-    """``[gamma]`` float32 weights of the slots, 1 for the first."""
-    return torch.exp(-torch.arange(gamma, device=device) / weights.position_decay)
+@torch.no_grad()
+def _label_probs(
+    hidden: Tensor,  # [n, d]
+    latents: Tensor | None,  # [n, r]
+    markov_w2: Tensor | None,  # [v, r]
+    lm_head: Tensor,  # [v, d]
+    log_weight: Tensor | None,  # [v]
+    labels: Tensor,  # [n] position in the slice, -1 = outside
+) -> Tensor:
+    """``p_d(y)`` of each slot: ``[n]`` float32, 0 where the label is outside the slice."""
+    device, dtype = hidden.device.type, _compute_dtype(hidden)
+    probs = torch.empty(len(hidden), device=hidden.device)
+    chunk_rows = rows_of_chunk(len(lm_head), device)
+    with torch.autocast(device, enabled=False):
+        for start in range(0, len(hidden), chunk_rows):
+            part = slice(start, start + chunk_rows)
+            logits = F.linear(hidden[part].to(dtype), lm_head.to(dtype))
+            if latents is not None and markov_w2 is not None:
+                logits.addmm_(latents[part].to(dtype), markov_w2.to(dtype).T)
+            whole = logits.float() if log_weight is None else logits.float() + log_weight
+            ce = F.cross_entropy(whole, labels[part].clamp(min=0), reduction="none")
+            probs[part] = torch.where(labels[part] < 0, 0.0, torch.exp(-ce))
+    return probs
+
+
+def rows_of_chunk(num_tokens: int, device: str) -> int:
+    """Rows of logits over so many tokens that the loss handles at a time."""
+    return _CHUNK_ROWS if device == "cpu" else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // num_tokens)
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

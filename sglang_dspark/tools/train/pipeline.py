@@ -11,15 +11,21 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.families import FAMILIES
+from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import write_text_whole
 from sglang_dspark.tools.train.config import TextPlan, TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus
+from sglang_dspark.tools.train.dry_run import Forecast, forecast
 from sglang_dspark.tools.train.evaluate import AcceptanceReport, replay
+from sglang_dspark.tools.train.initial_drafter import InitialDrafter, initial_config, shape_of
 from sglang_dspark.tools.train.memory import training_bytes
+from sglang_dspark.tools.train.parallel import Processes
 from sglang_dspark.tools.train.prompt_format import PromptFormat
+from sglang_dspark.tools.train.reports import StepReport, has_tensorboard
 from sglang_dspark.tools.train.rows import (
     ComputedStates,
     CorpusRow,
@@ -29,13 +35,13 @@ from sglang_dspark.tools.train.rows import (
     padded_ids,
     stored_states,
 )
-from sglang_dspark.tools.train.run_folder import DRAFT_DIR, refuse_finished
+from sglang_dspark.tools.train.run_folder import DRAFT_DIR, LOG_FILE, refuse_finished
 from sglang_dspark.tools.train.server_writer import OwnServerWriter, ServerWriter
-from sglang_dspark.tools.train.target import Target, stop_ids_of
+from sglang_dspark.tools.train.target import Target, check_tap_ids, stop_ids_of
 from sglang_dspark.tools.train.target_defaults import MaskTokens, default_depth, default_taps
 from sglang_dspark.tools.train.text_folder import TextFolder, Texts
 from sglang_dspark.tools.train.text_writer import InProcessWriter
-from sglang_dspark.tools.train.trainer import StepReport, Trainer, answer_counts
+from sglang_dspark.tools.train.trainer import Trainer, answer_counts
 
 EVALUATION_FILE = "evaluation.json"
 # Greedy texts must be the target's own. In another precision a near-tie may fall the other way, so a token agrees when
@@ -75,8 +81,9 @@ class TrainJob:
     taps: tuple[int, ...] | None = None
     layers: int | None = None
     mask_token_id: int | None = None
-    init: Path | None = None  # drafter to start from
+    init: str | None = None  # drafter to start from, a folder or a name on the hub
     settings: dict[str, Any]  # further fields of `TrainConfig`
+    given: frozenset[str] = frozenset()  # options that the user set: of the others, `init` decides about the shape
     device: str
     compute_dtype: Literal["float32", "bfloat16"]
 
@@ -100,8 +107,8 @@ class Evaluation:
     sampled: AcceptanceReport
 
 
-def train(job: TrainJob, display: Display) -> Evaluation:
-    """Run all stages of `job`.
+def train(job: TrainJob, display: Display, processes: Processes) -> Evaluation:
+    """Run all stages of `job`; of several processes the first one writes texts and files.
 
     Raises:
         ConfigError: the target cannot be loaded or tapped, the texts are not its own, or a setting contradicts what the
@@ -109,8 +116,9 @@ def train(job: TrainJob, display: Display) -> Evaluation:
         CheckpointError: shape of the drafter and target do not go together.
     """
     refuse_finished(job.output)
-    target_config = _target_config(job.target)
-    taps = job.taps or default_taps(target_config.num_hidden_layers)
+    target_config = read_target_config(job.target)
+    like = None if job.init is None else initial_config(job.init, target_config)
+    taps = taps_of(job, target_config, like)
     _say_if_not_served(target_config, display)
     plan = replace(job.plan, stored_taps=taps if job.store_states else None)
     folder = TextFolder(job.corpus, plan, job.plan_options)
@@ -119,55 +127,106 @@ def train(job: TrainJob, display: Display) -> Evaluation:
     prompt_format = PromptFormat.from_pretrained(
         job.target, raw=folder.plan.raw, template_kwargs=folder.plan.chat_template_kwargs
     )
-    if job.writes_in_process or stored is not None:
-        target = _load_target(job, taps, display)
-        folder.write(InProcessWriter(target, keep_states=stored is not None), prompt_format, display.progress)
-    else:
-        _write_by_server(job, folder, target_config.vocab_size, prompt_format, display)
-        # Not before the texts are there: the server may have filled the device, and can be stopped now.
-        target = _load_target(job, taps, display)
+    target = None
+    if processes.is_first:
+        target = _write_texts(job, folder, taps, target_config.vocab_size, prompt_format, display)
+    processes.wait()
+    target = target or _load_target(job, taps, display)
     texts = folder.load()
     _check_agreement(target, texts.greedy, job.corpus)
     display.say(f"{len(texts.train)} texts with {texts.train.num_answer_tokens} answer tokens to train on")
-    config = _train_config(job, target, taps, prompt_format, texts)
+    config = _train_config(job, target, taps, prompt_format, texts, like)
     held_out = Corpus(texts.greedy.rows + texts.sampled.rows)
     states: StateSource = stored_states
     if stored is None:
         states = ComputedStates(target)
-        if _fit_with_states(config, target, texts.train.rows + held_out.rows):
+        if _fit_with_states(config, target, texts.train.rows + held_out.rows, processes.count):
             train_texts, held_out = (_with_states(target, corpus, display) for corpus in (texts.train, held_out))
             texts, states = replace(texts, train=train_texts), stored_states
-    trainer = Trainer(config, target, texts.train, held_out, job.output, states, init=job.init)
-    _describe(trainer, display)
+    init = None if job.init is None else InitialDrafter.load(job.init)
+    trainer = Trainer(config, target, texts.train, held_out, job.output, states, init, processes)
+    _describe(trainer, init, display)
     _train(trainer, display)
+    # The others have nothing to wait for: they measure the same.
     evaluation = _evaluate(job, target, texts, folder.plan.max_tokens, display)
-    content = {"target": job.target, "steps": trainer.step}
+    content = {"target": job.target, "steps": trainer.step, "best_step": trainer.progress.best_step}
     content |= {name: report.to_dict() for name, report in vars(evaluation).items()}
-    write_text_whole(job.output / EVALUATION_FILE, json.dumps(content, indent=2) + "\n")
+    if processes.is_first:
+        write_text_whole(job.output / EVALUATION_FILE, json.dumps(content, indent=2) + "\n")
     return evaluation
 
 
-def _write_by_server(
-    job: TrainJob, folder: TextFolder, vocab_size: int, prompt_format: PromptFormat, display: Display
-) -> None:
+def foretell(job: TrainJob, processes: int) -> tuple[Forecast, TrainConfig]:
+    """What `job` would take, and its settings; the mask token, which the texts decide about, is any.
+
+    Raises:
+        ConfigError: as `train`, as far as configurations and prompts tell.
+    """
+    refuse_finished(job.output)
+    target_config = read_target_config(job.target)
+    like = None if job.init is None else initial_config(job.init, target_config)
+    taps = taps_of(job, target_config, like)
+    config = train_config(job, target_config.num_hidden_layers, taps, 0, like)
+    plan = replace(job.plan, stored_taps=taps if job.store_states else None)
+    plan = TextFolder(job.corpus, plan, job.plan_options).plan
+    return forecast(plan, job.corpus, config, target_config, processes), config
+
+
+def taps_of(job: TrainJob, target_config: Any, like: DraftConfig | None) -> tuple[int, ...]:
+    """Layers of the target that the drafter reads.
+
+    Raises:
+        ConfigError: the target does not have them.
+    """
+    layers = target_config.num_hidden_layers
+    taps = job.taps or (default_taps(layers) if like is None else like.target_layer_ids)
+    check_tap_ids(taps, layers)
+    return taps
+
+
+def _write_texts(
+    job: TrainJob,
+    folder: TextFolder,
+    taps: tuple[int, ...],
+    vocab_size: int,
+    prompt_format: PromptFormat,
+    display: Display,
+) -> Target | None:
+    """Make the texts that are not there yet, and return the target where it has written them in this process."""
+    folder.check_prompts()
+    keep_states = folder.plan.stored_taps is not None
+    if job.writes_in_process or keep_states:
+        target = _load_target(job, taps, display)
+        folder.write(InProcessWriter(target, keep_states=keep_states), prompt_format, display.progress)
+        return target
+    # The target is not loaded before the texts are there: the server may have filled the device.
     ids = stop_ids_of(job.target)
     if job.server is not None:
         writer = ServerWriter(job.server, ids, vocab_size, concurrency=job.concurrency, api_key=job.api_key)
         folder.write(writer, prompt_format, display.progress)
-        return
+        return None
     with OwnServerWriter(job.target, job.device, job.compute_dtype, ids, vocab_size, job.concurrency) as own:
         folder.write(own, prompt_format, display.progress)
+    return None
 
 
-def _target_config(path: str) -> Any:
+def read_target_config(path: str) -> Any:
+    """The target's transformers text configuration, of a folder or a name on the hub.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(path).get_text_config()
     except (OSError, ValueError) as error:
+        # What the hub says of a path is that no repository can have such a name.
+        is_path = path.startswith(("/", ".", "~"))
+        reason = "there is no such folder" if is_path and not Path(path).exists() else str(error).splitlines()[0]
         raise ConfigError(
-            f"--target {path}: {str(error).splitlines()[0]}; give the folder of a checkpoint, or the name of a model "
-            "on the Hugging Face hub"
+            f"--target {path}: {reason}; give the folder of a checkpoint, or the name of a model on the Hugging Face "
+            "hub"
         ) from error
 
 
@@ -228,30 +287,44 @@ def _check_agreement(target: Target, greedy: Corpus, folder: Path) -> None:
 
 
 def _train_config(
-    job: TrainJob, target: Target, taps: tuple[int, ...], prompt_format: PromptFormat, texts: Texts
+    job: TrainJob,
+    target: Target,
+    taps: tuple[int, ...],
+    prompt_format: PromptFormat,
+    texts: Texts,
+    like: DraftConfig | None,
 ) -> TrainConfig:
     counts = [answer_counts(corpus, target.vocab_size) for corpus in (texts.train, texts.greedy, texts.sampled)]
     masks = MaskTokens(prompt_format.tokenizer, target.embed_weight, target.stop_ids, torch.stack(counts).sum(0))
     if job.mask_token_id is not None:
         masks.check(job.mask_token_id)
-    return TrainConfig(
-        target_layer_ids=taps,
-        mask_token_id=masks.default() if job.mask_token_id is None else job.mask_token_id,
-        num_layers=job.layers or default_depth(target.num_layers),
-        device=job.device,
-        compute_dtype=job.compute_dtype,
-        **job.settings,
-    )
+    mask = job.mask_token_id
+    if mask is None:
+        mask = masks.default() if like is None else like.mask_token_id
+    return train_config(job, target.num_layers, taps, mask, like)
 
 
-def _fit_with_states(config: TrainConfig, target: Target, rows: Sequence[CorpusRow]) -> bool:
+def train_config(
+    job: TrainJob, target_layers: int, taps: tuple[int, ...], mask: int, like: DraftConfig | None
+) -> TrainConfig:
+    """The settings of a job; what it leaves open about the drafter's shape is as in `like`."""
+    values: dict[str, Any] = {"num_layers": job.layers or default_depth(target_layers)} | job.settings
+    if like is not None:
+        given = {"num_layers" if name == "layers" else name for name in job.given}
+        values |= {name: value for name, value in shape_of(like).items() if name not in given}
+    fixed = {"target_layer_ids": taps, "mask_token_id": mask}
+    return TrainConfig(device=job.device, compute_dtype=job.compute_dtype, **(values | fixed))
+
+
+def _fit_with_states(config: TrainConfig, target: Target, rows: Sequence[CorpusRow], processes: int = 1) -> bool:
     """Whether a GPU has room for the states of all texts; a CPU's memory is the user's to give (--store-states)."""
     if target.device.type != "cuda":
         return False
     torch.cuda.empty_cache()  # what decoding has left
     free, _ = torch.cuda.mem_get_info(target.device)
     longest = max(len(row.input_ids) for row in rows)
-    return kept_bytes(target, rows) <= _STATES_SHARE * (free - training_bytes(config, target.config, longest))
+    needed = training_bytes(config, target.config, longest, processes).total
+    return kept_bytes(target, rows) <= _STATES_SHARE * (free - needed)
 
 
 def _with_states(target: Target, corpus: Corpus, display: Display) -> Corpus:
@@ -261,19 +334,23 @@ def _with_states(target: Target, corpus: Corpus, display: Display) -> Corpus:
     return Corpus(keep_states(target, corpus.rows, batch_tokens=_STATES_BATCH_TOKENS, on_progress=on_progress))
 
 
-def _describe(trainer: Trainer, display: Display) -> None:
+def _describe(trainer: Trainer, init: InitialDrafter | None, display: Display) -> None:
     config = trainer.config
     trained = sum(parameter.numel() for parameter in trainer.model.parameters())
     display.say(
         f"drafter: block size {config.block_size}, {config.num_layers} layers, taps {list(config.target_layer_ids)}, "
         f"mask token {config.mask_token_id}, {trained / 1e6:.1f} M parameters to train"
     )
+    if not has_tensorboard():
+        display.say(f"{LOG_FILE} alone, without curves for TensorBoard: the package tensorboard is not installed")
     if trainer.step:
         display.say(f"continuing after step {trainer.step}")
+    elif init is not None:
+        display.say(init.account(trainer.model))
 
 
 def _train(trainer: Trainer, display: Display) -> None:
-    note = ""
+    config, progress, note = trainer.config, trainer.progress, ""
 
     def on_report(report: StepReport) -> None:
         nonlocal note
@@ -281,11 +358,13 @@ def _train(trainer: Trainer, display: Display) -> None:
             said = f"loss {report.loss:.3f}, estimated accept length {report.tau:.2f}"
             display.say(f"step {report.step}, held out: {said}")
         else:
-            note = f"loss {report.loss:.2f} accept {report.tau:.2f}"
-            display.progress("training", *trainer.progress, note)
+            note = f"loss {report.loss:.2f}, estimated accept length {report.tau:.2f}"
+            display.progress("training", *progress.shown(config), note)
 
-    display.progress("training", *trainer.progress)
-    trainer.run(on_report, on_step=lambda step: display.progress("training", *trainer.progress, note))
+    display.progress("training", *progress.shown(config))
+    trainer.run(on_report, on_step=lambda step: display.progress("training", *progress.shown(config), note))
+    if progress.worse:
+        display.say(f"the drafter of step {progress.best_step} is kept: no later one did better on held-out texts")
 
 
 def _evaluate(job: TrainJob, target: Target, texts: Texts, max_tokens: int, display: Display) -> Evaluation:
@@ -294,10 +373,19 @@ def _evaluate(job: TrainJob, target: Target, texts: Texts, max_tokens: int, disp
     model.bind_target(target.embed_weight, target.lm_head_weight)
     # A round that starts later could be cut short by the end of a text that has no stop token.
     limit = max(1, max_tokens - model.config.gamma - 1)
+    token_ids = load_token_ids(job.output / DRAFT_DIR, target.vocab_size)
     reports = []
     for number, (corpus, temperature) in enumerate(((texts.greedy, 0.0), (texts.sampled, 1.0))):
         display.progress("measuring", number, 2)
-        states = ComputedStates(target)
-        reports.append(replay(model, target, corpus.rows, states, temperature=temperature, max_new_tokens=limit))
+        report = replay(
+            model,
+            target,
+            corpus.rows,
+            ComputedStates(target),
+            temperature=temperature,
+            max_new_tokens=limit,
+            token_ids=token_ids,
+        )
+        reports.append(report)
     display.progress("measuring", 2, 2)
     return Evaluation(*reports)

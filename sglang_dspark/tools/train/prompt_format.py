@@ -25,7 +25,7 @@ class PromptFormat:
 
     def __init__(self, tokenizer: Any, *, raw: bool = False, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
-        self._raw = raw
+        self.raw = raw
         self._template_kwargs = dict(template_kwargs or {})
         if not raw and tokenizer.chat_template is None:
             raise ConfigError(
@@ -44,15 +44,25 @@ class PromptFormat:
 
     def encode(self, prompt: str) -> list[int]:
         """Token ids of a user's words: the chat template, open at the assistant's answer, or plain text."""
-        ids: list[int]
-        if self._raw:
-            ids = self.tokenizer(prompt)["input_ids"]
-        else:
-            messages = [{"role": "user", "content": prompt}]
-            ids = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True, **self._template_kwargs
-            )["input_ids"]
+        if not self.raw:
+            return self.encode_conversation([prompt], [])
+        ids: list[int] = self.tokenizer(prompt)["input_ids"]
         return ids
+
+    def encode_conversation(self, turns: Sequence[str], answers: Sequence[str]) -> list[int]:
+        """Token ids of a conversation, open at the answer to the last of `turns`; one answer less than turns."""
+        messages = [{"role": "user", "content": turns[0]}]
+        for answer, turn in zip(answers, turns[1:], strict=True):
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, **self._template_kwargs
+        )["input_ids"]
+        return ids
+
+    def answer_text(self, output_ids: Sequence[int]) -> str:
+        """What an answer says, as a client would get it."""
+        text: str = self.tokenizer.decode(output_ids, skip_special_tokens=True)
+        return text
 
     def open_user_turn(self, opening: str = "") -> list[int]:
         """Token ids of the chat template up to the user's words, followed by `opening`.
@@ -80,7 +90,7 @@ class PromptFormat:
 
     def _around_user_turn(self) -> tuple[str, str]:
         """Template text before the user's words, and the first piece after them."""
-        if self._raw:
+        if self.raw:
             raise ConfigError("--invent opens the chat template at the user turn; with --raw, give --prompts instead")
         text: str = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": _MARKER}], tokenize=False, **self._template_kwargs

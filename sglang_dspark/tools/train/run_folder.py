@@ -6,16 +6,25 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
 
 import torch
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import write_text_whole
+from sglang_dspark.tools.train.config import TrainConfig
 from sglang_dspark.tools.train.rows import CorpusRow
 
 STATE_FILE = "training_state.pt"
 DRAFT_DIR = "draft"
 LOG_FILE = "log.jsonl"
+# Settings that a resumed run may change; with another number of steps the learning rate follows the new schedule from
+# there, so a run can be cut short with a proper decay, or prolonged.
+_MAY_CHANGE = (
+    *("steps", "max_minutes", "log_every", "checkpoint_every", "own_embeddings", "device"),
+    *("micro_batch_rows", "patience", "draft_vocabulary"),
+)
 
 
 def refuse_finished(out_dir: Path) -> None:
@@ -30,6 +39,46 @@ def refuse_finished(out_dir: Path) -> None:
             f"{draft} holds a drafter, and {STATE_FILE} is gone, without which training would begin anew and write "
             f"over it; give another output directory, or remove {draft}"
         )
+
+
+def read_state(out_dir: Path, config: TrainConfig, texts: tuple[str, str]) -> dict[str, Any] | None:
+    """The state of the run in `out_dir` that is to be continued, on the CPU; None where there is none.
+
+    Args:
+        texts: digests of the texts to train on and of those held out.
+
+    Raises:
+        ConfigError: it is damaged, or of a run with other settings or texts.
+    """
+    path = out_dir / STATE_FILE
+    if not path.exists():
+        return None
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{path} is damaged ({reason}); remove it to start afresh") from error
+    ours = config.to_dict()
+    # A setting that an earlier release did not know had its default.
+    theirs = TrainConfig(target_layer_ids=config.target_layer_ids, mask_token_id=config.mask_token_id).to_dict()
+    theirs |= state["config"] | {"loss": theirs["loss"] | state["config"]["loss"]}
+    changed = [
+        f"{key}={ours[key]!r} (then {theirs[key]!r})"
+        for key in sorted(ours)
+        if key not in _MAY_CHANGE and theirs[key] != ours[key]
+    ]
+    if changed:
+        raise ConfigError(
+            f"{path} is of a run with other settings: {', '.join(changed)}; give the same settings to continue "
+            "it, or another output directory to start afresh"
+        )
+    # The state of an earlier release does not know its texts.
+    if tuple(state.get("texts", texts)) != texts:
+        raise ConfigError(
+            f"{path} is of a run on other texts; give the same --corpus to continue it, or another output "
+            "directory to start afresh"
+        )
+    return state
 
 
 def digest(rows: Sequence[CorpusRow]) -> str:

@@ -51,7 +51,7 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
         self.num_layers: int = self.config.num_hidden_layers
-        _check_tap_ids(self.tap_ids, self.num_layers)
+        check_tap_ids(self.tap_ids, self.num_layers)
         self._layers = _decoder_layers(self.backbone, self.num_layers)
         self.stop_ids = stop_ids(model.generation_config.eos_token_id)
         self._check_logits()
@@ -174,7 +174,12 @@ def _decoder_layers(backbone: nn.Module, num_layers: int) -> nn.ModuleList:
     )
 
 
-def _check_tap_ids(tap_ids: tuple[int, ...], num_layers: int) -> None:
+def check_tap_ids(tap_ids: tuple[int, ...], num_layers: int) -> None:
+    """Refuse taps that a target of so many layers does not have.
+
+    Raises:
+        ConfigError: naming them.
+    """
     ascending = all(a < b for a, b in pairwise(tap_ids))
     if not tap_ids or not ascending or tap_ids[0] < -1 or tap_ids[-1] > num_layers - 2:
         raise ConfigError(

@@ -2,8 +2,12 @@
 
 - ``settings.json``: the `TextPlan`
 - ``invented/*.json``: prompts that the target invented, one file per batch
-- ``prompts.jsonl``: one ``{"prompt": str, "held_out": bool}`` per line, shuffled
-- ``train/``, ``held-out-greedy/``, ``held-out-sampled/``: shards, see `sglang_dspark.tools.train.corpus`
+- ``prompts.jsonl``: one ``{"turns": [str, ...], "held_out": bool}`` per line, shuffled
+- ``train/``, ``held-out-greedy/``, ``held-out-sampled/``: shards, see `sglang_dspark.tools.train.corpus`; in each the
+  answers to first turns, and in folders ``turn-2`` and so on those to later ones, each with the conversation before it
+
+The target answers a later turn after its own answers to those before it, as it would be asked in use. Every answer is a
+row of its own, because chat templates render earlier answers otherwise than the one being written.
 
 Every file appears complete or not at all, and what is there is not made again.
 """
@@ -13,8 +17,10 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +28,11 @@ import torch
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import lines_of, write_text_whole
-from sglang_dspark.tools.prompts import read_prompts
 from sglang_dspark.tools.train.config import TextPlan
+from sglang_dspark.tools.train.conversations import Turns, read_conversations
 from sglang_dspark.tools.train.corpus import Corpus, generate, invent_prompts
 from sglang_dspark.tools.train.prompt_format import PromptFormat
+from sglang_dspark.tools.train.rows import CorpusRow
 from sglang_dspark.tools.train.text_writer import TextWriter
 
 _INVENTED_TOKENS = 256
@@ -35,8 +42,32 @@ _TRIES = 4
 # One seed per batch; the three folders of texts and the invented prompts draw from ranges of their own.
 _SEEDS_PER_JOB = 1_000_000
 
+# Within the range of a job, of the answers to each turn.
+_SEEDS_PER_TURN = 10_000
+
 OnProgress = Callable[[str, int, int], None]
 """Called with (what is done, how many are, how many there will be)."""
+OnTexts = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A conversation up to a turn of its user that the target has not answered yet."""
+
+    turns: Turns  # of the user, also those that are still to come
+    temperature: float
+    prompt_ids: list[int]
+    answers: tuple[str, ...] = ()
+
+    def after(self, row: CorpusRow, stop_ids: frozenset[int], prompt_format: PromptFormat) -> Dialogue | None:
+        """With the answer in `row` and the user's next turn; None where there is none, or the answer was cut."""
+        output = row.input_ids[row.prompt_len :].tolist()
+        num_turns = len(self.answers) + 2
+        if num_turns > len(self.turns) or output[-1] not in stop_ids:
+            return None
+        answers = (*self.answers, prompt_format.answer_text(output))
+        prompt_ids = prompt_format.encode_conversation(self.turns[:num_turns], answers)
+        return replace(self, prompt_ids=prompt_ids, answers=answers)
 
 
 @dataclass(frozen=True)
@@ -73,12 +104,24 @@ class TextFolder:
                 ours, theirs = getattr(plan, name), getattr(begun, name)
                 if ours != theirs:
                     raise ConfigError(
-                        f"--{name.replace('_', '-')} {ours}: the texts in {path} were begun with {theirs}; drop the "
-                        "option to go on with them, or give another --corpus"
+                        f"--{name.replace('_', '-')} {_said(ours)}: the texts in {path} were begun with "
+                        f"{_said(theirs)}; drop the option to go on with them, or give another --corpus"
                     )
             plan = replace(plan, **{name: getattr(begun, name) for name in bound})
         self.plan = plan
-        write_text_whole(settings, json.dumps(asdict(plan), indent=2) + "\n")
+
+    def check_prompts(self) -> None:
+        """Read what the prompts come from, if it has not been read: not after a model of gigabytes has been loaded.
+
+        Raises:
+            ConfigError: something cannot be read.
+        """
+        if not (self.path / "prompts.jsonl").exists():
+            _ = self._given
+
+    @cached_property
+    def _given(self) -> list[Turns]:
+        return [turns for source in self.plan.prompts for turns in read_conversations(source)]
 
     def write(self, writer: TextWriter, prompt_format: PromptFormat, on_progress: OnProgress) -> None:
         """Make everything that is not there yet.
@@ -86,36 +129,56 @@ class TextFolder:
         Raises:
             ConfigError: there are too few prompts.
         """
-        prompts, held_out = self._prompts(writer, prompt_format, on_progress)
         plan = self.plan
+        write_text_whole(self.path / "settings.json", json.dumps(asdict(plan), indent=2) + "\n")
+        conversations, held_out = self._conversations(writer, prompt_format, on_progress)
         heats = plan.temperatures
         # A prompt that is answered again gets the next temperature.
         train = [
-            (prompts[i % len(prompts)], heats[(i + i // len(prompts)) % len(heats)])
-            for i in range(plan.texts or len(prompts))
+            (conversations[i % len(conversations)], heats[(i + i // len(conversations)) % len(heats)])
+            for i in range(plan.texts or len(conversations))
         ]
-        # Longest first: similar lengths waste little, and what does not fit the memory fails at once.
-        train.sort(key=lambda row: -len(row[0]))
         jobs = {
             "train": ("writing texts", train),
-            "held-out-greedy": ("held out, greedy", [(ids, 0.0) for ids in held_out]),
-            "held-out-sampled": ("held out, sampled", [(ids, 1.0) for ids in held_out]),
+            "held-out-greedy": ("held out, greedy", [(turns, 0.0) for turns in held_out]),
+            "held-out-sampled": ("held out, sampled", [(turns, 1.0) for turns in held_out]),
         }
-        for offset, (name, (stage, rows)) in enumerate(jobs.items()):
+        for number, (name, (stage, asked)) in enumerate(jobs.items()):
+            dialogues = [Dialogue(turns, heat, prompt_format.encode(turns[0])) for turns, heat in asked]
+            for turn in count(1):
+                # Longest first: similar lengths waste little, and what does not fit the memory fails at once.
+                dialogues.sort(key=lambda dialogue: -len(dialogue.prompt_ids))
+                folder = self.path / name if turn == 1 else self.path / name / f"turn-{turn}"
+                said = stage if turn == 1 else f"{stage}, turn {turn}"
+                seed = plan.seed + _SEEDS_PER_JOB * number + _SEEDS_PER_TURN * (turn - 1)
+                self._answer(writer, dialogues, folder, seed, partial(on_progress, said))
+                if all(len(dialogue.turns) == turn for dialogue in dialogues):
+                    break
+                answered = zip(dialogues, Corpus.load(folder).rows, strict=True)
+                longer = [dialogue.after(row, writer.stop_ids, prompt_format) for dialogue, row in answered]
+                dialogues = [d for d in longer if d is not None and len(d.prompt_ids) <= plan.max_prompt_tokens]
+                if not dialogues:
+                    break
 
-            def on_shard(done: int, total: int, stage: str = stage, rows: Sized = rows) -> None:
-                on_progress(stage, min(done * plan.write_batch, len(rows)), len(rows))
+    def _answer(
+        self, writer: TextWriter, dialogues: Sequence[Dialogue], folder: Path, seed: int, on_texts: OnTexts
+    ) -> None:
+        """The target's answers to what was said last, as shards in `folder`."""
+        plan = self.plan
 
-            generate(
-                writer,
-                [ids for ids, _ in rows],
-                [heat for _, heat in rows],
-                self.path / name,
-                max_new_tokens=plan.max_tokens,
-                batch_size=plan.write_batch,
-                seed=plan.seed + _SEEDS_PER_JOB * offset,
-                on_shard=on_shard,
-            )
+        def on_shard(done: int, total: int) -> None:
+            on_texts(min(done * plan.write_batch, len(dialogues)), len(dialogues))
+
+        generate(
+            writer,
+            [dialogue.prompt_ids for dialogue in dialogues],
+            [dialogue.temperature for dialogue in dialogues],
+            folder,
+            max_new_tokens=plan.max_tokens,
+            batch_size=plan.write_batch,
+            seed=seed,
+            on_shard=on_shard,
+        )
 
     def load(self) -> Texts:
         """The texts of a finished stage.
@@ -125,7 +188,7 @@ class TextFolder:
         """
         train, greedy, sampled = (
             # An answer of one token has no anchor: nothing follows it.
-            Corpus([row for row in Corpus.load(self.path / name).rows if len(row.input_ids) - row.prompt_len > 1])
+            Corpus([row for row in self._rows(name) if len(row.input_ids) - row.prompt_len > 1])
             for name in ("train", "held-out-greedy", "held-out-sampled")
         )
         for corpus, name in ((train, "training"), (greedy, "greedy held-out"), (sampled, "sampled held-out")):
@@ -144,37 +207,49 @@ class TextFolder:
             return frozenset({"max_prompt_tokens", "raw", "chat_template_kwargs", "write_batch", "seed"})
         return frozenset()
 
-    def _prompts(
+    def _rows(self, name: str) -> list[CorpusRow]:
+        """Answers to first turns, then to later ones."""
+        later = sorted((self.path / name).glob("turn-*"), key=lambda folder: int(folder.name.removeprefix("turn-")))
+        return [row for folder in (self.path / name, *later) for row in Corpus.load(folder).rows]
+
+    def _conversations(
         self, writer: TextWriter, prompt_format: PromptFormat, on_progress: OnProgress
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """Token ids of the prompts to train on, and of those held out."""
+    ) -> tuple[list[Turns], list[Turns]]:
+        """What users say in the conversations to train on, and in those held out."""
         path = self.path / "prompts.jsonl"
         if not path.exists():
-            rows = self._collect_prompts(writer, prompt_format, on_progress)
+            rows = self._collect(writer, prompt_format, on_progress)
             write_text_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
-        train: list[list[int]] = []
-        held_out: list[list[int]] = []
+        train: list[Turns] = []
+        held_out: list[Turns] = []
         for line in lines_of(path.read_text(encoding="utf-8")):
             row = json.loads(line)
-            (held_out if row["held_out"] else train).append(prompt_format.encode(row["prompt"]))
+            # An earlier release had first turns alone.
+            turns = row["turns"] if "turns" in row else [row["prompt"]]
+            (held_out if row["held_out"] else train).append(tuple(turns))
         return train, held_out
 
-    def _collect_prompts(
+    def _collect(
         self, writer: TextWriter, prompt_format: PromptFormat, on_progress: OnProgress
     ) -> list[dict[str, Any]]:
-        plan = self.plan
-        found = [prompt for file in plan.prompts for prompt in read_prompts(Path(file))]
+        plan, rng = self.plan, random.Random(self.plan.seed)
+        found = self._given
+        if plan.max_prompts is not None and len(found) > plan.max_prompts:
+            found = rng.sample(found, plan.max_prompts)
+        # Without a template there is no way to tell turns apart.
+        found = [turns[: 1 if prompt_format.raw else plan.max_turns] for turns in found]
         if plan.invent:
-            found += self._invented(writer, prompt_format, on_progress)
-        short = [p for p in dict.fromkeys(found) if 0 < len(prompt_format.encode(p)) <= plan.max_prompt_tokens]
+            found += [(prompt,) for prompt in self._invented(writer, prompt_format, on_progress)]
+        distinct = dict.fromkeys(found)
+        short = [turns for turns in distinct if 0 < len(prompt_format.encode(turns[0])) <= plan.max_prompt_tokens]
         if len(short) <= plan.held_out:
             raise ConfigError(
                 f"--held-out {plan.held_out}: of {len(found)} prompts, {len(short)} are distinct and have at most "
                 f"{plan.max_prompt_tokens} tokens, which leaves none to train on; give more --prompts, a larger "
                 "--invent or --max-prompt-tokens, or a smaller --held-out"
             )
-        random.Random(plan.seed).shuffle(short)
-        return [{"prompt": prompt, "held_out": i < plan.held_out} for i, prompt in enumerate(short)]
+        rng.shuffle(short)
+        return [{"turns": turns, "held_out": i < plan.held_out} for i, turns in enumerate(short)]
 
     def _invented(self, writer: TextWriter, prompt_format: PromptFormat, on_progress: OnProgress) -> Sequence[str]:
         """Up to `plan.invent` distinct prompts, fewer where the target has no more ideas."""
@@ -199,3 +274,8 @@ class TextFolder:
             if len(found) >= plan.invent:
                 break
         return list(found)[: plan.invent]
+
+
+def _said(value: object) -> str:
+    """As the command line has it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

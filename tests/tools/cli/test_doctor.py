@@ -94,6 +94,14 @@ def test_a_target_family_that_is_not_served(run, target, draft, tmp_path):
 
 
 @pytest.mark.usefixtures("without_sglang")
+def test_what_is_to_know_of_a_family_is_said(run, tmp_path):
+    target = written_target("Gemma3ForCausalLM", tmp_path / "target")
+    result = run("doctor", "--target", target, "--draft", random_drafter(tmp_path / "draft", "tiny"))
+    assert result.exit_code == 0, result.output
+    assert "on a CPU only" in result.output
+
+
+@pytest.mark.usefixtures("without_sglang")
 def test_a_target_that_reads_images(run, tmp_path):
     """Its text has a configuration of its own, and tensors with other names."""
     target = written_target("Mistral3ForConditionalGeneration", tmp_path / "target")

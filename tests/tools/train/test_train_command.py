@@ -1,8 +1,11 @@
 """``python -m sglang_dspark train`` on the golden target, given a chat template."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,10 +27,11 @@ GOLDEN = Path(__file__).parents[2] / "data" / "golden" / "target"
 # A turn is "the ... ." and the answer goes on after another "the", as in the text that this target was trained on.
 TEMPLATE = "{% for m in messages %}the {{ m.content }} . {% endfor %}{% if add_generation_prompt %}the{% endif %}"
 NOUNS = "cat dog bird fish tree river stone house boat lamp".split()
-SMALL = (
+SMALL_TEXTS = (
     *("--max-tokens", 12, "--max-prompt-tokens", 16, "--held-out", 3, "--write-batch", 8, "--steps", 6),
-    *("--batch-rows", 4, "--anchors", 4, "--rank", 8, "--block-size", 3, "--checkpoint-every", 2),
+    *("--batch-rows", 4, "--anchors", 4, "--checkpoint-every", 2),
 )
+SMALL = (*SMALL_TEXTS, "--rank", 8, "--block-size", 3)
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +54,9 @@ def train(chat_target, prompts, tmp_path, monkeypatch):
     """``train("name", *options)`` works in ``tmp_path / "name"`` and gives the finished command."""
     monkeypatch.setenv("COLUMNS", "1000")
 
-    def run(name, *options, target=chat_target, prompts=("--prompts", prompts)):
+    def run(name, *options, target=chat_target, prompts=("--prompts", prompts), small=SMALL):
         fixed = ("train", "--target", target, "--output", tmp_path / name, *prompts, "--device", "cpu")
-        return CliRunner().invoke(main, [str(argument) for argument in (*fixed, *SMALL, *options)])
+        return CliRunner().invoke(main, [str(argument) for argument in (*fixed, *small, *options)])
 
     return run
 
@@ -69,7 +73,7 @@ def test_prompts_from_a_file_and_invented_ones_become_a_measured_drafter(train, 
     rows = [json.loads(line) for line in (tmp_path / "run/corpus/prompts.jsonl").read_text().splitlines()]
     assert len(rows) == len(NOUNS) + 6
     assert sum(row["held_out"] for row in rows) == 3
-    assert not any("." in row["prompt"] for row in rows)
+    assert not any("." in turn for row in rows for turn in row["turns"])
     config = json.loads((tmp_path / "run/draft/config.json").read_text())
     assert (config["target_layer_ids"], config["mask_token_id"], config["num_hidden_layers"]) == ([1, 2, 3], 2, 1)
 
@@ -215,10 +219,106 @@ def test_refusals_name_the_option_and_the_remedy(case, train, monkeypatch):
     assert says in result.output
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--prompts", "/nowhere/a.jsonl"), "--prompts /nowhere/a.jsonl: "),
+        (("--taps", "1,5"), "target_layer_ids=[1, 5]"),
+    ],
+)
+def test_prompts_and_taps_are_checked_before_the_target_is_loaded(options, says, train, monkeypatch):
+    monkeypatch.setattr(Target, "from_pretrained", None)
+    result = train("run", *options)
+    assert (result.exit_code, says in result.output) == (1, True)
+
+
 def test_a_target_that_is_not_there_or_has_no_chat_template(train):
     result = train("run", target="/nowhere/model")
-    assert (result.exit_code, "--target /nowhere/model: " in result.output) == (1, True)
+    assert (result.exit_code, "--target /nowhere/model: there is no such folder" in result.output) == (1, True)
     result = train("run", target=GOLDEN)
     assert (result.exit_code, "its tokenizer has no chat template; give --raw" in result.output) == (1, True)
     # What was refused left nothing behind that a second try would have to agree with.
     assert train("run", "--raw", target=GOLDEN).exit_code == 0
+
+
+def test_a_dry_run_counts_and_touches_nothing(train, tmp_path, chat_target):
+    result = train("run", "--invent", 6, "--dry-run", "--max-minutes", 90, "--micro-batch-rows", 2)
+    assert result.exit_code == 0, result.output
+    assert not (tmp_path / "run").exists()
+    target = Target.from_pretrained(chat_target, (1, 2, 3), dtype=torch.float32)
+    weights = sum(p.numel() for p in target.model.parameters())
+    assert f"parameters: target {weights / 1e6:,.1f} M" in " ".join(result.output.split())
+    said = dict(re.findall(r"^ *(.+?)  +([\d.,]+)(?: |$)", result.output, re.MULTILINE))
+    # Ten prompts and six invented ones, three held out, which are answered twice.
+    assert said["answers to train on"] == "13"
+    assert said["tokens that the target writes"] == str((13 + 2 * 3) * 12)
+    assert said["tokens to train on, prompts included"] == str(13 * (12 + 16))
+    assert said["blocks per step"] == "16"
+    assert "1 h 30 min" in result.output
+    # What it says of the drafter is what the run then has.
+    result = train("run", "--invent", 6)
+    (trained,) = re.findall(r"([\d.]+) M parameters to train", result.output)
+    assert said["parameters: trained (1 layers, block size 3, rank 8)"] == trained
+    # And what is begun tells the number of prompts.
+    (tmp_path / "run" / "draft" / "config.json").unlink()
+    again = train("run", "--dry-run")
+    assert "answers to train on" in again.output and "time of training, at 40% of the" in again.output
+
+
+def test_a_run_from_a_drafter_takes_its_shape(train, tmp_path):
+    assert train("first", "--rank", 4, "--layers", 2, "--taps", "0,3").exit_code == 0
+    options = ("--corpus", tmp_path / "first" / "corpus", "--init", tmp_path / "first" / "draft")
+    result = train("second", *options, "--head", "gated", small=SMALL_TEXTS)
+    assert result.exit_code == 0, result.output
+    config = json.loads((tmp_path / "second/draft/config.json").read_text())
+    assert [config[name] for name in ("block_size", "markov_rank", "num_hidden_layers")] == [3, 4, 2]
+    assert (config["target_layer_ids"], config["markov_head_type"]) == ([0, 3], "gated")
+    (ours, total) = re.search(r"(\d+) of (\d+) tensors are those of", result.output).groups()
+    assert int(ours) == int(total) - 2
+    assert "drawn anew: markov_head.gate_proj.bias, markov_head.gate_proj.weight" in result.output
+
+
+def test_losses_and_optimizers_are_options(train, tmp_path):
+    options = ("--optimizer", "muon", "--schedule", "linear", "--position-weights", "dpace", "--tv-weight", 0)
+    result = train("run", *options, "--ce-weight", 1, "--draft-vocabulary", 20, "--patience", 1)
+    assert result.exit_code == 0, result.output
+    config = torch.load(tmp_path / "run" / "training_state.pt")["config"]
+    assert (config["optimizer"], config["schedule"], config["draft_vocabulary"]) == ("muon", "linear", 20)
+    assert (config["loss"]["ce"], config["loss"]["l1"], config["loss"]["positions"]) == (1.0, 0.0, "dpace")
+    assert len(json.loads((tmp_path / "run/draft/draft_vocabulary.json").read_text())["token_ids"]) == 20
+    for option, value in (("--position-decay", 0), ("--dpace-alpha", 1.5), ("--grad-clip", 0), ("--patience", 0)):
+        result = train("other", option, value)
+        assert result.exit_code == 2
+        assert f"Invalid value for '{option}'" in result.output
+
+
+def test_two_processes_write_the_files_of_one(train, tmp_path, chat_target, prompts):
+    """The whole command under torchrun: the first process writes and speaks, the other waits and trains along."""
+    assert train("alone").exit_code == 0
+    fixed = ("train", "--target", chat_target, "--output", tmp_path / "two", "--prompts", prompts, "--device", "cpu")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = [str(argument) for argument in (*launcher, "-m", "sglang_dspark", *fixed, *SMALL)]
+    run = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert run.stdout.count("Accept length on held-out texts") == 1
+    assert run.stdout.count("parameters to train") == 1
+    names = [sorted(path.name for path in (tmp_path / name).rglob("*")) for name in ("alone", "two")]
+    assert names[0] == names[1]
+    assert written(tmp_path / "alone")[3] == written(tmp_path / "two")[3]
+    ours, theirs = (
+        load_draft_model(tmp_path / name / "draft", dtype=torch.float32, device="cpu").state_dict()
+        for name in ("two", "alone")
+    )
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, atol=1e-2, rtol=1e-2, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_help_has_sections_in_the_order_of_the_work():
+    lines = CliRunner().invoke(main, ["train", "--help"]).output.splitlines()
+    headings = [line.rstrip(":") for line in lines if re.fullmatch(r"[A-Z][a-z ]+:", line)]
+    assert headings == "Target and output,Texts,Drafter,Training,Optimizer,Loss,Machine and files".split(",")
+    loss, machine = lines.index("Loss:"), lines.index("Machine and files:")
+    flags = [line.split()[0] for line in lines[loss:machine] if line.startswith("  --")]
+    assert flags[0] == "--ce-weight" and "--dpace-alpha" in flags and "--learning-rate" not in flags

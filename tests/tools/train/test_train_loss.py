@@ -21,68 +21,69 @@ WEIGHTS = LossWeights(ce=0.3, l1=0.9, confidence=0.7, position_decay=3.0)
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-3}
 
 
-def literal_loss(model: DraftModel, rows, anchors, lm_head: torch.Tensor) -> torch.Tensor:
-    """The objective as the paper writes it, one block at a time."""
-    gamma, num_slots, first = model.config.gamma, model.config.block_size, model.config.first_slot
-    numerator = {"ce": 0.0, "l1": 0.0, "confidence": 0.0}
-    total_weight = 0.0
+def literal_weights(probs: list[float], weights: LossWeights) -> list[float]:
+    """Of the slots of one block, given the drafter's probabilities of the labels."""
+    if weights.positions == "decay":
+        return [math.exp(-j / weights.position_decay) for j in range(len(probs))]
+    smoothed = [(1 - weights.dpace_alpha) * q + weights.dpace_alpha for q in probs]
+    return [sum(math.prod(smoothed[: m + 1]) for m in range(j, len(probs))) for j in range(len(probs))]
+
+
+def literal_loss(model: DraftModel, rows, anchors, lm_head: torch.Tensor, weights: LossWeights) -> torch.Tensor:
+    """The objective as the papers write it, one block at a time."""
+    gamma = model.config.block_size
+    total, total_weight = 0.0, 0.0
     for row, chosen in zip(rows, anchors, strict=True):
         for t in chosen.tolist():
             k_ctx, v_ctx = model.context_kv(model.project_context(row.features[:t].double()), torch.arange(t))
-            ids = torch.tensor([int(row.input_ids[t])] + [model.config.mask_token_id] * (num_slots - 1))
+            ids = torch.tensor([int(row.input_ids[t])] + [model.config.mask_token_id] * (gamma - 1))
             hidden = model.forward_block(
                 model.embed(ids),
-                torch.arange(t, t + num_slots),
+                torch.arange(t, t + gamma),
                 lambda i, q, k, v, sinks, k_ctx=k_ctx, v_ctx=v_ctx: attend_dense(
                     q, torch.cat([k_ctx[i], k]), torch.cat([v_ctx[i], v]), scale=model.config.attention_scale
                 ),
-            )[first:]
+            )
             state = model.markov_head.initial_state(1, hidden.device, hidden.dtype)
-            for j in range(gamma):
-                bias, w1, state = model.markov_head.step(
-                    row.input_ids[t + j : t + j + 1]
-                    if t + j < len(row.input_ids)
-                    else torch.zeros(1, dtype=torch.long),
-                    hidden[j : j + 1],
-                    state,
-                )
-                if t + j + 1 >= len(row.input_ids):
-                    continue
+            losses, probs = [], []
+            for j in range(min(gamma, len(row.input_ids) - 1 - t)):
+                bias, w1, state = model.markov_head.step(row.input_ids[t + j : t + j + 1], hidden[j : j + 1], state)
                 p_draft = torch.softmax(hidden[j] @ lm_head.T + bias[0], dim=-1)
                 p_target = torch.softmax(row.last_hidden[t + j].double() @ lm_head.T, dim=-1)
                 l1 = (p_draft - p_target).abs().sum()
                 features = torch.cat([hidden[j], w1[0]]) if model.config.confidence_head_with_markov else hidden[j]
                 logit = model.confidence_head.proj(features)[0]
-                weight = math.exp(-j / WEIGHTS.position_decay)
-                total_weight += weight
-                numerator["ce"] += weight * -p_draft[row.input_ids[t + j + 1]].log()
-                numerator["l1"] += weight * l1
-                numerator["confidence"] += weight * F.binary_cross_entropy_with_logits(logit, (1 - l1 / 2).detach())
-    return sum(getattr(WEIGHTS, name) * value for name, value in numerator.items()) / total_weight
+                at_label = p_draft[row.input_ids[t + j + 1]]
+                confidence = F.binary_cross_entropy_with_logits(logit, (1 - l1 / 2).detach())
+                losses.append(weights.ce * -at_label.log() + weights.l1 * l1 + weights.confidence * confidence)
+                probs.append(float(at_label))
+            slots = literal_weights(probs, weights)
+            total += sum(weight * loss for weight, loss in zip(slots, losses, strict=True))
+            total_weight += sum(slots) if weights.positions == "decay" else len(slots)
+    return total / total_weight
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"markov_head_type": "gated", "confidence_head_with_markov": False},
-        {"markov_head_type": "rnn"},
-        {"sample_from_anchor": False},
-    ],
-    ids=["vanilla", "gated", "rnn", "layout of DFlash"],
-)
-def test_loss_and_gradients_equal_the_literal_objective(changes, target, rows, config, make_drafter, monkeypatch):
+OBJECTIVES = [
+    ("vanilla", WEIGHTS),
+    ("gated", WEIGHTS),
+    ("rnn", WEIGHTS),
+    ("vanilla", replace(WEIGHTS, positions="dpace", dpace_alpha=0.4)),
+]
+
+
+@pytest.mark.parametrize(("head", "weights"), OBJECTIVES, ids=lambda x: x if isinstance(x, str) else x.positions)
+def test_loss_and_gradients_equal_the_literal_objective(head, weights, target, rows, config, make_drafter, monkeypatch):
     monkeypatch.setattr(loss_module, "_CHUNK_ROWS", 37)
-    model = make_drafter(replace(config, **changes))
+    model = make_drafter(replace(config, markov_head_type=head, confidence_head_with_markov=head != "gated"))
     generator = torch.Generator().manual_seed(0)
     anchors = [sample_anchors(row, 5, generator) for row in rows]
-    output = draft_loss(model, collate(rows, anchors, stored_states(rows), 4), WHOLE, target.lm_head_weight, WEIGHTS)
+    output = draft_loss(model, collate(rows, anchors, stored_states(rows), 4), WHOLE, target.lm_head_weight, weights)
     output.loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
 
-    literal = make_drafter(replace(config, **changes)).double()
+    literal = make_drafter(replace(config, markov_head_type=head, confidence_head_with_markov=head != "gated")).double()
     literal.bind_target(target.embed_weight.double(), target.lm_head_weight.double())
-    expected = literal_loss(literal, rows, anchors, target.lm_head_weight.double())
+    expected = literal_loss(literal, rows, anchors, target.lm_head_weight.double(), weights)
     expected.backward()
     torch.testing.assert_close(output.loss.double(), expected, atol=1e-5, rtol=1e-5)
     for name, parameter in literal.named_parameters():

@@ -5,16 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.train import trainer as trainer_module
 from sglang_dspark.tools.train.config import TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus
 from sglang_dspark.tools.train.evaluate import replay
-from sglang_dspark.tools.train.loss import draft_loss
+from sglang_dspark.tools.train.initial_drafter import InitialDrafter
+from sglang_dspark.tools.train.optimizer import learning_rate_factor
+from sglang_dspark.tools.train.reports import StepReport, Sums
 from sglang_dspark.tools.train.rows import stored_states
 from sglang_dspark.tools.train.run_folder import DRAFT_DIR, LOG_FILE, STATE_FILE
-from sglang_dspark.tools.train.trainer import Trainer
+from sglang_dspark.tools.train.trainer import Trainer, answer_counts
 
 
 @pytest.mark.slow
@@ -104,23 +107,100 @@ def test_a_run_that_was_killed_logs_every_step_once(target, corpus, config, tmp_
     ]
 
 
-def test_held_out_means_are_over_slots_not_batches(target, rows, corpus, config, tmp_path, monkeypatch):
-    """Five rows in batches of four: the last batch is one row."""
-    parts = []
+def test_held_out_means_do_not_depend_on_what_is_read_together(target, rows, corpus, config, tmp_path):
+    """Five rows in pieces of two, of which the last is one row."""
+    reports = {}
+    for most in (5, 2):
+        apart = replace(config, batch_rows=5, micro_batch_rows=most, steps=1, checkpoint_every=1, anchors_per_row=3)
+        found = []
+        Trainer(apart, target, corpus, Corpus(rows[:5]), tmp_path / str(most)).run(found.append)
+        (reports[most],) = [report for report in found if report.held_out]
+    for name in ("loss", "ce", "l1", "confidence", "acceptance", "tau"):
+        assert getattr(reports[2], name) == pytest.approx(getattr(reports[5], name), rel=1e-5), name
 
-    def recorded(model, batch, *others):
-        output = draft_loss(model, batch, *others)
-        if not torch.is_grad_enabled():
-            parts.append((float(output.loss), int(batch.supervised.sum())))
-        return output
 
-    monkeypatch.setattr(trainer_module, "draft_loss", recorded)
+def test_a_step_does_not_depend_on_what_is_read_together(target, corpus, config, tmp_path):
+    """Gradients of pieces of the step, sorted by length, add up to that of the whole."""
+    whole = Trainer(replace(config, loss_vocab=40, loss_vocab_sampled=8), target, corpus, corpus, tmp_path / "whole")
+    pieces = Trainer(replace(whole.config, micro_batch_rows=4), target, corpus, corpus, tmp_path / "pieces")
+    for trainer in (whole, pieces):
+        trainer._train_step()
+    for (name, expected), found in zip(whole.model.named_parameters(), pieces.model.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def taus(values):
+    """Held-out accept lengths in this order, in place of the measured ones."""
+    measured = iter(values)
+
+    def report(self, step, seconds, processes, *, held_out):
+        rates = (0.5,) * 4
+        tau = next(measured) if held_out else 1.0
+        return StepReport(step, 1.0, 1.0, 1.0, 1.0, rates, tau, seconds, held_out)
+
+    return report
+
+
+def test_the_checkpoint_with_the_longest_held_out_accept_length_stays(target, corpus, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(Sums, "report", taus([1.5, 1.9, 1.9, 1.2]))
+    config = replace(config, steps=8, checkpoint_every=2)
+    trainer = Trainer(config, target, corpus, corpus, tmp_path)
+    trainer.run(until=4)
+    best = (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes()
+    # An interruption does not make it forget which one that was.
+    trainer = Trainer(config, target, corpus, corpus, tmp_path)
+    trainer.run()
+    assert (trainer.step, trainer.progress.best_step, trainer.progress.worse) == (8, 4, 2)
+    assert (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes() == best
+    assert torch.load(tmp_path / STATE_FILE)["step"] == 8
+
+
+def test_patience_ends_a_run(target, corpus, config, tmp_path, monkeypatch):
+    monkeypatch.setattr(Sums, "report", taus([1.5, 1.9, 1.8, 1.7, 1.6]))
+    config = replace(config, steps=20, checkpoint_every=2, patience=2)
+    trainer = Trainer(config, target, corpus, corpus, tmp_path)
+    trainer.run()
+    assert (trainer.step, trainer.progress.best_step) == (8, 4)
+    again = Trainer(config, target, corpus, corpus, tmp_path)
+    again.run()
+    assert again.step == 8  # its patience is over
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_schedules_rise_and_end_where_they_should(schedule, config):
+    config = replace(config, schedule=schedule, steps=100, warmup_share=0.1)
+    factors = [learning_rate_factor(config, step) for step in range(101)]
+    assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert factors[55] == pytest.approx({"cosine": 0.5, "linear": 0.5, "constant": 1.0}[schedule])
+    assert factors[100] == pytest.approx(1.0 if schedule == "constant" else 0.0)
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest(target, corpus, config, tmp_path):
+    config = replace(config, optimizer="muon", learning_rate=2e-3)
+    trainer = Trainer(config, target, corpus, corpus, tmp_path)
+    adamw, muon = trainer.optimizer.state_dict()
+    taken = {id(p) for p in trainer.optimizer.param_groups[-1]["params"]}
+    names = {name for name, p in trainer.model.named_parameters() if id(p) in taken}
+    assert "fc.weight" in names and "layers.1.mlp.down_proj.weight" in names
+    assert not any("markov" in name or "norm" in name or "confidence" in name for name in names)
+    assert sum(len(group["params"]) for part in (adamw, muon) for group in part["param_groups"]) == len(
+        list(trainer.model.parameters())
+    )
     reports = []
-    config = replace(config, batch_rows=4, steps=1, checkpoint_every=1)
-    Trainer(config, target, corpus, Corpus(rows[:5]), tmp_path).run(reports.append)
-    (held_out,) = [report for report in reports if report.held_out]
-    assert len(parts) == 2 and parts[0][1] > 2 * parts[1][1]
-    assert held_out.loss == pytest.approx(sum(loss * n for loss, n in parts) / sum(n for _, n in parts))
+    trainer.run(reports.append, until=3)
+    Trainer(config, target, corpus, corpus, tmp_path).run(reports.append)
+    held_out = [report.loss for report in reports if report.held_out]
+    assert held_out[-1] < held_out[0]
+
+
+def test_the_drafter_proposes_the_most_frequent_tokens(target, corpus, config, tmp_path):
+    Trainer(replace(config, draft_vocabulary=5), target, corpus, corpus, tmp_path).run()
+    counts = answer_counts(corpus, 64)
+    chosen = load_token_ids(tmp_path / DRAFT_DIR, 64)
+    assert len(chosen) == 5
+    assert min(counts[chosen]) >= counts[[token for token in range(64) if token not in chosen]].max()
+    with pytest.raises(ConfigError, match="draft_vocabulary=65 is more than the 64 tokens"):
+        Trainer(replace(config, draft_vocabulary=65), target, corpus, corpus, tmp_path / "other")
 
 
 def test_taps_must_agree_with_the_target(target, corpus, config, tmp_path):
@@ -190,7 +270,7 @@ def test_a_time_limit_ends_the_run_with_its_learning_rate_at_zero(target, corpus
     assert 3 <= len(held_out) <= 4
     assert held_out[-1].step == trainer.step == len(rates)
     assert 240 <= held_out[-1].seconds < 250
-    assert trainer.progress == (240, 240)
+    assert trainer.progress.shown(config) == (240, 240)
 
     again = Trainer(config, target, corpus, corpus, tmp_path)
     assert again.step == trainer.step
@@ -210,15 +290,22 @@ def test_a_drafter_can_be_trained_on_from_another(target, corpus, config, tmp_pa
     first = Trainer(replace(config, steps=40), target, corpus, corpus, tmp_path / "first")
     first.run()
     folder = tmp_path / "first" / DRAFT_DIR
-    same = Trainer(config, target, corpus, corpus, tmp_path / "same", init=folder)
+    same = Trainer(config, target, corpus, corpus, tmp_path / "same", init=InitialDrafter.load(str(folder)))
     for name, weight in same.model.state_dict().items():
         assert torch.equal(weight, first.model.state_dict()[name].bfloat16().float()), name
-    deeper = Trainer(replace(config, num_layers=3, markov_rank=4), target, corpus, corpus, tmp_path / "b", init=folder)
+    deeper = Trainer(
+        replace(config, num_layers=3, markov_rank=4),
+        target,
+        corpus,
+        corpus,
+        tmp_path / "b",
+        init=InitialDrafter.load(str(folder)),
+    )
     assert torch.equal(deeper.model.fc.weight, same.model.fc.weight)
     assert deeper.model.markov_head.rank == 4
     # A resumed run goes on from its own state.
     same.run(until=3)
-    again = Trainer(config, target, corpus, corpus, tmp_path / "same", init=folder)
+    again = Trainer(config, target, corpus, corpus, tmp_path / "same", init=InitialDrafter.load(str(folder)))
     assert again.step == 3
     assert not torch.equal(again.model.fc.weight, deeper.model.fc.weight)
 
@@ -228,6 +315,7 @@ def test_a_diverged_run_keeps_its_last_checkpoint(target, corpus, config, tmp_pa
     trainer.run(until=3)
     kept = (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes()
     trainer.model.fc.weight.data.fill_(float("nan"))
-    with pytest.raises(ConfigError, match="diverged before step 6; continue from the checkpoint"):
+    # Noticed at the next report, not at the next checkpoint.
+    with pytest.raises(ConfigError, match="diverged before step 4; continue from the checkpoint"):
         trainer.run()
     assert (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes() == kept

@@ -25,22 +25,23 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from sglang_dspark.draft.reduced_vocabulary import load_token_ids, save_token_ids
+from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import lines_of
 from sglang_dspark.tools.prompts import read_prompts
 from sglang_dspark.tools.train.config import TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus, generate, invent_prompts
+from sglang_dspark.tools.train.initial_drafter import InitialDrafter
 from sglang_dspark.tools.train.measure import measure, measured_texts, table
 from sglang_dspark.tools.train.prompt_format import PromptFormat
 from sglang_dspark.tools.train.recipes.seed_prompts import BOXED, openings, templated
+from sglang_dspark.tools.train.reports import StepReport
 from sglang_dspark.tools.train.rows import CorpusRow, keep_states, kept_bytes, stored_states
-from sglang_dspark.tools.train.run_folder import DRAFT_DIR
 from sglang_dspark.tools.train.server_writer import OwnServerWriter
 from sglang_dspark.tools.train.target import Target, stop_ids_of
 from sglang_dspark.tools.train.text_writer import InProcessWriter, TextWriter
-from sglang_dspark.tools.train.trainer import StepReport, Trainer, answer_counts
+from sglang_dspark.tools.train.trainer import Trainer
 
 TARGET_DIR = Path(".cache/smollm2-135m-instruct")
 
@@ -78,6 +79,7 @@ CONFIG = TrainConfig(
     anchors_per_row=40,
     loss_vocab=DRAFT_VOCABULARY,
     loss_vocab_sampled=2048,
+    draft_vocabulary=DRAFT_VOCABULARY,
     steps=10**8,  # the clock ends the run
     max_minutes=5.0,
     learning_rate=1.5e-3,
@@ -228,10 +230,8 @@ def train(
     init: Path | None = None,
 ) -> Trainer:
     """Train in `folder`, from the drafter `init` on; the checkpoint with its vocabulary is in ``folder/draft``."""
-    trainer = Trainer(config, target, corpus, held_out, folder, stored_states, init=init)
-    by_frequency = answer_counts(corpus, target.vocab_size).argsort(descending=True, stable=True)
-    trainer.export(folder / DRAFT_DIR)  # what follows is then complete after every checkpoint
-    save_token_ids(folder / DRAFT_DIR, by_frequency[:DRAFT_VOCABULARY].tolist())
+    first = None if init is None else InitialDrafter.load(str(init))
+    trainer = Trainer(config, target, corpus, held_out, folder, stored_states, first)
     trainer.run(lambda report: say(_line(report)))
     return trainer
 

@@ -1,0 +1,147 @@
+"""Several machines: what their ranks have to have in common, and what becomes of the others when one machine is gone.
+
+A rank that waits for one which has died waits as long as its collective does: minutes under NCCL, for ever where a
+message on the host is awaited. On one machine SGLang's front end sees the dead process. On several, nobody does: each
+front end watches the processes of its own machine, and all but the first have none that watches at all. So every rank
+of another machine keeps a connection to rank 0, over which nothing is ever sent, and which breaks when either dies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from importlib.metadata import version
+from threading import Thread
+from typing import Any
+
+import torch
+from torch import distributed
+
+from sglang_dspark import __version__
+from sglang_dspark.config import DSparkConfig, flag_name
+from sglang_dspark.engine.settled import Serving
+from sglang_dspark.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 5.0
+"""How long a node may take to end by itself: the ranks of a server that is told to shut down end one after another."""
+_FOR_EVER = timedelta(days=3650)
+# Rank 0 reads these files for all, so each machine may keep them elsewhere.
+_OF_EACH_NODE = ("sps_table_path", "confidence_sts_path")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of one server, as its ranks see them.
+
+    Attributes:
+        hosts: names of the machines that ranks 0, 1, ... run on.
+        per_node: ranks of each machine.
+    """
+
+    hosts: Sequence[str]
+    per_node: int
+
+    def of(self, rank: int) -> int:
+        """The ``--node-rank`` of this rank."""
+        return rank // self.per_node
+
+    def watched_by(self, rank: int) -> list[int]:
+        """The ranks of other machines whose end ``rank`` has to notice: all for rank 0, which all others watch."""
+        here = self.of(rank)
+        if here:
+            return [0]
+        return [other for other in range(len(self.hosts)) if self.of(other) != here] if rank == 0 else []
+
+    def farewell(self, rank: int) -> str:
+        """The line for the log of those who outlive ``rank``."""
+        node = self.of(rank)
+        return (
+            f"DSPARK: node {node} ({self.hosts[rank]}) has ended or cannot be reached: its rank {rank} has closed the "
+            f"connection. This node ends, for a step needs every rank; the log of node {node} says more. Start all "
+            "nodes again"
+        )
+
+
+def check_alike(facts: Sequence[Mapping[str, object]], nodes: Nodes) -> None:
+    """Refuse machines that were started differently.
+
+    Args:
+        facts: of each rank, by name of a flag or a package, the same names on all.
+
+    Raises:
+        ConfigError: names the first difference. Raised on every rank, so that every machine's log has it.
+    """
+    for rank, found in enumerate(facts):
+        for name, value in facts[0].items():
+            if found[name] != value:
+                raise ConfigError(
+                    f"node {nodes.of(rank)} ({nodes.hosts[rank]}) has {name}={found[name]} and node 0 "
+                    f"({nodes.hosts[0]}) {name}={value}; start all nodes alike"
+                )
+
+
+def join(group: Any, nnodes: int, facts: Mapping[str, object], end: Callable[[], None]) -> None:
+    """Compare the machines of a server, and notice from now on when one of them is gone. All ranks call it together.
+
+    Args:
+        group: SGLang's ``GroupCoordinator`` of all ranks.
+        nnodes: machines; nothing is done about one.
+        facts: what all of them have to have in common.
+        end: ends this machine's part of the server; called in a thread.
+
+    Raises:
+        ConfigError: see :func:`check_alike`.
+    """
+    if nnodes == 1:
+        return
+    told = group.all_gather_object((socket.gethostname(), dict(facts)))
+    nodes = Nodes([host for host, _ in told], len(told) // nnodes)
+    line = distributed.new_group(group.ranks, backend="gloo", timeout=_FOR_EVER)
+    for rank in nodes.watched_by(group.rank_in_group):
+        arguments = (line, group.ranks[rank], nodes.farewell(rank), end)
+        Thread(target=_outlive, args=arguments, name=f"dspark-watch-rank-{rank}", daemon=True).start()
+    check_alike([fact for _, fact in told], nodes)
+    logger.info("DSPARK: %d nodes: %s", nnodes, ", ".join(nodes.hosts[:: nodes.per_node]))
+
+
+def _outlive(line: Any, rank: int, farewell: str, end: Callable[[], None]) -> None:
+    with suppress(RuntimeError):  # the connection is closed
+        distributed.recv(torch.empty(1, device="cpu"), src=rank, group=line)
+    logger.error(farewell)
+    time.sleep(GRACE_S)
+    end()
+
+
+def end_server() -> None:
+    """End this machine's part of the server, as SGLang's scheduler does when it fails. Its parent is the front end."""
+    os.kill(os.getppid(), signal.SIGQUIT)
+
+
+def to_have_in_common(settled: Serving) -> dict[str, object]:
+    """What all machines of a server have to agree about, by the name that a user knows."""
+    names = [knob.name for knob in fields(DSparkConfig) if knob.name not in _OF_EACH_NODE]
+    return {
+        "sglang-dspark": __version__,
+        **{name: version(name) for name in ("sglang", "torch")},
+        **{flag_name(name): getattr(settled.config, name) for name in names},
+        "--speculative-draft-model-path": _drafter(settled),
+    }
+
+
+def _drafter(settled: Serving) -> str:
+    """The drafter by what it is, for machines may keep it in different folders."""
+    drafter = settled.drafter
+    if drafter is None:
+        return "none"
+    shape = hashlib.sha256(repr((drafter.config, drafter.token_ids)).encode()).hexdigest()[:12]
+    return f"a drafter of configuration {shape}"

@@ -1,0 +1,202 @@
+"""Attention of the blocks at many anchors over their texts, without a matrix of all scores.
+
+A row of a block sees what its layer shows of the context strictly before its anchor and of its own block, nothing else.
+Scores of all blocks take ``A * slots * heads * (S + slots)`` elements in each layer: 15 GB in float32 for one text of
+4096 tokens, 512 anchors and the heads of Qwen3-8B. Neither form here holds them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from sglang_dspark.draft.backbone import Attend
+from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.visibility import Visibility
+
+CHUNK_SCORES = 2**24
+"""Scores that `ChunkedAttention` holds at a time: 64 MiB in float32."""
+
+
+def anchored_attention(
+    k_ctx: Tensor,  # [L, bs, S, kv_heads, head_dim]
+    v_ctx: Tensor,  # [L, bs, S, kv_heads, head_dim]
+    anchors: Tensor,  # [bs, A], ascending in a row but for unused ones at its end, which are 0
+    config: DraftConfig,
+) -> Attend:
+    """The ``attend`` callable of `DraftModel.forward_block` for blocks at `anchors`."""
+    # torch has a backward pass of flex_attention for GPUs alone. Without one, compiling it for every shape of a replay
+    # takes longer than the replay.
+    if k_ctx.is_cuda and torch.is_grad_enabled():
+        return FlexAttention(k_ctx, v_ctx, anchors, config, compiled=True)
+    return ChunkedAttention(k_ctx, v_ctx, anchors, config)
+
+
+class ChunkedAttention:
+    """Dense attention of a few anchors at a time, whose scores are computed again in the backward pass.
+
+    Scores against the context and against the block are computed apart and share one softmax, so no block is ever
+    scored against another one. What fits one chunk keeps its scores: computing them again would cost time for nothing.
+    """
+
+    def __init__(self, k_ctx: Tensor, v_ctx: Tensor, anchors: Tensor, config: DraftConfig) -> None:
+        self._k_ctx = k_ctx.permute(0, 1, 3, 2, 4)  # [L, bs, kv_heads, S, head_dim]
+        self._v_ctx = v_ctx.permute(0, 1, 3, 2, 4)
+        self._anchors = anchors
+        self._config = config
+        bs, num_anchors = anchors.shape
+        scores_per_anchor = bs * config.num_attention_heads * config.block_size * (k_ctx.shape[2] + config.block_size)
+        chunk = max(1, CHUNK_SCORES // scores_per_anchor)
+        parts = [slice(start, start + chunk) for start in range(0, num_anchors, chunk)]
+        # No anchor of a part sees the context from its last one on.
+        self._parts = [(part, max(1, int(anchors[:, part].max()))) for part in parts]
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,  # [bs * A * slots, heads, head_dim]
+        k: Tensor,  # [bs * A * slots, kv_heads, head_dim]
+        v: Tensor,  # [bs * A * slots, kv_heads, head_dim]
+        sinks: Tensor | None,  # [heads]
+    ) -> Tensor:
+        kv_heads, heads = k.shape[1], q.shape[1]
+        blocks = (*self._anchors.shape, self._config.block_size)
+        k, v = (x.view(*blocks, kv_heads, -1).permute(0, 3, 1, 2, 4) for x in (k, v))
+        # The query heads of one key/value head become rows: [bs, kv_heads, A, slots * group, head_dim].
+        grouped = q.view(*blocks, kv_heads, heads // kv_heads, -1).permute(0, 3, 1, 2, 4, 5).flatten(3, 4)
+        grouped = grouped * self._config.attention_scale
+        mixed = torch.cat([self._attend_part(layer, grouped, k, v, sinks, *part) for part in self._parts], dim=2)
+        return mixed.unflatten(3, (-1, heads // kv_heads)).permute(0, 2, 3, 1, 4, 5).reshape(q.shape)
+
+    def _attend_part(
+        self, layer: int, grouped: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, part: slice, end: int
+    ) -> Tensor:
+        arguments = (
+            self._config.visibilities[layer],
+            self._anchors[:, part],
+            grouped[:, :, part],
+            k[:, :, part],
+            v[:, :, part],
+            self._k_ctx[layer, :, :, :end],
+            self._v_ctx[layer, :, :, :end],
+            sinks,
+        )
+        if len(self._parts) == 1 or not torch.is_grad_enabled():
+            return _attend_dense(*arguments)
+        mixed: Tensor = checkpoint(_attend_dense, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return mixed
+
+
+def _attend_dense(
+    visibility: Visibility,
+    anchors: Tensor,  # [bs, A]
+    grouped: Tensor,  # [bs, kv_heads, A, slots * group, head_dim], times the scale of the scores
+    k: Tensor,  # [bs, kv_heads, A, slots, head_dim]
+    v: Tensor,  # [bs, kv_heads, A, slots, head_dim]
+    k_ctx: Tensor,  # [bs, kv_heads, S, head_dim]
+    v_ctx: Tensor,  # [bs, kv_heads, S, head_dim]
+    sinks: Tensor | None,  # [heads]
+) -> Tensor:
+    """Mixed values ``[bs, kv_heads, A, slots * group, head_dim]``."""
+    num_anchors, num_rows = grouped.shape[2:4]
+    slots = torch.arange(k.shape[3], device=k.device)
+    group = num_rows // len(slots)
+    # All slots see the same context where no window slides with them.
+    rows = slots.repeat_interleave(group) if visibility.slides else slots[:1]
+    ages = (anchors[..., None] - torch.arange(k_ctx.shape[2], device=k.device))[:, None, :, None]  # [bs, 1, A, 1, S]
+    hidden_ctx = (ages <= 0) | ~visibility.sees_context(ages, rows[:, None])
+    ctx_scores = (grouped.flatten(2, 3) @ k_ctx.transpose(-1, -2)).unflatten(2, (num_anchors, -1))
+    ctx_scores = ctx_scores.masked_fill(hidden_ctx, float("-inf"))
+    block_scores = grouped @ k.transpose(-1, -2)
+    if not visibility.is_full:
+        hidden_block = ~visibility.sees_block(slots).repeat_interleave(group, dim=0)
+        block_scores = block_scores.masked_fill(hidden_block, float("-inf"))
+    scores = [ctx_scores, block_scores]
+    if sinks is not None:
+        of_rows = sinks.view(k.shape[1], 1, group).repeat(1, 1, len(slots))  # [kv_heads, 1, slots * group]
+        scores.append(of_rows[..., None].to(ctx_scores.dtype).expand(*ctx_scores.shape[:-1], 1))
+    probs = torch.cat(scores, dim=-1).softmax(dim=-1, dtype=torch.float32).to(v.dtype)
+    ctx_probs, block_probs = probs.split([part.shape[-1] for part in scores], dim=-1)[:2]
+    return (ctx_probs.flatten(2, 3) @ v_ctx).unflatten(2, (num_anchors, -1)) + block_probs @ v
+
+
+class FlexAttention:
+    """torch's flex_attention over the rows of the context and behind them the rows of all blocks.
+
+    Its block mask skips every tile of 128 x 128 scores of which nothing is seen.
+
+    Args:
+        compiled: into one kernel; otherwise torch computes all scores, which shows that mask and layout are right.
+    """
+
+    def __init__(self, k_ctx: Tensor, v_ctx: Tensor, anchors: Tensor, config: DraftConfig, *, compiled: bool) -> None:
+        self._k_ctx, self._v_ctx, self._config = k_ctx, v_ctx, config
+        self._blocks = anchors.shape
+        self._attend: Callable[..., Any] = _compiled(flex_attention) if compiled else flex_attention
+        masks = {
+            seen: _block_mask(seen, anchors, config.block_size, k_ctx.shape[2], compiled)
+            for seen in set(config.visibilities)
+        }
+        self._masks = [masks[seen] for seen in config.visibilities]
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,  # [bs * A * slots, heads, head_dim]
+        k: Tensor,  # [bs * A * slots, kv_heads, head_dim]
+        v: Tensor,  # [bs * A * slots, kv_heads, head_dim]
+        sinks: Tensor | None,  # [heads]
+    ) -> Tensor:
+        bs = self._blocks[0]
+        # Norms and rotation leave q and k in float32 under autocast.
+        queries = q.unflatten(0, (bs, -1)).transpose(1, 2).to(v.dtype)
+        keys, values = (
+            torch.cat([ctx[layer].to(v.dtype), x.unflatten(0, (bs, -1)).to(v.dtype)], dim=1).transpose(1, 2)
+            for ctx, x in ((self._k_ctx, k), (self._v_ctx, v))
+        )
+        found = self._attend(
+            queries,
+            keys,
+            values,
+            block_mask=self._masks[layer],
+            scale=self._config.attention_scale,
+            enable_gqa=True,
+            return_lse=sinks is not None,
+        )
+        mixed: Tensor = found
+        if sinks is not None:
+            # What a sink takes of the weights, from the logarithm of their sum without it.
+            mixed, log_sums = found
+            mixed = mixed * torch.sigmoid(log_sums - sinks[:, None]).to(mixed.dtype)[..., None]
+        return mixed.transpose(1, 2).reshape(q.shape)
+
+
+def _block_mask(visibility: Visibility, anchors: Tensor, block_size: int, ctx_len: int, compiled: bool) -> BlockMask:
+    """Who sees whom among ``A * block_size`` queries and ``ctx_len + A * block_size`` keys."""
+    bs, num_anchors = anchors.shape
+    block_table = visibility.sees_block(torch.arange(block_size, device=anchors.device))
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block, slot = query // block_size, query % block_size
+        age = anchors[row, block] - key
+        context = (key < ctx_len) & (age > 0) & visibility.sees_context(age, slot)
+        drafted = (key - ctx_len).clamp(min=0)
+        own = (key >= ctx_len) & (drafted // block_size == block) & block_table[slot, drafted % block_size]
+        return context | own
+
+    queries = num_anchors * block_size
+    # Compiled, the mask of single elements is never written out.
+    create = _compiled(create_block_mask) if compiled else create_block_mask
+    mask: BlockMask = create(seen, bs, None, queries, ctx_len + queries, device=str(anchors.device))
+    return mask
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)

@@ -1,0 +1,80 @@
+"""Several processes that train one drafter together, started by ``torchrun``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# The others wait while the first process lets the target write its texts. One that fails ends them all by torchrun.
+_PATIENCE = timedelta(days=30)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """One of ``count`` processes; alone by default, and then nothing here does anything."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that writes files and speaks."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Until all processes are here. A GPU does not spin meanwhile: tensors of the CPU travel by gloo."""
+        if self.count > 1:
+            dist.all_reduce(torch.zeros(1))
+
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor by its sum over the processes, which is the same to the bit in all of them."""
+        if self.count > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def share(self, tensors: Iterable[Tensor]) -> None:
+        """Give every process the tensors of the first one."""
+        if self.count > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def agreed(self, number: float) -> float:
+        """The number of the first process, on which the CPU of the others waits; clocks differ."""
+        if self.count == 1:
+            return number
+        told = torch.tensor(number, dtype=torch.float64)
+        dist.broadcast(told, src=0)
+        return float(told)
+
+
+@contextmanager
+def joined_processes(device: str) -> Iterator[Processes]:
+    """What ``torchrun`` has started this process as one of; without it, a process alone.
+
+    Args:
+        device: that the process works on, ``cpu`` or ``cuda:N``.
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        yield Processes()
+        return
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
+    try:
+        yield Processes(dist.get_rank(), count)
+    finally:
+        dist.destroy_process_group()
+
+
+def local_device(device: str) -> str:
+    """The GPU of this process, where only ``cuda`` was asked for: one per process of a machine."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" and "LOCAL_RANK" in os.environ else device

@@ -1,0 +1,126 @@
+"""Two processes of torchrun on a CPU against one: the same gradients, the same drafter, the files of one."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.tools.train.batches import Piece, pieces_of, rows_of_piece
+from sglang_dspark.tools.train.parallel import Processes, joined_processes, local_device
+from sglang_dspark.tools.train.rows import CorpusRow
+from sglang_dspark.tools.train.run_folder import DRAFT_DIR
+from sglang_dspark.tools.train.trainer import Trainer
+
+# What each process runs: two steps and a checkpoint, then the gradients that it has.
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+from sglang_dspark.tools.train.parallel import joined_processes
+from sglang_dspark.tools.train.target import Target
+from sglang_dspark.tools.train.trainer import Trainer
+
+folder = Path(sys.argv[1])
+job = torch.load(folder / "job.pt", weights_only=False)
+with joined_processes("cpu") as processes:
+    target = Target(AutoModelForCausalLM.from_pretrained(folder / "target"), job["config"].target_layer_ids)
+    trainer = Trainer(job["config"], target, job["corpus"], job["corpus"], folder / "out", processes=processes)
+    trainer.run(until=3)
+    torch.save({n: p.grad for n, p in trainer.model.named_parameters()}, folder / f"gradients{processes.rank}.pt")
+    trainer.run()
+    torch.save(trainer.model.state_dict(), folder / f"weights{processes.rank}.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"micro_batch_rows": 2, "max_minutes": 60.0}], ids=["whole", "pieces"])
+def test_two_processes_train_the_drafter_of_one_with_twice_the_batch(changes, target, corpus, config, tmp_path):
+    """Six texts a step: three for each of two processes, whose lengths differ."""
+    config = replace(config, **changes)
+    target.model.save_pretrained(tmp_path / "target")
+    torch.save({"config": config, "corpus": corpus}, tmp_path / "job.pt")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        program,
+        tmp_path,
+    ]
+    run = subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+
+    alone = Trainer(config, target, corpus, corpus, tmp_path / "alone")
+    alone.run(until=3)
+    expected = {name: p.grad for name, p in alone.model.named_parameters()}
+    first, second = (torch.load(tmp_path / f"gradients{rank}.pt") for rank in range(2))
+    for name, gradient in expected.items():
+        assert torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(first[name], gradient, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    alone.run()
+    first, second = (torch.load(tmp_path / f"weights{rank}.pt") for rank in range(2))
+    for name, weight in alone.model.state_dict().items():
+        assert torch.equal(first[name], second[name]), name
+        # Adam divides by the size of gradients: where it is next to nothing, its rounding shows.
+        torch.testing.assert_close(first[name], weight, atol=2e-3, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+    ours, theirs = (
+        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("out", "alone")
+    )
+    assert [(line["step"], line["held_out"]) for line in ours] == [(line["step"], line["held_out"]) for line in theirs]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
+        assert mine["tau"] == pytest.approx(other["tau"], rel=1e-3)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {DRAFT_DIR, "training_state.pt", "log.jsonl"}
+
+
+def rows_of(*lengths):
+    return Piece(
+        [CorpusRow(torch.zeros(length), 1) for length in lengths], [torch.tensor([i]) for i in range(len(lengths))]
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("most", [1, 2, 4, 20])
+def test_every_text_is_read_by_one_process_beside_texts_of_its_length(count, most):
+    lengths = (9, 3, 7, 7, 12, 5, 4)
+    whole = rows_of(*lengths)
+    pieces = [piece for rank in range(count) for piece in pieces_of(whole, most, rank, count)]
+    read = [int(anchor) for piece in pieces for anchor in piece.anchors]
+    assert sorted(read) == list(range(len(lengths)))
+    for piece in pieces:
+        assert len(piece.rows) <= min(most, rows_of_piece(len(lengths), most, count))
+        assert [len(row.input_ids) for row in piece.rows] == [lengths[int(anchor)] for anchor in piece.anchors]
+    ordered = sorted(pieces, key=lambda piece: len(piece.rows[0].input_ids))
+    spans = [[len(row.input_ids) for row in piece.rows] for piece in ordered]
+    assert [length for span in spans for length in span] == sorted(lengths)
+
+
+def test_fewer_texts_than_processes_are_refused(target, corpus, config, tmp_path):
+    with pytest.raises(ConfigError, match=r"batch_rows=6: 7 processes share .* --batch-rows 7, or start fewer"):
+        Trainer(config, target, corpus, corpus, tmp_path, processes=Processes(0, 7))
+
+
+def test_a_process_alone_needs_no_launcher(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with joined_processes("cpu") as processes:
+        assert processes == Processes(0, 1)
+        assert processes.agreed(1.5) == 1.5
+    assert not torch.distributed.is_initialized()
+
+
+def test_each_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch):
+    assert local_device("cuda") == "cuda"
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert [local_device(device) for device in ("cuda", "cuda:1", "cpu")] == ["cuda:3", "cuda:1", "cpu"]
