@@ -238,7 +238,8 @@ def without_a_device(requests: int, counts: Counter[str]) -> None:
         return result(*args, **kwargs)
 
     def static_verify(runner: Any, step: Any, plan: Any, logits: Any) -> Any:
-        return lambda: TargetOutput(LogitsProcessorOutput(logits), torch.zeros(len(plan.input_ids), 1))
+        kept = torch.zeros(len(plan.input_ids), 1) if logits is None else logits
+        return lambda: TargetOutput(LogitsProcessorOutput(kept), torch.zeros(len(plan.input_ids), 1))
 
     def propose(drafter: Any, step: Any, depth: int, *args: Any, **kwargs: Any) -> Any:
         tokens = torch.zeros((len(step), depth), dtype=torch.int64)
@@ -270,13 +271,16 @@ def without_a_device(requests: int, counts: Counter[str]) -> None:
 
     slots = sorted({*(2**power for power in range(requests.bit_length())), requests})
     graph_stages.capturing, graph_stages.static_verify = capturing, static_verify
-    graph_stages.prepare = partial(launch, lambda *args, **kwargs: kwargs["out"])
+    graph_stages.prepare = partial(launch, lambda *args, **kwargs: None)
     verify_plan.plan_top = verify_plan.plan_uniform = partial(launch, lambda *args: args[-1])
+    if hasattr(graph_stages, "plan_staged"):  # not so in older checkouts
+        graph_stages.plan_staged = graph_stages.plan_uniform = verify_plan.plan_top
     stages.EagerStages.accept, stages.EagerStages.commit = accept, lambda *args: None
     stages.Drafter.propose = propose
     worker.DSparkWorker.__init__ = initialise
     worker.graph_request_slots = lambda runner: slots
-    worker.load_or_measure, worker.warm_up, worker.report_late_kernels = table, lambda *args: None, lambda: None
+    worker.load_or_measure, worker.report_late_kernels = table, lambda: None
+    worker.warm_up = worker.hold_largest_step = lambda *args: None
     torch.cuda.mem_get_info = lambda: (0, 0)
 
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from dspark_kernels import StepRequests, VerifyRows, plan_top, plan_top_ref, plan_uniform, plan_uniform_ref
+from dspark_kernels import (
+    StepRequests,
+    VerifyRows,
+    plan_staged,
+    plan_staged_ref,
+    plan_top,
+    plan_top_ref,
+    plan_uniform,
+    plan_uniform_ref,
+)
 from harness import Case
 
 CONTEXT = 2048
@@ -15,7 +24,8 @@ def cases(device: torch.device) -> list[Case]:
     """Every batch size at gamma 7; the largest batch that is planned in one launch."""
     torch.manual_seed(0)
     sizes = [(1, 7), (8, 7), (64, 7), (256, 7), (512, 16)]
-    return [case for bs, gamma in sizes for case in (_top(bs, gamma, device), _uniform(bs, gamma, device))]
+    forms = (_top, _staged, _uniform)
+    return [form(bs, gamma, device) for bs, gamma in sizes for form in forms]
 
 
 def step_requests(bs: int, gamma: int, device: torch.device) -> StepRequests:
@@ -32,8 +42,29 @@ def step_requests(bs: int, gamma: int, device: torch.device) -> StepRequests:
 def _top(bs: int, gamma: int, device: torch.device) -> Case:
     budget = bs * gamma // 2
     survival = torch.rand(bs, gamma, device=device).cumprod(1)
-    arguments = (survival, torch.tensor([budget], device=device), _drafts(bs, gamma, device))
+    arguments = (survival, budget, _drafts(bs, gamma, device))
     return _case("plan_top", (plan_top, plan_top_ref), arguments, bs, gamma, budget, 4 * survival.numel(), device)
+
+
+def _staged(bs: int, gamma: int, device: torch.device) -> Case:
+    """As :func:`_top`, in the buffers of a captured step."""
+    budget = bs * gamma // 2
+    survival, numbers = torch.rand(bs, gamma, device=device).cumprod(1), torch.tensor([budget, -1, -1], device=device)
+    inputs = survival, numbers, _drafts(bs, gamma, device), step_requests(bs, gamma, device)
+    num_tokens = bs + budget
+    return Case(
+        name="plan_staged",
+        shape={"bs": bs, "gamma": gamma, "verified": budget},
+        run=partial(plan_staged, *inputs, VerifyRows.empty(bs, num_tokens, device)),
+        reference=partial(plan_staged_ref, *inputs, VerifyRows.empty(bs, num_tokens, device)),
+        bytes_moved=_bytes(bs, budget) + 4 * survival.numel(),
+        flops=0,
+    )
+
+
+def _bytes(bs: int, verified: int) -> int:
+    """A draft and its slot; anchor, length, table row and slot; five columns of rows; lengths and first rows."""
+    return 12 * verified + 28 * bs + 40 * (bs + verified) + 20 * bs
 
 
 def _uniform(bs: int, gamma: int, device: torch.device) -> Case:
@@ -63,7 +94,6 @@ def _case(
         shape={"bs": bs, "gamma": gamma, "verified": verified},
         run=partial(kernel, *inputs),
         reference=partial(reference, *inputs),
-        # A draft and its slot; anchor, length, table row and slot; five columns of rows; lengths and first rows.
-        bytes_moved=12 * verified + 28 * bs + 40 * num_tokens + 20 * bs + extra_bytes,
+        bytes_moved=_bytes(bs, verified) + extra_bytes,
         flops=0,
     )

@@ -10,6 +10,7 @@ from harness import Case
 
 GAMMA = 7
 CONTEXT = 1024
+SHORT_CONTEXT = 100  # which no splits are worth
 SHAPES = {  # heads, K/V heads, head dimension
     "SmolLM2-135M": (9, 3, 64),
     "Qwen3-4B": (32, 8, 128),
@@ -21,7 +22,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def cases(device: torch.device) -> list[Case]:
-    """Blocks, whose rows see each other, and verified windows, at every batch size; the widest, and sliding ones."""
+    """Blocks, whose rows see each other, and verified windows, at every batch size; widest, short, sliding ones."""
     torch.manual_seed(0)
     usual = [
         _case(name, bs, GAMMA + causal, causal, device, pool_dtype=pool_dtype)
@@ -35,7 +36,8 @@ def cases(device: torch.device) -> list[Case]:
         for dtype in DTYPES
     ]
     sliding = [_case("Qwen3-4B", bs, GAMMA, False, device, sight=sight) for sight in SIGHTS for bs in (1, 64)]
-    return usual + widest + sliding
+    short = [_case(name, bs, GAMMA + 1, True, device, context=SHORT_CONTEXT) for name in SHAPES for bs in (1, 8)]
+    return usual + widest + short + sliding
 
 
 def _case(
@@ -47,9 +49,10 @@ def _case(
     dtype: torch.dtype = torch.bfloat16,
     pool_dtype: torch.dtype | None = None,
     sight: str = "",
+    context: int = CONTEXT,
 ) -> Case:
     heads, kv_heads, head_dim = SHAPES[model]
-    num_rows, num_slots = bs * width, 1 + bs * CONTEXT
+    num_rows, num_slots = bs * width, 1 + bs * context
     q, k, v = (
         torch.randn(num_rows, heads + 2 * kv_heads, head_dim, device=device)
         .to(dtype)
@@ -58,22 +61,22 @@ def _case(
     pool_dtype = pool_dtype or dtype
     k_pool, v_pool = (torch.randn(num_slots, kv_heads, head_dim, device=device).to(pool_dtype) for _ in range(2))
     # Pages lie apart, as in a pool that has been in use. Windows that are stored take the slots of some context.
-    table = (1 + torch.randperm(bs * CONTEXT, device=device)).to(torch.int32).view(bs, CONTEXT)
+    table = (1 + torch.randperm(bs * context, device=device)).to(torch.int32).view(bs, context)
     table = torch.cat([table, table[:, :width]], dim=1)
     indptr = torch.arange(0, num_rows + 1, width, device=device)
-    lens = torch.full((bs,), CONTEXT, device=device)
+    lens = torch.full((bs,), context, device=device)
     windows = PagedWindows(table, torch.arange(bs, device=device), lens, indptr, width, *SIGHTS.get(sight, ()))
     is_stored = pool_dtype != dtype
     arguments = (q, None if is_stored else (k, v), (k_pool, v_pool), windows)
     sinks = torch.zeros(heads, dtype=dtype, device=device) if sight else None
     how = {"causal": causal, "scale": head_dim**-0.5, "sinks": sinks}
-    seen = min(CONTEXT, windows.sliding_window or CONTEXT)
+    seen = min(context, windows.sliding_window or context)
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     splits = num_splits(bs, kv_heads, processors)
     kv_bytes = 2 * (bs * seen + num_rows) * kv_heads * head_dim * pool_dtype.itemsize
     return Case(
         name=f"window_attention {'verify' if causal else 'block'}{', 8 bits' if is_stored else sight}, {model}",
-        shape={"bs": bs, "rows": width, "context": CONTEXT, "splits": splits, "bits": 8 * dtype.itemsize},
+        shape={"bs": bs, "rows": width, "context": context, "splits": splits, "bits": 8 * dtype.itemsize},
         run=partial(window_attention, *arguments, splits=splits, **how),
         reference=partial(window_attention_ref, *arguments, **how),
         bytes_moved=kv_bytes + 2 * num_rows * heads * head_dim * dtype.itemsize,

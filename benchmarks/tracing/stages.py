@@ -4,10 +4,10 @@ A step begins with the kernel that stages its requests (``prepare``) and ends wh
 scheduler launches ahead of a step counts to the one before.
 
 A graph is known by our own kernels in it, and their places divide it. The draft graph: the network with the LM head,
-the walk through the Markov head, and behind that the confidences with their calibration. The acceptance graph: the
-verdict, and behind that the projection and writing of the draft K/V. Any other graph is a forward of the target. Around
-the graphs a kernel of ours is known by its name. A forward that is launched kernel by kernel (prefill, steps too large
-for the graphs) is ``other``.
+the walk through the Markov head, and behind that the confidences with their calibration. A graph that judges: the
+target's forward where it has one, the verdict, and behind that the projection and writing of the draft K/V. Any other
+graph is a forward of the target. The plan is known by its name in all of them, as every kernel of ours is around them.
+A forward that is launched kernel by kernel (prefill, steps too large for the graphs) is ``other``.
 """
 
 from __future__ import annotations
@@ -100,14 +100,15 @@ def _stages_of_graph(replayed: Sequence[Activity]) -> list[str]:
     if WALK in named:
         return _divided(named, DRAFTER, WALK, CONFIDENCE)
     if ACCEPT in named:
-        return _divided(named, ACCEPT, ACCEPT, COMMIT)
+        return _divided(named, TARGET, ACCEPT, COMMIT)
     return [TARGET] * len(named)
 
 
 def _divided(named: Sequence[str], before: str, stage: str, after: str) -> list[str]:
-    """``stage`` from its first kernel to its last."""
+    """``stage`` from its first kernel to its last; a plan is in nobody's share."""
     first, last = named.index(stage), len(named) - 1 - named[::-1].index(stage)
-    return [before] * first + [stage] * (last + 1 - first) + [after] * (len(named) - 1 - last)
+    shares = [before] * first + [stage] * (last + 1 - first) + [after] * (len(named) - 1 - last)
+    return [PLAN if name == PLAN else share for name, share in zip(named, shares, strict=True)]
 
 
 def _stage_by_name(activity: Activity) -> str:

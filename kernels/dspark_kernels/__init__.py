@@ -36,16 +36,10 @@ from dspark_kernels.judging.adjustment import Adjustment, AdjustmentTable, adjus
 from dspark_kernels.judging.bitmasks import mask_tokens
 from dspark_kernels.judging.outcome import Accepted
 from dspark_kernels.judging.simulation import simulated_accept, simulated_accept_ref
-from dspark_kernels.laying_out.plans import (
-    VerifyRows,
-    plan_lens,
-    plan_top,
-    plan_top_ref,
-    plan_uniform,
-    plan_uniform_ref,
-)
-from dspark_kernels.laying_out.preparation import PreparedStep, StepRequests, prepare, prepare_ref
-from dspark_kernels.laying_out.windows import Windows
+from dspark_kernels.laying_out.plans import plan_staged, plan_top, plan_uniform
+from dspark_kernels.laying_out.plans_reference import plan_lens, plan_staged_ref, plan_top_ref, plan_uniform_ref
+from dspark_kernels.laying_out.preparation import PlanNumbers, PreparedStep, StepRequests, prepare, prepare_ref
+from dspark_kernels.laying_out.windows import VerifyRows, Windows
 from dspark_kernels.sampling.noise import (
     Purpose,
     RoundKeys,
@@ -79,6 +73,7 @@ __all__ = [
     "MarkovWalk",
     "MarkovWeights",
     "PagedWindows",
+    "PlanNumbers",
     "PreparedStep",
     "Purpose",
     "RoundKeys",
@@ -113,6 +108,8 @@ __all__ = [
     "on_kernels",
     "philox4x32",
     "plan_lens",
+    "plan_staged",
+    "plan_staged_ref",
     "plan_top",
     "plan_top_ref",
     "plan_uniform",

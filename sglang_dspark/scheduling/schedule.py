@@ -71,7 +71,7 @@ class Schedule:
         """
         self.whole_batches = whole_batches
         if table is not None:
-            self.times = StepTimes(table)
+            self.times = StepTimes(table, overlapped=self._clock.overlapped)
             depths = (table.gamma,) if self.whole_batches else draft_depths(table.draft_ms)
             self.forecast.lagged = LaggedSurvivals(self.max_verify, depths)
             self._auto = AutoPolicy(self.times, self.forecast.lagged, self.whole_batches)
@@ -196,6 +196,10 @@ class Schedule:
         # A plain step is known by its requests, however many rows they are padded to.
         num_tokens = num_tokens if choice.depth else requests
         self._clock.done(StepKind(requests, num_tokens, choice.depth, choice.context) if usual else None)
+
+    def processed(self, device_ms: float, waited_ms: float) -> None:
+        """What a step took a GPU, and how long the host has waited for it; known when its result is read."""
+        self._clock.processed(device_ms, waited_ms)
 
     def interrupt(self) -> None:
         """Something other than a decode step runs: the time until the next one is not a step's."""

@@ -23,10 +23,9 @@ class StepClock:
 
     Args:
         lag: steps that the device may be behind when the next one is chosen: the time between two choices is that of
-            the step so many before.
-        synchronous: whether the stages of a step are done when their call returns, as on a CPU. Then the rest of the
-            time until the next step is the host's. A GPU works on while the host goes on, and how much of the host's
-            time it waits for does not show here.
+            the step so many before. Where it is behind, host and device work side by side.
+        synchronous: whether the stages of a step are done when their call returns, as on a CPU. What a GPU takes for
+            them, :meth:`processed` tells.
 
     Attributes:
         last: the step whose time was taken last, None where there was none to take.
@@ -36,19 +35,36 @@ class StepClock:
         self.last: TimedStep | None = None
         self._synchronous = synchronous
         self._kinds: deque[StepKind | None] = deque([None] * (lag + 1), maxlen=lag + 1)
-        self._entered = self._staging = 0.0
-        self._staged_ms: float | None = None
+        self._entered = self._staging = self._waited_ms = 0.0
+        self._device_ms: float | None = None
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether host and device work side by side."""
+        return len(self._kinds) > 1
 
     def enter(self, times: StepTimes | None) -> None:
         """A step is about to be chosen: the one behind is over."""
         now, kind = time.perf_counter(), self._kinds[0]
         self.last = None if kind is None else self._time(kind, (now - self._entered) * 1e3, times)
-        self._entered = now
+        self._entered, self._waited_ms, self._device_ms = now, 0.0, None
 
-    def _time(self, kind: StepKind, measured_ms: float, times: StepTimes | None) -> TimedStep:
-        host_ms = 0.0 if self._staged_ms is None else max(0.0, measured_ms - self._staged_ms)
-        expected_ms = None if times is None else times.observe(kind, measured_ms, host_ms)
-        return TimedStep(kind.requests, measured_ms, expected_ms)
+    def _time(self, kind: StepKind, period_ms: float, times: StepTimes | None) -> TimedStep:
+        device_ms, expected_ms = self._device_ms, None
+        if times is not None and device_ms is not None:
+            spent_ms = self._waited_ms if self.overlapped else device_ms
+            expected_ms = times.observe(kind, device_ms, max(0.0, period_ms - spent_ms))
+        return TimedStep(kind.requests, period_ms, expected_ms)
+
+    def processed(self, device_ms: float, waited_ms: float) -> None:
+        """The host has read what a GPU has done: of the step that is timed when the next one is chosen.
+
+        Args:
+            device_ms: from the step's first launch to the end of its last.
+            waited_ms: how long the host had to wait for that.
+        """
+        self._device_ms = device_ms
+        self._waited_ms += waited_ms
 
     def begin_stages(self) -> None:
         """The step is chosen."""
@@ -62,7 +78,7 @@ class StepClock:
         """
         self._kinds.append(kind)
         if self._synchronous:
-            self._staged_ms = (time.perf_counter() - self._staging) * 1e3
+            self._device_ms = (time.perf_counter() - self._staging) * 1e3
 
     def interrupt(self) -> None:
         """Something other than a decode step runs: the time until the next one is not a step's."""

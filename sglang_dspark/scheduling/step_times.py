@@ -1,4 +1,9 @@
-"""The SPS table kept honest by the times of the steps that were really taken."""
+"""The SPS table kept honest by the times of the steps that were really taken.
+
+A step takes a device, and it takes the host, which schedules and reads results. Where the two take turns, as on a CPU,
+a step takes the sum of both. Under overlap it takes the larger one: while the host is the slower of the two, the device
+can verify what it likes at no cost.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +42,19 @@ class StepKind:
 
 
 class StepTimes:
-    """Predicted step times: the table, times what the running server has taught.
+    """Predicted step times: the table, times what the running server has taught, and the host's part.
+
+    Args:
+        table: of the device's part.
+        overlapped: whether host and device work side by side.
 
     Attributes:
         measured_ms, predicted_ms: running means over the steps observed, for reports.
     """
 
-    def __init__(self, table: SpsTable) -> None:
+    def __init__(self, table: SpsTable, *, overlapped: bool = False) -> None:
         self.table = table
+        self._overlapped = overlapped
         self._beliefs: dict[int, _Belief] = {}
         self._host_ms: dict[int, float] = {}
         self._num_steps = 0
@@ -74,9 +84,13 @@ class StepTimes:
         """What the table says of steps with so many drafts per request, numbers or arrays, as it turned out to be."""
         belief = self._beliefs.get(_bucket(requests))
         factor = 1.0 if belief is None else np.exp(belief.error(drafts))
-        return table_ms * factor + self._between_ms(requests)
+        return self._total(table_ms * factor, self._of_host_ms(requests))
 
-    def _between_ms(self, requests: int) -> float:
+    def _total(self, device_ms: Any, host_ms: float) -> Any:
+        """Milliseconds of a step, a number or an array."""
+        return np.maximum(device_ms, host_ms) if self._overlapped else device_ms + host_ms
+
+    def _of_host_ms(self, requests: int) -> float:
         """Host time of a step, as of the nearest load that was seen, on the machine that measured the table."""
         if not self._host_ms:
             return 0.0
@@ -100,13 +114,13 @@ class StepTimes:
         belief = self._beliefs.get(_bucket(requests)) or _Belief(self.table.gamma)
         return belief.doubt(drafts)
 
-    def observe(self, kind: StepKind, measured_ms: float, host_ms: float = 0.0) -> float:
+    def observe(self, kind: StepKind, device_ms: float, host_ms: float = 0.0) -> float:
         """Learn from one step.
 
         Args:
-            measured_ms: from the choice of this step to that of the next.
-            host_ms: the part of it that the table knows nothing of, where that can be told: what the scheduler does
-                between two steps while nothing is computed. Other steps of as many requests will take as long for it.
+            device_ms: what it took the device, which is what the table knows.
+            host_ms: what it took the host, while nothing was computed or beside that. Other steps of as many requests
+                will take as long for it.
 
         Returns:
             Milliseconds that were expected of it, the machine's speed included.
@@ -119,20 +133,20 @@ class StepTimes:
         times = self.load(kind.requests)
         column = times.room_for(kind.num_tokens)
         drafts, table_ms = float(times.drafts[column]), float(times.at(kind.context, (kind.depth, column)))
-        expected = belief.observe(drafts, math.log((measured_ms - host_ms) / table_ms), self._num_steps)
+        expected = belief.observe(drafts, math.log(device_ms / table_ms), self._num_steps)
         self._speed = belief.speed
         mean_host_ms = self._host_ms.setdefault(bucket, host_ms)
         self._host_ms[bucket] += _HOST_WEIGHT * min(host_ms - mean_host_ms, _MAX_HOST_RISE_MS)
-        predicted_ms = table_ms * math.exp(belief.error(drafts)) + mean_host_ms
+        predicted_ms = float(self._total(table_ms * math.exp(belief.error(drafts)), mean_host_ms))
         self._weight = 0.98 * self._weight + 1
-        self.measured_ms += (measured_ms - self.measured_ms) / self._weight
+        self.measured_ms += (float(self._total(device_ms, host_ms)) - self.measured_ms) / self._weight
         self.predicted_ms += (predicted_ms - self.predicted_ms) / self._weight
-        return table_ms * math.exp(expected) + mean_host_ms
+        return float(self._total(table_ms * math.exp(expected), mean_host_ms))
 
     def report(self) -> dict[str, Any]:
         """JSON form.
 
-        By requests (powers of two): ``host_ms`` between steps; ``correction``, factors on the table by drafts.
+        By requests (powers of two): ``host_ms`` of a step; ``correction``, factors on the table by drafts.
         """
         seen = self._num_steps > 0
         grid = np.arange(self.table.gamma + 1.0)

@@ -29,7 +29,7 @@ class DecodeBatch:
     req_to_token: torch.Tensor  # [rows, columns] int32, K/V slot of every position of every request
     rows: SamplingRows
     keys: RoundKeys
-    adjusted: bool = False  # whether the target's logits are adjusted between verification and acceptance
+    keeps_logits: bool = False  # whether the target's logits are adjusted before acceptance, or read after it
     drafted_rows: SamplingRows | None = None  # of the requests that are drafted, where these are not all
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class DecodeBatch:
             req_to_token=self.req_to_token,
             rows=self.drafted_rows,
             keys=self.keys.take(index),
-            adjusted=self.adjusted,
+            keeps_logits=self.keeps_logits,
         )
         return part, index
 

@@ -1,7 +1,15 @@
-"""The stages of a decode step as CUDA graphs: drafting by request slots, verification and acceptance by rows.
+"""The stages of a decode step as CUDA graphs: drafts and plan by request slots, verification to commit by rows.
 
 A step is staged into buffers that stay where they are, in the smallest tier that has room for it. What is not the
 step's is padding: request slots without context whose results nobody reads, rows of no request.
+
+A step of greedy requests is two replays, and a plain one is a single replay. Where something has to happen in between
+(logits are adjusted, tokens are drawn, ranks agree), the same stages are launched between a draft graph and a graph of
+the forward alone.
+
+All replays, and everything launched between them, run in one stream, in order. So the next step's draft may overwrite
+the plan's buffers: whatever reads them was launched before it. What the host gets of a step is packed into memory of
+its own (:mod:`sglang_dspark.step.packed`) before the next replay.
 """
 
 from __future__ import annotations
@@ -11,22 +19,26 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from dspark_kernels import (
     Accepted,
     DraftBlock,
+    PlanNumbers,
     PreparedStep,
     RoundKeys,
     SamplingRows,
     StepRequests,
     VerifyRows,
+    plan_staged,
+    plan_uniform,
     prepare,
 )
 
 from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, logits_buffer, static_verify
-from sglang_dspark.step.choice import Choice
+from sglang_dspark.engine.scheduler.future_map import Relay
+from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.state import DecodeBatch, Drafted, TargetOutput, VerifyPlan
 from sglang_dspark.worker.stages import EagerStages
@@ -39,6 +51,19 @@ V = TypeVar("V")
 logger = logging.getLogger(__name__)
 
 
+class Judged(NamedTuple):
+    """What a verification gives whose drafts were judged and committed in the same graph.
+
+    Attributes:
+        output: of the target, without logits and hidden states: nobody reads them, and what a graph returns keeps its
+            memory.
+        accepted: what became of the drafts.
+    """
+
+    output: TargetOutput
+    accepted: Accepted
+
+
 class StepGraphs:
     """Captured stages of a server, and the buffers that they read and write.
 
@@ -48,14 +73,32 @@ class StepGraphs:
         request_slots: batch sizes to capture, ascending.
         depth: drafts per request that captured steps have room for.
         seed: of the engine's noise.
+        relay: where graphs that judge enter the outcome for the next step; None where nobody reads it there.
+        judges: whether greedy batches are judged and committed in the graph that verifies them. Not where something
+            looks at the logits first.
 
     Attributes:
         tiers: sizes that were captured.
+        draft: by request slots, and whether some requests are sampled.
+        verify: the forward alone, by rows, and whether the step is plain.
+        judged: everything from the forward to the commit, likewise; in a plain step from the plan on.
+        plans: the buffers of the plan that both of them read.
     """
 
-    def __init__(self, eager: EagerStages, model_runner: Any, request_slots: list[int], depth: int, seed: int) -> None:
+    def __init__(
+        self,
+        eager: EagerStages,
+        model_runner: Any,
+        request_slots: list[int],
+        depth: int,
+        seed: int,
+        *,
+        relay: Relay | None = None,
+        judges: bool = True,
+    ) -> None:
         self._free_before = torch.cuda.mem_get_info()[0]
-        self.eager, self.depth = eager, depth
+        self.eager, self.depth, self.relay = eager, depth, relay
+        self._judges = judges and not eager.agreement.needed  # ranks settle the outcome before the commit
         self._runner, self._seed = model_runner, seed
         self._req_to_token: torch.Tensor = model_runner.req_to_token_pool.req_to_token
         self.tiers = Tiers.of(request_slots, depth)
@@ -74,7 +117,7 @@ class StepGraphs:
         self._logits = logits_buffer(model_runner, num_rows)
         self.draft: dict[tuple[int, bool], Captured[DraftBlock]] = {}
         self.verify: dict[tuple[int, bool], Captured[TargetOutput]] = {}
-        self.accept: dict[tuple[int, bool], Captured[Accepted]] = {}
+        self.judged: dict[tuple[int, bool], Captured[Judged]] = {}
         self.plans: dict[tuple[int, bool], VerifyPlan] = {}
         self._views: dict[tuple[Hashable, ...], Any] = {}
 
@@ -94,7 +137,7 @@ class StepGraphs:
                 self._capture_verify(capture, slots, plain=True)
         logger.info(
             "DSPARK: captured %d CUDA graphs for up to %d requests and %d rows in %.1f s, %.2f GB",
-            len(self.draft) + len(self.verify) + len(self.accept),
+            len(self.draft) + len(self.verify) + len(self.judged),
             self.tiers.requests[-1],
             len(self._logits),
             time.monotonic() - began,
@@ -107,7 +150,12 @@ class StepGraphs:
 
         def run() -> DraftBlock:
             block = drafter.propose(step, self.depth, with_confidence=True, layout=self.prepared.block(slots))
-            self._keep(block, forecast.predict(block.confidence_logits, slots, self.depth, self.coefficients))
+            confidence = forecast.predict(block.confidence_logits, slots, self.depth, self.coefficients)
+            self._keep(block, confidence)
+            # For every tier of rows: which one verifies, the host has yet to choose.
+            plan_staged(
+                confidence.survival, self.prepared.numbers, self.drafts[:slots], self.requests_of(slots), self._rows
+            )
             return block
 
         self.draft[slots, sampled] = capture(run)
@@ -125,20 +173,26 @@ class StepGraphs:
         eager, step = self.eager, self._static_step(self.slots_of(rows), False)
         plan = VerifyPlan.of(self._rows_of(rows), 1 if plain else self.depth + 1)
         self.plans[rows, plain] = plan
-        verify = capture(static_verify(self._runner, step, plan, self._logits[:rows]))
-        self.verify[rows, plain] = verify
-        if eager.agreement.needed:
-            return  # ranks settle the outcome between the forward and the commit
-        output = verify.output
+        self.verify[rows, plain] = capture(static_verify(self._runner, step, plan, self._logits[:rows]))
+        if not self._judges:
+            return
+        forward = static_verify(self._runner, step, plan, None)
         block = DraftBlock(self.drafts[: len(step), : plan.width - 1])
         drafted = Drafted(block, None, [plan.width - 1] * len(step))
 
-        def run() -> Accepted:
+        def run() -> Judged:
+            if plain:
+                plan_uniform(0, block.tokens, step_requests, rows, plan)
+            output = forward()
             accepted = eager.accept(step, drafted, plan, output)
             eager.commit(plan, accepted, output)
-            return accepted
+            if self.relay is not None:
+                self.relay.enter(step.req_pool_indices, accepted)
+            output.logits_output.next_token_logits = None
+            return Judged(output._replace(captured=self._logits.new_empty(0)), accepted)
 
-        self.accept[rows, plain] = capture(run)
+        step_requests = self.requests_of(len(step))
+        self.judged[rows, plain] = capture(run)
 
     def slots_of(self, rows: int) -> int:
         """Request slots of a verification with so many rows: each request has at least one."""
@@ -180,27 +234,33 @@ class StepGraphs:
             keys=RoundKeys(self._seed, self.step_number, requests.req_pool_indices, requests.prefix_lens),
         )
 
-    def draft_block(self, step: DecodeBatch, slots: int, with_confidence: bool) -> DraftBlock:
-        """Draft for all requests of the staged step, into the buffers.
+    def draft_slots(self, step: DecodeBatch, slots: int) -> int | None:
+        """Request slots of the graph that drafts for ``step``; None where drafts are launched.
 
         Args:
-            slots: request slots of a greedy draft.
+            slots: of a greedy draft.
         """
-        requests, sampled = len(step), step.rows.any_sampled
-        captured_slots = self.tiers.sampled_slots(requests) if sampled else slots
-        if step.rows.any_seeded or captured_slots is None:
-            block = self.eager.drafter.propose(step, self.depth, with_confidence)
-            predict = self.eager.schedule.forecast.predict
-            self._keep(block, predict(block.confidence_logits, requests, self.depth) if with_confidence else None)
-        else:
-            if sampled:
-                self.temperatures[:requests] = step.rows.draw_temperatures
-                self.temperatures[requests:captured_slots] = 0
-                self.step_number.fill_(step.keys.step)
-            self._refresh_coefficients()
-            block = self.draft[captured_slots, sampled].replay()
-            return self.once(partial(self._block, block, requests), "block", captured_slots, sampled, requests)
+        if step.rows.any_seeded:
+            return None
+        return self.tiers.sampled_slots(len(step)) if step.rows.any_sampled else slots
+
+    def launch_draft(self, step: DecodeBatch, with_confidence: bool) -> DraftBlock:
+        """Draft for all requests of a step whose drafts were not captured, into the buffers."""
+        requests, forecast = len(step), self.eager.schedule.forecast
+        block = self.eager.drafter.propose(step, self.depth, with_confidence)
+        self._keep(block, forecast.predict(block.confidence_logits, requests, self.depth) if with_confidence else None)
         return replace(block, tokens=self.drafts[:requests])
+
+    def replay_draft(self, step: DecodeBatch, slots: int) -> DraftBlock:
+        """Draft for all requests of the staged step, and plan by the numbers that were staged, into the buffers."""
+        requests, sampled = len(step), step.rows.any_sampled
+        if sampled:
+            self.temperatures[:requests] = step.rows.draw_temperatures
+            self.temperatures[requests:slots] = 0
+            self.step_number.fill_(step.keys.step)
+        self._refresh_coefficients()
+        block = self.draft[slots, sampled].replay()
+        return self.once(partial(self._block, block, requests), "block", slots, sampled, requests)
 
     def _block(self, block: DraftBlock, requests: int) -> DraftBlock:
         """The first requests of a captured block, whose tokens are those that are verified."""
@@ -217,6 +277,14 @@ class StepGraphs:
             self.coefficients.copy_(latest)
             self._copied_coefficients = latest
 
+    def outcome(self, tier: tuple[int, bool], requests: int) -> Accepted:
+        """What became of a tier's first requests; the next step's replay overwrites it."""
+        accepted = self.judged[tier].output.accepted
+        found = Accepted(*(part[:requests] for part in vars(accepted).values()))
+        if self.relay is not None:
+            self.relay.entered(found)
+        return found
+
     def stage(self, step: DecodeBatch, choice: Choice) -> GraphStages | None:
         """Copy ``step`` into the buffers.
 
@@ -232,9 +300,19 @@ class StepGraphs:
         rows = slots if plain else self.tiers.token_rows(requests + drafts)
         if rows is None:
             return None
-        drafter = self.eager.drafter
-        prepare(step.requests, drafter.num_slots, drafter.mask_token_id, out=self.prepared)
-        return GraphStages(self, slots, rows, plain)
+        drafter, numbers = self.eager.drafter, None if self.eager.agreement.needed else plan_numbers(choice, requests)
+        prepare(step.requests, drafter.num_slots, drafter.mask_token_id, self.prepared, numbers or PlanNumbers())
+        judged = (rows, plain) in self.judged and step.rows.all_greedy and not step.keeps_logits
+        return GraphStages(self, slots, (rows, plain), judged=judged, plans=numbers is not None)
+
+
+def plan_numbers(choice: Choice, requests: int) -> PlanNumbers | None:
+    """What a captured plan does by ``choice``; None where requests have bounds, or nothing ranks drafts."""
+    if choice.is_uniform(requests):
+        return PlanNumbers(verify_len=choice.depth)
+    if choice.rule is not Rule.TOP or choice.limits or choice.drafted or not choice.with_confidence:
+        return None
+    return PlanNumbers(choice.budget, forced=-1 if choice.forced is None else choice.forced)
 
 
 class GraphStages:
@@ -244,60 +322,63 @@ class GraphStages:
         in_graphs: they are replayed.
 
     Args:
-        slots: request slots of the tier that drafts.
-        rows: of the tier that verifies.
-        plain: whether the step has no drafts.
+        slots: request slots of the tier that drafts greedy requests.
+        tier: rows of the tier that verifies, and whether the step is plain.
+        judged: whether the graph that verifies goes on to the commit; of a plain step it begins with the plan.
+        plans: whether a graph that drafts plans as the choice demands.
     """
 
     in_graphs = True
 
-    def __init__(self, graphs: StepGraphs, slots: int, rows: int, plain: bool) -> None:
+    def __init__(self, graphs: StepGraphs, slots: int, tier: tuple[int, bool], *, judged: bool, plans: bool) -> None:
         self._graphs, self._eager = graphs, graphs.eager
-        self._slots, self._rows, self._plain = slots, rows, plain
-        self._committed = False
+        self._slots, self._tier, self._judged, self._plans = slots, tier, judged, plans
+        self._planned = judged and tier[1]
 
     def draft(self, step: DecodeBatch, choice: Choice) -> Drafted:
         """Propose blocks for all requests: on a GPU a few less take no less time."""
         requests, graphs = len(step), self._graphs
-        if self._plain:
+        if self._tier[1]:
             return Drafted(DraftBlock.empty(requests, step.anchors.device), None, [0] * requests)
-        block = graphs.draft_block(step, self._slots, choice.with_confidence)
+        slots = graphs.draft_slots(step, self._slots)
+        if slots is None:
+            block = graphs.launch_draft(step, choice.with_confidence)
+        else:
+            block, self._planned = graphs.replay_draft(step, slots), self._plans
         confidence = graphs.confidence_of(requests) if choice.with_confidence else None
         return Drafted(block, confidence, choice.depths(requests))
 
     def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
-        """Choose which drafts are verified, and lay out the rows of the tier."""
-        graphs, slots = self._graphs, self._graphs.slots_of(self._rows)
+        """Choose which drafts are verified, and lay out the rows of the tier, where no graph does so."""
+        graphs, slots = self._graphs, self._graphs.slots_of(self._tier[0])
+        if self._planned:
+            return graphs.plans[self._tier]
         admitted = self._eager.schedule.admit(choice, drafted)
         self._eager.agreement.adopt(drafted.block.tokens, admitted.decisive)
         drafts = graphs.once(lambda: graphs.drafts[:slots], "drafts", slots)
-        return lay_out(graphs.requests_of(slots), drafts, admitted, graphs.plans[self._rows, self._plain])
+        return lay_out(graphs.requests_of(slots), drafts, admitted, graphs.plans[self._tier])
 
     def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
-        """Run the target over the tier, whose buffers hold the plan."""
-        return self._graphs.verify[self._rows, self._plain].replay()
+        """Run the target over the tier, whose buffers hold the plan; judge and commit where nothing forbids it."""
+        graphs = self._graphs
+        if not self._judged:
+            return graphs.verify[self._tier].replay()
+        if self._eager.profile is not None:
+            graphs.step_number.fill_(step.keys.step)
+        return graphs.judged[self._tier].replay().output
 
     def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> Accepted:
-        """Judge the drafts; those of greedy batches whose logits stay as they are, are committed on the way."""
-        requests, tier = len(step), (self._rows, self._plain)
-        if step.rows.all_greedy and not step.adjusted and not self._eager.agreement.needed:
-            self._committed = True
-            if self._eager.profile is not None:
-                self._graphs.step_number.fill_(step.keys.step)
-            accepted = self._graphs.accept[tier].replay()
-            return self._graphs.once(partial(_first_of, accepted, requests), "accepted", *tier, requests)
-        part = self._graphs.once(partial(_of_requests, plan, requests), "plan", *tier, requests)
+        """Judge the drafts, where verifying has not done so."""
+        requests, graphs, tier = len(step), self._graphs, self._tier
+        if self._judged:
+            return graphs.once(partial(graphs.outcome, tier, requests), "accepted", *tier, requests)
+        part = graphs.once(partial(_of_requests, plan, requests), "plan", *tier, requests)
         return self._eager.accept(step, drafted, part, output)
 
     def commit(self, plan: VerifyPlan, accepted: Accepted, output: TargetOutput) -> None:
-        """Write the draft K/V of the committed rows, where accepting has not done so."""
-        if not self._committed:
+        """Write the draft K/V of the committed rows, where verifying has not done so."""
+        if not self._judged:
             self._eager.commit(plan, accepted, output)
-
-
-def _first_of(accepted: Accepted, requests: int) -> Accepted:
-    """What became of the first requests; the next step's replay overwrites it."""
-    return Accepted(*(part[:requests] for part in vars(accepted).values()))
 
 
 def _of_requests(plan: VerifyPlan, requests: int) -> VerifyPlan:

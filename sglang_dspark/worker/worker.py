@@ -16,11 +16,13 @@ from sglang_dspark.engine.compat.requests import lengths
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, copy_drafts, decode_result, read_decode_batch
+from sglang_dspark.engine.scheduler.future_map import Relay, relay_of
 from sglang_dspark.engine.scheduler.options import BatchOptions, OptionsReader
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.scheduling.prompt_hold import PromptHold
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, Rounds, VerifyPlan
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
@@ -54,6 +56,8 @@ class DSparkWorker(SpecWorkerBase):
         self.prompt_hold = PromptHold(self.options.prompt_hold_ms / 1e3, lag, time.perf_counter)
         self.asked = OptionsReader(self.max_verify)
         self.preset_texts = PresetTexts(self.max_verify)
+        self.timer = DeviceTimer(self.device)
+        self.relay: Relay | None = None
 
     def most_words(self, requests: int) -> int:
         """What a step of so many requests tells the host at most."""
@@ -87,6 +91,9 @@ class DSparkWorker(SpecWorkerBase):
         if self.on_gpu:
             slots = graph_request_slots(runner)
             warm_up(self.eager, self.target_worker, self.max_verify, slots)
+            # Without overlap SGLang hands a step's outcome to the next one, and knows no future map.
+            if not self.server_args.disable_overlap_schedule:
+                self.relay = relay_of(runner.req_to_token_pool, self.device)
             staging.graphs = self.capture_graphs(slots)
             hold_largest_step(self.eager, self.target_worker, self.max_verify)
         table = None
@@ -105,7 +112,13 @@ class DSparkWorker(SpecWorkerBase):
         # Copied drafts are launched: without a drafter, captured steps are plain.
         depth = self.max_verify if self.drafter.drafts else 0
         graphs = StepGraphs(
-            self.eager, self.target_worker.model_runner, slots, depth, seed=self.target_worker.random_seed
+            self.eager,
+            self.target_worker.model_runner,
+            slots,
+            depth,
+            seed=self.target_worker.random_seed,
+            relay=self.relay,
+            judges=not self.checks_logits(),
         )
         graphs.capture()
         return graphs
@@ -118,6 +131,7 @@ class DSparkWorker(SpecWorkerBase):
         step = self.read(batch, adjusted=adjusting.any)
         copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
         choice = self.choose(batch, asked, copies)
+        span = self.timer.begin()
         stages = self.staging.of(step, choice)
         if choice.drafted and not stages.in_graphs:  # graphs draft for all
             step = self.with_drafted_rows(batch, step, choice.drafted)
@@ -134,9 +148,15 @@ class DSparkWorker(SpecWorkerBase):
         adjusting.count(accepted.out_tokens)
         self.preset_texts.took(batch.reqs, asked, accepted)
         rounds = self.rounds(batch, asked, step, choice, drafted, plan)
-        return decode_result(
+        result = decode_result(
             batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=stages.in_graphs
         )
+        if self.relay is not None and self.relay.has(accepted.bonus_tokens):
+            # Nobody reads them there before the next step's replay: SGLang takes them from the relay.
+            result.next_draft_input.bonus_tokens = accepted.bonus_tokens
+        span.end()
+        result.span = span
+        return result
 
     def read(self, batch: Any, *, adjusted: bool) -> DecodeBatch:
         """The step ahead, out of SGLang's batch."""
@@ -194,6 +214,9 @@ class DSparkWorker(SpecWorkerBase):
         self.reporting.record(rounds, running, accept_lens)
         self.schedule.observe(rounds, running, accept_lens)
         self.reporting.log()
+
+    def on_times(self, device_ms: float, waited_ms: float) -> None:
+        self.schedule.processed(device_ms, waited_ms)
 
     def report(self, history_s: int = 0) -> dict[str, Any]:
         return self.reporting.report(history_s)

@@ -52,6 +52,17 @@ def test_share_outside_the_forwards():
     assert sum(part["share"] for part in summary["stages"].values()) == pytest.approx(1)
 
 
+@pytest.mark.parametrize(("kind", "graphs"), [("joined_step", 2), ("parked_step", 1)])
+def test_graphs_of_several_stages_are_divided(kind, graphs):
+    tape = Tape()
+    for _ in range(3):
+        getattr(tape, kind)()
+    summary = tape.summary()
+    drafted = ("drafter network", "Markov walk", "confidence") if kind == "parked_step" else ()
+    assert times(summary) == STEP_US | dict.fromkeys(drafted, 0)
+    assert (summary["graph_launches"], summary["kernel_launches"]) == (graphs, 2)
+
+
 def test_launches_and_time_of_a_step():
     summary = recorded().summary()
     assert (summary["graph_launches"], summary["kernel_launches"], summary["copy_launches"]) == (3, 3, 1)

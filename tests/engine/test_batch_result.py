@@ -65,6 +65,17 @@ def test_what_arrived_stays_when_the_memory_of_copies_is_used_again():
     assert made.accept_lens.tolist() == [3, 1]
 
 
+def test_times_of_a_step_are_known_where_a_device_tells_them():
+    made = result(None, None)
+    made.copy_done.synchronize = lambda: None
+    made.copy_to_cpu(return_logprob=False)
+    assert made.times_ms is None
+    made.copy_done.synchronize()
+    made.span = SimpleNamespace(ms=3.0)
+    device_ms, waited_ms = made.times_ms
+    assert device_ms == 3.0 and 0 <= waited_ms < 1000
+
+
 def test_an_idle_result_has_nothing_to_arrive():
     idle = DSparkBatchResult(next_token_ids=torch.empty(0), accept_lens=torch.empty(0))
     idle.arrive()

@@ -16,10 +16,14 @@ def test_the_first_token_of_a_step_stands_behind_the_anchor():
         req_pool_indices=torch.tensor([3], dtype=torch.int32),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(4, 16, dtype=torch.int32)),
         spec_info=SimpleNamespace(bonus_tokens=torch.tensor([9])),
+        return_logprob=False,
     )
     prefill = round_keys(batch, batch.seq_lens.to(torch.int64), seed=1, step=1)
     step = read_decode_batch(batch, rows, seed=1, step=2)
     assert prefill.positions.tolist() == [prompt_len]
     assert step.keys.positions.tolist() == [prompt_len + 1]
     assert step.prefix_lens.tolist() == [prompt_len]
+    assert not step.keeps_logits
+    batch.return_logprob = True
+    assert read_decode_batch(batch, rows, seed=1, step=2).keeps_logits
     assert (step.keys.step, step.keys.request_keys.tolist(), step.anchors.tolist()) == (2, [3], [9])

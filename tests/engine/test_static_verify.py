@@ -2,14 +2,21 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingRows, VerifyRows
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 
 from sglang_dspark.engine.forward.graphs import static_verify
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 ROWS, REQUESTS = 8, 3
+
+
+def runner_of(forward):
+    """Of a model whose forward this is."""
+    config, model = SimpleNamespace(model_is_mrope=False), SimpleNamespace(forward=forward)
+    return SimpleNamespace(model=model, model_config=config, attn_backend=None, spec_algorithm=None)
 
 
 def buffers():
@@ -18,6 +25,28 @@ def buffers():
     keys = RoundKeys(0, 0, zeros, zeros)
     step = DecodeBatch(zeros, zeros, zeros, zeros.view(1, -1), SamplingRows.by_temperature(REQUESTS, None, "cpu"), keys)
     return step, VerifyPlan.of(VerifyRows.empty(REQUESTS, ROWS, torch.device("cpu")), width=4)
+
+
+@pytest.mark.parametrize(("buffered", "cap"), [(True, None), (False, None), (False, 30.0)])
+def test_without_a_buffer_logits_keep_their_dtype(buffered, cap):
+    """But for those that are capped. Padding of the vocabulary is cut off, and other forwards get float32 as before."""
+    logits = torch.randn(ROWS, 6).bfloat16()
+    processor = SimpleNamespace(vocab_size=5, final_logit_softcapping=cap)
+
+    def copied(buffer):
+        metadata = SimpleNamespace(next_token_logits_buffer=buffer)
+        return LogitsProcessor._copy_logits_to_buffer(processor, logits, metadata)
+
+    def forward(input_ids, positions, batch):
+        return LogitsProcessorOutput(next_token_logits=copied(batch.next_token_logits_buffer))
+
+    buffer = torch.zeros(ROWS, 5) if buffered else None
+    run = static_verify(runner_of(forward), *buffers(), buffer)
+    found = run().logits_output.next_token_logits
+    assert found.dtype == (torch.float32 if buffered or cap else torch.bfloat16)
+    assert torch.equal(found.float(), logits[:, :5].float())
+    assert not buffered or found is buffer
+    assert copied(None).dtype == torch.float32
 
 
 def test_the_number_of_real_rows_is_known_on_the_device():
@@ -29,11 +58,8 @@ def test_the_number_of_real_rows_is_known_on_the_device():
         seen.append((int(batch.num_token_non_padded), batch.num_token_non_padded.data_ptr()))
         return LogitsProcessorOutput(next_token_logits=None)
 
-    config = SimpleNamespace(model_is_mrope=False)
-    model = SimpleNamespace(forward=forward)
-    runner = SimpleNamespace(model=model, model_config=config, attn_backend=None, spec_algorithm=None)
     step, plan = buffers()
-    run = static_verify(runner, step, plan, torch.zeros(ROWS, 5))
+    run = static_verify(runner_of(forward), step, plan, torch.zeros(ROWS, 5))
     for real in (0, 5, 8, 1):
         plan.indptr[-1] = real
         run()

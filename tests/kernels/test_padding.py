@@ -23,6 +23,7 @@ from dspark_kernels import (
     RoundKeys,
     SamplingRows,
     StepRequests,
+    VerifyRows,
 )
 
 FILLS = [float("nan"), 1e30, -1e30]
@@ -185,6 +186,11 @@ def plan_uniform(form, case):
     return plan_of(form(2, case.ints(5, 4, most=90, real=3), step(case), 16))
 
 
+def plan_staged(form, case):
+    out, numbers = VerifyRows.empty(6, 16, case.device), torch.tensor([6, -1, 1], device=case.device)
+    return plan_of(form(case.rand(5, 4, real=3).abs(), numbers, case.ints(5, 4, most=90, real=3), step(case), out))
+
+
 def prepare(form, case):
     requests = step(case)
     real = StepRequests(*(getattr(requests, name)[:3] for name in ("anchors", "prefix_lens", "req_pool_indices")), None)
@@ -221,6 +227,7 @@ CASES = [
     adjust,
     plan_top,
     plan_uniform,
+    plan_staged,
     prepare,
     simulated_accept,
     distribution_loss,

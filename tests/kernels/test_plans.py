@@ -6,11 +6,14 @@ import pytest
 import torch
 from dspark_kernels import (
     CommitRows,
+    PlanNumbers,
     PreparedStep,
     StepRequests,
     VerifyRows,
     kv_inject,
     plan_lens,
+    plan_staged,
+    plan_staged_ref,
     plan_top,
     plan_top_ref,
     plan_uniform,
@@ -67,7 +70,7 @@ def flattened(lens, drafts, requests, num_tokens, depth):
             rows.append((request, column, token, prefix + column, table[pool_row][prefix + column]))
         indptr.append(len(rows))
     indptr += [len(rows)] * (bs - len(lens))
-    rows += [(bs - 1, depth + 1, 0, 0, 0)] * (num_tokens - len(rows))
+    rows += [(0, depth + 1, 0, 0, 0)] * (num_tokens - len(rows))
     padded_lens = [*lens, *[0] * (bs - len(lens))]
     int64 = [torch.tensor(values) for values in (padded_lens, indptr)]
     return VerifyRows(*int64, *torch.tensor(rows).unbind(1))
@@ -99,10 +102,46 @@ def test_top_admits_the_same_drafts_as_the_scheduler(bs, depth, levels, device):
         check_top(survival, budget, step_requests(bs, depth, device), bs + budget + 5, bs)
 
 
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_the_budget_may_lie_on_the_device(shape, device):
-    survival, requests = survivals(17, 5, device), step_requests(17, 5, device)
-    check_top(survival, torch.full(shape, 23, device=device), requests, 48, 17)
+def padded_slots(rows, spare):
+    """The same plan in buffers of ``spare`` more request slots, which have no rows."""
+    lens, indptr = (torch.nn.functional.pad(rows.verify_lens, (0, spare)), rows.indptr.tolist())
+    return replace(rows, verify_lens=lens, indptr=torch.tensor(indptr + indptr[-1:] * spare))
+
+
+@pytest.mark.parametrize(("bs", "depth"), [(1, 1), (3, 5), (17, 5), (130, 16)])
+@pytest.mark.parametrize("spare", [0, 1, 300])
+def test_a_staged_plan_does_what_its_numbers_say(bs, depth, spare, device):
+    """By rank, by rank behind one request, or the same for everyone: as the scheduler selects, and as is launched."""
+    num_real = max(1, bs - 2)
+    requests, drafts = step_requests(bs, depth, device, num_real), drafts_of(bs, depth, device)
+    survival, num_tokens = survivals(bs, depth, device, 4), bs * (depth + 1) + 3
+    ranked = survival[:num_real].cpu()
+    behind = ranked.clone()
+    behind[num_real - 1] = 2.0
+    budget = num_real * depth // 2
+    plans = {
+        (budget, -1, -1): top_prefixes(ranked, budget).tolist(),
+        (0, -1, -1): [0] * num_real,
+        (budget, -1, num_real - 1): top_prefixes(behind, budget).tolist(),
+        (0, depth, -1): [depth] * num_real,
+        (0, depth // 2, -1): [depth // 2] * num_real,
+    }
+    for numbers, lens in plans.items():
+        expected = padded_slots(flattened(lens, drafts, requests, num_tokens, depth), spare)
+        for form in (plan_staged, plan_staged_ref):
+            out = VerifyRows.empty(bs + spare, num_tokens, device)
+            for name in FIELDS:
+                getattr(out, name).fill_(-7)
+            assert form(survival, torch.tensor(numbers, device=device), drafts, requests, out) is out
+            assert_same(out, expected)
+
+
+def test_a_staged_plan_that_is_left_to_torch(device):
+    bs, depth, budget = 520, 16, 3000
+    requests, drafts = step_requests(bs, depth, device), drafts_of(bs, depth, device)
+    survival, out = survivals(bs, depth, device, 8), VerifyRows.empty(bs, 4096, device)
+    plan_staged(survival, torch.tensor([budget, -1, -1], device=device), drafts, requests, out)
+    assert_same(out, plan_top_ref(survival, budget, drafts, requests, 4096))
 
 
 @pytest.mark.parametrize("num_real", [1, 12, 17])
@@ -189,8 +228,10 @@ def test_sizes_that_do_not_fit_are_refused(device):
         plan_top(survival, 0, drafts, requests, 2)
     with pytest.raises(ValueError, match="3 requests need 9 rows"):
         plan_uniform(2, drafts, requests, 8)
-    with pytest.raises(ValueError, match="4 request slots"):
-        plan_top(survival, 0, drafts, requests, 9, VerifyRows.empty(4, 9, device))
+    with pytest.raises(ValueError, match="2 request slots"):
+        plan_top(survival, 0, drafts, requests, 9, VerifyRows.empty(2, 9, device))
+    with pytest.raises(ValueError, match="8 rows where 3 and 9 are needed"):
+        plan_top(survival, 0, drafts, requests, 9, VerifyRows.empty(3, 8, device))
 
 
 @pytest.mark.slow
@@ -213,7 +254,7 @@ def test_a_captured_step_follows_its_buffers(device):
     num_slots, depth, tier = 24, 5, 80
     staged = PreparedStep.empty(num_slots, depth, device)
     survival, drafts = survivals(num_slots, depth, device), drafts_of(num_slots, depth, device)
-    budget, accepted = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(num_slots, device=device).long()
+    accepted, out = torch.zeros(num_slots, device=device).long(), VerifyRows.empty(num_slots, tier, device)
     layers, heads, head_dim = 2, 3, 64
     pools = [torch.zeros(layers, 4000, heads, head_dim, device=device) for _ in range(2)]
     projected = torch.randn(tier, layers * 2 * heads * head_dim, device=device)
@@ -221,7 +262,7 @@ def test_a_captured_step_follows_its_buffers(device):
     table = torch.randint(1, 4000, (num_slots + 2, 60), device=device, dtype=torch.int32)
 
     def step():
-        plan = plan_top(survival, budget, drafts, staged.requests(table), tier)
+        plan = plan_staged(survival, staged.numbers, drafts, staged.requests(table), out)
         kept = CommitRows(plan.columns, plan.requests, accepted)
         kv_inject(projected, norm, 1e-6, inv_freq, plan.positions, plan.slots, tuple(pools), kept)
         return plan
@@ -234,8 +275,7 @@ def test_a_captured_step_follows_its_buffers(device):
         plan = step()
     for bs, allowed in ((1, 3), (17, 30), (24, 56), (9, 0)):
         requests = replace(step_requests(bs, depth, device), req_to_token=table)
-        prepare(requests, depth, 0, staged)
-        budget.fill_(allowed)
+        prepare(requests, depth, 0, staged, PlanNumbers(allowed))
         accepted.fill_(1)
         for pool in pools:
             pool.zero_()

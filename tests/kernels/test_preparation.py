@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dspark_kernels import PreparedStep, StepRequests, prepare, prepare_ref
+from dspark_kernels import PlanNumbers, PreparedStep, StepRequests, prepare, prepare_ref
 
 MASK = 77
 FIELDS = PreparedStep.__dataclass_fields__
@@ -31,6 +31,7 @@ def test_both_forms_lay_out_every_request(bs, gamma, device):
         prefix_lens=requests.prefix_lens.to(torch.int64),
         req_pool_indices=requests.req_pool_indices.to(torch.int64),
         num_requests=torch.tensor([bs], device=device),
+        numbers=torch.tensor([0, -1, -1], device=device),
     )
     for form in (prepare, prepare_ref):
         assert_same(form(requests, gamma, MASK), expected)
@@ -42,13 +43,14 @@ def test_buffers_of_a_graph_are_padded(bs, num_slots, device):
     requests = step_case(bs, device)
     outs = [poisoned(num_slots, gamma, device) for _ in range(2)]
     for form, out in zip((prepare, prepare_ref), outs, strict=True):
-        assert form(requests, gamma, MASK, out) is out
+        assert form(requests, gamma, MASK, out, PlanNumbers(9, -1, 2)) is out
     assert_same(*outs)
     padded = outs[0]
     for name in ("anchors", "prefix_lens", "req_pool_indices"):
         assert not getattr(padded, name)[bs:].any()
     assert (padded.block_ids[bs:] == MASK).all()
     assert padded.num_requests.item() == bs
+    assert padded.numbers.tolist() == [9, -1, 2]
     assert len(padded.requests(requests.req_to_token)) == num_slots
 
 

@@ -53,8 +53,12 @@ def test_reference_equals_dense_attention(prefix_lens, query_lens, shape, causal
         torch.testing.assert_close(out[part].double(), expected, **FP32_TOL)
 
 
-@pytest.mark.parametrize(("window", "causal", "splits"), pairwise(list(WINDOWS), [False, True], [1, 2, 8]))
-def test_kernel_equals_reference(window, causal, splits, device):
+@pytest.mark.parametrize(
+    ("window", "causal", "splits", "tiles"), pairwise(list(WINDOWS), [False, True], [1, 2, 8], [1, 4])
+)
+def test_kernel_equals_reference(window, causal, splits, tiles, device, monkeypatch):
+    """With programs for every tile of keys, and for the usual number of them."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", tiles)
     prefix_lens, query_lens, shape = WINDOWS[window]
     case = window_case(prefix_lens, query_lens, shape, device)
     how = {"causal": causal, "scale": shape[2] ** -0.5}
@@ -107,7 +111,8 @@ def test_reference_shows_what_the_rules_of_windows_say(window, sight, causal):
     ("window", "sight", "causal", "splits", "with_sinks"),
     pairwise(list(WINDOWS), list(SIGHTS), [False, True], [1, 2, 8], [False, True]),
 )
-def test_kernel_shows_the_same(window, sight, causal, splits, with_sinks, device):
+def test_kernel_shows_the_same(window, sight, causal, splits, with_sinks, device, monkeypatch):
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     prefix_lens, query_lens, shape = WINDOWS[window]
     case = sighted(window_case(prefix_lens, query_lens, shape, device), sight)
     sinks = torch.linspace(-2, 3, shape[0], device=device) if with_sinks else None
@@ -118,8 +123,9 @@ def test_kernel_shows_the_same(window, sight, causal, splits, with_sinks, device
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_sinks_count_once_whatever_the_context_is_split_into(splits, device):
+def test_sinks_count_once_whatever_the_context_is_split_into(splits, device, monkeypatch):
     """Every head has its own, in 16 bits here."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     case = window_case((150, 0), (3, 2), (10, 2, 24), device)
     sinks = torch.linspace(0, 8, 10, device=device).to(torch.float16)
     how = {"causal": True, "scale": 0.2, "sinks": sinks}
@@ -129,11 +135,49 @@ def test_sinks_count_once_whatever_the_context_is_split_into(splits, device):
     assert (found - without)[:5].abs().amax(dim=(0, 2)).min() > 1e-3
 
 
+@pytest.mark.parametrize("splits", [2, 3, 8, 32])
+def test_requests_use_splits_by_their_own_contexts(splits, device):
+    """Beside long contexts a short one gets the rows of a launch without splits, to the bit."""
+    prefix_lens, query_lens = (700, 5, 256, 0, 2049, 257), (3, 2, 1, 4, 1, 0)
+    case = window_case(prefix_lens, query_lens, (4, 2, 16), device)
+    how = {"causal": True, "scale": 0.25}
+    out, whole = (window_attention(*case, splits=num, **how) for num in (splits, 1))
+    torch.testing.assert_close(out, window_attention_ref(*case, **how), **FP32_TOL)
+    rows = torch.arange(3, 10, device=device)  # of contexts of at most four tiles
+    assert torch.equal(out[rows], whole[rows])
+
+
+def test_programs_without_work_leave_no_parts(device, monkeypatch):
+    """Of a context of n tiles, as many splits are used as have four of them; what others would write stays as it is."""
+    made = []
+    monkeypatch.setattr(module._Parts, "empty", spying(module._Parts.empty, made))
+    case = window_case((64 * 9, 64 * 4, 64 * 40), (2, 1, 3), (2, 1, 16), device, padding=0)
+    window_attention(*case, causal=True, scale=0.25, splits=8)
+    [parts] = made
+    assert parts.used.tolist() == [3, 3, 1, 8, 8, 8]
+    written = parts.lse.isfinite().all(2).sum(0)
+    assert written.tolist() == [3, 3, 0, 8, 8, 8]
+
+
+def spying(empty, made):
+    """Remembers what was made, filled with NaN."""
+
+    def spy(*args):
+        parts = empty(*args)
+        for part in (parts.rows, parts.lse):
+            part.fill_(torch.nan)
+        made.append(parts)
+        return parts
+
+    return spy
+
+
 @pytest.mark.parametrize("max_tile", [16 * 64, 32 * 64, 64 * 64])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (14, 2), (5, 1)])
 def test_groups_of_heads_are_shared_out(heads, kv_heads, max_tile, device, monkeypatch):
     """Shares of one head up to all of a group, and a last share that is not full."""
     monkeypatch.setattr(module, "_MAX_TILE", max_tile)
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     case = window_case((33, 0, 70), (4, 7, 1), (heads, kv_heads, 64), device)
     for causal, splits in ((True, 1), (False, 2)):
         out = window_attention(*case, causal=causal, scale=0.125, splits=splits)
@@ -141,7 +185,8 @@ def test_groups_of_heads_are_shared_out(heads, kv_heads, max_tile, device, monke
         torch.testing.assert_close(out[:12], expected[:12], **FP32_TOL)
 
 
-def test_kernel_in_16_bit(device):
+def test_kernel_in_16_bit(device, monkeypatch):
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     # The interpreter's tl.dot multiplies the bit patterns of bfloat16.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     prefix_lens, query_lens, shape = (70, 200), (3, 8), (8, 2, 64)
@@ -157,8 +202,9 @@ def test_kernel_in_16_bit(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(("window", "splits"), pairwise(list(WINDOWS), [1, 2]))
-def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, device):
+def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, device, monkeypatch):
     """In the pool's dtype, behind the contexts, as later steps will find it."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     prefix_lens, query_lens, shape = WINDOWS[window]
     q, _, _, windows = window_case(prefix_lens, query_lens, shape, device)
     table = torch.nn.functional.pad(windows.req_to_token, (0, windows.width))
@@ -181,8 +227,9 @@ def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, de
 
 @pytest.mark.parametrize("padding", [1, 9, 40])
 @pytest.mark.parametrize("splits", [1, 4])
-def test_rows_of_no_request_are_zero(padding, splits, device):
+def test_rows_of_no_request_are_zero(padding, splits, device, monkeypatch):
     """What follows computes with them, and quantises by the largest value that it sees."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     case = window_case((33, 0, 70), (4, 0, 1), (6, 2, 24), device, padding=padding)
     out = window_attention(*case, causal=True, scale=0.125, splits=splits)
     assert out[:5].isfinite().all() and out[:5].any()

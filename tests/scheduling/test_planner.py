@@ -77,6 +77,19 @@ def test_what_was_learned_about_a_step_counts():
     assert 8 * 6 < after.num_tokens <= 8 * 7.5
 
 
+def test_nothing_is_trimmed_where_the_host_is_slower():
+    """Beside a host that takes longer than any step of the device, drafts cost nothing; without, they do."""
+    rng = np.random.default_rng(0)
+    for host_ms, verifies_all in ((0.0, False), (1e4, True)):
+        _, survivals = knowledge(rng, compute_bound())
+        times = StepTimes(compute_bound(), overlapped=True)
+        for drafts in (0, 2):
+            kind = StepKind(8, 8 * (1 + drafts), drafts, 300.0)
+            times.observe(kind, times.table.step_ms(8, kind.num_tokens, drafts, 300.0), host_ms)
+        best = outlook(times, survivals, 8, 300.0, GAMMA, GAMMA).best
+        assert (best.num_tokens == 8 * (GAMMA + 1)) == verifies_all
+
+
 def test_depth_is_worth_its_price_only():
     """Drafting costs by depth, verification nothing: the best depth is where the next draft no longer pays."""
     survivals = LaggedSurvivals(GAMMA, ALL_DEPTHS)

@@ -343,6 +343,33 @@ def test_on_a_cpu_the_host_time_is_what_the_stages_do_not_take(monkeypatch):
     assert made.times.report()["host_ms"] == {"2": pytest.approx(10)}
 
 
+@pytest.mark.parametrize(("lag", "host_ms"), [(0, 30 - 18), (1, 30 - 4)])
+def test_on_a_gpu_the_host_time_is_what_it_neither_waits_nor_is_waited_for(monkeypatch, lag, host_ms):
+    """Under overlap a step's result is read while the next one runs: all of the time but the wait is the host's."""
+    now = [0.0]
+    monkeypatch.setattr("sglang_dspark.scheduling.step_clock.time.perf_counter", lambda: now[0])
+    made = Schedule(DSparkConfig(), GAMMA, OnlineCalibration(GAMMA), torch.device("meta"), lag)
+    made.start(table())
+    for _ in range(lag + 1):
+        made.done(made.choose(["a", "b"], 64.0), 2, 6)
+        now[0] += 0.030
+    made.processed(18.0, 4.0)
+    made.choose(["a", "b"], 64.0)
+    assert made.last_time.measured_ms == pytest.approx(30)
+    assert made.times.report()["host_ms"] == {"2": pytest.approx(host_ms)}
+    step_ms, host = made.times.step_ms(2, 64.0), host_ms / made.times.report()["common_factor"]
+    assert step_ms.min() == pytest.approx(host) if lag else step_ms.min() > host
+
+
+def test_a_step_whose_time_on_the_gpu_is_not_known_teaches_nothing(monkeypatch):
+    made = Schedule(DSparkConfig(), GAMMA, OnlineCalibration(GAMMA), torch.device("meta"), 0)
+    made.start(table())
+    made.done(made.choose(["a", "b"], 64.0), 2, 6)
+    made.choose(["a", "b"], 64.0)
+    assert made.last_time.expected_ms is None
+    assert made.times.report()["host_ms"] == {}
+
+
 def test_what_cannot_be_switched_to_says_why():
     made = schedule(with_table=False, with_head=False, schedule="static")
     assert made.why_not("off") is made.why_not("static") is None

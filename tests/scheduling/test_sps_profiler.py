@@ -10,10 +10,10 @@ REQUESTS, DRAFTS, CONTEXTS = [1, 2, 4, 8], [0, 1, 2], [64, 1024]
 
 
 class Machine:
-    """Takes the time that a formula says; ``disturb(sample)`` adds to the n-th run of a cell."""
+    """Takes the time that a formula says; ``disturb(sample)`` adds to the n-th run of a cell, a wait ``queue_s``."""
 
-    def __init__(self, monkeypatch, scale_s=1e-3, disturb=lambda sample: 0.0):
-        self.now, self.scale_s, self.disturb = 100.0, scale_s, disturb
+    def __init__(self, monkeypatch, scale_s=1e-3, disturb=lambda sample: 0.0, queue_s=0.0):
+        self.now, self.scale_s, self.disturb, self.queue_s = 100.0, scale_s, disturb, queue_s
         self.runs = {}
         self.loads = []
         monkeypatch.setattr(sps_profiler.time, "perf_counter", lambda: self.now)
@@ -26,6 +26,11 @@ class Machine:
         machine = self
 
         class Load:
+            queues = machine.queue_s > 0
+
+            def wait(self):
+                machine.now += machine.queue_s
+
             def run(self, kind, drafts):
                 cell = (requests, context, kind, drafts)
                 machine.runs[cell] = machine.runs.get(cell, 0) + 1
@@ -66,6 +71,16 @@ def test_every_cell_is_measured(monkeypatch):
     # the first pass warms every cell up
     assert set(machine.runs.values()) == {MAX_PASSES + 1}
     assert machine.loads == MAX_PASSES * [(r, c) for r in REQUESTS for c in CONTEXTS]
+
+
+def test_short_steps_share_one_wait(monkeypatch):
+    """Where the device works on by itself, the wait behind a step would count as its time."""
+    machine = Machine(monkeypatch, scale_s=1e-4, queue_s=60e-6)
+    expected = machine.expected_ms(REQUESTS, "verify")
+    assert machine.measure().verify_ms == pytest.approx(expected + 60e-3 / 4)
+    slow = Machine(monkeypatch, scale_s=1e-2, queue_s=60e-6)
+    assert slow.measure().verify_ms == pytest.approx(slow.expected_ms(REQUESTS, "verify") + 60e-3)
+    assert set(slow.runs.values()) == {MAX_PASSES + 1}
 
 
 def test_the_first_run_of_a_cell_and_outliers_do_not_count(monkeypatch):
@@ -150,8 +165,8 @@ def test_a_single_request_is_a_grid(monkeypatch):
 def test_noise_above_a_larger_load_is_lowered_to_it(monkeypatch):
     """One cell of each kind took ten times as long in every pass."""
 
-    def slow_cell(step, num_drafts, warm_up):
-        requests, kind = step.__self__.requests, step.__name__
+    def slow_cell(steps, run, clock, warm_up):
+        requests, kind, (num_drafts,) = steps.requests, run.func.__name__, run.args
         base = (5.0 if kind == "draft" else 20.0) + requests + num_drafts
         return 10 * base if (requests, num_drafts) == (2, 1) else base
 

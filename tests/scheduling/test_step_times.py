@@ -49,18 +49,30 @@ def test_time_between_steps_is_the_same_for_all_of_them(speed):
     before, host_ms = times.step_ms(R, CONTEXT), 5.0
     rng = np.random.default_rng(1)
     for _ in range(300):
-        measured_ms = speed * table_ms(times, kind(2)) * math.exp(0.02 * rng.standard_normal()) + host_ms
-        expected_ms = times.observe(kind(2), measured_ms, host_ms)
-    assert expected_ms == pytest.approx(measured_ms, rel=0.1)
+        device_ms = speed * table_ms(times, kind(2)) * math.exp(0.02 * rng.standard_normal())
+        expected_ms = times.observe(kind(2), device_ms, host_ms)
+    assert expected_ms == pytest.approx(device_ms + host_ms, rel=0.1)
     assert times.step_ms(R, CONTEXT) == pytest.approx(before + host_ms / speed, rel=0.05)
     assert times.step_ms(4 * R, CONTEXT) == pytest.approx(other_load + host_ms / speed, rel=0.05)
+
+
+@pytest.mark.parametrize("speed", [1.0, 2.0])
+def test_side_by_side_the_slower_of_host_and_device_counts(speed):
+    """While the host is the slower one, all steps that fit below it cost the same; the device is not taken for slow."""
+    times, before = StepTimes(compute_bound(), overlapped=True), StepTimes(compute_bound()).step_ms(R, CONTEXT)
+    host_ms = speed * float(np.median(before[GAMMA]))
+    for _ in range(300):
+        expected_ms = times.observe(kind(2), speed * table_ms(times, kind(2)), host_ms)
+    assert expected_ms == pytest.approx(max(host_ms, speed * table_ms(times, kind(2))), rel=0.02)
+    assert times.step_ms(R, CONTEXT) == pytest.approx(np.maximum(before, host_ms / speed), rel=0.03)
+    assert times.report()["common_factor"] == pytest.approx(speed, rel=0.03)
 
 
 def test_a_long_pause_between_two_steps_is_no_rule():
     times = StepTimes(compute_bound())
     for step in range(100):
         pause_ms = 1000.0 if step == 60 else 0.0
-        times.observe(kind(2), table_ms(times, kind(2)) + 3.0 + pause_ms, 3.0 + pause_ms)
+        times.observe(kind(2), table_ms(times, kind(2)), 3.0 + pause_ms)
         assert times.report()["host_ms"][str(R)] < 3.5
 
 

@@ -79,6 +79,19 @@ def test_adjusted_logits_are_not_judged_by_a_graph(graphs):
         assert kept == expected()[1]
 
 
+def test_log_probabilities_are_those_of_launched_steps(graphs):
+    """Nobody but the acceptance keeps the logits of a graph that judges: who reads them is judged outside."""
+    body = bodies()[0] | {"return_logprob": True, "top_logprobs_num": 1}
+    for name in ("static", "off"):
+        with policy(graphs, name):
+            [answer] = generate(graphs, [body], 1)
+        assert answer["output_ids"] == expected()[0]
+        info = answer["meta_info"]
+        chosen = [token for _, token, *_ in info["output_token_logprobs"]]
+        best = [tokens[0][1] for tokens in info["output_top_logprobs"]]
+        assert chosen == best == expected()[0]
+
+
 def test_more_requests_than_were_captured(graphs):
     """Steps that fit no tier run launch by launch."""
     assert output_ids(graphs, bodies(), 3) == expected()
@@ -156,9 +169,9 @@ def test_nothing_is_compiled_in_a_request(graphs):
 
 def test_a_step_is_launched_in_few_pieces(graphs):
     """Of greedy requests: what the host submits, and what torch launches beside that."""
-    # Beside the graphs: lengths are published and the result is packed; in some steps of auto drafts are ranked, and
-    # coefficients of the calibration renewed.
-    most = {"static": (3, 2, 2), "auto": (3, 2, 8), "off": (2, 2, 2)}
+    # Beside the graphs the step is staged and the result is packed; in some steps of auto coefficients of the
+    # calibration are renewed.
+    most = {"static": (2, 1, 1), "auto": (2, 1, 2), "off": (1, 1, 1)}
     for name, bounds in most.items():
         before = len(graphs.log_path.read_text())
         with policy(graphs, name):
@@ -167,5 +180,5 @@ def test_a_step_is_launched_in_few_pieces(graphs):
         steps = re.findall(launched, graphs.log_path.read_text()[before:])
         assert len(steps) > 1
         for *counts, what in steps:
-            assert int(counts[0]) > 1
             assert all(int(count) <= bound for count, bound in zip(counts, bounds, strict=True)), what
+            assert int(counts[0]) > 0

@@ -54,6 +54,21 @@ class Tape:
         self.copy(3)
         self.kernel("index_put", 5)  # for the next step
 
+    def joined_step(self):
+        """The plan in the graph that drafts, and everything behind it in one more."""
+        self.kernel("_prepare_kernel", 1)
+        self.graph([*DRAFT, ("_plan_kernel", 2)])
+        self.graph([*VERIFY, *ACCEPT])
+        self.copy(3)
+        self.kernel("index_put", 5)
+
+    def parked_step(self):
+        """Everything in one graph."""
+        self.kernel("_prepare_kernel", 1)
+        self.graph([("_plan_kernel", 2), *VERIFY, *ACCEPT])
+        self.copy(3)
+        self.kernel("index_put", 5)
+
     @property
     def document(self):
         return {"deviceProperties": [{"name": "Some GPU"}], "traceEvents": self.events}

@@ -1,6 +1,7 @@
 """Steps as on a GPU, without a server: staged into tiers, laid out in buffers, replayed by calling again."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,12 @@ from replays import Emulated
 from stage_loop import StageLoop
 from step_tables import make_table
 
+from sglang_dspark.engine.scheduler.future_map import Relay
+from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.state import TargetOutput
 from sglang_dspark.worker import graph_stages
-from sglang_dspark.worker.graph_stages import StepGraphs
+from sglang_dspark.worker.graph_stages import StepGraphs, plan_numbers
 from sglang_dspark.worker.staging import Staging
 
 NUM_TOKENS = 16
@@ -25,15 +28,23 @@ class GraphLoop(StageLoop):
 
     Attributes:
         replayed: whether each step was.
+        outcomes: of each step.
         limits: what requests ask for.
+        keeps_logits: whether somebody reads the logits of its steps.
     """
 
-    def __init__(self, monkeypatch, slots, limits=None, **options):
+    keeps_logits = False
+
+    def __init__(self, monkeypatch, slots, limits=None, relay=None, **options):
         super().__init__(make_table(lambda r, d, c: 10 + d * r, lambda r, d, c: 1 + 0 * r, gamma=7), **options)
-        self._slots, self._patch, self.limits, self.replayed = slots, monkeypatch, limits, []
+        self._slots, self._patch, self.limits, self.relay = slots, monkeypatch, limits, relay
+        self.replayed, self.outcomes = [], []
         choose = self.schedule.choose
         self.schedule.choose = lambda ids, context: choose(ids, context, self.limits)
         self.eager, self.stages = self.stages, None
+
+    def _batch(self, number):
+        return replace(super()._batch(number), keeps_logits=self.keeps_logits)
 
     def _step(self, number):
         if self.stages is None:
@@ -47,25 +58,27 @@ class GraphLoop(StageLoop):
 
         def static_verify(runner, step, plan, logits):
             captured = torch.zeros(len(plan.input_ids), self.drafter.model.fc.weight.shape[1])
+            kept = torch.zeros(len(plan.input_ids), self.num_tokens) if logits is None else logits
 
             def run():
                 if int(plan.indptr[-1]) == 0:  # captured before there is a step
-                    return TargetOutput(SimpleNamespace(next_token_logits=logits), captured)
+                    return TargetOutput(SimpleNamespace(next_token_logits=kept), captured)
                 output = self._verify(None, step, plan)
                 found = output.logits_output.next_token_logits
-                logits.fill_(torch.nan)  # what padding is, nobody may ask
-                logits[: len(found)], captured[: len(found)] = found, output.captured
-                return TargetOutput(SimpleNamespace(next_token_logits=logits), captured)
+                kept.fill_(torch.nan)  # what padding is, nobody may ask
+                kept[: len(found)], captured[: len(found)] = found, output.captured
+                return TargetOutput(SimpleNamespace(next_token_logits=kept), captured)
 
             return run
 
         runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self._table))
-        runner.model_config = SimpleNamespace(vocab_size=len(self.target([1])[0][0]))
+        self.num_tokens = len(self.target([1])[0][0])
+        runner.model_config = SimpleNamespace(vocab_size=self.num_tokens)
         buffer = lambda runner, rows: torch.zeros(rows, runner.model_config.vocab_size)  # noqa: E731
         for name, value in {"capturing": capturing, "static_verify": static_verify, "logits_buffer": buffer}.items():
             self._patch.setattr(graph_stages, name, value)
         self._patch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-        graphs = StepGraphs(self.eager, runner, self._slots, self.gamma, seed=self.noise_seed)
+        graphs = StepGraphs(self.eager, runner, self._slots, self.gamma, seed=self.noise_seed, relay=self.relay)
         graphs.capture()
         return graphs
 
@@ -80,6 +93,10 @@ class Chosen:
         self._now = self._staging.of(step, choice)
         self._loop.replayed.append(self._now.in_graphs)
         return self._now.draft(step, choice)
+
+    def accept(self, *given):
+        self._loop.outcomes.append(self._now.accept(*given))
+        return self._loop.outcomes[-1]
 
     def __getattr__(self, name):
         return getattr(self._now, name)
@@ -103,6 +120,51 @@ def test_greedy_text_of_replayed_steps(monkeypatch, options, slots):
     loop = GraphLoop(monkeypatch, slots, **options)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
     assert all(loop.replayed)
+
+
+def test_the_next_step_finds_the_outcome_in_the_relay(monkeypatch):
+    """Lengths and anchors, entered by the graph that judges; nothing is claimed where one only verifies."""
+    relay = Relay(3, torch.device("cpu"))
+    loop = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
+    assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
+    assert [len(text) - 1 for text in loop.texts] == relay.lens.tolist()
+    assert [text[-1] for text in loop.texts] == relay.tokens.tolist()
+    assert all(relay.has(outcome.new_seq_lens) and relay.has(outcome.bonus_tokens) for outcome in loop.outcomes)
+    sampled = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
+    sampled.serve(prompts_of(sampled), NUM_TOKENS, temperature=1.0)
+    assert all(sampled.replayed) and not relay.has(sampled.outcomes[-1].bonus_tokens)
+    read = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
+    read.keeps_logits = True
+    assert read.serve(prompts_of(read), NUM_TOKENS) == expected(read)
+    assert all(read.replayed) and not relay.has(read.outcomes[-1].bonus_tokens)
+
+
+@pytest.mark.parametrize("options", [{"schedule": "off"}, {"schedule": "static", "verify_len": 2}, {}], ids=str)
+def test_no_plan_of_a_greedy_step_is_launched(monkeypatch, options):
+    def launched(*args):
+        raise AssertionError("a graph should have planned")
+
+    monkeypatch.setattr(graph_stages, "lay_out", launched)
+    loop = GraphLoop(monkeypatch, [1, 2, 4], **options)
+    assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
+
+
+@pytest.mark.parametrize(
+    ("choice", "numbers"),
+    [
+        (Choice(Rule.UNIFORM, 3), (0, 3, -1)),
+        (Choice(Rule.TOP, 7, budget=28), (0, 7, -1)),
+        (Choice(Rule.TOP, 7, budget=27), (27, -1, -1)),
+        (Choice(Rule.TOP, 7, budget=9, forced=0), (9, -1, 0)),
+        (Choice(Rule.TOP, 7, budget=9, with_confidence=False), None),
+        (Choice(Rule.TOP, 7, budget=9, drafted=(1, 2)), None),
+        (Choice(Rule.TOP, 7, budget=9, limits=Limits((7, 1, 7, 7), (0, 0, 0, 0))), None),
+        (Choice(Rule.THRESHOLD, 7), None),
+    ],
+)
+def test_what_a_captured_plan_can_do(choice, numbers):
+    """Everything else is laid out by a launch."""
+    assert plan_numbers(choice, 4) == numbers
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_drafts_are_timed_where_they_are_served(monkeypatch):
         return SimpleNamespace(draft=lambda step, choice: None)
 
     steps = MeasuredSteps.__new__(MeasuredSteps)
-    steps._staging, steps._sync = SimpleNamespace(of=staged), lambda: None
+    steps._staging = SimpleNamespace(of=staged)
     for requests in (1, 128, 129, 256):
         steps._step = range(requests)
         steps.draft(7)

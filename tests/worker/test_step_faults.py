@@ -9,6 +9,7 @@ from stage_loop import StageLoop
 
 from sglang_dspark.engine.scheduler.faults import part_of
 from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.worker import stages
 from sglang_dspark.worker.worker import DSparkWorker
 
@@ -37,7 +38,7 @@ class WorkerLoop(StageLoop):
         super().__init__(schedule="static")
         self.published = []
         self.worker = worker = DSparkWorker.__new__(DSparkWorker)
-        worker.step = 0
+        worker.step, worker.timer, worker.relay = 0, DeviceTimer(torch.device("cpu")), None
         worker.schedule = self.schedule
         worker.staging = SimpleNamespace(of=lambda step, choice: self.stages)
         worker.asked = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))

@@ -12,10 +12,12 @@ for it and no value of the host, so it can be captured in a CUDA graph.
 All query heads that share a K/V head, and all rows of a request, are one tile: the context is read once per K/V head,
 where a kernel that works head by head reads it once per query head. A group of heads whose tile would be too large is
 shared out among programs. Few requests with long contexts would leave most of a GPU idle, so the context is split over
-several programs and their parts are combined afterwards (flash-decoding).
+several programs and their parts are combined afterwards (flash-decoding). The host, which launches for contexts of any
+length, says how many splits there may be. How many a request uses follows from its own context: where that is short,
+one program writes its rows, its other programs end at once, and there is nothing to combine.
 
 Bytes moved: 2 * kv_heads * hd * (context + rows) of K and V, and twice the queries; the floor is that over the memory
-bandwidth. With S splits, 8 * S bytes per query element come on top.
+bandwidth. Where S > 1 splits are used, 8 * S bytes per query element come on top.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from dspark_kernels.hardware import num_processors
 
 _MIN_DOT = 16  # smallest tile side of tl.dot
 _MAX_SPLITS = 32
+_TILES_PER_SPLIT = 4  # tiles of keys below which another program costs more than it saves
 _MAX_TILE = 32_768  # bytes of a program's queries, beyond which registers and shared memory do not suffice
 _FOUR_WARPS_TILE = 4096  # elements that four warps hold in their registers
 _WIDE_HEAD = 256  # bytes of a head beyond which fewer keys are taken at a time
@@ -139,9 +142,8 @@ def window_attention(
         windows: whose rows they are, and where the contexts lie.
         causal: a row sees the window up to itself, not all of it.
         scale: of the scores.
-        sinks: added to the sum of each head's weights as one more score, which ``scale`` does not touch; any float
-            dtype.
-        splits: programs that share a context, at most 32; None = what fills the GPU, see :func:`num_splits`.
+        sinks: one more score of each head, without a value, that ``scale`` does not touch; any float dtype.
+        splits: programs that may share a context, at most 32; None = what fills the GPU, see :func:`num_splits`.
 
     Returns:
         [N, heads, hd] in q's dtype, 0 in rows of no request; softmax and sums in float32. No host sync; safe under
@@ -160,17 +162,16 @@ def window_attention(
         splits = num_splits(triton.cdiv(num_rows, windows.width), pool[0].shape[1], num_processors(q.device))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if splits == 1:
-        _attend((q, k, v), pool, windows, (out, None), sinks, causal=causal, scale=scale)
+        _attend((q, k, v), pool, windows, out, None, sinks, causal=causal, scale=scale)
         return out
-    parts = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
-    lse = torch.empty((splits, num_rows, num_heads), dtype=torch.float32, device=q.device)
-    _attend((q, k, v), pool, windows, (parts, lse), sinks, causal=causal, scale=scale)
+    parts = _Parts.empty(splits, q)
+    _attend((q, k, v), pool, windows, out, parts, sinks, causal=causal, scale=scale)
     combine_kernel[(num_rows * num_heads,)](
-        parts,
-        lse,
+        parts.rows,
+        parts.lse,
         out,
+        parts.used,
         num_rows * num_heads,
-        splits,
         windows.indptr[-1:],
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
@@ -181,18 +182,43 @@ def window_attention(
     return out
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What programs that share a context leave to be combined.
+
+    Attributes:
+        rows: [splits, N, heads, hd] float32, attention to a part of the keys.
+        lse: [splits, N, heads] float32, logarithm of the sum of their weights.
+        used: [N] int32, splits of the row's request; of one split there are no parts.
+    """
+
+    rows: torch.Tensor
+    lse: torch.Tensor
+    used: torch.Tensor
+
+    @classmethod
+    def empty(cls, splits: int, q: torch.Tensor) -> _Parts:
+        num_rows, num_heads, _ = q.shape
+        return cls(
+            torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device),
+            torch.empty((splits, num_rows, num_heads), dtype=torch.float32, device=q.device),
+            torch.empty(num_rows, dtype=torch.int32, device=q.device),
+        )
+
+
 def _attend(
     rows: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     pool: tuple[torch.Tensor, torch.Tensor],
     windows: PagedWindows,
-    results: tuple[torch.Tensor, torch.Tensor | None],
+    out: torch.Tensor,
+    parts: _Parts | None,
     sinks: torch.Tensor | None,
     *,
     causal: bool,
     scale: float,
 ) -> None:
-    """Write the attention of q, k and v into ``results``: all of it, or parts and their weights in two tensors."""
-    (q, k, v), (out, lse) = rows, results
+    """Write the attention of q, k and v into ``out``, or into ``parts`` where several programs share a context."""
+    q, k, v = rows
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = pool[0].shape[1]
     group, width, block_d = num_heads // num_kv_heads, windows.width, _block_d(head_dim)
@@ -200,13 +226,13 @@ def _attend(
     share = _heads_per_program(group, width, head_bytes)
     block_m = max(_MIN_DOT, triton.next_power_of_2(width * share))
     window_attention_kernel[
-        len(windows.prefix_lens), num_kv_heads * triton.cdiv(group, share), 1 if lse is None else len(lse)
+        len(windows.prefix_lens), num_kv_heads * triton.cdiv(group, share), 1 if parts is None else len(parts.lse)
     ](
         q,
         k,
         v,
         out,
-        lse,
+        *((None, None, None) if parts is None else (parts.rows, parts.lse, parts.used)),
         *pool,
         windows.req_to_token,
         windows.req_pool_indices,
@@ -226,8 +252,9 @@ def _attend(
         SLIDING_WINDOW=windows.sliding_window or 0,
         FROM_ANCHOR=windows.from_anchor,
         HAS_SINKS=sinks is not None,
-        IS_SPLIT=lse is not None,
+        IS_SPLIT=parts is not None,
         IS_STORED=k is None,
+        TILES_PER_SPLIT=_TILES_PER_SPLIT,
         SHARE=share,
         BLOCK_H=triton.next_power_of_2(share),
         BLOCK_M=block_m,

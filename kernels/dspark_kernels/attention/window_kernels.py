@@ -120,8 +120,10 @@ def window_attention_kernel(
     q_ptr,
     k_ptr,  # None with IS_STORED
     v_ptr,
-    out_ptr,  # [N, heads, hd]; with IS_SPLIT [splits, N, heads, hd] float32
-    lse_ptr,  # [splits, N, heads] float32, None without IS_SPLIT
+    out_ptr,  # [N, heads, hd]
+    parts_ptr,  # [splits, N, heads, hd] float32; this and the next two are None without IS_SPLIT
+    lse_ptr,  # [splits, N, heads] float32
+    used_ptr,  # [N] int32
     k_pool_ptr,
     v_pool_ptr,
     req_to_token_ptr,
@@ -144,6 +146,7 @@ def window_attention_kernel(
     HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_STORED: tl.constexpr,  # the pools hold the window too
+    TILES_PER_SPLIT: tl.constexpr,  # of the context, that are worth a program of their own
     SHARE: tl.constexpr,  # heads of a group that a program takes
     BLOCK_H: tl.constexpr,  # >= SHARE
     BLOCK_M: tl.constexpr,  # >= SHARE times the most rows of a request
@@ -151,7 +154,11 @@ def window_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # >= HEAD_DIM
 ) -> None:
-    """Grid (bs, K/V heads times shares of their groups, splits): a program's query rows are all of the request's."""
+    """Grid (bs, K/V heads times shares of their groups, splits): a program's query rows are all of the request's.
+
+    A request uses as many splits as its context has work for; where that is one, ``out_ptr`` gets its rows. Else
+    ``parts_ptr`` gets its parts. ``used_ptr`` gets the number, for every row.
+    """
     shares: tl.constexpr = (GROUP + SHARE - 1) // SHARE
     request = tl.program_id(0)
     kv_head = tl.program_id(1) // shares
@@ -165,7 +172,17 @@ def window_attention_kernel(
         _clear_padding(out_ptr, indptr_ptr, num_rows, heads, in_share, row_size, HEAD_DIM, BLOCK_D)
     start = tl.load(indptr_ptr + request).to(tl.int64)
     length = (tl.load(indptr_ptr + request + 1) - start).to(tl.int32)
-    if length > 0:
+    prefix = tl.load(prefix_lens_ptr + request).to(tl.int32)
+    begin = 0
+    if SLIDING_WINDOW > 0:
+        # A window that slides counts its row.
+        reach: tl.constexpr = SLIDING_WINDOW if FROM_ANCHOR else SLIDING_WINDOW - 1
+        begin = tl.maximum(prefix - reach, 0)
+    tiles = tl.cdiv(prefix - begin, BLOCK_N)
+    used = tl.full([], 1, tl.int32)
+    if IS_SPLIT:
+        used = tl.minimum(tl.maximum(tl.cdiv(tiles, TILES_PER_SPLIT), 1), tl.num_programs(2))
+    if (length > 0) & (split < used):
         dims = tl.arange(0, BLOCK_D)
         in_head = dims < HEAD_DIM
         rows = tl.arange(0, BLOCK_M)
@@ -189,17 +206,10 @@ def window_attention_kernel(
             row_sum = tl.where(split == 0, row_sum + 1.0, row_sum)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-        prefix = tl.load(prefix_lens_ptr + request).to(tl.int32)
         slides: tl.constexpr = SLIDING_WINDOW > 0 and not FROM_ANCHOR
         oldest = prefix + place - SLIDING_WINDOW + 1
-        begin = 0
-        if SLIDING_WINDOW > 0:
-            # A window that slides counts its row.
-            reach: tl.constexpr = SLIDING_WINDOW - 1 if slides else SLIDING_WINDOW
-            begin = tl.maximum(prefix - reach, 0)
         # Whole tiles per split, so that only the last one is ragged.
-        tiles = tl.cdiv(prefix - begin, BLOCK_N)
-        per_split = tl.cdiv(tiles, tl.num_programs(2)) * BLOCK_N
+        per_split = tl.cdiv(tiles, used) * BLOCK_N
         first = begin + split * per_split
         last = tl.minimum(first + per_split, prefix)
 
@@ -254,45 +264,49 @@ def window_attention_kernel(
                 BLOCK_W,
             )
 
-        # As a weighted part where other programs have the rest of the context.
-        if not IS_SPLIT:
-            out = acc / row_sum[:, None]
-            out_offsets = row_heads[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=q_mask)
-        else:
-            # A split without a key has sum 0: its part is 0 with a weight of exp(-inf).
-            out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        # A split without a key has sum 0: its part is 0 with a weight of exp(-inf).
+        out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        out_offsets = row_heads[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=q_mask & (used == 1))
+        if IS_SPLIT:
+            # As a weighted part where other programs have the rest of the context.
+            is_part = used > 1
             lse = tl.where(row_sum > 0, row_max + tl.log(tl.where(row_sum > 0, row_sum, 1.0)), float("-inf"))
             part = row_heads + split * num_rows * (NUM_KV_HEADS * GROUP)
-            tl.store(out_ptr + part[:, None] * HEAD_DIM + dims[None, :], out, mask=q_mask)
-            tl.store(lse_ptr + part, lse, mask=is_row)
+            tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], out, mask=q_mask & is_part)
+            tl.store(lse_ptr + part, lse, mask=is_row & is_part)
+            # Programs of other heads write the same number: cheaper than finding out which one should.
+            tl.store(used_ptr + start + place, tl.zeros([BLOCK_M], tl.int32) + used, mask=is_row & (split == 0))
 
 
-@triton.jit(do_not_specialize=["num_row_heads", "splits"], do_not_specialize_on_alignment=["last_ptr"])
+@triton.jit(do_not_specialize=["num_row_heads"], do_not_specialize_on_alignment=["last_ptr"])
 def combine_kernel(
     parts_ptr,  # [splits, N, heads, hd] float32
     lse_ptr,  # [splits, N, heads] float32
     out_ptr,  # [N, heads, hd]
+    used_ptr,  # [N] int32, splits of the row's request
     num_row_heads,
-    splits,
     last_ptr,  # the end of indptr: rows from there on belong to no request
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,  # >= splits
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Grid (N * heads,): the parts of a row and head, joined; 0 in rows of no request."""
+    """Grid (N * heads,): the parts of a row and head, joined where there are several; 0 in rows of no request."""
     row_head = tl.program_id(0).to(tl.int64)
-    dims = tl.arange(0, BLOCK_D)
-    in_head = dims < HEAD_DIM
-    out = tl.zeros([BLOCK_D], tl.float32)
-    if row_head // NUM_HEADS < tl.load(last_ptr):
-        split = tl.arange(0, BLOCK_S)
-        is_split = split < splits
-        places = split * num_row_heads + row_head
-        lse = tl.load(lse_ptr + places, mask=is_split, other=float("-inf"))
-        weights = tl.exp(lse - tl.max(lse, 0))
-        mask = is_split[:, None] & in_head[None, :]
-        parts = tl.load(parts_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-        out = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
-    tl.store(out_ptr + row_head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=in_head)
+    row = row_head // NUM_HEADS
+    used = tl.load(used_ptr + row, mask=row < tl.load(last_ptr), other=0)
+    if used != 1:  # else the rows are written
+        dims = tl.arange(0, BLOCK_D)
+        in_head = dims < HEAD_DIM
+        out = tl.zeros([BLOCK_D], tl.float32)
+        if used > 1:
+            split = tl.arange(0, BLOCK_S)
+            is_split = split < used
+            places = split * num_row_heads + row_head
+            lse = tl.load(lse_ptr + places, mask=is_split, other=float("-inf"))
+            weights = tl.exp(lse - tl.max(lse, 0))
+            mask = is_split[:, None] & in_head[None, :]
+            parts = tl.load(parts_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+            out = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+        tl.store(out_ptr + row_head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=in_head)

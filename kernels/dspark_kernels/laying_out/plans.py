@@ -11,15 +11,14 @@ written. That is about 0.12 MB when 256 requests verify 7 drafts each: latency i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 import torch
 import triton
 import triton.language as tl
 
 from dspark_kernels.dispatch import on_kernels
+from dspark_kernels.laying_out.plans_reference import FORCED, plan_staged_ref, plan_top_ref, plan_uniform_ref
 from dspark_kernels.laying_out.preparation import StepRequests
-from dspark_kernels.laying_out.windows import Windows
+from dspark_kernels.laying_out.windows import VerifyRows
 
 # Survivals of one program's tile, at 16 per thread of 16 warps; more are planned by the torch form.
 _MAX_CANDIDATES = 8192
@@ -31,128 +30,7 @@ _PADDING_ROWS_PER_STORE = 256
 # The smallest tile: one warp of work, and one compiled form for all steps that fit into it.
 _MIN_BLOCK_R = 32
 _MIN_BLOCK_J = 8
-
-
-@dataclass(frozen=True)
-class VerifyRows(Windows):
-    """The tokens to be verified, flattened request by request, for bs request slots and a tier of N rows.
-
-    Rows from ``indptr[bs]`` on are padding: token 0 at position 0 of K/V slot 0, of request bs - 1, in a column beyond
-    any draft, so that no row of it is ever committed. Request slots without a request have no rows.
-
-    Attributes:
-        verify_lens: [bs] int64, drafts verified.
-        indptr: [bs + 1] int64, first row of each request.
-        requests: [N] int64, request of each row.
-        columns: [N] int64, place of each row in its request's window: 0 is the anchor; depth + 1 in padding.
-        input_ids: [N] int64.
-        positions: [N] int64.
-        slots: [N] int64, K/V slots.
-    """
-
-    requests: torch.Tensor
-    columns: torch.Tensor
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-
-    @staticmethod
-    def empty(bs: int, num_tokens: int, device: torch.device | str) -> VerifyRows:
-        """Buffers that planning fills."""
-        sizes = (bs, bs + 1, *[num_tokens] * 5)
-        return VerifyRows(*(torch.empty(size, dtype=torch.int64, device=device) for size in sizes))
-
-
-def plan_top_ref(
-    survival: torch.Tensor,  # [bs, depth] float
-    budget: torch.Tensor | int,
-    draft_tokens: torch.Tensor,  # [bs, at least depth] int
-    requests: StepRequests,
-    num_tokens: int,
-    out: VerifyRows | None = None,
-) -> VerifyRows:
-    """The same as :func:`plan_top` in plain torch. No host sync."""
-    bs, depth, device = len(requests), survival.shape[1], survival.device
-    real, num_real = _real_requests(requests, device)
-    wanted = (num_tokens - num_real).clamp(max=budget)
-    survival = torch.nn.functional.pad(survival, (0, 0, 0, bs - survival.shape[0])).masked_fill(~real[:, None], -1.0)
-    # Laid out position by position, a stable sort breaks ties in the order stated in plan_top.
-    ranked = survival.T.reshape(-1).sort(descending=True, stable=True)
-    admitted = torch.empty(depth * bs, dtype=torch.bool, device=device)
-    admitted[ranked.indices] = torch.arange(depth * bs, device=device) < wanted
-    lens = (admitted.view(depth, bs) & (survival.T >= 0)).sum(0)
-    return _flatten_ref(lens, real, draft_tokens[:, :depth], requests, num_tokens, out)
-
-
-def plan_lens(
-    verify_lens: torch.Tensor,  # [bs] int64
-    draft_tokens: torch.Tensor,  # [bs, at least the longest length] int
-    requests: StepRequests,
-    num_tokens: int,
-) -> VerifyRows:
-    """Lay out given lengths, in plain torch: only steps that run launch by launch come with them. No host sync.
-
-    Args:
-        draft_tokens: the proposals.
-        requests: all real.
-        num_tokens: sum of the lengths, and an anchor for every request.
-    """
-    real, _ = _real_requests(requests, requests.anchors.device)
-    return _flatten_ref(verify_lens, real, draft_tokens, requests, num_tokens, None)
-
-
-def plan_uniform_ref(
-    verify_len: int,
-    draft_tokens: torch.Tensor,  # [bs, at least verify_len] int
-    requests: StepRequests,
-    num_tokens: int,
-    out: VerifyRows | None = None,
-) -> VerifyRows:
-    """The same as :func:`plan_uniform` in plain torch. No host sync."""
-    real, _ = _real_requests(requests, requests.anchors.device)
-    return _flatten_ref(real * verify_len, real, draft_tokens[:, :verify_len], requests, num_tokens, out)
-
-
-def _real_requests(requests: StepRequests, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[bs] bool and their number [1]."""
-    if requests.num_requests is None:
-        num_real = torch.full((1,), len(requests), dtype=torch.int64, device=device)
-    else:
-        num_real = requests.num_requests
-    return torch.arange(len(requests), device=device) < num_real, num_real
-
-
-def _flatten_ref(
-    lens: torch.Tensor,  # [bs] int64
-    real: torch.Tensor,  # [bs] bool
-    drafts: torch.Tensor,  # [bs, depth]
-    requests: StepRequests,
-    num_tokens: int,
-    out: VerifyRows | None,
-) -> VerifyRows:
-    (bs, depth), device = drafts.shape, drafts.device
-    indptr = torch.nn.functional.pad(((lens + 1) * real).cumsum(0), (1, 0))
-    row = torch.arange(num_tokens, device=device)
-    is_row = row < indptr[-1]
-    request = (torch.searchsorted(indptr, row, right=True) - 1).clamp_max(bs - 1)
-    column = torch.where(is_row, row - indptr[request], 0)
-    position = (requests.prefix_lens.to(torch.int64)[request] + column) * is_row
-    table_row = requests.req_pool_indices[request] * is_row
-    window = torch.cat([requests.anchors[:, None], drafts], dim=1).to(torch.int64)
-    found = VerifyRows(
-        verify_lens=lens,
-        indptr=indptr,
-        requests=request,
-        columns=torch.where(is_row, column, depth + 1),
-        input_ids=window[request, column] * is_row,
-        positions=position,
-        slots=requests.req_to_token[table_row, position].to(torch.int64) * is_row,
-    )
-    if out is None:
-        return found
-    for field in fields(found):
-        getattr(out, field.name).copy_(getattr(found, field.name))
-    return out
+_FORCED = tl.constexpr(FORCED)
 
 
 @triton.jit
@@ -180,7 +58,7 @@ def _top_lens(survival, is_candidate, budget):
 
 # Sizes and depths change from step to step; specialising on them would compile the kernel again and again.
 @triton.jit(
-    do_not_specialize=["budget", "num_requests", "draft_stride", "bs", "num_tokens", "depth"],
+    do_not_specialize=["budget", "num_requests", "draft_stride", "bs", "num_slots", "num_tokens", "depth"],
     do_not_specialize_on_alignment=["survival_ptr", "draft_tokens_ptr"],
 )
 def _plan_kernel(
@@ -197,15 +75,17 @@ def _plan_kernel(
     input_ids_ptr,
     positions_ptr,
     slots_ptr,
-    budget,  # a pointer with BUDGET_ON_DEVICE
+    budget,
+    numbers_ptr,  # [3] with STAGED: the budget, drafts of every request or -1, a request that verifies all or -1
     num_requests,  # a pointer with COUNT_ON_DEVICE
     draft_stride,
     table_stride,
     bs,
+    num_slots,
     num_tokens,
     depth,
     UNIFORM: tl.constexpr,
-    BUDGET_ON_DEVICE: tl.constexpr,
+    STAGED: tl.constexpr,
     COUNT_ON_DEVICE: tl.constexpr,
     BLOCK_R: tl.constexpr,  # >= bs
     BLOCK_J: tl.constexpr,  # >= depth
@@ -228,12 +108,18 @@ def _plan_kernel(
     if UNIFORM:
         lens = tl.where(real, depth, 0)
     else:
-        wanted = tl.load(budget).to(tl.int32) if BUDGET_ON_DEVICE else budget
+        wanted = tl.load(numbers_ptr).to(tl.int32) if STAGED else budget
         is_candidate = real[:, None] & (draft < depth)[None, :]
         survival = tl.load(survival_ptr + request[:, None] * depth + draft[None, :], mask=is_candidate, other=-1.0).to(
             tl.float32
         )
+        if STAGED:
+            forced = tl.load(numbers_ptr + 2).to(tl.int32)
+            survival = tl.where((request == forced)[:, None], _FORCED, survival)
         lens = _top_lens(survival, is_candidate, tl.minimum(wanted, num_tokens - num_real))
+        if STAGED:
+            verify_len = tl.load(numbers_ptr + 1).to(tl.int32)
+            lens = tl.where(verify_len < 0, lens, tl.where(real, verify_len, 0))
 
     num_rows = tl.where(real, lens + 1, 0)
     start = tl.cumsum(num_rows, 0) - num_rows
@@ -242,6 +128,10 @@ def _plan_kernel(
     tl.store(indptr_ptr + request, start.to(tl.int64), mask=mine)
     # Every program writes the same number: cheaper than finding out which one should.
     tl.store(indptr_ptr + bs, total.to(tl.int64))
+    for first in range(bs + share * BLOCK_P, num_slots, tl.num_programs(0) * BLOCK_P):
+        spare = first + tl.arange(0, BLOCK_P)
+        tl.store(verify_lens_ptr + spare, tl.zeros([BLOCK_P], tl.int64), mask=spare < num_slots)
+        tl.store(indptr_ptr + 1 + spare, tl.zeros([BLOCK_P], tl.int64) + total, mask=spare < num_slots)
 
     is_anchor = to_read & (start < num_tokens)
     tl.store(requests_ptr + start, request.to(tl.int64), mask=is_anchor)
@@ -269,7 +159,7 @@ def _plan_kernel(
     for first in range(total + share * BLOCK_P, num_tokens, tl.num_programs(0) * BLOCK_P):
         padding = first + tl.arange(0, BLOCK_P)
         is_padding = padding < num_tokens
-        tl.store(requests_ptr + padding, zeros + (bs - 1), mask=is_padding)
+        tl.store(requests_ptr + padding, zeros, mask=is_padding)
         tl.store(columns_ptr + padding, zeros + (depth + 1), mask=is_padding)
         tl.store(input_ids_ptr + padding, zeros, mask=is_padding)
         tl.store(positions_ptr + padding, zeros, mask=is_padding)
@@ -279,7 +169,7 @@ def _plan_kernel(
 @on_kernels(plan_top_ref)
 def plan_top(
     survival: torch.Tensor,  # [at least the real requests, depth] float
-    budget: torch.Tensor | int,
+    budget: int,
     draft_tokens: torch.Tensor,  # [bs, at least depth] int
     requests: StepRequests,
     num_tokens: int,
@@ -291,12 +181,11 @@ def plan_top(
 
     Args:
         survival: non-increasing along a row, without NaN; entries above 1 are admitted first, negative ones never.
-        budget: drafts to admit; no more are than the tier has rows for. For a captured graph a device tensor of one
-            integer.
+        budget: drafts to admit; no more are than the tier has rows for.
         draft_tokens: the proposals.
         requests: the step's requests; no survival of padding is looked at.
         num_tokens: rows of the tier, at least one per request.
-        out: buffers of bs request slots and ``num_tokens`` rows; new ones by default.
+        out: buffers of at least bs request slots and of ``num_tokens`` rows; new ones by default.
 
     Raises:
         ValueError: a tier without room for the anchors, or buffers of another size.
@@ -306,6 +195,29 @@ def plan_top(
     if block_r * block_j > _MAX_CANDIDATES:
         return plan_top_ref(survival, budget, draft_tokens, requests, num_tokens, out)
     return _launch(survival, budget, depth, draft_tokens, requests, num_tokens, out)
+
+
+@on_kernels(plan_staged_ref)
+def plan_staged(
+    survival: torch.Tensor,  # [bs, depth] float
+    numbers: torch.Tensor,  # [3] int64
+    draft_tokens: torch.Tensor,  # [bs, at least depth] int
+    requests: StepRequests,
+    out: VerifyRows,
+) -> VerifyRows:
+    """Plan by numbers that lie on the device: captured once, and told before each replay what to do.
+
+    Args:
+        numbers: how many drafts to admit as :func:`plan_top` does; unless it is negative, how many of every request to
+            admit instead, as :func:`plan_uniform` does; and the request whose drafts come first of all, or -1.
+        out: buffers of at least bs request slots, and of as many rows as any step needs.
+
+    The other arguments are those of :func:`plan_top`. No host sync; safe under graph capture.
+    """
+    block_r, block_j = _blocks(*survival.shape)
+    if block_r * block_j > _MAX_CANDIDATES:
+        return plan_staged_ref(survival, numbers, draft_tokens, requests, out)
+    return _launch(survival, numbers, survival.shape[1], draft_tokens, requests, len(out.input_ids), out)
 
 
 @on_kernels(plan_uniform_ref)
@@ -334,7 +246,7 @@ def _blocks(bs: int, depth: int) -> tuple[int, int]:
 
 def _launch(
     survival: torch.Tensor | None,
-    budget: torch.Tensor | int,
+    wanted: torch.Tensor | int,  # the budget, or the numbers of a staged plan
     depth: int,
     draft_tokens: torch.Tensor,
     requests: StepRequests,
@@ -346,12 +258,13 @@ def _launch(
     if requests.num_requests is None and num_tokens < least:
         raise ValueError(f"num_tokens={num_tokens} where {bs} requests need {least} rows")
     out = VerifyRows.empty(bs, num_tokens, requests.anchors.device) if out is None else out
-    if out.verify_lens.shape[0] != bs or out.input_ids.shape[0] != num_tokens:
+    if out.verify_lens.shape[0] < bs or out.input_ids.shape[0] != num_tokens:
         raise ValueError(
             f"out has {out.verify_lens.shape[0]} request slots and {out.input_ids.shape[0]} rows where {bs} and "
-            f"{num_tokens} are to be written"
+            f"{num_tokens} are needed"
         )
     drafts = draft_tokens if draft_tokens.stride(1) == 1 else draft_tokens.contiguous()
+    staged = isinstance(wanted, torch.Tensor)
     block_r, block_j = _blocks(bs, depth)
     _plan_kernel[(triton.cdiv(bs, _REQUESTS_PER_PROGRAM),)](
         None if survival is None else survival.contiguous(),
@@ -367,15 +280,17 @@ def _launch(
         out.input_ids,
         out.positions,
         out.slots,
-        budget,
+        0 if staged else wanted,
+        wanted if staged else None,
         bs if requests.num_requests is None else requests.num_requests,
         drafts.stride(0),
         requests.req_to_token.stride(0),
         bs,
+        out.verify_lens.shape[0],
         num_tokens,
         depth,
         UNIFORM=survival is None,
-        BUDGET_ON_DEVICE=isinstance(budget, torch.Tensor),
+        STAGED=staged,
         COUNT_ON_DEVICE=requests.num_requests is not None,
         BLOCK_R=block_r,
         BLOCK_J=block_j,

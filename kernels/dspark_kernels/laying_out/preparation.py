@@ -11,6 +11,7 @@ is the cost.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -52,6 +53,7 @@ class PreparedStep:
         positions: [S, gamma] int64 of the block, prefix_lens + 0..gamma - 1.
         anchors, prefix_lens, req_pool_indices: [S] int64; 0 behind the requests.
         num_requests: [1] int64, bs.
+        numbers: [3] int64, what :func:`dspark_kernels.plan_staged` does.
     """
 
     block_ids: torch.Tensor
@@ -60,6 +62,7 @@ class PreparedStep:
     prefix_lens: torch.Tensor
     req_pool_indices: torch.Tensor
     num_requests: torch.Tensor
+    numbers: torch.Tensor
 
     @classmethod
     def empty(cls, num_slots: int, gamma: int, device: torch.device | str) -> PreparedStep:
@@ -75,6 +78,7 @@ class PreparedStep:
             prefix_lens=int64(num_slots),
             req_pool_indices=int64(num_slots),
             num_requests=int64(1),
+            numbers=int64(3),
         )
 
     def block(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,8 +96,29 @@ class PreparedStep:
         )
 
 
+class PlanNumbers(NamedTuple):
+    """What the host decides of a plan before anything is drafted.
+
+    Attributes:
+        budget: drafts verified in all, those that rank highest.
+        verify_len: drafts that every request verifies instead; -1 where they rank.
+        forced: request whose drafts come before all others; -1 for none.
+    """
+
+    budget: int = 0
+    verify_len: int = -1
+    forced: int = -1
+
+
+NOTHING = PlanNumbers()
+
+
 def prepare_ref(
-    requests: StepRequests, gamma: int, mask_token_id: int, out: PreparedStep | None = None
+    requests: StepRequests,
+    gamma: int,
+    mask_token_id: int,
+    out: PreparedStep | None = None,
+    numbers: PlanNumbers = NOTHING,
 ) -> PreparedStep:
     """The same as :func:`prepare` in plain torch. No host sync."""
     bs, device = len(requests), requests.anchors.device
@@ -104,6 +129,8 @@ def prepare_ref(
     out.prefix_lens[:bs] = requests.prefix_lens
     out.req_pool_indices[:bs] = requests.req_pool_indices
     out.num_requests.fill_(bs)
+    for place, number in enumerate(numbers):
+        out.numbers[place] = number
 
     out.block_ids.fill_(mask_token_id)
     out.block_ids[:bs, 0] = requests.anchors
@@ -112,7 +139,7 @@ def prepare_ref(
 
 
 # Batch sizes change all the time; specialising on them would compile the kernel again and again.
-@triton.jit(do_not_specialize=["bs", "num_slots", "mask_token_id"])
+@triton.jit(do_not_specialize=["bs", "num_slots", "mask_token_id", "budget", "verify_len", "forced"])
 def _prepare_kernel(
     anchors_ptr,
     prefix_lens_ptr,
@@ -123,9 +150,13 @@ def _prepare_kernel(
     out_prefix_lens_ptr,
     out_req_pool_indices_ptr,
     num_requests_ptr,
+    numbers_ptr,
     bs,
     num_slots,
     mask_token_id,
+    budget,
+    verify_len,
+    forced,
     GAMMA: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,  # >= GAMMA
@@ -139,8 +170,11 @@ def _prepare_kernel(
     tl.store(out_anchors_ptr + requests, anchors, mask=in_slots)
     tl.store(out_prefix_lens_ptr + requests, prefix_lens, mask=in_slots)
     tl.store(out_req_pool_indices_ptr + requests, table_rows, mask=in_slots)
-    # Every program writes the same number: cheaper than finding out which one should.
+    # Every program writes the same numbers: cheaper than finding out which one should.
     tl.store(num_requests_ptr, bs.to(tl.int64))
+    tl.store(numbers_ptr, budget.to(tl.int64))
+    tl.store(numbers_ptr + 1, verify_len.to(tl.int64))
+    tl.store(numbers_ptr + 2, forced.to(tl.int64))
 
     columns = tl.arange(0, BLOCK_C)
     is_anchor = real[:, None] & (columns == 0)[None, :]
@@ -152,13 +186,20 @@ def _prepare_kernel(
 
 
 @on_kernels(prepare_ref)
-def prepare(requests: StepRequests, gamma: int, mask_token_id: int, out: PreparedStep | None = None) -> PreparedStep:
+def prepare(
+    requests: StepRequests,
+    gamma: int,
+    mask_token_id: int,
+    out: PreparedStep | None = None,
+    numbers: PlanNumbers = NOTHING,
+) -> PreparedStep:
     """Lay out the step. No host sync; safe under graph capture.
 
     Args:
         requests: all real: their number is known to the host, which launches for them.
         gamma: slots of a draft block.
         out: buffers of at least bs request slots, as a captured graph has them; new ones by default.
+        numbers: what a captured plan does with the blocks.
 
     Raises:
         ValueError: buffers of another shape.
@@ -181,9 +222,11 @@ def prepare(requests: StepRequests, gamma: int, mask_token_id: int, out: Prepare
         out.prefix_lens,
         out.req_pool_indices,
         out.num_requests,
+        out.numbers,
         bs,
         num_slots,
         mask_token_id,
+        *numbers,
         GAMMA=gamma,
         BLOCK_R=_REQUESTS_PER_PROGRAM,
         BLOCK_C=triton.next_power_of_2(gamma),

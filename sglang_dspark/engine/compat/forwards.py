@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
 _MODE_IS_ARGUMENT = "capture_hidden_mode" in inspect.signature(ForwardBatch.init_new).parameters
@@ -21,6 +25,27 @@ def capturing_forward(batch: Any, runner: Any) -> Any:
     return ForwardBatch.init_new(
         batch, runner, capture_hidden_mode=CaptureHiddenMode.FULL, return_hidden_states_before_norm=False
     )
+
+
+@contextmanager
+def logits_as_they_come() -> Iterator[None]:
+    """Inside, forwards return logits in the dtype of the target's LM head.
+
+    SGLang copies them to float32 otherwise, which changes no number and reads and writes all of them. It goes on doing
+    so where it caps logits behind that: capped ones would be rounded, and be equal where they were not.
+    """
+    copying = LogitsProcessor._copy_logits_to_buffer
+
+    def leaving(processor: Any, logits: torch.Tensor, metadata: Any, **options: Any) -> torch.Tensor:
+        if processor.final_logit_softcapping:
+            return cast("torch.Tensor", copying(processor, logits, metadata, **options))
+        return logits[:, : processor.vocab_size]
+
+    LogitsProcessor._copy_logits_to_buffer = leaving
+    try:
+        yield
+    finally:
+        LogitsProcessor._copy_logits_to_buffer = copying
 
 
 def token_count(num_tokens: int) -> dict[str, int]:

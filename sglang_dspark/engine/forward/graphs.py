@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -19,7 +19,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mo
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
 
 from sglang_dspark.engine.compat.arguments import resolved, tokens_per_step
-from sglang_dspark.engine.compat.forwards import has_mrope, token_count
+from sglang_dspark.engine.compat.forwards import has_mrope, logits_as_they_come, token_count
 from sglang_dspark.engine.compat.ranks import tp_group
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
@@ -107,13 +107,13 @@ def logits_buffer(model_runner: Any, rows: int) -> torch.Tensor:
 
 
 def static_verify(
-    model_runner: Any, step: DecodeBatch, plan: VerifyPlan, logits: torch.Tensor
+    model_runner: Any, step: DecodeBatch, plan: VerifyPlan, logits: torch.Tensor | None
 ) -> Callable[[], TargetOutput]:
     """The target's forward over the rows of ``plan``, to be captured.
 
     Args:
         step, plan: buffers that stay where they are.
-        logits: [N, V] float32, where the logits go.
+        logits: [N, V] float32, where the logits go; None leaves them where they are and as they are.
 
     Returns:
         A function that returns what :func:`sglang_dspark.engine.forward.verify.run_verify` does.
@@ -150,7 +150,8 @@ def static_verify(
     def run() -> TargetOutput:
         if has_mrope(model_runner):  # of text, all three of a token's coordinates are its position
             forward_batch.mrope_positions = plan.positions.repeat(3, 1)
-        with forward_context(ForwardContext(attn_backend=model_runner.attn_backend)):
+        dtype = logits_as_they_come() if logits is None else nullcontext()
+        with dtype, forward_context(ForwardContext(attn_backend=model_runner.attn_backend)):
             set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
             set_is_extend_in_batch(False)
             real_tokens.copy_(plan.indptr[-1])

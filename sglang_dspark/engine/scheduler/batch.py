@@ -14,6 +14,7 @@ from sglang_dspark.engine.scheduler import options as speculation
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.engine.scheduler.logprobs import with_logprobs
+from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
 from sglang_dspark.step.packed import OnTheWay, Packed, PackedCopies
 from sglang_dspark.step.state import DecodeBatch, Rounds, VerifyPlan
 
@@ -54,7 +55,11 @@ def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> 
 
 
 def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int, adjusted: bool = False) -> DecodeBatch:
-    """The tensors of a decode step out of a ``ScheduleBatch``."""
+    """The tensors of a decode step out of a ``ScheduleBatch``.
+
+    Args:
+        adjusted: whether its logits are.
+    """
     prefix_lens = batch.seq_lens.to(torch.int64)
     return DecodeBatch(
         anchors=batch.spec_info.bonus_tokens,
@@ -64,7 +69,7 @@ def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int, a
         rows=rows,
         # Positions matter to requests with a seed: the others spare the device an addition.
         keys=round_keys(batch, prefix_lens + 1 if rows.any_seeded else prefix_lens, seed=seed, step=step),
-        adjusted=adjusted,
+        keeps_logits=adjusted or batch.return_logprob,
     )
 
 
@@ -75,10 +80,14 @@ class DSparkBatchResult(GenerationBatchResult):
     Attributes:
         rounds: what the step did; its tensors are on the host after :meth:`arrive`.
         on_the_way: tokens [bs, width], accepted lengths, anchors and committed lengths [bs], and the rounds' tensors.
+        span: around everything that the step has launched.
+        copy_done: SGLang's event, which it waits for.
     """
 
     rounds: Rounds | None = None
     on_the_way: OnTheWay | None = None
+    span: DeviceSpan | None = None
+    copy_done: Any = None
     _arriving: Packed | None = None
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
@@ -88,6 +97,15 @@ class DSparkBatchResult(GenerationBatchResult):
             # The base class would copy the device's; what is on the host it leaves alone.
             self.next_token_ids = self._arriving.flat
         super().copy_to_cpu(*args, **kwargs)
+        self.copy_done = AwaitedEvent(self.copy_done)
+
+    @property
+    def times_ms(self) -> tuple[float, float] | None:
+        """What the step took the device, and how long the host has waited for it; None where that is not known."""
+        device_ms = None if self.span is None else self.span.ms
+        if device_ms is None or not isinstance(self.copy_done, AwaitedEvent):
+            return None
+        return device_ms, self.copy_done.waited_ms
 
     def arrive(self) -> None:
         """The copy is done: give SGLang its tokens, and the rounds their tensors, in memory of their own."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from dspark_kernels import draw
+from sglang.srt.environ import envs
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.engine.compat import ranks
@@ -103,6 +104,10 @@ class SpecWorkerBase(WorkerFace):
         """
 
     @abstractmethod
+    def on_times(self, device_ms: float, waited_ms: float) -> None:
+        """Take note of what a step took the device, and of how long the host has waited for it."""
+
+    @abstractmethod
     def report(self, history_s: int = 0) -> dict[str, Any]:
         """What ``GET /dspark/stats`` is made of, see ``full_report``; ``history_s``: seconds to list one by one."""
 
@@ -146,6 +151,8 @@ class SpecWorkerBase(WorkerFace):
     def observe(self, result: Any, batch: Any) -> None:
         """Called with a decode result whose tensors have reached the host."""
         if isinstance(result, DSparkBatchResult) and result.rounds is not None:
+            if (times_ms := result.times_ms) is not None:
+                self.on_times(*times_ms)
             committed = result.accept_lens.tolist()
             # Under overlap a request that has just ended takes part in one more step, whose tokens nobody gets.
             running = [index for index, req in enumerate(batch.reqs) if is_running(req)]
@@ -208,6 +215,11 @@ class SpecWorkerBase(WorkerFace):
             logits: the target's, [n, V]; changed in place.
         """
         sanitize_nan_logits(logits, "DSPARK: target logits")
+
+    @staticmethod
+    def checks_logits() -> bool:
+        """Whether :meth:`check_logits` does anything: nobody may judge logits before it."""
+        return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get() or envs.SGLANG_ENABLE_ASYNC_ASSERT.get())
 
     def _draw_first(self, batch: Any, result: Any) -> None:
         """Draw the token after each prompt, and after a retraction the next one, into ``result``."""

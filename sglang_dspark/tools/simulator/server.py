@@ -102,7 +102,8 @@ class SimulatedServer:
     def decode(self, requests: Sequence[Request]) -> tuple[float, _Result]:
         """One decode step: its milliseconds, and its result."""
         if self._timed is not None and self.schedule.times is not None:
-            self.schedule.times.observe(*self._timed, self.costs.host_ms)
+            kind, ms = self._timed
+            self.schedule.times.observe(kind, ms - self.costs.host_ms, self.costs.host_ms)
         self._step += 1
         bs, context = len(requests), sum(request.context for request in requests) / len(requests)
         # Every workload counts its requests from 0.

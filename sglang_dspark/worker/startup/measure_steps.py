@@ -60,6 +60,7 @@ def measure_steps(staging: Staging, target_worker: Any, max_verify: int, key: di
         first = load(1, contexts[0])
         for drafts in (0, max_verify):
             first.verify(drafts)
+            first.wait()
         return measure(
             load,
             key=key,
@@ -80,13 +81,19 @@ def most_requests(runner: Any) -> int:
 
 
 class MeasuredSteps:
-    """The stages of a decode step on a dummy batch of greedy requests; each call ends when the device is done."""
+    """The stages of a decode step on a dummy batch of greedy requests.
+
+    Attributes:
+        queues: whether calls may return before the device has finished.
+        wait: returns when it has.
+    """
 
     def __init__(self, staging: Staging, dummy: DummyBatch, max_verify: int) -> None:
         self._staging, self._dummy = staging, dummy
         batch = dummy.fresh()
         bs, device = len(batch.seq_lens), batch.seq_lens.device
-        self._sync: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.queues = device.type == "cuda"
+        self.wait: Callable[[], None] = torch.cuda.synchronize if self.queues else lambda: None
         rows = SamplingRows.from_lists([0.0] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
         self._step = read_decode_batch(batch, rows, seed=0, step=0)
         # Contiguous: ranks adopt each other's drafts in place.
@@ -97,7 +104,6 @@ class MeasuredSteps:
         # A budget of 0: with all drafts verified, a step may be too large for the graphs that other budgets fit into.
         choice = Choice(Rule.TOP, depth, budget=0)
         self._staging.of(self._step, choice).draft(self._step, choice)
-        self._sync()
 
     def verify(self, drafts: int) -> None:
         """Plan, verify, accept and commit so many drafts per request."""
@@ -110,4 +116,3 @@ class MeasuredSteps:
         output = stages.verify(batch, step, plan)
         accepted = stages.accept(step, drafted, plan, output)
         stages.commit(plan, accepted, output)
-        self._sync()

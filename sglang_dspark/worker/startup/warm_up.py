@@ -20,9 +20,11 @@ from dspark_kernels import (
     DraftBlock,
     SamplingRows,
     StepRequests,
+    VerifyRows,
     adjust,
     num_processors,
     num_splits,
+    plan_staged,
     plan_top,
     plan_uniform,
     prepare,
@@ -160,6 +162,9 @@ def _lay_out(
             drafts = torch.zeros((num, depth), dtype=torch.int64, device=device)
             plan_uniform(depth, drafts, given, num * (depth + 1))
             plan_top(torch.zeros((num, depth), device=device), 0, drafts, given, num)
+        if on_device and most:
+            out, survival = VerifyRows.empty(num, num * (most + 1), device), torch.zeros((num, most), device=device)
+            plan_staged(survival, zeros.new_tensor([0, -1, -1]), drafts, given, out)
         if not on_device:
             prepare(given, drafter.num_slots, drafter.mask_token_id)
 
