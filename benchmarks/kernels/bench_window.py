@@ -17,11 +17,12 @@ SHAPES = {  # heads, K/V heads, head dimension
     "Llama-3.1-70B": (64, 8, 128),
     "Gemma-3-270M": (4, 1, 256),
 }
+SIGHTS = {", window and sinks": (300, False), ", window before the anchor and sinks": (300, True)}
 DTYPES = (torch.bfloat16, torch.float32)
 
 
 def cases(device: torch.device) -> list[Case]:
-    """Blocks, whose rows see each other, and verified windows, at every batch size; the widest; short contexts."""
+    """Blocks, whose rows see each other, and verified windows, at every batch size; widest, short, sliding ones."""
     torch.manual_seed(0)
     usual = [
         _case(name, bs, GAMMA + causal, causal, device, pool_dtype=pool_dtype)
@@ -34,8 +35,9 @@ def cases(device: torch.device) -> list[Case]:
         for name, (*_, head_dim) in SHAPES.items()
         for dtype in DTYPES
     ]
+    sliding = [_case("Qwen3-4B", bs, GAMMA, False, device, sight=sight) for sight in SIGHTS for bs in (1, 64)]
     short = [_case(name, bs, GAMMA + 1, True, device, context=SHORT_CONTEXT) for name in SHAPES for bs in (1, 8)]
-    return usual + widest + short
+    return usual + widest + short + sliding
 
 
 def _case(
@@ -46,6 +48,7 @@ def _case(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     pool_dtype: torch.dtype | None = None,
+    sight: str = "",
     context: int = CONTEXT,
 ) -> Case:
     heads, kv_heads, head_dim = SHAPES[model]
@@ -62,19 +65,21 @@ def _case(
     table = torch.cat([table, table[:, :width]], dim=1)
     indptr = torch.arange(0, num_rows + 1, width, device=device)
     lens = torch.full((bs,), context, device=device)
-    windows = PagedWindows(table, torch.arange(bs, device=device), lens, indptr, width)
+    windows = PagedWindows(table, torch.arange(bs, device=device), lens, indptr, width, *SIGHTS.get(sight, ()))
     is_stored = pool_dtype != dtype
-    arguments = (q, *((None, None) if is_stored else (k, v)), (k_pool, v_pool), windows)
-    how = {"causal": causal, "scale": head_dim**-0.5}
+    arguments = (q, None if is_stored else (k, v), (k_pool, v_pool), windows)
+    sinks = torch.zeros(heads, dtype=dtype, device=device) if sight else None
+    how = {"causal": causal, "scale": head_dim**-0.5, "sinks": sinks}
+    seen = min(context, windows.sliding_window or context)
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     splits = num_splits(bs, kv_heads, processors)
-    kv_bytes = 2 * (bs * context + num_rows) * kv_heads * head_dim * pool_dtype.itemsize
+    kv_bytes = 2 * (bs * seen + num_rows) * kv_heads * head_dim * pool_dtype.itemsize
     return Case(
-        name=f"window_attention {'verify' if causal else 'block'}{', 8 bits' if is_stored else ''}, {model}",
+        name=f"window_attention {'verify' if causal else 'block'}{', 8 bits' if is_stored else sight}, {model}",
         shape={"bs": bs, "rows": width, "context": context, "splits": splits, "bits": 8 * dtype.itemsize},
         run=partial(window_attention, *arguments, splits=splits, **how),
         reference=partial(window_attention_ref, *arguments, **how),
         bytes_moved=kv_bytes + 2 * num_rows * heads * head_dim * dtype.itemsize,
-        flops=4 * num_rows * (context + width) * heads * head_dim,
+        flops=4 * num_rows * (seen + width) * heads * head_dim,
         capability=89 if is_stored else 80,
     )

@@ -43,6 +43,8 @@ class DraftConfig:
         rope_theta, rope_scaling, partial_rotary_factor: rotary embedding. Channel i of a head is paired with channel
             i + head_dim / 2, and the first share ``partial_rotary_factor`` of the pairs rotates.
         attention_bias: the projections to queries, keys, values and output have biases.
+        sink_layers: for each layer whether its heads have attention sinks; empty stands for no layer.
+        attention_value_scale: factor of the values in every layer's attention.
         num_anchors: training only; carried so that a rewritten config.json still loads in DeepSpec.
         origin: where the values came from, for messages.
     """
@@ -74,6 +76,8 @@ class DraftConfig:
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: Positive = 1.0
     attention_bias: bool = False
+    sink_layers: tuple[bool, ...] = ()
+    attention_value_scale: Positive = 1.0
     num_anchors: Count | None = None
     origin: str = field(default="DraftConfig", compare=False, repr=False)
 
@@ -125,6 +129,11 @@ class DraftConfig:
             for layer_type, is_causal in zip(types, causal, strict=True)
         )
 
+    @property
+    def sinks(self) -> tuple[bool, ...]:
+        """``sink_layers``, one for each layer."""
+        return self.sink_layers or (False,) * self.num_hidden_layers
+
     def to_dict(self) -> dict[str, Any]:
         """The ``config.json`` content in DeepSpec's form; keys that it lacks are written where they say something."""
         rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
@@ -153,6 +162,8 @@ class DraftConfig:
             content["causal_layers"] = [visibility.causal for visibility in self.visibilities]
         if self.sliding_window is not None:
             content["use_sliding_window"] = True
+        if self.sink_layers:
+            content["sink_layers"] = list(self.sink_layers)
         defaults = {f.name: f.default for f in fields(self) if f.name in _KEYS_WITH_DEFAULT}
         return content | {n: getattr(self, n) for n, value in defaults.items() if getattr(self, n) != value}
 
@@ -161,7 +172,9 @@ _PLAIN_KEYS = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
     "rms_norm_eps max_position_embeddings block_size mask_token_id num_target_layers markov_rank enable_confidence_head"
 ).split()
-_KEYS_WITH_DEFAULT = ("sample_from_anchor", "draft_vocab_size", "sliding_window", "window_from_anchor", "num_anchors")
+_KEYS_WITH_DEFAULT = (
+    "sample_from_anchor draft_vocab_size sliding_window window_from_anchor attention_value_scale num_anchors"
+).split()
 
 
 def _check_rules(config: DraftConfig) -> None:
@@ -215,7 +228,7 @@ def _check_heads(config: DraftConfig, fail: Any) -> None:
 
 
 def _check_layers(config: DraftConfig, fail: Any) -> None:
-    for key in ("layer_types", "causal_layers"):
+    for key in ("layer_types", "causal_layers", "sink_layers"):
         if len(getattr(config, key)) not in (0, config.num_hidden_layers):
             raise fail(key, f"must have one entry per layer, num_hidden_layers={config.num_hidden_layers}")
     if SLIDING in config.layer_types and config.sliding_window is None:

@@ -47,6 +47,6 @@ class FusedLayer:
         k, v = F.linear(normed, self.kv_weight, self.kv_bias).unflatten(-1, heads).chunk(2, dim=1)
         norms = attention.q_norm.weight, attention.k_norm.weight
         q, k = qk_norm_rope(q, k, *norms, self.eps, inv_freq, positions)
-        hidden = hidden + attention.o_proj(attend(index, q, k, v).flatten(-2))
+        hidden = hidden + attention.output(attend(index, q, k, v, attention.attention_sink_bias))
         gate_up = F.linear(self.layer.post_attention_layernorm(hidden), self.gate_up_weight)
         return hidden + mlp.down_proj(silu_mul(gate_up))

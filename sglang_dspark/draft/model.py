@@ -42,7 +42,7 @@ class DraftModel(nn.Module):
         self.lm_head = nn.Linear(d, config.num_proposed, bias=False) if own_lm_head else None
         self.fc = nn.Linear(config.num_taps * d, d, bias=False)
         self.hidden_norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, has_sinks=has_sinks) for has_sinks in config.sinks)
         self.norm = nn.RMSNorm(d, eps=config.rms_norm_eps)
         self.markov_head: MarkovHead | None = build_markov_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None

@@ -5,7 +5,7 @@ from typing import Any
 
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.families import family_of
-from sglang_dspark.errors import CheckpointError, UnservedError
+from sglang_dspark.errors import CheckpointError
 
 
 def check_pair(draft: DraftConfig, architectures: Sequence[str] | None, target: Any) -> None:
@@ -22,20 +22,6 @@ def check_pair(draft: DraftConfig, architectures: Sequence[str] | None, target: 
     """
     family_of(architectures)
     check_dimensions(draft, target)
-
-
-def check_device(draft: DraftConfig, device: str) -> None:
-    """Refuse a drafter that is not served on this kind of device.
-
-    Raises:
-        UnservedError: naming what stands in the way.
-    """
-    if device == "cuda" and any(visibility.slides for visibility in draft.visibilities):
-        raise UnservedError(
-            f"--device={device}: {draft.origin} has a sliding_window={draft.sliding_window} that slides along with the "
-            "slots of a block, which is served on a CPU only; use a drafter with full attention, or one whose "
-            "window is the same for the whole block"
-        )
 
 
 def lacks_own(draft: DraftConfig, layer: str, reason: str) -> CheckpointError:

@@ -46,7 +46,9 @@ class ReferenceBlock:
     confidence_logits: Tensor | None  # [g] float32; None without a confidence head
 
 
-def attend_dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float, seen: Tensor | None = None) -> Tensor:
+def attend_dense(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, seen: Tensor | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Grouped-query attention with an explicit mask.
 
     Args:
@@ -54,6 +56,7 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float, seen: Tensor 
         k, v: ``[S, kv_heads, hd]``.
         scale: of the scores.
         seen: ``[T, S]`` bool, which rows each query sees; None for all.
+        sinks: ``[heads]`` one more score of each head, which ``scale`` does not touch and which has no value.
 
     Returns:
         ``[T, heads, hd]``.
@@ -63,7 +66,9 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, *, scale: float, seen: Tensor 
     scores = torch.einsum("thd,shd->hts", q, k) * scale
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
-    return torch.einsum("hts,shd->thd", scores.softmax(dim=-1), v)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(q), 1)), dim=-1)
+    return torch.einsum("hts,shd->thd", scores.softmax(dim=-1)[..., : len(k)], v)
 
 
 def block_mask(visibility: Visibility, context_len: int, num_slots: int) -> Tensor:
@@ -115,9 +120,9 @@ def _block_hidden(model: DraftModel, context: ContextKV, anchor: int) -> Tensor:
     positions = torch.arange(context.length, context.length + config.block_size, device=device)
     masks = [block_mask(v, context.length, config.block_size).to(device) for v in config.visibilities]
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         keys, values = torch.cat((context.k[layer], k)), torch.cat((context.v[layer], v))
-        return attend_dense(q, keys, values, scale=config.attention_scale, seen=masks[layer])
+        return attend_dense(q, keys, values, scale=config.attention_scale, seen=masks[layer], sinks=sinks)
 
     return model.forward_block(model.embed(ids), positions, attend)[config.first_slot :]
 

@@ -40,8 +40,10 @@ def block_attend(cache: DraftCache, step: DecodeBatch, num_slots: int, config: D
     attentions = {visibility: attention(visibility) for visibility in set(config.visibilities)}
     of_layer = [attentions[visibility] for visibility in config.visibilities]
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return of_layer[layer](q, k, v, (cache.k[layer], cache.v[layer]))
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        return of_layer[layer](q, k, v, (cache.k[layer], cache.v[layer]), sinks)
 
     return attend
 
@@ -69,7 +71,7 @@ def partial_attention_ref(
     )
     if visibility.slides or visibility.causal:
         groups = [_masked(group, visibility, near.prefix_lens, num_slots, heads_per_kv, dtype) for group in groups]
-    return lambda q, k, v, pool: attend_groups(q, *pool, groups, scale, extra_kv=(k, v))
+    return lambda q, k, v, pool, sinks: attend_groups(q, *pool, groups, scale, extra_kv=(k, v), sinks=sinks)
 
 
 @on_kernels(partial_attention_ref)
@@ -93,15 +95,22 @@ def partial_attention(
     Returns:
         What computes a layer. On a GPU without a host sync, and safe under graph capture.
     """
-    assert not visibility.slides, "refused at start-up: the kernel shows all slots of a block the same context"
-    near = _within_reach(requests, visibility.reach)
-    indptr = torch.arange(0, (len(near) + 1) * num_slots, num_slots, device=near.anchors.device)
-    windows = PagedWindows(near.req_to_token, near.req_pool_indices, near.prefix_lens, indptr, num_slots)
-    return lambda q, k, v, pool: window_attention(q, k, v, pool, windows, causal=visibility.causal, scale=scale)
+    windows = PagedWindows(
+        requests.req_to_token,
+        requests.req_pool_indices,
+        requests.prefix_lens,
+        torch.arange(0, (len(requests) + 1) * num_slots, num_slots, device=requests.anchors.device),
+        num_slots,
+        sliding_window=visibility.window,
+        from_anchor=visibility.from_anchor,
+    )
+    return lambda q, k, v, pool, sinks: window_attention(
+        q, (k, v), pool, windows, causal=visibility.causal, scale=scale, sinks=sinks
+    )
 
 
 def _within_reach(requests: StepRequests, reach: int | None) -> StepRequests:
-    """The same requests with the last ``reach`` rows of their contexts alone, all of them for None. No host sync."""
+    """The same requests with the last ``reach`` rows of their contexts alone, all of them for None."""
     if reach is None:
         return requests
     device, last = requests.anchors.device, requests.req_to_token.shape[1] - 1

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_dspark.draft.formats import read_config, read_content
-from sglang_dspark.draft.pairing import check_device, check_dimensions
-from sglang_dspark.errors import CheckpointError, UnservedError
+from sglang_dspark.draft.pairing import check_dimensions
+from sglang_dspark.errors import CheckpointError
 
 
 def read(content):
@@ -222,13 +222,20 @@ def test_a_drafter_of_unknown_depth_still_needs_its_taps(make_config):
         check_dimensions(config, SimpleNamespace(**target, num_hidden_layers=3))
 
 
-def test_windows_that_slide_along_the_block_are_refused_on_cuda(make_config):
-    sliding = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}
-    for device in ("cpu", "cuda"):
-        check_device(read(make_config(**sliding, window_from_anchor=True)), device)
-    check_device(read(make_config(**sliding)), "cpu")
-    with pytest.raises(UnservedError, match=r"--device=cuda: some/config.json has a sliding_window=16 that slides"):
-        check_device(read(make_config(**sliding)), "cuda")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sink_layers": [True]}, "sink_layers=.* must have one entry per layer, num_hidden_layers=2"),
+        ({"sink_layers": [1, 0]}, "sink_layers=.* should be a valid boolean"),
+        ({"sink_layers": True}, "sink_layers=True should be a list of true and false, one for each layer"),
+        ({"attention_sink_bias": "yes"}, "attention_sink_bias='yes' should be true or false"),
+        ({"attention_value_scale": 0}, "attention_value_scale=0 should be greater than 0"),
+        ({"attention_value_scale": "2"}, "attention_value_scale='2' should be a valid number"),
+    ],
+)
+def test_sinks_and_value_scales_are_checked(make_config, change, message):
+    with pytest.raises(CheckpointError, match=message):
+        read(make_config(**change))
 
 
 @pytest.mark.slow

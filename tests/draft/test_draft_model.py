@@ -48,6 +48,16 @@ CASES = {
     "reduced vocabulary": {"draft_vocab_size": 6},
     "reduced vocabulary, rnn": {"draft_vocab_size": 6, "markov_head_type": "rnn"},
     "biases": {"attention_bias": True},
+    "sinks": {"sink_layers": [True, True]},
+    "sinks in one layer, window from the slot": SLIDING | {"sink_layers": [False, True]},
+    "sinks beside YaRN's factor": rope(rope_type="yarn", factor=8.0, attention_factor=1.7)
+    | {"sink_layers": [True, False]},
+    "value scale": {"attention_value_scale": 0.4},
+    "value scale, biases, sinks": {
+        "attention_value_scale": 2.5,
+        "attention_bias": True,
+        "sink_layers": [True, True],
+    },
     "YaRN": rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, head_dim=16),
     "YaRN, own factors": rope(
         rope_type="yarn", factor=8.0, mscale=0.7, mscale_all_dim=0.3, beta_fast=4.0, truncate=False
@@ -95,7 +105,7 @@ def test_the_block_sees_itself_in_both_directions_and_no_other_block(make_checkp
     context.append(torch.randn(4, 72))
     seen = []
 
-    def attend(layer, q, k, v):
+    def attend(layer, q, k, v, sinks):
         seen.append((layer, tuple(q.shape), tuple(k.shape), tuple(v.shape)))
         scores = torch.einsum("thd,shd->hts", q, k.repeat_interleave(3, 1)) * 8**-0.5
         return torch.einsum("hts,shd->thd", scores.softmax(-1), v.repeat_interleave(3, 1))

@@ -46,6 +46,11 @@ CASES = {
     "TorchSpec, DFlash layout": (exports.torchspec, "TorchSpec", {"sample_from_anchor": False}),
     "TorchSpec, gated": (exports.torchspec, "TorchSpec", {"markov_head_type": "gated"} | BARE_CONFIDENCE),
     "DFlash": (exports.dflash, "DFlash", DFLASH),
+    "DFlash, sinks": (exports.dflash, "DFlash", DFLASH | {"sink_layers": [True, True]}),
+    "ModelOpt, sinks in one layer": (exports.modelopt, "ModelOpt", {"sink_layers": [False, True]}),
+    "TorchSpec, value scale": (exports.torchspec, "TorchSpec", {"attention_value_scale": 0.7}),
+    "speculators, sinks": (exports.speculators, "speculators", {"sink_layers": [True, True]}),
+    "DeepSpec, sinks in one layer": (exports.deepspec, "DeepSpec", {"sink_layers": [True, False]}),
     "speculators": (exports.speculators, "speculators", {}),
     "speculators, DFlash layout": (exports.speculators, "speculators", {"sample_from_anchor": False}),
     "speculators, windows": (exports.speculators, "speculators", WINDOW | {"causal_layers": [False, False]}),
@@ -184,6 +189,37 @@ def test_windows_of_the_two_rules_are_told_apart(write):
     assert drafts(anchored)[0] != drafts(slides)[0]
 
 
+def test_a_value_scale_that_is_overlooked_makes_another_drafter(write):
+    config = config_json(attention_value_scale=0.5)
+    content, tensors = exports.specforge(config, exports.without_embeddings(random_tensors(config, seed=0)))
+    scaled = load(write(content, tensors))
+    assert content.pop("attention_value_scale") == 0.5
+    assert drafts(scaled)[0] != drafts(load(write(content, tensors)))[0]
+
+
+SINK = "layers.{}.self_attn.attention_sink_bias"
+
+
+def test_sinks_are_what_keys_and_tensors_say_together(write):
+    config = config_json(**WINDOW, sink_layers=[True, True])
+    content, tensors = exports.specforge(config, exports.without_embeddings(random_tensors(config, seed=0)))
+    content |= {"sliding_window": 4}
+    one = {name: tensor for name, tensor in tensors.items() if name != SINK.format(0)}
+    assert content.pop("attention_sink_bias") is True
+    nested = content | {"dflash_config": content["dflash_config"] | {"attention_sink_bias": True}}
+    for changed, stored, expected in (
+        (content, tensors, (True, True)),
+        (content, one, (False, True)),
+        (content | {"add_swa_attention_sink_bias": True}, one, (False, True)),
+        (nested, tensors, (True, True)),
+    ):
+        assert load(write(changed, stored)).config.sink_layers == expected
+    with pytest.raises(CheckpointError, match=r"unexpected layers.0.self_attn.attention_sink_bias"):
+        load(write(content | {"attention_sink_bias": False}, tensors))
+    with pytest.raises(CheckpointError, match=r"missing layers.0.self_attn.attention_sink_bias \[6\]"):
+        load(write(content | {"attention_sink_bias": True}, one))
+
+
 def content_of(export, **overrides):
     config = config_json(**overrides)
     return export(config, exports.without_embeddings(random_tensors(config, seed=0)))
@@ -274,7 +310,6 @@ REFUSED = {
         "attention_mode='mla' is not supported",
     ),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
-    "sinks": ({"attention_sink_bias": True}, "attention_sink_bias=True is not supported; only False is"),
     "softcap": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
     "contradiction": ({"dflash_config": {"block_size": 4}}, "block_size=5 contradicts dflash_config.block_size=4"),
     "no target's layer": ({"target_layer_ids": []}, "target_layer_ids="),
@@ -366,9 +401,9 @@ def with_odd_values(content):
 @pytest.mark.parametrize(
     "content",
     [
-        config_json(**WINDOW, causal_layers=[True, False]),
+        config_json(**WINDOW, causal_layers=[True, False], sink_layers=[True, False]),
         content_of(exports.specforge, **YARN)[0] | {"use_sliding_window": True, "max_window_layers": 1},
-        content_of(exports.modelopt)[0],
+        content_of(exports.modelopt)[0] | {"attention_sink_bias": True, "attention_value_scale": 2.0},
         content_of(exports.torchspec)[0] | {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2},
         content_of(exports.speculators, **WINDOW)[0],
     ],

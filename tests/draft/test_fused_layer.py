@@ -20,10 +20,10 @@ def plain_and_fused(model):
     context = ContextKV(model)
     context.append(rand(11, config.num_taps * config.hidden_size))
 
-    def attend(layer, q, k, v):
+    def attend(layer, q, k, v, sinks):
         seen.append((layer, q.shape, k.shape, v.shape))
         keys, values = torch.cat((context.k[layer], k)), torch.cat((context.v[layer], v))
-        return attend_dense(q, keys, values, scale=config.attention_scale)
+        return attend_dense(q, keys, values, scale=config.attention_scale, sinks=sinks)
 
     inputs = rand(config.block_size, config.hidden_size), torch.arange(11, 11 + config.block_size, device=DEVICE)
     fused = model.forward_block_fused(*inputs, attend)
@@ -39,6 +39,14 @@ def plain_and_fused(model):
 @torch.no_grad()
 def test_both_routes_agree_on_the_golden_drafter(golden_dir):
     model = load_draft_model(golden_dir / "vanilla_g7", dtype=torch.float32, device=DEVICE)
+    plain, fused = plain_and_fused(model)
+    torch.testing.assert_close(fused, plain, atol=1e-5 * plain.abs().max().item(), rtol=0)
+
+
+@torch.no_grad()
+def test_both_routes_agree_on_extras_of_the_attention(make_checkpoint):
+    extras = {"sink_layers": [True, False], "attention_value_scale": 0.4, "attention_bias": True}
+    model = load_draft_model(make_checkpoint(**extras), dtype=torch.float32, device=DEVICE)
     plain, fused = plain_and_fused(model)
     torch.testing.assert_close(fused, plain, atol=1e-5 * plain.abs().max().item(), rtol=0)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang_dspark.draft.formats import read_content
-from sglang_dspark.draft.formats.description import describe
+from sglang_dspark.draft.formats.description import describe, new_to, switches
 from sglang_dspark.errors import CheckpointError
 
 QWEN3_8B = {
@@ -35,6 +35,7 @@ QWEN3_8B = {
     "vocab_size": 151936,
 }
 TAPS = {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 DFLASH = {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}
 HEADS = {
     "markov_rank": 256,
@@ -160,6 +161,21 @@ READ = {
         "DFlash",
         f"15 drafts per block, {OURS}, {BARE}, 16 slots of which the anchor's does not predict",
     ),
+    "Nemotron 3.5": (
+        QWEN3_8B
+        | DFLASH
+        | {"pard_token": 990, "dspark_markov_rank": 256, "enable_confidence_head": True, "block_size": 8}
+        | {"attention_sink_bias": True, "sample_from_anchor": False, "has_embed_tokens": True, "has_lm_head": False}
+        | {"target_layer_ids": [1, 9, 17], "eagle_aux_hidden_state_layer_ids": [2, 10, 18]}
+        | {"sliding_window": 512, "layer_types": ["sliding_attention"] * 5, "dflash_query_causal": False}
+        | {"confidence_head_with_markov": True},
+        "TorchSpec",
+        (
+            f"7 drafts per block, 5 layers, taps [1, 9, 17] of 36, {FULL_HEADS}, 8 slots of which the anchor's does "
+            "not predict, window of 512 rows that slides along with the slots in all layers, attention sinks in all "
+            "layers"
+        ),
+    ),
     "ModelOpt": (
         QWEN3_8B
         | {"architectures": ["DFlashDraftModel"], "block_size": 7, "torch_dtype": "bfloat16"}
@@ -224,6 +240,65 @@ def test_published_files_are_read(content, name, words):
     assert reading.unknown_keys == ()
 
 
+def test_switches_are_named():
+    content = speculators(sample_from_anchor=False, draft_vocab_size=32000, attention_sink_bias=True)
+    content |= {"attention_value_scale": 0.6, "sliding_window_non_causal": True}
+    content["transformer_layer_config"] |= WINDOWED | {"attention_bias": True}
+    config = read_content(content, origin="config.json").config
+    assert [(switch.name, switch.words) for switch in switches(config)] == [
+        ("layout", "8 slots of which the anchor's does not predict"),
+        ("window", "window of 2048 rows before the anchor in all layers"),
+        ("reduced vocabulary", "heads for 32000 of 151936 tokens"),
+        ("RoPE", "RoPE of type llama3, factor 32"),
+        ("bias", "biases in the attention"),
+        ("sinks", "attention sinks in all layers"),
+        ("value scale", "values times 0.6"),
+    ]
+    content |= {"sliding_window_non_causal": False}
+    assert ("causality", "causal block in all layers") in {
+        (switch.name, switch.words) for switch in switches(read_content(content, origin="").config)
+    }
+
+
+NEW = {
+    "nothing": (QWEN3_8B, {}, []),
+    "the layout": (QWEN3_8B, {"sample_from_anchor": False}, ["7 slots of which the anchor's does not predict"]),
+    "another base of RoPE": (
+        QWEN3_8B | {"rope_theta": 10000},
+        {},
+        ["RoPE of base 1e+06, the target's is 10000"],
+    ),
+    "the base of transformers 5": ({**QWEN3_8B, "rope_theta": None, "rope_parameters": {"rope_theta": 1e6}}, {}, []),
+    "scaled RoPE": (QWEN3_8B, {"rope_scaling": YARN}, ["RoPE of type yarn, factor 4"]),
+    "RoPE scaled in both": (QWEN3_8B | {"rope_scaling": YARN}, {"rope_scaling": YARN}, []),
+    "RoPE scaled otherwise": (
+        QWEN3_8B | {"rope_scaling": YARN | {"factor": 2.0}},
+        {"rope_scaling": YARN},
+        ["RoPE of type yarn, factor 4"],
+    ),
+    "biases": (QWEN3_8B, {"attention_bias": True}, ["biases in the attention"]),
+    "biases in both": (QWEN3_8B | {"attention_bias": True}, {"attention_bias": True}, []),
+    "biases that go without saying": (QWEN3_8B | {"model_type": "qwen2"}, {"attention_bias": True}, []),
+    "windows": (
+        QWEN3_8B,
+        {"layer_types": ["sliding_attention"] * 5, "sliding_window": 512, "is_causal": False},
+        ["window of 512 rows that slides along with the slots in all layers"],
+    ),
+    "windows in both": (
+        QWEN3_8B | {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 512},
+        {"layer_types": ["sliding_attention"] * 5, "sliding_window": 512, "is_causal": False},
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize(("target", "changes", "words"), NEW.values(), ids=NEW.keys())
+def test_what_is_new_to_a_pair(target, changes, words):
+    target = target | {"num_hidden_layers": 36, "layer_types": None}
+    config = read_content(SPECFORGE | changes, origin="config.json").config
+    assert [switch.words for switch in new_to(target, config)] == words
+
+
 REFUSED = {
     "Kimi K3 by TorchSpec": (
         {"architectures": ["K3DSparkModel"], "model_type": "k3_dspark", "kv_lora_rank": 512},
@@ -232,12 +307,6 @@ REFUSED = {
     "DeepSeek V4": (
         {"architectures": ["DeepseekV4ForCausalLM"], "dspark_block_size": 5, "dspark_target_layer_ids": [40, 41, 42]},
         "a drafter inside its target is not supported",
-    ),
-    "Nemotron 3.5": (
-        QWEN3_8B
-        | DFLASH
-        | {"pard_token": 990, "dspark_markov_rank": 256, "attention_sink_bias": True, "sample_from_anchor": False},
-        "attention_sink_bias=True is not supported",
     ),
     "z-lab's DFlash2": (
         QWEN3_8B | {"architectures": ["DFlash2DraftModel"], "selector_rank": 256, "conv_kernel_size": 2},

@@ -77,7 +77,8 @@ def heads_of(x):
 def test_no_row_sees_a_later_one(verified):
     attended, rows, backend, windows, _ = verified
     pool = backend.token_to_kv_pool.k, backend.token_to_kv_pool.v
-    expected = window_attention_ref(*map(heads_of, rows), pool, windows, causal=True, scale=HEAD_DIM**-0.5)
+    q, *kv = map(heads_of, rows)
+    expected = window_attention_ref(q, tuple(kv), pool, windows, causal=True, scale=HEAD_DIM**-0.5)
     torch.testing.assert_close(heads_of(attended), expected)
 
 
@@ -95,8 +96,8 @@ def test_an_eight_bit_cache_is_divided_once_and_read_back(scales):
     for stored, rows, factor in zip((pool.k, pool.v), (k, v), factors, strict=True):
         assert torch.equal(stored.float()[slots], heads_of(rows / factor).to(torch.float8_e4m3fn).float())
     whole = [stored.float() * factor for stored, factor in zip((pool.k, pool.v), factors, strict=True)]
-    rows = heads_of(q), *(stored[slots] for stored in whole)
-    expected = window_attention_ref(*rows, tuple(whole), windows, causal=True, scale=HEAD_DIM**-0.5)
+    rows = tuple(stored[slots] for stored in whole)
+    expected = window_attention_ref(heads_of(q), rows, tuple(whole), windows, causal=True, scale=HEAD_DIM**-0.5)
     torch.testing.assert_close(heads_of(attended), expected)
 
 

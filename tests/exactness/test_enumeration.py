@@ -14,6 +14,7 @@ from enumerated_law import (
     FILTERS,
     PENALTIES,
     POLICIES,
+    STATIC,
     a_copy_between,
     bounded,
     copies,
@@ -23,7 +24,8 @@ from enumerated_law import (
     one_of_two,
     third_of,
 )
-from toy_pair import V
+from switches import SWITCHES
+from toy_pair import V, toy_drafter
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +50,13 @@ def test_three_requests_that_share_a_step(monkeypatch, choose):
     copied = {"copied_after": lambda request, text: [2] * (request == 1)} if choose is a_copy_between else {}
     # Two tokens of three are left, which spares most of the runs.
     assert law_error(monkeypatch, {}, 1, requests=3, choose=choose, filters=FILTERS["top-k"], **copied) < TOLERANCE
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_switches_of_the_network(monkeypatch, switch):
+    """The whole block is verified, so that each of its drafts and of its stored laws counts."""
+    drafter = toy_drafter(SWITCHES[switch])
+    assert law_error(monkeypatch, STATIC, 2, drafter=drafter) < TOLERANCE
 
 
 @pytest.mark.parametrize(("policy", "filters"), zip(POLICIES, itertools.cycle(FILTERS), strict=False))

@@ -51,7 +51,7 @@ def test_the_kernel_equals_the_chunked_form_with_its_gradients(texts, ctx_len, n
     flex = FlexAttention(*found[:2], anchors, config, compiled=True)
     chunked = ChunkedAttention(*expected[:2], anchors, config)
     for layer in range(LAYERS):
-        ours, theirs = flex(layer, *found[2:]), chunked(layer, *expected[2:])
+        ours, theirs = flex(layer, *found[2:], None), chunked(layer, *expected[2:], None)
         torch.testing.assert_close(ours, theirs, **ROUNDING)
         weights = torch.randn_like(ours)
         (ours * weights).sum().backward()

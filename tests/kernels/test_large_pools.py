@@ -51,9 +51,10 @@ def test_the_last_slot_of_a_pool_is_attended_to(device):
         table = torch.tensor([[size - 1, 1]], dtype=torch.int32, device=device)
         row, lens, indptr = (torch.tensor(values, device=device) for values in ([0], [2], [0, 1]))
         contexts.append((pools, PagedWindows(table, row, lens, indptr, 1)))
-    attended = window_attention(q, k, v, *contexts[0], causal=True, scale=0.1)
+    attended = window_attention(q, (k, v), *contexts[0], causal=True, scale=0.1)
     expected = window_attention_ref(
-        *(x.float() for x in (q, k, v)),
+        q.float(),
+        (k.float(), v.float()),
         tuple(x.float() for x in contexts[1][0]),
         contexts[1][1],
         causal=True,

@@ -79,14 +79,14 @@ def window_attention(form, case):
     q, k, v = case.rand(9, 4, 16, real=6), case.rand(9, 2, 16, real=6), case.rand(9, 2, 16, real=6)
     indptr = torch.tensor([0, 2, 6, 6], device=case.device)
     windows = PagedWindows(table, rows, lens, indptr, 4)
-    return [form(q, k, v, pool, windows, causal=True, scale=0.25, splits=splits) for splits in (1, 2)]
+    return [form(q, (k, v), pool, windows, causal=True, scale=0.25, splits=splits) for splits in (1, 2)]
 
 
 def block_attention(form, case):
     table, rows, lens, pool = attention_case(case)
     q, k, v = case.rand(12, 4, 16, real=8), case.rand(12, 2, 16, real=8), case.rand(12, 2, 16, real=8)
     attend = form(StepRequests(lens, lens, rows, table), 4, heads_per_kv=2, dtype=q.dtype, scale=0.25)
-    return [attend(q, k, v, pool)[:8]]
+    return [attend(q, k, v, pool, None)[:8]]
 
 
 def kv_inject(form, case):

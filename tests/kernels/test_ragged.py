@@ -52,7 +52,7 @@ def test_rows_of_a_block_see_their_context_and_all_of_the_block(form, prefix_len
     scale = head_dim**-0.5
     requests = StepRequests(lens, lens, rows, table)
     attend = form(requests, gamma, heads_per_kv=heads // kv_heads, dtype=q.dtype, scale=scale)
-    out = attend(q, k, v, pool)
+    out = attend(q, k, v, pool, None)
     for request, (row, prefix) in enumerate(zip(rows.tolist(), prefix_lens, strict=True)):
         part, slots = slice(request * gamma, (request + 1) * gamma), table[row, :prefix].long()
         keys, values = torch.cat([pool[0][slots], k[part]]), torch.cat([pool[1][slots], v[part]])

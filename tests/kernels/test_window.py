@@ -36,13 +36,13 @@ def window_case(prefix_lens, query_lens, shape, device, dtype=torch.float32, pad
     rows = torch.randperm(bs + 3, generator=generator)[:bs]
     indptr = torch.tensor([0, *query_lens]).cumsum(0)
     lens = torch.tensor(prefix_lens, device=device)
-    return q, k, v, pools, PagedWindows(table.to(device), rows.to(device), lens, indptr.to(device), max(query_lens))
+    return q, (k, v), pools, PagedWindows(table.to(device), rows.to(device), lens, indptr.to(device), max(query_lens))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("prefix_lens", "query_lens", "shape"), WINDOWS.values(), ids=WINDOWS)
 def test_reference_equals_dense_attention(prefix_lens, query_lens, shape, causal):
-    q, k, v, (k_pool, v_pool), windows = case = window_case(prefix_lens, query_lens, shape, "cpu")
+    q, (k, v), (k_pool, v_pool), windows = case = window_case(prefix_lens, query_lens, shape, "cpu")
     table, rows, indptr = windows.req_to_token, windows.req_pool_indices, windows.indptr
     out = window_attention_ref(*case, causal=causal, scale=shape[2] ** -0.5)
     for index, (row, prefix, length) in enumerate(zip(rows.tolist(), prefix_lens, query_lens, strict=True)):
@@ -64,6 +64,75 @@ def test_kernel_equals_reference(window, causal, splits, tiles, device, monkeypa
     how = {"causal": causal, "scale": shape[2] ** -0.5}
     out = window_attention(*case, splits=splits, **how)
     torch.testing.assert_close(out, window_attention_ref(*case, **how), **FP32_TOL)
+
+
+SIGHTS = {
+    "window of one": (1, False),
+    "window within the rows": (3, False),
+    "window into the context": (12, False),
+    "window beyond the context": (500, False),
+    "window of one before the anchor": (1, True),
+    "window before the anchor": (70, True),
+}
+
+
+def sees(row, key, prefix, sliding_window, from_anchor, causal):
+    """Whether a row of the window sees a position, by the two rules of windows."""
+    if causal and key > prefix + row:
+        return False
+    if from_anchor:
+        return key >= prefix - sliding_window
+    return key >= prefix + row - sliding_window + 1
+
+
+def sighted(case, name):
+    sliding_window, from_anchor = SIGHTS[name]
+    return *case[:3], replace(case[3], sliding_window=sliding_window, from_anchor=from_anchor)
+
+
+@pytest.mark.parametrize(("window", "sight", "causal"), pairwise(list(WINDOWS), list(SIGHTS), [False, True]))
+def test_reference_shows_what_the_rules_of_windows_say(window, sight, causal):
+    prefix_lens, query_lens, shape = WINDOWS[window]
+    q, (k, v), (k_pool, v_pool), windows = case = sighted(window_case(prefix_lens, query_lens, shape, "cpu"), sight)
+    sinks = torch.linspace(-2, 3, shape[0])
+    out = window_attention_ref(*case, causal=causal, scale=shape[2] ** -0.5, sinks=sinks)
+    for index, (prefix, length) in enumerate(zip(prefix_lens, query_lens, strict=True)):
+        start, slots = int(windows.indptr[index]), windows.req_to_token[windows.req_pool_indices[index], :prefix].long()
+        part = slice(start, start + length)
+        keys, values = torch.cat([k_pool[slots], k[part]]), torch.cat([v_pool[slots], v[part]])
+        seen = [
+            [sees(row, key, prefix, *SIGHTS[sight], causal) for key in range(prefix + length)] for row in range(length)
+        ]
+        mask = torch.tensor(seen, dtype=torch.bool).view(length, prefix + length)
+        torch.testing.assert_close(out[part].double(), dense_attention(q[part], keys, values, mask, sinks), **FP32_TOL)
+
+
+@pytest.mark.parametrize(
+    ("window", "sight", "causal", "splits", "with_sinks"),
+    pairwise(list(WINDOWS), list(SIGHTS), [False, True], [1, 2, 8], [False, True]),
+)
+def test_kernel_shows_the_same(window, sight, causal, splits, with_sinks, device, monkeypatch):
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
+    prefix_lens, query_lens, shape = WINDOWS[window]
+    case = sighted(window_case(prefix_lens, query_lens, shape, device), sight)
+    sinks = torch.linspace(-2, 3, shape[0], device=device) if with_sinks else None
+    how = {"causal": causal, "scale": shape[2] ** -0.5, "sinks": sinks}
+    torch.testing.assert_close(
+        window_attention(*case, splits=splits, **how), window_attention_ref(*case, **how), **FP32_TOL
+    )
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_sinks_count_once_whatever_the_context_is_split_into(splits, device, monkeypatch):
+    """Every head has its own, in 16 bits here."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
+    case = window_case((150, 0), (3, 2), (10, 2, 24), device)
+    sinks = torch.linspace(0, 8, 10, device=device).to(torch.float16)
+    how = {"causal": True, "scale": 0.2, "sinks": sinks}
+    found = window_attention(*case, splits=splits, **how)
+    torch.testing.assert_close(found, window_attention_ref(*case, **how), **FP32_TOL)
+    without = window_attention(*case, splits=splits, causal=True, scale=0.2)
+    assert (found - without)[:5].abs().amax(dim=(0, 2)).min() > 1e-3
 
 
 @pytest.mark.parametrize("splits", [2, 3, 8, 32])
@@ -123,8 +192,9 @@ def test_kernel_in_16_bit(device, monkeypatch):
     prefix_lens, query_lens, shape = (70, 200), (3, 8), (8, 2, 64)
     case = window_case(prefix_lens, query_lens, shape, device, dtype)
     how = {"causal": True, "scale": shape[2] ** -0.5}
-    *rows, pool, windows = case
-    expected = window_attention_ref(*(x.float() for x in rows), tuple(x.float() for x in pool), windows, **how)
+    q, kv, pool, windows = case
+    exact = (tuple(x.float() for x in pair) for pair in (kv, pool))
+    expected = window_attention_ref(q.float(), *exact, windows, **how)
     for splits in (1, 4):
         out = window_attention(*case, splits=splits, **how)
         torch.testing.assert_close(out[:11].float(), expected[:11], **HALF_TOL)
@@ -136,7 +206,7 @@ def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, de
     """In the pool's dtype, behind the contexts, as later steps will find it."""
     monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     prefix_lens, query_lens, shape = WINDOWS[window]
-    q, _, _, _, windows = window_case(prefix_lens, query_lens, shape, device)
+    q, _, _, windows = window_case(prefix_lens, query_lens, shape, device)
     table = torch.nn.functional.pad(windows.req_to_token, (0, windows.width))
     windows = replace(windows, req_to_token=table)
     pool = tuple(torch.randn(200, *shape[1:], device=device).to(dtype) for _ in range(2))
@@ -147,10 +217,10 @@ def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, de
     how = {"causal": True, "scale": shape[2] ** -0.5}
     exact = tuple(part.float() for part in pool)
     rows = (torch.nn.functional.pad(part[placed], (0, 0, 0, 0, 0, len(q) - len(placed))) for part in exact)
-    expected = window_attention_ref(q, *rows, exact, windows, **how)
+    expected = window_attention_ref(q, tuple(rows), exact, windows, **how)
     for found in (
-        window_attention(q, None, None, pool, windows, splits=splits, **how),
-        window_attention_ref(q, None, None, pool, windows, **how),
+        window_attention(q, None, pool, windows, splits=splits, **how),
+        window_attention_ref(q, None, pool, windows, **how),
     ):
         torch.testing.assert_close(found, expected, **FP32_TOL)
 

@@ -71,6 +71,8 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]
         if config["attention_bias"]:
             widths = {"q_proj": q, "k_proj": kv, "v_proj": kv, "o_proj": d}
             shapes |= {f"layers.{i}.self_attn.{name}.bias": (width,) for name, width in widths.items()}
+        if config.get("sink_layers", [False] * 99)[i]:
+            shapes[f"layers.{i}.self_attn.attention_sink_bias"] = (config["num_attention_heads"],)
     if rank:
         shapes |= {"markov_head.markov_w1.weight": (vocab, rank), "markov_head.markov_w2.weight": (proposed, rank)}
         if config["markov_head_type"] == "gated":

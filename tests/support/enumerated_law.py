@@ -11,6 +11,7 @@ from dspark_kernels import Adjustment, SamplingRows
 from told_noise import every_run
 from toy_pair import GAMMA, ToyLoop, V, target_law
 
+from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.limits import Limits
@@ -36,6 +37,7 @@ def law_error(
     adjustment: Adjustment | None = None,
     copied_after: Callable[[int, Sequence[int]], list[int]] | None = None,
     choose: Callable[[ToyLoop, Choice], Choice] = lambda loop, choice: choice,
+    drafter: DraftModel | None = None,
 ) -> float:
     """Largest error of the probability of a joint text of all requests.
 
@@ -43,12 +45,13 @@ def law_error(
         length: tokens of each text, after the first.
         adjustment, copied_after: see :class:`StageLoop`.
         choose: changes what the policy chose.
+        drafter: in place of the usual one.
     """
     law: dict[tuple, float] = defaultdict(float)
     first = 0
 
     def serve():
-        loop = ToyLoop(table(), **options)
+        loop = ToyLoop(table(), drafter, **options)
         loop.filters, loop.adjustment, loop.copied_after = filters, adjustment, copied_after
         chosen = loop.schedule.choose
         loop.schedule.choose = lambda *args, **kwargs: choose(loop, chosen(*args, **kwargs))

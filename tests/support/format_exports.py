@@ -58,6 +58,10 @@ def layers(config: Config) -> Config:
     kept |= {"model_type": "qwen3", "rope_theta": rope.pop("rope_theta"), "rope_scaling": None}
     if rope.get("rope_type") != "default":
         kept["rope_scaling"] = rope
+    if sinks := config.get("sink_layers"):
+        kept |= {"attention_sink_bias": True} if all(sinks) else {}  # tensors tell the layers otherwise
+    if (scale := config.get("attention_value_scale", 1.0)) != 1:
+        kept["attention_value_scale"] = scale
     return kept | {"layer_types": config["layer_types"], "num_target_layers": config["num_target_layers"]}
 
 

@@ -89,8 +89,11 @@ class LiteralDraft:
                     kv_head = head // (c["num_attention_heads"] // c["num_key_value_heads"])
                     seen = [s for s in range(len(keys)) if self.sees(i, j, s, t)]
                     scores = torch.stack([query @ keys[s][kv_head] for s in seen]) / math.sqrt(c["head_dim"])
-                    weights = (scores * self.score_factor).softmax(0)
-                    mixed.append(sum(weight * values[s][kv_head] for weight, s in zip(weights, seen, strict=True)))
+                    weights = (scores * self.score_factor).exp()
+                    sinks = w.get(attn + "attention_sink_bias")
+                    total = weights.sum() + (0 if sinks is None else sinks[head].exp())
+                    mix = sum(weight * values[s][kv_head] for weight, s in zip(weights, seen, strict=True)) / total
+                    mixed.append(mix * c.get("attention_value_scale", 1.0))
                 rows[j] = rows[j] + self.project(torch.cat(mixed), attn + "o_proj")
                 x = self.rms_norm(rows[j], p + "post_attention_layernorm.weight")
                 gate = w[p + "mlp.gate_proj.weight"] @ x

@@ -41,6 +41,8 @@ VARIANTS = {
         "causal_layers": [True, True, False],
         "draft_vocab_size": 60,
         "attention_bias": True,
+        "sink_layers": [False, True, True],
+        "attention_value_scale": 0.7,
         "rope_parameters": {
             "rope_theta": 10000.0,
             "rope_type": "yarn",

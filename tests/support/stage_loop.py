@@ -136,7 +136,8 @@ class StageLoop:
             self._counts.count(self._counted, accepted.out_tokens)
         self.schedule.done(choice, bs, len(plan.input_ids))
         copied = drafted.copied or [0] * bs
-        rounds = Rounds(names, choice, drafted.depths, plan.verify_lens, drafted.confidence, None, copied)
+        lens = plan.verify_lens[:bs]  # behind them the padding of a graph
+        rounds = Rounds(names, choice, drafted.depths, lens, drafted.confidence, None, copied)
         self.schedule.observe(rounds, list(range(bs)), accepted.accepted_lens.tolist())
         for request, (text, kept) in enumerate(zip(self.texts, accepted.accepted_lens.tolist(), strict=True)):
             drafts = drafted.block.tokens[request].tolist()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from dspark_kernels import Adjustment, LawParams
@@ -21,9 +22,12 @@ V, GAMMA, D = 3, 2, 8
 TAPS = (-1, 1)
 
 
-@cache
-def toy_drafter() -> DraftModel:
-    """Random weights, so spread out that its law is far from the target's; the confidence head says something."""
+def toy_drafter(switches: Mapping[str, Any]) -> DraftModel:
+    """Random weights, so spread out that its law is far from the target's; the confidence head says something.
+
+    Args:
+        switches: of its network, as keys of config.json; ``...`` leaves a key out. They are for two layers.
+    """
     config = json.loads((DRAFT / "config.json").read_text()) | {
         "vocab_size": V,
         "hidden_size": D,
@@ -31,20 +35,27 @@ def toy_drafter() -> DraftModel:
         "head_dim": 4,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "num_hidden_layers": 1,
-        "layer_types": ["full_attention"],
+        "num_hidden_layers": 2 if switches else 1,
+        "layer_types": None,
         "mask_token_id": 0,
-        "block_size": GAMMA,
+        "block_size": GAMMA + (not switches.get("sample_from_anchor", True)),
         "markov_rank": 2,
         "target_layer_ids": list(TAPS),
+        **switches,
     }
+    config = {key: value for key, value in config.items() if value is not ...}
     generator = torch.Generator().manual_seed(4)
     model = DraftModel(read_content(config, origin="toy").config, own_embedding=True, own_lm_head=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             scale = 0.9 if "markov" in name or "confidence" in name else 0.6
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    return model.eval()
+        if model.token_ids is not None:
+            model.token_ids.copy_(1 + torch.arange(len(model.token_ids)))
+    return model.freeze() if switches else model.eval()
+
+
+_usual = cache(lambda: toy_drafter({}))
 
 
 _GENERATOR = torch.Generator().manual_seed(7)
@@ -59,10 +70,10 @@ def toy_target(ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class ToyLoop(StageLoop):
-    """Serves the toy pair."""
+    """Serves the toy pair, with another drafter where one is given."""
 
-    def __init__(self, table: SpsTable | None = None, **options) -> None:
-        self._set_up(toy_drafter(), toy_target, table, options)
+    def __init__(self, table: SpsTable | None = None, drafter: DraftModel | None = None, **options) -> None:
+        self._set_up(drafter or _usual(), toy_target, table, options)
 
 
 def target_law(

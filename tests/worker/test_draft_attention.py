@@ -37,7 +37,7 @@ def step_of(device):
     )
 
 
-def check(form, visibility, device):
+def check(form, visibility, device, sinks=None):
     requests = step_of(device)
     generator = torch.Generator().manual_seed(1)
 
@@ -48,13 +48,13 @@ def check(form, visibility, device):
     rows = len(PREFIXES) * SLOTS
     q, k, v = rand(rows, HEADS), rand(rows, KV_HEADS), rand(rows, KV_HEADS)
     how = {"heads_per_kv": HEADS // KV_HEADS, "dtype": torch.float32, "scale": SCALE}
-    found = form(requests, SLOTS, visibility, **how)(q, k, v, pool)
+    found = form(requests, SLOTS, visibility, **how)(q, k, v, pool, sinks)
     for request, prefix in enumerate(PREFIXES):
         own = slice(request * SLOTS, (request + 1) * SLOTS)
         places = requests.req_to_token[requests.req_pool_indices[request], :prefix].long()
         keys, values = (torch.cat((cached[places], x[own])) for cached, x in zip(pool, (k, v), strict=True))
         seen = block_mask(visibility, prefix, SLOTS).to(device)
-        expected = attend_dense(q[own], keys, values, scale=SCALE, seen=seen)
+        expected = attend_dense(q[own], keys, values, scale=SCALE, seen=seen, sinks=sinks)
         torch.testing.assert_close(found[own], expected, atol=1e-5, rtol=0)
 
 
@@ -63,11 +63,22 @@ def test_blocks_see_what_their_layer_shows(visibility):
     check(partial_attention.reference, visibility, "cpu")
 
 
-@pytest.mark.parametrize("name", [name for name, visibility in KINDS.items() if not visibility.slides])
-def test_blocks_see_the_same_by_kernels(name):
-    check(partial_attention.kernel, KINDS[name], DEVICE)
+@pytest.mark.parametrize("visibility", KINDS.values(), ids=KINDS.keys())
+def test_blocks_see_the_same_by_kernels(visibility):
+    check(partial_attention.kernel, visibility, DEVICE)
 
 
-def test_a_window_that_slides_along_the_block_has_no_kernel():
-    with pytest.raises(AssertionError, match="refused at start-up"):
-        check(partial_attention.kernel, KINDS["window from the slot"], DEVICE)
+@pytest.mark.parametrize("name", ["full", "window from the slot, causal"])
+def test_sinks_take_their_share_of_every_head(name):
+    sinks = torch.linspace(-1, 4, HEADS)
+    for form, device in ((partial_attention.reference, "cpu"), (partial_attention.kernel, DEVICE)):
+        check(form, KINDS[name], device, sinks.to(device))
+
+
+def test_a_layout_for_kernels_reads_no_length():
+    """So that it can be captured: tensors of the device "meta" have no values to be read."""
+    how = {"heads_per_kv": HEADS // KV_HEADS, "dtype": torch.float32, "scale": SCALE}
+    for visibility in KINDS.values():
+        partial_attention.kernel(step_of("meta"), SLOTS, visibility, **how)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        partial_attention.reference(step_of("meta"), SLOTS, KINDS["window from the slot"], **how)

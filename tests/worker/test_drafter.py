@@ -35,6 +35,7 @@ SWITCHES = {
     "window from the slot": SLIDING | {"causal_layers": (True, False)},
     "reduced vocabulary, rnn": {"draft_vocab_size": 50, "markov_head_type": "rnn"},
     "YaRN, biases": {"rope_scaling": RopeScaling(rope_type="yarn", factor=8.0), "attention_bias": True},
+    "sinks, value scale": {"sink_layers": (True, False), "attention_value_scale": 0.6, "attention_bias": True},
     "some pairs rotate": {"partial_rotary_factor": 0.5},
 }
 
@@ -42,6 +43,8 @@ SWITCHES = {
 CASES = [(name, False) for name in SWITCHES] + [
     ("DFlash", True),
     ("window from the anchor, causal", True),
+    ("window from the slot", True),
+    ("sinks, value scale", True),
     ("reduced vocabulary, rnn", True),
     ("YaRN, biases", True),
 ]

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from golden_server import CASES
+from random_drafter import random_drafter
 from replays import Emulated
 from stage_loop import StageLoop
 from step_tables import make_table
@@ -196,3 +198,15 @@ def test_sampled_text_is_that_of_launched_steps(monkeypatch):
     texts = launched.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=[1, 2, 3])
     assert loop.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=[1, 2, 3]) == texts
     assert all(loop.replayed)
+
+
+def test_every_switch_of_a_drafter_is_replayed(monkeypatch, tmp_path):
+    """Layers with windows, causal blocks and sinks are laid out anew from the buffers of each replay."""
+    folder = random_drafter(tmp_path, "every-switch")
+    loop = GraphLoop(monkeypatch, [4], schedule="static", draft=folder)
+    launched = StageLoop(schedule="static", draft=folder)
+    prompts = [case["prompt_ids"] for case in CASES[:3]]
+    assert loop.serve(prompts, NUM_TOKENS) == launched.serve(prompts, NUM_TOKENS)
+    assert loop.traces == launched.traces
+    assert all(loop.replayed)
+    assert len({tuple(drafts) for trace in loop.traces for _, _, drafts, _ in trace}) > 3

@@ -13,8 +13,9 @@ from dspark_kernels.laying_out.preparation import StepRequests
 
 Pool = tuple[torch.Tensor, torch.Tensor]
 
-BlockAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Pool], torch.Tensor]
-"""[bs * gamma, heads, hd] of one layer, given q, k and v of the blocks' rows and the layer's context K and V."""
+BlockAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Pool, torch.Tensor | None], torch.Tensor]
+"""[bs * gamma, heads, hd] of one layer, given q, k and v of the blocks' rows, the layer's context K and V, and its
+attention sinks [heads] where it has any."""
 
 
 def block_attention_ref(
@@ -31,7 +32,7 @@ def block_attention_ref(
         dtype=dtype,
         extra_keys=gamma,
     )
-    return lambda q, k, v, pool: attend_groups(q, *pool, groups, scale, extra_kv=(k, v))
+    return lambda q, k, v, pool, sinks: attend_groups(q, *pool, groups, scale, extra_kv=(k, v), sinks=sinks)
 
 
 @on_kernels(block_attention_ref)
@@ -53,4 +54,6 @@ def block_attention(
     device = requests.anchors.device
     indptr = torch.arange(0, (len(requests) + 1) * gamma, gamma, device=device)
     windows = PagedWindows(requests.req_to_token, requests.req_pool_indices, requests.prefix_lens, indptr, gamma)
-    return lambda q, k, v, pool: window_attention(q, k, v, pool, windows, causal=False, scale=scale)
+    return lambda q, k, v, pool, sinks: window_attention(
+        q, (k, v), pool, windows, causal=False, scale=scale, sinks=sinks
+    )

@@ -162,11 +162,13 @@ def attend_groups(
     groups: Sequence[ContextGroup],
     scale: float,
     extra_kv: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sinks: torch.Tensor | None = None,  # [heads]
 ) -> torch.Tensor:
     """Attention of one layer.
 
     Args:
         extra_kv: keys and values beside the pool, [N, kv_heads, hd] row by row with the queries.
+        sinks: added to the sum of each head's weights as one more score, which ``scale`` does not touch.
 
     Returns:
         [N, heads, hd] in q's dtype.
@@ -179,7 +181,7 @@ def attend_groups(
             extra_k, extra_v = (x if group.queries is None else x.index_select(0, group.queries) for x in extra_kv)
             shape = (group.num_requests, group.num_queries, *k.shape[2:])
             k, v = torch.cat([k, extra_k.view(shape)], dim=1), torch.cat([v, extra_v.view(shape)], dim=1)
-        attended = _attend(picked, k, v, group, scale)
+        attended = _attend(picked, k, v, group, scale, sinks)
         if group.kept is not None:
             attended = attended.index_select(0, group.kept)
         if group.rows is None:
@@ -188,13 +190,22 @@ def attend_groups(
     return out
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: ContextGroup, scale: float) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: ContextGroup, scale: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """[R * m, heads, hd] of one group: k and v are [R, keys, kv_heads, hd]."""
     _, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[2]
+    num_kv_heads, mask = k.shape[2], group.mask
     # The heads that share a K/V head become extra query rows: K and V are then read once and never expanded.
     grouped = q.view(group.num_requests, group.num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
     rows = grouped.reshape(group.num_requests, num_kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=group.mask, scale=scale)
+    if sinks is not None:
+        # A key and a value of zeros, whose score the mask gives.
+        k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
+        scores = sinks.to(q.dtype).view(num_kv_heads, -1).repeat_interleave(group.num_queries, dim=1)[..., None]
+        shape = (*rows.shape[:3], -1)
+        mask = rows.new_zeros(1, 1, 1, k.shape[1] - 1) if mask is None else mask
+        mask = torch.cat([mask.expand(shape), scores.expand(shape)], dim=3)
+    out = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
     out = out.view(group.num_requests, num_kv_heads, -1, group.num_queries, head_dim)
     return out.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)

@@ -2,7 +2,9 @@
 
 Both forwards of a decode step have this shape. In the draft block every row sees the whole window (Eq. 3), in the
 target's verification a row sees the window up to itself. K/V of the window are handed in beside the pool, since those
-of a draft block are never stored there, or are read back from it, where what is stored has been rounded.
+of a draft block are never stored there, or are read back from it, where what is stored has been rounded. Layers of some
+drafters see the last rows of the context alone, or have sinks: a score for each head that only makes its weights
+smaller.
 
 Slots are read from SGLang's ``req_to_token`` table, and lengths from the device: the kernel needs no index list built
 for it and no value of the host, so it can be captured in a CUDA graph.
@@ -52,6 +54,10 @@ class PagedWindows:
         indptr: [bs + 1] int64, first row of each request; a request without rows is allowed, and so are rows past the
             last request.
         width: bound on the rows of a request.
+        sliding_window: rows that are seen of a context and its window; None for all. The window slides with its row,
+            which counts as one of them: the row at place i sees positions above ``prefix_lens + i - sliding_window``.
+        from_anchor: all rows see what is seen before the first one: the last ``sliding_window`` rows of the context,
+            and the window.
     """
 
     req_to_token: torch.Tensor
@@ -59,17 +65,19 @@ class PagedWindows:
     prefix_lens: torch.Tensor
     indptr: torch.Tensor
     width: int
+    sliding_window: int | None = None
+    from_anchor: bool = False
 
 
 def window_attention_ref(
     q: torch.Tensor,  # [N, heads, hd]
-    k: torch.Tensor | None,  # [N, kv_heads, hd]
-    v: torch.Tensor | None,  # [N, kv_heads, hd]
+    kv: tuple[torch.Tensor, torch.Tensor] | None,  # [N, kv_heads, hd] each
     pool: tuple[torch.Tensor, torch.Tensor],  # [slots, kv_heads, hd] each
     windows: PagedWindows,
     *,
     causal: bool,
     scale: float,
+    sinks: torch.Tensor | None = None,  # [heads]
     splits: int | None = None,
 ) -> torch.Tensor:
     """The same as :func:`window_attention` in plain torch. Syncs with the host."""
@@ -81,16 +89,20 @@ def window_attention_ref(
         slots = windows.req_to_token[windows.req_pool_indices[request], : prefix + rows].long()
         keys, values = (
             (cached[slots].to(q.dtype) if x is None else torch.cat([cached[slots[:prefix]].to(q.dtype), x[start:end]]))
-            for cached, x in zip(pool, (k, v), strict=True)
+            for cached, x in zip(pool, kv or (None, None), strict=True)
         )
-        visible = torch.ones(rows, prefix + rows, dtype=torch.bool, device=q.device)
-        if causal:
-            visible = visible.tril(prefix)
+        visible = _visible(windows, prefix, rows, causal).to(q.device)
+        mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, float("-inf"))
+        if sinks is not None:
+            # A key and a value of zeros, whose score the mask gives.
+            keys, values = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (keys, values))
+            scores = sinks.to(q.dtype)[:, None, None].expand(-1, rows, 1)
+            mask = torch.cat([mask.expand(len(sinks), -1, -1), scores], dim=-1)
         attended = F.scaled_dot_product_attention(
             q[start:end].transpose(0, 1)[None],
             keys.transpose(0, 1)[None],
             values.transpose(0, 1)[None],
-            attn_mask=visible,
+            attn_mask=mask,
             scale=scale,
             enable_gqa=True,
         )
@@ -98,28 +110,39 @@ def window_attention_ref(
     return out
 
 
+def _visible(windows: PagedWindows, prefix: int, rows: int, causal: bool) -> torch.Tensor:
+    """[rows, prefix + rows] bool: what each row of a request sees."""
+    own = prefix + torch.arange(rows)[:, None]
+    keys = torch.arange(prefix + rows)
+    visible = (keys <= own) | (not causal)
+    if windows.sliding_window is None:
+        return visible
+    return visible & (keys > (prefix - 1 if windows.from_anchor else own) - windows.sliding_window)
+
+
 @on_kernels(window_attention_ref)
 def window_attention(
     q: torch.Tensor,  # [N, heads, hd]
-    k: torch.Tensor | None,  # [N, kv_heads, hd]
-    v: torch.Tensor | None,  # [N, kv_heads, hd]
+    kv: tuple[torch.Tensor, torch.Tensor] | None,  # [N, kv_heads, hd] each
     pool: tuple[torch.Tensor, torch.Tensor],  # [slots, kv_heads, hd] each
     windows: PagedWindows,
     *,
     causal: bool,
     scale: float,
+    sinks: torch.Tensor | None = None,  # [heads]
     splits: int | None = None,
 ) -> torch.Tensor:
     """Attend from every row to its request's context and window.
 
     Args:
-        q, k, v: rows of the windows, request by request, normalised and rotated; float32, float16 or bfloat16. Rows may
-            lie apart, as they do in the output of a fused projection. k and v are None where the pool holds the windows
+        q, kv: rows of the windows, request by request, normalised and rotated; float32, float16 or bfloat16. Rows may
+            lie apart, as they do in the output of a fused projection. None for K and V where the pool holds the windows
             too, behind their contexts: rows then see what later steps will read of them.
         pool: K and V of the contexts in this layer, contiguous; any float dtype, float8_e4m3fn among them.
         windows: whose rows they are, and where the contexts lie.
         causal: a row sees the window up to itself, not all of it.
         scale: of the scores.
+        sinks: one more score of each head, without a value, that ``scale`` does not touch; any float dtype.
         splits: programs that may share a context, at most 32; None = what fills the GPU, see :func:`num_splits`.
 
     Returns:
@@ -132,17 +155,17 @@ def window_attention(
     if not (pool[0].is_contiguous() and pool[1].is_contiguous()):
         raise ValueError("k_pool and v_pool must be contiguous; pass one layer of a [L, slots, kv_heads, hd] pool")
     q = with_whole_rows(q)
-    k, v = (None if x is None else with_whole_rows(x) for x in (k, v))
+    k, v = (None, None) if kv is None else map(with_whole_rows, kv)
     num_rows, num_heads, head_dim = q.shape
     if splits is None:
         # Captured forwards have a slot for every request that might come; so many requests at least have rows.
         splits = num_splits(triton.cdiv(num_rows, windows.width), pool[0].shape[1], num_processors(q.device))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if splits == 1:
-        _attend((q, k, v), pool, windows, out, None, causal=causal, scale=scale)
+        _attend((q, k, v), pool, windows, out, None, sinks, causal=causal, scale=scale)
         return out
     parts = _Parts.empty(splits, q)
-    _attend((q, k, v), pool, windows, out, parts, causal=causal, scale=scale)
+    _attend((q, k, v), pool, windows, out, parts, sinks, causal=causal, scale=scale)
     combine_kernel[(num_rows * num_heads,)](
         parts.rows,
         parts.lse,
@@ -189,6 +212,7 @@ def _attend(
     windows: PagedWindows,
     out: torch.Tensor,
     parts: _Parts | None,
+    sinks: torch.Tensor | None,
     *,
     causal: bool,
     scale: float,
@@ -214,6 +238,7 @@ def _attend(
         windows.req_pool_indices,
         windows.prefix_lens,
         windows.indptr,
+        sinks,
         q.stride(0),
         0 if k is None else k.stride(0),
         0 if v is None else v.stride(0),
@@ -224,6 +249,9 @@ def _attend(
         GROUP=group,
         HEAD_DIM=head_dim,
         CAUSAL=causal,
+        SLIDING_WINDOW=windows.sliding_window or 0,
+        FROM_ANCHOR=windows.from_anchor,
+        HAS_SINKS=sinks is not None,
         IS_SPLIT=parts is not None,
         IS_STORED=k is None,
         TILES_PER_SPLIT=_TILES_PER_SPLIT,

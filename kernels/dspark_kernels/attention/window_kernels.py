@@ -5,10 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
+
 
 @triton.jit
 def _attend_tile(q, k, v, visible, row_max, row_sum, acc, scale):
-    """One step of the online softmax over a tile of keys; every row has a finite ``row_max`` or sees one of them."""
+    """One step of the online softmax over a tile of keys, of which a row may see none: ``row_max`` is finite."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -27,11 +29,13 @@ def _attend_context(
     table,  # slots of the request
     first,
     last,
+    oldest,  # [M] position from which on a row sees, with SLIDES
     dims,
     row_max,
     row_sum,
     acc,
     scale,
+    SLIDES: tl.constexpr,
     SLOT_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -45,7 +49,10 @@ def _attend_context(
         mask = visible[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_pool_ptr + offsets, mask=mask, other=0.0).to(q.dtype)
         v = tl.load(v_pool_ptr + offsets, mask=mask, other=0.0).to(q.dtype)
-        row_max, row_sum, acc = _attend_tile(q, k, v, visible[None, :], row_max, row_sum, acc, scale)
+        seen = visible[None, :]
+        if SLIDES:
+            seen = seen & (positions[None, :] >= oldest[:, None])
+        row_max, row_sum, acc = _attend_tile(q, k, v, seen, row_max, row_sum, acc, scale)
     return row_max, row_sum, acc
 
 
@@ -58,12 +65,14 @@ def _attend_window(
     v_offsets,
     length,
     place,  # of the query rows in the window
+    oldest,  # [M] place from which on a row sees, with SLIDES
     dims,
     row_max,
     row_sum,
     acc,
     scale,
     CAUSAL: tl.constexpr,
+    SLIDES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
@@ -75,8 +84,9 @@ def _attend_window(
     v = tl.load(v_ptr + v_offsets[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
     visible = is_column[None, :]
     if CAUSAL:
-        # Column 0 is visible to every row, those past the request's end included.
         visible = visible & (columns[None, :] <= place[:, None])
+    if SLIDES:
+        visible = visible & (columns[None, :] >= oldest[:, None])
     return _attend_tile(q, k, v, visible, row_max, row_sum, acc, scale)
 
 
@@ -120,6 +130,7 @@ def window_attention_kernel(
     req_pool_indices_ptr,
     prefix_lens_ptr,
     indptr_ptr,
+    sinks_ptr,  # [heads], None without HAS_SINKS
     q_stride,
     k_stride,
     v_stride,
@@ -130,6 +141,9 @@ def window_attention_kernel(
     GROUP: tl.constexpr,  # query heads per K/V head
     HEAD_DIM: tl.constexpr,
     CAUSAL: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr,  # 0: everything is seen
+    FROM_ANCHOR: tl.constexpr,  # the sliding window is that of the anchor for all rows
+    HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_STORED: tl.constexpr,  # the pools hold the window too
     TILES_PER_SPLIT: tl.constexpr,  # of the context, that are worth a program of their own
@@ -159,7 +173,12 @@ def window_attention_kernel(
     start = tl.load(indptr_ptr + request).to(tl.int64)
     length = (tl.load(indptr_ptr + request + 1) - start).to(tl.int32)
     prefix = tl.load(prefix_lens_ptr + request).to(tl.int32)
-    tiles = tl.cdiv(prefix, BLOCK_N)
+    begin = 0
+    if SLIDING_WINDOW > 0:
+        # A window that slides counts its row.
+        reach: tl.constexpr = SLIDING_WINDOW if FROM_ANCHOR else SLIDING_WINDOW - 1
+        begin = tl.maximum(prefix - reach, 0)
+    tiles = tl.cdiv(prefix - begin, BLOCK_N)
     used = tl.full([], 1, tl.int32)
     if IS_SPLIT:
         used = tl.minimum(tl.maximum(tl.cdiv(tiles, TILES_PER_SPLIT), 1), tl.num_programs(2))
@@ -167,22 +186,31 @@ def window_attention_kernel(
         dims = tl.arange(0, BLOCK_D)
         in_head = dims < HEAD_DIM
         rows = tl.arange(0, BLOCK_M)
-        place = rows // SHARE
         in_group = first_head + rows % SHARE
-        is_row = (place < length) & (in_group < GROUP)
+        is_row = (rows // SHARE < length) & (in_group < GROUP)
+        # Rows past the request's end stand where its last one does, so that they see something.
+        place = tl.minimum(rows // SHARE, length - 1)
         head = kv_head * GROUP + in_group
         row_heads = (start + place) * (NUM_KV_HEADS * GROUP) + head
         q_mask = is_row[:, None] & in_head[None, :]
         q_offsets = (start + place) * q_stride + head * HEAD_DIM
         q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=q_mask, other=0.0)
 
-        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        # Finite, so that a row which sees no key of a tile keeps what it has.
+        row_max = tl.full([BLOCK_M], _LOWEST, tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
+        if HAS_SINKS:
+            # A sink is a score without a value, which one of the splits counts.
+            sink = tl.load(sinks_ptr + head, mask=is_row, other=0.0).to(tl.float32)
+            row_max = tl.where(split == 0, sink, row_max)
+            row_sum = tl.where(split == 0, row_sum + 1.0, row_sum)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
+        slides: tl.constexpr = SLIDING_WINDOW > 0 and not FROM_ANCHOR
+        oldest = prefix + place - SLIDING_WINDOW + 1
         # Whole tiles per split, so that only the last one is ragged.
         per_split = tl.cdiv(tiles, used) * BLOCK_N
-        first = split * per_split
+        first = begin + split * per_split
         last = tl.minimum(first + per_split, prefix)
 
         table = req_to_token_ptr + tl.load(req_pool_indices_ptr + request).to(tl.int64) * table_stride
@@ -196,11 +224,13 @@ def window_attention_kernel(
             table,
             first,
             last,
+            oldest,
             dims,
             row_max,
             row_sum,
             acc,
             scale,
+            slides,
             slot_size,
             HEAD_DIM,
             BLOCK_N,
@@ -222,12 +252,14 @@ def window_attention_kernel(
                 v_offsets,
                 length,
                 place,
+                oldest - prefix,
                 dims,
                 row_max,
                 row_sum,
                 acc,
                 scale,
                 CAUSAL,
+                slides,
                 HEAD_DIM,
                 BLOCK_W,
             )

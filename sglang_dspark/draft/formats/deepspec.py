@@ -39,6 +39,7 @@ def read(content: Content, shapes: Shapes) -> Found:
         values["confidence_head_with_markov"] = False
     values |= qwen3.attention(content, values.get("num_hidden_layers"))
     values["causal_layers"] = qwen3.causal_layers(content, values)
+    values |= qwen3.extras(content, values, names=())
     values |= qwen3.rope(content, values.get("layer_types", ()))
     return Found(
         values,

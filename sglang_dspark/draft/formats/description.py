@@ -2,31 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import qwen3
+from sglang_dspark.draft.formats.content import Content
 from sglang_dspark.draft.formats.reading import Reading
+from sglang_dspark.errors import CheckpointError
+
+_BIASED = {"qwen2", "qwen2_moe"}  # kinds of targets whose attention has biases without a key that says so
 
 
-def switches(config: DraftConfig) -> list[str]:
+@dataclass(frozen=True)
+class Switch:
+    """One way in which a drafter's network differs from DeepSpec's, or from its target's layers."""
+
+    name: str
+    words: str
+
+
+def switches(config: DraftConfig) -> list[Switch]:
     """What the network does that DeepSpec's does not; empty for one of DeepSpec's."""
     found = []
     if not config.sample_from_anchor:
-        found.append(f"{config.block_size} slots of which the anchor's does not predict")
+        found.append(Switch("layout", f"{config.block_size} slots of which the anchor's does not predict"))
     seen = list(enumerate(config.visibilities))
     if windowed := [layer for layer, visibility in seen if visibility.window is not None]:
         start = "before the anchor" if config.window_from_anchor else "that slides along with the slots"
-        found.append(f"window of {config.sliding_window} rows {start} in {_layers(windowed, config)}")
+        words = f"window of {config.sliding_window} rows {start} in {_layers(windowed, config)}"
+        found.append(Switch("window", words))
     if causal := [layer for layer, visibility in seen if visibility.causal]:
-        found.append(f"causal block in {_layers(causal, config)}")
+        found.append(Switch("causality", f"causal block in {_layers(causal, config)}"))
     if config.draft_vocab_size is not None:
-        found.append(f"heads for {config.draft_vocab_size} of {config.vocab_size} tokens")
+        words = f"heads for {config.draft_vocab_size} of {config.vocab_size} tokens"
+        found.append(Switch("reduced vocabulary", words))
     if config.rope_scaling is not None:
-        found.append(f"RoPE of type {config.rope_scaling.rope_type}, factor {config.rope_scaling.factor:g}")
+        words = f"RoPE of type {config.rope_scaling.rope_type}, factor {config.rope_scaling.factor:g}"
+        found.append(Switch("RoPE", words))
     if config.partial_rotary_factor != 1:
-        found.append(f"RoPE of {config.partial_rotary_factor:g} of the channel pairs")
+        found.append(Switch("RoPE", f"RoPE of {config.partial_rotary_factor:g} of the channel pairs"))
     if config.attention_bias:
-        found.append("biases in the attention")
+        found.append(Switch("bias", "biases in the attention"))
+    if layers := [layer for layer, has_sinks in enumerate(config.sinks) if has_sinks]:
+        found.append(Switch("sinks", f"attention sinks in {_layers(layers, config)}"))
+    if config.attention_value_scale != 1:
+        found.append(Switch("value scale", f"values times {config.attention_value_scale:g}"))
+    return found
+
+
+def new_to(target: Mapping[str, Any], config: DraftConfig) -> list[Switch]:
+    """Those of the switches that the target's own layers lack, and a base of RoPE that is not the target's.
+
+    What a target has no counterpart of, such as a layout of slots, is always new to it.
+
+    Args:
+        target: content of its text configuration.
+    """
+    content = Content(target, "the target's config.json")
+    try:
+        attention = qwen3.attention(content, target.get("num_hidden_layers"))
+        rope = qwen3.rope(content, attention.get("layer_types", ()))
+    except CheckpointError:
+        return switches(config)  # its layers differ in RoPE, which no drafter's do
+    has = {
+        "window": attention.get("sliding_window") == config.sliding_window,
+        "RoPE": rope.get("rope_scaling") == config.rope_scaling
+        and rope.get("partial_rotary_factor", 1.0) == config.partial_rotary_factor,
+        "bias": bool(target.get("attention_bias")) or target.get("model_type") in _BIASED,
+    }
+    found = [switch for switch in switches(config) if not has.get(switch.name)]
+    if (theta := rope.get("rope_theta", config.rope_theta)) != config.rope_theta:
+        found.append(Switch("RoPE", f"RoPE of base {config.rope_theta:g}, the target's is {theta:g}"))
     return found
 
 
@@ -57,7 +105,7 @@ def describe(config: DraftConfig) -> str:
         markov,
         confidence,
     ]
-    return ", ".join(parts + switches(config))
+    return ", ".join(parts + [switch.words for switch in switches(config)])
 
 
 def _layers(layers: Sequence[int], config: DraftConfig) -> str:

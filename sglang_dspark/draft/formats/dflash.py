@@ -81,13 +81,15 @@ def read(name: FormatName, content: Content, shapes: Shapes) -> Found:
     alpha = content.find(*_anywhere("confidence_head_alpha"))
     if isinstance(alpha, int | float):
         values.setdefault("enable_confidence_head", alpha > 0)
-    heads(values, shapes, TensorRules(renamed=variant.renamed), variant.defaults)
+    rules = TensorRules(renamed=variant.renamed)
+    heads(values, shapes, rules, variant.defaults)
     reduced_vocabulary(values, shapes)
     values["num_target_layers"] = _depth(values)
     values["sample_from_anchor"] = _sample_from_anchor(content, variant)
     _check_attention_mode(content)
     values |= qwen3.attention(content, values.get("num_hidden_layers"))
     values["causal_layers"] = qwen3.causal_layers(content, values)
+    values |= qwen3.extras(content, values, names={name for name in map(rules.name, shapes) if name})
     values |= qwen3.rope(content, values.get("layer_types", ()))
     return Found(
         values,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -20,10 +20,6 @@ SHAPE = (
 NEUTRAL: Mapping[str, Any] = {
     "hidden_act": "silu",
     "mlp_bias": False,
-    "attention_sink_bias": False,
-    "add_full_attention_sink_bias": False,
-    "add_swa_attention_sink_bias": False,
-    "attention_value_scale": 1.0,
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
     "output_multiplier": 1,
@@ -47,6 +43,7 @@ SILENT = (
 ).split()
 """Keys that say nothing about the network."""
 
+_SINKS_OF_KIND = {FULL: "add_full_attention_sink_bias", SLIDING: "add_swa_attention_sink_bias"}
 _MAX_WINDOW_LAYERS = 28  # the class's default: layers before this one have full attention
 
 # Positions of text are the same in all sections of a multimodal embedding.
@@ -109,6 +106,48 @@ def causal_layers(content: Content, values: Mapping[str, Any]) -> tuple[bool, ..
     if content.find("dflash_config.use_swa") is True:
         return ()
     return tuple(layer_type == SLIDING for layer_type in types) if SLIDING in types else ()
+
+
+def extras(content: Content, values: Mapping[str, Any], names: Collection[str], section: str = "") -> dict[str, Any]:
+    """Attention sinks of each layer, and what its values are multiplied with.
+
+    Args:
+        values: what was read of the layers.
+        names: tensors of the network that the files hold; where no key speaks of sinks, they decide.
+        section: as for :func:`shape`.
+    """
+    num_layers = values.get("num_hidden_layers")
+    if type(num_layers) is not int:
+        return {}
+    types = values.get("layer_types") or (FULL,) * num_layers
+    listed = content.find("sink_layers")
+    of_kind = {kind: _switched_on(content, key, section) for kind, key in _SINKS_OF_KIND.items()}
+    of_all = _switched_on(content, "attention_sink_bias", section)
+    if isinstance(listed, list):
+        layers = tuple(listed)
+    elif listed is not None:
+        raise content.refuse("sink_layers", "should be a list of true and false, one for each layer")
+    elif of_all is None and not any(value is not None for value in of_kind.values()):
+        layers = tuple(f"layers.{layer}.self_attn.attention_sink_bias" in names for layer in range(num_layers))
+    else:
+        layers = tuple(bool(of_all or of_kind.get(str(layer_type))) for layer_type in types)
+    found: dict[str, Any] = {"sink_layers": layers if any(layers) else ()}
+    scale = content.find(*_places("attention_value_scale", section))
+    return found if scale is None else found | {"attention_value_scale": scale}
+
+
+def _switched_on(content: Content, key: str, section: str) -> bool | None:
+    """What the file says, if anything."""
+    value = content.find(*_places(key, section))
+    if value not in (None, True, False):
+        raise content.refuse(
+            next(place for place in _places(key, section) if place in content), "should be true or false"
+        )
+    return None if value is None else bool(value)
+
+
+def _places(key: str, section: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((section + key, key, f"dflash_config.{key}")))
 
 
 def rope(

@@ -84,7 +84,8 @@ def read(content: Content, shapes: Shapes) -> Found:
     values |= content.collect(_TABLE)
     values |= content.collect(_OPTIONAL, dict.fromkeys(_OPTIONAL))
     values = {key: value for key, value in values.items() if value is not None or key not in _OPTIONAL}
-    heads(values, shapes, TensorRules(), _DEFAULTS[kind])
+    rules = TensorRules()
+    heads(values, shapes, rules, _DEFAULTS[kind])
     reduced_vocabulary(values, shapes, _DRAFT_VOCAB_SIZE)
     values["num_target_layers"] = None
     values["sample_from_anchor"] = _sample_from_anchor(content, kind, values.get("block_size"))
@@ -95,6 +96,7 @@ def read(content: Content, shapes: Shapes) -> Found:
     if SLIDING in types:
         values["window_from_anchor"] = True
         values["causal_layers"] = () if window_looks_ahead else tuple(layer == SLIDING for layer in types)
+    values |= qwen3.extras(content, values, {name for name in map(rules.name, shapes) if name}, _LAYERS)
     values |= {"rope_theta": _ROPE_THETA} | qwen3.rope(content, types, _LAYERS, kind=_rope_kind(content))
     return Found(values, first_layer=1, neighbours=qwen3.pairs_are_neighbours(content, _LAYERS))
 

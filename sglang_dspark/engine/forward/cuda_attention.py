@@ -73,8 +73,7 @@ class CudaVerifyBackend(AttentionBackend):
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v, k_scale, v_scale)
         attended = window_attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            None if is_rounded else k,
-            None if is_rounded else v,
+            None if is_rounded else (k, v),
             (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)),
             PagedWindows(
                 self.req_to_token,

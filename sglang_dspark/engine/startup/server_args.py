@@ -18,7 +18,7 @@ from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.families import family_of
-from sglang_dspark.draft.pairing import check_device, check_dimensions, lacks_own
+from sglang_dspark.draft.pairing import check_dimensions, lacks_own
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.target_files import quantised_layers
 from sglang_dspark.draft.weights import check_draft_model, own_tensors
@@ -250,7 +250,6 @@ def _end_at_once() -> None:
 
 def _check_drafter(server_args: Any, settled: Serving, drafter: ResolvedDrafter, target: Any) -> None:
     check_dimensions(drafter.config, target.hf_text_config)
-    check_device(drafter.config, server_args.device)
     if target.quantization is not None:
         # What only shows once the target is loaded, its handle refuses then.
         own: frozenset[str] = frozenset() if settled.dummy_draft else own_tensors(drafter.path, drafter.reading)

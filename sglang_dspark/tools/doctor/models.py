@@ -12,6 +12,8 @@ from sglang_dspark.tools.doctor.finding import Finding
 if TYPE_CHECKING:
     import torch
 
+    from sglang_dspark.draft.config import DraftConfig
+    from sglang_dspark.draft.formats.description import Switch
     from sglang_dspark.draft.model import DraftModel
     from sglang_dspark.tools.golden import GoldenReport
 
@@ -20,7 +22,7 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
     """Configurations, tensors and memory of a target and its drafter. Stops at the first thing that does not fit."""
     from sglang_dspark.draft.families import family_of
     from sglang_dspark.draft.formats import read
-    from sglang_dspark.draft.formats.description import describe
+    from sglang_dspark.draft.formats.description import describe, new_to
     from sglang_dspark.draft.pairing import check_pair
     from sglang_dspark.draft.weights import load_draft_model
 
@@ -40,6 +42,7 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         yield Finding("ok", "target", _describe_target(config.architectures, target))
         if remark := family_of(config.architectures).remark:
             yield Finding("note", "target", remark)
+        yield from _switches(draft, new_to(target.to_dict(), draft))
         model = load_draft_model(draft_dir, dtype=_dtype(target), device="cpu")
         num_tensors = sum(1 for _ in model.parameters())
         _check_finite(model)
@@ -48,6 +51,20 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         yield Finding("ok", "shared", f"read from the target: {', '.join(shared) or 'nothing'}")
     except DSparkError as error:
         yield Finding("fail", "pair", str(error))
+
+
+def _switches(draft: DraftConfig, new: Sequence[Switch]) -> Iterator[Finding]:
+    """What the drafter's network does beside DeepSpec's, and which of it the target's layers do not."""
+    from sglang_dspark.draft.formats.description import switches
+
+    found = switches(draft)
+    yield Finding(
+        "ok", "switches", "; ".join(f"{s.name}: {s.words}" for s in found) or "none: the network is DeepSpec's"
+    )
+    if new:
+        words = "; ".join(f"{switch.name}: {switch.words}" for switch in new)
+        remedy = "right if the drafter was trained so; otherwise few drafts are accepted, and the text is right still"
+        yield Finding("note", "switches", f"new to this pair, for the target has them not: {words}", remedy)
 
 
 def _describe_target(architectures: Sequence[str], target: Any) -> str:

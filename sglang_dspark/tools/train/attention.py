@@ -63,25 +63,29 @@ class ChunkedAttention:
         q: Tensor,  # [bs * A * slots, heads, head_dim]
         k: Tensor,  # [bs * A * slots, kv_heads, head_dim]
         v: Tensor,  # [bs * A * slots, kv_heads, head_dim]
+        sinks: Tensor | None,  # [heads]
     ) -> Tensor:
         kv_heads, heads = k.shape[1], q.shape[1]
         blocks = (*self._anchors.shape, self._config.block_size)
         k, v = (x.view(*blocks, kv_heads, -1).permute(0, 3, 1, 2, 4) for x in (k, v))
         # The query heads of one key/value head become rows: [bs, kv_heads, A, slots * group, head_dim].
         grouped = q.view(*blocks, kv_heads, heads // kv_heads, -1).permute(0, 3, 1, 2, 4, 5).flatten(3, 4)
-        mixed = torch.cat([self._attend_part(layer, grouped, k, v, *part) for part in self._parts], dim=2)
+        grouped = grouped * self._config.attention_scale
+        mixed = torch.cat([self._attend_part(layer, grouped, k, v, sinks, *part) for part in self._parts], dim=2)
         return mixed.unflatten(3, (-1, heads // kv_heads)).permute(0, 2, 3, 1, 4, 5).reshape(q.shape)
 
-    def _attend_part(self, layer: int, grouped: Tensor, k: Tensor, v: Tensor, part: slice, end: int) -> Tensor:
+    def _attend_part(
+        self, layer: int, grouped: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, part: slice, end: int
+    ) -> Tensor:
         arguments = (
             self._config.visibilities[layer],
-            self._config.attention_scale,
             self._anchors[:, part],
             grouped[:, :, part],
             k[:, :, part],
             v[:, :, part],
             self._k_ctx[layer, :, :, :end],
             self._v_ctx[layer, :, :, :end],
+            sinks,
         )
         if len(self._parts) == 1 or not torch.is_grad_enabled():
             return _attend_dense(*arguments)
@@ -91,13 +95,13 @@ class ChunkedAttention:
 
 def _attend_dense(
     visibility: Visibility,
-    scale: float,
     anchors: Tensor,  # [bs, A]
-    grouped: Tensor,  # [bs, kv_heads, A, slots * group, head_dim]
+    grouped: Tensor,  # [bs, kv_heads, A, slots * group, head_dim], times the scale of the scores
     k: Tensor,  # [bs, kv_heads, A, slots, head_dim]
     v: Tensor,  # [bs, kv_heads, A, slots, head_dim]
     k_ctx: Tensor,  # [bs, kv_heads, S, head_dim]
     v_ctx: Tensor,  # [bs, kv_heads, S, head_dim]
+    sinks: Tensor | None,  # [heads]
 ) -> Tensor:
     """Mixed values ``[bs, kv_heads, A, slots * group, head_dim]``."""
     num_anchors, num_rows = grouped.shape[2:4]
@@ -107,15 +111,18 @@ def _attend_dense(
     rows = slots.repeat_interleave(group) if visibility.slides else slots[:1]
     ages = (anchors[..., None] - torch.arange(k_ctx.shape[2], device=k.device))[:, None, :, None]  # [bs, 1, A, 1, S]
     hidden_ctx = (ages <= 0) | ~visibility.sees_context(ages, rows[:, None])
-    grouped = grouped * scale
     ctx_scores = (grouped.flatten(2, 3) @ k_ctx.transpose(-1, -2)).unflatten(2, (num_anchors, -1))
     ctx_scores = ctx_scores.masked_fill(hidden_ctx, float("-inf"))
     block_scores = grouped @ k.transpose(-1, -2)
     if not visibility.is_full:
         hidden_block = ~visibility.sees_block(slots).repeat_interleave(group, dim=0)
         block_scores = block_scores.masked_fill(hidden_block, float("-inf"))
-    probs = torch.cat([ctx_scores, block_scores], dim=-1).softmax(dim=-1, dtype=torch.float32).to(v.dtype)
-    ctx_probs, block_probs = probs.split((k_ctx.shape[2], len(slots)), dim=-1)
+    scores = [ctx_scores, block_scores]
+    if sinks is not None:
+        of_rows = sinks.view(k.shape[1], 1, group).repeat(1, 1, len(slots))  # [kv_heads, 1, slots * group]
+        scores.append(of_rows[..., None].to(ctx_scores.dtype).expand(*ctx_scores.shape[:-1], 1))
+    probs = torch.cat(scores, dim=-1).softmax(dim=-1, dtype=torch.float32).to(v.dtype)
+    ctx_probs, block_probs = probs.split([part.shape[-1] for part in scores], dim=-1)[:2]
     return (ctx_probs.flatten(2, 3) @ v_ctx).unflatten(2, (num_anchors, -1)) + block_probs @ v
 
 
@@ -144,6 +151,7 @@ class FlexAttention:
         q: Tensor,  # [bs * A * slots, heads, head_dim]
         k: Tensor,  # [bs * A * slots, kv_heads, head_dim]
         v: Tensor,  # [bs * A * slots, kv_heads, head_dim]
+        sinks: Tensor | None,  # [heads]
     ) -> Tensor:
         bs = self._blocks[0]
         # Norms and rotation leave q and k in float32 under autocast.
@@ -152,14 +160,20 @@ class FlexAttention:
             torch.cat([ctx[layer].to(v.dtype), x.unflatten(0, (bs, -1)).to(v.dtype)], dim=1).transpose(1, 2)
             for ctx, x in ((self._k_ctx, k), (self._v_ctx, v))
         )
-        mixed: Tensor = self._attend(
+        found = self._attend(
             queries,
             keys,
             values,
             block_mask=self._masks[layer],
             scale=self._config.attention_scale,
             enable_gqa=True,
+            return_lse=sinks is not None,
         )
+        mixed: Tensor = found
+        if sinks is not None:
+            # What a sink takes of the weights, from the logarithm of their sum without it.
+            mixed, log_sums = found
+            mixed = mixed * torch.sigmoid(log_sums - sinks[:, None]).to(mixed.dtype)[..., None]
         return mixed.transpose(1, 2).reshape(q.shape)
 
 

@@ -167,7 +167,7 @@ class TrainConfig:
             "origin": "TrainConfig",
         }
         if self.like is not None:
-            for name in ("layer_types", "causal_layers"):
+            for name in ("layer_types", "causal_layers", "sink_layers"):
                 # Further layers are like the last one.
                 kinds = getattr(self.like, name)
                 shape[name] = (kinds + kinds[-1:] * self.num_layers)[: self.num_layers]

@@ -150,8 +150,7 @@ def ragged_attention(backend, q, k, v, layer, batch):
     pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
     given = (
         q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-        k,
-        v,
+        (k, v),
         (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)),
         PagedWindows(
             backend.req_to_token_pool.req_to_token,

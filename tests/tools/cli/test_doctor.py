@@ -69,6 +69,22 @@ def test_a_drafter_of_another_target(run, target, broken):
 
 
 @pytest.mark.usefixtures("without_sglang")
+def test_switches_and_which_of_them_are_new_to_the_pair(run, target, draft, tmp_path):
+    result = run("doctor", "--target", target, "--draft", draft)
+    assert "none: the network is DeepSpec's" in result.output
+    assert "new to this pair" not in result.output
+    result = run("doctor", "--target", target, "--draft", random_drafter(tmp_path, "every-switch"))
+    assert result.exit_code == 0, result.output
+    for words in (
+        "layout: 6 slots of which the anchor's does not predict; window: window of 5 rows that slides along with",
+        "reduced vocabulary: heads for 60 of 256 tokens; RoPE: RoPE of type yarn, factor 4; bias: biases in the",
+        "sinks: attention sinks in layers 1, 2; value scale: values times 0.7",
+        "new to this pair, for the target has them not: layout",
+    ):
+        assert words in result.output
+
+
+@pytest.mark.usefixtures("without_sglang")
 def test_a_target_family_that_is_not_served(run, target, draft, tmp_path):
     other = Path(shutil.copytree(target, tmp_path / "target", copy_function=shutil.copyfile))
     edit_config(other, architectures=["GPT2LMHeadModel"])

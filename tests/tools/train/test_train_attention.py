@@ -25,6 +25,7 @@ SWITCHES = {
     "window from the anchor": SLIDING | {"window_from_anchor": True},
     "window from the slot": SLIDING,
     "causal": {"causal_layers": (False, True)},
+    "sinks": SLIDING | {"sink_layers": (True, True)},
 }
 
 
@@ -36,14 +37,19 @@ def config(request):
 
 @pytest.fixture
 def tensors(config):
-    """k_ctx, v_ctx, and q, k, v of the blocks."""
+    """k_ctx, v_ctx, q, k, v of the blocks, and sinks where the layers have any."""
     torch.manual_seed(0)
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     context = [torch.randn(LAYERS, len(ANCHORS), CTX_LEN, kv_heads, head_dim) for _ in range(2)]
-    return context + [torch.randn(ANCHORS.numel() * SLOTS, count, head_dim) for count in (heads, kv_heads, kv_heads)]
+    blocks = [torch.randn(ANCHORS.numel() * SLOTS, count, head_dim) for count in (heads, kv_heads, kv_heads)]
+    return context + blocks + [torch.linspace(-1, 4, heads) if config.sink_layers else None]
 
 
-def literal(config, layer, k_ctx, v_ctx, q, k, v):
+def learnable(tensors):
+    return [None if x is None else x.clone().requires_grad_() for x in tensors]
+
+
+def literal(config, layer, k_ctx, v_ctx, q, k, v, sinks):
     """Row by row, head by head."""
     visibility = config.visibilities[layer]
     group = config.num_attention_heads // config.num_key_value_heads
@@ -61,14 +67,15 @@ def literal(config, layer, k_ctx, v_ctx, q, k, v):
         own = first + visibility.sees_block(slots)[slot].nonzero()[:, 0]
         keys = torch.cat([k_ctx[layer, text, before, kv_head], k[own, kv_head]])
         values = torch.cat([v_ctx[layer, text, before, kv_head], v[own, kv_head]])
-        mixed.append((keys @ q[first + slot, head] * config.attention_scale).softmax(0) @ values)
+        weights = (keys @ q[first + slot, head] * config.attention_scale).exp()
+        mixed.append(weights / (weights.sum() + (0 if sinks is None else sinks[head].exp())) @ values)
     return torch.stack(mixed).view(q.shape)
 
 
 @pytest.mark.parametrize("chunk", [1, 2000, 2**24], ids=["single anchors", "a few anchors", "all at once"])
 def test_chunks_equal_the_literal_form_with_their_gradients(chunk, config, tensors, monkeypatch):
     monkeypatch.setattr(attention, "CHUNK_SCORES", chunk)
-    found, expected = ([x.clone().requires_grad_() for x in tensors] for _ in range(2))
+    found, expected = (learnable(tensors) for _ in range(2))
     attend = ChunkedAttention(*found[:2], ANCHORS, config)
     for layer in range(LAYERS):
         mixed, by_hand = attend(layer, *found[2:]), literal(config, layer, *expected)
@@ -77,6 +84,8 @@ def test_chunks_equal_the_literal_form_with_their_gradients(chunk, config, tenso
         (mixed * weights).sum().backward()
         (by_hand * weights).sum().backward()
     for ours, theirs in zip(found, expected, strict=True):
+        if ours is None:
+            continue
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5)
 
 
@@ -107,7 +116,7 @@ def test_flex_attention_compiles_and_takes_texts_of_any_length():
             make(*context, anchors, config) for make in (partial(FlexAttention, compiled=True), ChunkedAttention)
         )
         for layer in range(LAYERS):
-            torch.testing.assert_close(found(layer, *rows), expected(layer, *rows), **TOLERANCE)
+            torch.testing.assert_close(found(layer, *rows, None), expected(layer, *rows, None), **TOLERANCE)
         compiled.append(counters["stats"]["unique_graphs"] - before)
     assert compiled[0] > 0 and compiled[2] == 0
 
@@ -125,9 +134,9 @@ def test_a_chunk_bounds_what_is_held(config, tensors, monkeypatch):
     monkeypatch.setattr(attention, "CHUNK_SCORES", 2500)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
-        found = [x.clone().requires_grad_() for x in tensors]
+        found = learnable(tensors)
         mixed = anchored_attention(*found[:2], ANCHORS, config)(0, *found[2:])
     mixed.sum().backward()
     assert len(sizes) == 2 * 3  # five anchors, two at a time, forward and again backward
     assert max(sizes) <= 2500
-    assert max(kept) <= max(x.numel() for x in tensors)
+    assert max(kept) <= max(x.numel() for x in tensors if x is not None)

@@ -19,6 +19,7 @@ SWITCHES = {
     "window from the anchor": SLIDING | {"window_from_anchor": True},
     "window from the slot, causal": SLIDING | {"causal_layers": (True, False)},
     "causal": {"causal_layers": (False, True)},
+    "sinks, value scale": {"sink_layers": (True, True), "attention_value_scale": 1.5},
     "biases": {"attention_bias": True},
 }
 

@@ -20,7 +20,7 @@ def test_first_layer_heads_read_one_row_at_a_fixed_distance(target, rows, config
         ids = torch.tensor([int(rows[0].input_ids[-1]), 2, 2, 2])
         reads = []
 
-        def attend(layer, q, k, v):
+        def attend(layer, q, k, v, sinks):
             if layer == 0:
                 keys = torch.cat([k_ctx[0], k]).repeat_interleave(2, dim=1)
                 scores = torch.einsum("thd,shd->hts", q, keys) / 8

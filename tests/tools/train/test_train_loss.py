@@ -40,7 +40,7 @@ def literal_loss(model: DraftModel, rows, anchors, lm_head: torch.Tensor, weight
             hidden = model.forward_block(
                 model.embed(ids),
                 torch.arange(t, t + gamma),
-                lambda i, q, k, v, k_ctx=k_ctx, v_ctx=v_ctx: attend_dense(
+                lambda i, q, k, v, sinks, k_ctx=k_ctx, v_ctx=v_ctx: attend_dense(
                     q, torch.cat([k_ctx[i], k]), torch.cat([v_ctx[i], v]), scale=model.config.attention_scale
                 ),
             )

@@ -27,6 +27,7 @@ from transformers import AutoConfig
 
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import lines_of
 from sglang_dspark.tools.prompts import read_prompts
 from sglang_dspark.tools.train.config import TrainConfig
@@ -99,12 +100,13 @@ CPU_CHANGES: dict[str, Any] = {
     "markov_lr_scale": 10.0,
 }
 CPU_BATCH_SIZE = 96
-# Shapes that were tried; the bundled drafter is "base".
+# Shapes that were tried; the bundled drafter is "base", and "dflash" the same as a plain DFlash drafter, without heads.
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     "deep": {"num_layers": 3},
     "rank64": {"markov_rank": 64},
     "block7": {"block_size": 7},
+    "dflash": {"sample_from_anchor": False, "markov_rank": 0, "confidence_head": False},
 }
 
 Say = Callable[[str], None]
@@ -201,6 +203,10 @@ def write_corpus(
 def load_corpus(target: Target, folder: Path, say: Say) -> tuple[Corpus, Corpus]:
     """Texts to train on and texts held out, both with the target's states."""
     rows: list[CorpusRow] = [row for row in Corpus.load(folder).rows if len(row.input_ids) - row.prompt_len > 1]
+    if len(rows) <= HELD_OUT_ROWS:
+        raise ConfigError(
+            f"{folder} has {len(rows)} texts, of which {HELD_OUT_ROWS} are held out; raise --write-minutes"
+        )
     started = time.perf_counter()
     if target.device.type == "cuda":
         torch.cuda.empty_cache()  # what decoding has left
