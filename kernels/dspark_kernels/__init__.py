@@ -5,7 +5,7 @@ A function with kernels is called without regard to the device (``dispatch``); i
 
 from dspark_kernels.attention.blocks import BlockAttention, block_attention, block_attention_ref
 from dspark_kernels.attention.injection import CommitRows, kv_inject, kv_inject_ref
-from dspark_kernels.attention.ragged import ContextGroup, attend_groups, group_contexts
+from dspark_kernels.attention.ragged import ContextGroup, VisibleKeys, attend_groups, group_contexts
 from dspark_kernels.attention.rotation import qk_norm_rope, qk_norm_rope_ref
 from dspark_kernels.attention.window import (
     PagedWindows,
@@ -80,6 +80,7 @@ __all__ = [
     "SamplingRows",
     "StepRequests",
     "VerifyRows",
+    "VisibleKeys",
     "Windows",
     "accept",
     "accept_ref",

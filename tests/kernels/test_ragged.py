@@ -3,7 +3,14 @@
 import pytest
 import torch
 from dense import FP32_TOL, dense_attention
-from dspark_kernels import StepRequests, attend_groups, block_attention, block_attention_ref, group_contexts
+from dspark_kernels import (
+    StepRequests,
+    VisibleKeys,
+    attend_groups,
+    block_attention,
+    block_attention_ref,
+    group_contexts,
+)
 
 RAGGED = [
     pytest.param([1], [1], id="one-token"),
@@ -24,7 +31,7 @@ def test_ragged_attention_is_causal_from_the_right(key_lens, query_lens, behind)
     table = torch.stack([1 + torch.randperm(299, generator=generator)[:210] for _ in range(9)]).int()
     rows = torch.randperm(9, generator=generator)[: len(key_lens)].tolist()
     groups = group_contexts(
-        table, rows, key_lens, query_lens, causal=True, heads_per_kv=3, dtype=torch.float32, behind=behind
+        table, rows, key_lens, query_lens, VisibleKeys(causal=True, behind=behind), heads_per_kv=3, dtype=torch.float32
     )
     out = attend_groups(q, *pools, groups, 32**-0.5)
     start = 0

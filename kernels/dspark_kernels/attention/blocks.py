@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from dspark_kernels.attention.ragged import attend_groups, group_contexts
+from dspark_kernels.attention.ragged import VisibleKeys, attend_groups, group_contexts
 from dspark_kernels.attention.window import PagedWindows, window_attention
 from dspark_kernels.dispatch import on_kernels
 from dspark_kernels.laying_out.preparation import StepRequests
@@ -27,7 +27,7 @@ def block_attention_ref(
         requests.req_pool_indices.tolist(),
         requests.prefix_lens.tolist(),
         [gamma] * len(requests),
-        causal=False,
+        VisibleKeys(causal=False),
         heads_per_kv=heads_per_kv,
         dtype=dtype,
         extra_keys=gamma,

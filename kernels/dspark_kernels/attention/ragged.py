@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,17 +65,28 @@ def _bits(pool: torch.Tensor) -> torch.Tensor:
     return pool.view(torch.uint8) if pool.element_size() == 1 else pool
 
 
+class VisibleKeys(NamedTuple):
+    """Which keys of the pool a query sees.
+
+    Attributes:
+        causal: queries are the last positions among the keys and see no later key; otherwise all see all.
+        behind: keys before itself that a query sees at most, with ``causal``; None for all of them.
+    """
+
+    causal: bool
+    behind: int | None = None
+
+
 def group_contexts(
     req_to_token: torch.Tensor,  # [rows, columns] int
     rows: Sequence[int],
     key_lens: Sequence[int],
     query_lens: Sequence[int],
+    visible: VisibleKeys,
     *,
-    causal: bool,
     heads_per_kv: int,
     dtype: torch.dtype,
     extra_keys: int = 0,
-    behind: int | None = None,
 ) -> list[ContextGroup]:
     """Lay out the attention of a step, for all layers.
 
@@ -83,11 +95,10 @@ def group_contexts(
         rows: row of each request in that table.
         key_lens: keys of each request in the pool: its first positions; 0 is allowed.
         query_lens: query rows of each request, back to back in the batch.
-        causal: queries are the last positions among the keys and see no later key; otherwise all see all.
+        visible: which of these keys a query sees.
         heads_per_kv: query heads that share a K/V head.
         dtype: of queries; pools may have another one.
         extra_keys: keys per request beside the pool, which all its queries see.
-        behind: keys before itself that a query sees at most, with ``causal``; None sees all of them.
     """
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
     by_length = sorted(range(len(rows)), key=lambda request: -key_lens[request])
@@ -115,7 +126,7 @@ def group_contexts(
                 queries=rows_of_queries if padded else None,
                 kept=kept,
                 rows=rows_of_queries[kept] if kept is not None and len(members) < len(rows) else None,
-                mask=_mask(keys, queries, n, m, causal, heads_per_kv, extra_keys, dtype, behind),
+                mask=_mask(keys, queries, n, m, visible, heads_per_kv, extra_keys, dtype),
             )
         )
     return groups
@@ -134,12 +145,12 @@ def _mask(
     queries: torch.Tensor,  # [R]
     n: int,
     m: int,
-    causal: bool,
+    visible: VisibleKeys,
     heads_per_kv: int,
     extra_keys: int,
     dtype: torch.dtype,
-    behind: int | None,
 ) -> torch.Tensor | None:
+    causal, behind = visible
     sees_all_before = behind is None or n - 1 <= behind
     if bool((keys == n).all()) and (m == 1 or not causal) and sees_all_before:
         return None

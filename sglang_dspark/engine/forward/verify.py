@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from dspark_kernels import ContextGroup, group_contexts
+from dspark_kernels import ContextGroup, VisibleKeys, group_contexts
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
@@ -71,11 +71,10 @@ def _context_groups(
             decode.req_pool_indices.tolist(),
             [prefix + num for prefix, num in zip(decode.prefix_lens.tolist(), query_lens, strict=True)],
             query_lens,
-            causal=True,
+            VisibleKeys(causal=True, behind=behind),
             # Of this rank: with more ranks than K/V heads, several hold the same one.
             heads_per_kv=config.num_attention_heads // ranks // config.get_num_kv_heads(ranks),
             dtype=runner.dtype,
-            behind=behind,
         )
 
     return groups
