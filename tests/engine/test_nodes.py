@@ -50,6 +50,7 @@ def test_one_machine_exchanges_nothing():
 def serve(rank: int, told: dict[str, object], folder) -> None:
     """A process in place of a scheduler, in a group of four on two machines. It ends with status 3 when told to."""
     logging.basicConfig(filename=folder / f"{rank}.log", force=True)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what other tests import may have put a handler there
     distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=4)
 
     def gathered(value):
