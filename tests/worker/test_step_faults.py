@@ -52,7 +52,7 @@ class WorkerLoop(StageLoop):
     def _step(self, number):
         mode = SimpleNamespace(is_extend=lambda: False, is_idle=lambda: False)
         reqs = [SimpleNamespace(rid=f"r{place}") for place in range(len(self.texts))]
-        batch = SimpleNamespace(reqs=reqs, forward_mode=mode, is_extend_in_batch=False)
+        batch = SimpleNamespace(reqs=reqs, forward_mode=mode, is_extend_in_batch=False, hicache_consumer_index=-1)
         self.worker.forward_batch_generation(batch, on_publish=self.published.append)
 
 
