@@ -122,7 +122,7 @@ def test_graphs_that_lose_the_hidden_states_are_not_captured(monkeypatch, caplog
 
 @pytest.mark.parametrize("is_prefill", [True, False])
 def test_a_prompt_waits_for_what_comes_back_from_host_memory(is_prefill, monkeypatch):
-    """SGLang's own worker says so for batches that it is handed; it is handed a forward. A decode step does not wait."""
+    """SGLang's own worker says so for batches that it is handed; it is handed a forward. Decoding waits for nothing."""
     awaited = []
 
     def forward(*args):

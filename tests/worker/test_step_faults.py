@@ -39,6 +39,7 @@ class WorkerLoop(StageLoop):
         self.published = []
         self.worker = worker = DSparkWorker.__new__(DSparkWorker)
         worker.step, worker.timer, worker.relay = 0, DeviceTimer(torch.device("cpu")), None
+        worker._target_worker = SimpleNamespace(set_hicache_consumer=nothing)
         worker.schedule = self.schedule
         worker.staging = SimpleNamespace(of=lambda step, choice: self.stages)
         worker.asked = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))
