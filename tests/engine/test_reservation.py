@@ -40,8 +40,9 @@ class Server:
         """Give every request slots for a prompt, as SGLang does: a page that is not full holds its last tokens."""
         for req, length in zip(self.batch.reqs, lengths, strict=True):
             slots = self.pool.alloc(-(-length // self.page) * self.page)[:length]
-            self.batch.req_to_token_pool.req_to_token[req.req_pool_idx, :length] = slots.int()
-            req.kv_committed_len = req.kv_allocated_len = length
+            self.batch.req_to_token_pool.req_to_token[row(req), :length] = slots.int()
+            for name in ("kv_committed_len", "kv_allocated_len"):
+                setattr(owner_of(req, name), name, length)
 
     def step(self, commits):
         """Reserve, and commit so many tokens of every request."""
@@ -100,8 +101,8 @@ def test_no_slot_of_a_page_is_lost(data):
         assert len(set(held)) == len(held) and min(held) >= page  # the first page is padding
         assert server.pool.available_size() + len(held) == server.slots
         for req in server.batch.reqs:
-            assert req.kv_allocated_len % page == 0
-            slots = server.batch.req_to_token_pool.req_to_token[req.req_pool_idx, : req.kv_allocated_len]
+            assert allocated_len(req) % page == 0
+            slots = server.batch.req_to_token_pool.req_to_token[row(req), : allocated_len(req)]
             pages = slots.view(-1, page)
             assert torch.equal(pages, pages[:, :1] + torch.arange(page)) and not (pages[:, 0] % page).any()
         if data.draw(st.booleans()) and len(server.batch.reqs) > 1:

@@ -171,7 +171,10 @@ class _Loaded:
             request = Req(str(i), "", prompt, SamplingParams(temperature=0, max_new_tokens=8))
             request.full_untruncated_fill_ids = request.origin_input_ids
             request.logprob_start_len = -1
-            request.set_extend_range(0, text.prompt_len)
+            if hasattr(request, "set_extend_range"):
+                request.set_extend_range(0, text.prompt_len)
+            else:
+                request.extend_end = text.prompt_len
             requests.append(request)
         pools = {name: getattr(self.runner, name) for name in ("req_to_token_pool", "token_to_kv_pool_allocator")}
         tree = TreeCacheNamespace(
