@@ -69,6 +69,7 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma 3 1B and 270M",
         capture="eagle3",
         tried=("model", "server"),
+        remark="refused on SGLang 0.5.23, whose hidden states lack a part",
     ),
     Family(
         "Mistral3ForConditionalGeneration",

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.models.gemma3_causal import Gemma3DecoderLayer
 
 from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of
 from sglang_dspark.engine.startup.target_refusals import target_refusals
@@ -22,6 +23,20 @@ def test_sums_that_ranks_have_not_reduced_are_not_captured():
     assert "pass --enforce-disable-flashinfer-allreduce-fusion" in refusal
     assert refusals("Glm4MoeForCausalLM", **fused | {"tp_size": 1}) == []
     assert refusals("Qwen3MoeForCausalLM", **fused) == []
+
+
+@pytest.mark.parametrize("hands_on", [True, False])
+def test_hidden_states_that_are_not_summed_up_are_not_drafted_from(hands_on, monkeypatch):
+    def whole(self, hidden_states):
+        return hidden_states
+
+    def halves(self, hidden_states, residual):
+        return hidden_states, residual
+
+    monkeypatch.setattr(Gemma3DecoderLayer, "forward", halves if hands_on else whole)
+    found = refusals("Gemma3ForCausalLM")
+    assert len(found) == hands_on
+    assert all("use SGLang 0.5.15.post1" in refusal for refusal in found)
 
 
 @pytest.mark.parametrize(

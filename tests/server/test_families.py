@@ -14,6 +14,7 @@ from golden_server import assert_pool_is_whole, generate, policy
 
 from sglang_dspark.draft.reference import decode_greedy
 from sglang_dspark.draft.weights import load_draft_model
+from sglang_dspark.engine.compat.targets import loses_residuals
 from sglang_dspark.tools.golden import load_target
 
 
@@ -26,6 +27,7 @@ def test_states_through_the_method_for_eagle3(qwen2):
     assert_rounds_and_texts(qwen2)
 
 
+@pytest.mark.skipif(loses_residuals("Gemma3ForCausalLM"), reason="refused on this release")
 @pytest.mark.thorough
 def test_windows_of_the_context(gemma3):
     assert_rounds_and_texts(gemma3)

@@ -20,7 +20,6 @@ from golden_server import (
 )
 from server_pool import ON_GPU
 
-
 EIGHT_BITS = pytest.mark.skipif(
     find_spec("sglang.srt.mem_cache.kv_cache_configurator") is not None and not ON_GPU,
     reason="this release has caches of eight bits on CPUs with Intel AMX alone",

@@ -1,4 +1,4 @@
-"""Functions of SGLang that are hooked and have moved, and what takes the place of those that were cut anew.
+"""Functions of SGLang that are hooked and have moved, what takes the place of those that were cut anew, and a model.
 
 Graphs were captured by methods of the model runner once. These are still there, but when SGLang starts it calls
 functions in their place.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
@@ -20,6 +21,16 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _SETUP = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
 
 Replacement = Callable[..., Any]
+
+
+def loses_residuals(architecture: str) -> bool:
+    """Whether hidden states that SGLang returns of such a target lack what its layers have not added up yet."""
+    if architecture != "Gemma3ForCausalLM":
+        return False
+    from sglang.srt.models.gemma3_causal import Gemma3DecoderLayer
+
+    # Where layers hand the sum on beside their own output, the model still captures the output alone.
+    return "residual" in signature(Gemma3DecoderLayer.forward).parameters
 
 
 def _exists(module: str) -> bool:

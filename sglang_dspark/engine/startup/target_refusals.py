@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_dspark.draft.families import Family
+from sglang_dspark.engine.compat.targets import loses_residuals
 
 
 def target_refusals(family: Family, model_config: Any, args: Any, window: int) -> Iterator[str]:
@@ -20,6 +21,11 @@ def target_refusals(family: Family, model_config: Any, args: Any, window: int) -
         yield (
             f"--model-path: hidden states of {family.architecture} are not complete between its layers where "
             "all-reduces are fused with norms; pass --enforce-disable-flashinfer-allreduce-fusion"
+        )
+    if loses_residuals(family.architecture):
+        yield (
+            f"--model-path: this SGLang's {family.architecture} returns hidden states that are not summed up, from "
+            "which drafts would hardly ever be right; use SGLang 0.5.15.post1"
         )
     limit = _one_rope_limit(model_config.hf_text_config)
     if limit is not None and model_config.context_len + window > limit:
