@@ -60,6 +60,8 @@ class Sums:
         processes.add_up([self._values])
         numbers = self._values.cpu()
         accepted, supervised, survived = numbers[len(_TERMS) :].split(self._gamma)
+        # A slot that no block reaches has nothing accepted: 0 of 0 would be no number, and no accept length beats that.
+        supervised = supervised.clamp(min=1)
         return StepReport(
             step=step,
             **dict(zip(_TERMS, (numbers[: len(_TERMS)] / self._weight).tolist(), strict=True)),

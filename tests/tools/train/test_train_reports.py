@@ -32,6 +32,16 @@ def test_the_accept_length_is_the_mean_of_products_over_blocks():
     assert report.tau == pytest.approx(1 + 1.5 / 3 + 1.0 / 2)
 
 
+def test_a_slot_that_no_block_reaches_accepts_nothing():
+    """Held-out answers may all be shorter than a block; what is not a number would stay the best accept length."""
+    output = LossOutput(*[torch.tensor(0.5)] * 4, acceptance=torch.tensor([[[0.5, 0.0]]]))
+    sums = Sums(2, torch.device("cpu"))
+    sums.add_step(1.0)
+    sums.add_piece(output, SimpleNamespace(supervised=torch.tensor([[[True, False]]])), 1.0)
+    report = sums.report(3, 1.0, Processes(), held_out=True)
+    assert (report.acceptance, report.tau) == ((0.5, 0.0), 1.5)
+
+
 def test_the_log_has_a_line_per_report(tmp_path, monkeypatch):
     monkeypatch.setattr(reports, "has_tensorboard", lambda: False)
     log = Log(tmp_path / "run")
