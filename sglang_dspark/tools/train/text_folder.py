@@ -236,8 +236,7 @@ class TextFolder:
         found = self._given
         if plan.max_prompts is not None and len(found) > plan.max_prompts:
             found = rng.sample(found, plan.max_prompts)
-        # Without a template there is no way to tell turns apart.
-        found = [turns[: 1 if prompt_format.raw else plan.max_turns] for turns in found]
+        found = [turns[: plan.answered_turns] for turns in found]
         if plan.invent:
             found += [(prompt,) for prompt in self._invented(writer, prompt_format, on_progress)]
         distinct = dict.fromkeys(found)

@@ -142,7 +142,7 @@ def test_an_output_of_other_settings_is_refused(train):
     assert train("run").exit_code == 0
     result = train("run", "--rank", 4)
     assert result.exit_code == 1
-    assert "markov_rank=4 (then 8); give the same settings to continue it, or another output" in result.output
+    assert "markov_rank=4 (then 8); give the same settings to continue it, or another --output" in result.output
 
 
 def test_training_by_the_clock_from_another_drafter(train, tmp_path):
@@ -263,6 +263,13 @@ def test_a_dry_run_counts_and_touches_nothing(train, tmp_path, chat_target):
     (tmp_path / "run" / "draft" / "config.json").unlink()
     again = train("run", "--dry-run")
     assert "answers to train on" in again.output and "time of training, at 40% of the" in again.output
+
+
+@pytest.mark.parametrize(("options", "answers"), [((), 2 * 7), (("--max-turns", 1), 7), (("--raw",), 7)])
+def test_a_dry_run_counts_the_turns_that_a_run_answers(options, answers, train, prompts):
+    prompts.write_text("".join(json.dumps({"turns": [f"red {noun}", f"blue {noun}"]}) + "\n" for noun in NOUNS))
+    result = train("run", "--dry-run", *options)
+    assert re.search(rf"answers to train on +{answers} *$", result.output, re.MULTILINE), result.output
 
 
 def test_a_run_from_a_drafter_takes_its_shape(train, tmp_path):
