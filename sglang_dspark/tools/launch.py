@@ -65,9 +65,9 @@ def dspark_flags(draft_path: str | Path) -> tuple[str, ...]:
 
 # What `torchrun` tells its processes about each other. A server that inherits it takes itself for one of them: where it
 # should open the store for its own ranks, it then waits for that of a launcher.
-_OF_TORCHRUN = frozenset(
-    ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR")
-    + ("MASTER_PORT", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
+_OF_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
 )
 _OF_TORCHELASTIC = "TORCHELASTIC_"
 

@@ -113,7 +113,8 @@ def test_turns_and_prompts_can_be_limited(prompt_format, talks, tmp_path):
 def test_nothing_to_train_on_begins_as_a_held_out_conversation(prompt_format, tmp_path):
     """Data sets hold the same first turn in several conversations."""
     path = tmp_path / "alike.jsonl"
-    path.write_text("".join(json.dumps({"turns": [f"{noun} 1", f"{noun} {n}"]}) + "\n" for noun in NOUNS for n in "234"))
+    talks = [[f"{noun} 1", f"{noun} {n}"] for noun in NOUNS for n in "234"]
+    path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in talks))
     plan = TextPlan(prompts=(str(path),), held_out=2)
     written(tmp_path / "corpus", plan, prompt_format)
     rows = [json.loads(line) for line in (tmp_path / "corpus" / "prompts.jsonl").read_text().splitlines()]
