@@ -111,14 +111,12 @@ def test_flex_attention_compiles_and_takes_texts_of_any_length():
         anchors = torch.stack([torch.randperm(length - 1)[:11].sort().values for _ in range(2)])
         context = [torch.randn(LAYERS, 2, length, 2, 16) for _ in range(2)]
         rows = [torch.randn(2 * 11 * SLOTS, heads, 16) for heads in (6, 2, 2)]
-        sinks = torch.linspace(-1, 4, 6)
         before = counters["stats"]["unique_graphs"]
         found, expected = (
             make(*context, anchors, config) for make in (partial(FlexAttention, compiled=True), ChunkedAttention)
         )
         for layer in range(LAYERS):
-            for given in (None, sinks):
-                torch.testing.assert_close(found(layer, *rows, given), expected(layer, *rows, given), **TOLERANCE)
+            torch.testing.assert_close(found(layer, *rows, None), expected(layer, *rows, None), **TOLERANCE)
         compiled.append(counters["stats"]["unique_graphs"] - before)
     assert compiled[0] > 0 and compiled[2] == 0
 
