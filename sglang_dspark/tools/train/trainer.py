@@ -238,9 +238,11 @@ class Trainer:
     def _check(self, report: StepReport) -> None:
         """Refuse to go on with a drafter that computes nothing any more."""
         if not math.isfinite(report.loss):
+            best = self.out_dir / DRAFT_DIR
             raise ConfigError(
-                f"learning_rate={self.config.learning_rate}: training has diverged before step {self.step}; continue "
-                f"from the checkpoint in {self.out_dir} with a smaller one, in another output directory"
+                f"learning_rate={self.config.learning_rate}: training has diverged before step {self.step}; give a "
+                "smaller one and another --output"
+                + (f", and --init {best} to go on from the best checkpoint" if best.exists() else "")
             )
 
     def _report(self, sums: Sums, held_out: bool, on_report: OnReport | None) -> StepReport:
