@@ -70,7 +70,7 @@ class Trainer:
 
     Raises:
         ConfigError: `out_dir` holds the state of a run with other settings or texts, or a drafter without a state; or
-            no tensor of `init` fits, or there are fewer texts per step than processes.
+            no tensor of `init` fits, or there are fewer texts per step than processes, or they see different folders.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Trainer:
         self.vocabulary = LossVocabulary(counts, config.loss_vocab, config.loss_vocab_sampled)
         self._token_ids = _proposed_tokens(config, counts, init)
         state = read_state(self.out_dir, config, self._texts)
+        _check_start(self.out_dir, 0 if state is None else state["step"], processes)
         # Weights are drawn on the CPU, so that a seed means the same drafter on every device.
         self.model = DraftModel(config.draft_config(target.config), own_embedding=False, own_lm_head=False)
         self.model.bind_target(target.embed_weight.cpu(), target.lm_head_weight.cpu())
@@ -284,6 +285,15 @@ def _check_settings(config: TrainConfig, target: Target, processes: Processes) -
         raise ConfigError(
             f"batch_rows={config.batch_rows}: {processes.count} processes share the texts of a step; give each at "
             f"least one, --batch-rows {processes.count}, or start fewer"
+        )
+
+
+def _check_start(out_dir: Path, step: int, processes: Processes) -> None:
+    """Every process reads the state of a resumed run itself."""
+    if not processes.agree_on(step):
+        raise ConfigError(
+            f"--output {out_dir}: the processes would go on after different steps, this one after {step}; all machines "
+            "need the same folder, so give one that all of them see"
         )
 
 
