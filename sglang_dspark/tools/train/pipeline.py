@@ -115,13 +115,9 @@ def train(job: TrainJob, display: Display, processes: Processes) -> Evaluation:
             output folder was begun with.
         CheckpointError: shape of the drafter and target do not go together.
     """
-    refuse_finished(job.output)
-    target_config = read_target_config(job.target)
-    like = None if job.init is None else initial_config(job.init, target_config)
-    taps = taps_of(job, target_config, like)
+    prepared = _prepare(job)
+    target_config, like, taps, folder = prepared.target_config, prepared.like, prepared.taps, prepared.folder
     _say_if_not_served(target_config, display)
-    plan = replace(job.plan, stored_taps=taps if job.store_states else None)
-    folder = TextFolder(job.corpus, plan, job.plan_options)
     stored = folder.plan.stored_taps
     _check_stored(job, stored, taps)
     prompt_format = PromptFormat.from_pretrained(
@@ -162,14 +158,29 @@ def foretell(job: TrainJob, processes: int) -> tuple[Forecast, TrainConfig]:
     Raises:
         ConfigError: as `train`, as far as configurations and prompts tell.
     """
+    prepared = _prepare(job)
+    target_config = prepared.target_config
+    config = train_config(job, target_config.num_hidden_layers, prepared.taps, 0, prepared.like)
+    return forecast(prepared.folder.plan, job.corpus, config, target_config, processes), config
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is known of a job before anything is loaded or written."""
+
+    target_config: Any  # transformers text configuration
+    like: DraftConfig | None  # of the drafter to start from
+    taps: tuple[int, ...]
+    folder: TextFolder
+
+
+def _prepare(job: TrainJob) -> _Prepared:
     refuse_finished(job.output)
     target_config = read_target_config(job.target)
     like = None if job.init is None else initial_config(job.init, target_config)
     taps = taps_of(job, target_config, like)
-    config = train_config(job, target_config.num_hidden_layers, taps, 0, like)
     plan = replace(job.plan, stored_taps=taps if job.store_states else None)
-    plan = TextFolder(job.corpus, plan, job.plan_options).plan
-    return forecast(plan, job.corpus, config, target_config, processes), config
+    return _Prepared(target_config, like, taps, TextFolder(job.corpus, plan, job.plan_options))
 
 
 def taps_of(job: TrainJob, target_config: Any, like: DraftConfig | None) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ class Trainer:
         self._processes.add_up(map(_gradient, self.model.parameters()))
         self.optimizer.step(learning_rate_factor(self.config, self.progress.position(self.config)))
 
-    def _pieces_of(self, whole: Piece) -> Any:
+    def _pieces_of(self, whole: Piece) -> Iterator[Piece]:
         most = self.config.micro_batch_rows or self.config.batch_rows
         return pieces_of(whole, most, self._processes.rank, self._processes.count)
 
