@@ -118,7 +118,7 @@ class Trainer:
             self._continue(state)
         processes.share(self.model.state_dict().values())
         self._sums = Sums(self.model.config.gamma, self.device)
-        self._log = Log(self.out_dir) if processes.is_first else None
+        self._log = Log(self.out_dir, self.step) if processes.is_first else None
 
     @property
     def step(self) -> int:
