@@ -299,6 +299,7 @@ def test_losses_and_optimizers_are_options(train, tmp_path):
         assert f"Invalid value for '{option}'" in result.output
 
 
+@pytest.mark.thorough
 def test_two_processes_write_the_files_of_one(train, tmp_path, chat_target, prompts):
     """The whole command under torchrun: the first process writes and speaks, the other waits and trains along."""
     assert train("alone").exit_code == 0
