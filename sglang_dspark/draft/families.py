@@ -24,7 +24,6 @@ class Family:
         embedding: path of the embedding, where the class has no ``get_input_embeddings``.
         sums_late: between two layers the class may hold sums that are not reduced over the ranks yet, so that what it
             captures is wrong unless SGLang's fusion of all-reduce and norm is off.
-        slides: some of its layers see a window of the context only, which our kernel for GPUs does not know.
         tried: what tests compare with transformers in float32: ``model``, hidden states and greedy texts of SGLang's
             own model; ``server``, texts and rounds of a server.
         remark: what users of the family should know.
@@ -36,7 +35,6 @@ class Family:
     text: str = ""
     embedding: str = ""
     sums_late: bool = False
-    slides: bool = False
     tried: tuple[Literal["model", "server"], ...] = ("model",)
     remark: str = ""
 
@@ -70,9 +68,7 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma3ForCausalLM",
         "Gemma 3 1B and 270M",
         capture="eagle3",
-        slides=True,
         tried=("model", "server"),
-        remark="on a CPU only: the kernel for GPUs has no sliding windows yet",
     ),
     Family(
         "Mistral3ForConditionalGeneration",
@@ -103,9 +99,7 @@ class Unserved:
 
 _STATE = "some of its layers keep a recurrent state, which verification cannot take back yet"
 _LATENT = "it attends over latent K/V (MLA), for which verification has no kernel yet"
-_WINDOWED = (
-    "some of its layers see a window of the context only, which verification knows for text models on a CPU alone"
-)
+_WINDOWED = "some of its layers see a window of the context only, which is tried for text models alone"
 _TWO_POOLS = "and SGLang keeps their K/V in a second, smaller pool, from which verification does not read yet"
 
 UNSERVED: tuple[Unserved, ...] = (
@@ -146,8 +140,8 @@ UNSERVED: tuple[Unserved, ...] = (
     ),
     Unserved(
         ("GptOssForCausalLM",),
-        f"half of its layers see a window of the context only, {_TWO_POOLS}, and all have attention sinks, which the "
-        "kernels of verification lack",
+        f"half of its layers see a window of the context only, {_TWO_POOLS}, and all have attention sinks, which "
+        "verification does not pass on to its kernels yet",
         "SGLang's own --speculative-algorithm DFLASH serves it with a DFlash drafter",
     ),
     Unserved(

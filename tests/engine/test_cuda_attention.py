@@ -32,7 +32,7 @@ class Pool:
         return self.v
 
 
-def verify(dtype=torch.float32, scales=(None, None)):
+def verify(dtype=torch.float32, scales=(None, None), keys_before=-1):
     """Attention of two requests with 3 and 2 rows, with the pool, the layout, and what the forward was given."""
     torch.manual_seed(1)
     backend = CudaVerifyBackend.__new__(CudaVerifyBackend)
@@ -47,7 +47,7 @@ def verify(dtype=torch.float32, scales=(None, None)):
         qk_head_dim=HEAD_DIM,
         v_head_dim=HEAD_DIM,
         layer_id=0,
-        sliding_window_size=-1,
+        sliding_window_size=keys_before,
         scaling=HEAD_DIM**-0.5,
         k_scale_float=scales[0],
         v_scale_float=scales[1],
@@ -80,6 +80,23 @@ def test_no_row_sees_a_later_one(verified):
     q, *kv = map(heads_of, rows)
     expected = window_attention_ref(q, tuple(kv), pool, windows, causal=True, scale=HEAD_DIM**-0.5)
     torch.testing.assert_close(heads_of(attended), expected)
+
+
+@pytest.mark.parametrize("keys_before", [0, 3, 6])
+def test_a_layer_with_a_window_sees_as_many_keys_before_a_row(keys_before):
+    attended, rows, backend, windows, _ = verify(keys_before=keys_before)
+    pool = backend.token_to_kv_pool.k, backend.token_to_kv_pool.v
+    q, *kv = map(heads_of, rows)
+    for request, (start, end) in enumerate([(0, 3), (3, 5)]):
+        prefix = int(windows.prefix_lens[request])
+        slots = backend.req_to_token[windows.req_pool_indices[request], :prefix].long()
+        keys, values = (torch.cat([cached[slots], x[start:end]]) for cached, x in zip(pool, kv, strict=True))
+        ages = prefix + torch.arange(end - start)[:, None] - torch.arange(prefix + end - start)
+        seen = (ages >= 0) & (ages <= keys_before)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1) for x in (q[start:end], keys, values)), attn_mask=seen, enable_gqa=True
+        )
+        torch.testing.assert_close(heads_of(attended)[start:end], expected.transpose(0, 1))
 
 
 def test_what_is_verified_goes_into_the_pool(verified):

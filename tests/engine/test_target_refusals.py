@@ -12,7 +12,7 @@ from sglang_dspark.errors import UnservedError
 def refusals(architecture, rope=None, context_len=8192, **flags):
     text_config = SimpleNamespace(rope_parameters=rope, original_max_position_embeddings=4096)
     model_config = SimpleNamespace(hf_text_config=text_config, context_len=context_len)
-    args = SimpleNamespace(**{"tp_size": 1, "flashinfer_allreduce_fusion_backend": None, "device": "cuda"} | flags)
+    args = SimpleNamespace(**{"tp_size": 1, "flashinfer_allreduce_fusion_backend": None} | flags)
     return list(target_refusals(family_of([architecture]), model_config, args, window=8))
 
 
@@ -22,12 +22,6 @@ def test_sums_that_ranks_have_not_reduced_are_not_captured():
     assert "pass --enforce-disable-flashinfer-allreduce-fusion" in refusal
     assert refusals("Glm4MoeForCausalLM", **fused | {"tp_size": 1}) == []
     assert refusals("Qwen3MoeForCausalLM", **fused) == []
-
-
-def test_windows_of_the_context_are_known_on_a_cpu_alone():
-    [refusal] = refusals("Gemma3ForCausalLM")
-    assert "for GPUs" in refusal and "--speculative-algorithm EAGLE3" in refusal
-    assert refusals("Gemma3ForCausalLM", device="cpu") == []
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def probe():
         yield process
 
 
-@pytest.mark.parametrize("architecture", [family.architecture for family in FAMILIES if not family.slides])
+@pytest.mark.parametrize("architecture", [family.architecture for family in FAMILIES])
 def test_states_and_tokens(probe, architecture, tmp_path):
     """Nine rows of ten: where two experts stand close, rounding may choose the other one, and the row is another."""
     model = write_target(architecture, tmp_path)

@@ -38,7 +38,7 @@ class CudaVerifyBackend(AttentionBackend):
     """TARGET_VERIFY over ragged rows, whose whole layout lies in ``forward_batch.spec_info``: nothing is planned.
 
     SGLang's backends verify as many rows for every request, and want index lists that are built for every step. Ours
-    knows neither capped nor scaled scores, sliding windows nor heads of unequal sizes, and the architectures that are
+    knows neither capped nor scaled scores, attention sinks nor heads of unequal sizes, and the architectures that are
     served have none of them (``draft.families``). It reads the pools of all backends that ``PREFILL_BACKENDS``
     names: [slots, heads, head_dim]. Queries keep their dtype where the pool has eight bits.
     """
@@ -62,7 +62,6 @@ class CudaVerifyBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Attention of one target layer; verification rows as laid out by ``forward_batch.spec_info``."""
         assert sinks is None, "no served architecture has attention sinks"
-        assert layer.sliding_window_size < 0, "targets with windows are refused at start-up"
         layout, pool = forward_batch.spec_info, self.token_to_kv_pool
         k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         # A pool of another dtype holds rounded numbers, divided by the layer's scales where its checkpoint has any.
@@ -81,6 +80,8 @@ class CudaVerifyBackend(AttentionBackend):
                 forward_batch.seq_lens,
                 layout.indptr,
                 layout.draft_token_num,
+                # SGLang counts the keys before a row's own.
+                sliding_window=layer.sliding_window_size + 1 if layer.sliding_window_size >= 0 else None,
             ),
             causal=True,
             scale=layer.scaling * (k_scale or 1.0),

@@ -21,12 +21,6 @@ def target_refusals(family: Family, model_config: Any, args: Any, window: int) -
             f"--model-path: hidden states of {family.architecture} are not complete between its layers where "
             "all-reduces are fused with norms; pass --enforce-disable-flashinfer-allreduce-fusion"
         )
-    if family.slides and args.device == "cuda":
-        yield (
-            f"--model-path: some layers of {family.architecture} see a window of the context only, which the kernel of "
-            "verification for GPUs does not know yet; SGLang's own --speculative-algorithm EAGLE3 serves it with an "
-            "EAGLE-3 drafter"
-        )
     limit = _one_rope_limit(model_config.hf_text_config)
     if limit is not None and model_config.context_len + window > limit:
         # SGLang takes the other factors for the whole batch as soon as one of its tokens lies beyond.
