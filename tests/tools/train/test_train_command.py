@@ -17,6 +17,7 @@ from sglang_dspark.tools.cli import main
 from sglang_dspark.tools.train import corpus as corpus_module
 from sglang_dspark.tools.train import pipeline
 from sglang_dspark.tools.train.config import TextPlan
+from sglang_dspark.tools.train.job import TrainJob
 from sglang_dspark.tools.train.target import Target
 from sglang_dspark.tools.train.text_writer import InProcessWriter
 from sglang_dspark.tools.train.trainer import Trainer
@@ -173,7 +174,7 @@ def test_a_server_of_its_own_writes_the_same_greedy_texts(train, tmp_path, chat_
 
     assert train("here").exit_code == 0
     monkeypatch.setattr(pipeline, "OwnServerWriter", Own)
-    monkeypatch.setattr(pipeline.TrainJob, "writes_in_process", False)
+    monkeypatch.setattr(TrainJob, "writes_in_process", False)
     result = train("there")
     assert result.exit_code == 0, result.output
     assert made == [(str(chat_target), "cpu", "float32", 256, 64), "stopped"]
@@ -192,7 +193,7 @@ def test_a_server_of_its_own_writes_the_same_greedy_texts(train, tmp_path, chat_
 def test_who_writes_the_texts(options, here, tmp_path):
     job = {"target": "t", "output": tmp_path, "corpus": tmp_path, "plan": TextPlan(), "plan_options": frozenset()}
     job |= {"concurrency": 1, "settings": {}, "compute_dtype": "float32"}
-    assert pipeline.TrainJob(**job, **options).writes_in_process == here
+    assert TrainJob(**job, **options).writes_in_process == here
 
 
 REFUSED = {
