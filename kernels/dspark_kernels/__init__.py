@@ -37,7 +37,7 @@ from dspark_kernels.judging.bitmasks import mask_tokens
 from dspark_kernels.judging.outcome import Accepted
 from dspark_kernels.judging.simulation import simulated_accept, simulated_accept_ref
 from dspark_kernels.laying_out.plans import plan_staged, plan_top, plan_uniform
-from dspark_kernels.laying_out.plans_reference import plan_lens, plan_staged_ref, plan_top_ref, plan_uniform_ref
+from dspark_kernels.laying_out.plans_reference import FORCED, plan_lens, plan_staged_ref, plan_top_ref, plan_uniform_ref
 from dspark_kernels.laying_out.preparation import PlanNumbers, PreparedStep, StepRequests, prepare, prepare_ref
 from dspark_kernels.laying_out.windows import VerifyRows, Windows
 from dspark_kernels.sampling.noise import (
@@ -56,6 +56,7 @@ from dspark_kernels.training.losses import distribution_loss, distribution_loss_
 from dspark_kernels.transfers import to_device
 
 __all__ = [
+    "FORCED",
     "Accepted",
     "Adjustment",
     "AdjustmentTable",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from dspark_kernels import FORCED
 
 from sglang_dspark.scheduling.selection import above_threshold
 from sglang_dspark.step.choice import Choice
@@ -12,8 +13,8 @@ from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.state import Drafted
 from sglang_dspark.step.transfers import host_floats, host_index
 
-# Survival of a draft that is verified whatever its confidence, and of one that must not be: outside of [0, 1].
-_FORCED, _EXCLUDED = 2.0, -1.0
+_EXCLUDED = -1.0
+"""Survival of a draft that must not be verified."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Bounds:
     def apply(self, survival: torch.Tensor) -> torch.Tensor:
         """[bs, width] what drafts are ranked by: copied ones come first, those past the bounds never."""
         slots = torch.arange(survival.shape[1], device=survival.device)
-        return survival.masked_fill(self.copied[:, None], _FORCED).masked_fill(slots >= self.most[:, None], _EXCLUDED)
+        return survival.masked_fill(self.copied[:, None], FORCED).masked_fill(slots >= self.most[:, None], _EXCLUDED)
 
     def drafted(self, survival: torch.Tensor) -> torch.Tensor:
         """[bs, depth] survivals of the drafter's drafts within the bounds; others are never worth anything."""
@@ -65,5 +66,5 @@ def ranked(choice: Choice, drafted: Drafted) -> torch.Tensor:
         survival = survival.index_fill(0, left_out, _EXCLUDED)
     if choice.forced is not None:
         survival = survival.clone()
-        survival[choice.forced] = _FORCED
+        survival[choice.forced] = FORCED
     return survival if choice.limits is None else Bounds.of(choice.limits, drafted).apply(survival)

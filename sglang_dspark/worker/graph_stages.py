@@ -310,7 +310,7 @@ class StepGraphs:
 
 
 def plan_numbers(choice: Choice, requests: int) -> PlanNumbers | None:
-    """What a captured plan does by ``choice``; None where requests have bounds, or nothing ranks drafts."""
+    """What a captured plan does by ``choice``; None where requests have bounds, or nobody ranks drafts for all."""
     if choice.is_uniform(requests):
         return PlanNumbers(verify_len=choice.depth)
     if choice.rule is not Rule.TOP or choice.limits or choice.drafted or not choice.with_confidence:

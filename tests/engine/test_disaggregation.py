@@ -9,13 +9,13 @@ import pytest
 import torch
 from golden_server import DRAFT
 from sglang.srt.managers.overlap_utils import resolve_forward_inputs
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.resolved import ResolvedDrafter
-from sglang_dspark.engine.scheduler.disaggregation import buffers
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
+from sglang_dspark.engine.scheduler.draft_pool import DraftPool
 from sglang_dspark.engine.startup.registration import _algorithm_class
 
 CONFIG = ResolvedDrafter.read(DRAFT).config
@@ -34,9 +34,8 @@ def test_an_engine_that_copies_pages_by_their_addresses_moves_the_draft_context(
     here, there = filled_cache(8, page_size, seed=1), filled_cache(8, page_size, seed=2)
     before = there.k.clone(), there.v.clone()
     sources, targets = [1, 2, 5], [6, 4, 3]
-    for (begin, size, item), (far, far_size, far_item) in zip(
-        zip(*buffers(here, page_size), strict=True), zip(*buffers(there, page_size), strict=True), strict=True
-    ):
+    lists = [DraftPool(cache, 7 * page_size, page_size).get_contiguous_buf_infos() for cache in (here, there)]
+    for (begin, size, item), (far, far_size, far_item) in zip(*(zip(*of, strict=True) for of in lists), strict=True):
         assert (size, item) == (far_size, far_item) and size == 8 * item
         for source, target in zip(sources, targets, strict=True):
             ctypes.memmove(far + target * item, begin + source * item, item)
@@ -45,19 +44,6 @@ def test_an_engine_that_copies_pages_by_their_addresses_moves_the_draft_context(
         for page in range(8):
             expected = by_page[2][:, sources[targets.index(page)]] if page in targets else by_page[1][:, page]
             assert by_page[0][:, page].equal(expected)
-
-
-def test_the_lists_are_those_of_a_pool_of_sglang():
-    """Addresses differ; order and sizes are what its engines take apart by halves: keys, then values."""
-    shape = {"head_num": CONFIG.num_key_value_heads, "head_dim": CONFIG.head_dim, "layer_num": CONFIG.num_hidden_layers}
-    pool = MHATokenToKVPool(
-        96, page_size=16, dtype=torch.float32, device="cpu", enable_memory_saver=False, enable_alt_stream=False, **shape
-    )
-    cache = DraftCache(CONFIG, 96 + 16, torch.float32, torch.device("cpu"))
-    addresses, sizes, items = buffers(cache, 16)
-    assert [sizes, items] == [list(column) for column in pool.get_contiguous_buf_infos()[1:]]
-    keys = addresses[: len(addresses) // 2]
-    assert keys[0] == cache.k.data_ptr() and addresses[len(keys)] == cache.v.data_ptr()
 
 
 def algorithm():

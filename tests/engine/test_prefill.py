@@ -120,16 +120,24 @@ def test_graphs_that_lose_the_hidden_states_are_not_captured(monkeypatch, caplog
     assert "return no hidden states" in caplog.text
 
 
-def test_a_prompt_waits_for_what_comes_back_from_host_memory(monkeypatch):
-    """SGLang's own worker says so for batches that it is handed; it is handed a forward."""
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_a_prompt_waits_for_what_comes_back_from_host_memory(is_prefill, monkeypatch):
+    """SGLang's own worker says so for batches that it is handed; it is handed a forward. Decoding waits for nothing."""
     awaited = []
 
-    def forward(batch, runner):
+    def forward(*args):
         raise InterruptedError(f"made after {awaited}")
 
     worker = object.__new__(DSparkWorker)
     worker._target_worker = SimpleNamespace(model_runner=None, set_hicache_consumer=awaited.append)
-    worker.prompt_hold = SimpleNamespace(launched=lambda prefill: None)
+    worker._first_answer = SimpleNamespace(look=lambda reqs: None)
+    worker.before_other_work = worker.before_prefill = lambda: None
+    worker.decode = forward
     monkeypatch.setattr(worker_base, "capturing_forward", forward)
-    with pytest.raises(InterruptedError, match=r"made after \[2\]"):
-        worker._prefill(SimpleNamespace(return_logprob=False, hicache_consumer_index=2), None)
+    mode = SimpleNamespace(is_extend=lambda: is_prefill, is_idle=lambda: False)
+    told = 2 if is_prefill else -1
+    batch = SimpleNamespace(
+        reqs=[], forward_mode=mode, is_extend_in_batch=False, return_logprob=False, hicache_consumer_index=told
+    )
+    with pytest.raises(InterruptedError, match=rf"made after \[{told}\]"):
+        worker._run(batch, None)

@@ -22,24 +22,23 @@ RAGGED = [
 ]
 
 
-@pytest.mark.parametrize("behind", [None, 0, 5, 63])
+@pytest.mark.parametrize("window", [None, 1, 6, 64])
 @pytest.mark.parametrize(("key_lens", "query_lens"), RAGGED)
-def test_ragged_attention_is_causal_from_the_right(key_lens, query_lens, behind):
+def test_ragged_attention_is_causal_from_the_right(key_lens, query_lens, window):
     generator = torch.Generator().manual_seed(sum(key_lens))
     q = torch.randn(sum(query_lens), 6, 32, generator=generator)
     pools = [torch.randn(300, 2, 32, generator=generator) for _ in range(2)]
     table = torch.stack([1 + torch.randperm(299, generator=generator)[:210] for _ in range(9)]).int()
     rows = torch.randperm(9, generator=generator)[: len(key_lens)].tolist()
-    groups = group_contexts(
-        table, rows, key_lens, query_lens, VisibleKeys(causal=True, behind=behind), heads_per_kv=3, dtype=torch.float32
-    )
+    visible = VisibleKeys(causal=True, sliding_window=window)
+    groups = group_contexts(table, rows, key_lens, query_lens, visible, heads_per_kv=3, dtype=torch.float32)
     out = attend_groups(q, *pools, groups, 32**-0.5)
     start = 0
     for row, num_keys, num_queries in zip(rows, key_lens, query_lens, strict=True):
         k, v = (pool[table[row, :num_keys].long()] for pool in pools)
         places = num_keys - num_queries + torch.arange(num_queries)[:, None]
         ages = places - torch.arange(num_keys)
-        mask = (ages >= 0) & (ages <= (num_keys if behind is None else behind))
+        mask = (ages >= 0) & (ages < (num_keys if window is None else window))
         part = slice(start, start + num_queries)
         torch.testing.assert_close(out[part].double(), dense_attention(q[part], k, v, mask), **FP32_TOL)
         start += num_queries

@@ -8,9 +8,10 @@ from stage_loop import StageLoop
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.state import TargetOutput
+from sglang_dspark.worker.startup import warm_up
 from sglang_dspark.worker.startup.warm_up import hold_largest_step
 
-REQUESTS, SLOTS = 5, 40
+REQUESTS, SLOTS, VOCAB_SIZE = 5, 40, 256
 
 
 class Target:
@@ -37,7 +38,7 @@ def worker():
         req_to_token_pool=SimpleNamespace(size=9, req_to_token=torch.zeros(10, 32, dtype=torch.int32)),
         token_to_kv_pool=SimpleNamespace(size=SLOTS),
         device="cpu",
-        model_config=None,
+        model_config=SimpleNamespace(vocab_size=VOCAB_SIZE),
         spec_algorithm=None,
     )
     return SimpleNamespace(model_runner=runner)
@@ -49,6 +50,32 @@ def test_every_request_is_sampled_and_has_all_drafts():
     hold_largest_step(loop.stages, table, loop.gamma)
     assert target.rows == [(REQUESTS, REQUESTS * (loop.gamma + 1), False)]
     assert not table.model_runner.req_to_token_pool.req_to_token.any()
+
+
+def test_a_table_of_adjustments_for_all_lies_beside_the_step(monkeypatch):
+    """Or the step would take memory that the allocator has handed out to nobody yet."""
+    loop, made = StageLoop(schedule="static"), []
+    target = Target(loop)
+
+    class Table:
+        def __init__(self, slots):
+            made.append(slots)
+
+        @classmethod
+        def empty(cls, slots, vocab_size, device):
+            assert (vocab_size, target.rows) == (VOCAB_SIZE, [])
+            return cls(slots)
+
+        def grown(self, slots):
+            return Table(slots)
+
+        def __del__(self):
+            made.append(len(target.rows))
+
+    monkeypatch.setattr(warm_up, "AdjustmentTable", Table)
+    hold_largest_step(loop.stages, worker(), loop.gamma)
+    # One is copied into the other before the step; the larger one is there until the step has been taken.
+    assert made == [4, 8, 0, 1]
 
 
 def test_memory_that_is_not_there_ends_the_start():

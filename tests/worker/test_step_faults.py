@@ -39,6 +39,7 @@ class WorkerLoop(StageLoop):
         self.published = []
         self.worker = worker = DSparkWorker.__new__(DSparkWorker)
         worker.step, worker.timer, worker.relay = 0, DeviceTimer(torch.device("cpu")), None
+        worker._target_worker = SimpleNamespace(set_hicache_consumer=nothing)
         worker.schedule = self.schedule
         worker.staging = SimpleNamespace(of=lambda step, choice: self.stages)
         worker.asked = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))
@@ -52,7 +53,7 @@ class WorkerLoop(StageLoop):
     def _step(self, number):
         mode = SimpleNamespace(is_extend=lambda: False, is_idle=lambda: False)
         reqs = [SimpleNamespace(rid=f"r{place}") for place in range(len(self.texts))]
-        batch = SimpleNamespace(reqs=reqs, forward_mode=mode, is_extend_in_batch=False)
+        batch = SimpleNamespace(reqs=reqs, forward_mode=mode, is_extend_in_batch=False, hicache_consumer_index=-1)
         self.worker.forward_batch_generation(batch, on_publish=self.published.append)
 
 

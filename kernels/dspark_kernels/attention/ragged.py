@@ -70,11 +70,11 @@ class VisibleKeys(NamedTuple):
 
     Attributes:
         causal: queries are the last positions among the keys and see no later key; otherwise all see all.
-        behind: keys before itself that a query sees at most, with ``causal``; None for all of them.
+        sliding_window: keys that a query sees at most, its own among them, with ``causal``; None for all of them.
     """
 
     causal: bool
-    behind: int | None = None
+    sliding_window: int | None = None
 
 
 def group_contexts(
@@ -150,8 +150,8 @@ def _mask(
     extra_keys: int,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    causal, behind = visible
-    sees_all_before = behind is None or n - 1 <= behind
+    causal, sliding_window = visible
+    sees_all_before = sliding_window is None or n <= sliding_window
     if bool((keys == n).all()) and (m == 1 or not causal) and sees_all_before:
         return None
     # Query i of a request with k keys and q queries stands at position k - q + i. Padded queries see all its keys.
@@ -159,8 +159,8 @@ def _mask(
     if causal:
         last = torch.minimum(last, (keys - queries)[:, None] + torch.arange(m))
     hidden = torch.arange(n) > last[..., None]  # [R, m or 1, n]
-    if behind is not None:
-        hidden |= torch.arange(n) < last[..., None] - behind
+    if sliding_window is not None:
+        hidden |= torch.arange(n) <= last[..., None] - sliding_window
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     mask = F.pad(mask, (0, extra_keys)).expand(-1, m, -1)
     return mask.repeat(1, heads_per_kv, 1)[:, None]

@@ -76,7 +76,7 @@ def _plan_kernel(
     positions_ptr,
     slots_ptr,
     budget,
-    numbers_ptr,  # [3] with STAGED: the budget, drafts of every request or -1, a request that verifies all or -1
+    numbers_ptr,  # [3] with STAGED: the budget, drafts of every request or -1, a request whose drafts come first or -1
     num_requests,  # a pointer with COUNT_ON_DEVICE
     draft_stride,
     table_stride,

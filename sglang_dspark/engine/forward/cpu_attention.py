@@ -9,6 +9,8 @@ from dspark_kernels import attend_groups
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sglang_dspark.engine.forward.layers import sliding_window
+
 
 class CpuVerifyBackend(AttentionBackend):
     """TARGET_VERIFY over ragged rows, which ``torch_native`` does not have; its cost is linear in the context."""
@@ -29,6 +31,5 @@ class CpuVerifyBackend(AttentionBackend):
         k_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         v_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        # SGLang counts the keys before a row, and writes -1 for layers that see all of them.
-        groups = forward_batch.spec_info.groups(layer.sliding_window_size if layer.sliding_window_size >= 0 else None)
+        groups = forward_batch.spec_info.groups(sliding_window(layer))
         return attend_groups(queries, k_pool, v_pool, groups, layer.scaling).reshape(q.shape)

@@ -9,6 +9,7 @@ from dspark_kernels import PagedWindows, window_attention
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
+from sglang_dspark.engine.forward.layers import sliding_window
 from sglang_dspark.errors import ConfigError
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
@@ -80,8 +81,7 @@ class CudaVerifyBackend(AttentionBackend):
                 forward_batch.seq_lens,
                 layout.indptr,
                 layout.draft_token_num,
-                # SGLang counts the keys before a row's own.
-                sliding_window=layer.sliding_window_size + 1 if layer.sliding_window_size >= 0 else None,
+                sliding_window=sliding_window(layer),
             ),
             causal=True,
             scale=layer.scaling * (k_scale or 1.0),

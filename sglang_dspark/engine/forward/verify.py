@@ -22,8 +22,7 @@ class DSparkVerifyInput(DFlashVerifyInput):
 
     Attributes:
         indptr: [bs + 1] int64, first row of each request; what :class:`CudaVerifyBackend` reads.
-        groups: what :class:`CpuVerifyBackend` reads: the layout for layers that see so many keys behind a row, None for
-            those that see all.
+        groups: what :class:`CpuVerifyBackend` reads: the layout for layers with such a sliding window, or None.
     """
 
     indptr: torch.Tensor | None = None
@@ -65,13 +64,13 @@ def _context_groups(
     config, ranks = runner.model_config, tp_size(runner)
 
     @cache
-    def groups(behind: int | None) -> list[ContextGroup]:
+    def groups(sliding_window: int | None) -> list[ContextGroup]:
         return group_contexts(
             runner.req_to_token_pool.req_to_token,
             decode.req_pool_indices.tolist(),
             [prefix + num for prefix, num in zip(decode.prefix_lens.tolist(), query_lens, strict=True)],
             query_lens,
-            VisibleKeys(causal=True, behind=behind),
+            VisibleKeys(causal=True, sliding_window=sliding_window),
             # Of this rank: with more ranks than K/V heads, several hold the same one.
             heads_per_kv=config.num_attention_heads // ranks // config.get_num_kv_heads(ranks),
             dtype=runner.dtype,

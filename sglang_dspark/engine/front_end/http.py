@@ -103,7 +103,8 @@ class SpeculationMiddleware:
         """``send`` that looks for our hooks before the first whole answer."""
 
         async def checked(message: Any) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 200 and not _is_stream(message):
+            # Requests that came before it have this ``send``, too.
+            if not self._checked and _is_whole_answer(message):
                 fired.check(fired.Moment.ANSWERED)
                 self._checked = True
                 await self._first_answered()
@@ -112,8 +113,10 @@ class SpeculationMiddleware:
         return checked
 
 
-def _is_stream(start: Any) -> bool:
-    return any(name == b"content-type" and b"event-stream" in value for name, value in start["headers"])
+def _is_whole_answer(message: Any) -> bool:
+    if message["type"] != "http.response.start" or message["status"] != 200:
+        return False
+    return not any(name == b"content-type" and b"event-stream" in value for name, value in message["headers"])
 
 
 async def _read_body(receive: Any) -> bytes | None:

@@ -134,7 +134,8 @@ def decode_result(
 
     Args:
         output: SGLang's ``LogitsProcessorOutput`` of the verification.
-        copies: how it comes to the host. Nothing of ``accepted`` and ``rounds`` is read after the next step's replays.
+        copies: how it comes to the host. Nothing that a graph wrote is read after the next step's replays; a tensor
+            that serves as a mark of what the relay holds may still be passed on.
         in_graphs: whether CUDA graphs were replayed.
     """
     outcome = [accepted.out_tokens, accepted.accepted_lens, accepted.bonus_tokens, accepted.new_seq_lens]

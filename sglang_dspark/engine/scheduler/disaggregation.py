@@ -14,25 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.overlap_utils import RelayPayload
 
-from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
-
-
-def buffers(cache: DraftCache, page_size: int) -> tuple[list[int], list[int], list[int]]:
-    """The memory of the draft K/V as SGLang's transfer engines take it: keys of all layers, then values of all layers.
-
-    Args:
-        page_size: K/V slots of a page. Engines address whole pages.
-
-    Returns:
-        Of each buffer its address, its bytes, and the bytes of one page: page p begins at ``address + p * page bytes``.
-    """
-    layers = [*cache.k, *cache.v]
-    return (
-        [layer.data_ptr() for layer in layers],
-        [layer.nbytes for layer in layers],
-        [layer[0].nbytes * page_size for layer in layers],
-    )
 
 
 def first_draft_input(batch: Any, first_tokens: torch.Tensor, future_map: Any) -> DSparkDraftInput:

@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 GRACE_S = 5.0
 """How long a node may take to end by itself: the ranks of a server that is told to shut down end one after another."""
 _FOR_EVER = timedelta(days=3650)
+_MISSING = "nothing"
 # Rank 0 reads these files for all, so each machine may keep them elsewhere.
 _OF_EACH_NODE = ("sps_table_path", "confidence_sts_path")
 
@@ -76,17 +77,19 @@ def check_alike(facts: Sequence[Mapping[str, object]], nodes: Nodes) -> None:
     """Refuse machines that were started differently.
 
     Args:
-        facts: of each rank, by name of a flag or a package, the same names on all.
+        facts: of each rank, by name of a flag or a package.
 
     Raises:
         ConfigError: names the first difference. Raised on every rank, so that every machine's log has it.
     """
     for rank, found in enumerate(facts):
-        for name, value in facts[0].items():
-            if found[name] != value:
+        for name in {**facts[0], **found}:
+            # Another build of this version may have other options.
+            here, there = facts[0].get(name, _MISSING), found.get(name, _MISSING)
+            if here != there:
                 raise ConfigError(
-                    f"node {nodes.of(rank)} ({nodes.hosts[rank]}) has {name}={found[name]} and node 0 "
-                    f"({nodes.hosts[0]}) {name}={value}; start all nodes alike"
+                    f"node {nodes.of(rank)} ({nodes.hosts[rank]}) has {name}={there} and node 0 "
+                    f"({nodes.hosts[0]}) {name}={here}; start all nodes alike"
                 )
 
 

@@ -182,6 +182,8 @@ class SpecWorkerBase(WorkerFace):
 
     def _run(self, batch: Any, publish: Publish) -> Any:
         self._first_answer.look(batch.reqs)
+        # What comes back from host memory for a prompt is waited for layer by layer; a decode step waits for nothing.
+        self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
         if not is_prefill and not batch.forward_mode.is_idle():
             return self.decode(batch, publish)
@@ -194,8 +196,6 @@ class SpecWorkerBase(WorkerFace):
         if batch.return_logprob:
             # SGLang fails on batches of which some requests name tokens and others want logprobs of their prompt alone.
             batch.token_ids_logprobs = named_in_all(batch.token_ids_logprobs)
-        # What comes back from host memory is waited for layer by layer.
-        self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         forward_batch = capturing_forward(batch, self._target_worker.model_runner)
         # First tokens are ours: SGLang's sampler knows no seeds, no output before a retraction, and no grammar's masks
         # on a CPU.

@@ -111,8 +111,12 @@ def hold_largest_step(stages: EagerStages, target_worker: Any, max_verify: int) 
     runner = target_worker.model_runner
     most = min(int(runner.max_running_requests), int(runner.req_to_token_pool.size))
     try:
+        # Once requests have adjustments, their table lies beside every step. It doubles, from one that is copied.
+        slots, vocab_size = 2 ** (most - 1).bit_length(), int(runner.model_config.vocab_size)
+        table = AdjustmentTable.empty(slots // 2, vocab_size, runner.device).grown(slots)
         with torch.no_grad(), DummyBatch(target_worker, most, 1, max_verify + 1) as batch:
             _WarmUpSteps(stages, batch, max_verify).fill()
+        del table
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"a step of --max-running-requests={most} sampled requests with {max_verify} drafts each does not fit into "
@@ -198,12 +202,8 @@ class _WarmUpSteps:
                 self._step(beside, _LAWS, copies)
 
     def fill(self) -> None:
-        """The largest step: sampled, as many drafts as may be verified, and adjustments of every request."""
-        choice = Choice(Rule.UNIFORM, self._most) if self._stages.drafter.drafts else PLAIN
-        _, output = self._step(choice, ((_SAMPLED,),))
-        logits = output.logits_output.next_token_logits
-        # It doubles when it is full: the smaller one and the larger one exist side by side.
-        AdjustmentTable.empty(self._requests, logits.shape[1], logits.device).grown(2 * self._requests)
+        """The largest step: sampled, with as many drafts as may be verified."""
+        self._step(Choice(Rule.UNIFORM, self._most) if self._stages.drafter.drafts else PLAIN, ((_SAMPLED,),))
 
     def verify(self, depth: int) -> None:
         """Verify drafts that nobody proposed. Attention has kernels for a width, and for few requests and many."""
