@@ -53,7 +53,7 @@ unit: env ## the fast tests: no server, no interpreted kernel, nothing marked sl
 test: env ## all tests that need no GPU, but for the long proofs of `make thorough`
 	$(PYTEST) -m "not thorough"
 
-thorough: env ## tests that show on a server what faster ones show in process
+thorough: env ## tests that show in several processes what faster ones show
 	$(PYTEST) -m thorough
 
 test-newest: $(VENV)-$(NEWEST)/.installed ## tests of the seam and of servers on the newest SGLang that is served

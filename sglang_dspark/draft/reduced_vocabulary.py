@@ -30,6 +30,7 @@ from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.markov_head import MarkovHead, VanillaMarkovHead
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.errors import CheckpointError
+from sglang_dspark.files import write_text_whole
 
 FILE = "draft_vocabulary.json"
 VERSION = 1
@@ -69,7 +70,7 @@ def load_token_ids(folder: str | Path, vocab_size: int) -> list[int] | None:
 def save_token_ids(folder: str | Path, token_ids: Sequence[int]) -> None:
     """Write the file of :func:`load_token_ids`."""
     content = {"version": VERSION, "token_ids": sorted(token_ids)}
-    (Path(folder) / FILE).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    write_text_whole(Path(folder) / FILE, json.dumps(content) + "\n")
 
 
 class ProposalHeads:

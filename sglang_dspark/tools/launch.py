@@ -63,6 +63,14 @@ def dspark_flags(draft_path: str | Path) -> tuple[str, ...]:
     return (*PLUGIN, "--speculative-draft-model-path", str(draft_path))
 
 
+# What `torchrun` tells its processes about each other. A server that inherits it takes itself for one of them: where it
+# should open the store for its own ranks, it then waits for that of a launcher.
+_OF_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+)
+_OF_TORCHELASTIC = "TORCHELASTIC_"
+
 STARTUP_TIMEOUT_S = 600.0
 POLL_S = 0.25
 TAIL_LINES = 25
@@ -96,7 +104,8 @@ class LaunchedServer:
         Args:
             model_path: the target checkpoint.
             flags: further arguments of ``sglang.launch_server``. A ``--port`` among them is used, else a free one.
-            env: variables set on top of this process's environment.
+            env: variables set on top of this process's environment, of which the server gets all but those by which
+                ``torchrun`` groups its processes.
             log_path: where the server's output goes; default: a new file in the temporary directory.
             startup_timeout_s: how long the server may take until it answers, warm-up request included.
             progress: called about four times a second while the server starts.
@@ -107,7 +116,7 @@ class LaunchedServer:
             self._command += ["--port", self._port]
         if "--host" not in flags:
             self._command += ["--host", "127.0.0.1"]
-        self._env = {**os.environ, **(env or {})}
+        self._env = {**_own_environment(), **(env or {})}
         self._startup_timeout_s = startup_timeout_s
         self._progress = progress
         self._process: subprocess.Popen[bytes] | None = None
@@ -277,6 +286,15 @@ def _start_reaper(group: int) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def _own_environment() -> dict[str, str]:
+    """This process's environment without its place among the processes of a launcher."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_TORCHRUN and not name.startswith(_OF_TORCHELASTIC)
+    }
 
 
 def _flag_value(flags: tuple[str, ...], name: str) -> str | None:

@@ -16,7 +16,8 @@ LAYERS, SLOTS = 2, 7
 
 @pytest.mark.parametrize(("texts", "ctx_len", "num_anchors"), [(1, 300, 33), (3, 1021, 128)])
 @pytest.mark.parametrize("window", [None, 100])
-def test_the_kernel_equals_the_chunked_form_with_its_gradients(texts, ctx_len, num_anchors, window):
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_the_kernel_equals_the_chunked_form_with_its_gradients(texts, ctx_len, num_anchors, window, with_sinks):
     heads, kv_heads, head_dim = 32, 8, 128
     config = DraftConfig(
         hidden_size=64,
@@ -39,6 +40,7 @@ def test_the_kernel_equals_the_chunked_form_with_its_gradients(texts, ctx_len, n
         confidence_head_with_markov=False,
         layer_types=("full_attention", "full_attention" if window is None else "sliding_attention"),
         sliding_window=window,
+        sink_layers=(with_sinks,) * LAYERS,
     )
     torch.manual_seed(0)
     options = {"device": "cuda", "dtype": torch.bfloat16}
@@ -47,11 +49,14 @@ def test_the_kernel_equals_the_chunked_form_with_its_gradients(texts, ctx_len, n
     rows = [
         torch.randn(texts * num_anchors * SLOTS, count, head_dim, **options) for count in (heads, kv_heads, kv_heads)
     ]
-    found, expected = ([x.clone().requires_grad_() for x in context + rows] for _ in range(2))
+    # Exact in bfloat16, to which the chunked form rounds them.
+    sinks = [torch.arange(heads, device="cuda") / 4 - 1] if with_sinks else []
+    found, expected = ([x.clone().requires_grad_() for x in context + rows + sinks] for _ in range(2))
+    sinks_of = [x[5] if with_sinks else None for x in (found, expected)]
     flex = FlexAttention(*found[:2], anchors, config, compiled=True)
     chunked = ChunkedAttention(*expected[:2], anchors, config)
     for layer in range(LAYERS):
-        ours, theirs = flex(layer, *found[2:], None), chunked(layer, *expected[2:], None)
+        ours, theirs = flex(layer, *found[2:5], sinks_of[0]), chunked(layer, *expected[2:5], sinks_of[1])
         torch.testing.assert_close(ours, theirs, **ROUNDING)
         weights = torch.randn_like(ours)
         (ours * weights).sum().backward()

@@ -16,7 +16,7 @@ from sglang_dspark.tools.train.config import LossWeights, TextPlan, TrainConfig
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sglang_dspark.tools.train.pipeline import TrainJob
+    from sglang_dspark.tools.train.job import TrainJob
 
 _Number = TypeVar("_Number", int, float)
 
@@ -222,8 +222,8 @@ def _job(ctx: click.Context, options: dict[str, Any]) -> TrainJob:
     import torch
 
     from sglang_dspark.errors import ConfigError
+    from sglang_dspark.tools.train.job import TrainJob
     from sglang_dspark.tools.train.parallel import local_device
-    from sglang_dspark.tools.train.pipeline import TrainJob
 
     device = local_device(options["device"] or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.partition(":")[0] not in ("cpu", "cuda"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from sglang_dspark.draft.backbone import Attend
@@ -167,13 +167,13 @@ class FlexAttention:
             block_mask=self._masks[layer],
             scale=self._config.attention_scale,
             enable_gqa=True,
-            return_lse=sinks is not None,
+            return_aux=None if sinks is None else AuxRequest(lse=True),
         )
         mixed: Tensor = found
         if sinks is not None:
             # What a sink takes of the weights, from the logarithm of their sum without it.
-            mixed, log_sums = found
-            mixed = mixed * torch.sigmoid(log_sums - sinks[:, None]).to(mixed.dtype)[..., None]
+            mixed, auxiliary = found
+            mixed = mixed * torch.sigmoid(auxiliary.lse - sinks[:, None]).to(mixed.dtype)[..., None]
         return mixed.transpose(1, 2).reshape(q.shape)
 
 

@@ -41,6 +41,11 @@ class TextPlan:
     write_batch: Annotated[int, whole(1)] = 64  # texts written together
     seed: Annotated[int, whole(0)] = 42
 
+    @property
+    def answered_turns(self) -> int | None:
+        """Turns of a conversation that are answered at most; None = all. Plain text has no turns to tell apart."""
+        return 1 if self.raw else self.max_turns
+
     @classmethod
     def read(cls, path: Path) -> TextPlan:
         """From a ``settings.json``."""

@@ -2,9 +2,12 @@
 
 A row is one of these, and of conversations only the turns of the user are read: the target answers them itself.
 
-- ``{"turns": [text, ...]}`` or ``{"prompt": text}``
+- ``{"turns": [text, ...]}``
 - ``{"messages": [{"role": "user", "content": text}, ...]}``
 - ``{"conversations": [{"from": "human", "value": text}, ...]}`` (ShareGPT), or with role and content
+- ``{"prompt": text}``
+
+Of a row with several of these the first one is read: data sets repeat the first turn of a conversation as its prompt.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ def read_conversations(source: str) -> list[Turns]:
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
         if not files:
             raise ConfigError(f"--prompts {source}: the folder has no {', '.join(_SUFFIXES)} file; name one that has")
-        rows = chain.from_iterable(map(_rows_of_file, files))
+        rows: Iterator[tuple[str, Any]] = chain.from_iterable(map(_rows_of_file, files))
     else:
-        rows = chain(_rows_of_file(path) if path.exists() else _rows_of_hub(source))
+        rows = _rows_of_file(path) if path.exists() else _rows_of_hub(source)
     found = [turns for where, row in rows if (turns := _user_turns(row, where))]
     if not found:
         raise ConfigError(f"--prompts {source} is empty; name prompts or conversations, in rows of {_FORMS}")
@@ -127,10 +130,10 @@ def _user_turns(row: Any, where: str) -> Turns:
     if isinstance(row, dict):
         if row.get("turns") is not None:
             said = row["turns"]
+        elif messages := row.get("messages") or row.get("conversations"):
+            said = _said_by_users(messages)
         elif row.get("prompt") is not None:
             said = [row["prompt"]]
-        else:
-            said = _said_by_users(row.get("messages") or row.get("conversations"))
     if not isinstance(said, list) or not all(isinstance(text, str) for text in said):
         raise ConfigError(f"{where}: {str(row)[:60]!r} has no text; write {_FORMS}")
     return tuple(text for text in said if text.strip())

@@ -94,7 +94,7 @@ def _num_answers(plan: TextPlan, corpus: Path) -> tuple[int, int]:
         asked = [number for number, apart in turns if not apart]
         held_out = sum(number for number, apart in turns if apart)
     else:
-        found = [len(talk[: plan.max_turns]) for source in plan.prompts for talk in read_conversations(source)]
+        found = [len(talk[: plan.answered_turns]) for source in plan.prompts for talk in read_conversations(source)]
         # Which ones are drawn and held out is decided later; the longest are counted.
         drawn = sorted(found, reverse=True)[: plan.max_prompts] + [1] * plan.invent
         asked, held_out = drawn[: max(0, len(drawn) - plan.held_out)], sum(drawn[: plan.held_out])

@@ -17,6 +17,7 @@ from sglang_dspark.draft.weights import EMBEDDING, LM_HEAD, load_draft_model
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import DRAFT_FILES, local_folder
 
+_PROJECTION = "fc.weight"
 _W2 = "markov_head.markov_w2.weight"
 # Tensors that a message lists.
 _NAMED = 4
@@ -62,8 +63,10 @@ class InitialDrafter:
         return cls(name, model.config, tensors, own, ids.tolist())
 
     def fitting(self, model: DraftModel) -> dict[str, Tensor]:
-        """The tensors that `model` has in the same shape."""
+        """The tensors that `model` has in the same shape; the projection only where it reads the same taps."""
         ours = model.state_dict()
+        if model.config.target_layer_ids != self.config.target_layer_ids:
+            del ours[_PROJECTION]
         return {name: w for name, w in self.tensors.items() if name in ours and w.shape == ours[name].shape}
 
     def give(self, model: DraftModel) -> None:

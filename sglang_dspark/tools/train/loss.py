@@ -15,6 +15,7 @@ of the step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from sglang_dspark.tools.train.anchors import AnchorBatch
 from sglang_dspark.tools.train.block_forward import block_hidden, block_latents, context_kv
 from sglang_dspark.tools.train.config import LossWeights
 from sglang_dspark.tools.train.loss_vocabulary import VocabularySlice
-from sglang_dspark.tools.train.slot_weights import confidence_weights, decay_weights, weight_of_slots
+from sglang_dspark.tools.train.slot_weights import confidence_weights, decay_weights
 
 # Rows of logits handled at a time on a CPU: 256 x 7168 float32 stay in a 32 MiB cache across the passes of
 # `distribution_loss_ref`. On a GPU small chunks save nothing, and each takes launches: 256 MiB of 16-bit logits there.
@@ -53,17 +54,16 @@ def draft_loss(
     vocabulary: VocabularySlice,
     target_lm_head: Tensor,  # [V, d]
     weights: LossWeights,
-    total_weight: float | None = None,
+    total_weight: float,
 ) -> LossOutput:
     """Loss of the draft model on `batch`, teacher-forced. Differentiable in all its parameters but the LM head's.
 
     Args:
-        total_weight: of the step that `batch` is a piece of (`weight_of_slots`); None = the batch is the step.
+        total_weight: of the step that `batch` is a piece of (`weight_of_slots`).
     """
     hidden = block_hidden(model, *context_kv(model, batch.features), batch.anchors, batch.anchor_ids)
     slots = batch.slots
     gamma = model.config.gamma
-    total = weight_of_slots(weights, batch.supervised.sum((0, 1))) if total_weight is None else total_weight
     latents = w1_embeddings = markov_w2 = None
     if model.markov_head is not None:
         latents, w1_embeddings = (
@@ -77,7 +77,7 @@ def draft_loss(
         slot_weights = confidence_weights(probs, slots, batch.supervised.numel() // gamma, gamma, weights.dpace_alpha)
     else:
         slot_weights = decay_weights(weights, gamma, hidden.device)[slots % gamma]
-    slot_weights = slot_weights / total
+    slot_weights = slot_weights / total_weight
     ce, l1, distribution_loss = _DistributionLoss.apply(
         hidden,
         latents,
@@ -129,7 +129,6 @@ class _DistributionLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         device = hidden.device.type
         compute_dtype = _compute_dtype(hidden)
-        chunk_rows = rows_of_chunk(len(lm_head), device)
         with torch.autocast(device, enabled=False):
             head, target_head = lm_head.to(compute_dtype), target_lm_head.to(compute_dtype)
             w2 = None if markov_w2 is None else markov_w2.to(compute_dtype)
@@ -138,13 +137,7 @@ class _DistributionLoss(torch.autograd.Function):
             hidden_grad = torch.empty_like(hidden)
             latents_grad = None if latents is None else torch.empty_like(latents)
             w2_grad = None if markov_w2 is None else torch.zeros_like(markov_w2, dtype=torch.float32)
-            for start in range(0, len(hidden), chunk_rows):
-                part = slice(start, start + chunk_rows)
-                h = hidden[part].to(compute_dtype)
-                logits = F.linear(h, head)
-                if w2 is not None and latents is not None:
-                    u = latents[part].to(compute_dtype)
-                    logits.addmm_(u, w2.T)
+            for part, logits in _draft_logits(hidden, latents, w2, head):
                 ce[part], l1[part], grad = distribution_loss(
                     logits,
                     F.linear(target_hidden[part].to(compute_dtype), target_head),
@@ -157,7 +150,7 @@ class _DistributionLoss(torch.autograd.Function):
                 hidden_grad[part] = (grad @ head).to(hidden.dtype)
                 if w2 is not None and latents is not None and latents_grad is not None and w2_grad is not None:
                     latents_grad[part] = (grad @ w2).to(latents.dtype)
-                    w2_grad += grad.T @ u
+                    w2_grad += grad.T @ latents[part].to(compute_dtype)
         ctx.save_for_backward(hidden_grad, latents_grad, w2_grad)
         ctx.mark_non_differentiable(ce, l1)
         return ce, l1, ((weights.ce * ce + weights.l1 * l1) * slot_weights).sum()
@@ -180,17 +173,29 @@ def _label_probs(
     """``p_d(y)`` of each slot: ``[n]`` float32, 0 where the label is outside the slice."""
     device, dtype = hidden.device.type, _compute_dtype(hidden)
     probs = torch.empty(len(hidden), device=hidden.device)
-    chunk_rows = rows_of_chunk(len(lm_head), device)
     with torch.autocast(device, enabled=False):
-        for start in range(0, len(hidden), chunk_rows):
-            part = slice(start, start + chunk_rows)
-            logits = F.linear(hidden[part].to(dtype), lm_head.to(dtype))
-            if latents is not None and markov_w2 is not None:
-                logits.addmm_(latents[part].to(dtype), markov_w2.to(dtype).T)
+        w2 = None if markov_w2 is None else markov_w2.to(dtype)
+        for part, logits in _draft_logits(hidden, latents, w2, lm_head.to(dtype)):
             whole = logits.float() if log_weight is None else logits.float() + log_weight
             ce = F.cross_entropy(whole, labels[part].clamp(min=0), reduction="none")
             probs[part] = torch.where(labels[part] < 0, 0.0, torch.exp(-ce))
     return probs
+
+
+def _draft_logits(
+    hidden: Tensor,  # [n, d]
+    latents: Tensor | None,  # [n, r]
+    markov_w2: Tensor | None,  # [v, r], in the dtype of lm_head
+    lm_head: Tensor,  # [v, d]
+) -> Iterator[tuple[slice, Tensor]]:
+    """The Markov-corrected logits ``[rows, v]`` of one chunk of slots after another, in the dtype of `lm_head`."""
+    chunk_rows = rows_of_chunk(len(lm_head), hidden.device.type)
+    for start in range(0, len(hidden), chunk_rows):
+        part = slice(start, start + chunk_rows)
+        logits = F.linear(hidden[part].to(lm_head.dtype), lm_head)
+        if latents is not None and markov_w2 is not None:
+            logits.addmm_(latents[part].to(lm_head.dtype), markov_w2.T)
+        yield part, logits
 
 
 def rows_of_chunk(num_tokens: int, device: str) -> int:

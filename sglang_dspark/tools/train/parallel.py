@@ -53,6 +53,12 @@ class Processes:
         dist.broadcast(told, src=0)
         return float(told)
 
+    def agree_on(self, number: float) -> bool:
+        """Whether all processes have this number; all get the same answer."""
+        differing = torch.tensor(float(number != self.agreed(number)))
+        self.add_up([differing])
+        return not differing
+
 
 @contextmanager
 def joined_processes(device: str) -> Iterator[Processes]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,11 +17,12 @@ from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import write_text_whole
-from sglang_dspark.tools.train.config import TextPlan, TrainConfig
+from sglang_dspark.tools.train.config import TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus
 from sglang_dspark.tools.train.dry_run import Forecast, forecast
 from sglang_dspark.tools.train.evaluate import AcceptanceReport, replay
-from sglang_dspark.tools.train.initial_drafter import InitialDrafter, initial_config, shape_of
+from sglang_dspark.tools.train.initial_drafter import InitialDrafter, shape_of
+from sglang_dspark.tools.train.job import TrainJob, prepare
 from sglang_dspark.tools.train.memory import training_bytes
 from sglang_dspark.tools.train.parallel import Processes
 from sglang_dspark.tools.train.prompt_format import PromptFormat
@@ -35,10 +36,10 @@ from sglang_dspark.tools.train.rows import (
     padded_ids,
     stored_states,
 )
-from sglang_dspark.tools.train.run_folder import DRAFT_DIR, LOG_FILE, refuse_finished
+from sglang_dspark.tools.train.run_folder import DRAFT_DIR, LOG_FILE
 from sglang_dspark.tools.train.server_writer import OwnServerWriter, ServerWriter
-from sglang_dspark.tools.train.target import Target, check_tap_ids, stop_ids_of
-from sglang_dspark.tools.train.target_defaults import MaskTokens, default_depth, default_taps
+from sglang_dspark.tools.train.target import Target, stop_ids_of
+from sglang_dspark.tools.train.target_defaults import MaskTokens, default_depth
 from sglang_dspark.tools.train.text_folder import TextFolder, Texts
 from sglang_dspark.tools.train.text_writer import InProcessWriter
 from sglang_dspark.tools.train.trainer import Trainer, answer_counts
@@ -65,40 +66,6 @@ class Display(Protocol):
         """One line that stays."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainJob:
-    """Everything that the command can be told."""
-
-    target: str  # checkpoint folder or name on the Hugging Face hub
-    output: Path
-    corpus: Path
-    plan: TextPlan
-    plan_options: frozenset[str]  # fields of the plan that the user set
-    store_states: bool = False
-    server: str | None = None
-    api_key: str | None = None
-    concurrency: int
-    taps: tuple[int, ...] | None = None
-    layers: int | None = None
-    mask_token_id: int | None = None
-    init: str | None = None  # drafter to start from, a folder or a name on the hub
-    settings: dict[str, Any]  # further fields of `TrainConfig`
-    given: frozenset[str] = frozenset()  # options that the user set: of the others, `init` decides about the shape
-    device: str
-    compute_dtype: Literal["float32", "bfloat16"]
-
-    @property
-    def writes_in_process(self) -> bool:
-        """Whether the target writes in this process: on a GPU a server is faster, but it does not give states."""
-        return self.server is None and (self.store_states or not self.device.startswith("cuda"))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of target and drafter while they run."""
-        dtype: torch.dtype = getattr(torch, self.compute_dtype)
-        return dtype
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """Accept lengths of the finished checkpoint on held-out texts."""
@@ -115,13 +82,9 @@ def train(job: TrainJob, display: Display, processes: Processes) -> Evaluation:
             output folder was begun with.
         CheckpointError: shape of the drafter and target do not go together.
     """
-    refuse_finished(job.output)
-    target_config = read_target_config(job.target)
-    like = None if job.init is None else initial_config(job.init, target_config)
-    taps = taps_of(job, target_config, like)
+    prepared = prepare(job)
+    target_config, like, taps, folder = prepared.target_config, prepared.like, prepared.taps, prepared.folder
     _say_if_not_served(target_config, display)
-    plan = replace(job.plan, stored_taps=taps if job.store_states else None)
-    folder = TextFolder(job.corpus, plan, job.plan_options)
     stored = folder.plan.stored_taps
     _check_stored(job, stored, taps)
     prompt_format = PromptFormat.from_pretrained(
@@ -162,26 +125,10 @@ def foretell(job: TrainJob, processes: int) -> tuple[Forecast, TrainConfig]:
     Raises:
         ConfigError: as `train`, as far as configurations and prompts tell.
     """
-    refuse_finished(job.output)
-    target_config = read_target_config(job.target)
-    like = None if job.init is None else initial_config(job.init, target_config)
-    taps = taps_of(job, target_config, like)
-    config = train_config(job, target_config.num_hidden_layers, taps, 0, like)
-    plan = replace(job.plan, stored_taps=taps if job.store_states else None)
-    plan = TextFolder(job.corpus, plan, job.plan_options).plan
-    return forecast(plan, job.corpus, config, target_config, processes), config
-
-
-def taps_of(job: TrainJob, target_config: Any, like: DraftConfig | None) -> tuple[int, ...]:
-    """Layers of the target that the drafter reads.
-
-    Raises:
-        ConfigError: the target does not have them.
-    """
-    layers = target_config.num_hidden_layers
-    taps = job.taps or (default_taps(layers) if like is None else like.target_layer_ids)
-    check_tap_ids(taps, layers)
-    return taps
+    prepared = prepare(job)
+    target_config = prepared.target_config
+    config = train_config(job, target_config.num_hidden_layers, prepared.taps, 0, prepared.like)
+    return forecast(prepared.folder.plan, job.corpus, config, target_config, processes), config
 
 
 def _write_texts(
@@ -208,26 +155,6 @@ def _write_texts(
     with OwnServerWriter(job.target, job.device, job.compute_dtype, ids, vocab_size, job.concurrency) as own:
         folder.write(own, prompt_format, display.progress)
     return None
-
-
-def read_target_config(path: str) -> Any:
-    """The target's transformers text configuration, of a folder or a name on the hub.
-
-    Raises:
-        ConfigError: it cannot be had.
-    """
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path).get_text_config()
-    except (OSError, ValueError) as error:
-        # What the hub says of a path is that no repository can have such a name.
-        is_path = path.startswith(("/", ".", "~"))
-        reason = "there is no such folder" if is_path and not Path(path).exists() else str(error).splitlines()[0]
-        raise ConfigError(
-            f"--target {path}: {reason}; give the folder of a checkpoint, or the name of a model on the Hugging Face "
-            "hub"
-        ) from error
 
 
 def _check_stored(job: TrainJob, stored: tuple[int, ...] | None, taps: tuple[int, ...]) -> None:

@@ -60,6 +60,8 @@ class Sums:
         processes.add_up([self._values])
         numbers = self._values.cpu()
         accepted, supervised, survived = numbers[len(_TERMS) :].split(self._gamma)
+        # A slot that no block reaches has nothing accepted: 0 of 0 would be no number, and no accept length beats that.
+        supervised = supervised.clamp(min=1)
         return StepReport(
             step=step,
             **dict(zip(_TERMS, (numbers[: len(_TERMS)] / self._weight).tolist(), strict=True)),
@@ -74,16 +76,19 @@ class Log:
     """The files of a run that grow with its reports.
 
     TensorBoard's are written where torch can: its package ``tensorboard`` is not one that SGLang brings.
+
+    Args:
+        step: steps done. What an earlier part of the run has drawn of later ones, TensorBoard no longer shows.
     """
 
-    def __init__(self, out_dir: Path) -> None:
+    def __init__(self, out_dir: Path, step: int) -> None:
         self._path = out_dir / LOG_FILE
         out_dir.mkdir(parents=True, exist_ok=True)
         self._board: Any = None
         if has_tensorboard():
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(out_dir / TENSORBOARD_DIR))
+            self._board = SummaryWriter(str(out_dir / TENSORBOARD_DIR), purge_step=step + 1)
 
     def write(self, report: StepReport) -> None:
         """Add a line, and a point to each curve."""

@@ -20,11 +20,9 @@ STATE_FILE = "training_state.pt"
 DRAFT_DIR = "draft"
 LOG_FILE = "log.jsonl"
 # Settings that a resumed run may change; with another number of steps the learning rate follows the new schedule from
-# there, so a run can be cut short with a proper decay, or prolonged.
-_MAY_CHANGE = (
-    *("steps", "max_minutes", "log_every", "checkpoint_every", "own_embeddings", "device"),
-    *("micro_batch_rows", "patience", "draft_vocabulary"),
-)
+# there, so a run can be cut short with a proper decay, or prolonged. What the checkpoint holds is none of them: it is
+# only written again when a later drafter is better.
+_MAY_CHANGE = ("steps", "max_minutes", "log_every", "checkpoint_every", "device", "micro_batch_rows", "patience")
 
 
 def refuse_finished(out_dir: Path) -> None:
@@ -69,8 +67,8 @@ def read_state(out_dir: Path, config: TrainConfig, texts: tuple[str, str]) -> di
     ]
     if changed:
         raise ConfigError(
-            f"{path} is of a run with other settings: {', '.join(changed)}; give the same settings to continue "
-            "it, or another output directory to start afresh"
+            f"{path} is of a run with other settings: {', '.join(changed)}; give the same settings to continue it, or "
+            f"another --output, with --init {out_dir / DRAFT_DIR} to begin with this drafter"
         )
     # The state of an earlier release does not know its texts.
     if tuple(state.get("texts", texts)) != texts:

@@ -236,8 +236,7 @@ class TextFolder:
         found = self._given
         if plan.max_prompts is not None and len(found) > plan.max_prompts:
             found = rng.sample(found, plan.max_prompts)
-        # Without a template there is no way to tell turns apart.
-        found = [turns[: 1 if prompt_format.raw else plan.max_turns] for turns in found]
+        found = [turns[: plan.answered_turns] for turns in found]
         if plan.invent:
             found += [(prompt,) for prompt in self._invented(writer, prompt_format, on_progress)]
         distinct = dict.fromkeys(found)
@@ -249,7 +248,17 @@ class TextFolder:
                 "--invent or --max-prompt-tokens, or a smaller --held-out"
             )
         rng.shuffle(short)
-        return [{"turns": turns, "held_out": i < plan.held_out} for i, turns in enumerate(short)]
+        held_out = short[: plan.held_out]
+        # Conversations may begin alike and differ later. What they share is answered but once.
+        seen = {turns[0] for turns in held_out}
+        train = [turns for turns in short[plan.held_out :] if turns[0] not in seen]
+        if not train:
+            raise ConfigError(
+                f"--held-out {plan.held_out}: all of the {len(short)} conversations begin as a held-out one does, "
+                "which leaves none to train on; give --prompts that begin otherwise, or a smaller --held-out"
+            )
+        rows = [(turns, True) for turns in held_out] + [(turns, False) for turns in train]
+        return [{"turns": turns, "held_out": apart} for turns, apart in rows]
 
     def _invented(self, writer: TextWriter, prompt_format: PromptFormat, on_progress: OnProgress) -> Sequence[str]:
         """Up to `plan.invent` distinct prompts, fewer where the target has no more ideas."""

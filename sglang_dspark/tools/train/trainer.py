@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class Trainer:
 
     Raises:
         ConfigError: `out_dir` holds the state of a run with other settings or texts, or a drafter without a state; or
-            no tensor of `init` fits, or there are fewer texts per step than processes.
+            no tensor of `init` fits, or there are fewer texts per step than processes, or they see different folders.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Trainer:
         self.vocabulary = LossVocabulary(counts, config.loss_vocab, config.loss_vocab_sampled)
         self._token_ids = _proposed_tokens(config, counts, init)
         state = read_state(self.out_dir, config, self._texts)
+        _check_start(self.out_dir, 0 if state is None else state["step"], processes)
         # Weights are drawn on the CPU, so that a seed means the same drafter on every device.
         self.model = DraftModel(config.draft_config(target.config), own_embedding=False, own_lm_head=False)
         self.model.bind_target(target.embed_weight.cpu(), target.lm_head_weight.cpu())
@@ -117,7 +118,7 @@ class Trainer:
             self._continue(state)
         processes.share(self.model.state_dict().values())
         self._sums = Sums(self.model.config.gamma, self.device)
-        self._log = Log(self.out_dir) if processes.is_first else None
+        self._log = Log(self.out_dir, self.step) if processes.is_first else None
 
     @property
     def step(self) -> int:
@@ -179,7 +180,7 @@ class Trainer:
         self._processes.add_up(map(_gradient, self.model.parameters()))
         self.optimizer.step(learning_rate_factor(self.config, self.progress.position(self.config)))
 
-    def _pieces_of(self, whole: Piece) -> Any:
+    def _pieces_of(self, whole: Piece) -> Iterator[Piece]:
         most = self.config.micro_batch_rows or self.config.batch_rows
         return pieces_of(whole, most, self._processes.rank, self._processes.count)
 
@@ -238,9 +239,11 @@ class Trainer:
     def _check(self, report: StepReport) -> None:
         """Refuse to go on with a drafter that computes nothing any more."""
         if not math.isfinite(report.loss):
+            best = self.out_dir / DRAFT_DIR
             raise ConfigError(
-                f"learning_rate={self.config.learning_rate}: training has diverged before step {self.step}; continue "
-                f"from the checkpoint in {self.out_dir} with a smaller one, in another output directory"
+                f"learning_rate={self.config.learning_rate}: training has diverged before step {self.step}; give a "
+                "smaller one and another --output"
+                + (f", and --init {best} to go on from the best checkpoint" if best.exists() else "")
             )
 
     def _report(self, sums: Sums, held_out: bool, on_report: OnReport | None) -> StepReport:
@@ -282,6 +285,15 @@ def _check_settings(config: TrainConfig, target: Target, processes: Processes) -
         raise ConfigError(
             f"batch_rows={config.batch_rows}: {processes.count} processes share the texts of a step; give each at "
             f"least one, --batch-rows {processes.count}, or start fewer"
+        )
+
+
+def _check_start(out_dir: Path, step: int, processes: Processes) -> None:
+    """Every process reads the state of a resumed run itself."""
+    if not processes.agree_on(step):
+        raise ConfigError(
+            f"--output {out_dir}: the processes would go on after different steps, this one after {step}; all machines "
+            "need the same folder, so give one that all of them see"
         )
 
 

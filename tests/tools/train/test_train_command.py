@@ -17,6 +17,7 @@ from sglang_dspark.tools.cli import main
 from sglang_dspark.tools.train import corpus as corpus_module
 from sglang_dspark.tools.train import pipeline
 from sglang_dspark.tools.train.config import TextPlan
+from sglang_dspark.tools.train.job import TrainJob
 from sglang_dspark.tools.train.target import Target
 from sglang_dspark.tools.train.text_writer import InProcessWriter
 from sglang_dspark.tools.train.trainer import Trainer
@@ -142,7 +143,7 @@ def test_an_output_of_other_settings_is_refused(train):
     assert train("run").exit_code == 0
     result = train("run", "--rank", 4)
     assert result.exit_code == 1
-    assert "markov_rank=4 (then 8); give the same settings to continue it, or another output" in result.output
+    assert "markov_rank=4 (then 8); give the same settings to continue it, or another --output" in result.output
 
 
 def test_training_by_the_clock_from_another_drafter(train, tmp_path):
@@ -173,7 +174,7 @@ def test_a_server_of_its_own_writes_the_same_greedy_texts(train, tmp_path, chat_
 
     assert train("here").exit_code == 0
     monkeypatch.setattr(pipeline, "OwnServerWriter", Own)
-    monkeypatch.setattr(pipeline.TrainJob, "writes_in_process", False)
+    monkeypatch.setattr(TrainJob, "writes_in_process", False)
     result = train("there")
     assert result.exit_code == 0, result.output
     assert made == [(str(chat_target), "cpu", "float32", 256, 64), "stopped"]
@@ -192,7 +193,7 @@ def test_a_server_of_its_own_writes_the_same_greedy_texts(train, tmp_path, chat_
 def test_who_writes_the_texts(options, here, tmp_path):
     job = {"target": "t", "output": tmp_path, "corpus": tmp_path, "plan": TextPlan(), "plan_options": frozenset()}
     job |= {"concurrency": 1, "settings": {}, "compute_dtype": "float32"}
-    assert pipeline.TrainJob(**job, **options).writes_in_process == here
+    assert TrainJob(**job, **options).writes_in_process == here
 
 
 REFUSED = {
@@ -265,6 +266,13 @@ def test_a_dry_run_counts_and_touches_nothing(train, tmp_path, chat_target):
     assert "answers to train on" in again.output and "time of training, at 40% of the" in again.output
 
 
+@pytest.mark.parametrize(("options", "answers"), [((), 2 * 7), (("--max-turns", 1), 7), (("--raw",), 7)])
+def test_a_dry_run_counts_the_turns_that_a_run_answers(options, answers, train, prompts):
+    prompts.write_text("".join(json.dumps({"turns": [f"red {noun}", f"blue {noun}"]}) + "\n" for noun in NOUNS))
+    result = train("run", "--dry-run", *options)
+    assert re.search(rf"answers to train on +{answers} *$", result.output, re.MULTILINE), result.output
+
+
 def test_a_run_from_a_drafter_takes_its_shape(train, tmp_path):
     assert train("first", "--rank", 4, "--layers", 2, "--taps", "0,3").exit_code == 0
     options = ("--corpus", tmp_path / "first" / "corpus", "--init", tmp_path / "first" / "draft")
@@ -292,6 +300,7 @@ def test_losses_and_optimizers_are_options(train, tmp_path):
         assert f"Invalid value for '{option}'" in result.output
 
 
+@pytest.mark.thorough
 def test_two_processes_write_the_files_of_one(train, tmp_path, chat_target, prompts):
     """The whole command under torchrun: the first process writes and speaks, the other waits and trains along."""
     assert train("alone").exit_code == 0

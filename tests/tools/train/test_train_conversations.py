@@ -28,6 +28,11 @@ FORMS = [
     (SHAREGPT, ("One?", "Two?")),
     (MESSAGES, ("One?",)),
     (ROLES, ("One?", "Two?")),
+    # The first turn of a conversation may stand beside it, as in HuggingFaceH4/ultrachat_200k.
+    ({"prompt": "One?"} | ROLES, ("One?", "Two?")),
+    ({"prompt": "One?", "messages": ROLES["conversations"]}, ("One?", "Two?")),
+    ({"prompt": "One?", "messages": None, "conversations": []}, ("One?",)),
+    (MESSAGES | {"turns": ["Three?"], "prompt": "One?"}, ("Three?",)),
 ]
 SILENT = {"conversations": [{"from": "gpt", "value": "1"}]}
 

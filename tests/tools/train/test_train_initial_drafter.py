@@ -11,6 +11,7 @@ from sglang_dspark.draft.weights import load_draft_model, save_draft_model
 from sglang_dspark.errors import CheckpointError, ConfigError
 from sglang_dspark.tools.train.initial_drafter import InitialDrafter, initial_config, shape_of
 from sglang_dspark.tools.train.run_folder import DRAFT_DIR
+from sglang_dspark.tools.train.target import Target
 from sglang_dspark.tools.train.trainer import Trainer
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden"
@@ -40,6 +41,16 @@ def test_what_has_another_shape_is_drawn_and_named(finished, target, corpus, con
     total = len(trainer.model.state_dict())
     assert account.startswith(f"{total - 3} of {total} tensors are those of")
     assert f"drawn anew: {named}" in account
+
+
+def test_the_projection_of_other_taps_is_drawn(finished, target, corpus, config, tmp_path):
+    """As many taps have the same shape, and the weights of other layers."""
+    taps = (0, 1)
+    other = replace(config, **shape_of(finished.config) | {"target_layer_ids": taps})
+    trainer = Trainer(other, Target(target.model, taps), corpus, corpus, tmp_path / "c", init=finished)
+    assert trainer.model.fc.weight.shape == finished.tensors["fc.weight"].shape
+    assert not torch.equal(trainer.model.fc.weight, finished.tensors["fc.weight"])
+    assert finished.account(trainer.model).endswith("drawn anew: fc.weight")
 
 
 def test_conventions_of_another_trainer_are_kept(random_drafter, target, corpus, config, tmp_path):

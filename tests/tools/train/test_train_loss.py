@@ -14,11 +14,18 @@ from sglang_dspark.tools.train.anchors import collate, sample_anchors
 from sglang_dspark.tools.train.loss import LossWeights, draft_loss
 from sglang_dspark.tools.train.loss_vocabulary import LossVocabulary, VocabularySlice
 from sglang_dspark.tools.train.rows import stored_states
+from sglang_dspark.tools.train.slot_weights import weight_of_slots
 
 WHOLE = VocabularySlice(None, None, None)
 WEIGHTS = LossWeights(ce=0.3, l1=0.9, confidence=0.7, position_decay=3.0)
 # float32 products of width-32 vectors, and rotary angles that stay float32 in the float64 model too.
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-3}
+
+
+def loss_of_step(model, batch, vocabulary, target, weights):
+    """Of a step that is not divided into pieces."""
+    total_weight = weight_of_slots(weights, batch.supervised.sum((0, 1)))
+    return draft_loss(model, batch, vocabulary, target.lm_head_weight, weights, total_weight)
 
 
 def literal_weights(probs: list[float], weights: LossWeights) -> list[float]:
@@ -77,7 +84,7 @@ def test_loss_and_gradients_equal_the_literal_objective(head, weights, target, r
     model = make_drafter(replace(config, markov_head_type=head, confidence_head_with_markov=head != "gated"))
     generator = torch.Generator().manual_seed(0)
     anchors = [sample_anchors(row, 5, generator) for row in rows]
-    output = draft_loss(model, collate(rows, anchors, stored_states(rows), 4), WHOLE, target.lm_head_weight, weights)
+    output = loss_of_step(model, collate(rows, anchors, stored_states(rows), 4), WHOLE, target, weights)
     output.loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -93,9 +100,9 @@ def test_loss_and_gradients_equal_the_literal_objective(head, weights, target, r
 def test_a_slice_that_holds_every_token_changes_nothing(target, rows, config, make_drafter):
     model = make_drafter(config)
     batch = collate(rows, [torch.tensor([row.prompt_len, row.prompt_len + 9]) for row in rows], stored_states(rows), 4)
-    whole = draft_loss(model, batch, WHOLE, target.lm_head_weight, WEIGHTS)
+    whole = loss_of_step(model, batch, WHOLE, target, WEIGHTS)
     every = LossVocabulary(torch.arange(64), 40, 24).draw(torch.Generator(), torch.device("cpu"))
-    sliced = draft_loss(model, batch, every, target.lm_head_weight, WEIGHTS)
+    sliced = loss_of_step(model, batch, every, target, WEIGHTS)
     for name in ("loss", "ce", "l1", "acceptance"):
         torch.testing.assert_close(getattr(sliced, name), getattr(whole, name))
 
@@ -122,9 +129,7 @@ def test_labels_outside_the_slice_carry_no_cross_entropy(target, rows, config, m
     ids = torch.tensor([token for token in range(64) if token not in labels])
     index = torch.full((64,), -1)
     index[ids] = torch.arange(len(ids))
-    output = draft_loss(
-        model, batch, VocabularySlice(ids, torch.zeros(len(ids)), index), target.lm_head_weight, WEIGHTS
-    )
+    output = loss_of_step(model, batch, VocabularySlice(ids, torch.zeros(len(ids)), index), target, WEIGHTS)
     assert float(output.ce) == 0.0
     assert torch.isfinite(output.loss)
     output.loss.backward()

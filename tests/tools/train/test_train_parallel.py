@@ -28,6 +28,7 @@ from sglang_dspark.tools.train.trainer import Trainer
 folder = Path(sys.argv[1])
 job = torch.load(folder / "job.pt", weights_only=False)
 with joined_processes("cpu") as processes:
+    assert processes.agree_on(2) and not processes.agree_on(processes.rank)
     target = Target(AutoModelForCausalLM.from_pretrained(folder / "target"), job["config"].target_layer_ids)
     trainer = Trainer(job["config"], target, job["corpus"], job["corpus"], folder / "out", processes=processes)
     trainer.run(until=3)
@@ -38,7 +39,13 @@ with joined_processes("cpu") as processes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"micro_batch_rows": 2, "max_minutes": 60.0}], ids=["whole", "pieces"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="whole", marks=pytest.mark.thorough),
+        pytest.param({"micro_batch_rows": 2, "max_minutes": 60.0}, id="pieces"),
+    ],
+)
 def test_two_processes_train_the_drafter_of_one_with_twice_the_batch(changes, target, corpus, config, tmp_path):
     """Six texts a step: three for each of two processes, whose lengths differ."""
     config = replace(config, **changes)
@@ -117,7 +124,29 @@ def test_a_process_alone_needs_no_launcher(monkeypatch):
     with joined_processes("cpu") as processes:
         assert processes == Processes(0, 1)
         assert processes.agreed(1.5) == 1.5
+        assert processes.agree_on(3)
     assert not torch.distributed.is_initialized()
+
+
+class SecondOfTwo(Processes):
+    """Whose first process has begun anew."""
+
+    def agreed(self, number):
+        return 0.0
+
+    def add_up(self, tensors):
+        pass
+
+    def share(self, tensors):
+        pass
+
+
+def test_processes_that_see_different_folders_are_refused(target, corpus, config, tmp_path):
+    second = SecondOfTwo(1, 2)
+    assert Trainer(config, target, corpus, corpus, tmp_path / "new", processes=second).step == 0
+    Trainer(config, target, corpus, corpus, tmp_path / "own").run(until=3)
+    with pytest.raises(ConfigError, match=r"--output \S+/own: .* this one after 3; all machines need the same folder"):
+        Trainer(config, target, corpus, corpus, tmp_path / "own", processes=second)
 
 
 def test_each_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.train.config import TextPlan
 from sglang_dspark.tools.train.prompt_format import PromptFormat
 from sglang_dspark.tools.train.rows import CorpusRow
@@ -107,6 +108,22 @@ def test_turns_and_prompts_can_be_limited(prompt_format, talks, tmp_path):
     )
     assert all(row.prompt_len < longest for row in short.train.rows)
     assert len(short.train) >= 5
+
+
+def test_nothing_to_train_on_begins_as_a_held_out_conversation(prompt_format, tmp_path):
+    """Data sets hold the same first turn in several conversations."""
+    path = tmp_path / "alike.jsonl"
+    talks = [[f"{noun} 1", f"{noun} {n}"] for noun in NOUNS for n in "234"]
+    path.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in talks))
+    plan = TextPlan(prompts=(str(path),), held_out=2)
+    written(tmp_path / "corpus", plan, prompt_format)
+    rows = [json.loads(line) for line in (tmp_path / "corpus" / "prompts.jsonl").read_text().splitlines()]
+    apart, trained = ([row["turns"] for row in rows if row["held_out"] is kind] for kind in (True, False))
+    assert len(apart) == 2 and len(trained) >= 3 * (len(NOUNS) - 2)
+    assert not {first for first, _ in apart} & {first for first, _ in trained}
+    path.write_text("".join(json.dumps({"turns": ["cat 1", f"cat {n}"]}) + "\n" for n in "234"))
+    with pytest.raises(ConfigError, match=r"--held-out 2: all of the 3 conversations begin as a held-out one does"):
+        written(tmp_path / "none", plan, prompt_format)
 
 
 def test_prompts_of_an_earlier_release_are_first_turns(prompt_format, tmp_path):

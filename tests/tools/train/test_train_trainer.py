@@ -50,6 +50,14 @@ def test_continuing_with_other_settings_is_refused(target, corpus, config, tmp_p
     Trainer(config, target, corpus, corpus, tmp_path).run(until=3)
     with pytest.raises(ConfigError, match=r"other settings: learning_rate=0\.0001 \(then 0\.005\); give"):
         Trainer(replace(config, learning_rate=1e-4), target, corpus, corpus, tmp_path)
+    # What the checkpoint holds cannot change with it: only a better drafter is written again.
+    for change in ({"draft_vocabulary": 5}, {"own_embeddings": True}):
+        (name,) = change
+        says = rf"other settings: {name}=.*; give .* or another --output, with --init {tmp_path}/draft to begin with"
+        with pytest.raises(ConfigError, match=says):
+            Trainer(replace(config, **change), target, corpus, corpus, tmp_path)
+    # What only says how long, how often and in which pieces can.
+    assert Trainer(replace(config, steps=9, micro_batch_rows=2), target, corpus, corpus, tmp_path).step == 3
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"not a state"])
@@ -311,11 +319,15 @@ def test_a_drafter_can_be_trained_on_from_another(target, corpus, config, tmp_pa
 
 
 def test_a_diverged_run_keeps_its_last_checkpoint(target, corpus, config, tmp_path):
-    trainer = Trainer(config, target, corpus, corpus, tmp_path)
+    trainer = Trainer(config, target, corpus, corpus, tmp_path / "run")
     trainer.run(until=3)
-    kept = (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes()
+    kept = (tmp_path / "run" / DRAFT_DIR / "model.safetensors").read_bytes()
     trainer.model.fc.weight.data.fill_(float("nan"))
     # Noticed at the next report, not at the next checkpoint.
-    with pytest.raises(ConfigError, match="diverged before step 4; continue from the checkpoint"):
+    with pytest.raises(ConfigError, match=r"before step 4; .* --output, and --init \S+/run/draft to go on from"):
         trainer.run()
-    assert (tmp_path / DRAFT_DIR / "model.safetensors").read_bytes() == kept
+    assert (tmp_path / "run" / DRAFT_DIR / "model.safetensors").read_bytes() == kept
+    early = Trainer(config, target, corpus, corpus, tmp_path / "early")
+    early.model.fc.weight.data.fill_(float("nan"))
+    with pytest.raises(ConfigError, match=r"diverged before step 2; give a smaller one and another --output$"):
+        early.run()

@@ -28,7 +28,7 @@ from transformers import AutoConfig
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.files import lines_of
+from sglang_dspark.files import lines_of, write_text_whole
 from sglang_dspark.tools.prompts import read_prompts
 from sglang_dspark.tools.train.config import TrainConfig
 from sglang_dspark.tools.train.corpus import Corpus, generate, invent_prompts
@@ -160,8 +160,7 @@ def write_prompts(writer: TextWriter, prompt_format: PromptFormat, path: Path, s
         for prompt in dict.fromkeys(found)
     ]
     rng.shuffle(rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_text_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _inventing_jobs(size: int) -> Iterator[tuple[str, float, list[str]]]:
