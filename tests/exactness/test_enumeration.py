@@ -29,6 +29,7 @@ from toy_pair import V, toy_drafter
 
 pytestmark = pytest.mark.slow
 
+QUICK = ("DFlash", "window from the slot, causal", "reduced vocabulary, gated", "sinks", "everything")
 TOLERANCE = 2e-7  # the served laws are float32, and so is the difference of two of them
 
 
@@ -52,7 +53,9 @@ def test_three_requests_that_share_a_step(monkeypatch, choose):
     assert law_error(monkeypatch, {}, 1, requests=3, choose=choose, filters=FILTERS["top-k"], **copied) < TOLERANCE
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize(
+    "switch", [switch if switch in QUICK else pytest.param(switch, marks=pytest.mark.thorough) for switch in SWITCHES]
+)
 def test_switches_of_the_network(monkeypatch, switch):
     """The whole block is verified, so that each of its drafts and of its stored laws counts."""
     drafter = toy_drafter(SWITCHES[switch])

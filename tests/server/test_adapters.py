@@ -33,9 +33,9 @@ def test_one_batch_of_several_adapters(adapters, plain_adapters):
 
 def test_text_equals_the_target_alone(adapters, plain_adapters):
     """More adapters than the server holds at a time, with prompts among decode steps and all kinds of lengths."""
-    bodies = with_adapters(mixed_bodies(40, seed=31))
+    bodies = with_adapters(mixed_bodies(24, seed=31))
     expected = output_ids(plain_adapters, bodies)
-    for concurrency in (1, 4, 16):
+    for concurrency in (1, 16):
         with policy(adapters, "random"):
             assert output_ids(adapters, bodies, concurrency) == expected
     assert output_ids(adapters, bodies, 16) == expected
