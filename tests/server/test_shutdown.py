@@ -1,0 +1,39 @@
+"""A server that is told to end: it finishes what is under way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+from golden_server import DSPARK, TARGET, greedy, in_background
+
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
+
+NUM_TOKENS = 800
+
+
+@pytest.mark.thorough
+def test_sigterm_lets_requests_finish():
+    flags = (*CPU_FLAGS, "--dtype", "float32", *DSPARK, "--speculative-dspark-schedule", "static")
+    answers = []
+    body = greedy([5, 6, 7], NUM_TOKENS)
+    body["sampling_params"] |= {"ignore_eos": True, "stop_token_ids": None}
+    with LaunchedServer(TARGET, *flags, env=CPU_ENV) as server:
+        requests = [
+            in_background(lambda: answers.append(server.post_json("/generate", body)["output_ids"])) for _ in range(3)
+        ]
+        deadline = time.monotonic() + 60
+        while server.get_json("/v1/loads")["loads"][0]["num_running_reqs"] < len(requests):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process = psutil.Process(server.pid)
+        os.kill(server.pid, signal.SIGTERM)
+        for request in requests:
+            request.join(60)
+        assert [len(answer) for answer in answers] == [NUM_TOKENS] * len(requests)
+        gone, _ = psutil.wait_procs([process], timeout=60)
+        assert gone == [process]
+        assert not server.runs
