@@ -3,7 +3,13 @@
 A function with kernels is called without regard to the device (``dispatch``); its reference is named ``*_ref``.
 """
 
-from dspark_kernels.attention.blocks import BlockAttention, block_attention, block_attention_ref
+from dspark_kernels.attention.blocks import (
+    BlockAttention,
+    block_attention,
+    block_attention_ref,
+    block_groups,
+    block_windows,
+)
 from dspark_kernels.attention.injection import CommitRows, kv_inject, kv_inject_ref
 from dspark_kernels.attention.ragged import ContextGroup, VisibleKeys, attend_groups, group_contexts
 from dspark_kernels.attention.rotation import qk_norm_rope, qk_norm_rope_ref
@@ -92,6 +98,8 @@ __all__ = [
     "block_attention_ref",
     "block_confidence",
     "block_confidence_ref",
+    "block_groups",
+    "block_windows",
     "distribution_loss",
     "distribution_loss_ref",
     "draft_block",

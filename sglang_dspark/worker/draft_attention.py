@@ -8,12 +8,11 @@ import torch
 from dspark_kernels import (
     BlockAttention,
     ContextGroup,
-    PagedWindows,
     StepRequests,
-    VisibleKeys,
     attend_groups,
     block_attention,
-    group_contexts,
+    block_groups,
+    block_windows,
     on_kernels,
     window_attention,
 )
@@ -60,16 +59,7 @@ def partial_attention_ref(
 ) -> BlockAttention:
     """The same as :func:`partial_attention` in plain torch. Reads lengths on the host."""
     near = _within_reach(requests, visibility.reach)
-    groups = group_contexts(
-        near.req_to_token,
-        near.req_pool_indices.tolist(),
-        near.prefix_lens.tolist(),
-        [num_slots] * len(near),
-        VisibleKeys(causal=False),
-        heads_per_kv=heads_per_kv,
-        dtype=dtype,
-        extra_keys=num_slots,
-    )
+    groups = block_groups(near, num_slots, heads_per_kv=heads_per_kv, dtype=dtype)
     if visibility.slides or visibility.causal:
         groups = [_masked(group, visibility, near.prefix_lens, num_slots, heads_per_kv, dtype) for group in groups]
     return lambda q, k, v, pool, sinks: attend_groups(q, *pool, groups, scale, extra_kv=(k, v), sinks=sinks)
@@ -96,15 +86,7 @@ def partial_attention(
     Returns:
         What computes a layer. On a GPU without a host sync, and safe under graph capture.
     """
-    windows = PagedWindows(
-        requests.req_to_token,
-        requests.req_pool_indices,
-        requests.prefix_lens,
-        torch.arange(0, (len(requests) + 1) * num_slots, num_slots, device=requests.anchors.device),
-        num_slots,
-        sliding_window=visibility.window,
-        from_anchor=visibility.from_anchor,
-    )
+    windows = block_windows(requests, num_slots, sliding_window=visibility.window, from_anchor=visibility.from_anchor)
     return lambda q, k, v, pool, sinks: window_attention(
         q, (k, v), pool, windows, causal=visibility.causal, scale=scale, sinks=sinks
     )

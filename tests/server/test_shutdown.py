@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import psutil
 import pytest
-from golden_server import DSPARK, TARGET, greedy, in_background
+from golden_server import DSPARK, TARGET, greedy, in_background, wait_for_running
 
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
@@ -25,10 +24,7 @@ def test_sigterm_lets_requests_finish():
         requests = [
             in_background(lambda: answers.append(server.post_json("/generate", body)["output_ids"])) for _ in range(3)
         ]
-        deadline = time.monotonic() + 60
-        while server.get_json("/v1/loads")["loads"][0]["num_running_reqs"] < len(requests):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for_running(server, len(requests))
         process = psutil.Process(server.pid)
         os.kill(server.pid, signal.SIGTERM)
         for request in requests:

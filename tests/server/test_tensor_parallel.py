@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-import time
 from http.client import HTTPException
 
 import psutil
 import pytest
-from golden_server import CASES, VOCAB, call, generate, greedy, in_background, output_ids, policy
+from golden_server import CASES, VOCAB, call, generate, greedy, in_background, output_ids, policy, wait_for_running
 
 
 def prompts(num: int, seed: int) -> list[list[int]]:
@@ -80,10 +79,7 @@ def test_a_rank_that_dies_ends_the_server(parallel):
 
     requests = [in_background(ask) for _ in range(3)]
     server = psutil.Process(parallel.pid)
-    deadline = time.monotonic() + 60
-    while parallel.get_json("/v1/loads")["loads"][0]["num_running_reqs"] < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_running(parallel, len(requests))
     [rank] = [child for child in server.children(recursive=True) if "_TP1" in " ".join(child.cmdline())]
     rank.kill()
     for request in requests:

@@ -147,6 +147,14 @@ def assert_cut_at_the_limit(texts: list[list[int]], expected: list[list[int]]) -
         assert len(whole) - len(text) <= 1
 
 
+def wait_for_running(server: LaunchedServer, requests: int) -> None:
+    """Return when so many requests are under way."""
+    deadline = time.monotonic() + 60
+    while server.get_json("/v1/loads")["loads"][0]["num_running_reqs"] < requests:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def assert_pool_is_whole(server: LaunchedServer) -> None:
     """After the requests and a flush every K/V slot is free again. SGLang checks for leaks itself when it is idle."""
     deadline = time.monotonic() + 60

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from dspark_kernels.attention.ragged import VisibleKeys, attend_groups, group_contexts
+from dspark_kernels.attention.ragged import ContextGroup, VisibleKeys, attend_groups, group_contexts
 from dspark_kernels.attention.window import PagedWindows, window_attention
 from dspark_kernels.dispatch import on_kernels
 from dspark_kernels.laying_out.preparation import StepRequests
@@ -18,20 +18,37 @@ BlockAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Pool, torch
 attention sinks [heads] where it has any."""
 
 
+def block_groups(requests: StepRequests, rows: int, *, heads_per_kv: int, dtype: torch.dtype) -> list[ContextGroup]:
+    """The layout of ``attend_groups`` for blocks of so many rows, which see all of their context and of their block.
+
+    Reads lengths on the host.
+    """
+    return group_contexts(
+        requests.req_to_token,
+        requests.req_pool_indices.tolist(),
+        requests.prefix_lens.tolist(),
+        [rows] * len(requests),
+        VisibleKeys(causal=False),
+        heads_per_kv=heads_per_kv,
+        dtype=dtype,
+        extra_keys=rows,
+    )
+
+
+def block_windows(
+    requests: StepRequests, rows: int, *, sliding_window: int | None = None, from_anchor: bool = False
+) -> PagedWindows:
+    """The layout of ``window_attention`` for blocks of so many rows. No host sync."""
+    indptr = torch.arange(0, (len(requests) + 1) * rows, rows, device=requests.anchors.device)
+    contexts = requests.req_to_token, requests.req_pool_indices, requests.prefix_lens
+    return PagedWindows(*contexts, indptr, rows, sliding_window=sliding_window, from_anchor=from_anchor)
+
+
 def block_attention_ref(
     requests: StepRequests, gamma: int, *, heads_per_kv: int, dtype: torch.dtype, scale: float
 ) -> BlockAttention:
     """The same as :func:`block_attention` in plain torch. Reads lengths on the host."""
-    groups = group_contexts(
-        requests.req_to_token,
-        requests.req_pool_indices.tolist(),
-        requests.prefix_lens.tolist(),
-        [gamma] * len(requests),
-        VisibleKeys(causal=False),
-        heads_per_kv=heads_per_kv,
-        dtype=dtype,
-        extra_keys=gamma,
-    )
+    groups = block_groups(requests, gamma, heads_per_kv=heads_per_kv, dtype=dtype)
     return lambda q, k, v, pool, sinks: attend_groups(q, *pool, groups, scale, extra_kv=(k, v), sinks=sinks)
 
 
@@ -51,9 +68,7 @@ def block_attention(
     Returns:
         What computes a layer. On a GPU without a host sync, and safe under graph capture.
     """
-    device = requests.anchors.device
-    indptr = torch.arange(0, (len(requests) + 1) * gamma, gamma, device=device)
-    windows = PagedWindows(requests.req_to_token, requests.req_pool_indices, requests.prefix_lens, indptr, gamma)
+    windows = block_windows(requests, gamma)
     return lambda q, k, v, pool, sinks: window_attention(
         q, (k, v), pool, windows, causal=False, scale=scale, sinks=sinks
     )
