@@ -17,7 +17,13 @@ SHAPES = {  # heads, K/V heads, head dimension
     "Llama-3.1-70B": (64, 8, 128),
     "Gemma-3-270M": (4, 1, 256),
 }
-SIGHTS = {", window and sinks": (300, False), ", window before the anchor and sinks": (300, True)}
+WITH_SINKS = {"gpt-oss-20b": (64, 8, 64)}  # targets
+SIGHTS = {
+    ", window and sinks": (300, False),
+    ", window before the anchor and sinks": (300, True),
+    ", window of 128 and sinks": (128, False),
+}
+DRAFT_SIGHTS = list(SIGHTS)[:2]
 DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -35,7 +41,12 @@ def cases(device: torch.device) -> list[Case]:
         for name, (*_, head_dim) in SHAPES.items()
         for dtype in DTYPES
     ]
-    sliding = [_case("Qwen3-4B", bs, GAMMA, False, device, sight=sight) for sight in SIGHTS for bs in (1, 64)]
+    sliding = [_case("Qwen3-4B", bs, GAMMA, False, device, sight=sight) for sight in DRAFT_SIGHTS for bs in (1, 64)]
+    sliding += [
+        _case(name, bs, GAMMA + 1, True, device, sight=", window of 128 and sinks")
+        for name in WITH_SINKS
+        for bs in (1, 64)
+    ]
     short = [_case(name, bs, GAMMA + 1, True, device, context=SHORT_CONTEXT) for name in SHAPES for bs in (1, 8)]
     return usual + widest + short + sliding
 
@@ -51,7 +62,7 @@ def _case(
     sight: str = "",
     context: int = CONTEXT,
 ) -> Case:
-    heads, kv_heads, head_dim = SHAPES[model]
+    heads, kv_heads, head_dim = (SHAPES | WITH_SINKS)[model]
     num_rows, num_slots = bs * width, 1 + bs * context
     q, k, v = (
         torch.randn(num_rows, heads + 2 * kv_heads, head_dim, device=device)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dense import FP32_TOL, dense_attention
 from dspark_kernels import PagedWindows, window_attention_ref
 
 from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend, check_pool
@@ -32,7 +33,7 @@ class Pool:
         return self.v
 
 
-def verify(dtype=torch.float32, scales=(None, None), keys_before=-1):
+def verify(dtype=torch.float32, scales=(None, None), keys_before=-1, sinks=None):
     """Attention of two requests with 3 and 2 rows, with the pool, the layout, and what the forward was given."""
     torch.manual_seed(1)
     backend = CudaVerifyBackend.__new__(CudaVerifyBackend)
@@ -61,7 +62,7 @@ def verify(dtype=torch.float32, scales=(None, None), keys_before=-1):
         out_cache_loc=slots,
     )
     given = q.clone(), k.clone(), v.clone()
-    attended = backend.forward_extend(q, k, v, layer, batch)
+    attended = backend.forward_extend(q, k, v, layer, batch, sinks=sinks)
     return attended, given, backend, PagedWindows(backend.req_to_token, rows, lens, indptr, 3), slots
 
 
@@ -82,9 +83,11 @@ def test_no_row_sees_a_later_one(verified):
     torch.testing.assert_close(heads_of(attended), expected)
 
 
-@pytest.mark.parametrize("keys_before", [0, 3, 6])
-def test_a_layer_with_a_window_sees_as_many_keys_before_a_row(keys_before):
-    attended, rows, backend, windows, _ = verify(keys_before=keys_before)
+@pytest.mark.parametrize("sinks", [None, torch.tensor([3.0, -1.0, 0.0, 2.0]).bfloat16()], ids=["plain", "sinks"])
+@pytest.mark.parametrize("keys_before", [-1, 0, 3, 6])
+def test_a_layer_with_a_window_sees_as_many_keys_before_a_row(keys_before, sinks):
+    """And its heads have sinks, each its own."""
+    attended, rows, backend, windows, _ = verify(keys_before=keys_before, sinks=sinks)
     pool = backend.token_to_kv_pool.k, backend.token_to_kv_pool.v
     q, *kv = map(heads_of, rows)
     for request, (start, end) in enumerate([(0, 3), (3, 5)]):
@@ -92,11 +95,9 @@ def test_a_layer_with_a_window_sees_as_many_keys_before_a_row(keys_before):
         slots = backend.req_to_token[windows.req_pool_indices[request], :prefix].long()
         keys, values = (torch.cat([cached[slots], x[start:end]]) for cached, x in zip(pool, kv, strict=True))
         ages = prefix + torch.arange(end - start)[:, None] - torch.arange(prefix + end - start)
-        seen = (ages >= 0) & (ages <= keys_before)
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(0, 1) for x in (q[start:end], keys, values)), attn_mask=seen, enable_gqa=True
-        )
-        torch.testing.assert_close(heads_of(attended)[start:end], expected.transpose(0, 1))
+        seen = (ages >= 0) & ((ages <= keys_before) | (keys_before < 0))
+        expected = dense_attention(q[start:end], keys, values, seen, sinks)
+        torch.testing.assert_close(heads_of(attended)[start:end].double(), expected, **FP32_TOL)
 
 
 def test_what_is_verified_goes_into_the_pool(verified):

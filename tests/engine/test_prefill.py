@@ -1,6 +1,8 @@
 """Who encodes prompts and who verifies, and what happens where SGLang's graphs of prefill cannot be had."""
 
 import logging
+from contextlib import nullcontext
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +12,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dspark.engine.compat import targets
-from sglang_dspark.engine.forward.phased_attention import PhasedBackend
+from sglang_dspark.engine.forward.phased_attention import PhasedBackend, check_prefill
 from sglang_dspark.engine.scheduler import worker_base
 from sglang_dspark.engine.startup.server_args import attention_refusals
+from sglang_dspark.errors import UnservedError
 from sglang_dspark.worker.worker import DSparkWorker
 
 
@@ -80,6 +83,26 @@ def test_prompts_go_to_one_backend_and_verification_to_the_other(mode, monkeypat
     assert ours.laid_out == ours.attended == [ForwardMode.TARGET_VERIFY]
     assert not backend.needs_cpu_seq_lens
     assert (backend.prefill_attention_backend_str, backend.decode_attention_backend_str) == ("stock", "spy")
+
+
+@pytest.mark.parametrize(
+    ("backend", "knows"),
+    [
+        ("torch_native_backend.TorchNativeAttnBackend", False),
+        ("triton_backend.TritonAttnBackend", True),
+    ],
+)
+def test_a_target_with_sinks_needs_an_attention_that_knows_them(backend, knows):
+    chosen = object.__new__(resolve_name(f"sglang.srt.layers.attention.{backend}"))
+    for has_sinks in (True, False):
+        runner = SimpleNamespace(
+            attn_backend=chosen,
+            prefill_attention_backend_str="this one",
+            model_config=SimpleNamespace(has_attention_sinks=has_sinks),
+        )
+        refused = has_sinks and not knows
+        with pytest.raises(UnservedError, match="--attention-backend=this one") if refused else nullcontext():
+            check_prefill(runner)
 
 
 def capture(monkeypatch, chosen, original):

@@ -1,5 +1,6 @@
 """Server arguments under DSPARK: the drafter is read once, and what the scheduler needs travels with the arguments."""
 
+import json
 import os
 import pickle
 import shutil
@@ -11,9 +12,10 @@ import pytest
 import torch
 from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.plugins import load_plugins
-from sglang.srt.server_args import prepare_server_args
+from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft import resolved
@@ -166,6 +168,27 @@ def test_a_resolution_without_our_hook_ends_the_start(monkeypatch):
     monkeypatch.setattr(arguments, "RESOLVED_LATER", True)
     with pytest.raises(EngineError, match=r"did not call .*ServerArgs\.resolve_once"):
         server_args.validate(SimpleNamespace())
+
+
+@pytest.mark.parametrize("windowed", [True, False])
+def test_layers_with_windows_share_the_pool_of_the_others(reads, tmp_path, windowed):
+    """Whichever target SGLang would give a second pool; the scheduler's own configuration of it follows the flag."""
+    shutil.copytree(GOLDEN / "target", tmp_path / "target", copy_function=shutil.copyfile)
+    config = tmp_path / "target" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"is_hybrid_swa": windowed}))
+    made, _ = settled("--model-path", str(tmp_path / "target"))
+    assert made.disable_hybrid_swa_memory == windowed
+    plain = ServerArgs(model_path=str(tmp_path / "target"), device="cpu", attention_backend="torch_native")
+    assert ModelConfig.from_server_args(plain).is_hybrid_swa == windowed
+    assert not ModelConfig.from_server_args(made).is_hybrid_swa
+
+
+def test_the_kernels_of_experts_may_be_chosen(reads):
+    """By the operator, or by SGLang for some targets and GPUs; it takes the choice over for drafters with experts."""
+    made, _ = settled("--moe-runner-backend", "triton")
+    assert made.moe_runner_backend == "triton"
+    with pytest.raises(ConfigError, match="--speculative-moe-runner-backend=triton; drop the flag"):
+        settled("--speculative-moe-runner-backend", "triton")
 
 
 def test_machines_do_not_fall_back_each_by_itself(reads):

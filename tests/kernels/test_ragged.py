@@ -22,9 +22,10 @@ RAGGED = [
 ]
 
 
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 3, 6)], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [None, 1, 6, 64])
 @pytest.mark.parametrize(("key_lens", "query_lens"), RAGGED)
-def test_ragged_attention_is_causal_from_the_right(key_lens, query_lens, window):
+def test_ragged_attention_is_causal_from_the_right(key_lens, query_lens, window, sinks):
     generator = torch.Generator().manual_seed(sum(key_lens))
     q = torch.randn(sum(query_lens), 6, 32, generator=generator)
     pools = [torch.randn(300, 2, 32, generator=generator) for _ in range(2)]
@@ -32,7 +33,7 @@ def test_ragged_attention_is_causal_from_the_right(key_lens, query_lens, window)
     rows = torch.randperm(9, generator=generator)[: len(key_lens)].tolist()
     visible = VisibleKeys(causal=True, sliding_window=window)
     groups = group_contexts(table, rows, key_lens, query_lens, visible, heads_per_kv=3, dtype=torch.float32)
-    out = attend_groups(q, *pools, groups, 32**-0.5)
+    out = attend_groups(q, *pools, groups, 32**-0.5, sinks=sinks)
     start = 0
     for row, num_keys, num_queries in zip(rows, key_lens, query_lens, strict=True):
         k, v = (pool[table[row, :num_keys].long()] for pool in pools)
@@ -40,7 +41,7 @@ def test_ragged_attention_is_causal_from_the_right(key_lens, query_lens, window)
         ages = places - torch.arange(num_keys)
         mask = (ages >= 0) & (ages < (num_keys if window is None else window))
         part = slice(start, start + num_queries)
-        torch.testing.assert_close(out[part].double(), dense_attention(q[part], k, v, mask), **FP32_TOL)
+        torch.testing.assert_close(out[part].double(), dense_attention(q[part], k, v, mask, sinks), **FP32_TOL)
         start += num_queries
 
 

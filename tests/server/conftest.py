@@ -7,7 +7,7 @@ another, so that every server is started once. All but the emulated ones know on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +35,9 @@ HOST_CACHE = (
 )
 LORA = "csgmv" if ON_GPU else "torch_native"
 PROFILE = "1,0.5,0.75,0"  # the rest as the last
+# Attention of prompts that SGLang lacks on a CPU; an activation is compiled otherwise, for half a minute.
+SINKS = {"ATTENTION_SINKS": "1", "TORCHDYNAMO_DISABLE": "1"}
+SINK_FLAGS = ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")
 
 
 def _letters(folder: Path) -> tuple[str | Path, ...]:
@@ -44,11 +47,13 @@ def _letters(folder: Path) -> tuple[str | Path, ...]:
     return ("--tokenizer-path", save_byte_tokenizer(folder), *grammars)
 
 
-def _tiny(architecture: str) -> Recipe:
+def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
     """A target of this family and a drafter, both with random weights."""
+    tokenizer = ("--tokenizer-path", str(TARGET))
     return Recipe(
-        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), "--tokenizer-path", str(TARGET)),
+        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *tokenizer, *flags),
         model=lambda folder: written_target(architecture, folder / "target"),
+        env=env or {},
     )
 
 
@@ -124,6 +129,7 @@ SERVERS: dict[str, Recipe] = {
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
     "qwen2": _tiny("Qwen2ForCausalLM"),
     "gemma3": _tiny("Gemma3ForCausalLM"),
+    "gpt_oss": _tiny("GptOssForCausalLM", *SINK_FLAGS, env=SINKS),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),
         model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),

@@ -33,6 +33,13 @@ def test_windows_of_the_context(gemma3):
     assert_rounds_and_texts(gemma3)
 
 
+@pytest.mark.thorough
+def test_sinks_and_windows_in_one_pool(gpt_oss):
+    """Attention of prompts is that of the tests: SGLang's has sinks on a GPU alone."""
+    assert_rounds_and_texts(gpt_oss)
+    assert "all layers of the target in one K/V pool" in gpt_oss.log_path.read_text()
+
+
 def assert_rounds_and_texts(server):
     folder = Path(server.get_json("/dspark/capabilities")["drafter"]["path"])
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")

@@ -140,6 +140,26 @@ TINY: dict[str, Tiny] = {
             "query_pre_attn_scalar": 24,
         },
     ),
+    "GptOssForCausalLM": Tiny(
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+            },
+            "max_position_embeddings": 256,
+        },
+        {"swiglu_limit": 7.0},
+        chosen=2,
+    ),
     "Mistral3ForConditionalGeneration": Tiny(
         "Mistral3ForConditionalGeneration",
         {"sliding_window": None, "model_type": "mistral"},
@@ -174,6 +194,8 @@ TINY: dict[str, Tiny] = {
 }
 
 
+_ROUTER_WEIGHTS = ("gate.weight", "router.weight")
+
 NUM_TOKENS = 20
 """Of the greedy continuations of ``PROMPTS``."""
 
@@ -198,6 +220,7 @@ SEEDS: dict[str, int] = {
     "ApertusForCausalLM": 29,
     "Qwen2MoeForCausalLM": 11,
     "Gemma3ForCausalLM": 11,
+    "GptOssForCausalLM": 24,
     "Mistral3ForConditionalGeneration": 12,
     "Qwen2_5_VLForConditionalGeneration": 22,
     "Qwen3VLForConditionalGeneration": 13,
@@ -218,10 +241,12 @@ def write_target(architecture: str, folder: Path) -> Any:
     model = cls(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 1:
+            if name.endswith("sinks"):
+                parameter.normal_(std=2.0).copy_(parameter.bfloat16())  # what SGLang keeps of them
+            elif parameter.ndim == 1:
                 parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
             else:
-                parameter.normal_(std=tiny.router_std if name.endswith("gate.weight") else 0.15)
+                parameter.normal_(std=tiny.router_std if name.endswith(_ROUTER_WEIGHTS) else 0.15)
         for module in model.modules():
             if type(module).__name__ == "XIELUActivation":  # computed in 16 bits everywhere
                 module.bfloat16()
@@ -273,13 +298,14 @@ def router_margins(model: Any, chosen: int) -> Iterator[list[float]]:
     margins: list[float] = []
 
     def note(module: Any, args: Any, output: Any) -> None:
-        scores = torch.nn.functional.linear(args[0].view(-1, module.weight.shape[1]), module.weight)
+        rows = args[0].view(-1, module.weight.shape[1])
+        scores = torch.nn.functional.linear(rows, module.weight, getattr(module, "bias", None))
         bias = getattr(module, "e_score_correction_bias", None)
         scores = scores if bias is None else scores.sigmoid() + bias
         best = scores.sort(-1, descending=True).values
         margins.append(float((best[:, chosen - 1] - best[:, chosen]).min()))
 
-    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    routers = [module for name, module in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
     hooks = [router.register_forward_hook(note) for router in routers]
     try:
         yield margins

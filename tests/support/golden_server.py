@@ -26,6 +26,7 @@ VOCAB = range(3, 60)  # ids that the golden target's training text used
 EMULATION = SERVER_TESTS / "emulated_graphs"
 RANDOM_LENGTHS = SERVER_TESTS / "random_lengths"
 WORKER_PATCH, INT8_METHOD = SERVER_TESTS / "worker_patch", SERVER_TESTS / "int8_method"
+SINK_ATTENTION = SERVER_TESTS / "sink_attention"
 DSPARK = dspark_flags(DRAFT)
 
 GUARDED = (
@@ -49,8 +50,8 @@ TWO_RANKS = {"SGLANG_NCCL_SO_PATH": "none", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"
 
 def sitecustomized(folder: Path) -> dict[str, str]:
     """Environment of a server whose Python imports ``folder/sitecustomize.py`` at its start."""
-    path = [str(folder), str(WORKER_PATCH), str(INT8_METHOD), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(path)}
+    folders = [folder, WORKER_PATCH, INT8_METHOD, SINK_ATTENTION]
+    return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def emulated_graphs() -> dict[str, str]:

@@ -31,6 +31,8 @@ DATA = Path(__file__).parents[1] / "data" / "golden"
 TAPS = (-1, 0, 2)
 WINDOWS = (3, 1, 4, 2)  # rows of the first request in turn; the others take other turns
 COLUMNS = 128
+SINKS = ("GptOssForCausalLM",)
+SINK_ATTENTION = Path(__file__).parents[1] / "server" / "sink_attention"
 
 
 @dataclass(frozen=True)
@@ -103,16 +105,21 @@ class _Loaded:
         from sglang_dspark.engine.forward.target import Target
         from sglang_dspark.engine.scheduler.replacements import positions_of_text
 
+        [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
+        of_sinks: dict[str, Any] = {}
+        if architecture in SINKS and not ON_GPU:
+            of_sinks = {"attention_backend": _sinks_attended(), "moe_runner_backend": "triton"}
         args = ServerArgs(
             model_path=str(folder),
             tokenizer_path=str(DATA / "target"),
             device=DEVICE,
             dtype="bfloat16" if ON_GPU else "float32",  # SGLang's kernels for CUDA have no float32 form
-            attention_backend="triton" if ON_GPU else "torch_native",
             disable_cuda_graph=True,
             mem_fraction_static=0.3,
             max_total_tokens=2048,
             max_running_requests=4,
+            disable_hybrid_swa_memory=True,  # as start-up decides
+            **{"attention_backend": "triton" if ON_GPU else "torch_native"} | of_sinks,
         )
         ForwardBatch.compute_spec_mrope_positions = positions_of_text  # a hook of the scheduler's process
         if arguments.RESOLVED_LATER:
@@ -232,6 +239,14 @@ class _Loaded:
         lens = [size + 1 for size in sizes]
         features = self.target.features(plan.input_ids, captured)
         return features.split(lens), output.next_token_logits.split(lens)
+
+
+def _sinks_attended() -> str:
+    """Name of a backend for prompts that SGLang lacks on a CPU."""
+    sys.path.append(str(SINK_ATTENTION))
+    attention = importlib.import_module("sink_attention")
+    attention.install(importlib.import_module("sglang.srt.layers.attention.attention_registry"))
+    return str(attention.NAME)
 
 
 def _answer(order: dict[str, Any]) -> None:

@@ -21,9 +21,20 @@ class CpuVerifyBackend(AttentionBackend):
         self.token_to_kv_pool, self.req_to_token_pool = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
 
     def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of one target layer; verification rows as laid out by ``forward_batch.spec_info.groups``."""
+        """Attention of one target layer; verification rows as laid out by ``forward_batch.spec_info.groups``.
+
+        Args:
+            sinks: [heads] one more score of each head of this rank, without a value.
+        """
         if save_kv_cache:
             location = KVWriteLoc(forward_batch.out_cache_loc, None)
             k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
@@ -32,4 +43,4 @@ class CpuVerifyBackend(AttentionBackend):
         v_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         groups = forward_batch.spec_info.groups(sliding_window(layer))
-        return attend_groups(queries, k_pool, v_pool, groups, layer.scaling).reshape(q.shape)
+        return attend_groups(queries, k_pool, v_pool, groups, layer.scaling, sinks=sinks).reshape(q.shape)

@@ -39,9 +39,9 @@ class CudaVerifyBackend(AttentionBackend):
     """TARGET_VERIFY over ragged rows, whose whole layout lies in ``forward_batch.spec_info``: nothing is planned.
 
     SGLang's backends verify as many rows for every request, and want index lists that are built for every step. Ours
-    knows neither capped nor scaled scores, attention sinks nor heads of unequal sizes, and the architectures that are
-    served have none of them (``draft.families``). It reads the pools of all backends that ``PREFILL_BACKENDS``
-    names: [slots, heads, head_dim]. Queries keep their dtype where the pool has eight bits.
+    knows neither capped nor scaled scores nor heads of unequal sizes, and the architectures that are served have none
+    of them (``draft.families``). It reads the pools of all backends that ``PREFILL_BACKENDS`` names: [slots, heads,
+    head_dim]. Queries keep their dtype where the pool has eight bits.
     """
 
     decode_attention_backend_str = "window_attention"
@@ -61,8 +61,11 @@ class CudaVerifyBackend(AttentionBackend):
         save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of one target layer; verification rows as laid out by ``forward_batch.spec_info``."""
-        assert sinks is None, "no served architecture has attention sinks"
+        """Attention of one target layer; verification rows as laid out by ``forward_batch.spec_info``.
+
+        Args:
+            sinks: [heads] one more score of each head of this rank, without a value.
+        """
         layout, pool = forward_batch.spec_info, self.token_to_kv_pool
         k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         # A pool of another dtype holds rounded numbers, divided by the layer's scales where its checkpoint has any.
@@ -85,5 +88,6 @@ class CudaVerifyBackend(AttentionBackend):
             ),
             causal=True,
             scale=layer.scaling * (k_scale or 1.0),
+            sinks=sinks,
         )
         return (attended if v_scale is None else attended * v_scale).view(q.shape)

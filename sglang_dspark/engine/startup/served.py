@@ -21,15 +21,18 @@ class Refusal:
         name: the field of ``ServerArgs``.
         allowed: values that are served, the default among them.
         remedy: what to do instead.
+        follows: the field whose value SGLang takes over where this flag is not given, so that it is served, too.
     """
 
     name: str
     allowed: tuple[Any, ...]
     remedy: str = "drop the flag"
+    follows: str = ""
 
     def refuses(self, args: Any) -> bool:
         """Whether ``args`` have another value."""
-        return getattr(args, self.name, self.allowed[0]) not in self.allowed
+        value = getattr(args, self.name, self.allowed[0])
+        return value not in self.allowed and not (self.follows and value == getattr(args, self.follows))
 
 
 PAGE_SIZES = (1, 16, 32, 64)
@@ -106,7 +109,7 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("speculative_draft_attention_backend", (None,), "drop the flag: the drafter has an attention of its own"),
     Refusal("speculative_draft_window_size", (None,)),
     Refusal("speculative_draft_model_quantization", (None, "unquant"), "serve an unquantised drafter"),
-    Refusal("speculative_moe_runner_backend", (None, "auto"), OTHER_ALGORITHM),
+    Refusal("speculative_moe_runner_backend", (None, "auto"), OTHER_ALGORITHM, follows="moe_runner_backend"),
     Refusal("speculative_moe_a2a_backend", (None, "none"), OTHER_ALGORITHM),
     Refusal("speculative_skip_dp_mlp_sync", (False,), OTHER_ALGORITHM),
     Refusal("enable_multi_layer_eagle", (False,), OTHER_ALGORITHM),
@@ -181,6 +184,8 @@ CHECKED_ELSEWHERE = {
     "disable_overlap_schedule": "served",
     "num_continuous_decode_steps": "without effect, as with all speculative algorithms",
     "model_impl": "SGLang's own models; others fail at start-up",
+    "disable_hybrid_swa_memory": "set by DSPARK: verification reads one K/V pool",
+    "swa_full_tokens_ratio": "without effect, as with `--disable-hybrid-swa-memory`",
 }
 """Flags with a rule of their own: what it says."""
 
@@ -232,7 +237,7 @@ modelopt_export_path quantize_and_serve rl_quant_profile fp8_gemm_runner_backend
 """Flags that mean what they mean on a plain server."""
 
 OTHER_MODELS_FLAGS = """
-is_embedding enable_multimodal swa_full_tokens_ratio disable_hybrid_swa_memory moe_dp_size
+is_embedding enable_multimodal moe_dp_size
 enable_dsa_prefill_context_parallel dsa_prefill_cp_mode asr_max_buffer_seconds asr_max_concurrent_sessions
 mm_attention_backend dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend dsa_topk_backend mamba_backend
 flashinfer_mla_disable_ragged enable_fused_moe_sum_all_reduce enable_deepseek_v4_fp4_indexer ep_size moe_a2a_backend

@@ -228,6 +228,7 @@ def complete(server_args: Any) -> None:
     for refusal in shape_refusals(server_args.device, target, server_args.kv_cache_dtype, config, drafter, gamma):
         raise ConfigError(refusal)
     _fill(server_args, config.max_verify(gamma))
+    _use_one_pool(server_args, target)
     hooks.install("routes", "front_end")
     _end_at_once()
     logger.info(
@@ -313,6 +314,19 @@ def shape_refusals(
                 f"{flag_name('block_size')}={gamma} asks attention for {width} rows per request, and heads of "
                 f"{head_dim} in {target.dtype} leave room for {most}; pass {gamma - width + most} or less"
             )
+
+
+def _use_one_pool(server_args: Any, target: Any) -> None:
+    """Keep the K/V of layers that see a window of the context with that of the others.
+
+    SGLang would give them a second pool, of fewer slots with numbers of their own, which verification does not know.
+
+    Args:
+        target: SGLang's ``ModelConfig``, made before this was settled.
+    """
+    if target.is_hybrid_swa:
+        server_args.disable_hybrid_swa_memory = True
+        logger.info("DSPARK: all layers of the target in one K/V pool, as with --disable-hybrid-swa-memory")
 
 
 def _fill(server_args: Any, max_verify: int) -> None:

@@ -4,7 +4,9 @@ It also times every step once at start-up where users' servers do so five times:
 Python imports this module at start-up when its folder is on ``PYTHONPATH``.
 """
 
-from worker_patch import complete_cpu, patch_worker
+import os
+
+from worker_patch import attend_with_sinks, complete_cpu, patch_worker
 
 
 def offer(module):
@@ -26,3 +28,5 @@ def offer(module):
 
 patch_worker(offer)
 complete_cpu()
+if "ATTENTION_SINKS" in os.environ:
+    attend_with_sinks()

@@ -8,6 +8,8 @@ WORKER = "sglang_dspark.worker.worker"
 ADAPTER_CHECKS = "sglang_dspark.engine.startup.adapters"
 QUANTISATIONS = "sglang.srt.layers.quantization"
 ALLOCATOR = "sglang.srt.mem_cache.allocator.paged"
+ATTENTION = "sglang.srt.layers.attention.attention_registry"
+FLAG_CHECKS = "sglang_dspark.engine.startup.server_args"
 HOST_POOLS, HOST_COPIES = "sglang.srt.mem_cache.memory_pool_host", "sglang.srt.managers.cache_controller"
 ADAPTERS = "sglang.srt.lora.lora_registry"  # the first of their modules that any process imports
 
@@ -45,6 +47,20 @@ def interpret_adapters():
         module.BACKENDS = {**module.BACKENDS, "cpu": module.BACKENDS["cuda"]}
 
     sys.meta_path.insert(0, Finder(ADAPTER_CHECKS, offer))
+
+
+def attend_with_sinks():
+    """Let a server on a CPU serve a target with attention sinks, see ``sink_attention``."""
+
+    def install(module):
+        import sink_attention
+
+        sink_attention.install(module)
+
+    def offer(module):
+        module.PREFILL_BACKENDS = {**module.PREFILL_BACKENDS, "cpu": (*module.PREFILL_BACKENDS["cpu"], "intel_amx")}
+
+    sys.meta_path[:0] = [Finder(ATTENTION, install), Finder(FLAG_CHECKS, offer)]
 
 
 def complete_cpu():
