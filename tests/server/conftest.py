@@ -34,6 +34,8 @@ HOST_CACHE = (
     *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
 )
 LORA = "csgmv" if ON_GPU else "torch_native"
+# Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
+PARALLEL = ("--tp-size", "2", "--max-running-requests", "4", "--speculative-dspark-block-size", "3")
 PROFILE = "1,0.5,0.75,0"  # the rest as the last
 # Attention of prompts that SGLang lacks on a CPU; an activation is compiled otherwise, for half a minute.
 SINKS = {"ATTENTION_SINKS": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -94,12 +96,8 @@ SERVERS: dict[str, Recipe] = {
     "letters": Recipe(lambda folder: (*DSPARK, *_letters(folder))),
     # Under overlap SGLang counts penalties one token late.
     "plain_letters": Recipe(lambda folder: (*_letters(folder), "--disable-overlap-schedule")),
-    # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
     "parallel": Recipe(
-        lambda folder: (
-            *(*DSPARK, "--tp-size", "2", "--max-running-requests", "4"),
-            *("--speculative-dspark-block-size", "3"),
-        ),
+        lambda folder: (*DSPARK, *PARALLEL),
         env=TWO_RANKS,
         forked=False,
     ),
@@ -120,7 +118,16 @@ SERVERS: dict[str, Recipe] = {
     # Prefixes move to host memory, of which there is more than of the device's.
     "host_cache": Recipe(lambda folder: (*DSPARK, *HOST_CACHE)),
     "plain_adapters": Recipe(lambda folder: adapter_flags(folder, LORA)),
-    "adapters": Recipe(lambda folder: (*DSPARK, *adapter_flags(folder, LORA))),
+    # In a pool that is too small for sixteen requests.
+    "adapters": Recipe(
+        lambda folder: (
+            *(*DSPARK, *adapter_flags(folder, LORA)),
+            *("--max-total-tokens", "700", "--schedule-conservativeness", "0.01"),
+        )
+    ),
+    "parallel_adapters": Recipe(
+        lambda folder: (*DSPARK, *adapter_flags(folder, LORA), *PARALLEL), env=TWO_RANKS, forked=False
+    ),
     "adapter_graphs": Recipe(
         lambda folder: (*DSPARK, *adapter_flags(folder, "triton"), "--max-running-requests", "4"),
         env={**emulated_graphs(), "EMULATED_ROWS": "2 16"},

@@ -5,8 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from golden_server import CASES, generate, greedy, mixed_bodies, output_ids, policy
-from lora_adapters import RANKS, written_adapter
+from golden_server import (
+    CASES,
+    TARGET,
+    assert_pool_is_whole,
+    generate,
+    greedy,
+    in_background,
+    mixed_bodies,
+    output_ids,
+    policy,
+    prompts,
+)
+from lora_adapters import RANKS, merged_target, written_adapter
+from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
+from target_law import TargetLaw, p_value
 
 from sglang_dspark.engine.compat.arguments import CHECKS_ADAPTERS
 
@@ -78,6 +91,75 @@ def test_an_adapter_that_is_loaded_and_unloaded_while_serving(adapters, plain_ad
         texts.append(output_ids(server, [greedy(CASES[2]["prompt_ids"], 30, lora_path="late")], 1))
         assert server.post_json("/unload_lora_adapter", {"lora_name": "late"})["success"]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.thorough
+def test_retracted_requests_keep_their_adapters(adapters, plain_adapters):
+    """They come back to a batch of other requests, with a second prefill of prompt and text."""
+    parameters = {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True}
+    names = list(RANKS)
+    bodies = [
+        {"input_ids": prompt[:60], "sampling_params": parameters, "lora_path": names[i % len(names)]}
+        for i, prompt in enumerate(prompts(16, seed=9))
+    ]
+    expected = output_ids(plain_adapters, bodies, 16)
+    for _ in range(4):
+        with policy(adapters, "random"):
+            answers = generate(adapters, bodies, 16)
+        assert [answer["output_ids"] for answer in answers] == expected
+        retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
+        if retractions:  # who meets whom in the pool is a matter of time
+            break
+    assert retractions
+    assert_pool_is_whole(adapters)
+
+
+@pytest.mark.thorough
+def test_law_of_text_with_an_adapter(adapters, tmp_path):
+    """That of a target which has the adapter in its weights; the sample is told from the target alone.
+
+    Requests of other adapters share the steps, greedy ones and seeded ones.
+    """
+    num = 1024
+    adapter = written_adapter(tmp_path / "red", RANKS["red"], seed=0)
+    targets = {"red": merged_target(tmp_path / "merged", adapter), None: TARGET}
+    laws = {name: TargetLaw(path, PROMPT, temperature=HOT).cells(DEPTH, 10 / num) for name, path in targets.items()}
+    others = with_adapters(mixed_bodies(40, seed=12))[1:]
+    with policy(adapters, "static"):
+        beside = in_background(lambda: output_ids(adapters, others, 4))
+        before = adapters.get_json("/dspark/stats")
+        drawn = sample(adapters, {"temperature": HOT}, num, lora_path="red")
+        after = adapters.get_json("/dspark/stats")
+        beside.join()
+    assert p_value(drawn, laws["red"]) > ALPHA
+    assert p_value(drawn, laws[None]) < ALPHA
+    assert after["accepted_tokens"] - before["accepted_tokens"] > num / 8  # else every draft would have been rejected
+
+
+@pytest.mark.thorough
+def test_seeds_with_adapters_do_not_depend_on_load_or_policy(adapters):
+    parameters = {"temperature": 1.5, "top_k": 20, "max_new_tokens": 16}
+    bodies = with_adapters(
+        [
+            {"input_ids": CASES[1]["prompt_ids"], "sampling_params": {**parameters, "sampling_seed": i // 5}}
+            for i in range(20)
+        ]
+    )
+    expected = output_ids(adapters, bodies, 1)
+    assert len(set(map(tuple, expected))) == len(bodies)
+    for name in ("random", "off"):
+        with policy(adapters, name):
+            assert output_ids(adapters, bodies, 16) == expected
+
+
+@pytest.mark.thorough
+def test_two_ranks(parallel_adapters, plain_adapters):
+    """Each adds its share of every adapter; rank 0 alone knows which requests share a step with which."""
+    bodies = with_adapters(mixed_bodies(15, seed=33))
+    expected = output_ids(plain_adapters, bodies)
+    for name in ("random", "static", "off"):
+        with policy(parallel_adapters, name):
+            assert output_ids(parallel_adapters, bodies, 4) == expected
 
 
 @pytest.mark.thorough
