@@ -35,10 +35,10 @@ class Recipe:
 
 
 class ServerPool:
-    """Starts servers when they are asked for, float32, on a GPU if there is one; the last ones stay up."""
+    """Starts servers when they are asked for, float32, on a GPU if there is one; the last ``most`` stay up."""
 
-    def __init__(self, recipes: Mapping[str, Recipe], folder: Path) -> None:
-        self._recipes, self._folder = recipes, folder
+    def __init__(self, recipes: Mapping[str, Recipe], folder: Path, most: int = MAX_SERVERS) -> None:
+        self._recipes, self._folder, self._most = recipes, folder, most
         self._servers: dict[str, LaunchedServer] = {}
         self._nurseries: dict[frozenset[tuple[str, str]], Nursery] = {}
 
@@ -49,7 +49,7 @@ class ServerPool:
             server.stop()
             server = None
         if server is None:
-            if len(self._servers) == MAX_SERVERS:
+            if len(self._servers) == self._most:
                 self._servers.pop(next(iter(self._servers))).stop()
             server = self._start(name)
         self._servers[name] = server
