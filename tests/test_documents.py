@@ -58,6 +58,11 @@ def test_the_table_of_targets_equals_the_list_of_families():
     assert table == expected, "write these rows into docs/compatibility.md:\n" + "\n".join(expected)
 
 
+def test_every_test_that_waits_for_a_gpu_is_named():
+    named = re.findall(r"^\|.*`(tests/gpu/\w+\.py)` \|$", SERVED, re.MULTILINE)
+    assert sorted(named) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+
+
 def test_every_folder_of_the_package_is_on_the_map():
     table = MAP.split("| folder |", 1)[1].split("\n\n", 1)[0]
     folders = {path.parent.name for path in (ROOT / "sglang_dspark").glob("*/__init__.py")}
