@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import pytest
 import scipy.stats
 from family_targets import COMMON, written_target
 from golden_server import DRAFT, TARGET, VOCAB, assert_pool_is_whole, generate, output_ids, policy
-from int8_target import int8_target
 from random_drafter import random_drafter
 from server_pool import ON_GPU, Recipe, ServerPool
 
@@ -26,7 +25,6 @@ from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
 pytestmark = pytest.mark.thorough
 SAMPLES, ALPHA = 768, 1e-4
-CPU_KERNELS = {} if ON_GPU else {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
@@ -35,27 +33,21 @@ class Form:
 
     Attributes:
         architecture: of a tiny target with random weights; the golden target without one.
-        scales: of the golden target in int8.
         page: slots of K/V per page.
         flags: more of them.
         temperature: at which sampled texts vary, and do not look like those of half of it.
         pool: slots of K/V, too few for what is asked at once.
-        env: what its servers need on a CPU.
     """
 
     architecture: str = ""
-    scales: dict[str, str] = field(default_factory=dict)
     page: int = 1
     flags: tuple[str, ...] = ()
     temperature: float = 2.0
     pool: int = 640
-    env: dict[str, str] = field(default_factory=dict)
 
     def model(self, folder: Path) -> Path:
         """The target's folder."""
-        if self.architecture:
-            return written_target(self.architecture, folder / "target")
-        return int8_target(folder, self.scales) if self.scales else TARGET
+        return written_target(self.architecture, folder / "target") if self.architecture else TARGET
 
     def plain(self, folder: Path) -> tuple[str, ...]:
         """Flags of the plain server."""
@@ -72,9 +64,6 @@ FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 FORMS = {
     "mistral": Form("MistralForCausalLM", temperature=1.0),
     "phi3": Form("Phi3ForCausalLM", temperature=1.0),
-    "qwen2-moe": Form("Qwen2MoeForCausalLM", temperature=1.0, env=CPU_KERNELS),
-    "glm4-moe": Form("Glm4MoeForCausalLM", temperature=1.0, env=CPU_KERNELS),
-    "int8": Form(scales={"self_attn": "token", "mlp": "tensor", "lm_head": "token"}),
     **{f"fp8-pages-{size}": Form(page=size, flags=FP8, pool=1024) for size in (16, 32, 64)},
 }
 EIGHT_BITS = pytest.mark.skipif(RESOLVED_LATER and not ON_GPU, reason="this release has no such cache on this CPU")
@@ -93,8 +82,8 @@ class Pair:
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     recipes = {}
     for name, form in FORMS.items():
-        recipes[f"{name} plain"] = Recipe(form.plain, form.env, form.model)
-        recipes[f"{name} dspark"] = Recipe(form.dspark, form.env, form.model)
+        recipes[f"{name} plain"] = Recipe(form.plain, model=form.model)
+        recipes[f"{name} dspark"] = Recipe(form.dspark, model=form.model)
     servers = ServerPool(recipes, tmp_path_factory.mktemp("forms"), most=2)
     try:
         yield servers
