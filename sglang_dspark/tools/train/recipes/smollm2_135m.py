@@ -4,7 +4,7 @@
     python -m sglang_dspark.tools.train.recipes.smollm2_135m measure --draft DIR PROMPTS.jsonl ...
 
 ``make`` writes prompts, texts and drafter below DIR, and goes on where an earlier run stopped; both stages end by the
-clock. It is meant for a GPU: on a CPU the batches are smaller and an hour of each gives much less. ``measure`` prints
+clock. ``--write-minutes 0`` writes no further texts, so that another variant is trained on the same ones. It is meant for a GPU: on a CPU the batches are smaller and an hour of each gives much less. ``measure`` prints
 accept lengths on the first prompts of each file, in float32.
 """
 
@@ -100,13 +100,16 @@ CPU_CHANGES: dict[str, Any] = {
     "markov_lr_scale": 10.0,
 }
 CPU_BATCH_SIZE = 96
-# Shapes that were tried; the bundled drafter is "base", and "dflash" the same as a plain DFlash drafter, without heads.
+# Shapes that were tried. The bundled drafter is "base", "headless" the same without heads, and "dflash" a plain DFlash
+# drafter, which has no heads either and in which the anchor's slot predicts nothing.
+_HEADLESS: dict[str, Any] = {"markov_rank": 0, "confidence_head": False}
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     "deep": {"num_layers": 3},
     "rank64": {"markov_rank": 64},
     "block7": {"block_size": 7},
-    "dflash": {"sample_from_anchor": False, "markov_rank": 0, "confidence_head": False},
+    "headless": _HEADLESS,
+    "dflash": _HEADLESS | {"sample_from_anchor": False},
 }
 
 Say = Callable[[str], None]
