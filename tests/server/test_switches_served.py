@@ -37,15 +37,15 @@ SHAPE: dict[str, Any] = {
 LIKELY = [3, 7, 13, 21, 29, 33, 34, 35, 38, 39]
 PROPOSED = sorted([*LIKELY, 41, 50, 59, 60])
 TRACED = [CASES[number] for number in (0, 1, 3)]
-NUM_TOKENS, NUM_SAMPLES = 16, 1024
+NUM_TOKENS, NUM_SAMPLES = 16, 2048
 
 
 @pytest.fixture(scope="module")
 def laws() -> dict[str, dict[Cell, float]]:
-    """Of the target, and of one that is 10 % cooler."""
+    """Of the target, and of one that is 7 % cooler."""
     return {
         name: TargetLaw(TARGET, PROMPT, temperature=heat).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
-        for name, heat in (("target", HOT), ("cooler", 0.9 * HOT))
+        for name, heat in (("target", HOT), ("cooler", 0.93 * HOT))
     }
 
 
@@ -54,9 +54,10 @@ def laws() -> dict[str, dict[Cell, float]]:
 def test_every_switch(kind, laws, server_pool, tmp_path):
     """Greedy and sampled requests in batches, and no K/V slot is lost.
 
-    The law is of three drafted tokens, of which some are kept and some are not. Drafts that are judged by another law
-    than they were drawn from bias it; so do positions off by one, or a reduced vocabulary without its token ids. A
-    sample of this size is told from a target 10 % cooler.
+    The law is of three drafted tokens, of which some are kept and most are not. It is biased where drafts are judged by
+    another law than they were drawn from, as by columns of a reduced vocabulary that are off by one; where too many are
+    kept; and where the token after a rejection may be any of the target's. A sample of this size is told from a target
+    7 % cooler.
     """
     folder = switched_drafter(tmp_path, kind, proposed=PROPOSED, likely=LIKELY, **SHAPE)
     recipe = Recipe(lambda _: (*dspark_flags(folder), "--speculative-dspark-schedule", "static"))
@@ -67,7 +68,7 @@ def test_every_switch(kind, laws, server_pool, tmp_path):
         after = server.get_json("/dspark/stats")
         assert p_value(drawn, laws["target"]) > ALPHA > p_value(drawn, laws["cooler"])
         accepted, rounds = (after[name] - before[name] for name in ("accepted_tokens", "rounds"))
-        assert accepted > 0.1 * rounds
+        assert accepted > 0.08 * rounds
         assert_pool_is_whole(server)
 
 
