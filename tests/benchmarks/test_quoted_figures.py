@@ -285,6 +285,13 @@ QUOTES = [
         trained,
     ),
     Quote(
+        "docs/drafters.md",
+        "What the Markov head is worth",
+        rf"The heads bring {NUMBER} tokens per round here",
+        1,
+        lambda: [trained("new heads")[2] - trained("plain DFlash")[2]],
+    ),
+    Quote(
         PERFORMANCE,
         "Tried: a small support of the draft's law",
         r"^\| (?P<temperature>greedy|temperature 1)" + rf" \| {NUMBER}" * 5,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from golden_server import CASES, TARGET, assert_pool_is_whole, generate
 from literal_draft import LiteralDraft
-from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
+from sampled_text import ALPHA, DEPTH, PROMPT, sample
 from server_pool import Recipe
 from switched_drafter import switched_drafter
 from switches import SWITCHES
@@ -34,18 +34,19 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 # What the golden target writes most, greedy and sampled: a drafter that knows nothing then meets it now and then.
-LIKELY = [3, 7, 13, 21, 29, 33, 34, 35, 38, 39]
+LIKELY = [3, 7, *range(15, 27), 29, 33, 34, 35, 38, 39]
 PROPOSED = sorted([*LIKELY, 41, 50, 59, 60])
 TRACED = [CASES[number] for number in (0, 1, 3)]
 NUM_TOKENS, NUM_SAMPLES = 16, 2048
+HEAT = 1.5
 
 
 @pytest.fixture(scope="module")
 def laws() -> dict[str, dict[Cell, float]]:
-    """Of the target, and of one that is 7 % cooler."""
+    """Of the target, and of one that is 10 % cooler."""
     return {
-        name: TargetLaw(TARGET, PROMPT, temperature=heat).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
-        for name, heat in (("target", HOT), ("cooler", 0.93 * HOT))
+        name: TargetLaw(TARGET, PROMPT, temperature=heat).cells(DEPTH, min_prob=0.02)
+        for name, heat in (("target", HEAT), ("cooler", 0.9 * HEAT))
     }
 
 
@@ -57,14 +58,14 @@ def test_every_switch(kind, laws, server_pool, tmp_path):
     The law is of three drafted tokens, of which some are kept and most are not. It is biased where drafts are judged by
     another law than they were drawn from, as by columns of a reduced vocabulary that are off by one; where too many are
     kept; and where the token after a rejection may be any of the target's. A sample of this size is told from a target
-    7 % cooler.
+    10 % cooler.
     """
     folder = switched_drafter(tmp_path, kind, proposed=PROPOSED, likely=LIKELY, **SHAPE)
     recipe = Recipe(lambda _: (*dspark_flags(folder), "--speculative-dspark-schedule", "static"))
     with server_pool.lent(recipe, tmp_path) as server:
         assert_rounds_are_the_literal_drafters(server, folder)
         before = server.get_json("/dspark/stats")
-        drawn = sample(server, {"temperature": HOT}, NUM_SAMPLES)
+        drawn = sample(server, {"temperature": HEAT}, NUM_SAMPLES)
         after = server.get_json("/dspark/stats")
         assert p_value(drawn, laws["target"]) > ALPHA > p_value(drawn, laws["cooler"])
         accepted, rounds = (after[name] - before[name] for name in ("accepted_tokens", "rounds"))

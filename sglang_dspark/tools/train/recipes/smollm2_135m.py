@@ -101,16 +101,13 @@ CPU_CHANGES: dict[str, Any] = {
     "markov_lr_scale": 10.0,
 }
 CPU_BATCH_SIZE = 96
-# Shapes that were tried. The bundled drafter is "base", "headless" the same without heads, and "dflash" a plain DFlash
-# drafter, which has no heads either and in which the anchor's slot predicts nothing.
-_HEADLESS: dict[str, Any] = {"markov_rank": 0, "confidence_head": False}
+# Shapes that were tried; the bundled drafter is "base", and "dflash" the same as a plain DFlash drafter, without heads.
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     "deep": {"num_layers": 3},
     "rank64": {"markov_rank": 64},
     "block7": {"block_size": 7},
-    "headless": _HEADLESS,
-    "dflash": _HEADLESS | {"sample_from_anchor": False},
+    "dflash": {"sample_from_anchor": False, "markov_rank": 0, "confidence_head": False},
 }
 
 Say = Callable[[str], None]
