@@ -19,12 +19,15 @@ POLICIES := --config auto --config static:1 --config static:2 --config static:3 
 	--config threshold:0.6
 # More options for sweep_concurrency.py, e.g. --existing replace, which measures anew what another commit has measured.
 SWEEP_FLAGS ?=
+# Of test-newest, what continuous integration has the time for: the seam, texts, policies, one law, and who answers to DSPARK.
+BRIEFLY := tests/engine --ignore tests/engine/test_families.py tests/server/test_greedy.py tests/server/test_selection.py \
+	tests/server/test_sampled.py::test_law_of_filtered_text
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor unit test thorough test-newest check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock lock-newest clean
+.PHONY: help env demo doctor unit test thorough test-newest test-newest-briefly check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock lock-newest clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
 env: $(VENV)$(SGLANG:%=-%)/.installed ## create .venv with everything that demo, tests and benchmarks need
 
@@ -58,6 +61,9 @@ thorough: env ## tests that show in several processes what faster ones show
 
 test-newest: $(VENV)-$(NEWEST)/.installed ## tests of the seam and of servers on the newest SGLang that is served
 	$(ON_TOP) $(subst $(RUN),$(VENV)-$(NEWEST)/bin/python,$(PYTEST)) $(or $(TESTS),tests/engine tests/server)
+
+test-newest-briefly: ## two minutes of test-newest, which CI runs after the other tests
+	$(MAKE) test-newest TESTS="$(BRIEFLY) -m 'not thorough'"
 
 check: env ## lint, formatting and types
 	$(RUN) -m ruff check

@@ -17,9 +17,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     # Triton decides when a function is defined whether it interprets it; those of its library when it is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+    import interpreting
     import triton
 
     triton.knobs.runtime.interpret = True
+    interpreting.patch_once_per_launch()
     # For this process alone: servers that tests start would inherit the variable.
     del os.environ["TRITON_INTERPRET"]
 

@@ -105,6 +105,14 @@ def test_prometheus_scrapes_what_compose_starts(compose, config):
     assert any(f"./prometheus/{config}:" in mount for mount in found["prometheus"]["volumes"])
 
 
+@pytest.mark.parametrize("name", COMPOSE)
+def test_dashboards_are_read_without_an_account(name):
+    grafana = services(name)["grafana"]
+    settings = grafana["environment"]
+    assert settings["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == settings["GF_AUTH_ANONYMOUS_ENABLED"] == "true"
+    assert all(port.startswith("127.0.0.1:") for port in grafana["ports"])
+
+
 def test_router_knows_every_replica():
     found = services("compose.replicas.yaml")
     replicas = {label for label in found if label.startswith("replica-")}

@@ -39,11 +39,11 @@ class JsonClient:
             ConfigError: nobody answers, or not with JSON.
             DSparkError: the server answered with an error.
         """
-        headers = {"Content-Type": "application/json"}
-        if self.api_key is not None:
-            headers["Authorization"] = f"Bearer {self.api_key}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        if self.api_key is not None:
+            # Not for whomever the server may redirect to.
+            request.add_unredirected_header("Authorization", f"Bearer {self.api_key}")
         try:
             with open_directly(request, timeout=self.timeout_s) as response:
                 answer: dict[str, Any] = json.load(response)

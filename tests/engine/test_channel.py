@@ -4,6 +4,7 @@ import asyncio
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fastapi import FastAPI
 from sglang.srt.managers import io_struct  # noqa: F401 - imported late by what is tested, in seconds
@@ -211,6 +212,14 @@ def test_a_form_of_another_site_switches_nothing(client, kind):
     assert client.manager.asked == []
     json_too = {"Content-Type": "Application/JSON; charset=utf-8"}
     assert client.post("/dspark/policy", content='{"policy": "off"}', headers=json_too).status_code == 200
+
+
+def test_a_figure_that_is_no_number_is_null(client):
+    client.manager.reply = lambda question: client.manager.get_internal_state_communicator.handle_recv(
+        SimpleNamespace(internal_state={KEY: {"answer": {"shift": float("nan"), "steps": np.float64(3)}}})
+    )
+    answer = client.get("/dspark/capabilities")
+    assert (answer.status_code, answer.json()) == (200, {"shift": None, "steps": 3.0})
 
 
 def test_no_answer_is_service_unavailable(monkeypatch):

@@ -107,7 +107,7 @@ SERVERS: dict[str, Recipe] = {
     "int8_batch": Recipe(
         lambda folder: (*DSPARK, "--max-running-requests", "4"),
         model=partial(int8_target, scales=OF_BATCHES),
-        env={**emulated_graphs(), "EMULATED_ROWS": "2 8 16"},
+        env=emulated_graphs(),
     ),
     "simulated": Recipe(
         lambda folder: (*(*DSPARK, "--load-format", "dummy", "--speculative-dspark-simulate-acceptance", PROFILE),)
@@ -118,7 +118,7 @@ SERVERS: dict[str, Recipe] = {
     "adapters": Recipe(lambda folder: (*DSPARK, *adapter_flags(folder, LORA))),
     "adapter_graphs": Recipe(
         lambda folder: (*DSPARK, *adapter_flags(folder, "triton"), "--max-running-requests", "4"),
-        env={**emulated_graphs(), "EMULATED_ROWS": "2 16"},
+        env=emulated_graphs(),
     ),
     # Of the families of targets those that are served least like the golden one.
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_dspark.tools.launch import LaunchedServer
 
 NEAR_TIE = 1e-4  # gap of the target's two best logits below which the shape of a batch may decide
-MAX_TOKENS = 20
+MAX_TOKENS = 16
 
 PROMPTS = [
     "Write a Python function that reverses a linked list.",
@@ -22,10 +22,6 @@ PROMPTS = [
     "Write a haiku about rain.",
     "What does `git rebase` do?",
     "Summarise the story of Cinderella in two sentences.",
-    "List the planets of the solar system.",
-    "If a train travels 60 miles in 90 minutes, what is its speed?",
-    "def quicksort(values):",
-    "Give me a recipe for pancakes.",
 ]
 
 

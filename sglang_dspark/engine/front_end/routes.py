@@ -6,7 +6,8 @@ import asyncio
 import json
 from typing import Any
 
-from fastapi import Request
+import msgspec
+from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from sglang_dspark import dashboard
@@ -40,7 +41,7 @@ def add(app: Any, target_only: str | None) -> None:
     app.add_api_route("/dspark/capabilities", routes.capabilities, methods=["GET"])
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def policy(request: Request) -> JSONResponse:
+    async def policy(request: Request) -> Response:
         return await routes.policy(request)
 
     app.add_api_route("/dspark/policy", policy, methods=["POST"])
@@ -61,7 +62,7 @@ class Routes:
     def __init__(self) -> None:
         self._channel = Channel(tokenizer_manager)
 
-    async def stats(self, history_s: int = 0) -> JSONResponse:
+    async def stats(self, history_s: int = 0) -> Response:
         """Figures since the start and of the last minute; ``history_s``: seconds to list one by one."""
         if not 0 <= history_s <= HISTORY_S:
             return error_response(400, f"history_s={history_s} must lie between 0 and {HISTORY_S}", "history_s")
@@ -71,11 +72,11 @@ class Routes:
             return answer
         return await asyncio.to_thread(_stats, answer, history_s)
 
-    async def capabilities(self) -> JSONResponse:
+    async def capabilities(self) -> Response:
         """What decodes on this server, and why."""
         return _in_json(await self._ask("capabilities", {}))
 
-    async def policy(self, request: Request) -> JSONResponse:
+    async def policy(self, request: Request) -> Response:
         """``{"policy": "static", "verify_len": 3}``: another verify policy from the next step on."""
         if _media_type(request) != "application/json":
             return error_response(415, "the header must say Content-Type: application/json", "Content-Type")
@@ -101,15 +102,23 @@ class Routes:
             return error_response(503, str(error), question)
 
 
-def _stats(answer: dict[str, Any], history_s: int) -> JSONResponse:
+def _stats(answer: dict[str, Any], history_s: int) -> Response:
     report = full_report(answer["known"], Snapshot.unpacked(answer["snapshot"]), with_history=history_s > 0)
     if history_s:
         report["history"] = report["history"][-history_s:]
-    return JSONResponse(report)
+    return _in_json(report)
 
 
-def _in_json(answer: Any) -> JSONResponse:
-    return answer if isinstance(answer, JSONResponse) else JSONResponse(answer)
+def _in_json(answer: Any) -> Response:
+    """An answer as JSON, which does not know NaN: such a figure is null, and the others can be read."""
+    if isinstance(answer, JSONResponse):
+        return answer
+    return Response(msgspec.json.encode(answer, enc_hook=_plain_number), media_type="application/json")
+
+
+def _plain_number(value: Any) -> float:
+    """A number of numpy's as Python's."""
+    return value.item()
 
 
 def _media_type(request: Request) -> str:

@@ -45,6 +45,9 @@ class DraftPool(MHATokenToKVPool):
         self.data_ptrs = torch.cat([self.k_data_ptrs, self.v_data_ptrs])
         strides = [int(np.prod(layer.shape[1:])) * layer.itemsize for layer in self.k_buffer + self.v_buffer]
         self.data_strides = torch.tensor(strides, device=self.device)
+        describe = getattr(self, "_build_kv_buffer_descs", None)
+        if describe is not None:  # later releases tell another server by these what a page is
+            self._kv_buffer_descs = describe()
 
     def _addresses(self, layers: list[torch.Tensor]) -> torch.Tensor:
         return torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.uint64, device=self.device)

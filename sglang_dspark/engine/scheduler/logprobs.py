@@ -6,6 +6,7 @@ as temperature 1. With ``SGLANG_RETURN_ORIGINAL_LOGPROB`` the temperature is lef
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +63,25 @@ def with_logprobs(
     if named is not None:
         filled.next_token_token_ids_logprobs_val, filled.next_token_token_ids_logprobs_idx = named.values, named.ids
     return filled
+
+
+def leave_committed(output: Any, committed: Sequence[int]) -> None:
+    """Empty the entries of tokens that were not committed: SGLang makes Python lists of all of them.
+
+    Args:
+        output: of :func:`with_logprobs`, arrived on the host; the lists that it holds are changed.
+        committed: tokens of each request of the batch.
+    """
+    for lists in (
+        output.next_token_top_logprobs_val,
+        output.next_token_top_logprobs_idx,
+        output.next_token_token_ids_logprobs_val,
+    ):
+        if lists:
+            width = len(lists) // len(committed)
+            for request, num_tokens in enumerate(committed):
+                first, end = request * width + num_tokens, (request + 1) * width
+                lists[first:end] = [lists[first][:0]] * (end - first) if first < end else []
 
 
 @dataclass

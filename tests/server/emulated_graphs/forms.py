@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 UNREAD = "dspark_kernels.judging.acceptance"
 
 _binders, _known = {}, set()
-_state = {"warm": False, "launching": True}
+_state = {"warm": False, "serving": False, "launching": True}
 
 
 def watch():
@@ -67,6 +67,16 @@ def noted_only():
 def warming_up():
     """Whether the server still prepares to serve."""
     return not _state["warm"]
+
+
+def serving():
+    """Whether a step of a request has begun; before that, nothing is computed that anybody reads."""
+    return _state["serving"]
+
+
+def start_serving():
+    """The first step of a request begins."""
+    _state["serving"] = True
 
 
 def end_of_warm_up():

@@ -4,20 +4,20 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``. Wha
 tiers, padding, plans laid out on the device, buffers that a replay overwrites. What is not: capture itself.
 """
 
-import os
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 from worker_patch import complete_cpu, interpret_adapters, patch_worker
 
 REQUEST_SLOTS = [1, 2]
-ROWS = "EMULATED_ROWS"  # sizes of captured verifications; by default there is one for every number of rows
+ROWS = (2, 8, 16)  # sizes of captured verifications
 FOREVER = ExitStack()  # a context that nobody holds ends at once
 
 
 def emulate(module):
     """Make the worker of a CPU server believe in graphs."""
     import forms
+    import interpreting
     import torch
     from dspark_kernels import kernels_anywhere
     from dspark_kernels.drafting import walk
@@ -30,6 +30,7 @@ def emulate(module):
     from sglang_dspark.worker import graph_stages, tiers
 
     def decode(self, batch, publish, original=module.DSparkWorker.decode):
+        forms.start_serving()
         with counting(f"a step of {len(batch.reqs)} by {self.schedule.policy.name}"), watching():
             return original(self, batch, publish)
 
@@ -49,12 +50,12 @@ def emulate(module):
         forms.end_of_warm_up()
 
     def of(requests, max_verify, original=tiers.Tiers.of):
-        return replace(original(requests, max_verify), tokens=tuple(map(int, os.environ[ROWS].split())))
+        return replace(original(requests, max_verify), tokens=ROWS)
 
-    if ROWS in os.environ:
-        tiers.Tiers.of = of
+    tiers.Tiers.of = of
     # On a GPU, kernels tell apart batches beyond 16 and 32 requests; here, the few that tests have.
     walk._MIN_DOT = plans._MIN_BLOCK_R = plans._MIN_BLOCK_J = 1
+    interpreting.patch_once_per_launch()
     forms.watch()
     FOREVER.enter_context(kernels_anywhere())
     note_draft_kernels()
@@ -81,9 +82,22 @@ def ring_of_the_host(words, device):
 
 
 def note_draft_kernels():
-    """Take note of the drafter's launches and compute its torch forms: interpreted, its kernels take too long."""
+    """Take note of the drafter's launches and compute its torch forms: interpreted, its kernels take too long.
+
+    Blocks are drafted by the kernels themselves, but for those before the first request, which nobody reads.
+    """
     import forms
-    from dspark_kernels import block_attention, kv_inject, qk_norm_rope, silu_mul
+    from dspark_kernels import block_attention, draft_block, kv_inject, qk_norm_rope, silu_mul
+
+    def drafted(*args, on_gpu=draft_block.kernel, **kwargs):
+        if forms.serving():
+            return on_gpu(*args, **kwargs)
+        with forms.noted_only():
+            block = on_gpu(*args, **kwargs)
+        block.tokens.zero_()
+        if block.confidence_logits is not None:
+            block.confidence_logits.zero_()
+        return block
 
     def noted(function):
         launch = function.kernel
@@ -107,7 +121,7 @@ def note_draft_kernels():
 
     for function in (kv_inject, qk_norm_rope, silu_mul):
         noted(function)
-    block_attention.kernel = laid_out
+    block_attention.kernel, draft_block.kernel = laid_out, drafted
 
 
 def step_times(staging, target_worker, server_args, max_verify):

@@ -1,6 +1,7 @@
 """Gives a server the policy ``random``: in every step each request verifies another number of drafts, often none.
 
-It also times every step once at start-up where users' servers do so five times: no test depends on what a step takes.
+It also times steps of one context once at start-up, for a few seconds, where users' servers do so five times with two
+contexts: no test depends on what a step takes.
 Python imports this module at start-up when its folder is on ``PYTHONPATH``.
 """
 
@@ -12,8 +13,9 @@ def offer(module):
     from random_policy import RandomPolicy
 
     from sglang_dspark.scheduling import sps_profiler
+    from sglang_dspark.worker.startup import measure_steps
 
-    sps_profiler.MAX_PASSES = 1
+    sps_profiler.MAX_PASSES, measure_steps._CONTEXTS, measure_steps.LIMIT_S["cpu"] = 1, (64,), 6.0
 
     def switch_policy(self, fields, original=module.DSparkWorker.switch_policy):
         if fields != {"policy": "random"}:
