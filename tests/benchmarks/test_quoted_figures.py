@@ -164,6 +164,23 @@ def support_cost() -> list[float]:
     ]
 
 
+def trained(name: str) -> list[float]:
+    """Steps of ten minutes, the best held-out tokens per round; then accept lengths on a server, and its drafts."""
+    file = "heads" if name == "new heads" else "dflash"
+    lines = (RESULTS / "markov_head" / f"{file}.jsonl").read_text().splitlines()
+    held_out = [report for report in map(json.loads, lines) if report["held_out"]]
+    frame = sweep("markov_head/sweep.csv")
+    static, auto = (frame[frame["config"] == f"{file}.{policy}"] for policy in ("static", "auto"))
+    lengths = [over_rounds(static, "accept_length"), *static["accept_length"].agg(["min", "max"])]
+    return [
+        held_out[-1]["step"],
+        max(report["tau"] for report in held_out),
+        *lengths,
+        over_rounds(auto, "accept_length"),
+        over_rounds(auto, "mean_verify_len"),
+    ]
+
+
 def planning_times() -> list[float]:
     choices = [part for part in content("planning.json")["parts"] if part["part"] == "Schedule.choose"]
     (clock,) = [
@@ -259,6 +276,20 @@ QUOTES = [
         rf"learning the time of the step before {NUMBER}\.\s",
         1,
         planning_times,
+    ),
+    Quote(
+        "docs/drafters.md",
+        "What the Markov head is worth",
+        rf"^\| (?P<name>new heads|plain DFlash) \| {NUMBER} \| {NUMBER} \| {RANGE} \| {NUMBER} \| {NUMBER} \|",
+        2,
+        trained,
+    ),
+    Quote(
+        "docs/drafters.md",
+        "What the Markov head is worth",
+        rf"The heads bring {NUMBER} tokens per round here",
+        1,
+        lambda: [trained("new heads")[2] - trained("plain DFlash")[2]],
     ),
     Quote(
         PERFORMANCE,

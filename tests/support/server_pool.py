@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,9 +52,20 @@ class ServerPool:
         if server is None:
             if len(self._servers) == self._most:
                 self._servers.pop(next(iter(self._servers))).stop()
-            server = self._start(name)
+            folder = self._folder / name
+            folder.mkdir(exist_ok=True)
+            server = self._started(self._recipes[name], folder)
         self._servers[name] = server
         return server
+
+    @contextmanager
+    def lent(self, recipe: Recipe, folder: Path) -> Iterator[LaunchedServer]:
+        """A server that nobody else asks for, in an empty folder; it ends with the ``with`` block."""
+        server = self._started(recipe, folder)
+        try:
+            yield server
+        finally:
+            server.stop()
 
     def close(self) -> None:
         """Stop them all."""
@@ -62,9 +74,7 @@ class ServerPool:
         for nursery in self._nurseries.values():
             nursery.close()
 
-    def _start(self, name: str) -> LaunchedServer:
-        recipe, folder = self._recipes[name], self._folder / name
-        folder.mkdir(exist_ok=True)
+    def _started(self, recipe: Recipe, folder: Path) -> LaunchedServer:
         flags = [*(CUDA_FLAGS if ON_GPU else CPU_FLAGS), "--dtype", "float32", *map(str, recipe.flags(folder))]
         # Step times are measured in a second here; they shall not end up in the user's cache.
         table = {"HF_HUB_OFFLINE": "1", "SGLANG_DSPARK_SPS_TABLE_PATH": str(folder / "step_times.json")}

@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 import torch
-from canonical_drafter import config_json, random_tensors
 from dspark_kernels import kernels_anywhere
 from literal_draft import LiteralDraft
 from safetensors.torch import load_file, save_file
 from stage_loop import StageLoop
+from switched_drafter import switched_drafter
 from switches import SWITCHES
 
 from sglang_dspark.draft.weights import load_draft_model
@@ -17,7 +17,6 @@ from sglang_dspark.draft.weights import load_draft_model
 V, NUM_TOKENS = 7, 16
 PROMPT = [1, 4, 4, 0, 6, 2, 5, 3, 1, 1, 6]  # the windows are narrower
 PROPOSED = [1, 2, 4, 6]
-SPREAD = {"q_norm": 3, "k_norm": 3, "o_proj.weight": 3, "attention_sink_bias": 20}
 GENERATOR = torch.Generator().manual_seed(7)
 LOGITS = torch.randn((V, V, V), generator=GENERATOR)  # by the last two tokens
 STATES = torch.randn((V, V, 3 * 24), generator=GENERATOR)
@@ -37,19 +36,9 @@ class SwitchLoop(StageLoop):
         self._set_up(model, target, None, {"schedule": "static"})
 
 
-def written(folder, switches):
-    """A checkpoint with these switches, in the canonical form; returns ``folder``."""
-    config = config_json(vocab_size=V, **switches)
-    if "draft_vocab_size" in config:
-        config["draft_vocab_size"] = len(PROPOSED)
-        (folder / "draft_vocabulary.json").write_text(json.dumps({"version": 1, "token_ids": PROPOSED}))
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = random_tensors(config, seed=5)
-    for name in tensors:
-        # Attention that looks hard at few rows and says much, or the switches would change next to nothing.
-        tensors[name] *= next((factor for part, factor in SPREAD.items() if part in name), 1)
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+def written(folder, kind):
+    """A checkpoint with these switches; returns ``folder``."""
+    return switched_drafter(folder, kind, proposed=PROPOSED, vocab_size=V)
 
 
 def own_text(num_tokens):
@@ -77,7 +66,7 @@ def check_trace(folder, num_tokens):
 
 @pytest.mark.parametrize("name", SWITCHES)
 def test_greedy_traces_are_the_literal_drafters(name, tmp_path):
-    check_trace(written(tmp_path, SWITCHES[name]), NUM_TOKENS)
+    check_trace(written(tmp_path, name), NUM_TOKENS)
 
 
 FLIPS = {
@@ -111,7 +100,7 @@ FLIPS = {
 def test_a_convention_that_is_flipped_changes_drafts_and_no_text(name, flip, tmp_path):
     """The same tensors read another way: what the traces above would find, and what users would not see."""
     (tmp_path / "straight").mkdir()
-    straight = written(tmp_path / "straight", SWITCHES[name])
+    straight = written(tmp_path / "straight", name)
     flipped = shutil.copytree(straight, tmp_path / "flipped")
     content = json.loads((flipped / "config.json").read_text()) | flip
     (flipped / "config.json").write_text(json.dumps(content))
@@ -132,4 +121,4 @@ def test_a_convention_that_is_flipped_changes_drafts_and_no_text(name, flip, tmp
 @pytest.mark.parametrize("name", ["DFlash", "window from the slot, causal", "everything"])
 def test_kernels_draft_the_same(name, tmp_path):
     with kernels_anywhere():
-        check_trace(written(tmp_path, SWITCHES[name]), 5)
+        check_trace(written(tmp_path, name), 5)

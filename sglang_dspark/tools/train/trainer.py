@@ -231,6 +231,8 @@ class Trainer:
     def _checkpoint(self, on_report: OnReport | None) -> None:
         held_out = self._report(self._evaluate(), True, on_report)
         self._check(held_out)
+        # Where measuring takes longer than the interval, every step would be measured if the interval began before it.
+        self._look_at_the_clock()
         self.progress.measured(held_out.tau)
         if self._processes.is_first:
             self._save()

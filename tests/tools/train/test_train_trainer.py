@@ -1,6 +1,7 @@
 import json
 import os
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -284,6 +285,28 @@ def test_a_time_limit_ends_the_run_with_its_learning_rate_at_zero(target, corpus
     assert again.step == trainer.step
     again.run()
     assert again.step == trainer.step  # its time is over
+
+
+@pytest.mark.slow
+def test_steps_are_trained_between_measurements_that_take_longer_than_these(
+    target, corpus, config, tmp_path, monkeypatch
+):
+    clock = Clock()
+    monkeypatch.setattr(trainer_module, "time", clock)
+    config = replace(config, steps=10**6, max_minutes=10)
+    trainer = Trainer(config, target, corpus, corpus, tmp_path)
+    evaluate = trainer._evaluate
+
+    def slowly():
+        clock.now += 90
+        return evaluate()
+
+    monkeypatch.setattr(trainer, "_evaluate", slowly)
+    reports = []
+    trainer.run(reports.append)
+    steps = [report.step for report in reports if report.held_out]
+    assert 4 <= len(steps) <= 5
+    assert all(later - earlier > 20 for earlier, later in pairwise(steps[:-1]))
 
 
 def test_steps_end_a_run_whose_time_is_longer(target, corpus, config, tmp_path):

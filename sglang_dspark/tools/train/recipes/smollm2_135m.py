@@ -4,8 +4,9 @@
     python -m sglang_dspark.tools.train.recipes.smollm2_135m measure --draft DIR PROMPTS.jsonl ...
 
 ``make`` writes prompts, texts and drafter below DIR, and goes on where an earlier run stopped; both stages end by the
-clock. It is meant for a GPU: on a CPU the batches are smaller and an hour of each gives much less. ``measure`` prints
-accept lengths on the first prompts of each file, in float32.
+clock. ``--write-minutes 0`` writes no further texts, so that another variant is trained on the same ones. It is meant
+for a GPU: on a CPU the batches are smaller and an hour of each gives much less. ``measure`` prints accept lengths on
+the first prompts of each file, in float32.
 """
 
 from __future__ import annotations
