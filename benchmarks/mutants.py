@@ -13,9 +13,11 @@ import sys
 import tempfile
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from queue import SimpleQueue
 
 import click
 
@@ -103,20 +105,31 @@ def try_one(mutant: Mutant, tree: Path) -> tuple[Verdict, str]:
 
 @click.command()
 @click.option("--only", default="", help="Try those with this text in file, test or reason.")
-def main(only: str) -> None:
+@click.option("--jobs", default=1, show_default=True, help="Copies of the tree in which mutants are tried at once.")
+def main(only: str, jobs: int) -> None:
     """Try every mutant of tests/mutants.toml and print a table; fail unless all are caught."""
     mutants = [m for m in read_mutants() if only in f"{m.file} {m.test} {m.why}"]
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder)
-        copy_tree(tree)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for job in range(jobs):
+            tree = Path(folder) / str(job)
+            copy_tree(tree)
+            trees.put(tree)
         unchanged = run_tests(tree, sorted({mutant.test for mutant in mutants}))
         if unchanged.returncode != 0:
             raise click.ClickException(f"the tests fail without any change:\n{unchanged.stdout[-4000:]}")
+
+        def judge(mutant: Mutant) -> tuple[float, Verdict, str]:
+            tree, start = trees.get(), time.monotonic()
+            try:
+                verdict, printed = try_one(mutant, tree)
+            finally:
+                trees.put(tree)
+            return time.monotonic() - start, verdict, printed
+
         wrong = 0
-        for mutant in mutants:
-            start = time.monotonic()
-            verdict, printed = try_one(mutant, tree)
-            click.echo(f"{verdict.value:9} {time.monotonic() - start:5.0f} s  {mutant.file}: {mutant.why}")
+        for mutant, (seconds, verdict, printed) in zip(mutants, pool.map(judge, mutants), strict=True):
+            click.echo(f"{verdict.value:9} {seconds:5.0f} s  {mutant.file}: {mutant.why}")
             if verdict is not Verdict.CAUGHT:
                 wrong += 1
                 click.echo(f"  by {mutant.test}\n{printed[-1500:]}", err=True)
