@@ -109,7 +109,8 @@ def test_prometheus_scrapes_what_compose_starts(compose, config):
 def test_dashboards_are_read_without_an_account(name):
     grafana = services(name)["grafana"]
     settings = grafana["environment"]
-    assert settings["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == settings["GF_AUTH_ANONYMOUS_ENABLED"] == "true"
+    for name in ("AUTH_ANONYMOUS_ENABLED", "AUTH_DISABLE_LOGIN_FORM", "SECURITY_DISABLE_INITIAL_ADMIN_CREATION"):
+        assert settings[f"GF_{name}"] == "true"
     assert all(port.startswith("127.0.0.1:") for port in grafana["ports"])
 
 

@@ -77,8 +77,8 @@ FAMILIES: tuple[Family, ...] = (
         "gpt-oss-20b, gpt-oss-120b",
         sums_late=True,
         tried=("model", "server"),
-        remark=f"not yet run on a GPU, and SGLang has no attention for it on a CPU; `--attention-backend fa3` or "
-        f"`triton`; K/V in one pool; {_NO_FUSION}",
+        remark="not yet run on a GPU, and refused on a CPU; `--attention-backend fa3` or `triton`; K/V in one pool; "
+        f"{_NO_FUSION}",
     ),
     Family(
         "Mistral3ForConditionalGeneration",

@@ -1,9 +1,11 @@
 """Log-probabilities of a step on their way to SGLang."""
 
+from types import SimpleNamespace
+
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_dspark.engine.scheduler.logprobs import leave_committed
+from sglang_dspark.engine.scheduler.replacements import observe_results
 
 
 def test_entries_of_tokens_that_were_not_committed_are_empty():
@@ -15,7 +17,12 @@ def test_entries_of_tokens_that_were_not_committed_are_empty():
     output = LogitsProcessorOutput(next_token_logits=None)
     output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx = entries(), entries()
     output.next_token_token_ids_logprobs_val = [*entries()[:3], *[torch.empty(0)] * 3]
-    leave_committed(output, [1, 3])
+    observed = []
+    processor = SimpleNamespace(model_worker=SimpleNamespace(observe=lambda *told: observed.append(told)))
+    result = SimpleNamespace(arrive=lambda: None, logits_output=output)
+    batch = SimpleNamespace(return_logprob=True)
+    assert observe_results(lambda *told: [[5], [6, 7, 8]], processor, result, batch) == [[5], [6, 7, 8]]
+    assert observed == [(result, batch)]
     for lists in (output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx):
         assert [entry.tolist() for entry in lists] == [
             *([0, 1, 2, 3], [], []),

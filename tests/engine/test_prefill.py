@@ -42,6 +42,11 @@ def test_others_are_refused_with_a_remedy(given, complaint):
         raise AssertionError(refusal)
 
 
+def test_a_target_with_sinks_is_not_sent_to_a_backend_without():
+    [refusal] = attention_refusals("cpu", "triton", "triton", None, sinks=True)
+    assert "serve it on a GPU with --attention-backend fa3 or triton" in refusal and "torch_native" not in refusal
+
+
 class Spy(AttentionBackend):
     """Notes the modes that it is asked for."""
 

@@ -1,6 +1,6 @@
 """The n-gram index against a search through the whole text."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_dspark.proposals.ngram_lookup import NgramLookup, Prompt, as_bytes
@@ -34,6 +34,7 @@ def by_search(text, min_ngram, max_ngram, most):
     return []
 
 
+@example([1, 2, 8], [[1, 2], [9], [1, 2]], 1, 1, 1)  # a prompt's match and a later one
 @given(texts, st.lists(texts, max_size=4), st.integers(1, 4), st.integers(0, 3), st.integers(0, 9))
 def test_proposals_are_those_of_a_search(prompt, steps, min_ngram, more, most):
     lookup = lookup_in(prompt, min_ngram, min_ngram + more)

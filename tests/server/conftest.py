@@ -136,7 +136,7 @@ SERVERS: dict[str, Recipe] = {
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
     "qwen2": _tiny("Qwen2ForCausalLM"),
     "gemma3": _tiny("Gemma3ForCausalLM"),
-    "gpt_oss": _tiny("GptOssForCausalLM", *SINK_FLAGS, env=SINKS),
+    "gpt_oss": _tiny("GptOssForCausalLM") if ON_GPU else _tiny("GptOssForCausalLM", *SINK_FLAGS, env=SINKS),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),
         model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),

@@ -62,7 +62,9 @@ def test_every_switch(kind, laws, server_pool, tmp_path):
     """
     folder = switched_drafter(tmp_path, kind, proposed=PROPOSED, likely=LIKELY, **SHAPE)
     recipe = Recipe(lambda _: (*dspark_flags(folder), "--speculative-dspark-schedule", "static"))
-    with server_pool.lent(recipe, tmp_path) as server:
+    own = tmp_path / "server"
+    own.mkdir()
+    with server_pool.lent(recipe, own) as server:
         assert_rounds_are_the_literal_drafters(server, folder)
         before = server.get_json("/dspark/stats")
         drawn = sample(server, {"temperature": HEAT}, NUM_SAMPLES)

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import msgspec
+import numpy as np
 from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
@@ -116,8 +117,10 @@ def _in_json(answer: Any) -> Response:
     return Response(msgspec.json.encode(answer, enc_hook=_plain_number), media_type="application/json")
 
 
-def _plain_number(value: Any) -> float:
+def _plain_number(value: Any) -> Any:
     """A number of numpy's as Python's."""
+    if not isinstance(value, np.generic):
+        raise TypeError(f"{type(value).__name__} is no JSON")
     return value.item()
 
 

@@ -180,22 +180,27 @@ def _refusals(args: Any) -> Iterator[str]:
     prefill, decode = attention_backends_of(view)
     yield from adapter_refusals(args)
     yield from host_cache_refusals(args)
-    yield from attention_refusals(args.device, prefill, decode, args.cuda_graph_backend_prefill)
+    # SGLang's own list for such a target leaves out what we would name.
+    sinks = prefill not in PREFILL_BACKENDS[args.device] and arguments.model_config(args).has_attention_sinks
+    yield from attention_refusals(args.device, prefill, decode, args.cuda_graph_backend_prefill, sinks=sinks)
 
 
-def attention_refusals(device: str, prefill: str, decode: str, graphs: str | None) -> Iterator[str]:
+def attention_refusals(
+    device: str, prefill: str, decode: str, graphs: str | None, *, sinks: bool = False
+) -> Iterator[str]:
     """What is wrong with the attention of a server.
 
     Args:
         prefill, decode: backends as SGLang has resolved them.
         graphs: ``--cuda-graph-backend-prefill``; None where it was not given.
+        sinks: whether the target has attention sinks.
     """
     served = PREFILL_BACKENDS[device]
     if prefill not in served:
-        yield (
-            f"DSPARK cannot run with --attention-backend={prefill} on {device}; "
-            f"pass --attention-backend {' or '.join(served)}"
-        )
+        remedy = f"pass --attention-backend {' or '.join(served)}"
+        if sinks:
+            remedy = "the target has attention sinks: serve it on a GPU with --attention-backend fa3 or triton"
+        yield f"DSPARK cannot run with --attention-backend={prefill} on {device}; {remedy}"
     elif decode != prefill:
         yield (
             f"DSPARK cannot run with --decode-attention-backend={decode}: verification has kernels of its own; "

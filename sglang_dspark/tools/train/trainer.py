@@ -2,7 +2,7 @@
 
 Everything random in step s depends on (seed, s) alone, so a run that was interrupted continues with exactly the batches
 an uninterrupted one would have seen. With a limit on the time the learning rate follows the clock instead of the steps:
-such a run always ends in time and with its learning rate at zero, but is not repeatable.
+such a run ends in time, with its learning rate near zero unless its last measurement is long. It is not repeatable.
 
 Several processes divide the texts of each step among themselves and add up their gradients, so that all take the same
 step, and the same one as a single process would. Nothing in a step makes the CPU wait for a GPU; a report does.

@@ -70,7 +70,7 @@ def warming_up():
 
 
 def serving():
-    """Whether a step of a request has begun; before that, nothing is computed that anybody reads."""
+    """Whether a step of a request has begun; before that, no block is drafted that anybody reads."""
     return _state["serving"]
 
 

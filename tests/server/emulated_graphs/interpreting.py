@@ -32,9 +32,9 @@ def patch_once_per_launch(patch=interpreter._patch_lang):
         seen = frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
         if seen in known:
             return _Nothing()
-        launched = not known
-        known.add(seen)
+        launched = not known  # functions of a device are called inside of launches only
         scope = patch(function)
+        known.add(seen)
         return _Launch(scope, known) if launched else _Nothing()
 
     interpreter._patch_lang = patch_lang

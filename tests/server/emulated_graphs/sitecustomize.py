@@ -94,9 +94,10 @@ def note_draft_kernels():
             return on_gpu(*args, **kwargs)
         with forms.noted_only():
             block = on_gpu(*args, **kwargs)
-        block.tokens.zero_()
-        if block.confidence_logits is not None:
-            block.confidence_logits.zero_()
+        law = () if block.law is None else (block.law.scores, block.law.log_norms)
+        for written in (block.tokens, block.confidence_logits, *law):
+            if written is not None:
+                written.zero_()
         return block
 
     def noted(function):
