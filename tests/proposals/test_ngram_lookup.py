@@ -1,8 +1,9 @@
 """The n-gram index against a search through the whole text."""
 
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_dspark.proposals import ngram_lookup
 from sglang_dspark.proposals.ngram_lookup import NgramLookup, Prompt, as_bytes
 
 # Few different tokens, so that everything repeats.
@@ -34,7 +35,6 @@ def by_search(text, min_ngram, max_ngram, most):
     return []
 
 
-@example([1, 2, 8], [[1, 2], [9], [1, 2]], 1, 1, 1)  # a prompt's match and a later one
 @given(texts, st.lists(texts, max_size=4), st.integers(1, 4), st.integers(0, 3), st.integers(0, 9))
 def test_proposals_are_those_of_a_search(prompt, steps, min_ngram, more, most):
     lookup = lookup_in(prompt, min_ngram, min_ngram + more)
@@ -67,6 +67,14 @@ def test_a_prompt_is_indexed_in_bounded_steps(prompt, most, drafts):
         assert done <= most
     assert lookup.propose(drafts) == by_search(prompt, 1, 3, drafts) or most < 3
     assert steps <= len(prompt) // max(1, most // 3) + 1
+
+
+def test_the_last_match_counts_in_whichever_dictionary_it_is(monkeypatch):
+    monkeypatch.setattr(ngram_lookup, "_SEGMENT", 2)
+    lookup = lookup_in([1, 2, 8, 4, 5, 1, 2, 9, 1, 2], 2, 2)
+    while lookup.prepare(2):
+        pass
+    assert lookup.propose(1) == [9]
 
 
 def test_samples_of_a_prompt_share_its_index_and_not_their_outputs():
