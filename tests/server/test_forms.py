@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import scipy.stats
 from family_targets import COMMON, written_target
-from golden_server import DRAFT, TARGET, VOCAB, assert_retracted_unnoticed, generate, output_ids, policy
+from golden_server import CASES, DRAFT, TARGET, VOCAB, assert_retracted_unnoticed, generate, output_ids, policy
 from random_drafter import random_drafter
 from server_pool import EIGHT_BITS, ON_GPU, Recipe, ServerPool
 
@@ -64,7 +64,7 @@ class Form:
 
 
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
-RANDOM = {"temperature": 1.0, "flat": 8.0}
+RANDOM = {"temperature": 0.5, "flat": 8.0}
 # Of experts; grouped routing is compiled otherwise, for half a minute, and a shared expert's gate is a Triton kernel.
 ROUTED = {} if ON_GPU else {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
 FORMS = {
@@ -201,7 +201,8 @@ def test_retracted_requests(pair):
 
 def test_a_prefix_that_is_found_again_keeps_its_drafts(pair):
     [body] = bodies(pair.form, 1, 17, 40, speculation={"trace": True})
-    prompt = (body["input_ids"] * 80)[:80]
+    knows_its_target = not pair.form.architecture
+    prompt = ((CASES[1]["prompt_ids"] if knows_its_target else body["input_ids"]) * 80)[:80]
     pair.dspark.flush_cache()
     with policy(pair.dspark, "static"):
         first, again = (generate(pair.dspark, [body | {"input_ids": prompt}], 1)[0] for _ in range(2))
@@ -210,5 +211,6 @@ def test_a_prefix_that_is_found_again_keeps_its_drafts(pair):
     assert (infos[0]["cached_tokens"], infos[1]["cached_tokens"]) == (0, whole_pages)
     assert first["output_ids"] == again["output_ids"]
     assert infos[0]["spec_accept_length"] == infos[1]["spec_accept_length"]
+    assert infos[0]["spec_accept_length"] > 2 or not knows_its_target
     drafts = [[entry["draft"] for entry in info["dspark_trace"] if entry is not None] for info in infos]
     assert drafts[0] == drafts[1]
