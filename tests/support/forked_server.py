@@ -53,7 +53,7 @@ class Nursery:
 
 
 class _Forked:
-    """The part of ``subprocess.Popen`` that :class:`LaunchedServer` needs. The nursery, its parent, notes how it ended."""
+    """The part of ``subprocess.Popen`` that :class:`LaunchedServer` needs. Its parent notes how it ended."""
 
     def __init__(self, pid: int, log_path: Path) -> None:
         self.pid, self._status = pid, _status_path(log_path)
