@@ -22,6 +22,7 @@ class Family:
         text: path of the model that reads text inside SGLang's class, where that one reads images, too, and leaves
             everything about text to it.
         embedding: path of the embedding, where the class has no ``get_input_embeddings``.
+        moves_positions: the class counts tokens from one, and adds it to the positions that it was handed.
         sums_late: between two layers the class may hold sums that are not reduced over the ranks yet, so that what it
             captures is wrong unless SGLang's fusion of all-reduce and norm is off.
         tried: what tests compare with transformers in float32: ``model``, hidden states and greedy texts of SGLang's
@@ -34,6 +35,7 @@ class Family:
     capture: Literal["dflash", "eagle3"] = "dflash"
     text: str = ""
     embedding: str = ""
+    moves_positions: bool = False
     sums_late: bool = False
     tried: tuple[Literal["model", "server"], ...] = ("model",)
     remark: str = ""
@@ -41,6 +43,7 @@ class Family:
 
 _NO_WINDOW = "a `sliding_window` has no effect, as in SGLang without DSPARK"
 _TEXT = "text; images answer HTTP 400"
+_NO_RESIDUALS = "refused on SGLang 0.5.23, whose hidden states lack a part"
 _NO_FUSION = "with `--tp-size` above 1: `--enforce-disable-flashinfer-allreduce-fusion`"
 
 FAMILIES: tuple[Family, ...] = (
@@ -70,7 +73,16 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma 3 1B and 270M",
         capture="eagle3",
         tried=("model", "server"),
-        remark="refused on SGLang 0.5.23, whose hidden states lack a part",
+        remark=_NO_RESIDUALS,
+    ),
+    Family(
+        "Gemma3ForConditionalGeneration",
+        "Gemma 3 with images (4B, 12B, 27B)",
+        capture="eagle3",
+        text="language_model",
+        moves_positions=True,
+        tried=("model", "server"),
+        remark=f"{_TEXT}; {_NO_RESIDUALS}",
     ),
     Family(
         "GptOssForCausalLM",
@@ -109,8 +121,6 @@ class Unserved:
 
 _STATE = "some of its layers keep a recurrent state, which verification cannot take back yet"
 _LATENT = "it attends over latent K/V (MLA), for which verification has no kernel yet"
-_WINDOWED = "some of its layers see a window of the context only, which is tried for text models alone"
-_TWO_POOLS = "and SGLang keeps their K/V in a second, smaller pool, from which verification does not read yet"
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
@@ -150,18 +160,18 @@ UNSERVED: tuple[Unserved, ...] = (
     ),
     Unserved(
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-        f"most of its layers see a window of the context only, {_TWO_POOLS}, and have heads of another size than the "
-        "other layers",
+        "layers that see a window of the context have heads of another size than its other layers, and verification "
+        "reads K/V of one layout yet",
         "SGLang's own --speculative-algorithm DFLASH serves it with a DFlash drafter",
     ),
     Unserved(
-        ("Gemma3ForConditionalGeneration", "LagunaForCausalLM"),
-        _WINDOWED,
+        ("LagunaForCausalLM",),
+        "its layers have unequal numbers of heads, with which verification is not tried yet",
         "SGLang's own --speculative-algorithm EAGLE3 serves it with an EAGLE-3 drafter",
     ),
     Unserved(
         ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
-        f"three quarters of its layers see a chunk of the context only, {_TWO_POOLS}",
+        "three of four layers see a chunk of the context only, and verification would show them all of it",
         "SGLang's own --speculative-algorithm EAGLE3 serves it with an EAGLE-3 drafter",
     ),
     Unserved(

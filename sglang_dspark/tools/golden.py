@@ -255,7 +255,7 @@ def load_target(target_dir: str | Path, model: DraftModel) -> Target:
         network = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{target_dir}: transformers cannot load this as a target ({error})") from error
-    check_dimensions(model.config, network.config)
+    check_dimensions(model.config, network.config.get_text_config())
     model.bind_target(network.get_input_embeddings().weight, network.get_output_embeddings().weight)
 
     def target(ids: Sequence[int]) -> tuple[Tensor, Tensor]:

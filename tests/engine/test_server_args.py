@@ -14,6 +14,7 @@ from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
+from sglang.srt.layers.moe.utils import MoeRunnerBackend
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
@@ -189,6 +190,17 @@ def test_the_kernels_of_experts_may_be_chosen(reads):
     assert made.moe_runner_backend == "triton"
     with pytest.raises(ConfigError, match="--speculative-moe-runner-backend=triton; drop the flag"):
         settled("--speculative-moe-runner-backend", "triton")
+
+
+@pytest.mark.parametrize("name", ["moe_runner_backend", "moe_a2a_backend"])
+def test_kernels_of_experts_that_are_not_served_are_named_as_they_were_given(reads, name):
+    """Newer releases have them, and choose others for a drafter then."""
+    given = SimpleNamespace(**{"moe_runner_backend": "auto", "moe_a2a_backend": "none", name: "flashinfer_megamoe"})
+    [refusal] = server_args.expert_refusals(given)
+    assert f"--{name.replace('_', '-')}=flashinfer_megamoe" in refusal
+    if "FLASHINFER_MEGAMOE" in MoeRunnerBackend.__members__ and name == "moe_runner_backend":
+        with pytest.raises(ConfigError, match="--moe-runner-backend=flashinfer_megamoe, which"):
+            settled("--moe-runner-backend", "flashinfer_megamoe")
 
 
 def test_machines_do_not_fall_back_each_by_itself(reads):

@@ -16,7 +16,8 @@ from sglang_dspark.engine.front_end.requests import (
     refuse_unreadable_messages,
 )
 
-MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=256, is_multimodal=False))
+LLAMA = SimpleNamespace(architectures=["LlamaForCausalLM"])
+MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=256, is_multimodal=False, hf_config=LLAMA))
 
 
 def checked(ids, **fields):

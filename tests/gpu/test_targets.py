@@ -7,15 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from golden_server import CASES, DSPARK, TARGET, assert_pool_is_whole, generate, greedy, policy
+from server_pool import EIGHT_BITS
 
 from sglang_dspark.tools.launch import CUDA_FLAGS, LaunchedServer
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-EIGHT_BITS = pytest.mark.skipif(
-    torch.cuda.get_device_capability() < (8, 9), reason="eight-bit floats need compute capability 8.9"
-)
 FORMS = {
     "pages": ("--page-size", "16"),
     "large-pages": ("--page-size", "64"),
@@ -26,7 +24,13 @@ FORMS = {
 TIGHT = ("--context-length", "128", "--schedule-conservativeness", "0.01", "--max-total-tokens", "1280")
 
 
-@pytest.fixture(scope="module", params=[pytest.param(FORMS[name], id=name, marks=EIGHT_BITS) for name in FORMS])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(flags, id=name, marks=[EIGHT_BITS] if {"fp8", "fp8_e4m3"} & {*flags} else [])
+        for name, flags in FORMS.items()
+    ],
+)
 def served(request) -> Iterator[LaunchedServer]:
     flags = (*CUDA_FLAGS, "--dtype", "bfloat16", *TIGHT, *request.param, *DSPARK)
     with LaunchedServer(TARGET, *flags, env={"HF_HUB_OFFLINE": "1"}) as server:

@@ -132,6 +132,7 @@ SERVERS: dict[str, Recipe] = {
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
     "qwen2": _tiny("Qwen2ForCausalLM"),
     "gemma3": _tiny("Gemma3ForCausalLM"),
+    "gemma3_images": _tiny("Gemma3ForConditionalGeneration"),
     "gpt_oss": _tiny("GptOssForCausalLM") if ON_GPU else _tiny("GptOssForCausalLM", *SINK_FLAGS, env=SINKS),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),

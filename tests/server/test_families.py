@@ -5,6 +5,7 @@ Every family without a server: tests/engine/test_families.py, which also asserts
 
 from __future__ import annotations
 
+import urllib.error
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,17 @@ def test_states_through_the_method_for_eagle3(qwen2):
 @pytest.mark.thorough
 def test_windows_of_the_context(gemma3):
     assert_rounds_and_texts(gemma3)
+
+
+@pytest.mark.skipif(loses_residuals("Gemma3ForConditionalGeneration"), reason="refused on this release")
+@pytest.mark.thorough
+def test_text_of_a_target_that_reads_images(gemma3_images):
+    """One that counts tokens from one; it does not without being told, and an image is refused all the same."""
+    assert_rounds_and_texts(gemma3_images)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        generate(gemma3_images, [{"input_ids": PROMPTS[0], "image_data": ["x.png"]}], 1)
+    assert caught.value.code == 400
+    assert "serves the text of this target, and not image_data" in caught.value.read().decode()
 
 
 @pytest.mark.thorough

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class Tiny:
         vision: configuration of what reads images.
         router_std: of the routers' weights.
         transposed: whether published checkpoints have the experts of a layer in one tensor, transposed.
+        older_names: whether they have the names that transformers gave the tensors of an image reader before version 5.
     """
 
     model: str
@@ -55,6 +57,7 @@ class Tiny:
     vision: Mapping[str, Any] | None = None
     router_std: float = 1.0
     transposed: bool = False
+    older_names: bool = False
 
 
 _MROPE = {
@@ -73,6 +76,14 @@ _QWEN3_VISION = {
     "out_hidden_size": 64,
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
+}
+
+_GEMMA3 = {
+    "tie_word_embeddings": True,
+    "sliding_window": 8,
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "sliding")],
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
 }
 
 TINY: dict[str, Tiny] = {
@@ -130,15 +141,20 @@ TINY: dict[str, Tiny] = {
         {"num_experts": 8},
         chosen=2,
     ),
-    "Gemma3ForCausalLM": Tiny(
-        "Gemma3ForCausalLM",
-        {
-            "tie_word_embeddings": True,
-            "sliding_window": 8,
-            "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "sliding")],
-            "head_dim": 16,
-            "query_pre_attn_scalar": 24,
+    "Gemma3ForCausalLM": Tiny("Gemma3ForCausalLM", _GEMMA3),
+    "Gemma3ForConditionalGeneration": Tiny(
+        "Gemma3ForConditionalGeneration",
+        _GEMMA3,
+        vision={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+            "vision_use_head": False,
         },
+        older_names=True,
     ),
     "GptOssForCausalLM": Tiny(
         "GptOssForCausalLM",
@@ -220,6 +236,7 @@ SEEDS: dict[str, int] = {
     "ApertusForCausalLM": 29,
     "Qwen2MoeForCausalLM": 11,
     "Gemma3ForCausalLM": 11,
+    "Gemma3ForConditionalGeneration": 11,
     "GptOssForCausalLM": 24,
     "Mistral3ForConditionalGeneration": 12,
     "Qwen2_5_VLForConditionalGeneration": 22,
@@ -235,7 +252,8 @@ def write_target(architecture: str, folder: Path) -> Any:
     cls = getattr(transformers, tiny.model)
     text = {**COMMON, **tiny.config}
     parts = text if tiny.vision is None else {"text_config": text, "vision_config": dict(tiny.vision)}
-    config = cls.config_class(**parts, **({} if tiny.vision is None else {"tie_word_embeddings": False}))
+    tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    config = cls.config_class(**parts, **({} if tiny.vision is None else tied))
     config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(SEEDS[architecture])
     model = cls(config).float().eval()
@@ -256,6 +274,8 @@ def write_target(architecture: str, folder: Path) -> Any:
     model.save_pretrained(folder)
     if tiny.transposed:
         _transpose_experts(folder / "model.safetensors")
+    if tiny.older_names:
+        _rename(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "float32"} | dict(tiny.written)))
     return model
@@ -265,6 +285,11 @@ def _transpose_experts(file: Path) -> None:
     tensors = load_file(file)
     experts = {name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items() if ".experts." in name}
     save_file(tensors | experts, file, metadata={"format": "pt"})
+
+
+def _rename(file: Path, now: str, then: str) -> None:
+    tensors = {re.sub(f"^{re.escape(now)}", then, name): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def written_target(architecture: str, folder: Path) -> Path:

@@ -69,6 +69,14 @@ def generate(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: 
         return list(pool.map(lambda body: server.post_json("/generate", body), bodies))
 
 
+def together(server: LaunchedServer, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Answers in order of requests with the same fields that arrive at once, in one body."""
+    answers: list[dict[str, Any]] = server.post_json(
+        "/generate", {field: [body[field] for body in bodies] for field in bodies[0]}
+    )
+    return answers
+
+
 def call(server: LaunchedServer, path: str, key: str | None = None, body: Any = None) -> tuple[int, str]:
     """Status and text of the answer to GET, or POST with a body, whatever the status."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -154,6 +162,20 @@ def wait_for_running(server: LaunchedServer, requests: int) -> None:
     while server.get_json("/v1/loads")["loads"][0]["num_running_reqs"] < requests:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def assert_retracted_unnoticed(server: LaunchedServer, bodies: list[dict[str, Any]], expected: list[list[int]]) -> None:
+    """Some of these requests are taken back and come again with a second prefill; their texts do not show it.
+
+    Args:
+        bodies: of requests whose texts do not fit into the K/V pool together, while their prompts do: they arrive at
+            once and grow alike, so that none has ended when the pool is full.
+        expected: their tokens.
+    """
+    answers = together(server, bodies)
+    assert [answer["output_ids"] for answer in answers] == expected
+    assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
+    assert_pool_is_whole(server)
 
 
 def assert_pool_is_whole(server: LaunchedServer) -> None:

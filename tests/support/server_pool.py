@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 import torch
 from forked_server import ForkedServer, Nursery
 from golden_server import RANDOM_LENGTHS, TARGET, sitecustomized
@@ -15,6 +17,14 @@ from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedS
 
 MAX_SERVERS = 4  # a server is three processes of 0.8 GB each, and two test processes may have so many
 ON_GPU = torch.cuda.is_available()
+# Releases in which this module sets pools up have eight-bit caches on CPUs with Intel AMX alone.
+_ON_EVERY_CPU = find_spec("sglang.srt.mem_cache.kv_cache_configurator") is None
+
+EIGHT_BITS = pytest.mark.skipif(
+    torch.cuda.get_device_capability() < (8, 9) if ON_GPU else not _ON_EVERY_CPU,
+    reason="needs compute capability 8.9, or a release of SGLang with eight-bit caches on every CPU",
+)
+"""Of tests whose target has weights or a K/V cache of eight-bit floats."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,9 @@ class ServerPool:
         flags = [*(CUDA_FLAGS if ON_GPU else CPU_FLAGS), "--dtype", "float32", *map(str, recipe.flags(folder))]
         # Step times are measured in a second here; they shall not end up in the user's cache.
         table = {"HF_HUB_OFFLINE": "1", "SGLANG_DSPARK_SPS_TABLE_PATH": str(folder / "step_times.json")}
-        common = {**({} if ON_GPU else CPU_ENV), **sitecustomized(RANDOM_LENGTHS)}
+        # Prompts are encoded as soon as they fit, whatever their texts will take: a pool that is too small gets full.
+        admission = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
+        common = {**({} if ON_GPU else CPU_ENV), **sitecustomized(RANDOM_LENGTHS), **admission}
         env = {**common, **table, **recipe.env}
         # A process that has touched a GPU cannot be forked.
         if recipe.forked and not ON_GPU:

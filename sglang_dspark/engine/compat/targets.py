@@ -25,7 +25,7 @@ Replacement = Callable[..., Any]
 
 def loses_residuals(architecture: str) -> bool:
     """Whether hidden states that SGLang returns of such a target lack what its layers have not added up yet."""
-    if architecture != "Gemma3ForCausalLM":
+    if architecture not in ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"):
         return False
     from sglang.srt.models.gemma3_causal import Gemma3DecoderLayer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from operator import attrgetter
 from typing import Any
 
@@ -26,3 +27,16 @@ def make_capturable(runner: Any) -> None:
     if family.embedding:
         embedding = attrgetter(family.embedding)(text)
         text.get_input_embeddings = lambda: embedding
+
+
+def protect_positions(runner: Any) -> None:
+    """Hand a model that changes the positions of its tokens a copy: draft K/V is written by the same tensor."""
+    if not family_of(runner.model_config.hf_config.architectures).moves_positions:
+        return
+    forward = runner.model.forward
+
+    @wraps(forward)
+    def with_a_copy(input_ids: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(input_ids, positions.clone(), *args, **kwargs)
+
+    runner.model.forward = with_a_copy

@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
-
-from sglang_dspark.errors import UnservedError
-
-
-def check_prefill(model_runner: Any) -> None:
-    """Refuse a target for whose prompts SGLang has an attention without its sinks, as on CPUs.
-
-    Args:
-        model_runner: SGLang's, of the target, with the backend that it has made.
-
-    Raises:
-        UnservedError: naming the backend and the remedy.
-    """
-    attends = signature(model_runner.attn_backend.forward_extend).parameters
-    if model_runner.model_config.has_attention_sinks and "sinks" not in attends:
-        raise UnservedError(
-            f"--attention-backend={model_runner.prefill_attention_backend_str} of sglang knows no attention sinks, "
-            "which this target has; serve it on a GPU with --attention-backend fa3 or triton"
-        )
 
 
 class PhasedBackend(HybridAttnBackend):

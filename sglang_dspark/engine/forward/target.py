@@ -13,7 +13,7 @@ from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.pairing import lacks_own
 from sglang_dspark.engine.compat.pools import make_room, request_capture
 from sglang_dspark.engine.compat.ranks import tp_group
-from sglang_dspark.engine.forward.capture import make_capturable, text_model
+from sglang_dspark.engine.forward.capture import make_capturable, protect_positions, text_model
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,7 @@ class Target:
         # for no layer at all returns a differently shaped result, so a lone tap -1 captures layer 0 and drops it.
         runner = self._model_runner
         make_capturable(runner)
+        protect_positions(runner)
         request_capture(runner, self._layer_taps or [0])
 
     def _account_for_draft_cache(self, draft: DraftConfig) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Union, get_args, get_origin
 import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_dspark.draft.families import family_of
 from sglang_dspark.engine.scheduler import options as speculation
 from sglang_dspark.engine.startup.served import REFUSED_FIELDS, REFUSED_FIELDS_OF_SOME_RELEASES
 
@@ -66,7 +67,8 @@ def _refusals(request: GenerateReqInput, target: Any) -> Iterator[str]:
     for name in _UNSERVED_PARAMETERS:
         if (value := parameters.get(name)) not in (None, False, 1):
             yield f"DSPARK does not serve sampling_params.{name}={_shown(value)} yet; drop it"
-    for name in _MEDIA if target.is_multimodal else ():
+    # SGLang takes some of these targets for text models unless told otherwise, and would drop images in silence.
+    for name in _MEDIA if target.is_multimodal or family_of(target.hf_config.architectures).text else ():
         if getattr(request, name, None):
             yield f"DSPARK serves the text of this target, and not {name} yet; use a server without DSPARK"
     number = request.top_logprobs_num or 0

@@ -20,7 +20,7 @@ from sglang_dspark.engine.fired import Moment, check
 from sglang_dspark.engine.forward.adapters import check_adapters
 from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
-from sglang_dspark.engine.forward.phased_attention import PhasedBackend, check_prefill
+from sglang_dspark.engine.forward.phased_attention import PhasedBackend
 from sglang_dspark.engine.scheduler import faults, nodes
 from sglang_dspark.engine.scheduler.adjustments import Adjustments
 from sglang_dspark.engine.scheduler.agreement import Agreement
@@ -141,7 +141,6 @@ class SpecWorkerBase(WorkerFace):
     def init_attention_backends(self) -> None:
         """Called after the target's backends exist and before any graph is captured."""
         runner = self._target_worker.model_runner
-        check_prefill(runner)
         verify = CpuVerifyBackend if self.device.type == "cpu" else CudaVerifyBackend
         use_attention(runner, PhasedBackend(runner, verify(runner)))
 

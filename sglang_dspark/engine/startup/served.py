@@ -166,6 +166,8 @@ CHECKED_ELSEWHERE = {
     "attention_backend": "`torch_native` on a CPU; `fa3`, `flashinfer` or `triton` on CUDA",
     "decode_attention_backend": "as `--attention-backend`",
     "prefill_attention_backend": "as `--attention-backend`",
+    "moe_runner_backend": "served; `triton` was tried on a CPU besides the default; `flashinfer_megamoe` of newer "
+    "releases is refused",
     "sampling_backend": "accepted, without effect: all tokens are drawn by the law of `pytorch`",
     "cuda_graph_backend_prefill": "`breakable` or `disabled`",
     "cuda_graph_config": "as the flags that it stands for",
@@ -241,7 +243,7 @@ is_embedding enable_multimodal moe_dp_size
 enable_dsa_prefill_context_parallel dsa_prefill_cp_mode asr_max_buffer_seconds asr_max_concurrent_sessions
 mm_attention_backend dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend dsa_topk_backend mamba_backend
 flashinfer_mla_disable_ragged enable_fused_moe_sum_all_reduce enable_deepseek_v4_fp4_indexer ep_size moe_a2a_backend
-moe_runner_backend flashinfer_mxfp4_moe_precision deepep_mode deepep_dispatcher_output_dtype ep_num_redundant_experts
+flashinfer_mxfp4_moe_precision deepep_mode deepep_dispatcher_output_dtype ep_num_redundant_experts
 ep_dispatch_algorithm init_expert_location enable_eplb eplb_algorithm eplb_rebalance_num_iterations
 eplb_rebalance_layers_per_chunk eplb_min_rebalancing_utilization_threshold expert_distribution_recorder_mode
 expert_distribution_recorder_buffer_size enable_expert_distribution_metrics deepep_config moe_dense_tp_size

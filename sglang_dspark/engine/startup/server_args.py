@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Attention of prompts, by device; verification has kernels of its own, which read the K/V pools of all of these.
 PREFILL_BACKENDS = {"cpu": ("torch_native",), "cuda": ("fa3", "flashinfer", "triton")}
+SINK_BACKENDS = ("fa3", "triton")  # of these, which know attention sinks
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,7 @@ _SWITCHES_OF_SOME_RELEASES = (
 
 def _refusals(args: Any) -> Iterator[str]:
     view = resolved_view(args)
+    yield from expert_refusals(view)
     yield from served.refusals(args, view)
     if (grpc_port := arguments.grpc_port(args)) is not None:
         yield f"DSPARK cannot run with --grpc-port={grpc_port}; {served.HTTP}; SGLANG_GRPC_PORT sets it as well"
@@ -180,9 +182,22 @@ def _refusals(args: Any) -> Iterator[str]:
     prefill, decode = attention_backends_of(view)
     yield from adapter_refusals(args)
     yield from host_cache_refusals(args)
-    # SGLang's own list for such a target leaves out what we would name.
-    sinks = prefill not in PREFILL_BACKENDS[args.device] and arguments.model_config(args).has_attention_sinks
+    sinks = arguments.model_config(args).has_attention_sinks
     yield from attention_refusals(args.device, prefill, decode, args.cuda_graph_backend_prefill, sinks=sinks)
+
+
+def expert_refusals(view: Any) -> Iterator[str]:
+    """What is wrong with the kernels of experts, before SGLang's choice for a drafter's is looked at.
+
+    Args:
+        view: SGLang's ``ServerArgs`` as it has resolved them.
+    """
+    for name in ("moe_a2a_backend", "moe_runner_backend"):  # SGLang derives the second from the first
+        if getattr(view, name) == "flashinfer_megamoe":
+            yield (
+                f"DSPARK cannot run with {served.flag_of(name)}=flashinfer_megamoe, which SGLang has beside "
+                "data-parallel attention alone; drop the flag"
+            )
 
 
 def attention_refusals(
@@ -195,11 +210,12 @@ def attention_refusals(
         graphs: ``--cuda-graph-backend-prefill``; None where it was not given.
         sinks: whether the target has attention sinks.
     """
-    served = PREFILL_BACKENDS[device]
+    served = [backend for backend in PREFILL_BACKENDS[device] if backend in SINK_BACKENDS or not sinks]
     if prefill not in served:
         remedy = f"pass --attention-backend {' or '.join(served)}"
         if sinks:
-            remedy = "the target has attention sinks: serve it on a GPU with --attention-backend fa3 or triton"
+            on_a_gpu = "" if served else "serve it on a GPU and "
+            remedy = f"the target has attention sinks: {on_a_gpu}pass --attention-backend {' or '.join(SINK_BACKENDS)}"
         yield f"DSPARK cannot run with --attention-backend={prefill} on {device}; {remedy}"
     elif decode != prefill:
         yield (
