@@ -4,9 +4,10 @@ r"""Does a server stay whole under mixed traffic? Real servers, 16 users, everyt
 
 The target alone answers the probes first. Then a DSPARK server gets requests of random kinds for so many minutes, and
 until every probe has been asked: greedy probes in turn, whose texts are compared, sampled and seeded ones, penalties,
-grammars, presets, caps, tiny and huge prompts, streams that the client drops, while its policy keeps changing. At the
-end the K/V pool has to be as empty as at the start, no answer may have been an HTTP 5xx, no probe another text, and the
-memory of the processes must not have grown with time. Then the scheduler is killed, and the server has to end.
+grammars, presets, caps, tiny and huge prompts, streams that the client drops, probes in two turns of a session, while
+its policy keeps changing. At the end the K/V pool has to be as empty as at the start, no answer may have been an HTTP
+5xx, no probe another text, and the memory of the processes must not have grown with time. Then the scheduler is killed,
+and the server has to end.
 
 float32, so that a text does not depend on the batch; near-ties are not told from errors here, ``identity.py`` does.
 """
@@ -40,6 +41,8 @@ WARM_UP_SHARE = 0.25  # of the time: memory still grows into caches
 MOST_GROWTH = 0.05  # of the memory after that, by the end
 END_S = 60.0
 TINY, HUGE = 1, 3000  # tokens of a prompt
+CONTEXT = 100_000  # of a session, in characters
+LEAST_OF_TWO_TURNS = 4  # tokens of a probe
 
 POLICIES: tuple[dict[str, Any], ...] = (
     {"policy": "auto"},
@@ -64,7 +67,7 @@ SPECULATION: tuple[dict[str, Any], ...] = (
     {"confidence_threshold": 0.6},
     {"trace": True},
 )
-KINDS = ("probe", "probe", *PARAMETERS, "tiny", "huge", "dropped")
+KINDS = ("probe", "probe", "session", *PARAMETERS, "tiny", "huge", "dropped")
 
 
 @dataclass
@@ -113,6 +116,10 @@ class Traffic:
             if kind == "probe":
                 index = self._num_asked % len(self._probes)
                 self._num_asked += 1
+            if kind == "session":
+                if len(self._expected[index]) >= LEAST_OF_TWO_TURNS:
+                    await self._in_two_turns(session, index)
+                continue
             body = self._body(kind, index)
             async with session.post(self._server.url + "/generate", json=body) as response:
                 if kind == "dropped":
@@ -123,6 +130,34 @@ class Traffic:
                 self.tally.answers[f"{kind} {response.status}"] += 1
                 if kind == "probe" and answer.get("output_ids") != self._expected[index]:
                     self.tally.wrong.append(index)
+
+    async def _in_two_turns(self, session: aiohttp.ClientSession, index: int) -> None:
+        """A probe in a session of SGLang's: the second turn appends the token in the middle and writes what follows."""
+        expected = self._expected[index]
+        middle = len(expected) // 2
+        async with session.post(self._server.url + "/open_session", json={"capacity_of_str_len": CONTEXT}) as response:
+            opened = await response.json()
+        first = await self._turn(session, opened, None, self._probes[index], middle)
+        parent = first.get("meta_info", {}).get("id")
+        second = await self._turn(session, opened, parent, [expected[middle]], len(expected) - middle - 1)
+        async with session.post(self._server.url + "/close_session", json={"session_id": opened}):
+            pass
+        if [*first.get("output_ids", ()), expected[middle], *second.get("output_ids", ())] != expected:
+            self.tally.wrong.append(index)
+
+    async def _turn(
+        self, session: aiohttp.ClientSession, opened: str, parent: str | None, prompt: list[int], num_tokens: int
+    ) -> dict[str, Any]:
+        """The answer to a greedy turn of a session, after the one with the id ``parent``."""
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"temperature": 0, "max_new_tokens": num_tokens},
+            "session_params": {"id": opened, "rid": parent},
+        }
+        async with session.post(self._server.url + "/generate", json=body) as response:
+            self.tally.answers[f"session {response.status}"] += 1
+            answer: dict[str, Any] = await response.json()
+        return answer
 
     def _body(self, kind: str, index: int) -> dict[str, Any]:
         prompt, parameters = self._probes[index], {"max_new_tokens": self._random.choice((8, 40, 96))}
@@ -191,7 +226,7 @@ def _ends_without_its_scheduler(server: LaunchedServer) -> bool:
 @click.option("--target", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--draft", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--prompts", "files", type=click.Path(path_type=Path, exists=True), multiple=True, required=True)
-@click.option("--probes", default=200, show_default=True, help="Greedy texts that are compared.")
+@click.option("--probes", default=300, show_default=True, help="Greedy texts that are compared.")
 @click.option("--max-tokens", default=48, show_default=True, help="Of a probe.")
 @click.option("--minutes", default=30.0, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), required=True)

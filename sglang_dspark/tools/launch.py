@@ -141,7 +141,16 @@ class LaunchedServer:
         Raises:
             LaunchError: the server was never started.
         """
-        return self._started().poll() is None
+        return self.exit_status is None
+
+    @property
+    def exit_status(self) -> int | None:
+        """How the server's first process ended, as ``subprocess`` says it; None while it is there still.
+
+        Raises:
+            LaunchError: the server was never started.
+        """
+        return self._started().poll()
 
     def __enter__(self) -> Self:
         """Start the server and wait until it is healthy.

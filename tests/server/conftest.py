@@ -96,11 +96,7 @@ SERVERS: dict[str, Recipe] = {
     "letters": Recipe(lambda folder: (*DSPARK, *_letters(folder))),
     # Under overlap SGLang counts penalties one token late.
     "plain_letters": Recipe(lambda folder: (*_letters(folder), "--disable-overlap-schedule")),
-    "parallel": Recipe(
-        lambda folder: (*DSPARK, *PARALLEL),
-        env=TWO_RANKS,
-        forked=False,
-    ),
+    "parallel": Recipe(lambda folder: (*DSPARK, *PARALLEL), env=TWO_RANKS),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe(lambda folder: (*DSPARK, "--max-running-requests", "4"), env=emulated_graphs()),
     # Quantised targets, one with its LM head; of the other one a row's result depends on the whole batch.

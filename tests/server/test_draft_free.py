@@ -36,8 +36,8 @@ def test_text_equals_the_target_alone(draft_free, plain, name):
     expected = output_ids(plain, bodies)
     before = draft_free.get_json("/dspark/stats")
     with policy(draft_free, name):
-        for concurrency in (1, 16):
-            assert output_ids(draft_free, without_confidence(with_options(bodies)), concurrency) == expected
+        assert output_ids(draft_free, without_confidence(with_options(bodies[:20])), 1) == expected[:20]
+        assert output_ids(draft_free, without_confidence(with_options(bodies)), 16) == expected
     after = draft_free.get_json("/dspark/stats")
     copied = after["copied_tokens"] - before["copied_tokens"]
     assert (copied > 0) == (name == "auto")

@@ -62,9 +62,9 @@ def test_text_without_overlap_with_chunked_prefill_and_a_short_block(corner, pla
 def check_text(server, plain):
     bodies = mixed_bodies(40, seed=1)
     expected = output_ids(plain, bodies)
-    for concurrency in (1, 16):
-        with policy(server, "random"):
-            assert output_ids(server, bodies, concurrency) == expected
+    with policy(server, "random"):
+        assert output_ids(server, bodies[:16], 1) == expected[:16]
+        assert output_ids(server, bodies, 16) == expected
     assert output_ids(server, bodies, 16) == expected
     assert output_ids(server, with_options(bodies), 16) == expected
 
@@ -82,8 +82,8 @@ def test_text_does_not_depend_on_the_policy(dspark, plain, settings):
     expected = output_ids(plain, bodies)
     before = dspark.get_json("/dspark/stats")
     with policy(dspark, **settings):
-        for concurrency in (1, 16):
-            assert output_ids(dspark, bodies, concurrency) == expected
+        assert output_ids(dspark, bodies[:9], 1) == expected[:9]
+        assert output_ids(dspark, bodies, 16) == expected
         assert output_ids(dspark, with_options(bodies), 8) == expected
         after = dspark.get_json("/dspark/stats")
     assert after["policy"] == settings["name"]
@@ -92,7 +92,7 @@ def test_text_does_not_depend_on_the_policy(dspark, plain, settings):
 
 
 def test_text_while_policies_change_under_load(dspark, plain):
-    bodies = mixed_bodies(60, seed=4)
+    bodies = mixed_bodies(40, seed=4)
     expected = output_ids(plain, bodies)
     texts: list[list[int]] = []
     thread = in_background(lambda: texts.extend(output_ids(dspark, bodies, 8)))

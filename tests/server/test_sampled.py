@@ -55,10 +55,10 @@ def test_law_under_a_policy_that_looks_at_the_step(dspark):
 
 def test_greedy_and_sampled_requests_share_batches(dspark, plain):
     """Greedy text is not disturbed by sampled neighbours, nor their law by it."""
-    bodies = [greedy(case["prompt_ids"], 64) for case in CASES] * 3
+    bodies = [greedy(case["prompt_ids"], 64) for case in CASES] * 2
     texts: list[list[int]] = []
     thread = in_background(lambda: texts.extend(output_ids(dspark, bodies, 4)))
-    drawn = sample(dspark, KINDS["temperature"], NUM_SAMPLES)
+    drawn = sample(dspark, KINDS["temperature"], NUM_SAMPLES // 2)
     thread.join()
     assert texts == output_ids(plain, bodies, 4)
     assert p_value(drawn, law(KINDS["temperature"])) > ALPHA
@@ -77,14 +77,14 @@ def seeded_bodies() -> list[dict[str, Any]]:
                 "sampling_seed": 1000 + i,
             },
         }
-        for i in range(24)
+        for i in range(16)
     ]
 
 
 def test_seeded_text_does_not_depend_on_load_policy_or_drafter(dspark, corner, rnn):
     bodies = seeded_bodies()
     expected = output_ids(dspark, bodies, 1)
-    assert len({tuple(ids) for ids in expected}) > 16
+    assert len({tuple(ids) for ids in expected}) > 10
     assert output_ids(dspark, bodies, 16) == expected
     with policy(dspark, "random"):
         assert output_ids(dspark, bodies, 16) == expected

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from sglang_dspark.files import write_text_whole
 from sglang_dspark.tools.launch import LaunchedServer
 
 # Of the HTTP server, the scheduler and the detokenizer.
@@ -52,18 +53,23 @@ class Nursery:
 
 
 class _Forked:
-    """The part of ``subprocess.Popen`` that :class:`LaunchedServer` needs; its parent is the nursery."""
+    """The part of ``subprocess.Popen`` that :class:`LaunchedServer` needs. Its parent notes how it ended."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid, self.returncode = pid, None
+    def __init__(self, pid: int, log_path: Path) -> None:
+        self.pid, self._status = pid, _status_path(log_path)
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """None while it lives. How it ended, only the nursery knew."""
-        return None if Path(f"/proc/{self.pid}").exists() else -1
+        """Its exit status, None while it lives."""
+        if self.returncode is None and self._status.exists():
+            self.returncode = int(self._status.read_text())
+            self._status.unlink()
+        return self.returncode
 
-    def wait(self) -> None:
-        while self.poll() is None:
+    def wait(self) -> int:
+        while (status := self.poll()) is None:
             time.sleep(0.01)
+        return status
 
 
 class ForkedServer(LaunchedServer):
@@ -74,7 +80,12 @@ class ForkedServer(LaunchedServer):
         self._nursery = nursery
 
     def _start(self, log: IO[bytes]) -> Any:
-        return _Forked(self._nursery.fork(self._command[3:], self._env, self.log_path))
+        return _Forked(self._nursery.fork(self._command[3:], self._env, self.log_path), self.log_path)
+
+
+def _status_path(log_path: Path) -> Path:
+    """Where the nursery writes the exit status of a server."""
+    return log_path.with_suffix(".status")
 
 
 def _serve(order: dict[str, Any]) -> None:
@@ -97,13 +108,27 @@ def _serve(order: dict[str, Any]) -> None:
 def _nurse() -> None:
     for name in IMPORTS:
         __import__(name)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    logs: dict[int, Path] = {}
+
+    def note_ends(*_: Any) -> None:
+        for pid in list(logs):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                write_text_whole(_status_path(logs.pop(pid)), str(os.waitstatus_to_exitcode(status)))
+
+    signal.signal(signal.SIGCHLD, note_ends)
     for line in sys.stdin:
+        order = json.loads(line)
+        # One that ends at once is in the table by then.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         child = os.fork()
         if child == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _serve(json.loads(line))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            _serve(order)
             return
+        logs[child] = Path(order["log"])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         sys.stdout.write(f"{child}\n")
         sys.stdout.flush()
 

