@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import scipy.stats
 from family_targets import COMMON, written_target
-from golden_server import CASES, DRAFT, TARGET, VOCAB, assert_retracted_unnoticed, generate, output_ids, policy
+from golden_server import DRAFT, TARGET, VOCAB, assert_retracted_unnoticed, generate, output_ids, policy
 from random_drafter import random_drafter
 from server_pool import EIGHT_BITS, ON_GPU, Recipe, ServerPool
 
@@ -34,7 +34,7 @@ class Form:
         architecture: of a tiny target with random weights; the golden target without one.
         page: slots of K/V per page.
         flags: more of them.
-        temperature: at which sampled texts vary, and do not look like those of half of it.
+        temperature: at which sampled texts vary.
         flat: temperature at which drafter and target agree often, though they may know nothing of each other.
         pool: slots of K/V, too few for what is asked at once.
         env: of both servers.
@@ -166,27 +166,26 @@ def assert_trace_tells_the_text(text: Sequence[int], trace: Sequence[dict[str, A
 
 
 def test_law_of_sampled_texts(pair):
-    """Three tokens, of which two are drafted, or copied; as the plain server's, and not as its colder ones.
+    """Three tokens, of which two are drafted, or copied; as the plain server's, and not as those of fewer tokens.
 
-    A greedy text repeats itself before long, and so does its continuation: what is copied from it is likely, not certain.
+    A greedy text repeats itself before long: what is copied from it is likely, not certain.
     """
     [body] = bodies(pair.form, 1, 17, 60)
     prompt = body["input_ids"] + output_ids(pair.plain, [body], 1)[0]
 
-    def drawn(server: LaunchedServer, temperature: float, **fields: Any) -> Counter[tuple[int, ...]]:
-        parameters = {"temperature": temperature, "top_k": 6, "max_new_tokens": 3, "ignore_eos": True, "n": 64}
-        asked = {"input_ids": prompt, "sampling_params": parameters, **fields}
+    def drawn(server: LaunchedServer, top_k: int = 6, **fields: Any) -> Counter[tuple[int, ...]]:
+        parameters = {"temperature": pair.form.temperature, "top_k": top_k, "max_new_tokens": 3, "n": 64}
+        asked = {"input_ids": prompt, "sampling_params": parameters | {"ignore_eos": True}, **fields}
         answers = generate(server, [asked] * (SAMPLES // 64), 2)
         return Counter(tuple(choice["output_ids"]) for answer in answers for choice in answer)
 
-    hot = pair.form.temperature
-    expected = drawn(pair.plain, hot)
+    expected = drawn(pair.plain)
     with policy(pair.dspark, "static"):
-        drafted = drawn(pair.dspark, hot)
-        copied = drawn(pair.dspark, hot, speculation={"preset": "summarization", "min_ngram": 1})
+        drafted = drawn(pair.dspark)
+        copied = drawn(pair.dspark, speculation={"preset": "summarization", "min_ngram": 1})
     assert alike(drafted, expected) > ALPHA
     assert alike(copied, expected) > ALPHA
-    assert alike(drafted, drawn(pair.plain, 0.5 * hot)) < ALPHA
+    assert alike(drafted, drawn(pair.plain, top_k=4)) < ALPHA
 
 
 def alike(*samples: Counter[tuple[int, ...]]) -> float:
@@ -209,8 +208,7 @@ def test_retracted_requests(pair):
 
 def test_a_prefix_that_is_found_again_keeps_its_drafts(pair):
     [body] = bodies(pair.form, 1, 17, 40, speculation={"trace": True})
-    knows_its_target = not pair.form.architecture
-    prompt = ((CASES[1]["prompt_ids"] if knows_its_target else body["input_ids"]) * 80)[:80]
+    prompt = (body["input_ids"] * 80)[:80]
     pair.dspark.flush_cache()
     with policy(pair.dspark, "static"):
         first, again = (generate(pair.dspark, [body | {"input_ids": prompt}], 1)[0] for _ in range(2))
@@ -219,6 +217,5 @@ def test_a_prefix_that_is_found_again_keeps_its_drafts(pair):
     assert (infos[0]["cached_tokens"], infos[1]["cached_tokens"]) == (0, whole_pages)
     assert first["output_ids"] == again["output_ids"]
     assert infos[0]["spec_accept_length"] == infos[1]["spec_accept_length"]
-    assert infos[0]["spec_accept_length"] > 2 or not knows_its_target
     drafts = [[entry["draft"] for entry in info["dspark_trace"] if entry is not None] for info in infos]
     assert drafts[0] == drafts[1]
