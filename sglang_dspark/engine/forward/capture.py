@@ -30,7 +30,7 @@ def make_capturable(runner: Any) -> None:
 
 
 def protect_positions(runner: Any) -> None:
-    """Hand a model that changes the positions of its tokens a copy: captured steps write draft K/V by the same tensor."""
+    """Hand a model that moves the positions of its tokens a copy: captured steps write draft K/V by the original."""
     if not family_of(runner.model_config.hf_config.architectures).moves_positions:
         return
     forward = runner.model.forward
