@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 
 # In 16 bits a near-tie may fall otherwise in a batch of another shape; without a window or a sink the first tokens do.
 ALIKE = 6
+ARCHITECTURES = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GptOssForCausalLM")
 PREFILL = ("triton", "fa3") if torch.cuda.get_device_capability()[0] == 9 else ("triton",)
 Pair = tuple[list[list[int]], LaunchedServer]
 
@@ -32,7 +33,7 @@ def texts(server: LaunchedServer, concurrency: int) -> list[list[int]]:
 
 @pytest.fixture(
     scope="module",
-    params=[(name, prefill) for name in ("Gemma3ForCausalLM", "GptOssForCausalLM") for prefill in PREFILL],
+    params=[(name, prefill) for name in ARCHITECTURES for prefill in PREFILL],
     ids="-".join,
 )
 def pair(request, tmp_path_factory) -> Iterator[Pair]:

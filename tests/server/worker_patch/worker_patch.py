@@ -59,7 +59,7 @@ def attend_with_sinks():
 
     def offer(module):
         module.PREFILL_BACKENDS = {**module.PREFILL_BACKENDS, "cpu": (*module.PREFILL_BACKENDS["cpu"], "intel_amx")}
-        module.SINK_BACKENDS = (*module.SINK_BACKENDS, "intel_amx")
+        module.SINK_BACKENDS = (*module.SINK_BACKENDS, *module.PREFILL_BACKENDS["cpu"])
 
     sys.meta_path[:0] = [Finder(ATTENTION, install), Finder(FLAG_CHECKS, offer)]
 
