@@ -22,13 +22,14 @@ from rich.console import Console
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
-SLOW_MOMENTS = 5  # that are reported
+SLOW_MOMENTS = SHOWN_TEXTS = 5  # that are reported
 
 
 def report_of(tally: Tally, quiet: Neighbour, beside_usual: Neighbour, neighbour: Neighbour) -> dict[str, Any]:
     """JSON: what happened."""
     expected = quiet.texts[0]
-    wrong = sum(text != expected for reader in (quiet, beside_usual, neighbour) for text in reader.texts)
+    readers = {"alone": quiet, "beside usual requests": beside_usual, "beside odd requests": neighbour}
+    wrong = [(name, text) for name, reader in readers.items() for text in reader.texts if text != expected]
     bound = max(beside_usual.gaps_ms, default=0.0) + LATE_MS
     late = [gap for gap in neighbour.gaps_ms if gap > bound]
     return {
@@ -42,7 +43,8 @@ def report_of(tally: Tally, quiet: Neighbour, beside_usual: Neighbour, neighbour
         "slowest_answer": {"seconds": tally.slowest_s[0], "kind": tally.slowest_s[1]},
         "neighbour": {
             "texts": len(neighbour.texts),
-            "wrong_texts": wrong,
+            "wrong_texts": len(wrong),
+            "first_wrong_texts": wrong[:SHOWN_TEXTS],
             "alone_ms": _gaps(quiet),
             "beside_usual_requests_ms": _gaps(beside_usual),
             "beside_odd_requests_ms": _gaps(neighbour),

@@ -68,7 +68,8 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "lora_path": ("x",),
     "input_embeds": ([[0.5]],),
     "priority": (1,),
-    "rid": ("a", "b"),
+    # No beginning of an id that SGLang makes: it would end the neighbour's request, too, when this client leaves.
+    "rid": ("mine", "yours"),
     "extra_key": ("k",),
 }
 POLICIES: tuple[dict[str, Any], ...] = (

@@ -20,6 +20,8 @@ from serving.row import COLUMNS
 
 from sglang_dspark.tools import provenance
 
+pytestmark = pytest.mark.slow
+
 
 class FakeServer:
     """A sleeping process group that stands for a server; the engine in this process answers for it."""
@@ -180,7 +182,6 @@ def cells_of(output):
     return list(zip(frame["config"], frame["concurrency"], frame["rate"].fillna(0), frame["round"], strict=True))
 
 
-@pytest.mark.slow
 def test_open_loop_has_rows_of_its_own(sweep, monkeypatch):
     monkeypatch.setattr(sweep_module, "WARM_UP_S", 0.05)
     options = ("--concurrency", "2", "--rate", "40,80", "--rate-seconds", "0.25", "--rounds", "2")
@@ -199,7 +200,6 @@ def test_open_loop_has_rows_of_its_own(sweep, monkeypatch):
     assert "80 req/s" in result.output and "within the SLA" in result.output
 
 
-@pytest.mark.slow
 def test_interrupted_sweep_goes_on_where_it_stopped(sweep):
     options = (*TWO, "--concurrency", "1,2", "--rounds", "2")
     _, output = sweep(*options)

@@ -84,7 +84,7 @@ def answers(letters, plain_letters) -> dict[str, dict[str, Any]]:
 @functools.cache
 def answers_of_both(letters: LaunchedServer, plain_letters: LaunchedServer) -> dict[str, dict[str, Any]]:
     """Answers by server and feature, of many concurrent requests that all want something else."""
-    wanted = [(feature, prompt) for prompt in PROMPTS for feature in FEATURES]
+    wanted = [(feature, prompt) for prompt in PROMPTS[:2] for feature in FEATURES]
     # A plain server ends when requests that name tokens share a prefill with others that want logprobs.
     naming = [(feature, prompt) for feature, prompt in wanted if "token_ids_logprob" in FEATURES[feature][1]]
     others = [pair for pair in wanted if pair not in naming]
@@ -340,7 +340,7 @@ def test_any_parameters_get_the_status_of_the_plain_server(letters, plain_letter
     codes: Counter[int] = Counter()
     different: list[Any] = []
 
-    @settings(max_examples=200, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(parameters=PARAMETERS, fields=FIELDS)
     def try_one(parameters: dict[str, Any], fields: dict[str, Any]) -> None:
         request = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, **parameters}, **fields}
@@ -354,7 +354,7 @@ def test_any_parameters_get_the_status_of_the_plain_server(letters, plain_letter
     try_one()
     print(f"{codes.total()} requests of random parameters, by status: {dict(codes)}")  # noqa: T201
     assert different == []
-    assert min(codes[200], codes[400]) > 30
+    assert min(codes[200], codes[400]) > 20
     assert output_ids(letters, bodies) == expected
 
 

@@ -98,6 +98,8 @@ class ServerPool:
             imported = {**common, **recipe.env}
             nursery = self._nurseries.get(frozenset(imported.items())) or Nursery(imported)
             self._nurseries[frozenset(imported.items())] = nursery
+            # The warm-up request has been answered by then: asking for another token would take a second.
+            env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
             server: LaunchedServer = ForkedServer(nursery, recipe.model(folder), *flags, env=env)
         else:
             server = LaunchedServer(recipe.model(folder), *flags, env=env)

@@ -82,6 +82,7 @@ def test_top_is_the_ragged_plan_of_the_best_drafts(step, budget):
     assert top.width == 4
 
 
+@pytest.mark.slow
 def test_on_a_gpu_the_best_drafts_are_laid_out_in_one_launch(step):
     """Here by Triton's interpreter."""
     best = Best(torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]]), 4)

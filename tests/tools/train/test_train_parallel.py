@@ -38,11 +38,12 @@ with joined_processes("cpu") as processes:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({}, id="whole", marks=pytest.mark.thorough),
+        pytest.param({}, id="whole"),
         pytest.param({"micro_batch_rows": 2, "max_minutes": 60.0}, id="pieces"),
     ],
 )

@@ -20,8 +20,9 @@ from sglang_dspark.tools.train.rows import stored_states
 from sglang_dspark.tools.train.run_folder import DRAFT_DIR, LOG_FILE, STATE_FILE
 from sglang_dspark.tools.train.trainer import Trainer, answer_counts
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_a_drafter_learns_a_small_corpus_by_heart(target, rows, config, tmp_path):
     corpus = Corpus(rows[:3])
     overfit = replace(config, steps=250, learning_rate=1e-2, batch_rows=3, anchors_per_row=20, checkpoint_every=250)
@@ -261,7 +262,6 @@ class Clock:
         return self.now
 
 
-@pytest.mark.slow
 def test_a_time_limit_ends_the_run_with_its_learning_rate_at_zero(target, corpus, config, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_module, "time", Clock())
     config = replace(config, steps=10**6, max_minutes=4, log_every=1)
@@ -287,7 +287,6 @@ def test_a_time_limit_ends_the_run_with_its_learning_rate_at_zero(target, corpus
     assert again.step == trainer.step  # its time is over
 
 
-@pytest.mark.slow
 def test_steps_are_trained_between_measurements_that_take_longer_than_these(
     target, corpus, config, tmp_path, monkeypatch
 ):
@@ -316,7 +315,6 @@ def test_steps_end_a_run_whose_time_is_longer(target, corpus, config, tmp_path):
     assert (tmp_path / DRAFT_DIR / "model.safetensors").exists()
 
 
-@pytest.mark.slow
 def test_a_drafter_can_be_trained_on_from_another(target, corpus, config, tmp_path):
     first = Trainer(replace(config, steps=40), target, corpus, corpus, tmp_path / "first")
     first.run()
