@@ -119,7 +119,8 @@ def test_greedy_neighbours_of_sampled_requests(graphs):
 @pytest.mark.thorough
 def test_every_step_draws_with_noise_of_its_own(graphs):
     """Requests that follow each other in the same row draft other tokens behind the same anchor."""
-    parameters = {"temperature": 2.0, "max_new_tokens": 3, "ignore_eos": True}
+    # Ten requests for three anchors.
+    parameters = {"temperature": 2.0, "top_k": 3, "max_new_tokens": 3, "ignore_eos": True}
     body = {"input_ids": CASES[0]["prompt_ids"], "sampling_params": parameters, "speculation": {"trace": True}}
     drafts: dict[int, list[list[int]]] = {}
     with policy(graphs, "static"):
