@@ -165,19 +165,17 @@ def support_cost() -> list[float]:
 
 
 def trained(name: str) -> list[float]:
-    """Steps of ten minutes, the best held-out tokens per round; then accept lengths on a server, and its drafts."""
+    """Steps of ten minutes, the best held-out tokens per round; then accept lengths on a server."""
     file = "heads" if name == "new heads" else "dflash"
     lines = (RESULTS / "markov_head" / f"{file}.jsonl").read_text().splitlines()
     held_out = [report for report in map(json.loads, lines) if report["held_out"]]
     frame = sweep("markov_head/sweep.csv")
-    static, auto = (frame[frame["config"] == f"{file}.{policy}"] for policy in ("static", "auto"))
-    lengths = [over_rounds(static, "accept_length"), *static["accept_length"].agg(["min", "max"])]
+    static = frame[frame["config"] == f"{file}.static"]
     return [
         held_out[-1]["step"],
         max(report["tau"] for report in held_out),
-        *lengths,
-        over_rounds(auto, "accept_length"),
-        over_rounds(auto, "mean_verify_len"),
+        over_rounds(static, "accept_length"),
+        *static["accept_length"].agg(["min", "max"]),
     ]
 
 
@@ -280,7 +278,7 @@ QUOTES = [
     Quote(
         "docs/drafters.md",
         "What the Markov head is worth",
-        rf"^\| (?P<name>new heads|plain DFlash) \| {NUMBER} \| {NUMBER} \| {RANGE} \| {NUMBER} \| {NUMBER} \|",
+        rf"^\| (?P<name>new heads|plain DFlash) \| {NUMBER} \| {NUMBER} \| {RANGE} \|",
         2,
         trained,
     ),
