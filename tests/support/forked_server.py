@@ -6,6 +6,7 @@ them anew. Whatever crosses from process to process is tested by the servers tha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -112,9 +113,11 @@ def _nurse() -> None:
 
     def note_ends(*_: Any) -> None:
         for pid in list(logs):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                write_text_whole(_status_path(logs.pop(pid)), str(os.waitstatus_to_exitcode(status)))
+            # Another end may interrupt this function, which then has collected some of them already.
+            with contextlib.suppress(ChildProcessError):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    write_text_whole(_status_path(logs.pop(pid)), str(os.waitstatus_to_exitcode(status)))
 
     signal.signal(signal.SIGCHLD, note_ends)
     for line in sys.stdin:
