@@ -32,6 +32,7 @@ from dspark_kernels.drafting.heads import (
     MarkovWalk,
     MarkovWeights,
 )
+from dspark_kernels.drafting.residual import add_norm, add_norm_ref
 from dspark_kernels.drafting.swiglu import silu_mul, silu_mul_ref
 from dspark_kernels.drafting.walk import draft_block
 from dspark_kernels.drafting.walk_reference import draft_block_ref
@@ -91,6 +92,8 @@ __all__ = [
     "Windows",
     "accept",
     "accept_ref",
+    "add_norm",
+    "add_norm_ref",
     "adjust",
     "adjust_ref",
     "attend_groups",

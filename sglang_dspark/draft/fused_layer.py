@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from dspark_kernels import qk_norm_rope, silu_mul
-from torch import Tensor
+from dspark_kernels import add_norm, qk_norm_rope, silu_mul
+from torch import Tensor, nn
 
 from sglang_dspark.draft.backbone import Attend, DecoderLayer
 
@@ -21,32 +21,54 @@ class FusedLayer:
         kv_weight: ``[2 * kv_heads * hd, d]``, K before V; storage of the layer's own parameters.
         kv_bias: ``[2 * kv_heads * hd]``; None without attention biases.
         gate_up_weight: ``[2 * I, d]``, gate before up; likewise.
-        eps: of the norms of q and k.
+        next_norm: the norm behind this layer, of the next one or the last.
+        eps: of all norms.
     """
 
     layer: DecoderLayer
     kv_weight: Tensor
     kv_bias: Tensor | None
     gate_up_weight: Tensor
+    next_norm: nn.RMSNorm
     eps: float
 
     @classmethod
-    def build(cls, layer: DecoderLayer, kv_weight: Tensor, kv_bias: Tensor | None, eps: float) -> "FusedLayer":
+    def build(
+        cls, layer: DecoderLayer, kv_weight: Tensor, kv_bias: Tensor | None, next_norm: nn.RMSNorm, eps: float
+    ) -> "FusedLayer":
         """Move the gate and up weights of ``layer`` into one storage; its K/V weights already lie in ``kv_weight``."""
         mlp = layer.mlp
         gate_up = torch.cat((mlp.gate_proj.weight.data, mlp.up_proj.weight.data))
         mlp.gate_proj.weight.data, mlp.up_proj.weight.data = gate_up.chunk(2)
-        return cls(layer, kv_weight, kv_bias, gate_up, eps)
+        return cls(layer, kv_weight, kv_bias, gate_up, next_norm, eps)
 
-    def forward(self, index: int, hidden: Tensor, positions: Tensor, inv_freq: Tensor, attend: Attend) -> Tensor:
-        """``hidden [T, d]``, ``positions [T]``, ``inv_freq [hd / 2]`` -> ``[T, d]``; ``index`` is for ``attend``."""
+    def forward(
+        self,
+        index: int,
+        hidden: Tensor,
+        normed: Tensor,
+        positions: Tensor,
+        inv_freq: Tensor,
+        attend: Attend,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer; ``index`` is for ``attend``.
+
+        Args:
+            hidden: ``[T, d]`` residual stream.
+            normed: ``[T, d]``, the same through the layer's first norm.
+            positions: ``[T]``.
+            inv_freq: ``[hd / 2]``.
+
+        Returns:
+            The residual stream behind the layer, and the same through ``next_norm``.
+        """
         attention, mlp = self.layer.self_attn, self.layer.mlp
         heads = (-1, attention.head_dim)
-        normed = self.layer.input_layernorm(hidden)
         q = attention.q_proj(normed).unflatten(-1, heads)
         k, v = F.linear(normed, self.kv_weight, self.kv_bias).unflatten(-1, heads).chunk(2, dim=1)
         norms = attention.q_norm.weight, attention.k_norm.weight
         q, k = qk_norm_rope(q, k, *norms, self.eps, inv_freq, positions)
-        hidden = hidden + attention.output(attend(index, q, k, v, attention.attention_sink_bias))
-        gate_up = F.linear(self.layer.post_attention_layernorm(hidden), self.gate_up_weight)
-        return hidden + mlp.down_proj(silu_mul(gate_up))
+        attended = attention.output(attend(index, q, k, v, attention.attention_sink_bias))
+        hidden, normed = add_norm(hidden, attended, self.layer.post_attention_layernorm.weight, self.eps)
+        gated = silu_mul(F.linear(normed, self.gate_up_weight))
+        return add_norm(hidden, mlp.down_proj(gated), self.next_norm.weight, self.eps)

@@ -118,10 +118,10 @@ class DraftModel(nn.Module):
 
     def forward_block_fused(self, embeds: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """:meth:`forward_block` of a frozen model with its Triton kernels; v reaches ``attend`` with rows apart."""
-        hidden = embeds
+        hidden, normed = embeds, self.decoder_layers[0].input_layernorm(embeds)
         for index, layer in enumerate(self._fused_layers):
-            hidden = layer.forward(index, hidden, positions, self.rotary.inv_freq, attend)
-        return self.norm(hidden)
+            hidden, normed = layer.forward(index, hidden, normed, positions, self.rotary.inv_freq, attend)
+        return normed
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids of any shape -> embeddings ``[..., d]`` in the model's dtype."""
@@ -197,9 +197,12 @@ class DraftModel(nn.Module):
             layer.self_attn.k_norm.weight.data = k_norm_weight
         self._context_stack = stack
         biases: Any = [None] * len(self.layers) if stack.bias is None else stack.bias.view(len(self.layers), -1)
+        next_norms = [*(layer.input_layernorm for layer in self.decoder_layers[1:]), self.norm]
         self._fused_layers = [
-            FusedLayer.build(layer, kv_weight.flatten(0, 1), kv_bias, self.config.rms_norm_eps)
-            for layer, kv_weight, kv_bias in zip(self.decoder_layers, per_layer, biases, strict=True)
+            FusedLayer.build(layer, kv_weight.flatten(0, 1), kv_bias, next_norm, self.config.rms_norm_eps)
+            for layer, kv_weight, kv_bias, next_norm in zip(
+                self.decoder_layers, per_layer, biases, next_norms, strict=True
+            )
         ]
         return self
 

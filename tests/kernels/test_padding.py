@@ -109,6 +109,11 @@ def qk_norm_rope(form, case):
     return [part[:3] for part in form(q, k, *given, case.ints(5, most=90, real=3))]
 
 
+def add_norm(form, case):
+    hidden, update = case.rand(5, 40, real=3), case.rand(5, 40, real=3)
+    return [part[:3] for part in form(hidden, update, case.rand(40), 1e-6)]
+
+
 def silu_mul(form, case):
     return [form(case.rand(5, 40, real=3))[:3]]
 
@@ -220,6 +225,7 @@ CASES = [
     block_attention,
     kv_inject,
     qk_norm_rope,
+    add_norm,
     silu_mul,
     block_confidence,
     draft_block,

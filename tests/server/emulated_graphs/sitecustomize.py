@@ -87,7 +87,7 @@ def note_draft_kernels():
     Blocks are drafted by the kernels themselves, but for those before the first request, which nobody reads.
     """
     import forms
-    from dspark_kernels import block_attention, draft_block, kv_inject, qk_norm_rope, silu_mul
+    from dspark_kernels import add_norm, block_attention, draft_block, kv_inject, qk_norm_rope, silu_mul
 
     def drafted(*args, on_gpu=draft_block.kernel, **kwargs):
         if forms.serving():
@@ -120,7 +120,7 @@ def note_draft_kernels():
 
         return note
 
-    for function in (kv_inject, qk_norm_rope, silu_mul):
+    for function in (kv_inject, qk_norm_rope, silu_mul, add_norm):
         noted(function)
     block_attention.kernel, draft_block.kernel = laid_out, drafted
 
