@@ -50,7 +50,6 @@ class Scenario:
     policy: str
     users: int = 8
     flags: tuple[str, ...] = ()
-    share: float = 1.0  # of the prompts
     passes: int = 1  # all but the last are warm-up: the last is compared
     log_must_show: str = ""
     must_hit_cache: bool = False
@@ -60,7 +59,7 @@ class Scenario:
 # drafts, and requests bring limits of their own.
 CHANGING = "changing"
 SCENARIOS = (
-    *(Scenario(f"{policy}, 1 user", policy, users=1, share=0.25) for policy in ("auto", CHANGING)),
+    *(Scenario(f"{policy}, 1 user", policy, users=1) for policy in ("auto", CHANGING)),
     *(Scenario(f"{policy}, {users} users", policy, users) for policy in ("auto", CHANGING) for users in (4, 16)),
     Scenario("no overlap", CHANGING, flags=("--disable-overlap-schedule",)),
     # Room for every prompt and answer: in the default pool the second pass finds little more than the system prompt.
@@ -167,8 +166,6 @@ def run_scenario(
     max_tokens: int,
 ) -> dict[str, Any]:
     """Run one scenario and compare; the result goes into the report as it is."""
-    prompts = prompts[:: round(1 / scenario.share)]
-    expected = expected[:: round(1 / scenario.share)]
     server.flush_cache()
     before = server.get_json("/dspark/stats")
     if scenario.policy == CHANGING:
