@@ -1,7 +1,7 @@
 """Every knob of DSPARK in one place: name, flag, environment twin, default and check.
 
-Nothing else in the package reads ``os.environ``. A value comes from the command line, else from the environment twin
-(``--speculative-dspark-verify-len`` -> ``SGLANG_DSPARK_VERIFY_LEN``), else from the default here.
+No other module reads variables of the server's options. A value comes from the command line, else from the environment
+twin (``--speculative-dspark-verify-len`` -> ``SGLANG_DSPARK_VERIFY_LEN``), else from the default here.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ENV_PREFIX = "SGLANG_DSPARK_"
 # block-size says otherwise: as many as the released drafters propose.
 DRAFT_FREE_BLOCK_SIZE = 7
 
-Schedule = Literal["auto", "early-stop", "static", "threshold", "adaptive-block", "off"]
-SCHEDULES: tuple[str, ...] = get_args(Schedule)
+PolicyName = Literal["auto", "early-stop", "static", "threshold", "adaptive-block", "off"]
+POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 Probability = Annotated[float, Meta(ge=0, le=1, description="must lie in [0, 1]")]
 Profile = Annotated[tuple[Probability, ...], Meta(description="must lie in [0, 1], each of them")]
 Switch = Annotated[bool, Meta(description="must be on or off")]
@@ -46,9 +46,9 @@ def _knob(help_text: str, *, default: Any = None, read: Callable[[str], Any] = s
 
 @dataclass(frozen=True)
 class DSparkConfig:
-    """Resolved options of one server. ``None`` means "take it from the draft checkpoint"."""
+    """Resolved options of one server. What ``None`` means is said by :func:`default_text`."""
 
-    schedule: Schedule = _knob(
+    schedule: PolicyName = _knob(
         "Verify policy. `auto` follows measured step times and the drafter's confidence, and does not speculate where "
         "that would be slower; `early-stop` is Algorithm 1 of the DSpark paper; `static` verifies the same number of "
         "drafts in every step; `threshold` verifies up to the first draft of low confidence; `adaptive-block` verifies "
@@ -56,7 +56,7 @@ class DSparkConfig:
         default="auto",
     )
     block_size: Annotated[int, whole(1)] | None = _knob(
-        "Drafts per request and step (gamma); at most the block size of the draft checkpoint.", read=int
+        "Drafts per request and step (gamma); at most as many as a block of the draft checkpoint has.", read=int
     )
     verify_len: Annotated[int, whole(0)] | None = _knob(
         "Policy `static`: drafts verified per request and step, 0 to the block size.", read=int
@@ -183,7 +183,7 @@ class DSparkConfig:
             if name not in known:
                 raise ConfigError(f"{name} is not a field of a policy; known are {', '.join(known)}")
         if "policy" not in fields:
-            raise ConfigError(f"policy is missing; give one of {', '.join(SCHEDULES)}")
+            raise ConfigError(f"policy is missing; give one of {', '.join(POLICY_NAMES)}")
         values: dict[str, Any] = dict.fromkeys(known.values())
         for name, value in fields.items():
             try:
@@ -192,21 +192,21 @@ class DSparkConfig:
                 raise ConfigError(f"{name}={value!r}: {error}") from error
         return replace(self, **values)
 
-    def gamma(self, checkpoint_block_size: int | None) -> int:
-        """Drafts per request and step for a checkpoint trained with ``checkpoint_block_size``.
+    def gamma(self, checkpoint_gamma: int | None) -> int:
+        """Drafts per request and step.
 
         Args:
-            checkpoint_block_size: None without a drafter.
+            checkpoint_gamma: drafts of a block of the checkpoint; None without a drafter.
 
         Raises:
-            ConfigError: ``block_size`` exceeds the checkpoint's.
+            ConfigError: ``block_size`` exceeds the checkpoint's drafts.
         """
         if self.block_size is None:
-            return DRAFT_FREE_BLOCK_SIZE if checkpoint_block_size is None else checkpoint_block_size
-        if checkpoint_block_size is not None and self.block_size > checkpoint_block_size:
+            return DRAFT_FREE_BLOCK_SIZE if checkpoint_gamma is None else checkpoint_gamma
+        if checkpoint_gamma is not None and self.block_size > checkpoint_gamma:
             raise ConfigError(
-                f"{flag_name('block_size')}={self.block_size} exceeds the block size {checkpoint_block_size} that the "
-                f"draft checkpoint was trained with; pass {checkpoint_block_size} or less"
+                f"{flag_name('block_size')}={self.block_size} exceeds the {checkpoint_gamma} drafts of a block of the "
+                f"draft checkpoint; pass {checkpoint_gamma} or less"
             )
         return self.block_size
 
@@ -286,7 +286,7 @@ _DEFAULTS_IN_WORDS = {
 
 
 def default_text(field_name: str) -> str:
-    """The default of a knob as help and README show it."""
+    """The default of a knob as ``--help`` and docs/options.md show it."""
     default = getattr(DSparkConfig, field_name)
     return _DEFAULTS_IN_WORDS.get(field_name, "none" if default is None else str(default))
 

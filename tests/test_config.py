@@ -83,7 +83,7 @@ def test_refusals(argv, env, named):
 
 
 def test_values_beyond_the_checkpoint():
-    with pytest.raises(ConfigError, match="--speculative-dspark-block-size=8 exceeds the block size 7"):
+    with pytest.raises(ConfigError, match="--speculative-dspark-block-size=8 exceeds the 7 drafts of a block"):
         resolve("--speculative-dspark-block-size", "8").gamma(7)
     with pytest.raises(ConfigError, match="--speculative-dspark-verify-len=6 exceeds the 5 drafts"):
         resolve(*STATIC, "--speculative-dspark-verify-len", "6").max_verify(5)

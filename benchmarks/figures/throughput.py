@@ -11,7 +11,7 @@ from serving.configurations import OFF, PLAIN
 from serving.frontier import Crossover, crossovers, pareto, shown_baselines, user_ratios
 
 from figures.style import closed_loop, dodge, end_labels, figure_of, name, per_config, spread, styles, users_axis
-from sglang_dspark.config import SCHEDULES
+from sglang_dspark.config import POLICY_NAMES
 
 
 def throughput_vs_concurrency(frame: pd.DataFrame) -> Figure:
@@ -41,7 +41,7 @@ def ratio_title(ratios: pd.DataFrame, against: str) -> str:
     if against == OFF:
         return 'Speculation: times "off"'
     policies = set(ratios["policy"])
-    if policies & (set(SCHEDULES) - {OFF}):
+    if policies & (set(POLICY_NAMES) - {OFF}):
         return "Times plain SGLang (the plugin's own step and speculation in one)"
     return "Without drafts: times plain SGLang" if policies <= {OFF, PLAIN} else "Times plain SGLang"
 

@@ -7,12 +7,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_dspark.config import SCHEDULES
+from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.launch import dspark_flags
 
 PLAIN, DFLASH, EXTERNAL, OFF = "plain", "dflash", "external", "off"
-POLICIES = (PLAIN, DFLASH, *SCHEDULES)
+POLICIES = (PLAIN, DFLASH, *POLICY_NAMES)
 DTYPES = ("float32", "bfloat16", "float16")
 GRAMMAR = "[NAME=]POLICY[:ARGUMENT][@DTYPE] [SERVER FLAGS]"
 URL_GRAMMAR = "NAME[@DTYPE]=URL"
@@ -45,7 +45,7 @@ class Configuration:
     @property
     def is_dspark(self) -> bool:
         """Whether this is a server of ours that runs DSPARK."""
-        return self.policy in SCHEDULES
+        return self.policy in POLICY_NAMES
 
     @property
     def verify_len(self) -> int | None:
@@ -178,7 +178,7 @@ def choose_ratio_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, 
     """
     baselines = choose_baselines(served)
     without_drafts = {dtype: label for label, policy, dtype in reversed(served) if policy == OFF}
-    speculates = {label: policy in SCHEDULES and policy != OFF for label, policy, _ in served}
+    speculates = {label: policy in POLICY_NAMES and policy != OFF for label, policy, _ in served}
     dtypes = {label: dtype for label, _, dtype in served}
     return {
         label: without_drafts.get(dtypes[label], baseline) if speculates[label] else baseline

@@ -13,6 +13,9 @@ from sglang_dspark.errors import EngineError
 TESTED_SGLANG = ("0.5.15.post1", "0.5.23")
 """Releases that are served, oldest first; docs/newer_sglang.md says what was tested on which."""
 
+LEAST_CAPABILITY = (8, 0)
+"""Of a GPU; the kernels are compiled for nothing older."""
+
 _FIRST_WITH_BUILT_IN_DSPARK = Version("0.5.16.dev0")
 
 
@@ -55,4 +58,20 @@ def check_sglang_version(sglang_version: str, *, untested: bool = False) -> None
 
 
 def _remedy() -> str:
-    return f"pip install sglang=={TESTED_SGLANG[-1]}"
+    # Not the newest: there the same command line starts SGLang's own DSPARK.
+    return f"pip install sglang=={TESTED_SGLANG[0]}"
+
+
+def gpu_refusal(capability: tuple[int, int], *, rocm: bool) -> str | None:
+    """Why no server can run on this GPU; None where it can.
+
+    Args:
+        capability: compute capability of an NVIDIA GPU.
+        rocm: whether torch was built for AMD's GPUs.
+    """
+    if rocm:
+        return "this torch was built for ROCm, on which DSPARK has not been tried; serve on an NVIDIA GPU or on a CPU"
+    if capability < LEAST_CAPABILITY:
+        found, least = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
+        return f"this GPU has compute capability {found}, and the kernels of DSPARK need {least} (A100, RTX 30) or more"
+    return None

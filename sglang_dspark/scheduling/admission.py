@@ -78,7 +78,10 @@ Admitted = Uniform | Best | Lengths
 
 
 def admit(choice: Choice, drafted: Drafted, threshold: float | None, times: StepTimes | None) -> Admitted:
-    """The drafts that ``choice`` verifies. Only the rule EARLY_STOP waits for the device.
+    """The drafts that ``choice`` verifies.
+
+    Only the rule EARLY_STOP waits for the device here. How many rows its lengths and those of THRESHOLD need, the
+    layout has to wait for.
 
     Args:
         threshold: of the rule THRESHOLD.

@@ -109,8 +109,8 @@ class Schedule:
         return None
 
     @staticmethod
-    def reads_live_values(policy: str) -> bool:
-        """Whether a policy needs the confidences of the step itself on the host."""
+    def waits_for_device(policy: str) -> bool:
+        """Whether the host has to read something of the step itself before it can verify."""
         return policy in (Rule.EARLY_STOP.value, Rule.THRESHOLD.value)
 
     def _make_policy(self, options: DSparkConfig) -> Policy:

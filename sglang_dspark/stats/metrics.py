@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sglang_dspark.config import SCHEDULES
+from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.stats.history import History
 from sglang_dspark.stats.sums import MEASURED_MS, PREDICTED_MS, STEPS, TIMED_STEPS, Figures, Sums, requests_of
@@ -181,5 +181,5 @@ class Metrics:
         running = recent["running_requests"]
         yield "occupancy", None if running is None else running / self._max_running_requests, {}
         yield "parked", float(parked), {}
-        for known in SCHEDULES:
+        for known in POLICY_NAMES:
             yield "policy", float(known == policy), {"policy": known}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang_dspark.config import SCHEDULES, DSparkConfig
+from sglang_dspark.config import POLICY_NAMES, DSparkConfig
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.forward.graphs import has_prefill_graphs
 from sglang_dspark.engine.support import versions
@@ -49,7 +49,7 @@ def capabilities(server_args: Any, model_runner: Any, staging: Staging, max_veri
         "max_verify": max_verify,
         "max_running_requests": int(model_runner.max_running_requests),
         "policy": schedule.policy.name,
-        "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in SCHEDULES},
+        "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in POLICY_NAMES},
         "features": {
             "speculation_fields": _speculation_fields(has_head=has_head),
             "cuda_graphs": staging.graphs is not None,
@@ -101,5 +101,5 @@ def _policy(schedule: Schedule, name: str, *, on_gpu: bool) -> dict[str, Any]:
         "available": unavailable is None,
         "reason": unavailable,
         # On a CPU, host and device are the same.
-        "waits_for_device": on_gpu and schedule.reads_live_values(name),
+        "waits_for_device": on_gpu and schedule.waits_for_device(name),
     }

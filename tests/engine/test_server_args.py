@@ -22,7 +22,7 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft import resolved
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.startup import hooks, server_args
-from sglang_dspark.errors import CheckpointError, ConfigError, EngineError
+from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
 from sglang_dspark.tools.launch import PLUGIN
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -208,3 +208,26 @@ def test_machines_do_not_fall_back_each_by_itself(reads):
     with pytest.raises(ConfigError, match="--speculative-dspark-fallback=target-only: each of --nnodes=2"):
         resolve(*two, "--speculative-dspark-fallback", "target-only")
     assert resolve(*two).node_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "rocm", "complaint"),
+    [
+        ((7, 5), None, "--device=cuda: this GPU has compute capability 7.5, and the kernels of DSPARK need 8.0"),
+        ((9, 4), "6.2", "--device=cuda: this torch was built for ROCm"),
+        ((8, 0), None, None),
+    ],
+)
+def test_gpus_without_kernels(reads, monkeypatch, capability, rocm, complaint):
+    args = resolve()
+    args.device = "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "hip", rocm)
+    monkeypatch.setattr(server_args, "_refusals", lambda args: iter(()))
+    with server_args.prepared(args, DSparkConfig()):
+        if complaint is None:
+            server_args.validate(args)
+        else:
+            with pytest.raises(UnservedError, match=complaint):
+                server_args.validate(args)

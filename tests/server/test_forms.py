@@ -20,6 +20,7 @@ from golden_server import DRAFT, TARGET, VOCAB, assert_retracted_unnoticed, gene
 from random_drafter import random_drafter
 from server_pool import EIGHT_BITS, ON_GPU, Recipe, ServerPool
 
+from sglang_dspark.engine.compat.targets import loses_residuals
 from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
 pytestmark = pytest.mark.thorough
@@ -68,12 +69,27 @@ RANDOM = {"temperature": 0.5, "flat": 8.0}
 # Of experts; grouped routing is compiled otherwise, for half a minute, and a shared expert's gate is a Triton kernel.
 ROUTED = {} if ON_GPU else {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
 FORMS = {
+    "llama": Form("LlamaForCausalLM", **RANDOM),
+    "qwen2": Form("Qwen2ForCausalLM", **RANDOM),
+    "qwen3-moe": Form("Qwen3MoeForCausalLM", **RANDOM, env=ROUTED),
     "mistral": Form("MistralForCausalLM", **RANDOM),
+    "ministral3": Form("Ministral3ForCausalLM", **RANDOM),
     "phi3": Form("Phi3ForCausalLM", **RANDOM),
+    "internlm3": Form("InternLM3ForCausalLM", **RANDOM),
+    "apertus": Form("ApertusForCausalLM", **RANDOM),
+    "gemma3": Form("Gemma3ForCausalLM", **RANDOM),
+    "gemma3-images": Form("Gemma3ForConditionalGeneration", **RANDOM),
     "qwen2-moe": Form("Qwen2MoeForCausalLM", **RANDOM, env=ROUTED),
     "glm4-moe": Form("Glm4MoeForCausalLM", **RANDOM, env=ROUTED),
-    **{f"fp8-pages-{size}": Form(page=size, flags=FP8, pool=1024) for size in (16, 32, 64)},
+    **{f"pages-{size}": Form(page=size, pool=1024) for size in (16, 32, 64)},
+    **{f"fp8-pages-{size}": Form(page=size, flags=FP8, pool=1024) for size in (1, 16, 32, 64)},
 }
+
+
+def _needed(name: str) -> list[pytest.MarkDecorator]:
+    """Marks of a form that not every release or machine can serve."""
+    refused = pytest.mark.skipif(loses_residuals(FORMS[name].architecture), reason="refused on this release")
+    return [refused, *([EIGHT_BITS] if FP8[0] in FORMS[name].flags else [])]
 
 
 @dataclass(frozen=True)
@@ -100,10 +116,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.xdist_group(f"form {name}"), *([EIGHT_BITS] if "fp8" in name else [])])
-        for name in FORMS
-    ],
+    params=[pytest.param(name, marks=[pytest.mark.xdist_group(f"form {name}"), *_needed(name)]) for name in FORMS],
 )
 def pair(request: pytest.FixtureRequest, pool: ServerPool) -> Pair:
     return Pair(FORMS[request.param], pool.get(f"{request.param} plain"), pool.get(f"{request.param} dspark"))

@@ -177,7 +177,7 @@ def plan_top(
 ) -> VerifyRows:
     """Verify the ``budget`` drafts with the largest survivals. No host sync; safe under graph capture.
 
-    Ties go to the smaller position, then to the smaller request, as in ``scheduling.selection.top_prefixes``.
+    Ties go to the smaller position, then to the smaller request: no draft is admitted without its predecessor.
 
     Args:
         survival: non-increasing along a row, without NaN; entries above 1 are admitted first, negative ones never.

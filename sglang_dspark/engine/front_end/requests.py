@@ -14,7 +14,7 @@ import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_dspark.draft.families import family_of
-from sglang_dspark.engine.scheduler import options as speculation
+from sglang_dspark.engine.scheduler import options as request_options
 from sglang_dspark.engine.startup.served import REFUSED_FIELDS, REFUSED_FIELDS_OF_SOME_RELEASES
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def check_request(result: None, manager: Any, request: Any, input_ids: Any) -> N
             check_ids(input_ids, manager.model_config.vocab_size)
         for refusal in _refusals(request, manager.model_config):
             raise ValueError(refusal)
-        speculation.settle(manager, request)
+        request_options.settle(manager, request)
 
 
 def check_ids(ids: Sequence[Any], vocab_size: int) -> None:

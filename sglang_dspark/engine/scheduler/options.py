@@ -67,8 +67,7 @@ def settle(manager: Any, request: Any) -> None:
             "speculation.confidence_threshold needs a drafter with a confidence head, which this server does not have; "
             "use speculation.max_verify or drop the key"
         )
-    if isinstance(custom_params, dict):
-        custom_params.pop(_LABELS_KEY, None)
+    custom_params.pop(_LABELS_KEY, None)
     if options.preset == CLASSIFICATION:
         if manager.tokenizer is None:
             raise ValueError("speculation.candidates needs a tokenizer; start the server without --skip-tokenizer-init")

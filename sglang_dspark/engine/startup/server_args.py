@@ -28,7 +28,7 @@ from sglang_dspark.engine.startup import hooks, served
 from sglang_dspark.engine.startup.adapters import adapter_refusals
 from sglang_dspark.engine.startup.host_cache import host_cache_refusals
 from sglang_dspark.engine.startup.target_refusals import target_refusals
-from sglang_dspark.engine.support import installed_sglang
+from sglang_dspark.engine.support import gpu_refusal, installed_sglang
 from sglang_dspark.errors import ConfigError, EngineError, UnservedError
 from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
 
@@ -160,6 +160,10 @@ def validate(server_args: Any) -> None:
     arguments.attach(server_args, Serving(options.config, options.drafter, dummy, holds_prompts=ours))
     if server_args.device not in PREFILL_BACKENDS:
         raise UnservedError(f"DSPARK cannot run with --device={server_args.device}; pass cpu or cuda")
+    if server_args.device == "cuda" and torch.cuda.is_available():  # SGLang itself says where there is none
+        found = gpu_refusal(torch.cuda.get_device_capability(), rocm=torch.version.hip is not None)
+        if found is not None:
+            raise UnservedError(f"DSPARK cannot run with --device=cuda: {found}")
     for refusal in _refusals(server_args):
         raise ConfigError(refusal)
 

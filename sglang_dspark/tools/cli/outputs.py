@@ -17,7 +17,9 @@ def check_outputs(output: Path | None, plot: Path | None) -> None:
     """
     check_folders({"--output": output, "--plot": plot})
     if plot is not None and find_spec("matplotlib") is None:
-        raise ConfigError(f"--plot {plot} needs matplotlib, which is not installed: pip install 'sglang-dspark[bench]'")
+        raise ConfigError(
+            f"--plot {plot} needs matplotlib, which is not installed: pip install '.[bench]' in the repository"
+        )
 
 
 def check_folders(files: Mapping[str, Path | None]) -> None:

@@ -133,7 +133,7 @@ def _write_checkpoint(gguf_path: Path, directory: Path) -> None:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise DSparkError("the package `gguf` is missing; pip install 'sglang-dspark[demo]'") from error
+        raise DSparkError("the package `gguf` is missing: pip install '.[demo]' in the repository") from error
     reader = GGUFReader(gguf_path)
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     save_file(_tensors(reader, metadata), directory / "model.safetensors", metadata={"format": "pt"})

@@ -63,7 +63,7 @@ def check_plugin() -> Iterator[Finding]:
     found = [point for point in entry_points(group=PLUGIN_GROUP) if point.value == PLUGIN_VALUE]
     if not found:
         yield Finding(
-            "fail", "entry point", f"{PLUGIN_GROUP} does not list {PLUGIN_VALUE}", "pip install sglang-dspark"
+            "fail", "entry point", f"{PLUGIN_GROUP} does not list {PLUGIN_VALUE}", "pip install . in the repository"
         )
         return
     yield Finding("ok", "entry point", f"{PLUGIN_GROUP}: {found[0].name} = {found[0].value}")
@@ -108,7 +108,7 @@ def check_hooks() -> Iterator[Finding]:
             if problem is None:
                 yield Finding("ok", subject, f"{hook.where}, {hook.kind.value} {hook.target}: {hook.reason}")
             else:
-                yield Finding("fail", subject, problem, f"pip install sglang=={support.TESTED_SGLANG[-1]}")
+                yield Finding("fail", subject, problem, f"pip install sglang=={support.TESTED_SGLANG[0]}")
 
 
 def check_device() -> Iterator[Finding]:
@@ -122,8 +122,10 @@ def check_device() -> Iterator[Finding]:
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             memory_gib = properties.total_memory / 2**30
-            capability = f"sm_{properties.major}{properties.minor}"
-            yield Finding("ok", f"cuda:{index}", f"{properties.name}, {memory_gib:.0f} GiB, {capability}")
+            capability = properties.major, properties.minor
+            refusal = support.gpu_refusal(capability, rocm=torch.version.hip is not None)
+            known = f"{properties.name}, {memory_gib:.0f} GiB, sm_{properties.major}{properties.minor}"
+            yield Finding("fail" if refusal else "ok", f"cuda:{index}", known, refusal or "")
         return
     yield Finding(
         "note",

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_dspark.config import SCHEDULES
+from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
@@ -116,7 +116,7 @@ def read_sweep(path: Path, dtype: str | None = None) -> list[Measured]:
 
 def _is_simulated(row: Row) -> bool:
     """Whether the row is of a closed loop on a server that can be simulated."""
-    return row["concurrency"] != "" and row["policy"] in (_PLAIN, *SCHEDULES)
+    return row["concurrency"] != "" and row["policy"] in (_PLAIN, *POLICY_NAMES)
 
 
 def _numbers(row: Row) -> Row:

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-from sglang_dspark.config import SCHEDULES, DSparkConfig
+from sglang_dspark.config import POLICY_NAMES, DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.simulator.blocks import BlockSource
 from sglang_dspark.tools.simulator.costs import Costs, perturbed
@@ -29,7 +29,7 @@ def parse_policy(text: str) -> DSparkConfig:
     """
     name, _, argument = text.partition(":")
     known = {"static": "verify_len", "threshold": "confidence_threshold"}
-    if name not in SCHEDULES or (argument and name not in known):
+    if name not in POLICY_NAMES or (argument and name not in known):
         raise ConfigError(
             f"--policies: {text!r} is no policy; give some of auto, early-stop, adaptive-block, off, static:N and "
             "threshold:P, with commas between them"

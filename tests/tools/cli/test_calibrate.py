@@ -139,7 +139,7 @@ def test_what_would_fail_at_the_end_fails_at_the_start(calibrate, server, tmp_pa
     assert (result.exit_code, "there is no folder" in result.output) == (1, True)
     monkeypatch.setattr(outputs, "find_spec", lambda name: None)
     result = calibrate("--plot", tmp_path / "plot.png")
-    assert (result.exit_code, "pip install 'sglang-dspark[bench]'" in result.output) == (1, True)
+    assert (result.exit_code, "pip install '.[bench]' in the repository" in result.output) == (1, True)
     assert server.requests == []
 
 

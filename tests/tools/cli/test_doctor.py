@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ def test_a_quantised_head_is_not_called_shared(run, target, draft, broken, tmp_p
 @pytest.mark.parametrize(
     ("version", "says"),
     [
-        ("0.5.14", "drives sglang 0.5.15.post1 and 0.5.23: pip install sglang==0.5.23"),
+        ("0.5.14", "drives sglang 0.5.15.post1 and 0.5.23: pip install sglang==0.5.15.post1"),
         ("0.5.24", "or try this one with --speculative-dspark-untested-sglang"),
     ],
 )
@@ -186,7 +187,7 @@ def test_sglang_missing(run, monkeypatch):
     monkeypatch.setattr(installation, "requires", missing)
     result = run("doctor")
     assert result.exit_code == 1
-    assert "sglang is not installed; run: pip install sglang==0.5.23" in result.output
+    assert "sglang is not installed; run: pip install sglang==0.5.15.post1" in result.output
     assert "torch" in result.output
 
 
@@ -240,3 +241,13 @@ def test_every_patch_of_sglang_is_listed_with_its_reason(run, monkeypatch):
     assert f"hook {HOOKS[0].name}" in result.output
     assert f"{HOOKS[0].where}, after {HOOKS[0].target}: {HOOKS[0].reason}" in result.output
     assert f"has no attribute '{gone.target.rpartition('.')[2]}'" in result.output
+
+
+def test_a_gpu_without_kernels(monkeypatch):
+    properties = SimpleNamespace(name="Tesla T4", total_memory=16 * 2**30, major=7, minor=5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    [finding] = installation.check_device()
+    assert (finding.status, finding.found) == ("fail", "Tesla T4, 16 GiB, sm_75")
+    assert "need 8.0" in finding.remedy
