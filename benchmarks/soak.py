@@ -6,8 +6,9 @@ The target alone answers the probes first. Then a DSPARK server gets requests of
 until every probe has been asked: greedy probes in turn, whose texts are compared, sampled and seeded ones, penalties,
 grammars, presets, caps, tiny and huge prompts, streams that the client drops, probes in two turns of a session, while
 its policy keeps changing. At the end the K/V pool has to be as empty as at the start, no answer may have been an HTTP
-5xx, no probe another text, and the memory of the processes must not have grown with time. Then the scheduler is killed,
-and the server has to end.
+5xx, no probe another text, and the memory of the processes must not have grown with time. A change of the policy that
+finds the scheduler busy with long prompts for too long (HTTP 503) is counted apart. Then the scheduler is killed, and
+the server has to end.
 
 float32, so that a text does not depend on the batch; near-ties are not told from errors here, ``identity.py`` does.
 """
@@ -43,6 +44,7 @@ END_S = 60.0
 TINY, HUGE = 1, 3000  # tokens of a prompt
 CONTEXT = 100_000  # of a session, in characters
 LEAST_OF_TWO_TURNS = 4  # tokens of a probe
+BUSY = "policy 503"
 
 POLICIES: tuple[dict[str, Any], ...] = (
     {"policy": "auto"},
@@ -246,6 +248,7 @@ def main(
         after = _tokens_in_pool(server)
         ended = _ends_without_its_scheduler(server)
     tally = traffic.tally
+    busy = tally.answers.pop(BUSY, 0)
     errors = {name: count for name, count in tally.answers.items() if name.split()[-1].startswith("5")}
     growth = _growth(tally.samples)
     report = {
@@ -254,6 +257,7 @@ def main(
         "users": USERS,
         "answers": dict(sorted(tally.answers.items())),
         "server_errors": errors,
+        "busy": busy,
         "probes": len(asked),
         "wrong_probes": tally.wrong,
         "tokens_in_pool": {"before": before, "after": after},

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from byte_tokenizer import save_byte_tokenizer
 from family_targets import written_target
-from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs
-from int8_target import int8_target
+from golden_server import DSPARK, GUARDED, TWO_RANKS, emulated_graphs
+from int8_target import OF_ROWS, int8_target
 from lora_adapters import adapter_flags
 from random_drafter import damaged_drafter, random_drafter
 from server_pool import ON_GPU, Recipe, ServerPool
@@ -51,15 +51,13 @@ def _letters(folder: Path) -> tuple[str | Path, ...]:
 
 def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
     """A target of this family and a drafter, both with random weights."""
-    tokenizer = ("--tokenizer-path", str(TARGET))
     return Recipe(
-        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *tokenizer, *flags),
+        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *flags),
         model=lambda folder: written_target(architecture, folder / "target"),
         env=env or {},
     )
 
 
-OF_ROWS = {"self_attn": "token", "mlp": "tensor", "lm_head": "token"}
 OF_BATCHES = {"self_attn": "batch", "mlp": "batch"}
 
 SERVERS: dict[str, Recipe] = {
@@ -133,6 +131,7 @@ SERVERS: dict[str, Recipe] = {
     "qwen2": _tiny("Qwen2ForCausalLM"),
     "gemma3": _tiny("Gemma3ForCausalLM"),
     "gemma3_images": _tiny("Gemma3ForConditionalGeneration"),
+    "qwen2_5_vl": _tiny("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
     "gpt_oss": _tiny("GptOssForCausalLM") if ON_GPU else _tiny("GptOssForCausalLM", *SINK_FLAGS, env=SINKS),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),

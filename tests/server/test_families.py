@@ -46,6 +46,11 @@ def test_text_of_a_target_that_reads_images(gemma3_images):
 
 
 @pytest.mark.thorough
+def test_positions_of_three_coordinates_in_replayed_steps(qwen2_5_vl):
+    assert_rounds_and_texts(qwen2_5_vl)
+
+
+@pytest.mark.thorough
 def test_sinks_and_windows_in_one_pool(gpt_oss):
     """Attention of prompts is that of the tests: SGLang's has sinks on a GPU alone."""
     assert_rounds_and_texts(gpt_oss)

@@ -9,6 +9,9 @@ from pathlib import Path
 from golden_server import TARGET
 from safetensors.torch import load_file, save_file
 
+OF_ROWS = {"self_attn": "token", "mlp": "tensor", "lm_head": "token"}
+"""Scales by which a row's result is its own: of every token, and one that is fixed."""
+
 
 def int8_target(folder: Path, scales: dict[str, str]) -> Path:
     """A target with these scales of its activations, by part of the layer's name; returns its folder."""

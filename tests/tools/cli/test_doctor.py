@@ -208,7 +208,7 @@ def test_the_entry_point_is_gone(monkeypatch):
             "fail",
             "entry point",
             "sglang.srt.plugins does not list sglang_dspark.plugin:register",
-            "pip install sglang-dspark",
+            "pip install . in the repository",
         )
     ]
 
