@@ -21,6 +21,7 @@ class Family:
             ``set_dflash_layers_to_capture``; ``eagle3`` is ``set_eagle3_layers_to_capture``, for classes that lack it.
         text: path of the model that reads text inside SGLang's class, where that one reads images, too, and leaves
             everything about text to it.
+        reads_images: the class reads images, too; served is its text.
         embedding: path of the embedding, where the class has no ``get_input_embeddings``.
         moves_positions: the class counts tokens from one, and adds it to the positions that it was handed.
         sums_late: between two layers the class may hold sums that are not reduced over the ranks yet, so that what it
@@ -34,6 +35,7 @@ class Family:
     models: str
     capture: Literal["dflash", "eagle3"] = "dflash"
     text: str = ""
+    reads_images: bool = False
     embedding: str = ""
     moves_positions: bool = False
     sums_late: bool = False
@@ -80,6 +82,7 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma 3 with images (4B, 12B, 27B)",
         capture="eagle3",
         text="language_model",
+        reads_images=True,
         moves_positions=True,
         tried=("model", "server"),
         remark=f"{_TEXT}; {_NO_RESIDUALS}",
@@ -96,11 +99,14 @@ FAMILIES: tuple[Family, ...] = (
         "Mistral3ForConditionalGeneration",
         "Mistral Small 3.1 and 3.2, Ministral 3 with images",
         text="language_model",
+        reads_images=True,
         remark=_TEXT,
     ),
-    Family("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", capture="eagle3", remark=_TEXT),
-    Family("Qwen3VLForConditionalGeneration", "Qwen3-VL", capture="eagle3", remark=_TEXT),
-    Family("Qwen3VLMoeForConditionalGeneration", "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B", remark=_TEXT),
+    Family("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", capture="eagle3", reads_images=True, remark=_TEXT),
+    Family("Qwen3VLForConditionalGeneration", "Qwen3-VL", capture="eagle3", reads_images=True, remark=_TEXT),
+    Family(
+        "Qwen3VLMoeForConditionalGeneration", "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B", reads_images=True, remark=_TEXT
+    ),
 )
 
 

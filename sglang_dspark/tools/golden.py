@@ -255,6 +255,11 @@ def load_target(target_dir: str | Path, model: DraftModel) -> Target:
         network = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32).eval()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{target_dir}: transformers cannot load this as a target ({error})") from error
+    return lend_target(network, model)
+
+
+def lend_target(network: Any, model: DraftModel) -> Target:
+    """A target that is loaded already, checked against the draft, which gets its embedding and LM head."""
     check_dimensions(model.config, network.config.get_text_config())
     model.bind_target(network.get_input_embeddings().weight, network.get_output_embeddings().weight)
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from family_targets import written_target
 from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
 from sglang.srt.configs.model_config import ModelConfig
@@ -231,3 +232,13 @@ def test_gpus_without_kernels(reads, monkeypatch, capability, rocm, complaint):
         else:
             with pytest.raises(UnservedError, match=complaint):
                 server_args.validate(args)
+
+
+@pytest.mark.parametrize("flags", [(), ("--enable-multimodal",)])
+def test_a_target_that_reads_images_is_served_as_a_text_model(reads, tmp_path, flags):
+    """Or SGLang would try a picture on it when it starts, and give up over the refusal."""
+    target = written_target("Qwen3VLForConditionalGeneration", tmp_path / "target")
+    draft = random_drafter(tmp_path / "draft", "tiny")
+    with pytest.raises(ConfigError, match="--enable-multimodal=True; drop the flag") if flags else nullcontext():
+        made, _ = settled("--model-path", str(target), "--tokenizer-path", str(GOLDEN / "target"), *flags, draft=draft)
+        assert not ModelConfig.from_server_args(made).is_image_understandable_model

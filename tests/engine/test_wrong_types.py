@@ -17,7 +17,7 @@ from sglang_dspark.engine.front_end.requests import (
 )
 
 LLAMA = SimpleNamespace(architectures=["LlamaForCausalLM"])
-MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=256, is_multimodal=False, hf_config=LLAMA))
+MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=256, hf_config=LLAMA))
 
 
 def checked(ids, **fields):

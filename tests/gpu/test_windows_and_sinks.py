@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from family_targets import PROMPTS, written_target
-from golden_server import assert_pool_is_whole, generate, policy
+from golden_server import TARGET, assert_pool_is_whole, generate, policy
 from random_drafter import random_drafter
 
 from sglang_dspark.tools.launch import CUDA_FLAGS, LaunchedServer, dspark_flags
@@ -42,7 +42,7 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("pair")
     target = written_target(architecture, folder / "target")
     drafter = dspark_flags(random_drafter(folder / "draft", "tiny"))
-    flags = (*CUDA_FLAGS, "--dtype", "bfloat16", "--attention-backend", prefill)
+    flags = (*CUDA_FLAGS, "--dtype", "bfloat16", "--attention-backend", prefill, "--tokenizer-path", str(TARGET))
     env = {"HF_HUB_OFFLINE": "1"}
     with LaunchedServer(target, *flags, env=env) as plain:
         expected = texts(plain, 1)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from byte_tokenizer import save_byte_tokenizer
 from family_targets import written_target
-from golden_server import DSPARK, GUARDED, TWO_RANKS, emulated_graphs
+from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs
 from int8_target import OF_ROWS, int8_target
 from lora_adapters import adapter_flags
 from random_drafter import damaged_drafter, random_drafter
@@ -51,8 +51,9 @@ def _letters(folder: Path) -> tuple[str | Path, ...]:
 
 def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
     """A target of this family and a drafter, both with random weights."""
+    tokenizer = ("--tokenizer-path", str(TARGET))
     return Recipe(
-        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *flags),
+        lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *tokenizer, *flags),
         model=lambda folder: written_target(architecture, folder / "target"),
         env=env or {},
     )
@@ -132,6 +133,8 @@ SERVERS: dict[str, Recipe] = {
     "gemma3": _tiny("Gemma3ForCausalLM"),
     "gemma3_images": _tiny("Gemma3ForConditionalGeneration"),
     "qwen2_5_vl": _tiny("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
+    "qwen3_vl": _tiny("Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": _tiny("Qwen3VLMoeForConditionalGeneration"),
     "gpt_oss": _tiny("GptOssForCausalLM") if ON_GPU else _tiny("GptOssForCausalLM", *SINK_FLAGS, env=SINKS),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),

@@ -5,18 +5,20 @@ Every family without a server: tests/engine/test_families.py, which also asserts
 
 from __future__ import annotations
 
+import json
 import urllib.error
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from family_targets import NUM_TOKENS, PROMPTS
+from family_targets import NUM_TOKENS, PROMPTS, write_target
 from golden_server import assert_pool_is_whole, generate, policy
 
 from sglang_dspark.draft.reference import decode_greedy
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.engine.compat.targets import loses_residuals
-from sglang_dspark.tools.golden import load_target
+from sglang_dspark.tools.golden import lend_target
 
 
 def test_a_mixture_of_experts(qwen3_moe):
@@ -36,18 +38,24 @@ def test_windows_of_the_context(gemma3):
 
 @pytest.mark.skipif(loses_residuals("Gemma3ForConditionalGeneration"), reason="refused on this release")
 @pytest.mark.thorough
-def test_text_of_a_target_that_reads_images(gemma3_images):
-    """One that counts tokens from one; it does not without being told, and an image is refused all the same."""
+def test_positions_that_begin_at_one(gemma3_images):
     assert_rounds_and_texts(gemma3_images)
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        generate(gemma3_images, [{"input_ids": PROMPTS[0], "image_data": ["x.png"]}], 1)
-    assert caught.value.code == 400
-    assert "serves the text of this target, and not image_data" in caught.value.read().decode()
+    assert_images_are_refused(gemma3_images)
 
 
 @pytest.mark.thorough
 def test_positions_of_three_coordinates_in_replayed_steps(qwen2_5_vl):
-    assert_rounds_and_texts(qwen2_5_vl)
+    assert_rounds_and_texts(qwen2_5_vl, then="auto")  # emulated servers know no policy of the tests
+    assert_images_are_refused(qwen2_5_vl)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("server", ["qwen3_vl", "qwen3_vl_moe"])
+def test_text_of_a_target_that_reads_images(server, request):
+    """SGLang does not try a picture on it when it starts."""
+    served = request.getfixturevalue(server)
+    assert_rounds_and_texts(served)
+    assert_images_are_refused(served)
 
 
 @pytest.mark.thorough
@@ -57,10 +65,25 @@ def test_sinks_and_windows_in_one_pool(gpt_oss):
     assert "all layers of the target in one K/V pool" in gpt_oss.log_path.read_text()
 
 
-def assert_rounds_and_texts(server):
+def assert_images_are_refused(server):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        generate(server, [{"input_ids": PROMPTS[0], "image_data": ["x.png"]}], 1)
+    assert caught.value.code == 400
+    assert "serves the text of this target, and not image_data" in caught.value.read().decode()
+
+
+def target_of(folder):
+    """The model that was written there, made anew: not every one can be loaded from the form of published ones."""
+    [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
+    with TemporaryDirectory() as elsewhere:
+        return write_target(architecture, Path(elsewhere))
+
+
+def assert_rounds_and_texts(server, then="random"):
+    """Under ``static``, and under the policy ``then``."""
     folder = Path(server.get_json("/dspark/capabilities")["drafter"]["path"])
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")
-    target = load_target(folder.parent / "target", model)
+    target = lend_target(target_of(folder.parent / "target"), model)
     expected = [decode_greedy(model, target, prompt, max_new_tokens=NUM_TOKENS) for prompt in PROMPTS]
     parameters = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     bodies = [{"input_ids": p, "sampling_params": parameters, "speculation": {"trace": True}} for p in PROMPTS]
@@ -74,7 +97,7 @@ def assert_rounds_and_texts(server):
         assert [r["draft"] for r, _ in pairs] == [r.block.tokens for _, r in pairs]
         assert [r["accepted"] for r, _ in pairs[:-1]] == [r.accepted for _, r in pairs[:-1]]
     # Another batch, other verify lengths, a cached prefix.
-    with policy(server, "random"):
+    with policy(server, then):
         again = generate(server, bodies * 3, 9)
     assert [answer["output_ids"] for answer in again] == [one.output_ids[:NUM_TOKENS] for one in expected] * 3
     assert_pool_is_whole(server)

@@ -71,7 +71,7 @@ class Form:
     def plain(self, folder: Path) -> tuple[str, ...]:
         """Flags of the plain server."""
         pool = ("--max-total-tokens", str(self.pool), "--schedule-conservativeness", "0.01", "--context-length", "256")
-        return (*pool, "--page-size", str(self.page), *self.flags)
+        return (*pool, "--page-size", str(self.page), "--tokenizer-path", str(TARGET), *self.flags)
 
     def dspark(self, folder: Path) -> tuple[str, ...]:
         """Flags of the one with DSPARK."""
@@ -94,9 +94,6 @@ FORMS = {
     "apertus": Form("ApertusForCausalLM", **RANDOM),
     "gemma3": Form("Gemma3ForCausalLM", **RANDOM),
     "gemma3-images": Form("Gemma3ForConditionalGeneration", **RANDOM),
-    "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM),
-    "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM),
-    "qwen3-vl-moe": Form("Qwen3VLMoeForConditionalGeneration", **RANDOM, env=ROUTED),
     "qwen2-moe": Form("Qwen2MoeForCausalLM", **RANDOM, env=ROUTED),
     "glm4-moe": Form("Glm4MoeForCausalLM", **RANDOM, env=ROUTED),
     "int8": Form(int8=True),

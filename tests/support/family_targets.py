@@ -32,7 +32,6 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-_GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "target"
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -49,7 +48,6 @@ class Tiny:
         router_std: of the routers' weights.
         transposed: whether published checkpoints have the experts of a layer in one tensor, transposed.
         older_names: whether they have the names that transformers gave the tensors of an image reader before version 5.
-        processor: classes of transformers that prepare texts with images, and videos; SGLang does not start without.
     """
 
     model: str
@@ -60,7 +58,6 @@ class Tiny:
     router_std: float = 1.0
     transposed: bool = False
     older_names: bool = False
-    processor: tuple[str, str] | None = None
 
 
 _MROPE = {
@@ -80,8 +77,6 @@ _QWEN3_VISION = {
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
 }
-
-_QWEN3_PROCESSOR = ("Qwen3VLProcessor", "Qwen3VLVideoProcessor")
 
 _GEMMA3 = {
     "tie_word_embeddings": True,
@@ -203,18 +198,14 @@ TINY: dict[str, Tiny] = {
             "model_type": "qwen2_5_vl_text",
         },
         vision={"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64},
-        processor=("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
     ),
-    "Qwen3VLForConditionalGeneration": Tiny(
-        "Qwen3VLForConditionalGeneration", _MROPE, vision=_QWEN3_VISION, processor=_QWEN3_PROCESSOR
-    ),
+    "Qwen3VLForConditionalGeneration": Tiny("Qwen3VLForConditionalGeneration", _MROPE, vision=_QWEN3_VISION),
     "Qwen3VLMoeForConditionalGeneration": Tiny(
         "Qwen3VLMoeForConditionalGeneration",
         {**_MROPE, **EXPERTS, "num_experts": 8, "norm_topk_prob": True, "decoder_sparse_step": 1},
         chosen=2,
         vision=_QWEN3_VISION,
         transposed=True,
-        processor=_QWEN3_PROCESSOR,
     ),
 }
 
@@ -302,15 +293,8 @@ def _rename(file: Path, now: str, then: str) -> None:
 
 
 def written_target(architecture: str, folder: Path) -> Path:
-    """``folder``, with one of ``TINY`` in it, and the golden target's tokenizer."""
+    """``folder``, with one of ``TINY`` in it."""
     write_target(architecture, folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(_GOLDEN)
-    if (names := TINY[architecture].processor) is None:
-        tokenizer.save_pretrained(folder)
-    else:
-        processor, videos = (getattr(transformers, name) for name in names)
-        images = transformers.Qwen2VLImageProcessor()
-        processor(image_processor=images, tokenizer=tokenizer, video_processor=videos()).save_pretrained(folder)
     return folder
 
 

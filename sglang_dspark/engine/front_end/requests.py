@@ -67,8 +67,8 @@ def _refusals(request: GenerateReqInput, target: Any) -> Iterator[str]:
     for name in _UNSERVED_PARAMETERS:
         if (value := parameters.get(name)) not in (None, False, 1):
             yield f"DSPARK does not serve sampling_params.{name}={_shown(value)} yet; drop it"
-    # SGLang takes some of these targets for text models unless told otherwise, and would drop images in silence.
-    for name in _MEDIA if target.is_multimodal or family_of(target.hf_config.architectures).text else ():
+    # SGLang takes these targets for text models, as it was told to, and would drop images in silence.
+    for name in _MEDIA if family_of(target.hf_config.architectures).reads_images else ():
         if getattr(request, name, None):
             yield f"DSPARK serves the text of this target, and not {name} yet; use a server without DSPARK"
     number = request.top_logprobs_num or 0

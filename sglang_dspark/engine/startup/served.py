@@ -97,6 +97,7 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("decrypted_draft_config_file", (None,), "drop the flag: DSPARK reads the drafter's own config.json"),
     Refusal("radix_cache_backend", (None,), "drop the flag: draft K/V exists in SGLang's own pool of slots alone"),
     Refusal("offload_group_size", (-1,), "drop the flag; --cpu-offload-gb is served"),
+    Refusal("enable_multimodal", (None, False), "drop the flag: DSPARK serves text, and answers images with HTTP 400"),
     Refusal("use_ray", (False,), "drop the flag: schedulers have to be processes that load the plugin"),
     Refusal("speculative_num_steps", (None, 1), "drop the flag; --speculative-dspark-block-size shortens the block"),
     Refusal("speculative_eagle_topk", (None, 1), OTHER_ALGORITHM),
@@ -239,7 +240,7 @@ modelopt_export_path quantize_and_serve rl_quant_profile fp8_gemm_runner_backend
 """Flags that mean what they mean on a plain server."""
 
 OTHER_MODELS_FLAGS = """
-is_embedding enable_multimodal moe_dp_size
+is_embedding moe_dp_size
 enable_dsa_prefill_context_parallel dsa_prefill_cp_mode asr_max_buffer_seconds asr_max_concurrent_sessions
 mm_attention_backend dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend dsa_topk_backend mamba_backend
 flashinfer_mla_disable_ragged enable_fused_moe_sum_all_reduce enable_deepseek_v4_fp4_indexer ep_size moe_a2a_backend

@@ -72,6 +72,7 @@ def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
     if args.speculative_draft_model_quantization is None:
         args.speculative_draft_model_quantization = "unquant"  # or SGLang would take the target's for the drafter's
     _choose_attention_backend(args)
+    _serve_text(args)
     if args.sampling_backend not in (None, "pytorch"):
         logger.warning(
             "--sampling-backend=%s has no effect: DSPARK draws all tokens, by the law of the pytorch backend",
@@ -82,6 +83,15 @@ def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
         yield
     finally:
         _options.reset(token)
+
+
+def _serve_text(args: Any) -> None:
+    """Have a target that reads images served as its text model, where the user left it open.
+
+    Else SGLang would try a picture on it when it starts, which is refused, and give up.
+    """
+    if args.enable_multimodal is None:
+        args.enable_multimodal = False
 
 
 def _choose_attention_backend(args: Any) -> None:
@@ -155,6 +165,8 @@ def validate(server_args: Any) -> None:
         server_args.speculative_draft_model_path = None if options.drafter is None else options.drafter.path
         if server_args.speculative_draft_model_quantization == server_args.quantization:
             server_args.speculative_draft_model_quantization = None  # the target's, which SGLang has taken for both
+        _serve_text(server_args)
+        vars(server_args).pop("model_config", None)  # which SGLang may have made by now
     dummy = options.drafter is not None and _draft_load_format(server_args) == "dummy"
     ours = server_args.min_free_slots_delay is None
     arguments.attach(server_args, Serving(options.config, options.drafter, dummy, holds_prompts=ours))
