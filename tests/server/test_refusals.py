@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -175,7 +174,9 @@ STARTUP_SCRIPT = """
 import json, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
+from sglang.srt.mem_cache import memory_pool_host
 from sglang.srt.server_args import prepare_server_args
+vars(memory_pool_host).pop("transfer_kv_direct", None)  # of a GPU, or of the tests
 base, cases = json.loads(sys.argv[1])
 for flags in cases:
     try:
@@ -187,23 +188,12 @@ for flags in cases:
 """
 
 
-def test_startup_refusals_name_flag_and_value():
+def test_startup_refusals_name_flag_and_value(server_pool):
     base = ["--model-path", str(TARGET), "--device", "cpu", "--disable-cuda-graph", *PLUGIN]
     drafter = ["--speculative-draft-model-path", str(DRAFT)]
     cases = [([*drafter, *flags], named) for flags, named in STARTUP] + DRAFT_FREE
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            STARTUP_SCRIPT,
-            json.dumps([base, [drafter, ["--speculative-dspark-draft-free"], *[flags for flags, _ in cases]]]),
-        ],
-        env={**os.environ, **CPU_ENV},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    with_drafter, without, *messages = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
+    tried = [drafter, ["--speculative-dspark-draft-free"], *[flags for flags, _ in cases]]
+    with_drafter, without, *messages = server_pool.printed_by(STARTUP_SCRIPT, [base, tried])
     assert with_drafter == without == "accepted"
     for (flags, named), message in zip(cases, messages, strict=True):
         assert message.startswith(("ConfigError", "UnservedError", "CheckpointError")), (flags, message)

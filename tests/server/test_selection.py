@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 from golden_server import DRAFT, TARGET
 
 from sglang_dspark.engine.startup.names import ALGORITHM, COMMON_NAME
-from sglang_dspark.tools.launch import CPU_ENV
 
 HAS_BUILT_IN = ALGORITHM != COMMON_NAME
 BASE = ["--model-path", str(TARGET), "--device", "cpu", "--disable-cuda-graph"]
@@ -130,13 +124,10 @@ OFFLINE = {
 
 
 @pytest.fixture(scope="module")
-def said():
+def said(server_pool):
     """What became of every case, and of arguments made by a program; one process tries all of them."""
     cases = [list(case[:3]) for case in CASES.values()] + [[OFFLINE, {"SGLANG_DSPARK_ENGINE": "plugin"}, None]]
-    command = [sys.executable, "-c", SCRIPT, json.dumps(cases)]
-    done = subprocess.run(command, check=True, env={**os.environ, **CPU_ENV}, capture_output=True, text=True)
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
-    return dict(zip([*CASES, "offline"], lines, strict=True))
+    return dict(zip([*CASES, "offline"], server_pool.printed_by(SCRIPT, cases), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)

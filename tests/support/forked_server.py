@@ -40,13 +40,21 @@ class Nursery:
             command, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def fork(self, arguments: list[str], env: dict[str, str], log_path: Path) -> int:
-        """Start ``python -m sglang.launch_server`` with these arguments; its process id."""
+    def fork(self, arguments: list[str], env: dict[str, str], log_path: Path, script: str = "") -> int:
+        """Start ``python -m sglang.launch_server`` with these arguments, or a script; its process id."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        order = {"arguments": arguments, "env": env, "log": str(log_path)}
+        order = {"arguments": arguments, "env": env, "log": str(log_path), "script": script}
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return int(self._process.stdout.readline())
+
+    def run(self, script: str, arguments: list[str], env: dict[str, str], log_path: Path) -> str:
+        """What a script prints; it has to end well."""
+        log_path.write_text("")
+        status = _Forked(self.fork(arguments, env, log_path, script), log_path).wait()
+        printed = log_path.read_text()
+        assert status == 0, printed
+        return printed
 
     def close(self) -> None:
         """End it. Servers that it forked go on."""
@@ -90,7 +98,7 @@ def _status_path(log_path: Path) -> Path:
 
 
 def _serve(order: dict[str, Any]) -> None:
-    """Become the server."""
+    """Become the server, or run the script."""
     os.setsid()
     log = os.open(order["log"], os.O_WRONLY | os.O_APPEND)
     silence = os.open(os.devnull, os.O_RDONLY)
@@ -103,7 +111,10 @@ def _serve(order: dict[str, Any]) -> None:
     # SGLang asks for "spawn" here: its processes would import everything once more.
     choose = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: choose("fork", force=True)
-    runpy.run_module("sglang.launch_server", run_name="__main__")
+    if order["script"]:
+        exec(order["script"], {"__name__": "__main__"})
+    else:
+        runpy.run_module("sglang.launch_server", run_name="__main__")
 
 
 def _nurse() -> None:

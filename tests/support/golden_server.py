@@ -185,6 +185,6 @@ def assert_pool_is_whole(server: LaunchedServer) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.2)
     server.flush_cache()
-    time.sleep(1.0)
+    time.sleep(0.2)
     assert server.post_json("/generate", greedy([5, 6, 7], 4))["output_ids"]
     assert "memory leak" not in server.log_path.read_text()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +24,10 @@ MAX_SERVERS = 4  # a server is three processes of 0.8 GB each, and two test proc
 ON_GPU = torch.cuda.is_available()
 # Releases in which this module sets pools up have eight-bit caches on CPUs with Intel AMX alone.
 _ON_EVERY_CPU = find_spec("sglang.srt.mem_cache.kv_cache_configurator") is None
+
+# Prompts are encoded as soon as they fit, whatever their texts will take: a pool that is too small gets full.
+_ADMISSION = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
+_COMMON = {**({} if ON_GPU else CPU_ENV), **sitecustomized(RANDOM_LENGTHS), **_ADMISSION}
 
 EIGHT_BITS = pytest.mark.skipif(
     torch.cuda.get_device_capability() < (8, 9) if ON_GPU else not _ON_EVERY_CPU,
@@ -77,6 +86,20 @@ class ServerPool:
         finally:
             server.stop()
 
+    def printed_by(self, script: str, argument: Any) -> list[Any]:
+        """JSON strings that a script prints, one to a line, in a process of its own on a CPU.
+
+        Args:
+            argument: what it finds in ``sys.argv[1]``, as JSON.
+        """
+        env, text = {**os.environ, **CPU_ENV}, json.dumps(argument)
+        if ON_GPU:
+            command = [sys.executable, "-c", script, text]
+            printed = subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True).stdout
+        else:
+            printed = self._nursery(_COMMON).run(script, [text], env, self._folder / "script.log")
+        return [json.loads(line) for line in printed.splitlines() if line.startswith('"')]
+
     def close(self) -> None:
         """Stop them all."""
         for server in self._servers.values():
@@ -84,23 +107,25 @@ class ServerPool:
         for nursery in self._nurseries.values():
             nursery.close()
 
+    def _nursery(self, env: Mapping[str, str]) -> Nursery:
+        """Of this environment: what is imported may depend on it."""
+        key = frozenset(env.items())
+        if key not in self._nurseries:
+            self._nurseries[key] = Nursery(dict(env))
+        return self._nurseries[key]
+
     def _started(self, recipe: Recipe, folder: Path) -> LaunchedServer:
         flags = [*(CUDA_FLAGS if ON_GPU else CPU_FLAGS), "--dtype", "float32", *map(str, recipe.flags(folder))]
         # Step times are measured in a second here; they shall not end up in the user's cache.
         table = {"HF_HUB_OFFLINE": "1", "SGLANG_DSPARK_SPS_TABLE_PATH": str(folder / "step_times.json")}
-        # Prompts are encoded as soon as they fit, whatever their texts will take: a pool that is too small gets full.
-        admission = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
-        common = {**({} if ON_GPU else CPU_ENV), **sitecustomized(RANDOM_LENGTHS), **admission}
-        env = {**common, **table, **recipe.env}
+        env = {**_COMMON, **table, **recipe.env}
         # A process that has touched a GPU cannot be forked.
         if recipe.forked and not ON_GPU:
-            # What is imported may depend on the environment.
-            imported = {**common, **recipe.env}
-            nursery = self._nurseries.get(frozenset(imported.items())) or Nursery(imported)
-            self._nurseries[frozenset(imported.items())] = nursery
             # The warm-up request has been answered by then: asking for another token would take a second.
             env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
-            server: LaunchedServer = ForkedServer(nursery, recipe.model(folder), *flags, env=env)
+            server: LaunchedServer = ForkedServer(
+                self._nursery({**_COMMON, **recipe.env}), recipe.model(folder), *flags, env=env
+            )
         else:
             server = LaunchedServer(recipe.model(folder), *flags, env=env)
         server.__enter__()
