@@ -27,7 +27,7 @@ class Family:
         sums_late: between two layers the class may hold sums that are not reduced over the ranks yet, so that what it
             captures is wrong unless SGLang's fusion of all-reduce and norm is off.
         tried: what tests compare with transformers in float32: ``model``, hidden states and greedy texts of SGLang's
-            own model; ``server``, texts and rounds of a server.
+            own model; ``server``, texts and rounds of a server, or with those of a plain one.
         remark: what users of the family should know.
     """
 
@@ -39,7 +39,7 @@ class Family:
     embedding: str = ""
     moves_positions: bool = False
     sums_late: bool = False
-    tried: tuple[Literal["model", "server"], ...] = ("model",)
+    tried: tuple[Literal["model", "server"], ...] = ("model", "server")
     remark: str = ""
 
 
@@ -49,9 +49,9 @@ _NO_RESIDUALS = "refused on SGLang 0.5.23, whose hidden states lack a part"
 _NO_FUSION = "with `--tp-size` above 1: `--enforce-disable-flashinfer-allreduce-fusion`"
 
 FAMILIES: tuple[Family, ...] = (
-    Family("LlamaForCausalLM", "Llama 2 and 3, SmolLM2", tried=("model", "server")),
-    Family("Qwen3ForCausalLM", "Qwen3", tried=("model", "server")),
-    Family("Qwen3MoeForCausalLM", "Qwen3-30B-A3B, Qwen3-Coder-30B-A3B, Qwen3-235B-A22B", tried=("model", "server")),
+    Family("LlamaForCausalLM", "Llama 2 and 3, SmolLM2"),
+    Family("Qwen3ForCausalLM", "Qwen3"),
+    Family("Qwen3MoeForCausalLM", "Qwen3-30B-A3B, Qwen3-Coder-30B-A3B, Qwen3-235B-A22B"),
     Family("MistralForCausalLM", "Mistral 7B, Mistral Nemo, Mistral Small 3", remark=_NO_WINDOW),
     Family("Ministral3ForCausalLM", "Ministral 3", remark=_NO_WINDOW),
     Family(
@@ -60,7 +60,7 @@ FAMILIES: tuple[Family, ...] = (
         remark=f"{_NO_WINDOW}; with LongRoPE, as long as the context length is that of its short factors",
     ),
     Family("InternLM3ForCausalLM", "InternLM 3"),
-    Family("Qwen2ForCausalLM", "Qwen2, Qwen2.5, QwQ", capture="eagle3", tried=("model", "server")),
+    Family("Qwen2ForCausalLM", "Qwen2, Qwen2.5, QwQ", capture="eagle3"),
     Family(
         "Glm4MoeForCausalLM",
         "GLM-4.5, GLM-4.5-Air, GLM-4.6",
@@ -74,7 +74,6 @@ FAMILIES: tuple[Family, ...] = (
         "Gemma3ForCausalLM",
         "Gemma 3 1B and 270M",
         capture="eagle3",
-        tried=("model", "server"),
         remark=_NO_RESIDUALS,
     ),
     Family(
@@ -84,14 +83,12 @@ FAMILIES: tuple[Family, ...] = (
         text="language_model",
         reads_images=True,
         moves_positions=True,
-        tried=("model", "server"),
         remark=f"{_TEXT}; {_NO_RESIDUALS}",
     ),
     Family(
         "GptOssForCausalLM",
         "gpt-oss-20b, gpt-oss-120b",
         sums_late=True,
-        tried=("model", "server"),
         remark="not yet run on a GPU, and refused on a CPU; `--attention-backend fa3` or `triton`; K/V in one pool; "
         f"{_NO_FUSION}",
     ),
@@ -100,6 +97,7 @@ FAMILIES: tuple[Family, ...] = (
         "Mistral Small 3.1 and 3.2, Ministral 3 with images",
         text="language_model",
         reads_images=True,
+        tried=("model",),
         remark=_TEXT,
     ),
     Family("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", capture="eagle3", reads_images=True, remark=_TEXT),

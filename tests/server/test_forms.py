@@ -50,7 +50,8 @@ class Form:
         flat: temperature at which drafter and target agree often, though they may know nothing of each other.
         pool: slots of K/V, too few for what is asked at once.
         env: of both servers.
-        int8: whether the golden target is quantised.
+        int8: whether the golden target is quantised. The last bit of a sum decides how an activation is rounded, so a
+            text may go on otherwise where tokens are nearly as likely, or after it was encoded again.
     """
 
     architecture: str = ""
@@ -81,19 +82,21 @@ class Form:
 
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 RANDOM = {"temperature": 0.5, "flat": 8.0}
+# Of targets whose LM head is the embedding, which says the last token again.
+TIED_FLAT = 32.0
 # Of experts; grouped routing is compiled otherwise, for half a minute, and a shared expert's gate is a Triton kernel.
 ROUTED = {} if ON_GPU else {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
 FORMS = {
     "llama": Form("LlamaForCausalLM", **RANDOM),
-    "qwen2": Form("Qwen2ForCausalLM", **RANDOM),
+    "qwen2": Form("Qwen2ForCausalLM", temperature=1.2, flat=TIED_FLAT),
     "qwen3-moe": Form("Qwen3MoeForCausalLM", **RANDOM, env=ROUTED),
     "mistral": Form("MistralForCausalLM", **RANDOM),
     "ministral3": Form("Ministral3ForCausalLM", **RANDOM),
     "phi3": Form("Phi3ForCausalLM", **RANDOM),
     "internlm3": Form("InternLM3ForCausalLM", **RANDOM),
     "apertus": Form("ApertusForCausalLM", **RANDOM),
-    "gemma3": Form("Gemma3ForCausalLM", **RANDOM),
-    "gemma3-images": Form("Gemma3ForConditionalGeneration", **RANDOM),
+    "gemma3": Form("Gemma3ForCausalLM", temperature=1.0, flat=TIED_FLAT),
+    "gemma3-images": Form("Gemma3ForConditionalGeneration", temperature=3.0, flat=TIED_FLAT),
     "qwen2-moe": Form("Qwen2MoeForCausalLM", **RANDOM, env=ROUTED),
     "glm4-moe": Form("Glm4MoeForCausalLM", **RANDOM, env=ROUTED),
     "int8": Form(int8=True),
@@ -165,6 +168,8 @@ def test_seeded_texts_whose_drafts_are_accepted(pair):
 
     What they should be is what the server writes without drafts.
     """
+    if pair.form.int8:
+        pytest.skip("tokens are too nearly alike for a quantised target")
     asked = bodies(pair.form, 6, 60, 24, speculation={"trace": True})
     for seed, body in enumerate(asked):
         body["sampling_params"] = body["sampling_params"] | {"temperature": pair.form.flat, "sampling_seed": seed}
@@ -235,8 +240,6 @@ def test_retracted_requests(pair):
         if not pair.form.int8:
             assert_retracted_unnoticed(pair.dspark, asked, expected)
             return
-        # The last bit of a sum decides how an activation is rounded: encoded again, a text may go on otherwise, on a
-        # plain server as well.
         answers = together(pair.dspark, asked)
     assert [len(answer["output_ids"]) for answer in answers] == [len(text) for text in expected]
     assert sum(answer["meta_info"]["num_retractions"] for answer in answers) > 0
