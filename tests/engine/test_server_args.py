@@ -219,19 +219,18 @@ def test_machines_do_not_fall_back_each_by_itself(reads):
         ((8, 0), None, None),
     ],
 )
-def test_gpus_without_kernels(reads, monkeypatch, capability, rocm, complaint):
-    args = resolve()
-    args.device = "cuda"
+def test_gpus_without_kernels(monkeypatch, capability, rocm, complaint):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "hip", rocm)
-    monkeypatch.setattr(server_args, "_refusals", lambda args: iter(()))
-    with server_args.prepared(args, DSparkConfig()):
-        if complaint is None:
-            server_args.validate(args)
-        else:
-            with pytest.raises(UnservedError, match=complaint):
-                server_args.validate(args)
+    refusal = server_args.device_refusal("cuda")
+    assert refusal is None if complaint is None else complaint in refusal
+
+
+def test_a_refused_device_ends_the_start(reads, monkeypatch):
+    monkeypatch.setattr(server_args, "device_refusal", lambda device: f"no {device}")
+    with pytest.raises(UnservedError, match="no cpu"):
+        resolve()
 
 
 @pytest.mark.parametrize("flags", [(), ("--enable-multimodal",)])

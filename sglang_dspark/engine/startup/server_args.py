@@ -170,14 +170,20 @@ def validate(server_args: Any) -> None:
     dummy = options.drafter is not None and _draft_load_format(server_args) == "dummy"
     ours = server_args.min_free_slots_delay is None
     arguments.attach(server_args, Serving(options.config, options.drafter, dummy, holds_prompts=ours))
-    if server_args.device not in PREFILL_BACKENDS:
-        raise UnservedError(f"DSPARK cannot run with --device={server_args.device}; pass cpu or cuda")
-    if server_args.device == "cuda" and torch.cuda.is_available():  # SGLang itself says where there is none
-        found = gpu_refusal(torch.cuda.get_device_capability(), rocm=torch.version.hip is not None)
-        if found is not None:
-            raise UnservedError(f"DSPARK cannot run with --device=cuda: {found}")
+    if (unserved := device_refusal(server_args.device)) is not None:
+        raise UnservedError(unserved)
     for refusal in _refusals(server_args):
         raise ConfigError(refusal)
+
+
+def device_refusal(device: str) -> str | None:
+    """What is wrong with the device of a server; None where nothing is."""
+    if device not in PREFILL_BACKENDS:
+        return f"DSPARK cannot run with --device={device}; pass cpu or cuda"
+    if device == "cpu" or not torch.cuda.is_available():  # SGLang itself says that there is none
+        return None
+    found = gpu_refusal(torch.cuda.get_device_capability(), rocm=torch.version.hip is not None)
+    return None if found is None else f"DSPARK cannot run with --device=cuda: {found}"
 
 
 _SWITCHES_OF_SOME_RELEASES = (
