@@ -370,8 +370,8 @@ function drawFacts() {
   facts("facts-server", [
     ["target", `${target.architecture}, ${capabilities.dtype}`],
     ["device", capabilities.device + (features.tensor_parallel_size > 1 ? ` × ${features.tensor_parallel_size}` : "")],
-    ["attention", features.attention_backend],
-    ["CUDA graphs", features.cuda_graphs ? "captured" : "off"],
+    ["prompts", features.prefill_attention + (features.prefill_cuda_graphs ? ", in CUDA graphs" : "")],
+    ["decoding", features.decode_attention + (features.cuda_graphs ? ", in CUDA graphs" : "")],
     ["overlap scheduling", features.overlap ? "on" : "off"],
     ["up for", duration(stats.uptime_s)],
     ["tokens committed", stats.committed_tokens.toLocaleString("en")],

@@ -120,6 +120,8 @@ def test_it_shows_the_statistics(dspark, page):
     assert bars == sum(value is not None for value in dspark.get_json("/dspark/stats")["recent"]["survival"])
     assert "policy auto" in page.text("chips")
     assert "vanilla, rank" in page.text("facts-drafter")
+    facts = page.run("[...document.querySelectorAll('dd')].map(text => text.textContent)")
+    assert all(facts) and not any("undefined" in fact for fact in facts)
     assert page.errors() == []
     assert page.hosts() == {urlsplit(dspark.url).netloc}
 
