@@ -13,6 +13,10 @@ from sglang_dspark.errors import EngineError
 TESTED_SGLANG = ("0.5.15.post1", "0.5.23")
 """Releases that are served, oldest first; docs/newer_sglang.md says what was tested on which."""
 
+# Not the newest: there the same command line starts SGLang's own DSPARK.
+INSTALL_SGLANG = f"pip install sglang=={TESTED_SGLANG[0]}"
+"""The remedy for a release that is not served."""
+
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU; the kernels are compiled for nothing older."""
 
@@ -33,7 +37,7 @@ def installed_sglang() -> str:
     try:
         return version("sglang")
     except PackageNotFoundError:
-        raise EngineError(f"sglang is not installed; run: {_remedy()}") from None
+        raise EngineError(f"sglang is not installed; run: {INSTALL_SGLANG}") from None
 
 
 def has_built_in_dspark(sglang_version: str) -> bool:
@@ -53,13 +57,8 @@ def check_sglang_version(sglang_version: str, *, untested: bool = False) -> None
     if sglang_version not in TESTED_SGLANG and not untested:
         raise EngineError(
             f"sglang {sglang_version} is installed; sglang-dspark drives sglang {' and '.join(TESTED_SGLANG)}: "
-            f"{_remedy()}, or try this one with {flag_name('untested_sglang')}"
+            f"{INSTALL_SGLANG}, or try this one with {flag_name('untested_sglang')}"
         )
-
-
-def _remedy() -> str:
-    # Not the newest: there the same command line starts SGLang's own DSPARK.
-    return f"pip install sglang=={TESTED_SGLANG[0]}"
 
 
 def gpu_refusal(capability: tuple[int, int], *, rocm: bool) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_dspark.engine.compat.arguments import CHECKS_ADAPTERS
-from sglang_dspark.engine.support import TESTED_SGLANG, installed_sglang
+from sglang_dspark.engine.support import INSTALL_SGLANG, installed_sglang
 
 BACKENDS = {"cuda": ("csgmv", "triton"), "cpu": ("torch_native",)}
 """LoRA backends whose kernels compute ragged rows. On a GPU the torch one would read their numbers on the host."""
@@ -26,7 +26,7 @@ def adapter_refusals(args: Any) -> Iterator[str]:
     if not CHECKS_ADAPTERS:
         yield (
             f"DSPARK cannot run with {flag} on sglang {installed_sglang()}, which takes it that a step verifies as "
-            f"many tokens for every request; pip install sglang=={TESTED_SGLANG[0]}"
+            f"many tokens for every request; {INSTALL_SGLANG}"
         )
     served = BACKENDS[args.device]
     if args.lora_backend not in served:

@@ -8,7 +8,7 @@ from typing import Any
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache import memory_pool_host
 
-from sglang_dspark.engine.support import TESTED_SGLANG, installed_sglang
+from sglang_dspark.engine.support import INSTALL_SGLANG, installed_sglang
 
 TAKES_DRAFT_POOL = hasattr(HiCacheController, "set_draft_kv_pool")
 """Whether its cache copies a draft pool along that lies beside the target's."""
@@ -25,7 +25,7 @@ def host_cache_refusals(args: Any) -> Iterator[str]:
     if not TAKES_DRAFT_POOL:
         yield (
             f"DSPARK cannot run with --enable-hierarchical-cache on sglang {installed_sglang()}, which lays draft K/V "
-            f"out in another way; pip install sglang=={TESTED_SGLANG[0]}"
+            f"out in another way; {INSTALL_SGLANG}"
         )
     elif not hasattr(memory_pool_host, "transfer_kv_direct"):
         yield (

@@ -108,7 +108,7 @@ def check_hooks() -> Iterator[Finding]:
             if problem is None:
                 yield Finding("ok", subject, f"{hook.where}, {hook.kind.value} {hook.target}: {hook.reason}")
             else:
-                yield Finding("fail", subject, problem, f"pip install sglang=={support.TESTED_SGLANG[0]}")
+                yield Finding("fail", subject, problem, support.INSTALL_SGLANG)
 
 
 def check_device() -> Iterator[Finding]:
