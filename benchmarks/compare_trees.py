@@ -6,7 +6,9 @@
 A server of each checkout runs on the same machine with the same flags. By default both verify whole blocks, so that
 steps are compared and not decisions; with ``--policy auto`` each measures a table of its own. Both answer the same
 prompts in turns, in random order; the one that is not asked is suspended, and its first answer after that is not
-recorded. The ratio of their speeds is a geometric mean over the rounds, with a t interval of its logarithm.
+recorded. Each round gives a ratio twice: of tokens per second from the first question to the last answer, and of tokens
+per step over the time of a step, without the half of the steps that took least and longest, which is what a noisy
+neighbour disturbs. Both are geometric means over the rounds, with a t interval of the logarithm.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, chdir
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,13 +27,41 @@ from typing import Any
 import click
 import numpy as np
 from scipy import stats
+from serving.client import Endpoint, Reply, Sampling, ask_closed
+from serving.prompts import Prompt, load_prompts
 
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
-from sglang_dspark.tools.prompts import read_prompts
 
 HERE = Path(__file__).resolve().parents[1]
 DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Answers of one server to the prompts of one round.
+
+    Attributes:
+        seconds: from the first question to the last answer.
+    """
+
+    replies: Sequence[Reply]
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of all users."""
+        return sum(reply.num_tokens for reply in self.replies) / self.seconds
+
+    @property
+    def step_s(self) -> float:
+        """Time of a step in seconds: the mean of the middle half of the times between chunks."""
+        return float(stats.trim_mean([gap for reply in self.replies for gap in reply.gaps_s], 0.25))
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of one request."""
+        return sum(reply.num_tokens for reply in self.replies) / sum(len(reply.chunks_s) for reply in self.replies)
 
 
 class Tree:
@@ -46,23 +76,19 @@ class Tree:
         }
         self.server = LaunchedServer(target, *CPU_FLAGS, *DSPARK, draft, *flags, env=env)
 
-    def speed(self, prompts: Sequence[str], users: int, max_tokens: int) -> tuple[float, list[list[int]]]:
-        """Output tokens per second of ``users`` users who send these prompts, and the answers."""
-        began = time.perf_counter()
-        with ThreadPoolExecutor(users) as pool:
-            answers = list(pool.map(lambda prompt: self._answer(prompt, max_tokens), prompts))
-        return sum(map(len, answers)) / (time.perf_counter() - began), answers
-
-    def wake_up(self, prompt: str) -> None:
-        """Resume, and answer something that is not recorded."""
+    def turn(self, prompts: Sequence[Prompt], max_tokens: int) -> Turn:
+        """Resume, answer something that is not recorded, then these prompts at once, and be suspended."""
         self.server.resume()
-        self._answer(prompt, 16)
+        self._answers(prompts[:1], 8)
+        began = time.perf_counter()
+        replies = self._answers(prompts, max_tokens)
+        seconds = time.perf_counter() - began
+        self.server.suspend()
+        return Turn(replies, seconds)
 
-    def _answer(self, prompt: str, max_tokens: int) -> list[int]:
-        parameters = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
-        answer = self.server.post_json("/generate", {"text": prompt, "sampling_params": parameters})
-        ids: list[int] = answer["output_ids"]
-        return ids
+    def _answers(self, prompts: Sequence[Prompt], max_tokens: int) -> list[Reply]:
+        sampling = Sampling(max_tokens, temperature=0.0, ignore_eos=True, raw=True)
+        return ask_closed(Endpoint(self.server.url), prompts, len(prompts), sampling)
 
 
 def interval(ratios: Sequence[float]) -> dict[str, float]:
@@ -74,24 +100,27 @@ def interval(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def compare(
-    trees: Sequence[Tree], prompts: Sequence[str], users: int, rounds: int, max_tokens: int, rng: random.Random
+    trees: Sequence[Tree], prompts: Sequence[Prompt], users: int, rounds: int, max_tokens: int, rng: random.Random
 ) -> dict[str, Any]:
-    """Both suspended servers, ``before`` and ``after``, in turns: ratio of their speeds, the speeds, equal texts."""
-    speeds: dict[str, list[float]] = {tree.name: [] for tree in trees}
-    equal_texts = 0
+    """Both suspended servers, ``before`` and ``after``, in turns: ratios of their speeds, the turns, equal texts."""
+    turns: dict[str, list[Turn]] = {tree.name: [] for tree in trees}
     for number in range(rounds):
         asked = [prompts[(number * users + place) % len(prompts)] for place in range(users)]
-        texts = []
         for tree in rng.sample(trees, len(trees)):
-            tree.wake_up(asked[0])
-            speed, answers = tree.speed(asked, users, max_tokens)
-            tree.server.suspend()
-            speeds[tree.name].append(speed)
-            texts.append(answers)
-        equal_texts += sum(one == other for one, other in zip(*texts, strict=True))
-    before, after = (speeds[tree.name] for tree in trees)
-    ratios = [new / old for old, new in zip(before, after, strict=True)]
-    return {"users": users, **interval(ratios), "equal_texts": equal_texts, **speeds}
+            turns[tree.name].append(tree.turn(asked, max_tokens))
+    pairs = list(zip(*turns.values(), strict=True))
+    by_step = [(new.tokens_per_step / new.step_s) / (old.tokens_per_step / old.step_s) for old, new in pairs]
+    texts = [(one.text, other.text) for old, new in pairs for one, other in zip(old.replies, new.replies, strict=True)]
+    measured = ("speed", "step_s", "tokens_per_step")
+    return {
+        "users": users,
+        "speed": interval([new.speed / old.speed for old, new in pairs]),
+        "step": interval([new.step_s / old.step_s for old, new in pairs]),
+        "tokens_per_step": interval([new.tokens_per_step / old.tokens_per_step for old, new in pairs]),
+        "speed_by_step": interval(by_step),
+        "equal_texts": sum(one == other for one, other in texts),
+        **{name: {key: [getattr(turn, key) for turn in done] for key in measured} for name, done in turns.items()},
+    }
 
 
 @click.command(help=__doc__)
@@ -117,7 +146,7 @@ def main(
 ) -> None:
     """Command line; see the module."""
     rng = random.Random(0)
-    prompts = [text for file in prompt_files for text in read_prompts(file)]
+    prompts = [prompt for file in prompt_files for prompt in load_prompts(file)]
     rng.shuffle(prompts)
     results: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
@@ -134,7 +163,7 @@ def main(
                 stack.enter_context(tree.server).suspend()
             for count in map(int, users.split(",")):
                 results.append(compare(trees, prompts, count, rounds, max_tokens, rng))
-                click.echo(json.dumps({key: results[-1][key] for key in ("users", "ratio", "low", "high")}))
+                click.echo(json.dumps({key: results[-1][key] for key in results[-1].keys() - {"before", "after"}}))
     provenance.write_json(output, {**provenance.record(), "loads": results})
 
 
