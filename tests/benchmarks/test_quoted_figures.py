@@ -88,6 +88,10 @@ def h200_off() -> list[float]:
     return [ratio("h200/sweep/sweep.csv", "off", "plain", users).ratio for users in ("1", "4", "16", "64")]
 
 
+def tree_speeds() -> list[float]:
+    return [load["speed"][name] for load in content("compare_trees.json")["loads"] for name in ("ratio", "low", "high")]
+
+
 def turns(users: str):
     name, metric = "turns/turns.csv", "decode_tok_s"
     frame = sweep(name)
@@ -202,6 +206,13 @@ QUOTES = [
         rf"was {NUMBER} times as fast as plain SGLang for 1 user, and slower for 16 and 64: {NUMBER} and {NUMBER}",
         1,
         h200_auto,
+    ),
+    Quote(
+        "benchmarks/README.md",
+        "Committed results",
+        rf"it writes {RANGE} and {RANGE} times as many",
+        1,
+        tree_speeds,
     ),
     Quote(
         PERFORMANCE,

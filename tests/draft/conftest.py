@@ -46,6 +46,20 @@ def make_checkpoint(tmp_path) -> Checkpoint:
 
 
 @pytest.fixture
+def write(tmp_path):
+    """``write(config, tensors) -> Path`` of a new checkpoint."""
+
+    def write(config, tensors):
+        folder = tmp_path / f"draft{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        return folder
+
+    return write
+
+
+@pytest.fixture
 def make_config() -> Callable[..., dict[str, Any]]:
     """``make_config(**overrides) -> dict``: a decoded config.json; Ellipsis removes a key."""
     return config_json

@@ -1,4 +1,4 @@
-"""Targets in the forms in which GPUs serve them: eight-bit weights and caches, pages, images. Not run on one yet."""
+"""Targets as GPUs serve them: quantised, with eight-bit caches, in pages, on two GPUs. Not run on any yet."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from family_targets import PROMPTS, written_target
 from golden_server import CASES, DSPARK, TARGET, assert_pool_is_whole, generate, greedy, output_ids, policy
+from quantised_target import METHODS, quantised_target
 from random_drafter import random_drafter
 from server_pool import EIGHT_BITS
 
@@ -22,7 +23,9 @@ FORMS = {
     "cache": ("--kv-cache-dtype", "fp8_e4m3"),
     "weights": ("--quantization", "fp8"),
     "everything": ("--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3", "--page-size", "64"),
+    **dict.fromkeys(METHODS, ()),  # their checkpoints say it
 }
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 TIGHT = ("--context-length", "128", "--schedule-conservativeness", "0.01", "--max-total-tokens", "1280")
 # Prompts are encoded as soon as they fit, whatever their texts will take: the pool gets full.
 ENV = {"HF_HUB_OFFLINE": "1", "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
@@ -37,16 +40,17 @@ def texts(server: LaunchedServer, concurrency: int) -> list[list[int]]:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(flags, id=name, marks=[EIGHT_BITS] if {"fp8", "fp8_e4m3"} & {*flags} else [])
-        for name, flags in FORMS.items()
+        pytest.param(name, marks=[EIGHT_BITS] if "fp8" in " ".join((name, *FORMS[name])) else []) for name in FORMS
     ],
 )
-def pair(request) -> Iterator[Pair]:
-    """Texts of a plain server with these flags, and a server with DSPARK."""
-    flags = (*CUDA_FLAGS, "--dtype", "bfloat16", *TIGHT, *request.param)
-    with LaunchedServer(TARGET, *flags, env=ENV) as plain:
+def pair(request, tmp_path_factory) -> Iterator[Pair]:
+    """Texts of a plain server in this form, and a server with DSPARK."""
+    name = request.param
+    target = quantised_target(tmp_path_factory.mktemp(name), name) if name in METHODS else TARGET
+    flags = (*CUDA_FLAGS, "--dtype", "bfloat16", *TIGHT, *FORMS[name])
+    with LaunchedServer(target, *flags, env=ENV) as plain:
         expected = texts(plain, 1)
-    with LaunchedServer(TARGET, *flags, *DSPARK, env=ENV) as server:
+    with LaunchedServer(target, *flags, *DSPARK, env=ENV) as server:
         yield expected, server
 
 
@@ -93,7 +97,10 @@ def test_no_slot_is_lost_by_retractions(served):
     assert_pool_is_whole(served)
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "architecture",
+    [f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Mistral3")],
+)
 def test_text_of_a_target_that_reads_images(architecture, tmp_path):
     """SGLang tries no picture on it when it starts, and steps with positions of three coordinates are replayed."""
     target, drafter = written_target(architecture, tmp_path / "target"), random_drafter(tmp_path / "draft", "tiny")

@@ -18,7 +18,7 @@ from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs
 from int8_target import OF_ROWS, int8_target
 from lora_adapters import adapter_flags
 from random_drafter import damaged_drafter, random_drafter
-from server_pool import ON_GPU, Recipe, ServerPool
+from server_pool import HOST_MEMORY, ON_GPU, SINK_FLAGS, SINKS, Recipe, ServerPool
 
 from sglang_dspark.tools.demo import smollm2
 from sglang_dspark.tools.launch import PLUGIN, LaunchedServer, dspark_flags
@@ -29,17 +29,11 @@ DRAFT_FREE = (*PLUGIN, "--speculative-dspark-draft-free")
 # A pool that cannot hold the running requests, and a context that they grow out of.
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
-HOST_CACHE = (
-    *("--max-total-tokens", "600", "--context-length", "256", "--enable-hierarchical-cache", "--hicache-ratio", "8"),
-    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
-)
+HOST_CACHE = ("--max-total-tokens", "600", "--context-length", "256", *HOST_MEMORY)
 LORA = "csgmv" if ON_GPU else "torch_native"
 # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
 PARALLEL = ("--tp-size", "2", "--max-running-requests", "4", "--speculative-dspark-block-size", "3")
 PROFILE = "1,0.5,0.75,0"  # the rest as the last
-# Attention of prompts that SGLang lacks on a CPU; an activation is compiled otherwise, for half a minute.
-SINKS = {"ATTENTION_SINKS": "1", "TORCHDYNAMO_DISABLE": "1"}
-SINK_FLAGS = ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")
 
 
 def _letters(folder: Path) -> tuple[str | Path, ...]:
@@ -135,7 +129,7 @@ SERVERS: dict[str, Recipe] = {
     "qwen2_5_vl": _tiny("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
     "qwen3_vl": _tiny("Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": _tiny("Qwen3VLMoeForConditionalGeneration"),
-    "gpt_oss": _tiny("GptOssForCausalLM") if ON_GPU else _tiny("GptOssForCausalLM", *SINK_FLAGS, env=SINKS),
+    "gpt_oss": _tiny("GptOssForCausalLM", *SINK_FLAGS, env=SINKS),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),
         model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),

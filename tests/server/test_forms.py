@@ -19,6 +19,7 @@ from family_targets import COMMON, written_target
 from golden_server import (
     DRAFT,
     TARGET,
+    TWO_RANKS,
     VOCAB,
     assert_pool_is_whole,
     assert_retracted_unnoticed,
@@ -29,9 +30,10 @@ from golden_server import (
 )
 from int8_target import OF_ROWS, int8_target
 from random_drafter import random_drafter
-from server_pool import EIGHT_BITS, ON_GPU, Recipe, ServerPool
+from server_pool import EIGHT_BITS, HOST_MEMORY, ON_GPU, SINK_FLAGS, SINKS, Recipe, ServerPool
 
 from sglang_dspark.engine.compat.targets import loses_residuals
+from sglang_dspark.engine.startup.host_cache import TAKES_DRAFT_POOL
 from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
 pytestmark = pytest.mark.thorough
@@ -46,6 +48,7 @@ class Form:
         architecture: of a tiny target with random weights; the golden target without one.
         page: slots of K/V per page.
         flags: more of them.
+        speculative: flags of the server with DSPARK alone.
         temperature: at which sampled texts vary.
         flat: temperature at which drafter and target agree often, though they may know nothing of each other.
         pool: slots of K/V, too few for what is asked at once.
@@ -57,11 +60,17 @@ class Form:
     architecture: str = ""
     page: int = 1
     flags: tuple[str, ...] = ()
+    speculative: tuple[str, ...] = ()
     temperature: float = 2.0
     flat: float = 2.0
     pool: int = 640
     env: Mapping[str, str] = field(default_factory=dict)
     int8: bool = False
+
+    @property
+    def host_memory(self) -> bool:
+        """Whether prefixes move there."""
+        return HOST_MEMORY[0] in self.flags
 
     def model(self, folder: Path) -> Path:
         """The target's folder."""
@@ -77,7 +86,7 @@ class Form:
     def dspark(self, folder: Path) -> tuple[str, ...]:
         """Flags of the one with DSPARK."""
         draft = random_drafter(folder / "draft", "tiny") if self.architecture else DRAFT
-        return (*self.plain(folder), *dspark_flags(draft))
+        return (*self.plain(folder), *dspark_flags(draft), *self.speculative)
 
 
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
@@ -86,6 +95,8 @@ RANDOM = {"temperature": 0.5, "flat": 8.0}
 TIED_FLAT = 32.0
 # Of experts; grouped routing is compiled otherwise, for half a minute, and a shared expert's gate is a Triton kernel.
 ROUTED = {} if ON_GPU else {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
+# A plain server would ask for a processor of images; DSPARK's asks for none.
+TEXT = {"TEXT_ALONE": "1"}
 FORMS = {
     "llama": Form("LlamaForCausalLM", **RANDOM),
     "qwen2": Form("Qwen2ForCausalLM", temperature=1.2, flat=TIED_FLAT),
@@ -99,16 +110,32 @@ FORMS = {
     "gemma3-images": Form("Gemma3ForConditionalGeneration", temperature=3.0, flat=TIED_FLAT),
     "qwen2-moe": Form("Qwen2MoeForCausalLM", **RANDOM, env=ROUTED),
     "glm4-moe": Form("Glm4MoeForCausalLM", **RANDOM, env=ROUTED),
+    # In one pool: windows and sinks.
+    "gpt-oss": Form("GptOssForCausalLM", flags=(*SINK_FLAGS, "--disable-hybrid-swa-memory"), **RANDOM, env=SINKS),
+    "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM, env=TEXT),
+    "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM, env=TEXT),
+    "qwen3-vl-moe": Form("Qwen3VLMoeForConditionalGeneration", **RANDOM, env=ROUTED | TEXT),
     "int8": Form(int8=True),
+    # Step times of two ranks that share two cores take a minute to measure for more requests and drafts.
+    "two-ranks": Form(
+        flags=("--tp-size", "2", "--max-running-requests", "4"),
+        speculative=("--speculative-dspark-block-size", "3"),
+        pool=320,
+        env=TWO_RANKS,
+    ),
     **{f"pages-{size}": Form(page=size, pool=1024) for size in (16, 32, 64)},
     **{f"fp8-pages-{size}": Form(page=size, flags=FP8, pool=1024) for size in (1, 16, 32, 64)},
+    **{f"host-memory-pages-{size}": Form(page=size, flags=HOST_MEMORY, pool=1024) for size in (1, 16, 64)},
 }
 
 
 def _needed(name: str) -> list[pytest.MarkDecorator]:
     """Marks of a form that not every release or machine can serve."""
     refused = pytest.mark.skipif(loses_residuals(FORMS[name].architecture), reason="refused on this release")
-    return [refused, *([EIGHT_BITS] if FP8[0] in FORMS[name].flags else [])]
+    no_draft_pool = pytest.mark.skipif(
+        FORMS[name].host_memory and not TAKES_DRAFT_POOL, reason="refused on this release"
+    )
+    return [refused, no_draft_pool, *([EIGHT_BITS] if FP8[0] in FORMS[name].flags else [])]
 
 
 @dataclass(frozen=True)
@@ -251,7 +278,10 @@ def test_a_prefix_that_is_found_again_keeps_its_drafts(pair):
     prompt = (body["input_ids"] * 80)[:80]
     pair.dspark.flush_cache()
     with policy(pair.dspark, "static"):
-        first, again = (generate(pair.dspark, [body | {"input_ids": prompt}], 1)[0] for _ in range(2))
+        [first] = generate(pair.dspark, [body | {"input_ids": prompt}], 1)
+        if pair.form.host_memory:
+            displace(pair)
+        [again] = generate(pair.dspark, [body | {"input_ids": prompt}], 1)
     infos = first["meta_info"], again["meta_info"]
     whole_pages = 79 // pair.form.page * pair.form.page
     assert (infos[0]["cached_tokens"], infos[1]["cached_tokens"]) == (0, whole_pages)
@@ -259,3 +289,11 @@ def test_a_prefix_that_is_found_again_keeps_its_drafts(pair):
     assert infos[0]["spec_accept_length"] == infos[1]["spec_accept_length"]
     drafts = [[entry["draft"] for entry in info["dspark_trace"] if entry is not None] for info in infos]
     assert drafts[0] == drafts[1]
+
+
+def displace(pair: Pair) -> None:
+    """More prompts than the device holds; host memory holds them all."""
+    noise = random.Random(3)
+    for _ in range(2 * pair.form.pool // 150):
+        prompt = noise.choices(VOCAB, k=150)
+        pair.dspark.post_json("/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2}})

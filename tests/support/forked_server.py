@@ -7,15 +7,20 @@ them anew. Whatever crosses from process to process is tested by the servers tha
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import json
 import multiprocessing
 import os
 import random
 import runpy
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,21 +37,31 @@ IMPORTS = (
 
 
 class Nursery:
-    """The process that has imported SGLang; ended with its input, and so with the process that made it."""
+    """A process that has imported SGLang. All processes of a test run share it, and it ends with the last of them.
 
-    def __init__(self, env: dict[str, str]) -> None:
-        command = [sys.executable, __file__]
-        self._process = subprocess.Popen(
-            command, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    Args:
+        env: variables on top of those of this process. What is imported may depend on them.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        named = hashlib.sha256(json.dumps([run, sorted(env.items())]).encode())
+        address = f"\0nursery-{named.hexdigest()}"  # of no file: it is free again when nobody listens
+        greeting = ""
+        while not greeting:  # one that others are through with may end now
+            started = _listening(address, {**os.environ, **env})
+            self._connection = socket.socket(socket.AF_UNIX)
+            with contextlib.suppress(ConnectionError):
+                self._connection.connect(address)
+                self._replies = self._connection.makefile()
+                greeting = self._replies.readline()
+            assert greeting or started is None or started.wait() == 0, "SGLang cannot be imported: see above"
 
     def fork(self, arguments: list[str], env: dict[str, str], log_path: Path, script: str = "") -> int:
         """Start ``python -m sglang.launch_server`` with these arguments, or a script; its process id."""
-        assert self._process.stdin is not None and self._process.stdout is not None
         order = {"arguments": arguments, "env": env, "log": str(log_path), "script": script}
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        self._connection.sendall(json.dumps(order).encode() + b"\n")
+        return int(self._replies.readline())
 
     def run(self, script: str, arguments: list[str], env: dict[str, str], log_path: Path) -> str:
         """What a script prints; it has to end well."""
@@ -57,8 +72,24 @@ class Nursery:
         return printed
 
     def close(self) -> None:
-        """End it. Servers that it forked go on."""
-        self._process.communicate()
+        """Let go of it. Servers that it forked go on."""
+        self._replies.close()
+        self._connection.close()
+
+
+def _listening(address: str, env: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+    """The process that listens there from now on; None where one does already."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return None
+        listener.listen()
+        command = [sys.executable, __file__, str(listener.fileno())]
+        silent = subprocess.DEVNULL
+        return subprocess.Popen(command, env=dict(env), pass_fds=[listener.fileno()], stdin=silent, stdout=silent)
 
 
 class _Forked:
@@ -106,6 +137,8 @@ def _serve(order: dict[str, Any]) -> None:
         os.dup2(source, target)
     os.environ.clear()
     os.environ.update(order["env"])
+    # What torch reads when it is imported; it was imported for all servers.
+    sys.modules["torch._dynamo.config"].disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
     random.seed()  # or every server would have the same seed, and look for the same ports
     sys.argv = ["sglang.launch_server", *order["arguments"]]
     # SGLang asks for "spawn" here: its processes would import everything once more.
@@ -117,35 +150,72 @@ def _serve(order: dict[str, Any]) -> None:
         runpy.run_module("sglang.launch_server", run_name="__main__")
 
 
-def _nurse() -> None:
-    for name in IMPORTS:
-        __import__(name)
-    logs: dict[int, Path] = {}
+class _Children:
+    """What the nursery has forked: when one ends, its exit status is written beside its log."""
 
-    def note_ends(*_: Any) -> None:
-        for pid in list(logs):
+    def __init__(self) -> None:
+        self._logs: dict[int, Path] = {}
+        signal.signal(signal.SIGCHLD, self._note_ends)
+
+    def fork(self, log: Path) -> int:
+        """Process id of the child; 0 in the child."""
+        # One that ends at once is in the table by then.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        if child := os.fork():
+            self._logs[child] = log
+        else:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        return child
+
+    def _note_ends(self, *_: Any) -> None:
+        for pid in list(self._logs):
             # Another end may interrupt this function, which then has collected some of them already.
             with contextlib.suppress(ChildProcessError):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    write_text_whole(_status_path(logs.pop(pid)), str(os.waitstatus_to_exitcode(status)))
+                    write_text_whole(_status_path(self._logs.pop(pid)), str(os.waitstatus_to_exitcode(status)))
 
-    signal.signal(signal.SIGCHLD, note_ends)
-    for line in sys.stdin:
-        order = json.loads(line)
-        # One that ends at once is in the table by then.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        child = os.fork()
+
+def _orders(listener: socket.socket) -> Generator[tuple[Any, dict[str, Any]]]:
+    """What clients send, a line each, with their connections; until the last of them has gone."""
+    clients: dict[Any, IO[str]] = {}
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    try:
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is listener:
+                    client, _ = listener.accept()
+                    clients[client] = client.makefile()
+                    selector.register(client, selectors.EVENT_READ)
+                    client.sendall(b"ready\n")
+                elif line := clients[key.fileobj].readline():
+                    yield key.fileobj, json.loads(line)
+                else:
+                    selector.unregister(key.fileobj)
+                    clients.pop(key.fileobj).close()
+                    key.fileobj.close()
+                    if not clients:
+                        return
+    finally:
+        for opened in (selector, listener, *clients.values(), *clients):
+            opened.close()
+
+
+def _nurse(listener: socket.socket) -> None:
+    for name in IMPORTS:
+        __import__(name)
+    children, orders = _Children(), _orders(listener)
+    for client, order in orders:
+        child = children.fork(Path(order["log"]))
         if child == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            orders.close()
             _serve(order)
             return
-        logs[child] = Path(order["log"])
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        sys.stdout.write(f"{child}\n")
-        sys.stdout.flush()
+        client.sendall(f"{child}\n".encode())
+    os._exit(0)  # to take so many modules down would take ten seconds
 
 
 if __name__ == "__main__":
-    _nurse()
+    _nurse(socket.socket(fileno=int(sys.argv[1])))

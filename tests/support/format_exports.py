@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from canonical_drafter import config_json, random_tensors
 
 Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -27,9 +28,32 @@ FLAT = {
     "confidence_head.proj.bias": "confidence_proj.bias",
 }
 
+NO_HEADS = {
+    "markov_rank": 0,
+    "markov_head_type": ...,
+    "enable_confidence_head": False,
+    "confidence_head_with_markov": ...,
+}
+DFLASH = NO_HEADS | {"sample_from_anchor": False, "block_size": 6}
+BARE_CONFIDENCE = {"confidence_head_with_markov": False}
+YARN = {
+    "rope_parameters": {"rope_theta": 500.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+}
+WINDOW = {
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 4,
+    "window_from_anchor": True,
+}
+
 
 def without_embeddings(tensors: Tensors) -> Tensors:
     return {name: t for name, t in tensors.items() if name not in ("embed_tokens.weight", "lm_head.weight")}
+
+
+def content_of(export: Export, **overrides: Any) -> tuple[Config, Tensors]:
+    """Configuration and tensors of a drafter in this format, without what it shares with the target."""
+    config = config_json(**overrides)
+    return export(config, without_embeddings(random_tensors(config, seed=0)))
 
 
 def shuffled_taps(ids: list[int], tensors: Tensors) -> tuple[list[int], Tensors]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from forked_server import ForkedServer, Nursery
-from golden_server import RANDOM_LENGTHS, TARGET, sitecustomized
+from golden_server import RANDOM_LENGTHS, TARGET, TWO_RANKS, sitecustomized
 
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer
 
@@ -34,6 +34,15 @@ EIGHT_BITS = pytest.mark.skipif(
     reason="needs compute capability 8.9, or a release of SGLang with eight-bit caches on every CPU",
 )
 """Of tests whose target has weights or a K/V cache of eight-bit floats."""
+
+# Attention with sinks, that SGLang lacks on a CPU; an activation is compiled otherwise, for half a minute.
+SINKS = {} if ON_GPU else {"ATTENTION_SINKS": "1", "TORCHDYNAMO_DISABLE": "1"}
+SINK_FLAGS = () if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")
+HOST_MEMORY = (
+    *("--enable-hierarchical-cache", "--hicache-ratio", "8"),
+    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
+)
+"""Flags of a server whose prefixes move to host memory, of which there is more than of the device's."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ class ServerPool:
         """Of this environment: what is imported may depend on it."""
         key = frozenset(env.items())
         if key not in self._nurseries:
-            self._nurseries[key] = Nursery(dict(env))
+            self._nurseries[key] = Nursery(env)
         return self._nurseries[key]
 
     def _started(self, recipe: Recipe, folder: Path) -> LaunchedServer:
@@ -123,9 +132,9 @@ class ServerPool:
         if recipe.forked and not ON_GPU:
             # The warm-up request has been answered by then: asking for another token would take a second.
             env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
-            server: LaunchedServer = ForkedServer(
-                self._nursery({**_COMMON, **recipe.env}), recipe.model(folder), *flags, env=env
-            )
+            # Those of two ranks are read when a server starts.
+            imported = {**_COMMON, **{name: recipe.env[name] for name in recipe.env.keys() - TWO_RANKS.keys()}}
+            server: LaunchedServer = ForkedServer(self._nursery(imported), recipe.model(folder), *flags, env=env)
         else:
             server = LaunchedServer(recipe.model(folder), *flags, env=env)
         server.__enter__()

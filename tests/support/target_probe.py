@@ -269,6 +269,7 @@ def _answer_orders() -> None:
         child.join()
         sys.stdout.write("failed\n" if child.exitcode else "done\n")
         sys.stdout.flush()
+    os._exit(0)  # to take so many modules down would take ten seconds
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Attention of prompts with windows and sinks on a CPU, where SGLang has none: literal, in float64."""
+"""Attention with windows and sinks on a CPU, where SGLang has none: literal, in float64."""
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -13,12 +13,22 @@ class SinkAttention(TorchNativeAttnBackend):
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         """[tokens, heads * hd] of prompts, whose beginnings may lie in the cache."""
-        pool, batch = self.token_to_kv_pool, forward_batch
+        batch = forward_batch
+        lens = zip(batch.extend_prefix_lens.tolist(), batch.extend_seq_lens.tolist(), strict=True)
+        return self._attended(q, k, v, layer, batch, save_kv_cache, sinks, lens)
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+        """[requests, heads * hd] of the last token of each text."""
+        lens = ((length - 1, 1) for length in forward_batch.seq_lens.tolist())
+        return self._attended(q, k, v, layer, forward_batch, save_kv_cache, sinks, lens)
+
+    def _attended(self, q, k, v, layer, batch, save_kv_cache, sinks, lens):
+        """Of requests whose lengths are given: in the cache before, and now."""
+        pool = self.token_to_kv_pool
         if save_kv_cache:
             pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
         stored = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         queries, attended = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).double(), []
-        lens = zip(batch.extend_prefix_lens.tolist(), batch.extend_seq_lens.tolist(), strict=True)
         for row, (cached, new) in zip(batch.req_pool_indices.tolist(), lens, strict=True):
             slots = self.req_to_token_pool.req_to_token[row, : cached + new].long()
             own, queries = queries[:new], queries[new:]

@@ -9,6 +9,7 @@ ADAPTER_CHECKS = "sglang_dspark.engine.startup.adapters"
 QUANTISATIONS = "sglang.srt.layers.quantization"
 ALLOCATOR = "sglang.srt.mem_cache.allocator.paged"
 ATTENTION = "sglang.srt.layers.attention.attention_registry"
+MODEL_CONFIG = "sglang.srt.configs.model_config"
 FLAG_CHECKS = "sglang_dspark.engine.startup.server_args"
 HOST_POOLS, HOST_COPIES = "sglang.srt.mem_cache.memory_pool_host", "sglang.srt.managers.cache_controller"
 ADAPTERS = "sglang.srt.lora.lora_registry"  # the first of their modules that any process imports
@@ -47,6 +48,18 @@ def interpret_adapters():
         module.BACKENDS = {**module.BACKENDS, "cpu": module.BACKENDS["cuda"]}
 
     sys.meta_path.insert(0, Finder(ADAPTER_CHECKS, offer))
+
+
+def serve_text_alone():
+    """Let a plain server serve a target that reads images, as DSPARK does: its text, without a processor of images."""
+
+    def install(module):
+        def make(self, *args, original=module.ModelConfig.__init__, **options):
+            original(self, *args, **options | {"enable_multimodal": False})
+
+        module.ModelConfig.__init__ = make
+
+    sys.meta_path.insert(0, Finder(MODEL_CONFIG, install))
 
 
 def attend_with_sinks():

@@ -1,0 +1,72 @@
+"""Quantised checkpoints of the tests: what SGLang's own layers hold, and near the weights that they were made of.
+
+A GPU serves them: tests/gpu/test_targets.py.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from golden_server import TARGET
+from quantised_target import GROUP, METHODS, is_quantised, quantised_target
+from safetensors.torch import load_file
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+from sglang.srt.layers.quantization.awq.awq_triton import awq_dequantize_decomposition
+
+KEY = "model.layers.1.mlp.down_proj"
+WEIGHT = load_file(TARGET / "model.safetensors")[f"{KEY}.weight"]
+
+
+@pytest.fixture(params=METHODS)
+def checkpoint(request, tmp_path):
+    """Name of the method, its configuration, and tensors of one layer."""
+    folder = quantised_target(tmp_path, request.param)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    stored = load_file(folder / "model.safetensors")
+    assert not any(is_quantised(name) and stored[name].dtype == torch.float32 for name in stored)
+    return request.param, config, {n.removeprefix(f"{KEY}."): t for n, t in stored.items() if n.startswith(KEY)}
+
+
+def test_a_layer_holds_these_tensors(checkpoint, monkeypatch):
+    """SGLang chooses a layer by what the GPU can; it makes its tensors on any device."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    _, config, tensors = checkpoint
+    name = {"modelopt": "modelopt_fp8"}.get(config["quant_method"], config["quant_method"])
+    read = QUANTIZATION_METHODS[name].from_config(dict(config))
+    read.packed_modules_mapping = {}  # which weights a model has in one layer: its loader says it
+    outputs, inputs = WEIGHT.shape
+    layer = ReplicatedLinear(inputs, outputs, bias=False, params_dtype=torch.bfloat16, quant_config=read, prefix=KEY)
+    held = {name: (parameter.numel(), parameter.element_size()) for name, parameter in layer.named_parameters()}
+    scales = {name for name, tensor in tensors.items() if tensor.is_floating_point() and "scale" in name}
+    assert {name: size for name, (size, _) in held.items()} == {name: t.numel() for name, t in tensors.items()}
+    for name in held.keys() - scales:
+        assert held[name][1] == tensors[name].element_size()
+
+
+def test_it_is_near_the_weights(checkpoint):
+    name, _, tensors = checkpoint
+    found = dequantised(name, tensors)
+    largest = WEIGHT.abs().unflatten(1, (-1, GROUP)).amax(-1)
+    error = (found - WEIGHT).abs().unflatten(1, (-1, GROUP)).amax(-1)
+    four_bits = name in ("awq", "gptq", "compressed-tensors-int4")
+    assert bool((error <= largest * (0.5 / 7 if four_bits else 2**-4) * 1.01).all())
+
+
+def dequantised(name, tensors):
+    """The weight [out, in] by the rule of its format, written out."""
+    if name == "compressed-tensors-int4":
+        codes = unpack_from_int32(tensors["weight_packed"], 4, torch.Size(tensors["weight_shape"].tolist()))
+        return codes.float() * tensors["weight_scale"].repeat_interleave(GROUP, dim=1)
+    if name == "awq":
+        return awq_dequantize_decomposition(tensors["qweight"], tensors["scales"], tensors["qzeros"]).T.float()
+    if name == "gptq":
+        nibbles = [(tensors["qweight"].long() >> (4 * i)) & 15 for i in range(8)]
+        codes = torch.stack(nibbles, dim=1).flatten(0, 1)
+        zeros = torch.stack([(tensors["qzeros"].long() >> (4 * i)) & 15 for i in range(8)], dim=-1).flatten(1) + 1
+        groups = tensors["g_idx"].long()
+        return ((codes - zeros[groups]) * tensors["scales"].float()[groups]).T
+    return tensors["weight"].float() * tensors["weight_scale"]

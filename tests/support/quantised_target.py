@@ -1,0 +1,166 @@
+"""The golden target as published checkpoints of several quantisation methods hold one; its LM head stays as it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from golden_server import TARGET
+from safetensors.torch import load_file, save_file
+
+GROUP = 128  # inputs that share a scale in four bits
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs of an int32, from its lowest bits
+IN_ORDER = tuple(range(8))
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A quantisation method.
+
+    Attributes:
+        config: ``quantization_config`` of config.json.
+        tensors: what is stored of a weight [out, in], by the last part of its name.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Callable[[torch.Tensor], Tensors]
+
+
+def quantised_target(folder: Path, name: str) -> Path:
+    """A target of one of ``METHODS``; returns its folder."""
+    path, method = folder / "target", METHODS[name]
+    shutil.copytree(TARGET, path, dirs_exist_ok=True)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": dict(method.config)}))
+    stored: Tensors = {}
+    for key, tensor in load_file(path / "model.safetensors").items():
+        if is_quantised(key):
+            parts = method.tensors(tensor.float())
+            stored |= {f"{key.removesuffix('weight')}{part}": value.contiguous() for part, value in parts.items()}
+        else:
+            stored[key] = tensor
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def is_quantised(key: str) -> bool:
+    """Whether the tensor of this name is a weight of attention or of an MLP."""
+    return key.endswith("_proj.weight")
+
+
+def packed(codes: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """[..., n] codes of four bits -> [..., n / 8] int32; ``order[i]`` of each eight is its place i."""
+    eights = codes.long().unflatten(-1, (-1, 8))
+    words = sum(eights[..., place] << (4 * i) for i, place in enumerate(order))
+    return torch.as_tensor(words).to(torch.uint32).view(torch.int32)
+
+
+def _of_rows(dtype: torch.dtype) -> Callable[[torch.Tensor], Tensors]:
+    """Eight bits with a scale per output."""
+
+    def tensors(weight: torch.Tensor) -> Tensors:
+        scale = weight.abs().amax(dim=1, keepdim=True) / _largest(dtype)
+        return {"weight": _rounded(weight / scale, dtype), "weight_scale": scale}
+
+    return tensors
+
+
+def _of_tensor(weight: torch.Tensor) -> Tensors:
+    """Floats of eight bits with one scale; that of the activations is fixed, and wide enough for all of this target."""
+    scale = weight.abs().max() / _largest(torch.float8_e4m3fn)
+    return {
+        "weight": _rounded(weight / scale, torch.float8_e4m3fn),
+        "weight_scale": scale,
+        "input_scale": torch.tensor(64.0 / _largest(torch.float8_e4m3fn)),
+    }
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max)
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (values if dtype.is_floating_point else values.round()).to(dtype)
+
+
+def _groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes 0..15 [out, in], of which 8 stands for zero, and scales [out, in / GROUP]."""
+    parts = weight.unflatten(1, (-1, GROUP))
+    scales = parts.abs().amax(dim=-1, keepdim=True) / 7
+    return ((parts / scales).round() + 8).flatten(1), scales.squeeze(-1)
+
+
+def _compressed(weight: torch.Tensor) -> Tensors:
+    codes, scales = _groups(weight)
+    shape = torch.tensor(weight.shape)
+    return {"weight_packed": packed(codes, IN_ORDER), "weight_scale": scales, "weight_shape": shape}
+
+
+def _awq(weight: torch.Tensor) -> Tensors:
+    codes, scales = _groups(weight)
+    zeros = torch.full_like(scales.T, 8)
+    return {
+        "qweight": packed(codes.T, AWQ_ORDER),
+        "qzeros": packed(zeros, AWQ_ORDER),
+        "scales": scales.T.half(),
+    }
+
+
+def _gptq(weight: torch.Tensor) -> Tensors:
+    codes, scales = _groups(weight)
+    zeros = torch.full_like(scales.T, 8 - 1)  # this format holds one less
+    return {
+        "qweight": packed(codes, IN_ORDER).T,
+        "qzeros": packed(zeros, IN_ORDER),
+        "scales": scales.T.half(),
+        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GROUP,
+    }
+
+
+def _compressed_config(form: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> dict[str, Any]:
+    def scheme(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {"symmetric": True, "dynamic": False, **part}
+
+    group = {
+        "targets": ["Linear"],
+        "weights": scheme(weights),
+        "input_activations": None if activations is None else scheme(activations),
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def _eight_bits(kind: str) -> dict[str, Any]:
+    form = "float-quantized" if kind == "float" else "int-quantized"
+    weights = {"num_bits": 8, "type": kind, "strategy": "channel"}
+    return _compressed_config(form, weights, {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True})
+
+
+FOUR_BITS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+METHODS = {
+    "compressed-tensors-fp8": Method(_eight_bits("float"), _of_rows(torch.float8_e4m3fn)),
+    "compressed-tensors-int8": Method(_eight_bits("int"), _of_rows(torch.int8)),
+    "compressed-tensors-int4": Method(_compressed_config("pack-quantized", FOUR_BITS, None), _compressed),
+    "w8a8_int8": Method({"quant_method": "w8a8_int8"}, _of_rows(torch.int8)),
+    "w8a8_fp8": Method({"quant_method": "w8a8_fp8", "is_dynamic": True}, _of_rows(torch.float8_e4m3fn)),
+    "modelopt_fp8": Method({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, _of_tensor),
+    "awq": Method(
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+        _awq,
+    ),
+    "gptq": Method(
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": False},
+        _gptq,
+    ),
+}
