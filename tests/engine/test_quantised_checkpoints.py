@@ -14,9 +14,9 @@ from golden_server import TARGET
 from quantised_target import GROUP, METHODS, is_quantised, quantised_target
 from safetensors.torch import load_file
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.quantization import QUANTIZATION_METHODS
-from sglang.srt.layers.quantization.awq.awq_triton import awq_dequantize_decomposition
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS, marlin_utils
 
+CHOSEN = {"modelopt": "modelopt_fp8", "awq": "awq_marlin", "gptq": "gptq_marlin"}  # on a GPU, by SGLang
 KEY = "model.layers.1.mlp.down_proj"
 WEIGHT = load_file(TARGET / "model.safetensors")[f"{KEY}.weight"]
 
@@ -33,10 +33,10 @@ def checkpoint(request, tmp_path):
 
 def test_a_layer_holds_these_tensors(checkpoint, monkeypatch):
     """SGLang chooses a layer by what the GPU can; it makes its tensors on any device."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for module in (torch.cuda, marlin_utils):
+        monkeypatch.setattr(module, "get_device_capability", lambda device=None: (9, 0))
     _, config, tensors = checkpoint
-    name = {"modelopt": "modelopt_fp8"}.get(config["quant_method"], config["quant_method"])
-    read = QUANTIZATION_METHODS[name].from_config(dict(config))
+    read = QUANTIZATION_METHODS[CHOSEN.get(config["quant_method"], config["quant_method"])].from_config(dict(config))
     read.packed_modules_mapping = {}  # which weights a model has in one layer: its loader says it
     outputs, inputs = WEIGHT.shape
     layer = ReplicatedLinear(inputs, outputs, bias=False, params_dtype=torch.bfloat16, quant_config=read, prefix=KEY)
@@ -61,12 +61,20 @@ def dequantised(name, tensors):
     if name == "compressed-tensors-int4":
         codes = unpack_from_int32(tensors["weight_packed"], 4, torch.Size(tensors["weight_shape"].tolist()))
         return codes.float() * tensors["weight_scale"].repeat_interleave(GROUP, dim=1)
-    if name == "awq":
-        return awq_dequantize_decomposition(tensors["qweight"], tensors["scales"], tensors["qzeros"]).T.float()
-    if name == "gptq":
-        nibbles = [(tensors["qweight"].long() >> (4 * i)) & 15 for i in range(8)]
-        codes = torch.stack(nibbles, dim=1).flatten(0, 1)
-        zeros = torch.stack([(tensors["qzeros"].long() >> (4 * i)) & 15 for i in range(8)], dim=-1).flatten(1) + 1
-        groups = tensors["g_idx"].long()
-        return ((codes - zeros[groups]) * tensors["scales"].float()[groups]).T
+    if name in ("awq", "gptq"):
+        scales, groups = tensors["scales"].float(), torch.arange(WEIGHT.shape[1]) // GROUP
+        if name == "awq":
+            order = (0, 4, 1, 5, 2, 6, 3, 7)  # where output i of eight lies
+            codes, zeros = (unpacked(tensors[part], order, dim=1) for part in ("qweight", "qzeros"))
+        else:
+            assert tensors["g_idx"].tolist() == groups.tolist()
+            codes = unpacked(tensors["qweight"], range(8), dim=0)
+            zeros = unpacked(tensors["qzeros"], range(8), dim=1) + 1
+        return ((codes - zeros[groups]) * scales[groups]).T
     return tensors["weight"].float() * tensors["weight_scale"]
+
+
+def unpacked(words, order, dim):
+    """Codes of four bits, eight to an int32, which follow each other along ``dim``."""
+    codes = torch.stack([(words.long() >> (4 * place)) & 15 for place in order], dim=dim + 1)
+    return codes.flatten(dim, dim + 1)
