@@ -237,7 +237,7 @@ def without_a_device(requests: int, counts: Counter[str]) -> None:
         counts["kernels"] += 1
         return result(*args, **kwargs)
 
-    def static_verify(runner: Any, step: Any, plan: Any, logits: Any, adapters: Any) -> Any:
+    def static_verify(runner: Any, step: Any, plan: Any, logits: Any, adapters: Any = None) -> Any:
         kept = torch.zeros(len(plan.input_ids), 1) if logits is None else logits
         return lambda: TargetOutput(LogitsProcessorOutput(kept), torch.zeros(len(plan.input_ids), 1))
 
