@@ -6,9 +6,10 @@
 A server of each checkout runs on the same machine with the same flags. By default both verify whole blocks, so that
 steps are compared and not decisions; with ``--policy auto`` each measures a table of its own. Both answer the same
 prompts in turns, in random order; the one that is not asked is suspended, and its first answer after that is not
-recorded. Each round gives a ratio twice: of tokens per second from the first question to the last answer, and of tokens
-per step over the time of a step, without the half of the steps that took least and longest, which is what a noisy
-neighbour disturbs. Both are geometric means over the rounds, with a t interval of the logarithm.
+recorded. Each round gives four ratios: of tokens per second from the first question to the last answer, of the time of
+a step, of tokens per step, and of tokens per step over that time. The time of a step is without the half of the steps
+that took least and longest, which a noisy neighbour disturbs most. Each ratio is a geometric mean over the rounds, with
+a t interval of its logarithm.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
 HERE = Path(__file__).resolve().parents[1]
+TREES = ("before", "after")
+TURN = ("speed", "step_s", "tokens_per_step")  # what is recorded of every turn
 DSPARK = ("--speculative-algorithm", "DSPARK", "--speculative-draft-model-path")
 
 
@@ -59,8 +62,13 @@ class Turn:
         return float(stats.trim_mean([gap for reply in self.replies for gap in reply.gaps_s], 0.25))
 
     @property
+    def speed_by_step(self) -> float:
+        """Tokens per second of one request while it decodes."""
+        return self.tokens_per_step / self.step_s
+
+    @property
     def tokens_per_step(self) -> float:
-        """Of one request."""
+        """Tokens that one request gets of a step, in the mean."""
         return sum(reply.num_tokens for reply in self.replies) / sum(len(reply.chunks_s) for reply in self.replies)
 
 
@@ -109,17 +117,16 @@ def compare(
         for tree in rng.sample(trees, len(trees)):
             turns[tree.name].append(tree.turn(asked, max_tokens))
     pairs = list(zip(*turns.values(), strict=True))
-    by_step = [(new.tokens_per_step / new.step_s) / (old.tokens_per_step / old.step_s) for old, new in pairs]
     texts = [(one.text, other.text) for old, new in pairs for one, other in zip(old.replies, new.replies, strict=True)]
-    measured = ("speed", "step_s", "tokens_per_step")
+    named = {"speed": "speed", "step": "step_s", "tokens_per_step": "tokens_per_step", "speed_by_step": "speed_by_step"}
     return {
         "users": users,
-        "speed": interval([new.speed / old.speed for old, new in pairs]),
-        "step": interval([new.step_s / old.step_s for old, new in pairs]),
-        "tokens_per_step": interval([new.tokens_per_step / old.tokens_per_step for old, new in pairs]),
-        "speed_by_step": interval(by_step),
+        **{
+            name: interval([getattr(new, measured) / getattr(old, measured) for old, new in pairs])
+            for name, measured in named.items()
+        },
         "equal_texts": sum(one == other for one, other in texts),
-        **{name: {key: [getattr(turn, key) for turn in done] for key in measured} for name, done in turns.items()},
+        **{tree: {key: [getattr(turn, key) for turn in done] for key in TURN} for tree, done in turns.items()},
     }
 
 
@@ -154,7 +161,7 @@ def main(
         flags = ["--dtype", "bfloat16", "--speculative-dspark-schedule", policy]
         trees = [
             Tree(name, path, *pair, Path(folder) / f"{name}.json", flags)
-            for name, path in (("before", before.resolve()), ("after", HERE))
+            for name, path in zip(TREES, (before.resolve(), HERE), strict=True)
         ]
         with ExitStack() as stack:
             # A server imports what lies in the folder that it is started in before anything else.
@@ -163,7 +170,7 @@ def main(
                 stack.enter_context(tree.server).suspend()
             for count in map(int, users.split(",")):
                 results.append(compare(trees, prompts, count, rounds, max_tokens, rng))
-                click.echo(json.dumps({key: results[-1][key] for key in results[-1].keys() - {"before", "after"}}))
+                click.echo(json.dumps({key: found for key, found in results[-1].items() if key not in TREES}))
     provenance.write_json(output, {**provenance.record(), "loads": results})
 
 

@@ -47,10 +47,15 @@ class Packed:
             out = out[:total]
         return cls(torch.cat(words, out=out), tuple((tensor.dtype, tensor.shape) for tensor in tensors))
 
-    def read(self, most: int | None = None) -> list[torch.Tensor]:
-        """Views of the tensors, or of the first ``most``."""
-        parts = zip(self.flat.split(_sizes(self.shapes)), self.shapes[:most], strict=most is None)
-        return [part.view(dtype).view(shape) for part, (dtype, shape) in parts]
+    def read(self) -> list[torch.Tensor]:
+        """Views of the tensors."""
+        parts = zip(self.flat.split(_sizes(self.shapes)), self.shapes, strict=True)
+        return [_as(part, dtype, shape) for part, (dtype, shape) in parts]
+
+    def at(self, place: int) -> torch.Tensor:
+        """View of the tensor at ``place``."""
+        sizes = _sizes(self.shapes)
+        return _as(self.flat.narrow(0, sum(sizes[:place]), sizes[place]), *self.shapes[place])
 
 
 @lru_cache
@@ -59,8 +64,13 @@ def _sizes(shapes: tuple[tuple[torch.dtype, torch.Size], ...]) -> list[int]:
     return [prod(shape) * dtype.itemsize // WORD.itemsize for dtype, shape in shapes]
 
 
+def _as(words: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    part = words.view(dtype)
+    return part if len(shape) == 1 else part.view(shape)
+
+
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.reshape(-1)
+    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
     # A column has a stride, and a lone element of one keeps it.
     return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(WORD)
 

@@ -118,7 +118,7 @@ class DSparkWorker(SpecWorkerBase):
             depth,
             seed=self.target_worker.random_seed,
             relay=self.relay,
-            judges=not self.checks_logits(),
+            judges=self.check_logits is None,
         )
         graphs.capture()
         return graphs
@@ -139,7 +139,8 @@ class DSparkWorker(SpecWorkerBase):
         plan = stages.plan(step, drafted, choice)
         adjusting.read(plan)
         output = stages.verify(batch, step, plan)
-        self.check_logits(output.logits_output.next_token_logits)
+        if self.check_logits is not None:
+            self.check_logits(output.logits_output.next_token_logits)
         adjusting.apply(plan, output.logits_output.next_token_logits)
         accepted = stages.accept(step, drafted, plan, output)
         publish(accepted.new_seq_lens)

@@ -130,7 +130,7 @@ def step_times(users: str) -> list[float]:
 
 
 def kernel_times(kernel: str, kind: str | None, vocabulary: str) -> list[float]:
-    name = f"{'markov_sample' if kernel == 'markov_walk' else kernel}_{kind}" if kind else kernel
+    name = f"{'markov_sample' if kernel == 'draft_block' else kernel}_{kind}" if kind else kernel
     found = []
     for requests in (1, 8, 64, 256):
         rows = {"rows": 8 * requests} if kernel == "kv_inject" else {"bs": requests}

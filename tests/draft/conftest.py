@@ -25,31 +25,10 @@ def golden_dir() -> Path:
 
 
 @pytest.fixture
-def make_checkpoint(tmp_path) -> Checkpoint:
-    """``make_checkpoint(seed=0, drop=(), add={}, **config overrides) -> Path`` of a fresh checkpoint directory."""
-
-    def make(
-        *, seed: int = 0, drop: tuple[str, ...] = (), add: dict[str, torch.Tensor] | None = None, **overrides
-    ) -> Path:
-        config = config_json(**overrides)
-        path = tmp_path / f"draft{len(list(tmp_path.iterdir()))}"
-        path.mkdir()
-        (path / "config.json").write_text(json.dumps(config))
-        tensors = {name: t for name, t in random_tensors(config, seed).items() if name not in drop}
-        save_file(tensors | (add or {}), path / "model.safetensors")
-        if proposed := config.get("draft_vocab_size"):
-            content = {"version": 1, "token_ids": proposed_tokens(proposed)}
-            (path / "draft_vocabulary.json").write_text(json.dumps(content))
-        return path
-
-    return make
-
-
-@pytest.fixture
-def write(tmp_path):
+def write(tmp_path) -> Checkpoint:
     """``write(config, tensors) -> Path`` of a new checkpoint."""
 
-    def write(config, tensors):
+    def write(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
         folder = tmp_path / f"draft{len(list(tmp_path.iterdir()))}"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
@@ -57,6 +36,24 @@ def write(tmp_path):
         return folder
 
     return write
+
+
+@pytest.fixture
+def make_checkpoint(write) -> Checkpoint:
+    """``make_checkpoint(seed=0, drop=(), add={}, **config overrides) -> Path`` of a fresh checkpoint directory."""
+
+    def make(
+        *, seed: int = 0, drop: tuple[str, ...] = (), add: dict[str, torch.Tensor] | None = None, **overrides
+    ) -> Path:
+        config = config_json(**overrides)
+        tensors = {name: t for name, t in random_tensors(config, seed).items() if name not in drop}
+        path = write(config, tensors | (add or {}))
+        if proposed := config.get("draft_vocab_size"):
+            content = {"version": 1, "token_ids": proposed_tokens(proposed)}
+            (path / "draft_vocabulary.json").write_text(json.dumps(content))
+        return path
+
+    return make
 
 
 @pytest.fixture

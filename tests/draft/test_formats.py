@@ -36,11 +36,7 @@ CASES = {
     "speculators": (exports.speculators, "speculators", {}),
     "speculators, DFlash layout": (exports.speculators, "speculators", {"sample_from_anchor": False}),
     "speculators, windows": (exports.speculators, "speculators", WINDOW | {"causal_layers": [False, False]}),
-    "speculators, causal windows": (
-        exports.speculators,
-        "speculators",
-        WINDOW | {"causal_layers": [False, True]},
-    ),
+    "speculators, causal windows": (exports.speculators, "speculators", WINDOW | {"causal_layers": [False, True]}),
     "speculators, reduced vocabulary": (exports.speculators, "speculators", {"draft_vocab_size": 6}),
     "speculators, DFlash": (exports.speculators, "speculators", DFLASH),
     "speculators, biases": (exports.speculators, "speculators", {"attention_bias": True}),

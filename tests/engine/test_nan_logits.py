@@ -4,7 +4,7 @@ import pytest
 import torch
 from sglang.srt.environ import envs
 
-from sglang_dspark.engine.scheduler.worker_base import SpecWorkerBase
+from sglang_dspark.engine.scheduler.nan_check import SWITCHES, nan_check
 
 
 def logits():
@@ -12,19 +12,18 @@ def logits():
 
 
 def test_nothing_is_looked_at_by_default():
-    seen = logits()
-    SpecWorkerBase.check_logits(seen)
-    assert torch.equal(seen.isnan(), logits().isnan())
+    assert nan_check() is None
 
 
 def test_nan_is_replaced_where_sglang_is_asked_to():
     seen = logits()
     with envs.SGLANG_SANITIZE_NAN_LOGITS.override(True):
-        SpecWorkerBase.check_logits(seen)
+        nan_check()(seen)
     assert seen[0].tolist() == pytest.approx([0.5, -1e30, -1e30])
     assert torch.equal(seen[1], logits()[1])
 
 
-def test_nan_ends_the_server_where_sglang_is_asked_to():
-    with envs.SGLANG_ENABLE_ASYNC_ASSERT.override(True), pytest.raises(RuntimeError, match=r"Expected Tensor|NaN"):
-        SpecWorkerBase.check_logits(logits())
+@pytest.mark.parametrize("name", [name for name in SWITCHES[1:] if hasattr(envs, name)])
+def test_nan_ends_the_server_where_sglang_is_asked_to(name):
+    with getattr(envs, name).override(True), pytest.raises(RuntimeError, match=r"Expected Tensor|NaN"):
+        nan_check()(logits())

@@ -10,11 +10,12 @@ import json
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from golden_server import TARGET
-from quantised_target import GROUP, METHODS, is_quantised, quantised_target
+from golden_server import CASES, TARGET
+from quantised_target import CALIBRATED, GROUP, METHODS, is_quantised, quantised_target
 from safetensors.torch import load_file
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS, marlin_utils
+from transformers import AutoModelForCausalLM
 
 CHOSEN = {"modelopt": "modelopt_fp8", "awq": "awq_marlin", "gptq": "gptq_marlin"}  # on a GPU, by SGLang
 KEY = "model.layers.1.mlp.down_proj"
@@ -40,11 +41,10 @@ def test_a_layer_holds_these_tensors(checkpoint, monkeypatch):
     read.packed_modules_mapping = {}  # which weights a model has in one layer: its loader says it
     outputs, inputs = WEIGHT.shape
     layer = ReplicatedLinear(inputs, outputs, bias=False, params_dtype=torch.bfloat16, quant_config=read, prefix=KEY)
-    held = {name: (parameter.numel(), parameter.element_size()) for name, parameter in layer.named_parameters()}
-    scales = {name for name, tensor in tensors.items() if tensor.is_floating_point() and "scale" in name}
-    assert {name: size for name, (size, _) in held.items()} == {name: t.numel() for name, t in tensors.items()}
-    for name in held.keys() - scales:
-        assert held[name][1] == tensors[name].element_size()
+    held = dict(layer.named_parameters())
+    assert {name: tuple(p.shape) for name, p in held.items()} == {n: tuple(t.shape) or (1,) for n, t in tensors.items()}
+    for name in held.keys() - {"scales", "weight_scale"}:  # which are converted
+        assert held[name].dtype == tensors[name].dtype
 
 
 def test_it_is_near_the_weights(checkpoint):
@@ -54,6 +54,17 @@ def test_it_is_near_the_weights(checkpoint):
     error = (found - WEIGHT).abs().unflatten(1, (-1, GROUP)).amax(-1)
     four_bits = name in ("awq", "gptq", "compressed-tensors-int4")
     assert bool((error <= largest * (0.5 / 7 if four_bits else 2**-4) * 1.01).all())
+
+
+@torch.no_grad()
+def test_no_input_is_larger_than_the_fixed_scale_was_made_for():
+    model, largest = AutoModelForCausalLM.from_pretrained(TARGET), []
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_pre_hook(lambda module, inputs: largest.append(float(inputs[0].abs().max())))
+    for case in CASES:
+        model(torch.tensor([case["prompt_ids"] + case["output_ids"]]))
+    assert 0 < max(largest) < CALIBRATED
 
 
 def dequantised(name, tensors):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from family_targets import PROMPTS, written_target
+from family_targets import PROMPTS, TINY, written_target
 from golden_server import CASES, DSPARK, TARGET, assert_pool_is_whole, generate, greedy, output_ids, policy
 from quantised_target import METHODS, quantised_target
 from random_drafter import random_drafter
@@ -23,9 +23,11 @@ FORMS = {
     "cache": ("--kv-cache-dtype", "fp8_e4m3"),
     "weights": ("--quantization", "fp8"),
     "everything": ("--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3", "--page-size", "64"),
+    "two-gpus": ("--tp-size", "2"),
     **dict.fromkeys(METHODS, ()),  # their checkpoints say it
 }
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+INT8 = pytest.mark.skipif(torch.cuda.get_device_capability() > (9, 0), reason="SGLang has int8 kernels up to Hopper")
 TIGHT = ("--context-length", "128", "--schedule-conservativeness", "0.01", "--max-total-tokens", "1280")
 # Prompts are encoded as soon as they fit, whatever their texts will take: the pool gets full.
 ENV = {"HF_HUB_OFFLINE": "1", "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "1"}
@@ -37,12 +39,13 @@ def texts(server: LaunchedServer, concurrency: int) -> list[list[int]]:
     return output_ids(server, [greedy(case["prompt_ids"], 24) for case in CASES] * 2, concurrency)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[EIGHT_BITS] if "fp8" in " ".join((name, *FORMS[name])) else []) for name in FORMS
-    ],
-)
+def _needed(name: str) -> list[pytest.MarkDecorator]:
+    """Marks of a form that not every machine can serve."""
+    words = " ".join((name, *FORMS[name]))
+    return [mark for word, mark in (("fp8", EIGHT_BITS), ("int8", INT8), ("--tp-size", TWO_GPUS)) if word in words]
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=_needed(name)) for name in FORMS])
 def pair(request, tmp_path_factory) -> Iterator[Pair]:
     """Texts of a plain server in this form, and a server with DSPARK."""
     name = request.param
@@ -102,7 +105,7 @@ def test_no_slot_is_lost_by_retractions(served):
     [f"{name}ForConditionalGeneration" for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Mistral3")],
 )
 def test_text_of_a_target_that_reads_images(architecture, tmp_path):
-    """SGLang tries no picture on it when it starts, and steps with positions of three coordinates are replayed."""
+    """SGLang tries no picture on it when it starts; Qwen's steps, with positions of three coordinates, are replayed."""
     target, drafter = written_target(architecture, tmp_path / "target"), random_drafter(tmp_path / "draft", "tiny")
     flags = (*CUDA_FLAGS, "--dtype", "bfloat16", "--tokenizer-path", str(TARGET), *dspark_flags(drafter))
     parameters = {"temperature": 0, "max_new_tokens": ALIKE, "ignore_eos": True}
@@ -112,4 +115,6 @@ def test_text_of_a_target_that_reads_images(architecture, tmp_path):
             expected = output_ids(server, bodies, 1)
         with policy(server, "static"):
             found = output_ids(server, bodies, 3)
-    assert sum(ours == theirs for ours, theirs in zip(found, expected, strict=True)) >= len(bodies) - 1
+    # In 16 bits experts that stand close may be chosen otherwise, for all four of a prompt.
+    same = sum(ours == theirs for ours, theirs in zip(found, expected, strict=True))
+    assert same >= (0.6 * len(bodies) if TINY[architecture].chosen else len(bodies) - 1)

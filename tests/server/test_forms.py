@@ -1,4 +1,4 @@
-"""Forms of targets and caches that no other test serves, one after the other, against plain servers of the same flags.
+"""Forms of targets and caches, one after the other, against plain servers of the same flags.
 
 Each is asked for the same: greedy texts and what became of every draft, seeded texts whose drafts are accepted, the law
 of sampled texts with drafts and with copies, requests that are retracted, and a prefix that is found again.
@@ -23,6 +23,7 @@ from golden_server import (
     VOCAB,
     assert_pool_is_whole,
     assert_retracted_unnoticed,
+    displace,
     generate,
     output_ids,
     policy,
@@ -53,6 +54,7 @@ class Form:
         flat: temperature at which drafter and target agree often, though they may know nothing of each other.
         pool: slots of K/V, too few for what is asked at once.
         env: of both servers.
+        plain_env: of the plain one, on top of that.
         int8: whether the golden target is quantised. The last bit of a sum decides how an activation is rounded, so a
             text may go on otherwise where tokens are nearly as likely, or after it was encoded again.
     """
@@ -65,6 +67,7 @@ class Form:
     flat: float = 2.0
     pool: int = 640
     env: Mapping[str, str] = field(default_factory=dict)
+    plain_env: Mapping[str, str] = field(default_factory=dict)
     int8: bool = False
 
     @property
@@ -112,9 +115,9 @@ FORMS = {
     "glm4-moe": Form("Glm4MoeForCausalLM", **RANDOM, env=ROUTED),
     # In one pool: windows and sinks.
     "gpt-oss": Form("GptOssForCausalLM", flags=(*SINK_FLAGS, "--disable-hybrid-swa-memory"), **RANDOM, env=SINKS),
-    "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM, env=TEXT),
-    "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM, env=TEXT),
-    "qwen3-vl-moe": Form("Qwen3VLMoeForConditionalGeneration", **RANDOM, env=ROUTED | TEXT),
+    "qwen2.5-vl": Form("Qwen2_5_VLForConditionalGeneration", **RANDOM, plain_env=TEXT),
+    "qwen3-vl": Form("Qwen3VLForConditionalGeneration", **RANDOM, plain_env=TEXT),
+    "qwen3-vl-moe": Form("Qwen3VLMoeForConditionalGeneration", **RANDOM, env=ROUTED, plain_env=TEXT),
     "int8": Form(int8=True),
     # Step times of two ranks that share two cores take a minute to measure for more requests and drafts.
     "two-ranks": Form(
@@ -131,11 +134,10 @@ FORMS = {
 
 def _needed(name: str) -> list[pytest.MarkDecorator]:
     """Marks of a form that not every release or machine can serve."""
-    refused = pytest.mark.skipif(loses_residuals(FORMS[name].architecture), reason="refused on this release")
-    no_draft_pool = pytest.mark.skipif(
-        FORMS[name].host_memory and not TAKES_DRAFT_POOL, reason="refused on this release"
-    )
-    return [refused, no_draft_pool, *([EIGHT_BITS] if FP8[0] in FORMS[name].flags else [])]
+    form = FORMS[name]
+    refused = loses_residuals(form.architecture) or (form.host_memory and not TAKES_DRAFT_POOL)
+    marks = [pytest.mark.skipif(refused, reason="refused on this release")]
+    return [*marks, EIGHT_BITS] if FP8[0] in form.flags else marks
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Pair:
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
     recipes = {}
     for name, form in FORMS.items():
-        recipes[f"{name} plain"] = Recipe(form.plain, model=form.model, env=form.env)
+        recipes[f"{name} plain"] = Recipe(form.plain, model=form.model, env={**form.env, **form.plain_env})
         recipes[f"{name} dspark"] = Recipe(form.dspark, model=form.model, env=form.env)
     servers = ServerPool(recipes, tmp_path_factory.mktemp("forms"), most=2)
     try:
@@ -280,7 +282,7 @@ def test_a_prefix_that_is_found_again_keeps_its_drafts(pair):
     with policy(pair.dspark, "static"):
         [first] = generate(pair.dspark, [body | {"input_ids": prompt}], 1)
         if pair.form.host_memory:
-            displace(pair)
+            displace(pair.dspark, 2 * pair.form.pool // 150)  # more than the device holds
         [again] = generate(pair.dspark, [body | {"input_ids": prompt}], 1)
     infos = first["meta_info"], again["meta_info"]
     whole_pages = 79 // pair.form.page * pair.form.page
@@ -289,11 +291,3 @@ def test_a_prefix_that_is_found_again_keeps_its_drafts(pair):
     assert infos[0]["spec_accept_length"] == infos[1]["spec_accept_length"]
     drafts = [[entry["draft"] for entry in info["dspark_trace"] if entry is not None] for info in infos]
     assert drafts[0] == drafts[1]
-
-
-def displace(pair: Pair) -> None:
-    """More prompts than the device holds; host memory holds them all."""
-    noise = random.Random(3)
-    for _ in range(2 * pair.form.pool // 150):
-        prompt = noise.choices(VOCAB, k=150)
-        pair.dspark.post_json("/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2}})

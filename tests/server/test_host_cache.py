@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from golden_server import CASES, VOCAB, assert_pool_is_whole, generate, greedy, mixed_bodies, output_ids, policy
+from golden_server import CASES, assert_pool_is_whole, displace, generate, greedy, mixed_bodies, output_ids, policy
 
 from sglang_dspark.engine.startup.host_cache import TAKES_DRAFT_POOL
 
@@ -20,13 +18,6 @@ def answer_of(server, prompt):
     return answer["output_ids"], drafts, info["cached_tokens"]
 
 
-def displace(server):
-    """More prompts than the device holds; host memory holds them all."""
-    noise = random.Random(3)
-    for _ in range(5):
-        output_ids(server, [greedy(noise.choices(VOCAB, k=150), 2)], 1)
-
-
 def test_a_prefix_from_host_memory_keeps_its_drafts(host_cache):
     prompt = CASES[1]["prompt_ids"] * 8
     prompt = prompt[:160]
@@ -34,7 +25,7 @@ def test_a_prefix_from_host_memory_keeps_its_drafts(host_cache):
     with policy(host_cache, "static"):
         text, drafts, cached = answer_of(host_cache, prompt)
         assert cached == 0
-        displace(host_cache)
+        displace(host_cache, 5)
         again, drafts_again, cached = answer_of(host_cache, prompt)
     assert cached >= len(prompt) - 1
     assert (again, drafts_again) == (text, drafts)

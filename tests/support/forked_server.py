@@ -17,6 +17,7 @@ import runpy
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -55,13 +56,17 @@ class Nursery:
                 self._connection.connect(address)
                 self._replies = self._connection.makefile()
                 greeting = self._replies.readline()
-            assert greeting or started is None or started.wait() == 0, "SGLang cannot be imported: see above"
+            if not greeting:
+                self._connection.close()
+                assert started is None or started.wait() == 0, "SGLang cannot be imported: see above"
 
     def fork(self, arguments: list[str], env: dict[str, str], log_path: Path, script: str = "") -> int:
         """Start ``python -m sglang.launch_server`` with these arguments, or a script; its process id."""
         order = {"arguments": arguments, "env": env, "log": str(log_path), "script": script}
         self._connection.sendall(json.dumps(order).encode() + b"\n")
-        return int(self._replies.readline())
+        reply = self._replies.readline()
+        assert reply, "the nursery has ended"
+        return int(reply)
 
     def run(self, script: str, arguments: list[str], env: dict[str, str], log_path: Path) -> str:
         """What a script prints; it has to end well."""
@@ -137,7 +142,7 @@ def _serve(order: dict[str, Any]) -> None:
         os.dup2(source, target)
     os.environ.clear()
     os.environ.update(order["env"])
-    # What torch reads when it is imported; it was imported for all servers.
+    # Torch read this variable when it was imported, for all servers.
     sys.modules["torch._dynamo.config"].disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
     random.seed()  # or every server would have the same seed, and look for the same ports
     sys.argv = ["sglang.launch_server", *order["arguments"]]
@@ -177,6 +182,25 @@ class _Children:
                     write_text_whole(_status_path(self._logs.pop(pid)), str(os.waitstatus_to_exitcode(status)))
 
 
+def _is_ours(client: socket.socket) -> bool:
+    """Whether it belongs to the same user: everybody on a machine sees such addresses."""
+    _, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user == os.getuid())
+
+
+def _line(replies: IO[str]) -> str:
+    """What a client sent; nothing of one that has gone, however it went."""
+    try:
+        return replies.readline()
+    except ConnectionError:
+        return ""
+
+
+def _tell(client: socket.socket, text: str) -> None:
+    with contextlib.suppress(ConnectionError):  # the next reading tells that it has gone
+        client.sendall(f"{text}\n".encode())
+
+
 def _orders(listener: socket.socket) -> Generator[tuple[Any, dict[str, Any]]]:
     """What clients send, a line each, with their connections; until the last of them has gone."""
     clients: dict[Any, IO[str]] = {}
@@ -187,10 +211,13 @@ def _orders(listener: socket.socket) -> Generator[tuple[Any, dict[str, Any]]]:
             for key, _ in selector.select():
                 if key.fileobj is listener:
                     client, _ = listener.accept()
+                    if not _is_ours(client):
+                        client.close()
+                        continue
                     clients[client] = client.makefile()
                     selector.register(client, selectors.EVENT_READ)
-                    client.sendall(b"ready\n")
-                elif line := clients[key.fileobj].readline():
+                    _tell(client, "ready")
+                elif line := _line(clients[key.fileobj]):
                     yield key.fileobj, json.loads(line)
                 else:
                     selector.unregister(key.fileobj)
@@ -213,7 +240,7 @@ def _nurse(listener: socket.socket) -> None:
             orders.close()
             _serve(order)
             return
-        client.sendall(f"{child}\n".encode())
+        _tell(client, str(child))
     os._exit(0)  # to take so many modules down would take ten seconds
 
 

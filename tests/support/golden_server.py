@@ -69,6 +69,13 @@ def generate(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: 
         return list(pool.map(lambda body: server.post_json("/generate", body), bodies))
 
 
+def displace(server: LaunchedServer, num_prompts: int) -> None:
+    """Encode so many prompts of 150 tokens, one after the other; prefixes that were cached move to host memory."""
+    noise = random.Random(3)
+    for _ in range(num_prompts):
+        output_ids(server, [greedy(noise.choices(VOCAB, k=150), 2)], 1)
+
+
 def together(server: LaunchedServer, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Answers in order of requests with the same fields that arrive at once, in one body."""
     answers: list[dict[str, Any]] = server.post_json(

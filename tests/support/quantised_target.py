@@ -14,6 +14,7 @@ from golden_server import TARGET
 from safetensors.torch import load_file, save_file
 
 GROUP = 128  # inputs that share a scale in four bits
+CALIBRATED = 64.0  # the largest input of a layer that a fixed scale was made for
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs of an int32, from its lowest bits
 IN_ORDER = tuple(range(8))
 Tensors = dict[str, torch.Tensor]
@@ -55,14 +56,13 @@ def is_quantised(key: str) -> bool:
 
 
 def packed(codes: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """[..., n] codes of four bits -> [..., n / 8] int32; ``order[i]`` of each eight is its place i."""
-    eights = codes.long().unflatten(-1, (-1, 8))
-    words = sum(eights[..., place] << (4 * i) for i, place in enumerate(order))
-    return torch.as_tensor(words).to(torch.uint32).view(torch.int32)
+    """[..., n] codes of four bits -> [..., n / 8] int32; a word has code ``order[i]`` of eight from bit 4i on."""
+    eights = codes.long().unflatten(-1, (-1, 8))[..., list(order)]
+    return (eights << 4 * torch.arange(8)).sum(-1).to(torch.uint32).view(torch.int32)
 
 
 def _of_rows(dtype: torch.dtype) -> Callable[[torch.Tensor], Tensors]:
-    """Eight bits with a scale per output."""
+    """Eight bits with a scale per output, [out, 1]."""
 
     def tensors(weight: torch.Tensor) -> Tensors:
         scale = weight.abs().amax(dim=1, keepdim=True) / _largest(dtype)
@@ -72,12 +72,12 @@ def _of_rows(dtype: torch.dtype) -> Callable[[torch.Tensor], Tensors]:
 
 
 def _of_tensor(weight: torch.Tensor) -> Tensors:
-    """Floats of eight bits with one scale; that of the activations is fixed, and wide enough for all of this target."""
+    """Floats of eight bits with one scale; that of the activations is fixed."""
     scale = weight.abs().max() / _largest(torch.float8_e4m3fn)
     return {
         "weight": _rounded(weight / scale, torch.float8_e4m3fn),
         "weight_scale": scale,
-        "input_scale": torch.tensor(64.0 / _largest(torch.float8_e4m3fn)),
+        "input_scale": torch.tensor(CALIBRATED / _largest(torch.float8_e4m3fn)),
     }
 
 
@@ -90,19 +90,21 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes 0..15 [out, in], of which 8 stands for zero, and scales [out, in / GROUP]."""
+    """Codes [out, in] from 1 to 15, of which 8 stands for zero, and scales [out, in / GROUP]."""
     parts = weight.unflatten(1, (-1, GROUP))
     scales = parts.abs().amax(dim=-1, keepdim=True) / 7
     return ((parts / scales).round() + 8).flatten(1), scales.squeeze(-1)
 
 
 def _compressed(weight: torch.Tensor) -> Tensors:
+    """Words [out, in / 8]."""
     codes, scales = _groups(weight)
     shape = torch.tensor(weight.shape)
     return {"weight_packed": packed(codes, IN_ORDER), "weight_scale": scales, "weight_shape": shape}
 
 
 def _awq(weight: torch.Tensor) -> Tensors:
+    """Words [in, out / 8], scales and zeros by group of inputs."""
     codes, scales = _groups(weight)
     zeros = torch.full_like(scales.T, 8)
     return {
@@ -113,6 +115,7 @@ def _awq(weight: torch.Tensor) -> Tensors:
 
 
 def _gptq(weight: torch.Tensor) -> Tensors:
+    """Words [in / 8, out], scales and zeros by group of inputs."""
     codes, scales = _groups(weight)
     zeros = torch.full_like(scales.T, 8 - 1)  # this format holds one less
     return {
@@ -153,7 +156,7 @@ METHODS = {
     "compressed-tensors-int8": Method(_eight_bits("int"), _of_rows(torch.int8)),
     "compressed-tensors-int4": Method(_compressed_config("pack-quantized", FOUR_BITS, None), _compressed),
     "w8a8_int8": Method({"quant_method": "w8a8_int8"}, _of_rows(torch.int8)),
-    "w8a8_fp8": Method({"quant_method": "w8a8_fp8", "is_dynamic": True}, _of_rows(torch.float8_e4m3fn)),
+    "w8a8_fp8": Method({"quant_method": "w8a8_fp8"}, _of_rows(torch.float8_e4m3fn)),
     "modelopt_fp8": Method({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, _of_tensor),
     "awq": Method(
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},

@@ -132,7 +132,7 @@ class ServerPool:
         if recipe.forked and not ON_GPU:
             # The warm-up request has been answered by then: asking for another token would take a second.
             env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
-            # Those of two ranks are read when a server starts.
+            # Those of two ranks do not change what is imported.
             imported = {**_COMMON, **{name: recipe.env[name] for name in recipe.env.keys() - TWO_RANKS.keys()}}
             server: LaunchedServer = ForkedServer(self._nursery(imported), recipe.model(folder), *flags, env=env)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,7 +113,7 @@ class DSparkBatchResult(GenerationBatchResult):
             return
         assert self.rounds is not None, "a step has rounds"
         packed, self._arriving = self._arriving, None
-        out_tokens, accepted_lens, _, _, *arrived = replace(packed, flat=packed.flat.clone()).read()
+        out_tokens, accepted_lens, _, _, *arrived = Packed(packed.flat.clone(), packed.shapes).read()
         self.next_token_ids, self.accept_lens = out_tokens.view(-1), accepted_lens + 1
         parts = iter(arrived)
         self.rounds = self.rounds.of([None if tensor is None else next(parts) for tensor in self.rounds.tensors])
@@ -140,7 +140,7 @@ def decode_result(
     """
     outcome = [accepted.out_tokens, accepted.accepted_lens, accepted.bonus_tokens, accepted.new_seq_lens]
     on_the_way = copies.pack([*outcome, *(tensor for tensor in rounds.tensors if tensor is not None)])
-    _, _, bonus_tokens, new_seq_lens = on_the_way.packed.read(4)
+    bonus_tokens, new_seq_lens = on_the_way.packed.at(2), on_the_way.packed.at(3)
     return DSparkBatchResult(
         logits_output=with_logprobs(batch, output, plan.indptr, accepted.out_tokens, step.rows.law.temperatures),
         next_token_ids=accepted.out_tokens.reshape(-1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -24,7 +25,7 @@ class LastBatch(Generic[T]):
         """The value of ``reqs``."""
         if self._last is not None:
             last, value = self._last
-            if len(reqs) == len(last) and all(a is b for a, b in zip(reqs, last, strict=True)):
+            if len(reqs) == len(last) and all(map(is_, reqs, last)):
                 return value
         value = self._make(reqs)
         self._last = list(reqs), value

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from dspark_kernels import draw
-from sglang.srt.environ import envs
-from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.engine.compat import ranks
 from sglang_dspark.engine.compat.arguments import attached, resolved
@@ -35,6 +33,7 @@ from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.draft_pool import DraftPool, check_layers
 from sglang_dspark.engine.scheduler.first_answer import FirstAnswer
 from sglang_dspark.engine.scheduler.logprobs import named_in_all, with_logprobs
+from sglang_dspark.engine.scheduler.nan_check import nan_check
 from sglang_dspark.engine.scheduler.request_counts import count
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.settled import Serving
@@ -66,6 +65,7 @@ class SpecWorkerBase(WorkerFace):
         self.adjustments = Adjustments(target_worker.model_runner.model_config.vocab_size, self.device)
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = self.server_args.speculative_num_draft_tokens - 1
+        self.check_logits = nan_check()
         self.step = 0
         self._first_answer = FirstAnswer()
 
@@ -215,24 +215,11 @@ class SpecWorkerBase(WorkerFace):
         )
         return result
 
-    @staticmethod
-    def check_logits(logits: torch.Tensor) -> None:
-        """What SGLang's sampler does with NaN, where SGLANG_SANITIZE_NAN_LOGITS or SGLANG_ENABLE_ASYNC_ASSERT is set.
-
-        Args:
-            logits: the target's, [n, V]; changed in place.
-        """
-        sanitize_nan_logits(logits, "DSPARK: target logits")
-
-    @staticmethod
-    def checks_logits() -> bool:
-        """Whether :meth:`check_logits` does anything: nobody may judge logits before it."""
-        return bool(envs.SGLANG_SANITIZE_NAN_LOGITS.get() or envs.SGLANG_ENABLE_ASYNC_ASSERT.get())
-
     def _draw_first(self, batch: Any, result: Any) -> None:
         """Draw the token after each prompt, and after a retraction the next one, into ``result``."""
         rows, output = self.sampling.read(batch.reqs), result.logits_output
-        self.check_logits(output.next_token_logits)
+        if self.check_logits is not None:
+            self.check_logits(output.next_token_logits)
         if self.adjustments.concern_prefill(batch):
             self.adjustments.begin(batch, output.next_token_logits)
         positions = batch.seq_lens.to(torch.int64)

@@ -23,7 +23,7 @@ class SinkAttention(TorchNativeAttnBackend):
         return self._attended(q, k, v, layer, forward_batch, save_kv_cache, sinks, lens)
 
     def _attended(self, q, k, v, layer, batch, save_kv_cache, sinks, lens):
-        """Of requests whose lengths are given: in the cache before, and now."""
+        """[tokens, heads * hd] of requests; ``lens``: of each, tokens in the cache and new ones."""
         pool = self.token_to_kv_pool
         if save_kv_cache:
             pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
