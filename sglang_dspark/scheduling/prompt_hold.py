@@ -26,8 +26,15 @@ class PromptHold:
         self._owed_s = 0.0
         self._held_since: float | None = None
 
+    @property
+    def is_on(self) -> bool:
+        """Whether prompts are ever held."""
+        return self._most_s > 0
+
     def launched(self, *, prefill: bool) -> None:
         """A prefill or a decode step is being launched."""
+        if not self.is_on:
+            return
         now = self._clock()
         elapsed, self._launched_at = now - self._launched_at, now
         if self._open:
@@ -48,7 +55,7 @@ class PromptHold:
         Args:
             running: requests that decode.
         """
-        if running == 0 or self._most_s == 0:
+        if running == 0 or not self.is_on:
             self._open, self._periods, self._owed_s = 0, [], 0.0
             return False
         now = self._clock()

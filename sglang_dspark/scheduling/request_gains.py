@@ -19,7 +19,7 @@ _SURE = 2.0
 _SPREAD = 1.0
 # A request that was given up is drafted again after so many steps, in case its text got easier.
 RETRY_STEPS = 64
-# Requests that are remembered while nobody asks which of them still run: a parked server only observes.
+# Requests that are remembered while nobody asks which of them still run: a server with CUDA graphs only observes.
 _CAPACITY = 4096
 
 

@@ -7,7 +7,6 @@ that the step time really depends on: requests, tokens per request, and context.
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -191,7 +190,7 @@ class LoadTimes:
             budgets = slice(None)
         drafts = np.minimum(num_tokens / requests - 1, gamma)
         draft, verify = (
-            _along(_along(values, table.requests, np.array([float(requests)]), axis=0)[0], table.drafts, at, axis=0)
+            _along(_along(values, table.requests, np.array([float(requests)]))[0], table.drafts, at)
             for values, at in (
                 (table.draft_ms, np.arange(gamma + 1, dtype=np.float64)),
                 (table.verify_ms, num_tokens / requests - 1),
@@ -230,22 +229,18 @@ class LoadTimes:
         return ms
 
 
-def _along(values: Array, grid: Sequence[int], at: Array, axis: int) -> Array:
-    """Linear interpolation along ``axis``. Beyond the grid the last slope goes on unless it falls."""
+def _along(values: Array, grid: Sequence[int], at: Array) -> Array:
+    """Linear interpolation along the first axis. Beyond the grid the last slope goes on unless it falls."""
     points = np.asarray(grid, dtype=np.float64)
     if len(points) == 1:
-        return np.repeat(values, len(at), axis=axis)
+        return np.repeat(values, len(at), axis=0)
     low = np.clip(np.searchsorted(points, at, side="right") - 1, 0, len(points) - 2)
-    share = (at - points[low]) / (points[low + 1] - points[low])
-    shape = [1] * values.ndim
-    shape[axis] = len(at)
-    share = share.reshape(shape)
-    below, above = np.take(values, low, axis=axis), np.take(values, low + 1, axis=axis)
+    share = ((at - points[low]) / (points[low + 1] - points[low])).reshape(-1, *[1] * (values.ndim - 1))
+    below, above = values[low], values[low + 1]
     mixed = below * (1 - share) + above * share
     return np.where(share > 1, np.maximum(mixed, above), mixed)
 
 
-def geometric_grid(last: int, ratio: float = 2.0) -> list[int]:
+def geometric_grid(last: int) -> list[int]:
     """1, 2, 4 ... up to and including ``last``."""
-    count = max(0, math.ceil(math.log(last, ratio))) if last > 1 else 0
-    return sorted({1, last, *(round(ratio**i) for i in range(count) if ratio**i < last)})
+    return sorted({1, last, *(2**power for power in range((last - 1).bit_length()))})

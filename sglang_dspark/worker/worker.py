@@ -53,7 +53,8 @@ class DSparkWorker(SpecWorkerBase):
         verify = partial(run_verify, self.target_worker)
         self.eager = EagerStages(self.drafter, self.schedule, verify, self.agreement, self.acceptance_profile())
         self.staging = Staging(self.eager)
-        self.prompt_hold = PromptHold(self.options.prompt_hold_ms / 1e3, lag, time.perf_counter)
+        hold_s = self.options.prompt_hold_ms / 1e3 if self.settled.holds_prompts else 0.0
+        self.prompt_hold = PromptHold(hold_s, lag, time.perf_counter)
         self.asked = OptionsReader(self.max_verify)
         self.preset_texts = PresetTexts(self.max_verify)
         self.timer = DeviceTimer(self.device)
@@ -209,7 +210,7 @@ class DSparkWorker(SpecWorkerBase):
 
     def holds_prompts(self, running: int) -> bool:
         # Clocks differ between ranks.
-        return self.agreement.share(self.prompt_hold.holds(running))
+        return self.prompt_hold.is_on and self.agreement.share(self.prompt_hold.holds(running))
 
     def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
         self.reporting.record(rounds, running, accept_lens)

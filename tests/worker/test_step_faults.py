@@ -47,6 +47,7 @@ class WorkerLoop(StageLoop):
         worker.adjustments = SimpleNamespace(of_step=lambda batch: adjusting)
         worker.preset_texts = SimpleNamespace(propose=nothing, took=nothing)
         worker._first_answer = worker.prompt_hold = SimpleNamespace(look=nothing, launched=nothing)
+        worker.check_logits = None
         worker.choose = lambda batch, asked, copies: Choice(Rule.UNIFORM, self.gamma)
         worker.read = lambda batch, adjusted: self._batch(worker.step)
 

@@ -34,11 +34,6 @@ class DraftBlock:
         """Blocks without drafts, as plain steps have them."""
         return DraftBlock(torch.empty((bs, 0), dtype=torch.int64, device=device))
 
-    @property
-    def depth(self) -> int:
-        """Drafts of a block."""
-        return self.tokens.shape[1]
-
     def written_law(self) -> torch.Tensor | None:
         """[bs, gamma, V] float32 of ``probs`` or ``law``, whichever is there."""
         return self.probs if self.law is None else self.law.probs()

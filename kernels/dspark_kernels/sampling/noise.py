@@ -170,7 +170,8 @@ class RoundKeys:
         seed: engine seed, 64 bits.
         step: engine step, int or 0-dim int64 tensor; never repeated during the engine's life.
         request_keys: [bs] int64, distinct within the step.
-        positions: [bs] int64, absolute position of the first token this round draws (the anchor's position + 1).
+        positions: [bs] int64, absolute position of the first token this round draws (the anchor's position + 1);
+            only requests with a seed have it read.
     """
 
     seed: int

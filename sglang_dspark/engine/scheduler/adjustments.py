@@ -14,7 +14,7 @@ from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.step.state import VerifyPlan
 from sglang_dspark.step.transfers import host_index
 
-_FIRST_SLOTS = 8  # of the table, which doubles when more requests have adjustments
+FIRST_SLOTS = 8  # of the table, which doubles when more requests have adjustments
 
 
 class Adjustments:
@@ -89,7 +89,7 @@ class Adjustments:
 
     def _grow(self) -> None:
         size = len(self._table)
-        self._table = self._table.grown(2 * size or _FIRST_SLOTS)
+        self._table = self._table.grown(2 * size or FIRST_SLOTS)
         self._free = list(range(size, len(self._table)))
 
 

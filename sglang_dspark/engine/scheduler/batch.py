@@ -49,7 +49,7 @@ def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> 
     None is used twice: ``step`` never repeats, and a request occupies its ``req_pool_indices`` row alone.
 
     Args:
-        positions: [bs] int64, position of the first token that the step draws.
+        positions: [bs] int64, position of the first token that the step draws; read of requests with a seed alone.
     """
     return RoundKeys(seed=seed, step=step, request_keys=batch.req_pool_indices.to(torch.int64), positions=positions)
 

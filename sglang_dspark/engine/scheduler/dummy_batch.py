@@ -12,7 +12,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 
 _FIRST_SLOT = 1  # slot 0 is padding
-_TOKEN = 11  # any ordinary token: the time of a forward does not depend on its input
+# Tokens differ from request to request: a forward of experts that all choose alike would look cheaper than it is.
+_FIRST_TOKEN, _STRIDE = 11, 7919
 
 
 class DummyBatch:
@@ -49,6 +50,11 @@ class DummyBatch:
         """Where its tensors are."""
         return torch.device(self._runner.device)
 
+    def tokens(self, num: int) -> torch.Tensor:
+        """[requests, num] int64 tokens that are spread over the vocabulary."""
+        places = torch.arange(self._requests * num, device=self._runner.device).view(num, -1).T
+        return (_FIRST_TOKEN + _STRIDE * places.contiguous()) % int(self._runner.model_config.vocab_size)
+
     def fresh(self) -> ScheduleBatch:
         """The batch as the scheduler would hand it over."""
         device = self._runner.device
@@ -67,7 +73,7 @@ class DummyBatch:
         batch.orig_seq_lens = lens.to(torch.int32)
         batch.seq_lens_sum = int(lens_cpu.sum())
         batch.spec_info = DSparkDraftInput(
-            bonus_tokens=torch.full_like(lens, _TOKEN),
+            bonus_tokens=self.tokens(1)[:, 0].contiguous(),
             new_seq_lens=lens,
             reserved_lens_cpu=lens_cpu + 2 * self._window,
         )

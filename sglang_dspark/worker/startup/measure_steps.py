@@ -68,7 +68,8 @@ def measure_steps(staging: Staging, target_worker: Any, max_verify: int, key: di
             drafts=range(max_verify + 1),
             contexts=contexts,
             limit_s=LIMIT_S[device],
-            tiers=() if graphs is None else graphs.tiers.tokens,
+            # A plain step of one request has a graph of one row.
+            tiers=() if graphs is None else (1, *graphs.tiers.tokens),
             monotone=device == "cpu",
             progress=progress,
             clock=lambda: agreement.share(time.perf_counter()),
@@ -97,7 +98,7 @@ class MeasuredSteps:
         rows = SamplingRows.from_lists([0.0] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
         self._step = read_decode_batch(batch, rows, seed=0, step=0)
         # Contiguous: ranks adopt each other's drafts in place.
-        self._tokens = [self._step.anchors[:, None].repeat(1, depth) for depth in range(max_verify + 1)]
+        self._tokens = [dummy.tokens(depth + 1)[:, 1:].contiguous() for depth in range(max_verify + 1)]
 
     def draft(self, depth: int) -> None:
         """Draft blocks of so many drafts, in a graph where a step of so many requests is served from one."""

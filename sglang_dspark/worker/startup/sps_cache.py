@@ -42,7 +42,7 @@ def load_or_measure(staging: Staging, target_worker: Any, server_args: Any, max_
         max_verify: most drafts that a step verifies per request.
 
     Raises:
-        ConfigError: the file that the flag names is damaged, or was measured for something else.
+        ConfigError: the file that the flag names is damaged, cannot be written, or was measured for something else.
     """
     options: DSparkConfig = attached(server_args).config
     agreement = staging.eager.agreement
@@ -134,6 +134,14 @@ def _load(path: Path, key: dict[str, str]) -> SpsTable:
     return table
 
 
+# Fields of SGLang's arguments that change how long a step takes; not every release has all of them.
+_TIMED_ARGUMENTS = (
+    *("tp_size", "nnodes", "disable_custom_all_reduce", "cpu_offload_gb", "torchao_config", "moe_runner_backend"),
+    *("fp8_gemm_runner_backend", "fp4_gemm_runner_backend", "bf16_gemm_backend"),
+)
+_METHOD = "2"  # of measuring; another one makes tables of before useless
+
+
 def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int) -> dict[str, str]:
     """What a table is valid for."""
     runner, graphs = target_worker.model_runner, staging.graphs
@@ -151,7 +159,8 @@ def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int
         "max_verify": str(max_verify),
         "max_requests": str(most_requests(runner)),
         "cuda_graphs": "none" if graphs is None else graphs.tiers.digest,
-        "tp_size": str(server_args.tp_size),
+        **{name: str(getattr(server_args, name, None)) for name in _TIMED_ARGUMENTS},
+        "method": _METHOD,
         "torch": torch.__version__,
         "sglang": version("sglang"),
         "sglang_dspark": __version__,

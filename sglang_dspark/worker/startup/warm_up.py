@@ -31,6 +31,7 @@ from dspark_kernels import (
 )
 
 from sglang_dspark.engine.compat.ranks import tp_size
+from sglang_dspark.engine.scheduler.adjustments import FIRST_SLOTS
 from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.errors import ConfigError
@@ -112,7 +113,7 @@ def hold_largest_step(stages: EagerStages, target_worker: Any, max_verify: int) 
     most = min(int(runner.max_running_requests), int(runner.req_to_token_pool.size))
     try:
         # Once requests have adjustments, their table lies beside every step. It doubles, from one that is copied.
-        slots, vocab_size = 2 ** (most - 1).bit_length(), int(runner.model_config.vocab_size)
+        slots, vocab_size = max(FIRST_SLOTS, 2 ** (most - 1).bit_length()), int(runner.model_config.vocab_size)
         table = AdjustmentTable.empty(slots // 2, vocab_size, runner.device).grown(slots)
         with torch.no_grad(), DummyBatch(target_worker, most, 1, max_verify + 1) as batch:
             _WarmUpSteps(stages, batch, max_verify).fill()
