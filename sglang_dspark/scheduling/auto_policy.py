@@ -198,7 +198,9 @@ class AutoPolicy(Policy):
         self._probes += 1
         gamma, probed = self.times.table.gamma, self._probes % requests
         if self.parked:
-            choice = Choice(Rule.TOP, gamma, gamma, forced=probed, drafted=(probed,), weight=PARKED_PROBE_WEIGHT)
+            # A lone request is the whole batch, whose step has a time that teaches.
+            drafted = (probed,) if requests > 1 else None
+            choice = Choice(Rule.TOP, gamma, gamma, forced=probed, drafted=drafted, weight=PARKED_PROBE_WEIGHT)
             count = requests if self.whole_batches else 1
             draft_ms = self.times.one(count, 0, gamma, context) - self.times.one(count, 0, 0, context)
             ms = self.times.one(requests, gamma, 0, context) + draft_ms

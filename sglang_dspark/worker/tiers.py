@@ -45,6 +45,11 @@ class Tiers:
         return cls(slots, sampled, (*tokens, most) if max_verify else ())
 
     @property
+    def timed(self) -> tuple[int, ...]:
+        """Rows whose time is known. The plain step of one request has a row fewer than the smallest with drafts."""
+        return (1, *self.tokens) if self.tokens else ()
+
+    @property
     def digest(self) -> str:
         """Short name: tables that were measured with other tiers do not fit."""
         rows = max(self.tokens, default=0)

@@ -88,6 +88,18 @@ def h200_off() -> list[float]:
     return [ratio("h200/sweep/sweep.csv", "off", "plain", users).ratio for users in ("1", "4", "16", "64")]
 
 
+def held_prompts() -> list[float]:
+    """Tokens per second and late first tokens of ``held`` against ``auto``, for 4 and for 16 users."""
+    frame, found = sweep("prompt_hold/sweep.csv"), []
+    labels = dict.fromkeys(("held", "auto@bfloat16"), "auto@bfloat16")
+    for metric in ("output_tok_s", "ttft_p95_ms"):
+        for users in (4, 16):
+            cell = frame[(frame["concurrency"] == users) & frame["config"].isin(labels)]
+            (row,) = summarise(paired_ratios(cell, metric, labels)).itertuples()
+            found += with_range(row)
+    return found
+
+
 def tree_speeds() -> list[float]:
     return [load["speed"][name] for load in content("compare_trees.json")["loads"] for name in ("ratio", "low", "high")]
 
@@ -206,6 +218,14 @@ QUOTES = [
         rf"was {NUMBER} times as fast as plain SGLang for 1 user, and slower for 16 and 64: {NUMBER} and {NUMBER}",
         1,
         h200_auto,
+    ),
+    Quote(
+        PERFORMANCE,
+        "A decode step on a GPU",
+        rf"tokens per second were {RANGE} times those without it for 4 users, and\s+{RANGE} times for 16. "
+        rf"The 95th percentile of the time to first token was {RANGE} and {RANGE} times",
+        1,
+        held_prompts,
     ),
     Quote(
         "benchmarks/README.md",

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -139,6 +140,24 @@ def test_drafts_are_timed_where_they_are_served(monkeypatch):
         steps._step = range(requests)
         steps.draft(7)
         assert chosen.pop() == ([7] * requests, True)
+
+
+@pytest.mark.parametrize("field", ["tp_size", "nnodes", "moe_runner_backend", "cpu_offload_gb"])
+def test_step_times_are_those_of_their_flags(field, monkeypatch, tmp_path):
+    monkeypatch.setattr(sps_cache, "adapters_digest", lambda runner: "")
+    monkeypatch.setattr(sps_cache, "most_requests", lambda runner: 4)
+    runner = SimpleNamespace(
+        dtype=torch.float32, kv_cache_dtype=torch.float32, model_config=SimpleNamespace(quantization=None)
+    )
+    staging = SimpleNamespace(graphs=None, eager=SimpleNamespace(drafter=SimpleNamespace(gamma=7)))
+    args = {"model_path": str(tmp_path), "speculative_draft_model_path": str(tmp_path), field: 1}
+    keys = [
+        sps_cache._key(
+            staging, SimpleNamespace(model_runner=runner, device="cpu"), SimpleNamespace(**args | {field: value}), 7
+        )
+        for value in (1, 1, 2)
+    ]
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_a_full_disk_leaves_the_table_before(tmp_path, monkeypatch, caplog):

@@ -1,7 +1,9 @@
 """Shapes that decode steps are captured in."""
 
+import numpy as np
 import pytest
 
+from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 from sglang_dspark.worker.tiers import MAX_SAMPLED, MAX_TOKENS, Tiers
 
 SLOTS = [1, 2, 4, 8, 12, 16, 24, 32, 40, 64]
@@ -34,3 +36,13 @@ def test_at_most_an_eighth_of_a_tier_is_padding(max_verify):
 
 def test_a_server_that_never_verifies_has_plain_steps_only():
     assert Tiers.of([1, 2], 0) == Tiers((1, 2), (1, 2), ())
+
+
+@pytest.mark.parametrize("requests", [1, 2, 16])
+def test_plain_steps_have_times_of_their_own(requests):
+    """Not those of a step that verifies a draft."""
+    verify_ms = 10.0 + np.arange(8.0)[None, :, None]
+    table = SpsTable({}, [1], range(8), [64], np.zeros((1, 8, 1)), verify_ms, Tiers.of([1, 2, 16], 7).timed)
+    times = LoadTimes.of(table, requests)
+    assert (times.num_tokens[0], times.drafts[0]) == (requests, 0)
+    assert times.at(64)[0, 0] == 10.0

@@ -68,8 +68,7 @@ def measure_steps(staging: Staging, target_worker: Any, max_verify: int, key: di
             drafts=range(max_verify + 1),
             contexts=contexts,
             limit_s=LIMIT_S[device],
-            # A plain step of one request has a graph of one row.
-            tiers=() if graphs is None else (1, *graphs.tiers.tokens),
+            tiers=() if graphs is None else graphs.tiers.timed,
             monotone=device == "cpu",
             progress=progress,
             clock=lambda: agreement.share(time.perf_counter()),
