@@ -155,7 +155,9 @@ def test_probes_of_a_parked_server_get_rarer_the_more_they_cost():
     def steps_between(extra_ms):
         policy = make_policy(costly_drafts(extra_ms), BAD)
         choices = run(policy, 6000, requests=1)
-        return np.diff([step for step, choice in enumerate(choices) if choice.drafted is not None])
+        probes = [step for step, choice in enumerate(choices) if choice.forced is not None]
+        assert {choices[step].drafted for step in probes} == {None}  # a lone request's step is a whole batch's
+        return np.diff(probes)
 
     for extra_ms in (10 * (tokens(BAD) - 1) * 1.05, 15.0, 30.0, 60.0):
         between = steps_between(extra_ms)
