@@ -46,7 +46,7 @@ def test_one_batch_of_several_adapters(adapters, plain_adapters):
 
 def test_text_equals_the_target_alone(adapters, plain_adapters):
     """More adapters than the server holds at a time, with prompts among decode steps and all kinds of lengths."""
-    bodies = with_adapters(mixed_bodies(24, seed=31))
+    bodies = with_adapters(mixed_bodies(16, seed=31))
     expected = output_ids(plain_adapters, bodies)
     for concurrency in (1, 16):
         with policy(adapters, "random"):

@@ -89,7 +89,7 @@ def test_options_that_do_not_go_together(run, options, says):
     assert says in result.output
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_pages_are_written(run, tmp_path):
     options = ("--table", write_table(tmp_path), "--conditional", "0.8,0.7", "--policies", "off", "--users", "1,2")
     for name, arguments in {"model": (), "server": options}.items():

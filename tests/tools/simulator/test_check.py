@@ -30,7 +30,7 @@ def comparisons():
     return compare(read_sweep(SWEEP), table)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_throughput_is_predicted_where_the_steps_took_what_the_table_says(comparisons):
     """The points beyond the tolerance, and why: docs/simulation.md."""
     missed = {(c.measured.users, c.measured.policy) for c in comparisons if abs(c.error) > TOLERANCE}
@@ -43,7 +43,7 @@ def test_throughput_is_predicted_where_the_steps_took_what_the_table_says(compar
     }
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_policies_that_decide_are_predicted_as_well_as_fixed_lengths(comparisons):
     """The order of the errors was the reverse while the simulator knew nothing of padding."""
     deciding, fixed = (
@@ -57,7 +57,7 @@ def test_policies_that_decide_are_predicted_as_well_as_fixed_lengths(comparisons
             assert c.accept_length == pytest.approx(c.measured.accept_length, rel=0.11)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_ranks_are_of_the_speeds_of_a_load(comparisons):
     ranks = rank_correlations(comparisons)
     assert list(ranks) == [1, 2, 4, 8, 16]
@@ -105,7 +105,7 @@ def test_configurations_of_one_policy_are_points_of_their_own(tmp_path):
     assert found["again"].tok_s == found["static:3"].tok_s
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_time_to_first_token_follows_from_the_table(comparisons):
     """Nothing of it is fitted: prefills take what the table says of verification."""
     assert all(0.7 < c.ttft_ms / c.measured.ttft_ms < 1.25 for c in comparisons)

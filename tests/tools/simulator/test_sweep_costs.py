@@ -93,7 +93,7 @@ def test_a_sweep_of_one_load_says_nothing_about_prefills(points):
         costs_of(alone, table_of(alone), 0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_sweep_is_reproduced(points):
     """Speeds within 10 %, and the order of the policies at every load, with nothing fitted to them."""
     comparisons = compare_alone(points, RecordedBlocks.load(BLOCKS))

@@ -287,6 +287,7 @@ def test_a_time_limit_ends_the_run_with_its_learning_rate_at_zero(target, corpus
     assert again.step == trainer.step  # its time is over
 
 
+@pytest.mark.thorough
 def test_steps_are_trained_between_measurements_that_take_longer_than_these(
     target, corpus, config, tmp_path, monkeypatch
 ):
