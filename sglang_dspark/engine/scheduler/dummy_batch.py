@@ -53,7 +53,7 @@ class DummyBatch:
     def tokens(self, num: int) -> torch.Tensor:
         """[requests, num] int64 tokens that are spread over the vocabulary."""
         places = torch.arange(self._requests * num, device=self._runner.device).view(num, -1).T
-        return (_FIRST_TOKEN + _STRIDE * places.contiguous()) % int(self._runner.model_config.vocab_size)
+        return (_FIRST_TOKEN + _STRIDE * places) % int(self._runner.model_config.vocab_size)
 
     def fresh(self) -> ScheduleBatch:
         """The batch as the scheduler would hand it over."""

@@ -96,8 +96,9 @@ class MeasuredSteps:
         self.wait: Callable[[], None] = torch.cuda.synchronize if self.queues else lambda: None
         rows = SamplingRows.from_lists([0.0] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
         self._step = read_decode_batch(batch, rows, seed=0, step=0)
+        tokens = dummy.tokens(max_verify + 1)
         # Contiguous: ranks adopt each other's drafts in place.
-        self._tokens = [dummy.tokens(depth + 1)[:, 1:].contiguous() for depth in range(max_verify + 1)]
+        self._tokens = [tokens[:, 1 : depth + 1].contiguous() for depth in range(max_verify + 1)]
 
     def draft(self, depth: int) -> None:
         """Draft blocks of so many drafts, in a graph where a step of so many requests is served from one."""
