@@ -5,12 +5,12 @@
 
 Every configuration is a process with SGLang's real ``Scheduler`` on the golden pair of the tests: its queues, batches,
 future map, result processing and output are what a server runs. The steps are those of a GPU, with CUDA graphs; what a
-GPU would do of them is not done: replays, kernels of ours and the target's forward return what lies in their buffers.
-So the figures hold Python, SGLang and small tensor operations, which cost a CPU about what launching them on a GPU
-costs. Launches of Triton kernels and graphs cost nothing here, and neither does the copying of inputs for stock graphs,
-which a CPU has not: their numbers stand beside the times. Two checkouts take turns, process by process. Neighbours
-on the machine add to a step's CPU time, to the first quartile least. Function calls from Python, counted over further
-steps, are the same on a busy machine.
+GPU would do of them is not done: replays and kernels return what lies in their buffers. The plain server fills them by
+SGLang's own graph runner, for SGLang's Triton attention. So the figures hold Python, SGLang and small tensor
+operations, which cost a CPU about what launching them on a GPU costs. Launches of Triton kernels and graphs cost
+nothing here: their numbers stand beside the times. Two checkouts take turns, process by process. Neighbours on the
+machine add to a step's CPU time, to the first quartile least. Function calls from Python, counted over further steps,
+are the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +37,7 @@ CONFIGURATIONS = ("plain", "parked", "static", "auto")
 PROMPT_TOKENS, KEPT = 8, 2  # drafts accepted in every step
 WARM_UP_STEPS, STEPS, COUNTED_STEPS = 60, 180, 40
 TIMEOUT_S = 600
+CORES = 132  # of the GPU for which the plain server's attention is prepared
 
 
 @click.command(help=__doc__)
@@ -160,7 +161,7 @@ def make_scheduler(configuration: str, requests: int, counts: Counter[str]) -> A
         without_a_device(requests, counts)
     scheduler = Scheduler(args, PortArgs.init_new(args), 0, 0, 0, 0, 0, 0, None)
     if configuration == "plain":
-        without_a_forward(scheduler.tp_worker.model_runner, counts)
+        with_stock_graphs(scheduler.tp_worker.model_runner, requests, counts)
     elif configuration != "auto":
         scheduler.draft_worker.switch_policy({"policy": configuration.replace("parked", "off")})
     return scheduler
@@ -191,24 +192,50 @@ def request(number: int) -> Any:
     )
 
 
-def without_a_forward(runner: Any, counts: Counter[str]) -> None:
-    """Decode steps of a plain server get the logits of the first one."""
-    forward, metadata, kept = runner.model.forward, runner.attn_backend.init_forward_metadata, {}
+def with_stock_graphs(runner: Any, requests: int, counts: Counter[str]) -> None:
+    """Decode steps of a plain server prepare the replay of a graph as on a GPU, by SGLang's own graph runner.
 
-    def stub(input_ids: Any, positions: Any, forward_batch: Any, **kwargs: Any) -> Any:
-        if not forward_batch.forward_mode.is_decode():
-            return forward(input_ids, positions, forward_batch, **kwargs)
-        counts["graphs"] += 1
-        size = len(input_ids)
-        if size not in kept:
-            kept[size] = forward(input_ids, positions, forward_batch, **kwargs)
-        return kept[size]
+    Attention is SGLang's Triton backend, whose kernels are launched for nothing.
+    """
+    import torch
+    from sglang.srt.layers.attention import triton_backend
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner as stock
 
-    def no_metadata(forward_batch: Any) -> None:
-        if not forward_batch.forward_mode.is_decode():
-            metadata(forward_batch)
+    class Launched:
+        def __getitem__(self, grid: Any) -> Any:
+            counts["kernels"] += 1
+            return lambda *args, **kwargs: None
 
-    runner.model.forward, runner.attn_backend.init_forward_metadata = stub, no_metadata
+    class Replayed:
+        def __init__(self) -> None:
+            sizes = request_slots(requests)
+            vocabulary = runner.model_config.vocab_size
+            self.outputs = {size: LogitsProcessorOutput(torch.zeros(size, vocabulary)) for size in sizes}
+
+        def replay_session(self) -> Any:
+            return nullcontext()
+
+        def replay(self, key: Any, forward_batch: Any) -> Any:
+            counts["graphs"] += 1
+            return self.outputs[key.size]
+
+    triton_backend.create_flashinfer_kv_indices_triton = triton_backend.get_num_kv_splits_triton = Launched()
+    triton_backend.get_device_core_count = lambda device: CORES
+    stock.get_batch_sizes_to_capture = lambda *args: (request_slots(requests), [])
+    stock.resolve_decode_backend = lambda graphs: Replayed()
+    stock.DecodeCudaGraphRunner.capture = lambda graphs: None
+    runner.graph_shared_output = SimpleNamespace(get_logits_buffer=lambda size, rows: torch.zeros(rows, size))
+    attention = triton_backend.TritonAttnBackend(runner)
+    runner.decode_cuda_graph_runner = stock.DecodeCudaGraphRunner(runner, attn_backend=attention)
+    # What a CPU is asked in place of this.
+    forward_mode = stock.ForwardMode
+    forward_mode.is_cpu_graph = forward_mode.is_cuda_graph
+
+
+def request_slots(requests: int) -> list[int]:
+    """Sizes of the captured batches."""
+    return sorted({*(2**power for power in range(requests.bit_length())), requests})
 
 
 def without_a_device(requests: int, counts: Counter[str]) -> None:
@@ -269,7 +296,6 @@ def without_a_device(requests: int, counts: Counter[str]) -> None:
             tiers=list(staging.graphs.tiers.tokens),
         )
 
-    slots = sorted({*(2**power for power in range(requests.bit_length())), requests})
     graph_stages.capturing, graph_stages.static_verify = capturing, static_verify
     graph_stages.prepare = partial(launch, lambda *args, **kwargs: None)
     verify_plan.plan_top = verify_plan.plan_uniform = partial(launch, lambda *args: args[-1])
@@ -278,7 +304,7 @@ def without_a_device(requests: int, counts: Counter[str]) -> None:
     stages.EagerStages.accept, stages.EagerStages.commit = accept, lambda *args: None
     stages.Drafter.propose = propose
     worker.DSparkWorker.__init__ = initialise
-    worker.graph_request_slots = lambda runner: slots
+    worker.graph_request_slots = lambda runner: request_slots(requests)
     worker.load_or_measure, worker.report_late_kernels = table, lambda: None
     worker.warm_up = worker.hold_largest_step = lambda *args: None
     torch.cuda.mem_get_info = lambda: (0, 0)

@@ -37,7 +37,8 @@ class SpsTable:
         draft_ms: [requests, drafts, contexts] milliseconds to propose that many drafts; 0 for none.
         verify_ms: [requests, drafts, contexts] milliseconds to verify and commit with that many drafts per request; the
             column of 0 drafts is the plain step.
-        tiers: token counts that the verify forward can run with, ascending; empty where any count can run.
+        tiers: token counts that the verify forward was captured with, ascending; empty where any count is run as it is.
+            What is larger than all of them is launched kernel by kernel, and known by the grid of drafts.
     """
 
     key: Mapping[str, str]
@@ -181,9 +182,9 @@ class LoadTimes:
         gamma = table.gamma
         budgets: NDArray[np.int64] | slice
         if table.tiers:
-            tiers = [tier for tier in table.tiers if tier >= requests]
-            full = next((i for i, tier in enumerate(tiers) if tier >= requests * (gamma + 1)), len(tiers) - 1)
-            num_tokens = np.array(tiers[: full + 1] or [requests], dtype=np.int64)
+            counts = [tier for tier in table.tiers if tier >= requests]
+            counts += [requests * (1 + d) for d in range(gamma + 1) if requests * (1 + d) > table.tiers[-1]]
+            num_tokens = np.array(counts[: bisect_left(counts, requests * (gamma + 1)) + 1], dtype=np.int64)
             budgets = np.minimum(num_tokens - requests, requests * gamma)
         else:
             num_tokens = np.arange(requests, requests * (gamma + 1) + 1, dtype=np.int64)

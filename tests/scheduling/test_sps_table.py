@@ -59,14 +59,21 @@ def test_without_tiers_every_token_count_is_a_step():
         (1, [8], [7]),  # the first tier holds the whole block
         (5, [8, 16, 24, 40], [3, 11, 19, 35]),
         (16, [16, 24, 40, 100, 200], [0, 8, 24, 84, 112]),  # the last one has more room than there are drafts
-        (50, [100, 200], [50, 150]),  # the largest tier has less room
-        (300, [300], [0]),  # no tier at all: the plain step, eager
+        # The largest tier has less room: what was measured launch by launch comes behind it.
+        (50, [100, 200, 250, 300, 350, 400], [50, 150, 200, 250, 300, 350]),
+        (300, [300, 600, 900, 1200, 1500, 1800, 2100, 2400], [0, 300, 600, 900, 1200, 1500, 1800, 2100]),  # no tier
     ],
 )
-def test_with_tiers_only_they_are_steps(requests, tokens, budgets):
+def test_with_tiers_they_and_larger_steps_of_the_grid_are_steps(requests, tokens, budgets):
     load = memory_bound(tiers=(8, 16, 24, 40, 100, 200)).times(requests)
     assert load.num_tokens.tolist() == tokens
     assert load.budgets.tolist() == budgets
+
+
+def test_steps_past_the_largest_tier_go_on_costing_more():
+    ms = compute_bound(tiers=(8, 16, 64)).times(16).at(64.0)[GAMMA]
+    assert len(ms) == 2 + 4  # 16 and 64 rows, and 4 to 7 drafts for each of 16 requests
+    assert (np.diff(ms) > 0).all()
 
 
 def test_a_token_count_between_tiers_takes_the_next_one():
