@@ -147,6 +147,12 @@ def step_times(users: str) -> list[float]:
     return [verify[0], table["draft_ms"][row][5][0], *verify[1:]]
 
 
+def host_times(requests: str) -> list[float]:
+    rows = [row for row in content("host_step.json")["results"] if row["requests"] == int(requests)]
+    assert [row["configuration"] for row in rows] == ["plain", "parked", "static", "auto"]
+    return [row[version]["quartile_us"] for row in rows for version in ("now", "before")]
+
+
 def kernel_times(kernel: str, kind: str | None, vocabulary: str) -> list[float]:
     name = f"{'markov_sample' if kernel == 'draft_block' else kernel}_{kind}" if kind else kernel
     found = []
@@ -311,6 +317,13 @@ QUOTES = [
         rf"learning the time of the step before {NUMBER}\.\s",
         1,
         planning_times,
+    ),
+    Quote(
+        PERFORMANCE,
+        "`auto` on a CPU",
+        r"^\| (?P<requests>\d+)" + rf" \| {NUMBER}; {NUMBER}" * 4 + r" \|$",
+        3,
+        host_times,
     ),
     Quote(
         "docs/drafters.md",
