@@ -202,6 +202,10 @@ def with_stock_graphs(runner: Any, requests: int, counts: Counter[str]) -> None:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner as stock
 
+    from sglang_dspark.scheduling.sps_table import geometric_grid
+
+    slots = geometric_grid(requests)
+
     class Launched:
         def __getitem__(self, grid: Any) -> Any:
             counts["kernels"] += 1
@@ -209,9 +213,8 @@ def with_stock_graphs(runner: Any, requests: int, counts: Counter[str]) -> None:
 
     class Replayed:
         def __init__(self) -> None:
-            sizes = request_slots(requests)
             vocabulary = runner.model_config.vocab_size
-            self.outputs = {size: LogitsProcessorOutput(torch.zeros(size, vocabulary)) for size in sizes}
+            self.outputs = {size: LogitsProcessorOutput(torch.zeros(size, vocabulary)) for size in slots}
 
         def replay_session(self) -> Any:
             return nullcontext()
@@ -222,7 +225,7 @@ def with_stock_graphs(runner: Any, requests: int, counts: Counter[str]) -> None:
 
     triton_backend.create_flashinfer_kv_indices_triton = triton_backend.get_num_kv_splits_triton = Launched()
     triton_backend.get_device_core_count = lambda device: CORES
-    stock.get_batch_sizes_to_capture = lambda *args: (request_slots(requests), [])
+    stock.get_batch_sizes_to_capture = lambda *args: (slots, [])
     stock.resolve_decode_backend = lambda graphs: Replayed()
     stock.DecodeCudaGraphRunner.capture = lambda graphs: None
     runner.graph_shared_output = SimpleNamespace(get_logits_buffer=lambda size, rows: torch.zeros(rows, size))
@@ -231,11 +234,6 @@ def with_stock_graphs(runner: Any, requests: int, counts: Counter[str]) -> None:
     # What a CPU is asked in place of this.
     forward_mode = stock.ForwardMode
     forward_mode.is_cpu_graph = forward_mode.is_cuda_graph
-
-
-def request_slots(requests: int) -> list[int]:
-    """Sizes of the captured batches."""
-    return sorted({*(2**power for power in range(requests.bit_length())), requests})
 
 
 def without_a_device(requests: int, counts: Counter[str]) -> None:
@@ -304,7 +302,7 @@ def without_a_device(requests: int, counts: Counter[str]) -> None:
     stages.EagerStages.accept, stages.EagerStages.commit = accept, lambda *args: None
     stages.Drafter.propose = propose
     worker.DSparkWorker.__init__ = initialise
-    worker.graph_request_slots = lambda runner: request_slots(requests)
+    worker.graph_request_slots = lambda runner: geometric_grid(requests)
     worker.load_or_measure, worker.report_late_kernels = table, lambda: None
     worker.warm_up = worker.hold_largest_step = lambda *args: None
     torch.cuda.mem_get_info = lambda: (0, 0)

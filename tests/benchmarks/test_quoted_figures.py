@@ -58,6 +58,10 @@ def ratio(name: str, policy: str, baseline: str, users: str, metric: str = "outp
     return row
 
 
+def ratios(name: str, policy: str, baseline: str, *users: str) -> list[float]:
+    return [ratio(name, policy, baseline, number).ratio for number in users]
+
+
 def with_range(row) -> tuple[float, float, float]:
     return row.ratio, row.smallest, row.largest
 
@@ -82,14 +86,6 @@ def h200_speeds(users: str):
     both = [with_range(ratio(name, policy, "plain", users)) for policy in ("static:5", "auto")]
     one = [with_range(ratio(name, policy, "plain", users, "per_user_tok_s")) for policy in ("static:5", "auto")]
     return median["plain"], median["static:5"], *both[0], median["auto"], *both[1], *one[0], *one[1]
-
-
-def h200_auto() -> list[float]:
-    return [ratio("h200/sweep/sweep.csv", "auto", "plain", users).ratio for users in ("1", "16", "64")]
-
-
-def h200_off() -> list[float]:
-    return [ratio("h200/sweep/sweep.csv", "off", "plain", users).ratio for users in ("1", "4", "16", "64")]
 
 
 def held_prompts() -> list[float]:
@@ -122,10 +118,6 @@ def turns(users: str):
 def geometric_mean(frame: pd.DataFrame, label: str, metric: str) -> float:
     values = frame[frame["config"] == label][metric]
     return float(values.prod() ** (1 / len(values)))
-
-
-def auto_against(policy: str) -> list[float]:
-    return [ratio(README_SWEEP, "auto", policy, users).ratio for users in ("1", "2", "4", "8", "16")]
 
 
 def worst_against(users: str, policy: str) -> tuple[float, ...]:
@@ -229,7 +221,7 @@ QUOTES = [
         "What to expect on a GPU",
         rf"was {NUMBER} times as fast as plain SGLang for 1 user, and slower for 16 and 64: {NUMBER} and {NUMBER}",
         1,
-        h200_auto,
+        lambda: ratios("h200/sweep/sweep.csv", "auto", "plain", "1", "16", "64"),
     ),
     Quote(
         PERFORMANCE,
@@ -258,7 +250,7 @@ QUOTES = [
         "SmolLM2-135M on an H200",
         rf"plain step reached {NUMBER}, {NUMBER}, {NUMBER} and {NUMBER} of the stock server's throughput",
         1,
-        h200_off,
+        lambda: ratios("h200/sweep/sweep.csv", "off", "plain", "1", "4", "16", "64"),
     ),
     Quote(
         PERFORMANCE,
@@ -287,14 +279,14 @@ QUOTES = [
         "`auto` on a CPU",
         rf"`auto` reaches {NUMBER}, {NUMBER}, {NUMBER}, {NUMBER} and {NUMBER} times\s+`static:1`",
         1,
-        lambda: auto_against("static:1"),
+        lambda: ratios(README_SWEEP, "auto", "static:1", "1", "2", "4", "8", "16"),
     ),
     Quote(
         PERFORMANCE,
         "`auto` on a CPU",
         rf"and {NUMBER}, {NUMBER}, {NUMBER}, {NUMBER} and {NUMBER}\s+times `static:5`",
         1,
-        lambda: auto_against("static:5"),
+        lambda: ratios(README_SWEEP, "auto", "static:5", "1", "2", "4", "8", "16"),
     ),
     Quote(
         PERFORMANCE,
