@@ -88,7 +88,9 @@ class StepTimes:
 
     def _total(self, device_ms: Any, host_ms: float) -> Any:
         """Milliseconds of a step, a number or an array."""
-        return np.maximum(device_ms, host_ms) if self._overlapped else device_ms + host_ms
+        if not self._overlapped:
+            return device_ms + host_ms
+        return max(device_ms, host_ms) if isinstance(device_ms, float) else np.maximum(device_ms, host_ms)
 
     def _of_host_ms(self, requests: int) -> float:
         """Host time of a step, as of the nearest load that was seen, on the machine that measured the table."""

@@ -75,9 +75,15 @@ class Counters:
         by_verified, by_accepted, by_rejected = range(NUM_SCALARS, NUM_SCALARS + 3 * width, width)
         drafted = sum(draft_lens)
         row[STEPS] += 1
-        row[PLAIN_STEPS] += not (drafted or any(copied_lens or ()))
+        plain = not (drafted or any(copied_lens or ()))
+        row[PLAIN_STEPS] += plain
         row[PARKED_STEPS] += parked
         row[DRAFTED] += drafted
+        self.steps_by_policy[policy] += 1
+        if plain:
+            row[by_verified] += len(verify_lens)
+            row[by_accepted] += len(verify_lens)
+            return
         for request, (verified, accepted) in enumerate(zip(verify_lens, accept_lens, strict=True)):
             if copied_lens is None or not copied_lens[request]:
                 row[by_verified + verified] += 1
@@ -88,7 +94,6 @@ class Counters:
             row[COPIED_ROUNDS] += 1
             row[COPIED_VERIFIED] += verified
             row[COPIED_ACCEPTED] += accepted
-        self.steps_by_policy[policy] += 1
 
     def record_time(self, requests: int, measured_ms: float, predicted_ms: float | None) -> None:
         """Add the time of one step of ``requests`` requests; ``predicted_ms`` was expected before it, None without."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
@@ -49,13 +49,8 @@ class Packed:
 
     def read(self) -> list[torch.Tensor]:
         """Views of the tensors."""
-        parts = zip(self.flat.split(_sizes(self.shapes)), self.shapes, strict=True)
+        parts = zip(self.flat.split_with_sizes(_sizes(self.shapes)), self.shapes, strict=True)
         return [_as(part, dtype, shape) for part, (dtype, shape) in parts]
-
-    def at(self, place: int) -> torch.Tensor:
-        """View of the tensor at ``place``."""
-        sizes = _sizes(self.shapes)
-        return _as(self.flat.narrow(0, sum(sizes[:place]), sizes[place]), *self.shapes[place])
 
 
 @lru_cache
@@ -124,4 +119,4 @@ class OnTheWay:
             return self.packed
         flat = self.here[: len(self.packed.flat)]
         flat.copy_(self.packed.flat, non_blocking=True)
-        return replace(self.packed, flat=flat)
+        return Packed(flat, self.packed.shapes)

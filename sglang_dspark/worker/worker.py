@@ -62,10 +62,10 @@ class DSparkWorker(SpecWorkerBase):
 
     def most_words(self, requests: int) -> int:
         """What a step of so many requests tells the host at most."""
-        # By request: tokens with a bonus, three numbers, what is verified; a trace of context, anchor and drafts; and
-        # two scores per draft. All but the scores are of 64 bits.
+        # By request: tokens with a bonus, what is accepted and verified; a trace of context, anchor and drafts; and two
+        # scores per draft. All but the scores are of 64 bits.
         window = self.max_verify + 1
-        return requests * (2 * (window + 4) + 2 * (window + 1) + 2 * self.drafter.gamma)
+        return requests * (2 * (window + 2) + 2 * (window + 1) + 2 * self.drafter.gamma)
 
     def load_drafter(self) -> Drafter | NoDrafter:
         """The drafter that the options name."""
@@ -150,12 +150,14 @@ class DSparkWorker(SpecWorkerBase):
         adjusting.count(accepted.out_tokens)
         self.preset_texts.took(batch.reqs, asked, accepted)
         rounds = self.rounds(batch, asked, step, choice, drafted, plan)
+        if stages.in_graphs and self.relay is None:
+            # SGLang hands these very tensors to the next step, whose replays write to them.
+            accepted = replace(
+                accepted, bonus_tokens=accepted.bonus_tokens.clone(), new_seq_lens=accepted.new_seq_lens.clone()
+            )
         result = decode_result(
             batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=stages.in_graphs
         )
-        if self.relay is not None and self.relay.has(accepted.bonus_tokens):
-            # Nobody reads them there before the next step's replay: SGLang takes them from the relay.
-            result.next_draft_input.bonus_tokens = accepted.bonus_tokens
         span.end()
         result.span = span
         return result

@@ -52,7 +52,7 @@ class Server:
         self.reservations += before != self.pool.available_size()
         assert self.batch.seq_lens_cpu.tolist() == [committed_len(req) for req in self.batch.reqs]
         assert self.batch.seq_lens_sum == sum(committed_len(req) for req in self.batch.reqs)
-        for req, bound, committed in zip(self.batch.reqs, state.reserved_lens_cpu.tolist(), commits, strict=True):
+        for req, bound, committed in zip(self.batch.reqs, state.reserved_lens, commits, strict=True):
             assert allocated_len(req) == bound >= committed_len(req) + 2 * WIDTH
             owner_of(req, "kv_committed_len").kv_committed_len += committed
 

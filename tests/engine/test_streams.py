@@ -1,58 +1,79 @@
 """When streams are due: as often as on a server whose steps bring one token."""
 
+from functools import partial
+from itertools import accumulate
+from operator import eq
 from types import SimpleNamespace
+from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dspark.engine.scheduler.streams import when_due
+from sglang_dspark.engine.scheduler import streams
+
+INTERVALS = st.sampled_from([None, 1, 2, 3, 8, 50])
+DEFAULTS = st.sampled_from([1, 5])
+STEPS = st.lists(st.integers(1, 8), min_size=1, max_size=60)
 
 
-def sglang_accept(outputs, *, req):
-    """SGLang's own choice, and what it remembers."""
-    interval = req.sampling_params.stream_interval or outputs.default_stream_interval
-    due = len(req.output_ids) % interval == (1 if interval > 1 else 0)
-    if req.finished() or due:
-        outputs.sent.append(len(req.output_ids))
-        req.send_token_offset = len(req.output_ids)
-
-
-def sent(steps, interval, default, accept):
-    """Lengths of the text at which it was streamed."""
-    req = SimpleNamespace(
+def request(interval):
+    return SimpleNamespace(
         sampling_params=SimpleNamespace(stream_interval=interval),
         output_ids=[],
         send_token_offset=0,
         stream=True,
         finished=lambda: False,
+        sent=[],
     )
-    outputs = SimpleNamespace(default_stream_interval=default, sent=[])
-    for place, tokens in enumerate(steps, start=1):
-        req.output_ids += [0] * tokens
-        req.finished = lambda place=place: place == len(steps)
-        accept(outputs, req=req)
-        assert req.sampling_params.stream_interval == interval
-    return outputs.sent
 
 
-def through_hook(outputs, *, req):
-    when_due(sglang_accept, outputs, req=req)
+def sglang_streams(default, reqs):
+    """SGLang's own choice, and what it remembers."""
+    for req in reqs:
+        interval = req.sampling_params.stream_interval or default
+        if req.finished() or len(req.output_ids) % interval == (1 if interval > 1 else 0):
+            req.sent.append(len(req.output_ids))
+            req.send_token_offset = len(req.output_ids)
 
 
-@given(
-    st.lists(st.integers(1, 8), min_size=1, max_size=60),
-    st.sampled_from([None, 1, 2, 3, 8, 50]),
-    st.sampled_from([1, 5]),
-)
-def test_every_interval_is_streamed_at_the_end_of_the_step_that_fills_it(steps, interval, default):
-    length = sum(steps)
-    wanted = sent([1] * length, interval, default, sglang_accept)
-    ends = [sum(steps[: place + 1]) for place in range(len(steps))]
-    expected = sorted({next(end for end in ends if end >= due) for due in wanted})
-    assert sent(steps, interval, default, through_hook) == expected
+def sent(texts, default, stream):
+    """For each of several requests, given as (interval, tokens of each step): lengths at which it was streamed."""
+    reqs = [request(interval) for interval, _ in texts]
+    for step in range(max(len(steps) for _, steps in texts)):
+        running = [(req, steps) for req, (_, steps) in zip(reqs, texts, strict=True) if step < len(steps)]
+        for req, steps in running:
+            req.output_ids += [0] * steps[step]
+            req.finished = partial(eq, step + 1, len(steps))
+        stream(default, [req for req, _ in running])
+        assert [req.sampling_params.stream_interval for req in reqs] == [interval for interval, _ in texts]
+    return [req.sent for req in reqs]
 
 
-@given(st.integers(1, 100), st.sampled_from([None, 1, 2, 8]))
-def test_steps_of_one_token_are_streamed_as_by_sglang(length, interval):
-    steps = [1] * length
-    assert sent(steps, interval, 1, through_hook) == sent(steps, interval, 1, sglang_accept)
+def through_hook(default, reqs):
+    with patch.object(streams, "stream_interval", lambda: default):
+        streams.when_due(lambda streamer, due: sglang_streams(default, due), None, reqs)
+
+
+@given(st.lists(st.tuples(INTERVALS, STEPS), min_size=1, max_size=4), DEFAULTS)
+def test_every_interval_is_streamed_at_the_end_of_the_step_that_fills_it(texts, default):
+    plain = sent([(interval, [1] * sum(steps)) for interval, steps in texts], default, sglang_streams)
+    ends = [list(accumulate(steps)) for _, steps in texts]
+    expected = [
+        sorted({next(end for end in of_text if end >= due) for due in wanted})
+        for of_text, wanted in zip(ends, plain, strict=True)
+    ]
+    assert sent(texts, default, through_hook) == expected
+
+
+@given(st.lists(st.tuples(INTERVALS, st.integers(1, 100)), min_size=1, max_size=3), DEFAULTS)
+def test_steps_of_one_token_are_streamed_as_by_sglang(texts, default):
+    singly = [(interval, [1] * length) for interval, length in texts]
+    assert sent(singly, default, through_hook) == sent(singly, default, sglang_streams)
+
+
+def test_answers_that_are_not_streamed_are_left_to_sglang():
+    req, seen = request(8), []
+    req.stream, req.output_ids = False, [0] * 3
+    with patch.object(streams, "stream_interval", lambda: 1):
+        streams.when_due(lambda streamer, reqs: seen.extend(reqs), None, [req])
+    assert seen == [req]

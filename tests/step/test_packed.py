@@ -57,13 +57,6 @@ def test_a_result_is_whole_while_the_next_one_is_on_its_way(ring):
         before = arriving
 
 
-def test_one_of_them_is_read_by_its_place():
-    tensors = [torch.arange(6).view(2, 3), torch.arange(4), torch.rand(2, 2)]
-    together = Packed.of(tensors)
-    for place, tensor in enumerate(tensors):
-        assert torch.equal(together.at(place), tensor)
-
-
 def test_more_than_there_is_room_for_is_refused(ring):
     with pytest.raises(ValueError, match="80 words are to be packed where there is room for 64"):
         ring.pack([torch.zeros(40, dtype=torch.int64)])

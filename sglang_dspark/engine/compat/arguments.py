@@ -59,6 +59,12 @@ def tokens_per_step() -> int:
     return int(source.speculative_num_draft_tokens)
 
 
+def stream_interval() -> int:
+    """Tokens between two messages of a stream whose request does not name a number, in a process that serves."""
+    source = runtime_context.get_serving() if RESOLVED_LATER else server_args.get_global_server_args()
+    return int(source.stream_interval)
+
+
 def fields() -> Iterator[Any]:
     """Fields of ``ServerArgs``, with ``name`` and ``default``."""
     if dataclasses.is_dataclass(ServerArgs):

@@ -79,7 +79,7 @@ class DSparkBatchResult(GenerationBatchResult):
 
     Attributes:
         rounds: what the step did; its tensors are on the host after :meth:`arrive`.
-        on_the_way: tokens [bs, width], accepted lengths, anchors and committed lengths [bs], and the rounds' tensors.
+        on_the_way: tokens [bs * width], accepted lengths [bs], and the rounds' tensors.
         span: around everything that the step has launched.
         copy_done: SGLang's event, which it waits for.
     """
@@ -113,8 +113,8 @@ class DSparkBatchResult(GenerationBatchResult):
             return
         assert self.rounds is not None, "a step has rounds"
         packed, self._arriving = self._arriving, None
-        out_tokens, accepted_lens, _, _, *arrived = Packed(packed.flat.clone(), packed.shapes).read()
-        self.next_token_ids, self.accept_lens = out_tokens.view(-1), accepted_lens + 1
+        self.next_token_ids, accepted_lens, *arrived = Packed(packed.flat.clone(), packed.shapes).read()
+        self.accept_lens = accepted_lens + 1
         parts = iter(arrived)
         self.rounds = self.rounds.of([None if tensor is None else next(parts) for tensor in self.rounds.tensors])
 
@@ -134,22 +134,21 @@ def decode_result(
 
     Args:
         output: SGLang's ``LogitsProcessorOutput`` of the verification.
-        copies: how it comes to the host. Nothing that a graph wrote is read after the next step's replays; a tensor
-            that serves as a mark of what the relay holds may still be passed on.
+        accepted: anchors and lengths go to SGLang as they are: where nobody relays them, in memory that stays theirs.
+        copies: how the rest comes to the host, which reads nothing that a graph wrote after the next step's replays.
         in_graphs: whether CUDA graphs were replayed.
     """
-    outcome = [accepted.out_tokens, accepted.accepted_lens, accepted.bonus_tokens, accepted.new_seq_lens]
-    on_the_way = copies.pack([*outcome, *(tensor for tensor in rounds.tensors if tensor is not None)])
-    bonus_tokens, new_seq_lens = on_the_way.packed.at(2), on_the_way.packed.at(3)
+    tokens = accepted.out_tokens.reshape(-1)
+    sent = [tensor for tensor in rounds.tensors if tensor is not None]
     return DSparkBatchResult(
         logits_output=with_logprobs(batch, output, plan.indptr, accepted.out_tokens, step.rows.law.temperatures),
-        next_token_ids=accepted.out_tokens.reshape(-1),
+        next_token_ids=tokens,
         can_run_cuda_graph=in_graphs,
-        next_draft_input=DSparkDraftInput(bonus_tokens=bonus_tokens, new_seq_lens=new_seq_lens),
+        next_draft_input=DSparkDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
         speculative_num_draft_tokens=accepted.out_tokens.shape[1],
-        new_seq_lens=new_seq_lens,
+        new_seq_lens=accepted.new_seq_lens,
         rounds=rounds,
-        on_the_way=on_the_way,
+        on_the_way=copies.pack([tokens, accepted.accepted_lens, *sent]),
     )
 
 

@@ -32,8 +32,8 @@ class DSparkDraftInput(SpecInput):
         bonus_tokens: [bs] int64, last committed token: the anchor of the next block. Relayed by SGLang's future map.
         new_seq_lens: [bs] int64, tokens whose K/V is committed; the anchor is not among them.
         future_indices: [bs], set by the scheduler under overlap.
-        reserved_lens_cpu: [bs] int64 on the host, upper bound of every length in the step ahead; for attention backends
-            that plan with host lengths while the real ones are known to the device only.
+        reserved_lens: upper bound of every request's length in the step ahead; for attention backends that plan with
+            host lengths while the real ones are known to the device only.
         topk_p, topk_index, hidden_states: the relay reads these of every algorithm; DSPARK has none.
     """
 
@@ -43,7 +43,7 @@ class DSparkDraftInput(SpecInput):
     bonus_tokens: torch.Tensor
     new_seq_lens: torch.Tensor
     future_indices: torch.Tensor | None = None
-    reserved_lens_cpu: torch.Tensor | None = None
+    reserved_lens: Sequence[int] = ()
     topk_p: torch.Tensor | None = None
     topk_index: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
@@ -77,7 +77,7 @@ class DSparkDraftInput(SpecInput):
         if short:
             _reserve(batch, [reqs[place] for place in short], needed)
             _, allocated = requests.lengths(reqs)
-        self.reserved_lens_cpu = torch.tensor(allocated)
+        self.reserved_lens = allocated
         # Committed lengths of the host; under overlap the future map replaces them by the published ones.
         batch.seq_lens_cpu = torch.tensor(committed)
         batch.seq_lens_sum = sum(committed)

@@ -75,6 +75,6 @@ class DummyBatch:
         batch.spec_info = DSparkDraftInput(
             bonus_tokens=self.tokens(1)[:, 0].contiguous(),
             new_seq_lens=lens,
-            reserved_lens_cpu=lens_cpu + 2 * self._window,
+            reserved_lens=[self._context + 2 * self._window] * self._requests,
         )
         return batch

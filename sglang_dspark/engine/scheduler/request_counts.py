@@ -14,7 +14,9 @@ from sglang_dspark.step.state import Rounds
 
 
 def count(reqs: Sequence[Any], rounds: Rounds, running: Sequence[int]) -> None:
-    """Add a step to the requests ``running`` of ``reqs``."""
+    """Add a step to the requests ``running`` of ``reqs``; a plain one adds nothing."""
+    if not (any(rounds.drafted) or any(rounds.verified)):
+        return
     for index in running:
         req = reqs[index]
         drafted, verified = getattr(req, "dspark_counts", (0, 0))
@@ -23,7 +25,8 @@ def count(reqs: Sequence[Any], rounds: Rounds, running: Sequence[int]) -> None:
 
 def attach(result: None, processor: Any, req: Any) -> None:
     """Hook where SGLang completes a request that has ended, before its last output leaves the scheduler."""
-    if (counts := getattr(req, "dspark_counts", None)) is not None:
+    if req.spec_verify_ct:
+        counts = getattr(req, "dspark_counts", (0, 0))
         req.spec_correct_drafts_histogram = [*req.spec_correct_drafts_histogram, *(-1 - number for number in counts)]
 
 

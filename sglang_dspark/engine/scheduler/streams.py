@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from sglang_dspark.engine.compat.arguments import stream_interval
 
-def when_due(original: Callable[..., None], outputs: Any, *, req: Any) -> None:
-    """Hook around SGLang's choice of what is streamed now, so that ``stream_interval`` means what it does without us.
+
+def when_due(original: Callable[..., None], streamer: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+    """Hook around what SGLang streams after a step, so that ``stream_interval`` means what it does without us.
 
     A plain server streams after 1, 1 + i, 1 + 2i tokens and so on. SGLang asks whether the text has one of these
     lengths just now; a step of several tokens goes past most of them.
 
     Args:
-        outputs: SGLang's collection of what is sent to the detokenizer.
-        req: a ``Req``; its ``send_token_offset`` tokens were sent already.
+        reqs: the step's ``Req``; ``send_token_offset`` tokens of one were sent already.
     """
-    parameters = req.sampling_params
-    interval = parameters.stream_interval or outputs.default_stream_interval
-    if not req.stream or interval <= 1 or req.finished():
-        original(outputs, req=req)
+    default = stream_interval()
+    spaced = [
+        req
+        for req in reqs
+        if req.stream and (req.sampling_params.stream_interval or default) > 1 and not req.finished()
+    ]
+    if not spaced:
+        original(streamer, reqs, *args, **kwargs)
         return
-    if (len(req.output_ids) - 1) // interval == (req.send_token_offset - 1) // interval:
-        return
-    given = parameters.stream_interval
-    parameters.stream_interval = 1
+    waiting = {id(req) for req in spaced if not _is_due(req, default)}
+    with _streamed_now(spaced):
+        original(streamer, [req for req in reqs if id(req) not in waiting], *args, **kwargs)
+
+
+def _is_due(req: Any, default: int) -> bool:
+    interval = req.sampling_params.stream_interval or default
+    return (len(req.output_ids) - 1) // interval != (req.send_token_offset - 1) // interval
+
+
+@contextmanager
+def _streamed_now(reqs: Sequence[Any]) -> Iterator[None]:
+    """Have SGLang find every text of ``reqs`` due, whatever its length."""
+    given = [req.sampling_params.stream_interval for req in reqs]
+    for req in reqs:
+        req.sampling_params.stream_interval = 1
     try:
-        original(outputs, req=req)
+        yield
     finally:
-        parameters.stream_interval = given
+        for req, interval in zip(reqs, given, strict=True):
+            req.sampling_params.stream_interval = interval
