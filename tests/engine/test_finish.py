@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dspark.engine.scheduler.finish import token_by_token
+from sglang_dspark.engine.scheduler.finish import look_closely
 
 LETTERS = "abcdefgh"  # of tokens 0 to 7
 EOS = 7
@@ -44,13 +44,14 @@ def request(max_new_tokens, grammar_length, **stops):
     return req
 
 
-def end(req, runs, update):
-    """What is returned of a text that comes in ``runs``, and why it ended."""
+def end(req, runs, look=lambda reqs, runs: None):
+    """What is returned of a text that comes in ``runs``, and why it ended; ``look`` is called before each."""
     for tokens in runs:
         run = tokens if req.grammar is None else req.grammar.read(tokens)
+        look([req], [run])
         req.output_ids.extend(run)
         before = len(req.output_ids)
-        update(req, len(run))
+        req.update_finish_state(len(run))
         assert len(req.output_ids) == before
         if req.finished():
             return list(req.output_ids_through_stop), req.finished_reason.to_json()
@@ -73,9 +74,11 @@ def end(req, runs, update):
 def test_the_first_end_counts(runs, max_new_tokens, grammar_length, stop_token_ids, stop, stop_regex):
     wanted = {"stop_token_ids": stop_token_ids, "stop": stop, "stop_regex": stop_regex}
     one_by_one = [[token] for run in runs for token in run]
-    expected = end(request(max_new_tokens, grammar_length, **wanted), one_by_one, Req.update_finish_state)
+    expected = end(request(max_new_tokens, grammar_length, **wanted), one_by_one)
+    assert end(request(max_new_tokens, grammar_length, **wanted), runs, look_closely) == expected
 
-    def update(req, count):
-        token_by_token(Req.update_finish_state, req, count)
 
-    assert end(request(max_new_tokens, grammar_length, **wanted), runs, update) == expected
+def test_requests_that_only_a_stop_token_may_end_are_left_to_sglang():
+    reqs = [request(9, None, stop_token_ids=[3]), request(9, None), request(9, 5), request(9, None, stop=["ab"])]
+    look_closely(reqs, [[1] * 8, [1] * 9, [1], [1, 2]])
+    assert ["update_finish_state" in vars(req) for req in reqs] == [False, True, False, True]

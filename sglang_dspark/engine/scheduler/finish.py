@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 
-def token_by_token(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
-    """Hook around SGLang's look at a request for its end, so that the first end counts, as without speculation.
+def look_closely(reqs: Sequence[Any], runs: Sequence[Sequence[int]]) -> None:
+    """Have the first of several ends count, as without speculation, where the tokens of a step may hold several.
+
+    Called with the tokens of every request before they are its own. To look at one by one costs too much for all: a
+    request that needs it gets another ``update_finish_state`` for this step.
+    """
+    for req, run in zip(reqs, runs, strict=True):
+        if len(run) > 1 and _may_end_early(req, len(run)):
+            req.update_finish_state = partial(_token_by_token, req)
+
+
+def _may_end_early(req: Any, new: int) -> bool:
+    """Whether something other than a stop token may end the request among its next ``new`` tokens."""
+    parameters = req.sampling_params
+    return bool(
+        len(req.output_ids) + new >= parameters.max_new_tokens
+        or req.grammar is not None
+        or parameters.stop_strs
+        or parameters.stop_regex_strs
+    )
+
+
+def _token_by_token(req: Any, new_accepted_len: int = 1) -> None:
+    """Let SGLang look at a request for its end after every one of its last tokens; once in the place of its method.
 
     SGLang looks at the tokens of a step together, at their number first, then at the grammar, at stop strings, and at
     stop tokens: a stop token would not be seen when the tokens after it fill the request up, complete its grammar, or
@@ -18,8 +41,9 @@ def token_by_token(original: Callable[..., None], req: Any, new_accepted_len: in
         req: a ``Req``; ``output_ids`` end with the step's tokens.
         new_accepted_len: how many these are.
     """
+    del req.update_finish_state
     if new_accepted_len <= 1 or req.finished() or req.to_finish or not _several_ends(req, new_accepted_len):
-        original(req, new_accepted_len)
+        req.update_finish_state(new_accepted_len)
         return
     grammar = req.grammar
     run = req.output_ids[-new_accepted_len:]
@@ -28,7 +52,7 @@ def token_by_token(original: Callable[..., None], req: Any, new_accepted_len: in
         req.output_ids.append(run.pop(0))
         # The grammar has read the whole run already, which ends where the grammar does.
         req.grammar = None if run else grammar
-        original(req, 1)
+        req.update_finish_state(1)
     req.grammar = grammar
     req.output_ids.extend(run)
 

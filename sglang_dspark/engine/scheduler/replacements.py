@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.scheduler.draft_input import STRIDE
+from sglang_dspark.engine.scheduler.finish import look_closely
 from sglang_dspark.engine.scheduler.logprobs import leave_committed
 from sglang_dspark.engine.startup import served
 
@@ -26,6 +27,7 @@ def observe_results(original: Callable[..., Any], processor: Any, result: Any, b
     """Show the worker what became of a step, whose tensors have come to the host."""
     result.arrive()
     predicted = original(processor, result, batch)
+    look_closely(batch.reqs, predicted)
     if batch.return_logprob:
         leave_committed(result.logits_output, [len(tokens) for tokens in predicted])
     processor.model_worker.observe(result, batch)

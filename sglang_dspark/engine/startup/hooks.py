@@ -196,15 +196,8 @@ HOOKS: tuple[Hook, ...] = (
         "scheduler.replacements.observe_results",
         "scheduler",
         "the result of a step comes as one tensor, which is taken apart where SGLang reads its tokens; there, too, "
-        "counters and traces learn what became of its drafts",
-    ),
-    Hook(
-        "end-token-by-token",
-        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
-        HookType.AROUND,
-        "scheduler.finish.token_by_token",
-        "scheduler",
-        "of several ends among the tokens of a step, the first one counts",
+        "counters and traces learn what became of its drafts, and requests that several of the tokens may end are "
+        "looked at token by token",
     ),
     Hook(
         "session-turns",

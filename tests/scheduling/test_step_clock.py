@@ -1,0 +1,82 @@
+"""When a server learns from the time of a step."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_dspark.scheduling import step_clock
+from sglang_dspark.scheduling.step_clock import LESSON_S, StepClock
+from sglang_dspark.scheduling.step_times import StepKind
+
+LONG_S = 1.01 * LESSON_S
+PLAIN, DRAFTED = StepKind(2, 2, 0, 50.0), StepKind(2, 8, 3, 50.0)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """Seconds that the clock reads; add to ``now.s``."""
+    time = SimpleNamespace(s=100.0)
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: time.s)
+    return time
+
+
+class Times:
+    """Takes down what it is shown."""
+
+    def __init__(self):
+        self.seen = []
+
+    def observe(self, kind, device_ms, host_ms):
+        self.seen.append((kind, round(device_ms, 6), round(host_ms, 6)))
+        return float(len(self.seen))
+
+
+def run(now, kinds, step_s, *, overlapped=True):
+    """Steps of a GPU that took all of their time; what was learned, and what each was expected to take."""
+    clock, times, expected = StepClock(int(overlapped), synchronous=False), Times(), []
+    for kind in kinds:
+        clock.enter(times)
+        expected.append(clock.last and clock.last.expected_ms)
+        clock.begin_stages()
+        now.s += step_s
+        clock.processed(step_s * 1e3, 0.25 * step_s * 1e3)
+        clock.done(kind)
+    return times.seen, expected
+
+
+def test_of_steps_that_repeat_some_teach(now):
+    seen, expected = run(now, [PLAIN] * 42, LONG_S / 4)
+    assert len(seen) == 10
+    # Reports get what the last lesson expected of such a step.
+    assert expected == [None, None, *(float(1 + step // 4) for step in range(40))]
+
+
+def test_long_steps_all_teach(now):
+    seen, _ = run(now, [PLAIN] * 12, LONG_S)
+    assert seen == [(PLAIN, pytest.approx(LONG_S * 1e3), pytest.approx(0.75 * LONG_S * 1e3))] * 10
+
+
+def test_a_step_that_differs_from_the_last_teaches(now):
+    kinds = [PLAIN, PLAIN, DRAFTED, PLAIN, PLAIN, PLAIN]
+    seen, _ = run(now, [*kinds, None, None], LESSON_S / 100)
+    assert [kind for kind, _, _ in seen] == [PLAIN, DRAFTED, PLAIN]
+
+
+def test_the_context_alone_makes_no_other_step(now):
+    seen, _ = run(now, [StepKind(2, 2, 0, float(context)) for context in range(42)], LONG_S / 4)
+    assert len(seen) == 10
+
+
+def test_host_time_where_host_and_device_take_turns(now):
+    seen, _ = run(now, [PLAIN] * 3, LONG_S, overlapped=False)
+    assert seen == [(PLAIN, pytest.approx(LONG_S * 1e3), pytest.approx(0.0, abs=1e-6))] * 2
+
+
+def test_without_measured_times_nothing_is_expected(now):
+    clock = StepClock(0, synchronous=False)
+    clock.enter(None)
+    clock.processed(1.0, 0.0)
+    clock.done(PLAIN)
+    now.s += 0.002
+    clock.enter(None)
+    assert clock.last == step_clock.TimedStep(2, pytest.approx(2.0), None)
