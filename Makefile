@@ -24,7 +24,7 @@ BRIEFLY := tests/engine --ignore tests/engine/test_families.py tests/server/test
 	tests/server/test_sampled.py::test_law_of_filtered_text
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor unit test thorough test-newest test-newest-briefly check format sweep evidence gpu gpu-kernels gpu-identity gpu-sweep gpu-turns gpu-shapes lock lock-newest clean
+.PHONY: help env demo doctor unit test thorough test-newest test-newest-briefly check format sweep evidence gpu lock lock-newest clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
@@ -100,51 +100,9 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(RUN) benchmarks/policy_turns.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/turns $(POLICIES) \
 		--concurrency 1,2,4,8,16
 
-# The plain server is SGLang as it configures itself. Both are loaded at once.
-GPU_FLAGS = --mem-fraction-static 0.3 --max-running-requests 64 --cuda-graph-max-bs-decode 64
-# Of benchmarks/shape_pair.py, and how its drafters are made to be accepted (there: mixed).
-SHAPES ?= qwen3-4b qwen3-8b
-ACCEPTANCE := --speculative-dspark-simulate-acceptance 0.842,0.833,0.829,0.83,0.834,0.839,0.831
-SHAPE_PAIR = --target $(RESULTS)/gpu/$(1)/pair/target --draft $(RESULTS)/gpu/$(1)/pair/draft
-
-gpu: gpu-identity gpu-kernels gpu-sweep gpu-turns gpu-shapes ## with an NVIDIA GPU: tests, kernel times, identity, sweeps (make -k gpu)
-
-gpu-kernels: env
-	@mkdir -p $(RESULTS)/gpu
-	$(RUN) -m pytest tests/kernels tests/draft/test_fused_layer.py tests/gpu
-	$(RUN) benchmarks/kernels/run.py --output $(RESULTS)/gpu/kernels.json
-
-gpu-identity: env
+gpu: env ## with an NVIDIA GPU: everything that needs one, in 25 minutes; GPU_FLAGS="--only ttft,sweep"
 	$(PREPARE)
-	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --device cuda --dtype bfloat16 --output $(RESULTS)/gpu/identity.json
-
-gpu-sweep: env
-	$(PREPARE)
-	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/sweep --device cuda \
-		--config plain --config off --config auto --config static:5 --config static:3 --concurrency 1,4,16,64 \
-		--num-prompts 128 --rounds 4 --server-flags "$(GPU_FLAGS)" $(SWEEP_FLAGS)
-	$(RUN) benchmarks/plot_sweep.py $(RESULTS)/gpu/sweep/sweep.csv
-	$(RUN) benchmarks/report.py $(RESULTS)/gpu/sweep
-
-gpu-turns: env
-	$(PREPARE)
-	$(RUN) benchmarks/policy_turns.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/turns --device cuda $(POLICIES) \
-		--concurrency 1,4,16,64 --rounds 10 --seconds 0.05 --max-tokens 2000 --server-flags "$(GPU_FLAGS)"
-
-gpu-shapes: $(SHAPES:%=gpu-shape-%)
-
-# Step times of a production shape: random weights, drafts kept by chance. The trace shows what a step is made of.
-gpu-shape-%: env
-	$(RUN) benchmarks/shape_pair.py --shape $* --output $(RESULTS)/gpu/$*/pair
-	$(RUN) benchmarks/sweep_concurrency.py $(call SHAPE_PAIR,$*) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/$*/sweep \
-		--device cuda --config plain --config "off=off $(ACCEPTANCE)" --config "auto=auto $(ACCEPTANCE)" \
-		--config "static7=static:7 $(ACCEPTANCE)" --config "static3=static:3 $(ACCEPTANCE)" \
-		--concurrency 1,4,16,64 --num-prompts 16 --max-tokens 256 --ignore-eos --rounds 3 \
-		--server-flags "--load-format dummy $(GPU_FLAGS)" $(SWEEP_FLAGS)
-	$(RUN) benchmarks/report.py $(RESULTS)/gpu/$*/sweep
-	test -e $(RESULTS)/gpu/$*/trace/trace.json.gz || \
-	$(RUN) benchmarks/step_trace.py record $(call SHAPE_PAIR,$*) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu/$*/trace \
-		--config "static:7 $(ACCEPTANCE)" --concurrency 64 --server-flags "--load-format dummy $(GPU_FLAGS)"
+	$(RUN) benchmarks/gpu.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu $(GPU_FLAGS)
 
 lock: env ## write constraints.txt from the environment as it is
 	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m uv pip freeze --exclude-editable; } > constraints.new

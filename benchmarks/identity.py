@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dspark.files import write_text_whole
 from sglang_dspark.tools import provenance
-from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer, dspark_flags
+from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_MEMORY_FLAGS, LaunchedServer, dspark_flags
 
 # A near-tie is a gap below this, in units of the logits.
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.25}
@@ -258,7 +258,7 @@ def main(
     """Run every scenario, write the report and print its table."""
     console = Console()
     prompts = encode(target, files, num_prompts)
-    device_flags, env = (CPU_FLAGS, CPU_ENV) if device == "cpu" else (CUDA_FLAGS, {})
+    device_flags, env = (CPU_FLAGS, CPU_ENV) if device == "cpu" else (CUDA_MEMORY_FLAGS, {})
     flags = [*device_flags, "--dtype", dtype, *server_flags.split()]
     judge = Judge(target, device, NEAR_TIE[dtype])
     head = {

@@ -5,8 +5,10 @@ r"""Plain serving, DSPARK policies and other servers side by side, at several lo
         --sla-ttft-ms 500 --sla-tpot-ms 50 --url other=http://localhost:8000 --rounds 6
 
 A configuration is ``[NAME=]POLICY[:ARGUMENT][@DTYPE] [SERVER FLAGS]``, e.g. ``static:3@float32`` or
-``"small=static:5 --speculative-dspark-block-size 5"``; POLICY is ``plain``, a DSPARK schedule, or ``dflash`` (SGLang's
-own algorithm, on CUDA, with ``--dflash-draft``). The same one under two names (``--config plain --config again=plain``)
+``"small=static:5 --speculative-dspark-block-size 5"``; POLICY is ``plain``, a DSPARK schedule, ``dflash`` (SGLang's
+own algorithm, on CUDA, with ``--dflash-draft``), or ``builtin`` (SGLang's own DSPARK, on CUDA; ``builtin:compact`` with
+a table of its own among the flags). Where the SGLang at hand has no DSPARK, ``--builtin-python`` names the interpreter
+of an environment with one that has. The same one under two names (``--config plain --config again=plain``)
 shows how much of a difference is noise. ``--url NAME=URL`` measures a server that runs already; its key, if any, is
 read from the environment variable OPENAI_API_KEY.
 
@@ -80,6 +82,12 @@ def _rates(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--target", help="Target checkpoint; needed unless every server is external.")
 @click.option("--draft", help="DSPARK draft checkpoint, for configurations that speculate.")
 @click.option("--dflash-draft", help="DFlash draft checkpoint, for the configuration dflash.")
+@click.option(
+    "--builtin-python",
+    default=sys.executable,
+    show_default="this one",
+    help="Interpreter for the configuration builtin.",
+)
 @click.option("--config", "configs", multiple=True, metavar="CONFIG", help=f"{GRAMMAR}. Repeatable.")
 @click.option("--url", "urls", multiple=True, metavar="NAME=URL", help=f"A running server: {URL_GRAMMAR}. Repeatable.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of configurations that name none.")
@@ -162,6 +170,7 @@ def _sweep(options: dict[str, Any]) -> Sweep:
         target=options["target"],
         draft=options["draft"],
         dflash_draft=options["dflash_draft"],
+        builtin_python=options["builtin_python"],
         device=options["device"],
         configurations=parse_configurations(options["configs"], options["urls"], options["dtype"]),
         loads=loads(concurrencies, options["rates"]),

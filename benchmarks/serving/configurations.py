@@ -6,18 +6,24 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.launch import dspark_flags
+from sglang_dspark.tools.launch import BUILT_IN, PLUGIN
 
-PLAIN, DFLASH, EXTERNAL, OFF = "plain", "dflash", "external", "off"
-POLICIES = (PLAIN, DFLASH, *POLICY_NAMES)
+PLAIN, DFLASH, BUILTIN, EXTERNAL, OFF = "plain", "dflash", "builtin", "external", "off"
+OF_SGLANG = (DFLASH, BUILTIN)
+"""Algorithms of SGLang's own that speculate."""
+POLICIES = (PLAIN, *OF_SGLANG, *POLICY_NAMES)
+VERIFY_MODES = ("static", "cap-accept", "compact")
+"""Of SGLang's own DSPARK; ``compact`` wants a table of step times among the flags."""
 DTYPES = ("float32", "bfloat16", "float16")
-GRAMMAR = "[NAME=]POLICY[:ARGUMENT][@DTYPE] [SERVER FLAGS]"
+GRAMMAR = "[NAME=]POLICY[:ARGUMENT][@DTYPE] [VARIABLE=VALUE ...] [SERVER FLAGS]"
 URL_GRAMMAR = "NAME[@DTYPE]=URL"
 
 _HEAD = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<policy>[a-z-]+)(?::(?P<argument>[^@\s]+))?(?:@(?P<dtype>\w+))?")
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*=.*")
 _EXTERNAL = re.compile(r"(?P<name>[\w.+-]+)(?:@(?P<dtype>\w+))?=(?P<url>https?://\S+)")
 
 
@@ -27,11 +33,13 @@ class Configuration:
 
     Attributes:
         label: what tables and figures call it; unique within a sweep.
-        policy: ``plain`` (no speculation), ``dflash`` (SGLang's own DFLASH), a DSPARK schedule, or ``external`` (a
-            server that somebody else runs).
-        argument: the verify length of ``static``, the confidence threshold of ``threshold``; else empty.
+        policy: ``plain`` (no speculation), ``dflash`` and ``builtin`` (SGLang's own DFLASH and DSPARK), a DSPARK
+            schedule, or ``external`` (a server that somebody else runs).
+        argument: the verify length of ``static``, the confidence threshold of ``threshold``, the verify mode of
+            ``builtin``; else empty.
         dtype: ``--dtype`` of the server.
         extra_flags: further arguments of the server.
+        variables: of its environment, each as ``NAME=value``.
         url: of an external server; else empty.
     """
 
@@ -40,6 +48,7 @@ class Configuration:
     argument: str
     dtype: str
     extra_flags: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
     url: str = ""
 
     @property
@@ -73,15 +82,26 @@ class Configuration:
             ConfigError: the configuration speculates and there is no drafter.
         """
         flags = ["--dtype", self.dtype]
-        if self.is_dspark:
+        if self.is_dspark or self.policy == BUILTIN:
             if draft is None:
                 raise ConfigError(f"--config {self.label} speculates; pass --draft with a checkpoint for the target")
-            flags += dspark_flags(draft)
+            algorithm = PLUGIN if self.is_dspark else BUILT_IN
+            flags += [*algorithm, "--speculative-draft-model-path", draft]
         elif self.policy == DFLASH:
             if dflash_draft is None:
                 raise ConfigError(f"--config {self.label}: pass --dflash-draft with a DFlash checkpoint for the target")
             flags += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", dflash_draft]
         return (*flags, *self.extra_flags)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that the server is told besides."""
+        given = dict(variable.split("=", 1) for variable in self.variables)
+        if self.policy != BUILTIN:
+            return given
+        # The first releases with a DSPARK of their own end without the second one.
+        mode = {"SGLANG_RAGGED_VERIFY_MODE": self.argument or VERIFY_MODES[0], "SGLANG_PREP_IN_CUDA_GRAPH": "1"}
+        return mode | given
 
 
 def parse_configuration(text: str, default_dtype: str) -> Configuration:
@@ -105,10 +125,11 @@ def parse_configuration(text: str, default_dtype: str) -> Configuration:
     if dtype not in DTYPES:
         raise ConfigError(f"--config {text!r}: unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
     _check_argument(text, policy, argument)
-    extra_flags = tuple(words[1:])
+    variables = tuple(takewhile(_VARIABLE.fullmatch, words[1:]))
+    extra_flags = tuple(words[1 + len(variables) :])
     body = f"{policy}:{argument}" if argument else policy
-    label = match["name"] or " ".join((f"{body}@{dtype}", *extra_flags))
-    return Configuration(label, policy, argument, dtype, extra_flags)
+    label = match["name"] or " ".join((f"{body}@{dtype}", *words[1:]))
+    return Configuration(label, policy, argument, dtype, extra_flags, variables)
 
 
 def parse_external(text: str, default_dtype: str) -> Configuration:
@@ -193,5 +214,8 @@ def _check_argument(text: str, policy: str, argument: str) -> None:
     elif policy == "threshold":
         if not re.fullmatch(r"0?\.\d+|[01](\.0*)?", argument):
             raise ConfigError(f"--config {text!r}: pass a threshold from 0 to 1, e.g. threshold:0.5")
+    elif policy == BUILTIN:
+        if argument not in ("", *VERIFY_MODES):
+            raise ConfigError(f"--config {text!r}: the verify mode {argument!r} is none of {', '.join(VERIFY_MODES)}")
     elif argument:
         raise ConfigError(f"--config {text!r}: policy {policy} takes no argument; drop {argument!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serving.configurations import DFLASH, EXTERNAL, Configuration
+from serving.configurations import EXTERNAL, OF_SGLANG, Configuration
 from serving.external import ExternalServer
 from serving.fleet import Server
 
@@ -37,7 +37,7 @@ def read_accept_length(server: Server, configuration: Configuration) -> float | 
 
     SGLang counts in units of its decode log interval (40 steps), so the last few steps of a round are missing.
     """
-    if configuration.policy not in (DFLASH, EXTERNAL):
+    if configuration.policy not in (*OF_SGLANG, EXTERNAL):
         return None
     if isinstance(server, ExternalServer) and not server.can_flush:
         return None

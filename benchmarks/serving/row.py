@@ -49,7 +49,7 @@ class SweepRow:
     """One round of one configuration at one load. Empty where a figure does not exist.
 
     Attributes:
-        policy: ``plain``, ``dflash``, ``external`` or a DSPARK schedule.
+        policy: ``plain``, ``dflash``, ``builtin``, ``external`` or a DSPARK schedule.
         concurrency: closed loop: users, each with one request at a time.
         round: counted from 0; rounds of equal number and load had equal prompts, and equal arrivals in an open loop.
         output_tok_s: generated tokens of all users per second of the round, which in an open loop lasts from the first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from serving.agreement import Agreement, compare
 from serving.client import Endpoint, Reply, Sampling, ask_closed, ask_open, flush_cache
-from serving.configurations import DFLASH, EXTERNAL, Configuration, choose_baselines
+from serving.configurations import BUILTIN, EXTERNAL, OF_SGLANG, Configuration, choose_baselines
 from serving.counters import read_accept_length, read_counters
 from serving.external import ExternalServer
 from serving.fleet import Fleet, Server
@@ -29,6 +30,7 @@ from serving.resume import prepare_output
 from serving.row import Observation, Origin, RowWriter, SweepRow, make_row
 from serving.schedule import Cell, interleave, still_to_measure
 from serving.sla import Sla
+from sglang_dspark.engine.support import has_built_in_dspark
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.cpu_time import CpuTime
@@ -52,6 +54,7 @@ class Sweep:
 
     Attributes:
         target, draft, dflash_draft: checkpoint folders; the target is None when every server is external.
+        builtin_python: interpreter of the servers with SGLang's own DSPARK.
         device: ``cpu`` or ``cuda``.
         loads: load points.
         num_rounds: recorded rounds per configuration and load.
@@ -64,6 +67,7 @@ class Sweep:
     target: str | None
     draft: str | None
     dflash_draft: str | None
+    builtin_python: str
     device: str
     configurations: list[Configuration]
     loads: list[Load]
@@ -80,8 +84,10 @@ class Sweep:
         """The servers of some configurations by label, not started yet."""
         used = [c for c in self.configurations if c.label in labels]
         launched = [c for c in used if c.policy != EXTERNAL]
-        by_flags = {flags: self._launched(flags) for flags in dict.fromkeys(map(self.flags, launched))}
-        return {c.label: self._external(c) if c.policy == EXTERNAL else by_flags[self.flags(c)] for c in used}
+        # Configurations that differ in their policy alone share a server.
+        alike = {self._process(c): c for c in reversed(launched)}
+        shared = {process: self._launched(c) for process, c in alike.items()}
+        return {c.label: self._external(c) if c.policy == EXTERNAL else shared[self._process(c)] for c in used}
 
     def flags(self, configuration: Configuration) -> tuple[str, ...]:
         """Arguments of the configuration's server.
@@ -93,10 +99,15 @@ class Sweep:
             return ()
         if self.target is None:
             raise ConfigError(f"--config {configuration.label} starts a server; pass --target with its checkpoint")
-        if configuration.policy == DFLASH and self.device == "cpu":
+        if configuration.policy in OF_SGLANG and self.device == "cpu":
             raise ConfigError(
-                f"--config {configuration.label}: SGLang's DFLASH does not run on a CPU (its cache allocation and"
-                " verification are Triton kernels); pass --device cuda, or leave it out"
+                f"--config {configuration.label}: SGLang's own {configuration.policy} does not run on a CPU (its cache"
+                " allocation and verification are Triton kernels); pass --device cuda, or leave it out"
+            )
+        if configuration.policy == BUILTIN and not has_built_in_dspark(self._builtin_release()):
+            raise ConfigError(
+                f"--config {configuration.label}: sglang {self._builtin_release()} has no DSPARK of its own; pass"
+                " --builtin-python with the interpreter of an environment whose SGLang has one (0.5.16 or newer)"
             )
         return (*configuration.server_flags(self.draft, self.dflash_draft), *self.server_flags)
 
@@ -138,6 +149,7 @@ class Sweep:
             "target": _name(self.target),
             "draft": _name(self.draft),
             "dflash_draft": _name(self.dflash_draft),
+            "builtin_sglang": self._builtin_release() if self._has_builtin() else None,
             "device": self.device,
             # More users later would mean other servers.
             "cpu_flags": [*CPU_FLAGS, *self._admitted()] if self.device == "cpu" else None,
@@ -151,17 +163,33 @@ class Sweep:
                 if c.policy == EXTERNAL
                 else {
                     "server_flags": [provenance.portable(flag) for flag in self.flags(c)],
+                    "environment": c.environment,
                     "policy": c.policy_fields,
                 }
                 for c in self.configurations
             },
         }
 
-    def _launched(self, flags: tuple[str, ...]) -> LaunchedServer:
+    def _process(self, configuration: Configuration) -> tuple[object, ...]:
+        """What a server is started with."""
+        return self.flags(configuration), configuration.policy == BUILTIN, *configuration.environment.items()
+
+    def _launched(self, configuration: Configuration) -> LaunchedServer:
+        flags = self.flags(configuration)
         assert self.target is not None, "flags() has refused this"
         if self.device == "cpu":
-            return LaunchedServer(self.target, *CPU_FLAGS, *self._admitted(), *flags, env=CPU_ENV)
-        return LaunchedServer(self.target, *flags)
+            return LaunchedServer(
+                self.target, *CPU_FLAGS, *self._admitted(), *flags, env={**CPU_ENV, **configuration.environment}
+            )
+        python = self.builtin_python if configuration.policy == BUILTIN else sys.executable
+        return LaunchedServer(self.target, *flags, env=configuration.environment, python=python)
+
+    def _has_builtin(self) -> bool:
+        return any(c.policy == BUILTIN for c in self.configurations)
+
+    def _builtin_release(self) -> str:
+        """Version of the SGLang whose own DSPARK is measured."""
+        return provenance.version_in(self.builtin_python, "sglang")
 
     def _admitted(self) -> tuple[str, str]:
         limit = max([CPU_MAX_REQUESTS, *(load.concurrency or 0 for load in self.loads)])

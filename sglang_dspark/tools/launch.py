@@ -46,16 +46,21 @@ CPU_FLAGS = (
 )
 """Flags for a small model on a CPU; add ``--dtype``."""
 
+CUDA_MEMORY_FLAGS = ("--max-total-tokens", "16384", "--max-running-requests", "16", "--mem-fraction-static", "0.3")
+"""Flags for a small model on a part of a GPU, with the backends that SGLang chooses; add ``--dtype``."""
+
 CUDA_FLAGS = (
     # A plain server then computes attention and draws tokens with the same backends as one with DSPARK.
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph"),
-    *("--max-total-tokens", "16384", "--max-running-requests", "16", "--mem-fraction-static", "0.3"),
+    *CUDA_MEMORY_FLAGS,
 )
-"""Flags for a small model on a part of a GPU; add ``--dtype``."""
+"""The same with backends that need no package beside SGLang."""
 
 
 PLUGIN = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-engine", "plugin")
 """Flags that ask for DSPARK, and for this one where SGLang has its own."""
+BUILT_IN = ("--speculative-algorithm", "DSPARK")
+"""Flags that ask for SGLang's own DSPARK, where it has one."""
 
 
 def dspark_flags(draft_path: str | Path) -> tuple[str, ...]:
@@ -95,6 +100,7 @@ class LaunchedServer:
         model_path: str | Path,
         *flags: str,
         env: Mapping[str, str] | None = None,
+        python: str = sys.executable,
         log_path: str | Path | None = None,
         startup_timeout_s: float = STARTUP_TIMEOUT_S,
         progress: Progress | None = None,
@@ -106,12 +112,13 @@ class LaunchedServer:
             flags: further arguments of ``sglang.launch_server``. A ``--port`` among them is used, else a free one.
             env: variables set on top of this process's environment, of which the server gets all but those by which
                 ``torchrun`` groups its processes.
+            python: interpreter that has SGLang.
             log_path: where the server's output goes; default: a new file in the temporary directory.
             startup_timeout_s: how long the server may take until it answers, warm-up request included.
             progress: called about four times a second while the server starts.
         """
         self._port = _flag_value(flags, "--port") or str(free_port())
-        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model_path), *flags]
+        self._command = [python, "-m", "sglang.launch_server", "--model-path", str(model_path), *flags]
         if "--port" not in flags:
             self._command += ["--port", self._port]
         if "--host" not in flags:

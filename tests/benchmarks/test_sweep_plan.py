@@ -239,6 +239,21 @@ def test_a_sweep_of_nothing_is_refused():
         parse_configurations([], [], "float32")
 
 
+def test_sglangs_own_dspark_is_asked_for_without_ours():
+    static, compact = (parse_configuration(text, "bfloat16") for text in ("builtin", "builtin:compact --a-flag 1"))
+    flags = ("--dtype", "bfloat16", "--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", "DRAFT")
+    assert (static.server_flags("DRAFT"), compact.server_flags("DRAFT")) == (flags, (*flags, "--a-flag", "1"))
+    modes = [configuration.environment["SGLANG_RAGGED_VERIFY_MODE"] for configuration in (static, compact)]
+    assert modes == ["static", "compact"]
+    given = parse_configuration("own=static:3 A_VARIABLE=1,2 OTHER= --flag A=B", "bfloat16")
+    assert (given.environment, given.extra_flags) == ({"A_VARIABLE": "1,2", "OTHER": ""}, ("--flag", "A=B"))
+    assert static.policy_fields is None and parse_configuration("auto", "bfloat16").environment == {}
+    with pytest.raises(ConfigError, match="verify mode 'fast'"):
+        parse_configuration("builtin:fast", "bfloat16")
+    with pytest.raises(ConfigError, match="--draft"):
+        static.server_flags(None)
+
+
 def test_dflash_is_served_by_its_own_drafter():
     configuration = parse_configuration("dflash", "bfloat16")
     assert configuration.server_flags("DRAFT", "DFLASH_DRAFT") == (

@@ -1,0 +1,120 @@
+"""The order of what needs a GPU: every command can be parsed, and none stops the others."""
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+
+import click
+import gpu
+import pytest
+from click.testing import CliRunner
+from gpu import PARTS, ROOT, STOPPED, Part, Setting
+from serving.configurations import parse_configurations
+
+
+def setting(output, *, rehearses, builtin_python=None):
+    pair = ("--target", str(ROOT), "--draft", str(ROOT), "--prompts", str(ROOT / "README.md"))
+    return Setting(pair, output, builtin_python, rehearses)
+
+
+def click_command(script):
+    """The command of a script, without running it."""
+    spec = importlib.util.spec_from_file_location(f"parsed_{script.stem}", script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.path.insert(0, str(script.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(script.parent))
+    return module.main
+
+
+def parse(command, words):
+    """The options that ``words`` give; for a group, those of its command."""
+    context = command.make_context("script", list(words))
+    if isinstance(command, click.Group):
+        name, found, rest = command.resolve_command(context, [*context.protected_args, *context.args])
+        return found.make_context(name, rest).params
+    return context.params
+
+
+@pytest.mark.parametrize("rehearses", [True, False], ids=["rehearsal", "GPU"])
+@pytest.mark.parametrize("name", list(PARTS))
+def test_every_command_can_be_parsed(name, rehearses, tmp_path):
+    (tmp_path / "sweep").mkdir()
+    for builtin_python in (None, "other/python")[: 1 if rehearses else 2]:
+        commands = PARTS[name].commands(setting(tmp_path, rehearses=rehearses, builtin_python=builtin_python))
+        assert commands
+        for python, script, *words in commands:
+            assert python == sys.executable
+            if script == "-m":
+                assert words[0] == "pytest"
+                assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
+                continue
+            options = parse(click_command(ROOT / script), words)
+            assert "cuda" in options.get("device", "cuda") or rehearses
+            configurations = parse_configurations(options.get("configs", ["plain"]), (), "bfloat16")
+            assert any(c.policy == "builtin" for c in configurations) <= (builtin_python is not None)
+
+
+def test_sglangs_own_keeps_as_many_drafts_as_ours(tmp_path):
+    commands = PARTS["shape"].commands(setting(tmp_path, rehearses=False, builtin_python="other/python"))
+    assert len(commands) == 4
+    (given,) = {word for command in commands for word in command if word.startswith("builtin")}
+    assert given == "builtin SGLANG_SIMULATE_ACC_LEN=4.63"
+    ours = next(word for word in commands[0] if word.startswith("static7="))
+    kept, length = 1.0, 1.0
+    for probability in map(float, ours.split()[-1].split(",")):
+        kept *= probability
+        length += kept
+    assert length == pytest.approx(4.63, abs=0.005)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run the tool with parts that are Python texts; returns exit status and ``order.json``."""
+
+    def run(*words, **texts):
+        parts = {
+            name: Part("?", minutes, lambda setting, text=text: [[sys.executable, "-c", text]])
+            for name, (text, minutes) in texts.items()
+        }
+        monkeypatch.setattr(gpu, "PARTS", parts)
+        pair = [*("--target", str(ROOT), "--draft", str(ROOT)), *("--prompts", str(ROOT / "README.md"))]
+        result = CliRunner().invoke(gpu.main, [*pair, "--output", str(tmp_path), *words])
+        return result, json.loads((tmp_path / "order.json").read_text())["parts"]
+
+    return run
+
+
+def test_a_part_that_fails_or_hangs_stops_no_other(run, tmp_path):
+    texts = {
+        "fails": ("print('why'); raise SystemExit(3)", 1),
+        "hangs": ("import time; time.sleep(60)", 0.01),
+        "works": ("print('done')", 1),
+    }
+    began = time.monotonic()
+    result, parts = run(**texts)
+    assert time.monotonic() - began < 30
+    assert result.exit_code == 1
+    assert [part["status"] for part in parts.values()] == ["exit status 3", STOPPED, "ok"]
+    assert (tmp_path / "fails.log").read_text() == "why\n"
+
+
+def test_what_has_ended_well_is_not_run_again(run, tmp_path):
+    count = f"open({str(tmp_path / 'count')!r}, 'a').write('x')"
+    for _ in range(2):
+        result, _ = run(once=(count, 1), fails=(f"{count}; raise SystemExit(1)", 1))
+        assert result.exit_code == 1
+    assert (tmp_path / "count").read_text() == "xxx"
+
+
+def test_parts_are_named(run, tmp_path):
+    result, parts = run("--only", "second", first=("raise SystemExit(1)", 1), second=("pass", 1))
+    assert result.exit_code == 0 and list(parts) == ["second"]
+    result, _ = run("--only", "third", second=("pass", 1))
+    assert result.exit_code == 2 and "'third' is none of second" in result.output
+    assert Path(tmp_path / "second.log").exists()
