@@ -100,7 +100,7 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(RUN) benchmarks/policy_turns.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/turns $(POLICIES) \
 		--concurrency 1,2,4,8,16
 
-gpu: env ## with an NVIDIA GPU: everything that needs one, in 25 minutes; GPU_FLAGS="--only ttft,sweep"
+gpu: env ## with an NVIDIA GPU: its checks and sweeps in half an hour; GPU_FLAGS="--only tests"
 	$(PREPARE)
 	$(RUN) benchmarks/gpu.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu $(GPU_FLAGS)
 

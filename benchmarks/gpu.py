@@ -1,12 +1,13 @@
-r"""Everything that needs an NVIDIA GPU, in the order in which a short time on one is best spent.
+r"""What needs an NVIDIA GPU, in the order in which a short time on one is best spent.
 
     python benchmarks/gpu.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS
     python benchmarks/gpu.py ... --only ttft,sweep --builtin-python OTHER_ENV/bin/python
     python benchmarks/gpu.py ... --rehearse
 
 The parts are commands of this folder, one after another, each with a limit of its own; those that run unasked are
-meant to take 25 minutes. A part that fails or takes too long stops no other. RESULTS gets what each makes, a log of
-each, and ``order.json``: commands, seconds, and how they ended. What has ended well at this commit is not run again.
+meant to take 25 minutes, and take 31 at most. A part that fails or takes too long stops no other. RESULTS gets a folder
+and a log of each, and ``order.json``: commands, seconds, and how they ended. A part that has ended well is not run
+again with the same code and arguments; a sweep that was stopped goes on.
 
 Plain servers run as SGLang configures itself. ``--builtin-python`` is an interpreter whose SGLang has a DSPARK of its
 own, which is then measured as well; of the random pair it keeps as many drafts as ours, by SGLang's own simulation.
@@ -17,9 +18,10 @@ they work, not how fast. What a CPU cannot run is collected only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,8 +35,9 @@ from typing import Any
 
 import click
 from rich.console import Console
-from shape_pair import ACCEPTANCE, SHAPES, write_pair
+from shape_pair import ACCEPTANCE
 
+from sglang_dspark.errors import DSparkError
 from sglang_dspark.tools import provenance
 
 EXISTING = click.Path(exists=True, resolve_path=True)
@@ -47,6 +50,7 @@ POLICIES = ("plain", "off", "auto", "static:5")
 CONTEXTS = (100, 4000)  # tokens, and letters: the tokenizer of a shape has one for each
 KEPT = ACCEPTANCE["mixed"]
 STOPPED = "stopped at its limit"
+GRACE_S = 10  # for a part that is told to end
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Setting:
 
     Attributes:
         pair: arguments that name target, draft and prompts.
-        output: folder of the results.
+        output: folder of the part's results.
         builtin_python: interpreter with SGLang's own DSPARK; None leaves that out.
         rehearses: on a CPU, with few tokens.
     """
@@ -99,12 +103,14 @@ class Part:
         minutes: after which they are stopped.
         commands: made from the setting.
         unasked: whether the part runs when none is named.
+        resumes: whether a part that was stopped goes on with what it has left behind.
     """
 
     question: str
     minutes: float
     commands: Callable[[Setting], Commands]
     unasked: bool = True
+    resumes: bool = False
 
 
 def ttft(setting: Setting) -> Commands:
@@ -116,7 +122,7 @@ def ttft(setting: Setting) -> Commands:
         f"static5-eager=static:5 {NO_PREFILL_GRAPHS}",
     )
     numbers = {"num_prompts": 32, "max_tokens": 32, "rounds": 4}
-    return [setting.sweep("ttft", [*setting.pair, "--ignore-eos"], configs, "1,16", MEMORY[4], **numbers)]
+    return [setting.sweep("", [*setting.pair, "--ignore-eos"], configs, "1,16", MEMORY[4], **numbers)]
 
 
 def identity(setting: Setting) -> Commands:
@@ -134,8 +140,8 @@ def identity(setting: Setting) -> Commands:
 def sweep(setting: Setting) -> Commands:
     """The pair at 1 to 64 users, answers of natural length, against SGLang as it configures itself."""
     configs, numbers = (*POLICIES, *setting.builtin()), {"num_prompts": 24, "max_tokens": 256, "rounds": 4}
-    measured = setting.sweep("sweep", setting.pair, configs, "1,4,16,64", MEMORY[4], **numbers)
-    return [measured, [*_script("report.py"), str(setting.output / "sweep")]]
+    measured = setting.sweep("", setting.pair, configs, "1,4,16,64", MEMORY[4], **numbers)
+    return [measured, [*_script("report.py"), str(setting.output)]]
 
 
 def trace(setting: Setting) -> Commands:
@@ -143,29 +149,26 @@ def trace(setting: Setting) -> Commands:
     more = ("--steps", "4") if setting.rehearses else (f"--server-flags={MEMORY[2]}",)
     words = (*setting.pair, "--config", "static:5", *more)
     users = ("1", "2") if setting.rehearses else ("1", "64")
-    left = [n for n in users if not (setting.output / f"trace_{n}" / "trace.json.gz").exists()]
-    return [setting.run("step_trace.py", "record", *words, "--concurrency", n, output=f"trace_{n}") for n in left]
+    return [setting.run("step_trace.py", "record", *words, "--concurrency", n, output=f"{n}_users") for n in users]
 
 
 def shape(setting: Setting) -> Commands:
     """Steps of Qwen3-8B's shape with drafts kept by chance, at short and at long contexts."""
-    pair = setting.output / "shape"
-    write_pair(SHAPES["rehearsal" if setting.rehearses else "qwen3-8b"], pair)
+    pair, named_shape = setting.output / "pair", "rehearsal" if setting.rehearses else "qwen3-8b"
     simulated = f"--speculative-dspark-simulate-acceptance {','.join(map(str, KEPT))}"
     named = (("off", "off"), ("auto", "auto"), ("static7", "static:7"))
     ours = ("plain", *(f"{name}={policy} {simulated}" for name, policy in named))
     builtin = setting.builtin(f"SGLANG_SIMULATE_ACC_LEN={1 + sum(accumulate(KEPT, mul)):.2f}")
     numbers = {"num_prompts": 8, "max_tokens": 128, "rounds": 3}
-    commands = []
+    contexts = _each("--context", list(map(str, CONTEXTS)))
+    commands = [[*_script("shape_pair.py"), "--shape", named_shape, *contexts, "--output", str(pair)]]
     for context in CONTEXTS:
-        prompts = pair / f"context_{context}.jsonl"
-        _write_prompts(prompts, context)
-        what = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--prompts", str(prompts)]
-        what += ["--raw-prompts", "--ignore-eos"]
+        what = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--raw-prompts", "--ignore-eos"]
+        what += ["--prompts", str(pair / f"context_{context}.jsonl")]
         # At first without SGLang's own: three servers with so much context do not fit one GPU.
         for configs in dict.fromkeys((ours, (*ours, *builtin))):
             flags = f"--load-format dummy {'' if setting.rehearses else MEMORY[2]}"
-            commands.append(setting.sweep(f"shape_{context}", what, configs, "1,8,64", flags, **numbers))
+            commands.append(setting.sweep(f"context_{context}", what, configs, "1,8,64", flags, **numbers))
     return commands
 
 
@@ -192,32 +195,26 @@ def tests(setting: Setting) -> Commands:
 
 
 PARTS: Mapping[str, Part] = {
-    "ttft": Part("does the first token come as soon as with SGLang alone?", 4, ttft),
+    "ttft": Part("does the first token come as soon as with SGLang alone?", 4, ttft, resumes=True),
     "identity": Part("are the texts the target's?", 5, identity),
-    "sweep": Part("is it faster than SGLang at every load?", 5, sweep),
+    "sweep": Part("is it faster than SGLang at every load?", 5, sweep, resumes=True),
     "trace": Part("what is a step made of?", 3, trace),
-    "shape": Part("and with a target of 8 billion parameters?", 10, shape),
+    "shape": Part("and with a target of 8 billion parameters?", 10, shape, resumes=True),
     "kernels": Part("are the kernels right, and how fast?", 4, kernels),
     "turns": Part("which policy decodes fastest?", 15, turns, unasked=False),
     "tests": Part("does everything else run that was written for a GPU?", 30, tests, unasked=False),
 }
 
 
-def run_part(name: str, setting: Setting) -> dict[str, Any]:
-    """Run a part to its end or limit.
-
-    Returns:
-        Its entry in ``order.json``.
-    """
-    part, began, status = PARTS[name], time.monotonic(), "ok"
-    commands = part.commands(setting)
-    with (setting.output / f"{name}.log").open("w", encoding="utf-8") as log:
+def run_part(part: Part, commands: Commands, log_path: Path) -> dict[str, Any]:
+    """Run a part to its end or limit: how it ended, and after how many seconds."""
+    began, status = time.monotonic(), "ok"
+    with log_path.open("w", encoding="utf-8") as log:
         for command in commands:
             status = _run(command, log, 60 * part.minutes - (time.monotonic() - began))
             if status != "ok":
                 break
-    shown = [[provenance.portable(word) for word in command] for command in commands]
-    return {"status": status, "seconds": round(time.monotonic() - began, 1), "commands": shown}
+    return {"status": status, "seconds": round(time.monotonic() - began, 1)}
 
 
 def _run(command: list[str], log: Any, limit_s: float) -> str:
@@ -226,13 +223,23 @@ def _run(command: list[str], log: Any, limit_s: float) -> str:
         return STOPPED
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True) as process:
-        try:
-            status = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # servers of ours end with it
-            return STOPPED
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        status = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return STOPPED
+    finally:
+        _end(process)
     return "ok" if status == 0 else f"exit status {status}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of a process group; servers of ours end with whoever has started them."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
 
 
 def _script(name: str) -> list[str]:
@@ -245,13 +252,6 @@ def _pytest(*words: str) -> list[str]:
 
 def _each(flag: str, values: Sequence[str]) -> list[str]:
     return [word for value in values for word in (flag, value)]
-
-
-def _write_prompts(path: Path, length: int, number: int = 128) -> None:
-    """Prompts of so many letters, no two alike: nothing of one is in the prefix cache for another."""
-    rng = random.Random(length)
-    texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=length)) for _ in range(number)]
-    path.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts), encoding="utf-8")
 
 
 def _named(context: click.Context, parameter: click.Parameter, text: str | None) -> list[str]:
@@ -281,24 +281,40 @@ def main(
 ) -> None:
     """Command line; see the module."""
     console = Console(highlight=False, soft_wrap=True)
-    if rehearse and builtin_python is not None:
-        raise click.UsageError("SGLang's own DSPARK needs a GPU; rehearse without --builtin-python")
+    if builtin_python is not None:
+        if rehearse:
+            raise click.UsageError("SGLang's own DSPARK needs a GPU; rehearse without --builtin-python")
+        builtin_python = os.path.abspath(builtin_python)  # noqa: PTH100 - the Python of an environment is a link
+        try:
+            console.print(f"SGLang's own DSPARK: that of {provenance.version_in(builtin_python, 'sglang')}")
+        except DSparkError as error:
+            raise click.BadParameter(str(error), param_hint="--builtin-python") from error
     pair = ("--target", target, "--draft", draft, *_each("--prompts", prompts))
-    setting = Setting(pair, output.resolve(), builtin_python, rehearse)
     output.mkdir(parents=True, exist_ok=True)
     path = output / "order.json"
-    now = provenance.record()
-    done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    parts: dict[str, Any] = done["parts"] if done.get("commit") == now["commit"] else {}
+    parts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    code = {**provenance.record(), "changes": provenance.changes_digest()}
     for name in names:
-        if parts.get(name, {}).get("status") == "ok":
+        part, folder = PARTS[name], output.resolve() / name
+        commands = part.commands(Setting(pair, folder, builtin_python, rehearse))
+        now = {"commit": code["commit"], "changes": code["changes"], "commands": _portable(commands)}
+        before = parts.get(name, {})
+        same = all(before.get(key) == value for key, value in now.items())
+        if same and before["status"] == "ok":
             console.print(f"{name}: done before")
             continue
-        console.print(f"{name}: {PARTS[name].question} At most {PARTS[name].minutes:g} minutes.")
-        parts[name] = run_part(name, setting)
-        provenance.write_json(path, {**now, "rehearsal": rehearse, "parts": parts})
+        if not (same and part.resumes):
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+        console.print(f"{name}: {part.question} At most {part.minutes:g} minutes.")
+        parts[name] = {**code, **now, **run_part(part, commands, output / f"{name}.log")}
+        provenance.write_json(path, parts)
         console.print(f"{name}: {parts[name]['status']}, {parts[name]['seconds']:.0f} s; {output / name}.log")
     sys.exit(0 if all(parts[name]["status"] == "ok" for name in names) else 1)
+
+
+def _portable(commands: Commands) -> Commands:
+    return [[provenance.portable(word) for word in command] for command in commands]
 
 
 if __name__ == "__main__":

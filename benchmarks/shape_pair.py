@@ -14,6 +14,7 @@ step-time results. The tokenizer takes a text as its bytes, about four times as 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -146,6 +147,13 @@ def write_pair(shape: Shape, folder: Path) -> None:
     (draft / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def write_prompts(path: Path, length: int, number: int = 128) -> None:
+    """Prompts of so many tokens, letters, no two alike: nothing of one is in the prefix cache for another."""
+    rng = random.Random(length)
+    texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=length)) for _ in range(number)]
+    path.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts), encoding="utf-8")
+
+
 def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     """Single bytes, then words of digits, which random weights write and nobody sends; the last two ids are special."""
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -162,10 +170,15 @@ def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 @click.command(help="A target and a drafter of a production shape without weights, to measure their step times.")
 @click.option("--shape", required=True, type=click.Choice(sorted(SHAPES)))
+@click.option(
+    "--context", "contexts", multiple=True, type=click.IntRange(1), help="Write prompts of so many tokens, too."
+)
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the pair.")
 def main(**options: Any) -> None:
     """Command line; see the module."""
     write_pair(SHAPES[options["shape"]], options["output"])
+    for length in options["contexts"]:
+        write_prompts(options["output"] / f"context_{length}.jsonl", length)
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"wrote {options['output']}/target and {options['output']}/draft; serve them with --load-format dummy"

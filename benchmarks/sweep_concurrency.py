@@ -4,7 +4,7 @@ r"""Plain serving, DSPARK policies and other servers side by side, at several lo
         --config plain --config auto --config static:3 --concurrency 1,2,4,8 --rate 0.5,1,2 \
         --sla-ttft-ms 500 --sla-tpot-ms 50 --url other=http://localhost:8000 --rounds 6
 
-A configuration is ``[NAME=]POLICY[:ARGUMENT][@DTYPE] [SERVER FLAGS]``, e.g. ``static:3@float32`` or
+A configuration is ``[NAME=]POLICY[:ARGUMENT][@DTYPE] [VARIABLE=VALUE ...] [SERVER FLAGS]``: ``static:3@float32``,
 ``"small=static:5 --speculative-dspark-block-size 5"``; POLICY is ``plain``, a DSPARK schedule, ``dflash`` (SGLang's
 own algorithm, on CUDA, with ``--dflash-draft``), or ``builtin`` (SGLang's own DSPARK, on CUDA; ``builtin:compact`` with
 a table of its own among the flags). Where the SGLang at hand has no DSPARK, ``--builtin-python`` names the interpreter

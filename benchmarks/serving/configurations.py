@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.launch import BUILT_IN, PLUGIN
+from sglang_dspark.tools.launch import BUILT_IN, PLUGIN, dspark_flags
 
 PLAIN, DFLASH, BUILTIN, EXTERNAL, OFF = "plain", "dflash", "builtin", "external", "off"
 OF_SGLANG = (DFLASH, BUILTIN)
@@ -85,8 +85,7 @@ class Configuration:
         if self.is_dspark or self.policy == BUILTIN:
             if draft is None:
                 raise ConfigError(f"--config {self.label} speculates; pass --draft with a checkpoint for the target")
-            algorithm = PLUGIN if self.is_dspark else BUILT_IN
-            flags += [*algorithm, "--speculative-draft-model-path", draft]
+            flags += dspark_flags(draft, PLUGIN if self.is_dspark else BUILT_IN)
         elif self.policy == DFLASH:
             if dflash_draft is None:
                 raise ConfigError(f"--config {self.label}: pass --dflash-draft with a DFlash checkpoint for the target")
@@ -99,9 +98,13 @@ class Configuration:
         given = dict(variable.split("=", 1) for variable in self.variables)
         if self.policy != BUILTIN:
             return given
-        # The first releases with a DSPARK of their own end without the second one.
-        mode = {"SGLANG_RAGGED_VERIFY_MODE": self.argument or VERIFY_MODES[0], "SGLANG_PREP_IN_CUDA_GRAPH": "1"}
-        return mode | given
+        return {
+            "SGLANG_RAGGED_VERIFY_MODE": self.argument or VERIFY_MODES[0],
+            "SGLANG_PREP_IN_CUDA_GRAPH": "1",  # the first releases with a DSPARK of their own end without it
+            # SGLang would find this plugin in the folder of the repository.
+            "PYTHONPATH": "",
+            "PYTHONSAFEPATH": "1",
+        } | given
 
 
 def parse_configuration(text: str, default_dtype: str) -> Configuration:

@@ -85,8 +85,10 @@ class Sweep:
         used = [c for c in self.configurations if c.label in labels]
         launched = [c for c in used if c.policy != EXTERNAL]
         # Configurations that differ in their policy alone share a server.
-        alike = {self._process(c): c for c in reversed(launched)}
-        shared = {process: self._launched(c) for process, c in alike.items()}
+        shared: dict[object, Server] = {}
+        for c in launched:
+            if self._process(c) not in shared:
+                shared[self._process(c)] = self._launched(c)
         return {c.label: self._external(c) if c.policy == EXTERNAL else shared[self._process(c)] for c in used}
 
     def flags(self, configuration: Configuration) -> tuple[str, ...]:
@@ -149,7 +151,6 @@ class Sweep:
             "target": _name(self.target),
             "draft": _name(self.draft),
             "dflash_draft": _name(self.dflash_draft),
-            "builtin_sglang": self._builtin_release() if self._has_builtin() else None,
             "device": self.device,
             # More users later would mean other servers.
             "cpu_flags": [*CPU_FLAGS, *self._admitted()] if self.device == "cpu" else None,
@@ -165,12 +166,13 @@ class Sweep:
                     "server_flags": [provenance.portable(flag) for flag in self.flags(c)],
                     "environment": c.environment,
                     "policy": c.policy_fields,
+                    "sglang": self._builtin_release() if c.policy == BUILTIN else None,
                 }
                 for c in self.configurations
             },
         }
 
-    def _process(self, configuration: Configuration) -> tuple[object, ...]:
+    def _process(self, configuration: Configuration) -> object:
         """What a server is started with."""
         return self.flags(configuration), configuration.policy == BUILTIN, *configuration.environment.items()
 
@@ -184,12 +186,12 @@ class Sweep:
         python = self.builtin_python if configuration.policy == BUILTIN else sys.executable
         return LaunchedServer(self.target, *flags, env=configuration.environment, python=python)
 
-    def _has_builtin(self) -> bool:
-        return any(c.policy == BUILTIN for c in self.configurations)
-
     def _builtin_release(self) -> str:
         """Version of the SGLang whose own DSPARK is measured."""
-        return provenance.version_in(self.builtin_python, "sglang")
+        try:
+            return provenance.version_in(self.builtin_python, "sglang")
+        except ConfigError as error:
+            raise ConfigError(f"--builtin-python: {error}") from error
 
     def _admitted(self) -> tuple[str, str]:
         limit = max([CPU_MAX_REQUESTS, *(load.concurrency or 0 for load in self.loads)])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 
 LESSON_S = 0.005
-"""Seconds between two lessons from the same kind of step: one takes 0.04 ms, a tenth of the host's share of a step."""
+"""Seconds between two lessons while steps repeat: one takes 0.04 ms, a tenth of the host's share of a step."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 
 # Standard deviations, of logarithms of measured over predicted time. The machine may be faster or slower than when the
 # table was measured, and a busy neighbour changes that within a few steps; what the table is wrong about stays.
-_SPEED, _SPEED_DRIFT = 1.0, 0.02  # at first, and per step
+_SPEED, _SPEED_DRIFT = 1.0, 0.02  # at first, and per step that teaches (:mod:`sglang_dspark.scheduling.step_clock`)
 _ERROR, _ERROR_DRIFT = 0.15, 0.0015
 _NOISE = 0.1
 UNKNOWN = math.sqrt(2) * _ERROR

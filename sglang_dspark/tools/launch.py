@@ -54,7 +54,7 @@ CUDA_FLAGS = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-prefill-cuda-graph"),
     *CUDA_MEMORY_FLAGS,
 )
-"""The same with backends that need no package beside SGLang."""
+"""Flags for a small model on a part of a GPU, with backends that need no package beside SGLang; add ``--dtype``."""
 
 
 PLUGIN = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-engine", "plugin")
@@ -63,9 +63,9 @@ BUILT_IN = ("--speculative-algorithm", "DSPARK")
 """Flags that ask for SGLang's own DSPARK, where it has one."""
 
 
-def dspark_flags(draft_path: str | Path) -> tuple[str, ...]:
-    """The flags that make a server decode with DSPARK."""
-    return (*PLUGIN, "--speculative-draft-model-path", str(draft_path))
+def dspark_flags(draft_path: str | Path, algorithm: tuple[str, ...] = PLUGIN) -> tuple[str, ...]:
+    """The flags that make a server decode with DSPARK, by default with this one."""
+    return (*algorithm, "--speculative-draft-model-path", str(draft_path))
 
 
 # What `torchrun` tells its processes about each other. A server that inherits it takes itself for one of them: where it

@@ -376,7 +376,8 @@ class GraphStages:
         """Judge the drafts, where verifying has not done so."""
         requests, graphs, tier = len(step), self._graphs, self._tier
         if self._judged:
-            return graphs.once(partial(graphs.outcome, tier, requests), "accepted", *tier, requests)
+            accepted = graphs.once(partial(graphs.outcome, tier, requests), "accepted", *tier, requests)
+            return accepted if graphs.relay is not None else _kept(accepted)
         part = graphs.once(partial(_of_requests, plan, requests), "plan", *tier, requests)
         return self._eager.accept(step, drafted, part, output)
 
@@ -384,6 +385,11 @@ class GraphStages:
         """Write the draft K/V of the committed rows, where verifying has not done so."""
         if not self._judged:
             self._eager.commit(plan, accepted, output)
+
+
+def _kept(accepted: Accepted) -> Accepted:
+    """The outcome, with what SGLang hands to the next step and its replays in memory that they do not write to."""
+    return replace(accepted, bonus_tokens=accepted.bonus_tokens.clone(), new_seq_lens=accepted.new_seq_lens.clone())
 
 
 def _of_requests(plan: VerifyPlan, requests: int) -> VerifyPlan:

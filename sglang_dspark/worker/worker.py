@@ -150,11 +150,6 @@ class DSparkWorker(SpecWorkerBase):
         adjusting.count(accepted.out_tokens)
         self.preset_texts.took(batch.reqs, asked, accepted)
         rounds = self.rounds(batch, asked, step, choice, drafted, plan)
-        if stages.in_graphs and self.relay is None:
-            # SGLang hands these very tensors to the next step, whose replays write to them.
-            accepted = replace(
-                accepted, bonus_tokens=accepted.bonus_tokens.clone(), new_seq_lens=accepted.new_seq_lens.clone()
-            )
         result = decode_result(
             batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=stages.in_graphs
         )

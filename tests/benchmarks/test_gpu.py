@@ -44,7 +44,6 @@ def parse(command, words):
 @pytest.mark.parametrize("rehearses", [True, False], ids=["rehearsal", "GPU"])
 @pytest.mark.parametrize("name", list(PARTS))
 def test_every_command_can_be_parsed(name, rehearses, tmp_path):
-    (tmp_path / "sweep").mkdir()
     for builtin_python in (None, "other/python")[: 1 if rehearses else 2]:
         commands = PARTS[name].commands(setting(tmp_path, rehearses=rehearses, builtin_python=builtin_python))
         assert commands
@@ -62,10 +61,10 @@ def test_every_command_can_be_parsed(name, rehearses, tmp_path):
 
 def test_sglangs_own_keeps_as_many_drafts_as_ours(tmp_path):
     commands = PARTS["shape"].commands(setting(tmp_path, rehearses=False, builtin_python="other/python"))
-    assert len(commands) == 4
+    assert len(commands) == 1 + 4
     (given,) = {word for command in commands for word in command if word.startswith("builtin")}
     assert given == "builtin SGLANG_SIMULATE_ACC_LEN=4.63"
-    ours = next(word for word in commands[0] if word.startswith("static7="))
+    ours = next(word for word in commands[1] if word.startswith("static7="))
     kept, length = 1.0, 1.0
     for probability in map(float, ours.split()[-1].split(",")):
         kept *= probability
@@ -75,25 +74,30 @@ def test_sglangs_own_keeps_as_many_drafts_as_ours(tmp_path):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run the tool with parts that are Python texts; returns exit status and ``order.json``."""
+    """Run the tool with parts that are Python texts and their minutes; returns its result and ``order.json``."""
 
-    def run(*words, **texts):
+    def run(*words, resumes=False, **texts):
         parts = {
-            name: Part("?", minutes, lambda setting, text=text: [[sys.executable, "-c", text]])
+            name: Part("?", minutes, lambda setting, text=text: commands(text, setting), resumes=resumes)
             for name, (text, minutes) in texts.items()
         }
         monkeypatch.setattr(gpu, "PARTS", parts)
         pair = [*("--target", str(ROOT), "--draft", str(ROOT)), *("--prompts", str(ROOT / "README.md"))]
         result = CliRunner().invoke(gpu.main, [*pair, "--output", str(tmp_path), *words])
-        return result, json.loads((tmp_path / "order.json").read_text())["parts"]
+        return result, json.loads((tmp_path / "order.json").read_text())
+
+    def commands(text, setting):
+        return [[sys.executable, "-c", text, "rehearsal" if setting.rehearses else "", str(setting.output)]]
 
     return run
 
 
-def test_a_part_that_fails_or_hangs_stops_no_other(run, tmp_path):
+def test_a_part_that_fails_or_hangs_stops_no_other(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "GRACE_S", 0.5)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     texts = {
         "fails": ("print('why'); raise SystemExit(3)", 1),
-        "hangs": ("import time; time.sleep(60)", 0.01),
+        "hangs": (deaf, 0.02),
         "works": ("print('done')", 1),
     }
     began = time.monotonic()
@@ -112,9 +116,31 @@ def test_what_has_ended_well_is_not_run_again(run, tmp_path):
     assert (tmp_path / "count").read_text() == "xxx"
 
 
+def test_a_rehearsal_stands_for_nothing_else(run, tmp_path):
+    count = f"open({str(tmp_path / 'count')!r}, 'a').write('x')"
+    for words in (["--rehearse"], [], []):
+        assert run(*words, once=(count, 1))[0].exit_code == 0
+    assert (tmp_path / "count").read_text() == "xx"
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_what_a_stopped_part_has_left_behind(run, tmp_path, resumes):
+    """Sweeps go on with it; in the way of other tools it would be."""
+    leave = "import sys; open(sys.argv[2] + '/left', 'a').write('x'); raise SystemExit(1)"
+    for _ in range(2):
+        run(resumes=resumes, part=(leave, 1))
+    assert (tmp_path / "part" / "left").read_text() == ("xx" if resumes else "x")
+
+
 def test_parts_are_named(run, tmp_path):
     result, parts = run("--only", "second", first=("raise SystemExit(1)", 1), second=("pass", 1))
     assert result.exit_code == 0 and list(parts) == ["second"]
     result, _ = run("--only", "third", second=("pass", 1))
     assert result.exit_code == 2 and "'third' is none of second" in result.output
     assert Path(tmp_path / "second.log").exists()
+
+
+def test_an_interpreter_without_sglang_is_refused_at_once(run):
+    run(first=("pass", 1))
+    result, _ = run("--builtin-python", "/bin/true", first=("pass", 1))
+    assert result.exit_code == 2 and "/bin/true is no Python interpreter that has sglang" in result.output

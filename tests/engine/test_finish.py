@@ -78,6 +78,14 @@ def test_the_first_end_counts(runs, max_new_tokens, grammar_length, stop_token_i
     assert end(request(max_new_tokens, grammar_length, **wanted), runs, look_closely) == expected
 
 
+def test_requests_whose_tokens_nobody_gets_are_left_alone():
+    """Under overlap a request that has ended takes part in one more step. What holds itself is freed late."""
+    ended, retracted, running = (request(3, None) for _ in range(3))
+    ended.finished_reason, retracted.is_retracted = "of some kind", True
+    look_closely([ended, retracted, running], [[1] * 3] * 3)
+    assert ["update_finish_state" in vars(req) for req in (ended, retracted, running)] == [False, False, True]
+
+
 def test_requests_that_only_a_stop_token_may_end_are_left_to_sglang():
     reqs = [request(9, None, stop_token_ids=[3]), request(9, None), request(9, 5), request(9, None, stop=["ab"])]
     look_closely(reqs, [[1] * 8, [1] * 9, [1], [1, 2]])

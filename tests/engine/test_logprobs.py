@@ -20,7 +20,7 @@ def test_entries_of_tokens_that_were_not_committed_are_empty():
     observed = []
     processor = SimpleNamespace(model_worker=SimpleNamespace(observe=lambda *told: observed.append(told)))
     result = SimpleNamespace(arrive=lambda: None, logits_output=output)
-    batch = SimpleNamespace(return_logprob=True)
+    batch = SimpleNamespace(return_logprob=True, reqs=[SimpleNamespace(finished=lambda: True)] * 2)
     assert observe_results(lambda *told: [[5], [6, 7, 8]], processor, result, batch) == [[5], [6, 7, 8]]
     assert observed == [(result, batch)]
     for lists in (output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx):

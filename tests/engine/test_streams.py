@@ -71,6 +71,17 @@ def test_steps_of_one_token_are_streamed_as_by_sglang(texts, default):
     assert sent(singly, default, through_hook) == sent(singly, default, sglang_streams)
 
 
+def test_what_else_sglang_is_told_reaches_it():
+    spaced, other, seen = request(8), request(1), []
+    spaced.output_ids = [0] * 3
+    spaced.send_token_offset = 1
+    with patch.object(streams, "stream_interval", lambda: 1):
+        streams.when_due(
+            lambda *args, **kwargs: seen.append((args, kwargs)), "streamer", [spaced, other], True, skip_req=9
+        )
+    assert seen == [(("streamer", [other], True), {"skip_req": 9})]
+
+
 def test_answers_that_are_not_streamed_are_left_to_sglang():
     req, seen = request(8), []
     req.stream, req.output_ids = False, [0] * 3

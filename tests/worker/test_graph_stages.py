@@ -1,6 +1,7 @@
 """Steps as on a GPU, without a server: staged into tiers, laid out in buffers, replayed by calling again."""
 
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ class GraphLoop(StageLoop):
 
     Attributes:
         replayed: whether each step was.
-        outcomes: of each step.
+        outcomes, copies: of each step, and what they were when it ended.
         limits: what requests ask for.
         keeps_logits: whether somebody reads the logits of its steps.
     """
@@ -38,7 +39,7 @@ class GraphLoop(StageLoop):
     def __init__(self, monkeypatch, slots, limits=None, relay=None, **options):
         super().__init__(make_table(lambda r, d, c: 10 + d * r, lambda r, d, c: 1 + 0 * r, gamma=7), **options)
         self._slots, self._patch, self.limits, self.relay = slots, monkeypatch, limits, relay
-        self.replayed, self.outcomes = [], []
+        self.replayed, self.outcomes, self.copies = [], [], []
         choose = self.schedule.choose
         self.schedule.choose = lambda ids, context: choose(ids, context, self.limits)
         self.eager, self.stages = self.stages, None
@@ -96,6 +97,7 @@ class Chosen:
 
     def accept(self, *given):
         self._loop.outcomes.append(self._now.accept(*given))
+        self._loop.copies.append(deepcopy(self._loop.outcomes[-1]))
         return self._loop.outcomes[-1]
 
     def __getattr__(self, name):
@@ -137,6 +139,16 @@ def test_the_next_step_finds_the_outcome_in_the_relay(monkeypatch):
     read.keeps_logits = True
     assert read.serve(prompts_of(read), NUM_TOKENS) == expected(read)
     assert all(read.replayed) and not relay.has(read.outcomes[-1].bonus_tokens)
+
+
+def test_an_outcome_that_nobody_relays_stays_as_it_is(monkeypatch):
+    """Without overlap SGLang hands these tensors to the next step."""
+    loop = GraphLoop(monkeypatch, [3], schedule="static", verify_len=3)
+    assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
+    assert all(loop.replayed) and len(loop.outcomes) > 2
+    for outcome, before in zip(loop.outcomes, loop.copies, strict=True):
+        assert torch.equal(outcome.bonus_tokens, before.bonus_tokens)
+        assert torch.equal(outcome.new_seq_lens, before.new_seq_lens)
 
 
 @pytest.mark.parametrize("options", [{"schedule": "off"}, {"schedule": "static", "verify_len": 2}, {}], ids=str)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from sglang_dspark.engine.scheduler.batch import is_running
+
 
 def look_closely(reqs: Sequence[Any], runs: Sequence[Sequence[int]]) -> None:
     """Have the first of several ends count, as without speculation, where the tokens of a step may hold several.
@@ -14,12 +16,12 @@ def look_closely(reqs: Sequence[Any], runs: Sequence[Sequence[int]]) -> None:
     request that needs it gets another ``update_finish_state`` for this step.
     """
     for req, run in zip(reqs, runs, strict=True):
-        if len(run) > 1 and _may_end_early(req, len(run)):
+        if len(run) > 1 and is_running(req) and _may_end_early(req, len(run)):
             req.update_finish_state = partial(_token_by_token, req)
 
 
 def _may_end_early(req: Any, new: int) -> bool:
-    """Whether something other than a stop token may end the request among its next ``new`` tokens."""
+    """Whether something other than a stop token may end the request among its next ``new`` tokens, texts unread."""
     parameters = req.sampling_params
     return bool(
         len(req.output_ids) + new >= parameters.max_new_tokens

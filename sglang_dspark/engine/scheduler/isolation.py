@@ -1,6 +1,6 @@
 """What a forward may change of SGLang's batch is put back behind it, and what it may still read is held.
 
-SGLang does both with one call per field of the batch. Here all fields are read in one.
+SGLang does both with some calls per field of the batch. Here all fields are read in one, and written in another.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ def isolated(scheduler: Any, batch: Any, *, overlap: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, value in zip(_NAMES, before, strict=True):
-            setattr(batch, name, value)
+        vars(batch).update(zip(_NAMES, before, strict=True))
 
 
 def keep(scheduler: Any, batch: Any) -> None:

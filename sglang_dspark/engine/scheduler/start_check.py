@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.forward.capture import text_model
@@ -35,5 +38,7 @@ def _problems(runner: Any, window: int, captures: bool) -> Iterator[str]:
     columns, needed = runner.req_to_token_pool.req_to_token.shape[1], runner.model_config.context_len + 2 * window
     if columns < needed:
         yield f"rows of req_to_token have {columns} columns, and a request may need {needed}"
+    if list(signature(Req.update_finish_state).parameters) != ["self", "new_accepted_len"]:
+        yield "Req.update_finish_state, which looks for the end of a text, takes other arguments than it did"
     if captures and not getattr(text_model(runner), "capture_aux_hidden_states", False):
         yield f"{type(runner.model).__name__} does not return the hidden states that the drafter reads"

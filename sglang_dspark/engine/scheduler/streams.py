@@ -12,8 +12,9 @@ from sglang_dspark.engine.compat.arguments import stream_interval
 def when_due(original: Callable[..., None], streamer: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Hook around what SGLang streams after a step, so that ``stream_interval`` means what it does without us.
 
-    A plain server streams after 1, 1 + i, 1 + 2i tokens and so on. SGLang asks whether the text has one of these
-    lengths just now; a step of several tokens goes past most of them.
+    A plain server streams after 1, 1 + i, 1 + 2i tokens and so on. SGLang 0.5.15 asks whether the text has one of these
+    lengths just now, and a step of several tokens goes past most of them. SGLang 0.5.23 counts from what was sent last,
+    and comes later than a plain server from message to message.
 
     Args:
         reqs: the step's ``Req``; ``send_token_offset`` tokens of one were sent already.
@@ -27,8 +28,9 @@ def when_due(original: Callable[..., None], streamer: Any, reqs: Sequence[Any], 
     if not spaced:
         original(streamer, reqs, *args, **kwargs)
         return
-    waiting = {id(req) for req in spaced if not _is_due(req, default)}
-    with _streamed_now(spaced):
+    due = [req for req in spaced if _is_due(req, default)]
+    waiting = {id(req) for req in spaced} - {id(req) for req in due}
+    with _streamed_now(due):
         original(streamer, [req for req in reqs if id(req) not in waiting], *args, **kwargs)
 
 
