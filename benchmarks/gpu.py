@@ -281,6 +281,8 @@ def main(
 ) -> None:
     """Command line; see the module."""
     console = Console(highlight=False, soft_wrap=True)
+    # Python ends on SIGTERM without unwinding, which would leave the servers of a part behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if builtin_python is not None:
         if rehearse:
             raise click.UsageError("SGLang's own DSPARK needs a GPU; rehearse without --builtin-python")
