@@ -19,7 +19,7 @@ from serving.results import over_rounds, read_sweep
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 NUMBER = r"([\d,]+(?:\.\d+)?|\.\d+)"
-RANGE = rf"{NUMBER} \({NUMBER} to\s+{NUMBER}\)"
+RANGE = rf"{NUMBER}\s+\({NUMBER}\s+to\s+{NUMBER}\)"
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,23 @@ def turns(users: str):
         found += [geometric_mean(frame, row.baseline, metric), row.ratio, row.low, row.high]
     drafts = frame[frame["config"] == "auto@bfloat16"]["mean_verify_len"].mean()
     return *found, geometric_mean(frame, "auto@bfloat16", metric), drafts
+
+
+def few_users(*_: str) -> list[float]:
+    """Ratios of turns with 2 users and with 1, then drafts, step times and accept lengths with 1."""
+    frame = sweep("turns_few_users/turns.csv")
+    found = []
+    for users in (2, 1):
+        part = frame[frame["concurrency"] == users]
+        for row in (
+            summarise(ratios_to_each(part, "decode_tok_s", "auto@bfloat16")).sort_values("baseline").itertuples()
+        ):
+            found += with_interval(row)
+    alone = frame[frame["concurrency"] == 1].groupby("config")[["verified_tokens", "committed_tokens", "rounds"]].sum()
+    labels = ["auto@bfloat16", "static:5@bfloat16"]
+    found.append(alone["verified_tokens"][labels[0]] / alone["rounds"][labels[0]])
+    found += [geometric_mean(frame[frame["concurrency"] == 1], label, "ms_per_step") for label in labels]
+    return found + [alone["committed_tokens"][label] / alone["rounds"][label] for label in labels]
 
 
 def geometric_mean(frame: pd.DataFrame, label: str, metric: str) -> float:
@@ -294,6 +311,14 @@ QUOTES = [
         rf"{RANGE}\s+of\s+`(?P<policy>static:\d)`\s+at (?P<users>\d+)",
         5,
         worst_against,
+    ),
+    Quote(
+        PERFORMANCE,
+        "`auto` on a CPU",
+        rf"decodes {RANGE}, {RANGE} and {RANGE}\s+times as fast as `static:3`.*?it is {RANGE}, {RANGE} and {RANGE}:.*?"
+        rf"verifies {NUMBER} drafts.*?take\s+{NUMBER} and {NUMBER} ms there, and the accept lengths are {NUMBER} and {NUMBER}\.",
+        1,
+        few_users,
     ),
     Quote(
         PERFORMANCE,

@@ -222,7 +222,7 @@ HOOKS: tuple[Hook, ...] = (
         HookType.REPLACE,
         "scheduler.isolation.isolated",
         "scheduler",
-        "with speculation SGLang reads and writes a batch field by field, 300 calls of the host in every step",
+        "with speculation SGLang reads and writes a batch field by field, over 200 calls in every step",
     ),
     Hook(
         "keep-batch",
