@@ -316,7 +316,8 @@ QUOTES = [
         PERFORMANCE,
         "`auto` on a CPU",
         rf"decodes {RANGE}, {RANGE} and {RANGE}\s+times as fast as `static:3`.*?it is {RANGE}, {RANGE} and {RANGE}:.*?"
-        rf"verifies {NUMBER} drafts.*?take\s+{NUMBER} and {NUMBER} ms there, and the accept lengths are {NUMBER} and {NUMBER}\.",
+        rf"verifies {NUMBER} drafts.*?take\s+{NUMBER} and {NUMBER} ms there, "
+        rf"and the accept lengths are {NUMBER} and {NUMBER}\.",
         1,
         few_users,
     ),
