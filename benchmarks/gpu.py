@@ -5,7 +5,7 @@ r"""What needs an NVIDIA GPU, in the order in which a short time on one is best 
     python benchmarks/gpu.py ... --rehearse
 
 The parts are commands of this folder, one after another, each with a limit of its own; those that run unasked are
-meant to take 25 minutes, and take 31 at most. A part that fails or takes too long stops no other. RESULTS gets a folder
+meant to take 25 minutes, and take 35 at most. A part that fails or takes too long stops no other. RESULTS gets a folder
 and a log of each, and ``order.json``: commands, seconds, and how they ended. A part that has ended well is not run
 again with the same code and arguments; a sweep that was stopped goes on.
 
@@ -13,7 +13,7 @@ Plain servers run as SGLang configures itself. ``--builtin-python`` is an interp
 own, which is then measured as well; of the random pair it keeps as many drafts as ours, by SGLang's own simulation.
 
 ``--rehearse`` runs the same commands on a CPU with few tokens, and a small shape in place of the large one: whether
-they work, not how fast. What a CPU cannot run is collected only.
+they work, not how fast. What a CPU cannot run is collected or compiled only.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def identity(setting: Setting) -> Commands:
     if setting.rehearses:
         few = ("--num-prompts", "2", "--max-tokens", "6", "--only", "auto, 1 user")
         return [setting.run("identity.py", *setting.pair, *few, output="identity.json")]
-    texts = ("--dtype", "bfloat16", "--num-prompts", "32")
+    texts = ("--dtype", "bfloat16", "--num-prompts", "32", "--only", "user")  # the scenarios of one server
     return [
         setting.run("identity.py", *setting.pair, *texts, output="identity.json"),
         _pytest("tests/gpu/test_served_step.py"),
@@ -160,7 +160,7 @@ def shape(setting: Setting) -> Commands:
     named = (("off", "off"), ("auto", "auto"), ("static7", "static:7"))
     ours = ("plain", *(f"{name}={policy} {simulated}" for name, policy in named))
     builtin = setting.builtin(f"SGLANG_SIMULATE_ACC_LEN={1 + sum(accumulate(KEPT, mul)):.2f}")
-    numbers = {"num_prompts": 8, "max_tokens": 128, "rounds": 3}
+    numbers = {"num_prompts": 2, "max_tokens": 64, "rounds": 4}
     contexts = _each("--context", list(map(str, CONTEXTS)))
     commands = [[*_script("shape_pair.py"), "--shape", named_shape, *contexts, "--output", str(pair)]]
     for context in CONTEXTS:
@@ -183,8 +183,8 @@ def kernels(setting: Setting) -> Commands:
 
 def turns(setting: Setting) -> Commands:
     """Policies that take turns of a few steps on the same texts."""
-    users, rounds, tokens = ("1", "1", "48") if setting.rehearses else ("1,4,16,64", "10", "2000")
-    configs = ("auto", *(f"static:{length}" for length in range(1, 6)))
+    users, rounds, tokens = ("1", "1", "200") if setting.rehearses else ("1,4,16,64", "10", "2000")
+    configs = ("auto", *(f"static:{length}" for length in ((3,) if setting.rehearses else range(1, 6))))
     words = [*_each("--config", configs), "--concurrency", users, "--rounds", rounds, "--seconds", "0.05"]
     words += ["--max-tokens", tokens, *([] if setting.rehearses else [f"--server-flags={MEMORY[2]}"])]
     return [setting.run("policy_turns.py", *setting.pair, *words, output="turns")]
@@ -192,15 +192,16 @@ def turns(setting: Setting) -> Commands:
 
 def tests(setting: Setting) -> Commands:
     """All tests that wait for a GPU."""
-    return [_pytest("tests/gpu", *(["--collect-only"] if setting.rehearses else []))]
+    # Without one they are not even collected.
+    return [[sys.executable, "-m", "compileall", "-q", "tests/gpu"] if setting.rehearses else _pytest("tests/gpu")]
 
 
 PARTS: Mapping[str, Part] = {
-    "ttft": Part("does the first token come as soon as with SGLang alone?", 4, ttft, resumes=True),
+    "ttft": Part("does the first token come as soon as with SGLang alone?", 6, ttft, resumes=True),
     "identity": Part("are the texts the target's?", 5, identity),
     "sweep": Part("is it faster than SGLang at every load?", 5, sweep, resumes=True),
     "trace": Part("what is a step made of?", 3, trace),
-    "shape": Part("and with a target of 8 billion parameters?", 10, shape, resumes=True),
+    "shape": Part("and with a target of 8 billion parameters?", 12, shape, resumes=True),
     "kernels": Part("are the kernels right, and how fast?", 4, kernels),
     "turns": Part("which policy decodes fastest?", 15, turns, unasked=False),
     "tests": Part("does everything else run that was written for a GPU?", 30, tests, unasked=False),
