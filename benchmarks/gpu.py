@@ -4,31 +4,31 @@ r"""What needs an NVIDIA GPU, in the order in which a short time on one is best 
     python benchmarks/gpu.py ... --only ttft,sweep --builtin-python OTHER_ENV/bin/python
     python benchmarks/gpu.py ... --rehearse
 
-The parts are commands of this folder, one after another, each with a limit of its own; those that run unasked are
-meant to take 25 minutes, and take 35 at most. A part that fails or takes too long stops no other. RESULTS gets a folder
-and a log of each, and ``order.json``: commands, seconds, and how they ended. A part that has ended well is not run
-again with the same code and arguments; a sweep that was stopped goes on.
+The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 35 minutes
+together. What fails or takes too long stops nothing else. RESULTS gets a folder and a log of each part, and
+``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again with the same code and
+arguments on the same machine; a sweep that was stopped goes on. What other code or arguments have made is put aside.
 
 Plain servers run as SGLang configures itself. ``--builtin-python`` is an interpreter whose SGLang has a DSPARK of its
 own, which is then measured as well; of the random pair it keeps as many drafts as ours, by SGLang's own simulation.
 
-``--rehearse`` runs the same commands on a CPU with few tokens, and a small shape in place of the large one: whether
-they work, not how fast. What a CPU cannot run is collected or compiled only.
+``--rehearse`` runs the same commands on a CPU with few tokens, and a small shape in place of the large one, into
+RESULTS/rehearsal: whether they work, not how fast. What a CPU cannot run is collected or compiled only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 from operator import mul
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,21 @@ EXISTING = click.Path(exists=True, resolve_path=True)
 ROOT = Path(__file__).resolve().parents[1]
 NO_PREFILL_GRAPHS = "--disable-prefill-cuda-graph"
 SERVED = "--max-running-requests 64 --cuda-graph-max-bs-decode 64"
-# By servers that are loaded at once: each gets so much of the GPU's memory.
-MEMORY = {2: f"{SERVED} --mem-fraction-static 0.4", 4: f"{SERVED} --mem-fraction-static 0.2"}
+# Of what is free when a server starts. Up to four share the GPU, and all of them have the same room for K/V.
+SMALL = f"{SERVED} --mem-fraction-static 0.25 --max-total-tokens 65536"
+LARGE = f"{SERVED} --mem-fraction-static 0.8 --max-total-tokens 160000 --load-format dummy"
 POLICIES = ("plain", "off", "auto", "static:5")
-CONTEXTS = (100, 4000)  # tokens, and letters: the tokenizer of a shape has one for each
+# Of a shape, by tokens of context, which are letters: users, and what a sweep is told. A short answer to a long prompt
+# would show its prefill, and 64 of these would not fit.
+CONTEXTS: Mapping[int, tuple[str, Mapping[str, int]]] = {
+    100: ("1,8,64", {"num_prompts": 2, "max_tokens": 128, "rounds": 4}),
+    4000: ("1,8,32", {"num_prompts": 2, "max_tokens": 256, "rounds": 2}),
+}
 KEPT = ACCEPTANCE["mixed"]
 STOPPED = "stopped at its limit"
 GRACE_S = 10  # for a part that is told to end
+READERS = ("benchmarks/report.py", "benchmarks/paired_ratio.py")
+READING_S = 60  # for what shows a sweep, also one that was stopped
 PATIENCE = 4  # of a rehearsal: servers start slowly on a CPU
 
 
@@ -83,7 +91,7 @@ class Setting:
             users, numbers = "1,2", {"num_prompts": 2, "max_tokens": 6, "rounds": 1}
         words = [*what, *_each("--config", configs), "--concurrency", users, f"--server-flags={flags}"]
         words += [f"--{name.replace('_', '-')}={number}" for name, number in numbers.items()]
-        if self.builtin_python is not None:
+        if self.builtin_python is not None and any(config.startswith("builtin") for config in configs):
             words += ["--builtin-python", self.builtin_python]
         return self.run("sweep_concurrency.py", *words, output=output)
 
@@ -123,7 +131,9 @@ def ttft(setting: Setting) -> Commands:
         f"static5-eager=static:5 {NO_PREFILL_GRAPHS}",
     )
     numbers = {"num_prompts": 32, "max_tokens": 32, "rounds": 4}
-    return [setting.sweep("", [*setting.pair, "--ignore-eos"], configs, "1,16", MEMORY[4], **numbers)]
+    measured = setting.sweep("", [*setting.pair, "--ignore-eos"], configs, "1,16", SMALL, **numbers)
+    shown = [*_script("paired_ratio.py"), str(setting.output / "sweep.csv"), "--baseline", "plain@bfloat16"]
+    return [measured, *([*shown, "--metric", metric] for metric in ("ttft_ms", "tpot_ms")), _report(setting.output)]
 
 
 def identity(setting: Setting) -> Commands:
@@ -140,37 +150,38 @@ def identity(setting: Setting) -> Commands:
 
 def sweep(setting: Setting) -> Commands:
     """The pair at 1 to 64 users, answers of natural length, against SGLang as it configures itself."""
-    configs, numbers = (*POLICIES, *setting.builtin()), {"num_prompts": 24, "max_tokens": 256, "rounds": 4}
-    measured = setting.sweep("", setting.pair, configs, "1,4,16,64", MEMORY[4], **numbers)
-    return [measured, [*_script("report.py"), str(setting.output)]]
+    configs, numbers = (*POLICIES, *setting.builtin()), {"num_prompts": 12, "max_tokens": 256, "rounds": 4}
+    return [setting.sweep("", setting.pair, configs, "1,4,16,64", SMALL, **numbers), _report(setting.output)]
 
 
 def trace(setting: Setting) -> Commands:
     """What a decode step of 1 and of 64 users is made of."""
-    more = ("--steps", "4") if setting.rehearses else (f"--server-flags={MEMORY[2]}",)
+    more = ("--steps", "4") if setting.rehearses else (f"--server-flags={SMALL}",)
     words = (*setting.pair, "--config", "static:5", *more)
     users = ("1", "2") if setting.rehearses else ("1", "64")
     return [setting.run("step_trace.py", "record", *words, "--concurrency", n, output=f"{n}_users") for n in users]
 
 
 def shape(setting: Setting) -> Commands:
-    """Steps of Qwen3-8B's shape with drafts kept by chance, at short and at long contexts."""
+    """Steps of Qwen3-8B's shape with drafts kept by chance, at short and at long contexts.
+
+    With long ones look at ``itl_p50_ms`` and ``accept_length``: prefills are most of the rest.
+    """
     pair, named_shape = setting.output / "pair", "rehearsal" if setting.rehearses else "qwen3-8b"
     simulated = f"--speculative-dspark-simulate-acceptance {','.join(map(str, KEPT))}"
     named = (("off", "off"), ("auto", "auto"), ("static7", "static:7"))
     ours = ("plain", *(f"{name}={policy} {simulated}" for name, policy in named))
     builtin = setting.builtin(f"SGLANG_SIMULATE_ACC_LEN={1 + sum(accumulate(KEPT, mul)):.2f}")
-    numbers = {"num_prompts": 2, "max_tokens": 64, "rounds": 4}
     contexts = _each("--context", list(map(str, CONTEXTS)))
     commands = [[*_script("shape_pair.py"), "--shape", named_shape, *contexts, "--output", str(pair)]]
-    for context in CONTEXTS:
-        what = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--raw-prompts", "--ignore-eos"]
-        what += ["--prompts", str(pair / f"context_{context}.jsonl")]
-        # At first without SGLang's own: three servers with so much context do not fit one GPU.
-        for configs in dict.fromkeys((ours, (*ours, *builtin))):
-            flags = f"--load-format dummy {'' if setting.rehearses else MEMORY[2]}"
-            commands.append(setting.sweep(f"context_{context}", what, configs, "1,8,64", flags, **numbers))
-    return commands
+    what = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--raw-prompts", "--ignore-eos"]
+    # SGLang's own afterwards: three servers do not fit one GPU, and a sweep starts those that it has not measured.
+    for configs in dict.fromkeys((ours, (*ours, *builtin))):
+        for context, (users, numbers) in CONTEXTS.items():
+            prompts = ["--prompts", str(pair / f"context_{context}.jsonl")]
+            flags = "--load-format dummy" if setting.rehearses else LARGE
+            commands.append(setting.sweep(f"context_{context}", [*what, *prompts], configs, users, flags, **numbers))
+    return [*commands, *(_report(setting.output / f"context_{context}") for context in CONTEXTS)]
 
 
 def kernels(setting: Setting) -> Commands:
@@ -186,7 +197,7 @@ def turns(setting: Setting) -> Commands:
     users, rounds, tokens = ("1", "1", "200") if setting.rehearses else ("1,4,16,64", "10", "2000")
     configs = ("auto", *(f"static:{length}" for length in ((3,) if setting.rehearses else range(1, 6))))
     words = [*_each("--config", configs), "--concurrency", users, "--rounds", rounds, "--seconds", "0.05"]
-    words += ["--max-tokens", tokens, *([] if setting.rehearses else [f"--server-flags={MEMORY[2]}"])]
+    words += ["--max-tokens", tokens, *([] if setting.rehearses else [f"--server-flags={SMALL}"])]
     return [setting.run("policy_turns.py", *setting.pair, *words, output="turns")]
 
 
@@ -209,13 +220,13 @@ PARTS: Mapping[str, Part] = {
 
 
 def run_part(commands: Commands, minutes: float, log_path: Path) -> dict[str, Any]:
-    """Run a part to its end or limit: how it ended, and after how many seconds."""
-    began, status = time.monotonic(), "ok"
-    with log_path.open("w", encoding="utf-8") as log:
+    """Run a part to its end or limit: how the first command ended that did not end well, and the seconds of all."""
+    began, ended = time.monotonic(), []
+    with log_path.open("a", encoding="utf-8") as log:
         for command in commands:
-            status = _run(command, log, 60 * minutes - (time.monotonic() - began))
-            if status != "ok":
-                break
+            left_s = 60 * minutes - (time.monotonic() - began)
+            ended.append(_run(command, log, max(left_s, READING_S) if command[1] in READERS else left_s))
+    status = next((status for status in ended if status != "ok"), "ok")
     return {"status": status, "seconds": round(time.monotonic() - began, 1)}
 
 
@@ -246,6 +257,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _script(name: str) -> list[str]:
     return [sys.executable, f"benchmarks/{name}"]
+
+
+def _report(sweep: Path) -> list[str]:
+    return [*_script("report.py"), str(sweep)]
 
 
 def _pytest(*words: str) -> list[str]:
@@ -294,28 +309,40 @@ def main(
         except DSparkError as error:
             raise click.BadParameter(str(error), param_hint="--builtin-python") from error
     pair = ("--target", target, "--draft", draft, *_each("--prompts", prompts))
+    output = (output / "rehearsal" if rehearse else output).resolve()
     output.mkdir(parents=True, exist_ok=True)
     path = output / "order.json"
     parts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    code = {**provenance.record(), "changes": provenance.changes_digest()}
+    made = {**provenance.record(), "changes": provenance.changes_digest()}
+    inputs = [made[name] for name in ("commit", "changes", "versions", "hardware")]
+    inputs += [provenance.file_digest(Path(file)) for file in prompts]
+    inputs += [] if builtin_python is None else [provenance.version_in(builtin_python, "sglang")]
     for name in names:
-        part, folder = PARTS[name], output.resolve() / name
+        part, folder = PARTS[name], output / name
         commands = part.commands(Setting(pair, folder, builtin_python, rehearse))
-        now = {"commit": code["commit"], "changes": code["changes"], "commands": _portable(commands)}
+        digest = hashlib.sha256(json.dumps([*inputs, commands]).encode()).hexdigest()
         before = parts.get(name, {})
-        same = all(before.get(key) == value for key, value in now.items())
-        if same and before["status"] == "ok":
+        if before.get("digest") == digest and before["status"] == "ok":
             console.print(f"{name}: done before")
             continue
-        if not (same and part.resumes):
-            shutil.rmtree(folder, ignore_errors=True)
+        if not (before.get("digest") == digest and part.resumes):
+            _put_aside(folder)
         folder.mkdir(exist_ok=True)
         minutes = part.minutes * (PATIENCE if rehearse else 1)
         console.print(f"{name}: {part.question} At most {minutes:g} minutes.")
-        parts[name] = {**code, **now, **run_part(commands, minutes, output / f"{name}.log")}
+        # Before it runs: what is ended from outside goes on all the same.
+        parts[name] = {**made, "digest": digest, "commands": _portable(commands), "status": "running", "seconds": None}
+        provenance.write_json(path, parts)
+        parts[name] |= run_part(commands, minutes, output / f"{name}.log")
         provenance.write_json(path, parts)
         console.print(f"{name}: {parts[name]['status']}, {parts[name]['seconds']:.0f} s; {output / name}.log")
     sys.exit(0 if all(parts[name]["status"] == "ok" for name in names) else 1)
+
+
+def _put_aside(folder: Path) -> None:
+    """Give a folder that is there another name."""
+    if folder.exists():
+        folder.rename(next(aside for n in count(1) if not (aside := folder.with_name(f"{folder.name}.{n}")).exists()))
 
 
 def _portable(commands: Commands) -> Commands:

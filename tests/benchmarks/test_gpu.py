@@ -10,7 +10,7 @@ import click
 import gpu
 import pytest
 from click.testing import CliRunner
-from gpu import PARTS, ROOT, STOPPED, Part, Setting
+from gpu import CONTEXTS, PARTS, ROOT, STOPPED, Part, Setting
 from serving.configurations import parse_configurations
 
 
@@ -44,6 +44,9 @@ def parse(command, words):
 @pytest.mark.parametrize("rehearses", [True, False], ids=["rehearsal", "GPU"])
 @pytest.mark.parametrize("name", list(PARTS))
 def test_every_command_can_be_parsed(name, rehearses, tmp_path):
+    for read_later in ("sweep.csv", *(f"context_{context}/sweep.csv" for context in CONTEXTS)):
+        (tmp_path / read_later).parent.mkdir(exist_ok=True)
+        (tmp_path / read_later).touch()
     for builtin_python in (None, "other/python")[: 1 if rehearses else 2]:
         commands = PARTS[name].commands(setting(tmp_path, rehearses=rehearses, builtin_python=builtin_python))
         assert commands
@@ -61,7 +64,7 @@ def test_every_command_can_be_parsed(name, rehearses, tmp_path):
 
 def test_sglangs_own_keeps_as_many_drafts_as_ours(tmp_path):
     commands = PARTS["shape"].commands(setting(tmp_path, rehearses=False, builtin_python="other/python"))
-    assert len(commands) == 1 + 4
+    assert len(commands) == 1 + 4 + 2
     (given,) = {word for command in commands for word in command if word.startswith("builtin")}
     assert given == "builtin SGLANG_SIMULATE_ACC_LEN=4.63"
     ours = next(word for word in commands[1] if word.startswith("static7="))
@@ -84,7 +87,8 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setattr(gpu, "PARTS", parts)
         pair = [*("--target", str(ROOT), "--draft", str(ROOT)), *("--prompts", str(ROOT / "README.md"))]
         result = CliRunner().invoke(gpu.main, [*pair, "--output", str(tmp_path), *words])
-        return result, json.loads((tmp_path / "order.json").read_text())
+        order = tmp_path / "order.json"
+        return result, json.loads(order.read_text()) if order.exists() else {}
 
     def commands(text, setting):
         return [[sys.executable, "-c", text, "rehearsal" if setting.rehearses else "", str(setting.output)]]
@@ -117,10 +121,11 @@ def test_what_has_ended_well_is_not_run_again(run, tmp_path):
 
 
 def test_a_rehearsal_stands_for_nothing_else(run, tmp_path):
-    count = f"open({str(tmp_path / 'count')!r}, 'a').write('x')"
-    for words in (["--rehearse"], [], []):
-        assert run(*words, once=(count, 1))[0].exit_code == 0
-    assert (tmp_path / "count").read_text() == "xx"
+    leave = "import sys; open(sys.argv[2] + '/left', 'a').write(sys.argv[1] + '.')"
+    for words in (["--rehearse"], [], ["--rehearse"], []):
+        assert run(*words, once=(leave, 1))[0].exit_code == 0
+    left = [(tmp_path / folder / "once" / "left").read_text() for folder in (".", "rehearsal")]
+    assert left == [".", "rehearsal."]
 
 
 @pytest.mark.parametrize("resumes", [True, False])
@@ -130,6 +135,35 @@ def test_what_a_stopped_part_has_left_behind(run, tmp_path, resumes):
     for _ in range(2):
         run(resumes=resumes, part=(leave, 1))
     assert (tmp_path / "part" / "left").read_text() == ("xx" if resumes else "x")
+    assert (tmp_path / "part.1" / "left").exists() != resumes
+
+
+def test_a_sweep_goes_on_after_the_tool_was_ended_from_outside(run, tmp_path, monkeypatch):
+    def ended(*args):
+        (tmp_path / "part" / "left").write_text("x")
+        raise SystemExit(143)
+
+    measured, run_part = ("import sys; open(sys.argv[2] + '/left', 'a').write('y')", 1), gpu.run_part
+    monkeypatch.setattr(gpu, "run_part", ended)
+    _, parts = run(resumes=True, part=measured)
+    assert parts["part"]["status"] == "running"
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    assert run(resumes=True, part=measured)[0].exit_code == 0
+    assert (tmp_path / "part" / "left").read_text() == "xy"
+
+
+def test_other_arguments_are_measured_anew_and_nothing_is_lost(run, tmp_path):
+    leave = "import sys; open(sys.argv[2] + '/left', 'a').write('{}')"
+    for letter in "ab":
+        run(resumes=True, part=(leave.format(letter), 1))
+    assert (tmp_path / "part" / "left").read_text() == "b"
+    assert (tmp_path / "part.1" / "left").read_text() == "a"
+
+
+def test_a_command_that_fails_stops_no_other_of_its_part(tmp_path):
+    texts = ("raise SystemExit(4)", "print('shown')", "raise SystemExit(5)")
+    ended = gpu.run_part([[sys.executable, "-c", text] for text in texts], 1, tmp_path / "log")
+    assert ended["status"] == "exit status 4" and (tmp_path / "log").read_text() == "shown\n"
 
 
 def test_parts_are_named(run, tmp_path):
