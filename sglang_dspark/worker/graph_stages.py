@@ -39,12 +39,12 @@ from dspark_kernels import (
 from sglang_dspark.engine.forward.adapters import CapturedAdapters
 from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, logits_buffer, static_verify
 from sglang_dspark.engine.scheduler.future_map import Relay
-from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.choice import Choice
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.state import DecodeBatch, Drafted, TargetOutput, VerifyPlan
 from sglang_dspark.worker.stages import EagerStages
 from sglang_dspark.worker.tiers import Tiers
-from sglang_dspark.worker.verify_plan import lay_out
+from sglang_dspark.worker.verify_plan import lay_out, plan_numbers
 
 T = TypeVar("T", PreparedStep, VerifyRows)
 V = TypeVar("V")
@@ -307,15 +307,6 @@ class StepGraphs:
         prepare(step.requests, drafter.num_slots, drafter.mask_token_id, self.prepared, numbers or PlanNumbers())
         judged = (rows, plain) in self.judged and step.rows.all_greedy and not step.keeps_logits
         return GraphStages(self, slots, (rows, plain), judged=judged, plans=numbers is not None)
-
-
-def plan_numbers(choice: Choice, requests: int) -> PlanNumbers | None:
-    """What a captured plan does by ``choice``; None where requests have bounds, or nobody ranks drafts for all."""
-    if choice.is_uniform(requests):
-        return PlanNumbers(verify_len=choice.depth)
-    if choice.rule is not Rule.TOP or choice.limits or choice.drafted or not choice.with_confidence:
-        return None
-    return PlanNumbers(choice.budget, forced=-1 if choice.forced is None else choice.forced)
 
 
 class GraphStages:

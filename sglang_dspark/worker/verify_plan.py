@@ -1,12 +1,13 @@
-"""Flattening the tokens to be verified."""
+"""Flattening the tokens to be verified, by single launches or by numbers that a captured plan reads."""
 
 from __future__ import annotations
 
 import torch
-from dspark_kernels import StepRequests, plan_lens, plan_top, plan_uniform
+from dspark_kernels import PlanNumbers, StepRequests, plan_lens, plan_top, plan_uniform
 
 from sglang_dspark.scheduling.admission import Admitted, Best, Lengths, Uniform
 from sglang_dspark.scheduling.selection import top_prefixes
+from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.state import VerifyPlan
 
 
@@ -42,3 +43,12 @@ def lay_out(
 def _sum_on_host(lens: torch.Tensor) -> int:
     """Waits for the device."""
     return int(lens.sum())
+
+
+def plan_numbers(choice: Choice, requests: int) -> PlanNumbers | None:
+    """What a captured plan does by ``choice``; None where requests have bounds, or nobody ranks drafts for all."""
+    if choice.is_uniform(requests):
+        return PlanNumbers(verify_len=choice.depth)
+    if choice.rule is not Rule.TOP or choice.limits or choice.drafted or not choice.with_confidence:
+        return None
+    return PlanNumbers(choice.budget, forced=-1 if choice.forced is None else choice.forced)

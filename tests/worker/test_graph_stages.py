@@ -18,8 +18,9 @@ from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.state import TargetOutput
 from sglang_dspark.worker import graph_stages
-from sglang_dspark.worker.graph_stages import StepGraphs, plan_numbers
+from sglang_dspark.worker.graph_stages import StepGraphs
 from sglang_dspark.worker.staging import Staging
+from sglang_dspark.worker.verify_plan import plan_numbers
 
 NUM_TOKENS = 16
 
