@@ -54,3 +54,15 @@ def test_raw_arguments(resolved):
 def test_what_was_not_done_is_named(fields, says):
     with pytest.raises(EngineError, match=says):
         check_start(runner(**fields), WINDOW, captures=True)
+
+
+def test_a_release_whose_requests_end_elsewhere(monkeypatch):
+    """A request gets another such method for a step: where SGLang calls something else, that would do nothing."""
+
+    class Req:
+        def update_finish_state(self, tokens):
+            """With other arguments."""
+
+    monkeypatch.setattr(start_check, "Req", Req)
+    with pytest.raises(EngineError, match="update_finish_state, which looks for the end of a text"):
+        check_start(runner(), WINDOW, captures=True)
