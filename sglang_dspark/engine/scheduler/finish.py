@@ -16,22 +16,14 @@ def look_closely(reqs: Sequence[Any], runs: Sequence[Sequence[int]]) -> None:
     request that needs it gets another ``update_finish_state`` for this step.
     """
     for req, run in zip(reqs, runs, strict=True):
-        if len(run) > 1 and is_running(req) and _may_end_early(req, len(run)):
+        if len(run) <= 1 or not is_running(req):
+            continue
+        # What stop strings say has to wait for the text.
+        if req.sampling_params.stop_strs or _ends_otherwise(req, len(req.output_ids) + len(run)):
             req.update_finish_state = partial(_token_by_token, req)
 
 
-def _may_end_early(req: Any, new: int) -> bool:
-    """Whether something other than a stop token may end the request among its next ``new`` tokens, texts unread."""
-    parameters = req.sampling_params
-    return bool(
-        len(req.output_ids) + new >= parameters.max_new_tokens
-        or req.grammar is not None
-        or parameters.stop_strs
-        or parameters.stop_regex_strs
-    )
-
-
-def _token_by_token(req: Any, new_accepted_len: int = 1) -> None:
+def _token_by_token(req: Any, new_accepted_len: int) -> None:
     """Let SGLang look at a request for its end after every one of its last tokens; once in the place of its method.
 
     SGLang looks at the tokens of a step together, at their number first, then at the grammar, at stop strings, and at
@@ -44,7 +36,7 @@ def _token_by_token(req: Any, new_accepted_len: int = 1) -> None:
         new_accepted_len: how many these are.
     """
     del req.update_finish_state
-    if new_accepted_len <= 1 or req.finished() or req.to_finish or not _several_ends(req, new_accepted_len):
+    if req.to_finish or not (_ends_otherwise(req, len(req.output_ids)) or _holds_stop(req, new_accepted_len)):
         req.update_finish_state(new_accepted_len)
         return
     grammar = req.grammar
@@ -71,14 +63,20 @@ def forget_overshoot(session: Any, *args: Any, **kwargs: Any) -> None:
             del req.output_ids[req.finished_len :]
 
 
-def _several_ends(req: Any, new_accepted_len: int) -> bool:
-    """Whether something other than a stop token may end the request among its last tokens."""
+def _ends_otherwise(req: Any, length: int) -> bool:
+    """Whether something other than a stop token or string may end the request at ``length`` tokens or a few before."""
     parameters, grammar = req.sampling_params, req.grammar
-    if len(req.output_ids) >= parameters.max_new_tokens or parameters.stop_regex_strs:
-        return True
-    if grammar is not None and grammar.is_terminated():
-        return True
-    if not parameters.stop_strs:
+    return bool(
+        length >= parameters.max_new_tokens
+        or parameters.stop_regex_strs
+        or (grammar is not None and grammar.is_terminated())
+    )
+
+
+def _holds_stop(req: Any, new_accepted_len: int) -> bool:
+    """Whether a stop string may be in the request's last tokens."""
+    stops = req.sampling_params.stop_strs
+    if not stops:
         return False
     tail = req.tail_str(new_accepted_len)
-    return any(stop in tail for stop in parameters.stop_strs)
+    return any(stop in tail for stop in stops)
