@@ -55,14 +55,17 @@ def model_config(args: Any) -> Any:
 
 def tokens_per_step() -> int:
     """Tokens that a step verifies per request at most, in a process that serves."""
-    source = runtime_context.get_spec() if RESOLVED_LATER else server_args.get_global_server_args()
-    return int(source.speculative_num_draft_tokens)
+    return int(_in_force("spec").speculative_num_draft_tokens)
 
 
 def stream_interval() -> int:
     """Tokens between two messages of a stream whose request does not name a number, in a process that serves."""
-    source = runtime_context.get_serving() if RESOLVED_LATER else server_args.get_global_server_args()
-    return int(source.stream_interval)
+    return int(_in_force("serving").stream_interval)
+
+
+def _in_force(group: str) -> Any:
+    """What holds the arguments of a group in a process that serves."""
+    return getattr(runtime_context, f"get_{group}")() if RESOLVED_LATER else server_args.get_global_server_args()
 
 
 def fields() -> Iterator[Any]:
