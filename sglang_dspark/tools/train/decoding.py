@@ -6,7 +6,7 @@ take far more room than the text, so that pays for small targets on a slow machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from sglang_dspark.tools.train.target import Target, TargetStates
 
 # Rows that ended stay in the batch until this share of it is idle: dropping them copies the whole KV cache.
 _COMPACT_BELOW = 0.75
+# Tokens of prompts that go through the target together, padding included: more of them only take memory.
+_PREFILL_TOKENS = 8192
 
 
 @torch.no_grad()
@@ -33,7 +35,7 @@ def decode(
     """Continue every prompt until a stop token or `max_new_tokens`.
 
     Args:
-        prompts: token ids, one list per row; similar lengths waste least.
+        prompts: token ids, one list per row.
         temperatures: per row; 0 takes the argmax.
         max_new_tokens: most tokens written per row; the stop token is kept.
         generator: CPU generator for the draws; a target elsewhere draws from one seeded by it.
@@ -51,8 +53,15 @@ def decode(
     generator = _generator_on(device, generator)
     ids, mask, positions = ids.to(device), mask.to(device), positions.to(device)
     cache = _PreallocatedCache(target.num_layers, width + max_new_tokens)
-    states = target.forward(ids, mask[:, :width], positions[:, :width], cache)
-    kept = _KeptStates(bs, width + max_new_tokens, states) if keep_states else None
+    kept = _KeptStates(bs, width + max_new_tokens) if keep_states else None
+    last_hidden = target.lm_head_weight.new_empty(bs, target.hidden_size)
+    for piece, piece_width in _prompt_pieces(prompts):
+        part, piece_cache = slice(width - piece_width, width), _PreallocatedCache(target.num_layers, piece_width)
+        states = target.forward(ids[piece, part], mask[piece, part], positions[piece, part], piece_cache)
+        last_hidden[piece] = states.last_hidden[:, -1]
+        cache.take(piece, bs, width, piece_cache)
+        if kept is not None:
+            kept.add(piece, width - piece_width, states)
 
     outputs: list[list[int]] = [[] for _ in prompts]
     rows = torch.arange(bs)  # batch row -> prompt
@@ -60,7 +69,7 @@ def decode(
     heat = torch.tensor(temperatures, dtype=torch.float32)
     stop_ids = torch.tensor(sorted(target.stop_ids), dtype=torch.long)
     for column in range(width, width + max_new_tokens):
-        tokens = _draw(target.logits(states.last_hidden[:, -1]), heat[rows], generator)
+        tokens = _draw(target.logits(last_hidden), heat[rows], generator)
         for i in active.nonzero().flatten().tolist():
             outputs[rows[i]].append(int(tokens[i]))
         active &= ~torch.isin(tokens, stop_ids)
@@ -78,6 +87,7 @@ def decode(
             positions[device_rows, column : column + 1],
             cache,
         )
+        last_hidden = states.last_hidden[:, -1]
         if kept is not None:
             kept.add(rows, column, states)
     on_progress(bs * (width + max_new_tokens - 1 - column) / max_new_tokens)
@@ -93,18 +103,19 @@ def decode(
 class _KeptStates:
     """States of all rows and columns of a batch, on the CPU."""
 
-    def __init__(self, bs: int, columns: int, prefill: TargetStates) -> None:
-        def table(states: Tensor) -> Tensor:
-            kept = torch.zeros(bs, columns, states.shape[-1], dtype=states.dtype)
-            kept[:, : states.shape[1]] = states
-            return kept
-
-        self._features, self._last_hidden = table(prefill.features), table(prefill.last_hidden)
+    def __init__(self, bs: int, columns: int) -> None:
+        self._shape = bs, columns
+        self._features = self._last_hidden = torch.empty(0)
 
     def add(self, rows: Tensor, column: int, states: TargetStates) -> None:
-        """Keep the states of one column; `rows` says which rows are still in the batch."""
-        self._features[rows, column] = states.features[:, 0].cpu()
-        self._last_hidden[rows, column] = states.last_hidden[:, 0].cpu()
+        """Keep the states of some rows at `column` and the columns behind it."""
+        if not self._features.numel():
+            self._features, self._last_hidden = (
+                torch.zeros(*self._shape, x.shape[-1], dtype=x.dtype) for x in (states.features, states.last_hidden)
+            )
+        part = slice(column, column + states.features.shape[1])
+        self._features[rows, part] = states.features.cpu()
+        self._last_hidden[rows, part] = states.last_hidden.cpu()
 
     def of_row(self, row: int, start: int, length: int) -> tuple[Tensor, Tensor]:
         """Features and last hidden states of `length` columns from `start` on."""
@@ -118,14 +129,35 @@ def _generator_on(device: torch.device, generator: torch.Generator) -> torch.Gen
     return torch.Generator(device).manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
 
 
+def _prompt_pieces(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, int]]:
+    """Rows of similar length that go through the target together, and the length of the longest of them."""
+    piece: list[int] = []
+    for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row]), reverse=True):
+        if piece and (len(piece) + 1) * len(prompts[piece[0]]) > _PREFILL_TOKENS:
+            yield torch.tensor(piece), len(prompts[piece[0]])
+            piece = []
+        piece.append(row)
+    yield torch.tensor(piece), len(prompts[piece[0]])
+
+
 def _draw(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
     """Tokens ``[bs]`` on the CPU, the argmax where the temperature is 0; logits and generator share a device."""
     tokens = logits.argmax(-1)
     hot = temperatures.nonzero().flatten().to(logits.device)
     if hot.numel():
         probs = torch.softmax(logits[hot] / temperatures.to(logits.device)[hot, None], dim=-1)
-        tokens[hot] = torch.multinomial(probs, 1, generator=generator)[:, 0]
+        tokens[hot] = _inverse(probs, torch.rand(len(hot), device=logits.device, generator=generator))
     return tokens.cpu()
+
+
+def _inverse(probs: Tensor, uniform: Tensor) -> Tensor:
+    """The token ``[n]`` of each row of `probs` ``[n, V]`` at which the distribution function exceeds `uniform` ``[n]``.
+
+    One number decides a row. `torch.multinomial` draws one per token, which took a CPU longer than the target's layers.
+    """
+    below = probs.cumsum(-1, dtype=torch.float64)
+    # Relative to the last sum, which rounding keeps from being 1.
+    return torch.searchsorted(below, (uniform.double() * below[:, -1])[:, None], right=True)[:, 0]
 
 
 class _PreallocatedLayer(CacheLayerMixin):
@@ -170,11 +202,26 @@ class _PreallocatedLayer(CacheLayerMixin):
     def keep_rows(self, rows: Tensor) -> None:
         self.keys, self.values = self.keys[rows], self.values[rows]
 
+    def take(self, rows: Tensor, bs: int, length: int, layer: _PreallocatedLayer) -> None:
+        """Put what `layer` holds of some of the `bs` rows into the columns before `length`."""
+        if not self.is_initialized:
+            self.lazy_initialization(layer.keys[:1].expand(bs, -1, -1, -1), layer.values[:1].expand(bs, -1, -1, -1))
+            self._length = length
+            # Nothing is seen of the columns before a shorter prompt, but what stands there has to be numbers.
+            self.keys[:, :, :length], self.values[:, :, :length] = 0, 0
+        part = slice(length - layer.get_seq_length(), length)
+        self.keys[rows, :, part], self.values[rows, :, part] = layer.keys, layer.values
+
 
 class _PreallocatedCache(Cache):
     def __init__(self, num_layers: int, capacity: int) -> None:
-        super().__init__(layers=[_PreallocatedLayer(capacity) for _ in range(num_layers)])
+        self._layers_of_rows = [_PreallocatedLayer(capacity) for _ in range(num_layers)]
+        super().__init__(layers=self._layers_of_rows)
 
     def keep_rows(self, rows: Tensor) -> None:
-        for layer in self.layers:
+        for layer in self._layers_of_rows:
             layer.keep_rows(rows)
+
+    def take(self, rows: Tensor, bs: int, length: int, cache: _PreallocatedCache) -> None:
+        for layer, other in zip(self._layers_of_rows, cache._layers_of_rows, strict=True):
+            layer.take(rows, bs, length, other)
