@@ -18,7 +18,19 @@ ITEMS = (
     "balloons oranges muffins bracelets magazines chairs"
 ).split()
 PLACES = "shop school farm market library bakery park museum factory garden station restaurant".split()
-BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+# How a user may end a problem of mathematics; none is the sentence of a set that drafters are measured with.
+MATH_ENDINGS = (
+    "",
+    "",
+    " Show how you get there.",
+    "\nThink it through before you answer.",
+    "\nWork it out line by line. The last line is the result alone.",
+    "\nExplain each step, then give the result as \\boxed{result}.",
+    " Solve it carefully and write the final number in a box: \\boxed{...}",
+    "\n\nGive a detailed solution.",
+    " Let's think step by step.",
+    "\nWhat is the answer, and why?",
+)
 
 _MATH_TEMPLATES = (
     "{a} has {x} {item}. {b} has {k} times as many {item} as {a}. How many {item} do they have together?",
@@ -151,10 +163,12 @@ _STRING_TASKS = (
     ),
 )
 _CODE_ASKS = (
-    "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{stub}\n```",
+    "Fill in the body of this function.\n\n{stub}",
     "Complete this function:\n```python\n{stub}\n```",
-    "Write a solution to the following problem and make sure that it passes the tests:\n```python\nfrom typing import *\n\n\n"
-    "{stub}\n```",
+    "I need the implementation of\n```\n{stub}\n```\nin plain Python.",
+    "```python\nfrom typing import *\n\n\n{stub}\n```\nImplement what the docstring says.",
+    "Here is a stub:\n\n```python\n{stub}\n```\n\nFinish it, and explain your code briefly.",
+    "{stub}\n\nHow would you write this function?",
 )
 _CODE_OPENINGS = (
     "Write a Python function; Write a Python program to; Write a function that takes a list of; "
@@ -301,7 +315,7 @@ def _fillers(rng: random.Random) -> dict[str, object]:
 
 
 def _math(rng: random.Random) -> str:
-    return rng.choice(_MATH_TEMPLATES).format(**_fillers(rng)) + BOXED
+    return rng.choice(_MATH_TEMPLATES).format(**_fillers(rng)) + rng.choice(MATH_ENDINGS)
 
 
 def _chat(rng: random.Random) -> str:

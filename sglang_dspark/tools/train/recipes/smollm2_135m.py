@@ -4,9 +4,10 @@
     python -m sglang_dspark.tools.train.recipes.smollm2_135m measure --draft DIR PROMPTS.jsonl ...
 
 ``make`` writes prompts, texts and drafter below DIR, and goes on where an earlier run stopped; both stages end by the
-clock. ``--write-minutes 0`` writes no further texts, so that another variant is trained on the same ones. It is meant
-for a GPU: on a CPU the batches are smaller and an hour of each gives much less. ``measure`` prints accept lengths on
-the first prompts of each file, in float32.
+clock. ``--write-minutes 0`` writes no further texts, so that another variant is trained on the same ones, and
+``--train-minutes 0`` trains nothing. On a GPU one part is enough. On a CPU, where an hour gives much less, ``--part 1``, ``--part 2`` and so on write other texts, each in
+a folder of its own, and ``--init`` names the drafter of the part before. ``measure`` prints accept lengths on the first
+prompts of each file, in float32.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from sglang_dspark.tools.train.corpus import Corpus, generate, invent_prompts
 from sglang_dspark.tools.train.initial_drafter import InitialDrafter
 from sglang_dspark.tools.train.measure import measure, measured_texts, table
 from sglang_dspark.tools.train.prompt_format import PromptFormat
-from sglang_dspark.tools.train.recipes.seed_prompts import BOXED, openings, templated
+from sglang_dspark.tools.train.recipes.seed_prompts import MATH_ENDINGS, openings, templated
 from sglang_dspark.tools.train.reports import StepReport
 from sglang_dspark.tools.train.rows import CorpusRow, keep_states, kept_bytes, stored_states
 from sglang_dspark.tools.train.server_writer import OwnServerWriter
@@ -100,7 +101,9 @@ CPU_CHANGES: dict[str, Any] = {
     "learning_rate": 1e-3,
     "markov_lr_scale": 10.0,
 }
-CPU_BATCH_SIZE = 96
+CPU_BATCH_SIZE = 256
+# Of the prompts of a part on a GPU.
+CPU_PROMPTS_SHARE = 1 / 16
 # Shapes that were tried; the bundled drafter is "base", and "dflash" the same as a plain DFlash drafter, without heads.
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
@@ -122,23 +125,26 @@ def load_target(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Target:
 def text_writer(folder: Path) -> Iterator[TextWriter]:
     """An SGLang server of the target on the GPU where there is one, else the target in this process."""
     if not torch.cuda.is_available():
-        yield InProcessWriter(load_target(folder))
+        yield InProcessWriter(load_target(folder), keep_states=True)
         return
     vocab_size = AutoConfig.from_pretrained(folder).vocab_size
     with OwnServerWriter(str(folder), "cuda", "bfloat16", stop_ids_of(folder), vocab_size, CONCURRENCY) as writer:
         yield writer
 
 
-def write_prompts(writer: TextWriter, prompt_format: PromptFormat, path: Path, seconds: float, say: Say) -> None:
+def write_prompts(
+    writer: TextWriter, prompt_format: PromptFormat, path: Path, seed: int, seconds: float, say: Say
+) -> None:
     """Collect the training prompts in `path`, all domains mixed; inventing ends after about `seconds`."""
     if path.exists():
         return
-    rng = random.Random(SEED)
-    generator = torch.Generator().manual_seed(SEED)
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
     size = _batch_size()
     started = time.perf_counter()
-    prompts = {domain: templated(domain, counts[0], SEED) for domain, counts in PROMPT_COUNTS.items()}
-    for domain, temperature, chunk in _inventing_jobs(size):
+    counts = _prompt_counts()
+    prompts = {domain: templated(domain, counts[domain][0], seed) for domain in counts}
+    for domain, temperature, chunk in _inventing_jobs(size, seed):
         if time.perf_counter() - started > seconds:
             say(f"inventing ended by the clock before {domain} at temperature {temperature}")
             break
@@ -152,7 +158,7 @@ def write_prompts(writer: TextWriter, prompt_format: PromptFormat, path: Path, s
             generator=generator,
         )
         if domain == "math":
-            invented = [turn + BOXED if rng.random() < 0.5 else turn for turn in invented]
+            invented = [turn + rng.choice(MATH_ENDINGS) for turn in invented]
         prompts[domain] += invented
         say(f"{len(invented)} of {len(chunk)} {domain} prompts invented at temperature {temperature}")
     rows = [
@@ -164,11 +170,11 @@ def write_prompts(writer: TextWriter, prompt_format: PromptFormat, path: Path, s
     write_text_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _inventing_jobs(size: int) -> Iterator[tuple[str, float, list[str]]]:
+def _inventing_jobs(size: int, seed: int) -> Iterator[tuple[str, float, list[str]]]:
     """Domain, temperature and openings of batches of at most `size`, the domains in turn."""
     per_domain = []
-    for domain, (_, count) in PROMPT_COUNTS.items():
-        found = openings(domain, count, SEED)
+    for domain, (_, count) in _prompt_counts().items():
+        found = openings(domain, count, seed)
         jobs = [
             (domain, INVENTING_TEMPERATURES[i % len(INVENTING_TEMPERATURES)], found[start : start + size])
             for i, start in enumerate(range(0, count, size))
@@ -178,8 +184,14 @@ def _inventing_jobs(size: int) -> Iterator[tuple[str, float, list[str]]]:
         yield from (job for job in turn if job is not None)
 
 
-def write_corpus(
-    writer: TextWriter, prompt_format: PromptFormat, prompts_path: Path, folder: Path, seconds: float, say: Say
+def write_corpus(  # noqa: PLR0913 - what a part consists of
+    writer: TextWriter,
+    prompt_format: PromptFormat,
+    prompts_path: Path,
+    folder: Path,
+    seed: int,
+    seconds: float,
+    say: Say,
 ) -> None:
     """Let the target answer the prompts for about `seconds`; texts go to shards in `folder`."""
     rows = [json.loads(line) for line in lines_of(prompts_path.read_text(encoding="utf-8"))]
@@ -194,7 +206,7 @@ def write_corpus(
         folder,
         max_new_tokens=MAX_ANSWER_LEN,
         batch_size=_batch_size(),
-        seed=SEED,
+        seed=seed,
         seconds=seconds,
         on_shard=lambda done, total: say(f"shard {done} of {total}, {time.perf_counter() - started:.0f} s"),
     )
@@ -203,6 +215,7 @@ def write_corpus(
 def load_corpus(target: Target, folder: Path, say: Say) -> tuple[Corpus, Corpus]:
     """Texts to train on and texts held out, both with the target's states."""
     rows: list[CorpusRow] = [row for row in Corpus.load(folder).rows if len(row.input_ids) - row.prompt_len > 1]
+    random.Random(SEED).shuffle(rows)
     if len(rows) <= HELD_OUT_ROWS:
         raise ConfigError(
             f"{folder} has {len(rows)} texts, of which {HELD_OUT_ROWS} are held out; raise --write-minutes"
@@ -214,7 +227,7 @@ def load_corpus(target: Target, folder: Path, say: Say) -> tuple[Corpus, Corpus]
         fitting = int(len(rows) * min(1.0, STATES_SHARE * free / kept_bytes(target, rows)))
         say(f"{fitting} of {len(rows)} texts fit the memory with their states")
         rows = rows[:fitting]
-    rows = keep_states(target, rows, batch_tokens=65_536 if target.device.type == "cuda" else 4096)
+        rows = keep_states(target, rows, batch_tokens=65_536)
     corpus, held_out = Corpus(rows[:-HELD_OUT_ROWS]), Corpus(rows[-HELD_OUT_ROWS:])
     say(f"{len(corpus)} texts, {corpus.num_answer_tokens} answer tokens; states took {_since(started)}")
     return corpus, held_out
@@ -264,6 +277,13 @@ def measure_drafters(target_dir: Path, drafters: Sequence[Path], files: Sequence
     return results
 
 
+def _prompt_counts() -> dict[str, tuple[int, int]]:
+    share = 1 if torch.cuda.is_available() else CPU_PROMPTS_SHARE
+    return {
+        domain: (int(filled * share), int(invented * share)) for domain, (filled, invented) in PROMPT_COUNTS.items()
+    }
+
+
 def _batch_size() -> int:
     return BATCH_SIZE if torch.cuda.is_available() else CPU_BATCH_SIZE
 
@@ -288,6 +308,7 @@ def main(arguments: Sequence[str]) -> None:
     make.add_argument("--variant", choices=VARIANTS, default="base")
     make.add_argument("--write-minutes", type=float, default=4.0)
     make.add_argument("--train-minutes", type=float, default=5.0)
+    make.add_argument("--part", type=int, default=0, help="number of the texts to write and train on")
     make.add_argument("--init", type=Path, help="drafter to start from, such as the bundled one of an earlier release")
     measuring = commands.add_parser("measure")
     measuring.add_argument("--draft", type=Path, action="append", required=True)
@@ -303,15 +324,18 @@ def main(arguments: Sequence[str]) -> None:
         measure_drafters(options.target, options.draft, options.files, say)
         return
     prompt_format = PromptFormat.from_pretrained(options.target)
-    prompts, texts = options.output / "prompts.jsonl", options.output / "corpus"
+    folder, seed = options.output / f"part-{options.part:03d}", SEED + options.part
+    prompts, texts = folder / "prompts.jsonl", folder / "corpus"
     seconds = 60 * options.write_minutes
     with text_writer(options.target) as writer:
-        write_prompts(writer, prompt_format, prompts, INVENTING_SHARE * seconds, say)
-        write_corpus(writer, prompt_format, prompts, texts, (1 - INVENTING_SHARE) * seconds, say)
+        write_prompts(writer, prompt_format, prompts, seed, INVENTING_SHARE * seconds, say)
+        write_corpus(writer, prompt_format, prompts, texts, seed, (1 - INVENTING_SHARE) * seconds, say)
+    if not options.train_minutes:
+        return
     target = load_target(options.target)
     config = variant_config(options.variant, options.train_minutes, target.device.type)
     corpus, held_out = load_corpus(target, texts, say)
-    train(target, corpus, held_out, options.output / options.variant, config, say, options.init)
+    train(target, corpus, held_out, folder / options.variant, config, say, options.init)
 
 
 if __name__ == "__main__":
