@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,13 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import DRAFT_FILES, local_folder
 
 _PROJECTION = "fc.weight"
-_W2 = "markov_head.markov_w2.weight"
+_W1, _W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+# Matrices that may be larger than the drafter's: where a rank or the width of an MLP grows. What is new of the second
+# kind is zero, so that what is new of the first has no effect before the first step.
+_READS = (_W1, "mlp.gate_proj.weight", "mlp.up_proj.weight")
+_WRITES = (_W2, "confidence_head.proj.weight", "mlp.down_proj.weight")
+# What a layer adds to its input comes out of these.
+_LAYER_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 # Tensors that a message lists.
 _NAMED = 4
 
@@ -64,13 +71,23 @@ class InitialDrafter:
 
     def fitting(self, model: DraftModel) -> dict[str, Tensor]:
         """The tensors that `model` has in the same shape; the projection only where it reads the same taps."""
-        ours = model.state_dict()
-        if model.config.target_layer_ids != self.config.target_layer_ids:
-            del ours[_PROJECTION]
+        ours = self._comparable(model)
         return {name: w for name, w in self.tensors.items() if name in ours and w.shape == ours[name].shape}
 
+    def grown(self, model: DraftModel) -> dict[str, Tensor]:
+        """The tensors that `model` has larger: this drafter's values, and beside them what leaves its outputs alone."""
+        ours = self._comparable(model)
+        grown = {}
+        for name, weight in self.tensors.items():
+            if name not in ours or not self._may_grow(name, weight, ours[name], model.config.markov_head_type):
+                continue
+            larger = torch.zeros_like(ours[name]) if name.endswith(_WRITES) else ours[name].clone()
+            larger[: weight.shape[0], : weight.shape[1]] = weight
+            grown[name] = larger
+        return grown
+
     def give(self, model: DraftModel) -> None:
-        """Put the tensors that fit into `model`.
+        """Put the tensors that fit into `model`, and into larger ones; further layers begin without effect.
 
         Raises:
             ConfigError: none does.
@@ -78,21 +95,48 @@ class InitialDrafter:
         fitting = self.fitting(model)
         if not fitting:
             raise ConfigError(f"--init {self.name}: no tensor has a shape of the drafter to be trained; leave it out")
-        model.load_state_dict(fitting, strict=False)
+        silent = {name: torch.zeros_like(model.state_dict()[name]) for name in self._silent(model)}
+        model.load_state_dict(fitting | self.grown(model) | silent, strict=False)
 
     def account(self, model: DraftModel) -> str:
         """What `model` has of this drafter, in words."""
-        fitting, all_names = self.fitting(model).keys(), model.state_dict().keys()
+        fitting, grown, all_names = self.fitting(model).keys(), self.grown(model).keys(), model.state_dict().keys()
         said = f"{len(fitting)} of {len(all_names)} tensors are those of {self.name}"
-        drawn = sorted(all_names - fitting)
+        if grown:
+            said += f"; enlarged: {_listed(grown)}"
+        drawn = all_names - fitting - grown
         if drawn:
-            said += f"; drawn anew: {', '.join(drawn[:_NAMED])}" + (", ..." if len(drawn) > _NAMED else "")
+            said += f"; drawn anew: {_listed(drawn)}"
+        if self._silent(model):
+            said += "; the further layers begin without effect"
         replaced = [
             name for name, weight in self.own.items() if not _is_of(weight, name, model, self.config, self.token_ids)
         ]
         if replaced:
             said += f"; the target's stand in for its own {' and '.join(replaced)}"
         return said
+
+    def _comparable(self, model: DraftModel) -> dict[str, Tensor]:
+        ours: dict[str, Tensor] = model.state_dict()
+        if model.config.target_layer_ids != self.config.target_layer_ids:
+            del ours[_PROJECTION]
+        return ours
+
+    def _may_grow(self, name: str, weight: Tensor, ours: Tensor, head: str | None) -> bool:
+        if not name.endswith(_READS + _WRITES) or weight.shape == ours.shape:
+            return False
+        # The other heads multiply or feed back their latents, so that nothing new stays without effect.
+        plain = self.config.markov_head_type == head == "vanilla" or ".mlp." in name
+        return plain and all(theirs <= size for theirs, size in zip(weight.shape, ours.shape, strict=True))
+
+    def _silent(self, model: DraftModel) -> list[str]:
+        """Tensors through which the layers that this drafter lacks add to their input."""
+        lacking = range(self.config.num_hidden_layers, model.config.num_hidden_layers)
+        return [f"layers.{layer}.{output}" for layer in lacking for output in _LAYER_OUTPUTS]
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
 
 
 def initial_folder(name: str) -> Path:

@@ -10,6 +10,7 @@ from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 from sglang_dspark.draft.weights import load_draft_model, save_draft_model
 from sglang_dspark.errors import CheckpointError, ConfigError
 from sglang_dspark.tools.train.initial_drafter import InitialDrafter, initial_config, shape_of
+from sglang_dspark.tools.train.reports import StepReport
 from sglang_dspark.tools.train.run_folder import DRAFT_DIR
 from sglang_dspark.tools.train.target import Target
 from sglang_dspark.tools.train.trainer import Trainer
@@ -41,6 +42,24 @@ def test_what_has_another_shape_is_drawn_and_named(finished, target, corpus, con
     total = len(trainer.model.state_dict())
     assert account.startswith(f"{total - 3} of {total} tensors are those of")
     assert f"drawn anew: {named}" in account
+
+
+def test_what_is_larger_begins_as_the_drafter_that_it_grew_from(finished, target, corpus, config, tmp_path):
+    """More layers, a larger rank, wider MLPs: the same loss in the first step, and then everything learns."""
+    same = replace(config, **shape_of(finished.config), log_every=1, steps=3)
+    grown = replace(same, num_layers=4, markov_rank=12, intermediate_size=same.intermediate_size + 16)
+    losses, accounts = [], []
+    for settings in (same, grown):
+        trainer = Trainer(settings, target, corpus, corpus, tmp_path / str(settings.num_layers), init=finished)
+        accounts.append(finished.account(trainer.model))
+        before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+        reports: list[StepReport] = []
+        trainer.run(reports.append)
+        losses.append(reports[0].loss)
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+    assert "enlarged: confidence_head.proj.weight, layers.0.mlp.down_proj.weight" in accounts[1]
+    assert accounts[1].endswith("; the further layers begin without effect")
+    assert [name for name, weight in trainer.model.state_dict().items() if torch.equal(weight, before[name])] == []
 
 
 def test_the_projection_of_other_taps_is_drawn(finished, target, corpus, config, tmp_path):
