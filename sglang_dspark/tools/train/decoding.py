@@ -54,14 +54,7 @@ def decode(
     ids, mask, positions = ids.to(device), mask.to(device), positions.to(device)
     cache = _PreallocatedCache(target.num_layers, width + max_new_tokens)
     kept = _KeptStates(bs, width + max_new_tokens) if keep_states else None
-    last_hidden = target.lm_head_weight.new_empty(bs, target.hidden_size)
-    for piece, piece_width in _prompt_pieces(prompts):
-        part, piece_cache = slice(width - piece_width, width), _PreallocatedCache(target.num_layers, piece_width)
-        states = target.forward(ids[piece, part], mask[piece, part], positions[piece, part], piece_cache)
-        last_hidden[piece] = states.last_hidden[:, -1]
-        cache.take(piece, bs, width, piece_cache)
-        if kept is not None:
-            kept.add(piece, width - piece_width, states)
+    last_hidden = _prefill(target, prompts, ids, mask, positions, cache, kept)
 
     outputs: list[list[int]] = [[] for _ in prompts]
     rows = torch.arange(bs)  # batch row -> prompt
@@ -98,6 +91,28 @@ def decode(
         StoredRow(text, prompt_len, *kept.of_row(row, width - prompt_len, len(text) - 1))
         for row, (text, prompt_len) in enumerate(texts)
     ]
+
+
+def _prefill(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    ids: Tensor,  # [bs, width]
+    mask: Tensor,  # [bs, width or more], as is `positions`
+    positions: Tensor,
+    cache: _PreallocatedCache,
+    kept: _KeptStates | None,
+) -> Tensor:
+    """Run the target over the prompts, in pieces of similar length; their last hidden states ``[bs, d]``."""
+    bs, width = ids.shape
+    last_hidden = target.lm_head_weight.new_empty(bs, target.hidden_size)
+    for piece, piece_width in _prompt_pieces(prompts):
+        part, piece_cache = slice(width - piece_width, width), _PreallocatedCache(target.num_layers, piece_width)
+        states = target.forward(ids[piece, part], mask[piece, part], positions[piece, part], piece_cache)
+        last_hidden[piece] = states.last_hidden[:, -1]
+        cache.take(piece, bs, width, piece_cache)
+        if kept is not None:
+            kept.add(piece, width - piece_width, states)
+    return last_hidden
 
 
 class _KeptStates:

@@ -5,9 +5,9 @@
 
 ``make`` writes prompts, texts and drafter below DIR, and goes on where an earlier run stopped; both stages end by the
 clock. ``--write-minutes 0`` writes no further texts, so that another variant is trained on the same ones, and
-``--train-minutes 0`` trains nothing. On a GPU one part is enough. On a CPU, where an hour gives much less, ``--part 1``, ``--part 2`` and so on write other texts, each in
-a folder of its own, and ``--init`` names the drafter of the part before. ``measure`` prints accept lengths on the first
-prompts of each file, in float32.
+``--train-minutes 0`` trains nothing. On a GPU one part is enough. On a CPU, where an hour gives much less, ``--part 1``,
+``--part 2`` and so on write other texts, each in a folder of its own, and ``--init`` names the drafter of the part
+before. ``measure`` prints accept lengths on the first prompts of each file, in float32.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _inventing_jobs(size: int, seed: int) -> Iterator[tuple[str, float, list[str
         yield from (job for job in turn if job is not None)
 
 
-def write_corpus(  # noqa: PLR0913 - what a part consists of
+def write_corpus(
     writer: TextWriter,
     prompt_format: PromptFormat,
     prompts_path: Path,
