@@ -5,7 +5,7 @@
 
 ``make`` writes prompts, texts and drafter below DIR, and goes on where an earlier run stopped; both stages end by the
 clock. ``--write-minutes 0`` writes no further texts, so that another variant is trained on the same ones, and
-``--train-minutes 0`` trains nothing. On a GPU one part is enough. On a CPU, where an hour gives much less, ``--part 1``,
+``--train-minutes 0`` trains nothing. On a GPU one part is enough. On a CPU, where an hour gives less, ``--part 1``,
 ``--part 2`` and so on write other texts, each in a folder of its own, and ``--init`` names the drafter of the part
 before. ``measure`` prints accept lengths on the first prompts of each file, in float32.
 """
