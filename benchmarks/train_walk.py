@@ -31,6 +31,8 @@ CPU_OPTIONS = (
     "--loss-vocab 3072 --batch-rows 4 --learning-rate 1e-3"
 )
 _TAIL_LINES = 20
+# Of what `evaluate` found.
+_SERVED = ("answers", "output_tokens", "rounds", "block_size", "accept_length", "standard_error", "survival")
 
 
 class Walk:
@@ -90,7 +92,7 @@ def split_prompts(path: Path, folder: Path, num_trained: int, num_measured: int)
 
 def stages_of(run: Path, started: float, ended: float) -> dict[str, float]:
     """Seconds of the stages of a training command that ran from `started` to `ended`, by the files that it wrote."""
-    written = max(path.stat().st_mtime for path in (run / "corpus").glob("shard-*.safetensors"))
+    written = max(path.stat().st_mtime for path in (run / "corpus").rglob("shard-*.safetensors"))
     trained = (run / "training_state.pt").stat().st_mtime
     return {
         "texts": round(written - started, 1),
@@ -125,10 +127,13 @@ def follow(
         stats = server.get_json("/dspark/stats")
     finally:
         server.stop()
+    held_out = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    served = json.loads(results.read_text(encoding="utf-8"))["results"][0]
     return {
         "stages": stages,
-        "held_out": json.loads((run / "evaluation.json").read_text(encoding="utf-8")),
-        "served": json.loads(results.read_text(encoding="utf-8")),
+        "held_out": {name: value for name, value in held_out.items() if name != "target"},
+        "served": {name: served[name] for name in _SERVED},
+        "calibration": json.loads(sts.read_text(encoding="utf-8")),
         "answer": answer["choices"][0]["text"],
         "answered_with": {name: stats[name] for name in ("policy", "rounds", "verified_tokens", "accepted_tokens")},
     }
