@@ -21,6 +21,7 @@ from committed_figures import (
     planning_times,
     ratios,
     readme_speeds,
+    repeated_ranks,
     step_times,
     support_cost,
     support_lengths,
@@ -190,6 +191,13 @@ QUOTES = [
         rf"and {NUMBER} % and {NUMBER} %\s+where",
         1,
         support_cost,
+    ),
+    Quote(
+        "docs/simulation.md",
+        "Against a real sweep",
+        rf"like the other half to {NUMBER}, {NUMBER}, {NUMBER}, {NUMBER} and {NUMBER},",
+        1,
+        repeated_ranks,
     ),
 ]
 

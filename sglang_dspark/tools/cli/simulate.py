@@ -200,11 +200,11 @@ def _sweep(console: Console, options: dict[str, Any]) -> None:
 
 
 def _check(console: Console, options: dict[str, Any]) -> None:
-    from sglang_dspark.tools.simulator.check import rank_correlations, write_csv
+    from sglang_dspark.tools.simulator.check import write_csv
 
     comparisons, given = (_beside_table if options["table_file"] else _beside_itself)(console, options)
     console.print(tables.of_comparisons(comparisons, _TOLERANCE))
-    console.print(tables.of_predictions(comparisons, rank_correlations(comparisons)))
+    console.print(tables.of_predictions(comparisons))
     console.print(_agreement(comparisons, given), soft_wrap=True)
     if options["csv_file"]:
         write_csv(options["csv_file"], comparisons)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.tools.simulator.blocks import BlockSource, RecordedBlocks
@@ -24,7 +26,7 @@ _REPEATS = 4
 _NOISE = 0.03
 # Between two requests that are sent together and reach the queue: an idle server takes the first one alone.
 _APART_MS = 0.1
-_MEASURED = ("label", "users", "tok_s", "slowest", "fastest", "ttft_ms", "step_ms", "verify_len", "accept_length")
+_MEASURED = ("label", "users", "tok_s", "ttft_ms", "step_ms", "verify_len", "accept_length")
 _SIMULATED = ("tok_s", "ttft_ms", "step_ms", "verify_len", "accept_length", "error")
 
 
@@ -140,11 +142,38 @@ def rank_correlations(comparisons: Sequence[Comparison]) -> dict[int, float]:
     for users in sorted({c.measured.users for c in comparisons}):
         ours = [c for c in comparisons if c.measured.users == users and c.measured.policy != "plain"]
         if len(ours) >= 3:
-            measured, simulated = (
-                np.argsort(np.argsort(rates)) for rates in ([c.measured.tok_s for c in ours], [c.tok_s for c in ours])
-            )
-            found[users] = float(np.corrcoef(measured, simulated)[0, 1])
+            found[users] = _spearman([c.measured.tok_s for c in ours], [c.tok_s for c in ours])
     return found
+
+
+def rank_repeatability(points: Sequence[Measured]) -> dict[int, float]:
+    """By users: the rank correlation that the sweep has with itself.
+
+    The mean of Spearman's correlation between the policies' median speeds in one half of the rounds and in the other,
+    over all ways to halve them. Where it is low, the order that was measured is largely chance, and no simulation can
+    meet it. Loads with fewer than four rounds, or than three policies of DSPARK, are left out.
+    """
+    found = {}
+    for users in sorted({point.users for point in points}):
+        rates = [point.rates for point in points if point.users == users and point.policy != "plain"]
+        num_rounds = min(map(len, rates), default=0)
+        if len(rates) >= 3 and num_rounds >= 4:
+            table = np.array([rate[:num_rounds] for rate in rates])
+            halves = [list(half) for half in combinations(range(num_rounds), num_rounds // 2)]
+            found[users] = float(
+                np.mean(
+                    [
+                        _spearman(np.median(table[:, half], axis=1), np.median(np.delete(table, half, axis=1), axis=1))
+                        for half in halves
+                    ]
+                )
+            )
+    return found
+
+
+def _spearman(left: ArrayLike, right: ArrayLike) -> float:
+    first, second = (np.argsort(np.argsort(values)) for values in (left, right))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 def write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:

@@ -19,6 +19,7 @@ from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
 
 _NUMBERS = (
     "concurrency",
+    "round",
     "output_tok_s",
     "ttft_ms",
     "tpot_ms",
@@ -41,7 +42,7 @@ class Measured:
     Attributes:
         label: of the configuration.
         policy: as the simulator names it; ``plain`` for the server without the plugin.
-        slowest, fastest: the least and the most ``tok_s`` of a round.
+        rates: tokens per second of all users, round by round.
         step_ms: median time between two pieces of a stream: a decode step, or for ``plain`` that of one token.
         accepted_per_round: the accept length beyond the one token that is for sure; NaN for ``plain``.
         verify_len: drafts verified per request and step; NaN for ``plain``.
@@ -53,9 +54,7 @@ class Measured:
     label: str
     policy: str
     users: int
-    tok_s: float
-    slowest: float
-    fastest: float
+    rates: tuple[float, ...]
     ttft_ms: float
     step_ms: float
     num_requests: int
@@ -66,6 +65,11 @@ class Measured:
     gap_p99_ms: float
     tpot_ms: float
     running: float
+
+    @property
+    def tok_s(self) -> float:
+        """Tokens per second of all users in the median round."""
+        return median(self.rates)
 
     @property
     def accept_length(self) -> float:
@@ -135,14 +139,11 @@ def _measured(label: str, users: int, rows: Sequence[Row]) -> Measured:
     def total(name: str) -> float:
         return sum(row[name] for row in rows)
 
-    tok_s = [row["output_tok_s"] for row in rows]
     return Measured(
         label=label,
         policy=rows[0]["policy"],
         users=users,
-        tok_s=median(tok_s),
-        slowest=min(tok_s),
-        fastest=max(tok_s),
+        rates=tuple(row["output_tok_s"] for row in sorted(rows, key=lambda row: row["round"])),
         ttft_ms=median(row["ttft_ms"] for row in rows),
         step_ms=median(row["itl_p50_ms"] for row in rows),
         num_requests=round(median(row["num_requests"] for row in rows)),
