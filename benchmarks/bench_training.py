@@ -98,6 +98,9 @@ def measure(target_dir: str, texts: Path, num_rows: int, anchors: int, steps: in
     import torch
 
     of = _trainer_modules()
+    checkout = os.environ["PYTHONPATH"].partition(os.pathsep)[0]
+    if not of("trainer").__file__.startswith(checkout):
+        raise click.ClickException(f"{of('trainer').__file__} is not of the checkout {checkout}")
     target = of("target").Target.from_pretrained(target_dir, TAPS, dtype=torch.bfloat16, device="cpu")
     rows = of("corpus").Corpus.load(texts, limit=1).rows[: 8 * num_rows]
     plain = [of("rows").CorpusRow(row.input_ids, row.prompt_len) for row in rows]

@@ -14,7 +14,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,15 @@ class Walk:
             tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-_TAIL_LINES:])
             raise DSparkError(f"{name} failed with status {status}; {log} ends\n{tail}")
 
-    def serve(self, name: str, target: str, *flags: str) -> LaunchedServer:
-        """A server of the target on this CPU, started."""
+    @contextmanager
+    def serve(self, name: str, target: str, *flags: str) -> Iterator[LaunchedServer]:
+        """A server of the target on this CPU; what is timed is its start."""
         started = time.perf_counter()
-        server = LaunchedServer(target, *CPU_FLAGS, *flags, env=CPU_ENV, log_path=self.folder / f"{name}.log")
-        server.__enter__()
-        words = ["python", "-m", "sglang.launch_server", "--model-path", target, *CPU_FLAGS, *flags]
-        self._took(name, shlex.join(map(provenance.portable, words)), started)
-        return server
+        log_path = self.folder / f"{name}.log"
+        with LaunchedServer(target, *CPU_FLAGS, *flags, env=CPU_ENV, log_path=log_path) as server:
+            words = ["python", "-m", "sglang.launch_server", "--model-path", target, *CPU_FLAGS, *flags]
+            self._took(name, shlex.join(map(provenance.portable, words)), started)
+            yield server
 
     def _took(self, name: str, command: str, started: float) -> None:
         seconds = round(time.perf_counter() - started, 1)
@@ -115,18 +117,12 @@ def follow(
     speculating = ("--dtype", "bfloat16", *dspark_flags(draft))
     sts, results = walk.folder / "sts.json", walk.folder / "served.json"
     with_url = ("--prompts", str(measured), *raw)
-    server = walk.serve("serve whole blocks", target, *speculating, "--speculative-dspark-schedule", "static")
-    try:
+    with walk.serve("serve whole blocks", target, *speculating, "--speculative-dspark-schedule", "static") as server:
         walk.run("evaluate", "evaluate", "--url", server.url, *with_url, "--output", str(results))
         walk.run("calibrate", "calibrate", "--url", server.url, *with_url, "--output", str(sts))
-    finally:
-        server.stop()
-    server = walk.serve("serve", target, *speculating, "--speculative-dspark-confidence-sts-path", str(sts))
-    try:
+    with walk.serve("serve", target, *speculating, "--speculative-dspark-confidence-sts-path", str(sts)) as server:
         answer = server.post_json("/v1/completions", {"model": "", "prompt": "Two and two", "max_tokens": 48})
         stats = server.get_json("/dspark/stats")
-    finally:
-        server.stop()
     held_out = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     served = json.loads(results.read_text(encoding="utf-8"))["results"][0]
     return {
@@ -156,13 +152,15 @@ def main(
     walk = Walk(output)
     files = split_prompts(prompts, output, trained, measured)
     started = time.perf_counter()
+    found: Mapping[str, Any] = {}
     try:
         found = follow(walk, target, files, shlex.split(options), ("--raw",) if raw else ())
     except DSparkError as error:
         raise click.ClickException(str(error)) from error
-    total = round(time.perf_counter() - started, 1)
-    provenance.write_json(result, {**provenance.record(), "seconds": total, "steps": walk.steps, **found})
-    click.echo(f"{result}: {total} s in all")
+    finally:  # of a walk that was cut short, the steps that it took
+        total = round(time.perf_counter() - started, 1)
+        provenance.write_json(result, {**provenance.record(), "seconds": total, "steps": walk.steps, **found})
+        click.echo(f"{result}: {total} s in all")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """What the walk through docs/training.md reads beside the commands that it runs."""
 
 import os
+import re
+from pathlib import Path
 
 import pytest
-from train_walk import split_prompts, stages_of
+from train_walk import CPU_OPTIONS, split_prompts, stages_of
 
 from sglang_dspark.errors import DSparkError
 
@@ -26,3 +28,10 @@ def test_stages_end_with_the_last_text_the_last_step_and_the_command(tmp_path):
         path.touch()
         os.utime(path, (changed, changed))
     assert stages_of(tmp_path, 100, 420.04) == {"texts": 50, "training": 250, "measuring": 20.0}
+
+
+def test_the_options_are_those_of_the_page():
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    (command,) = re.findall(r"^### On a CPU\n.*?```bash\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    words = command.replace("\\\n", "").replace("--invent 500", "").split()
+    assert words[words.index("--dtype") :] == CPU_OPTIONS.split()

@@ -103,7 +103,7 @@ def of_comparisons(comparisons: Sequence[Comparison], tolerance: float) -> Table
             str(m.users),
             m.label,
             f"{m.tok_s:.1f}",
-            f"{min(m.rates):.0f}-{max(m.rates):.0f}",
+            f"{m.slowest:.0f}-{m.fastest:.0f}",
             f"{c.tok_s:.1f}",
             f"{c.error:+.1%}{mark}",
             f"{m.step_ms:.1f}",
@@ -115,16 +115,16 @@ def of_comparisons(comparisons: Sequence[Comparison], tolerance: float) -> Table
 
 def of_predictions(comparisons: Sequence[Comparison]) -> Table:
     """By users: what no number of the sweep was given for, and how well the order of the policies is met."""
-    from sglang_dspark.tools.simulator.check import rank_correlations, rank_repeatability
+    from sglang_dspark.tools.simulator.check import rank_ceilings, rank_correlations
 
-    ranks, itself = rank_correlations(comparisons), rank_repeatability([c.measured for c in comparisons])
+    ranks, ceilings = rank_correlations(comparisons), rank_ceilings([c.measured for c in comparisons])
     deciding = list(dict.fromkeys(c.measured.label for c in comparisons if c.measured.decides))
     headings = [f"{label}: {what}" for label in deciding for what in ("drafts", "accept length")]
     title = (
-        "Predicted against measured, and Spearman's rank correlation of the policies' speeds: with the simulated ones, "
-        "and of half the measured rounds with the other half"
+        "Predicted against measured, and Spearman's rank correlation of the policies' speeds: found, and what no error "
+        "at all would give, by what the rounds of the sweep differ"
     )
-    table = _new_table("users", *headings, "ranks", "halves", title=title)
+    table = _new_table("users", *headings, "ranks", "at best", title=title)
     for users in dict.fromkeys(c.measured.users for c in comparisons):
         by_label = {c.measured.label: c for c in comparisons if c.measured.users == users}
         cells = []
@@ -132,7 +132,7 @@ def of_predictions(comparisons: Sequence[Comparison]) -> Table:
             lengths = ((c.verify_len, c.measured.verify_len), (c.accept_length, c.measured.accept_length)) if c else ()
             cells += [f"{ours:.2f} / {theirs:.2f}" for ours, theirs in lengths] or ["-", "-"]
         table.add_row(
-            str(users), *cells, *(f"{found[users]:.2f}" if users in found else "-" for found in (ranks, itself))
+            str(users), *cells, *(f"{found[users]:.2f}" if users in found else "-" for found in (ranks, ceilings))
         )
     return table
 

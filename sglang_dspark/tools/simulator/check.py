@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.tools.simulator.blocks import BlockSource, RecordedBlocks
@@ -26,7 +26,7 @@ _REPEATS = 4
 _NOISE = 0.03
 # Between two requests that are sent together and reach the queue: an idle server takes the first one alone.
 _APART_MS = 0.1
-_MEASURED = ("label", "users", "tok_s", "ttft_ms", "step_ms", "verify_len", "accept_length")
+_MEASURED = ("label", "users", "tok_s", "slowest", "fastest", "ttft_ms", "step_ms", "verify_len", "accept_length")
 _SIMULATED = ("tok_s", "ttft_ms", "step_ms", "verify_len", "accept_length", "error")
 
 
@@ -146,34 +146,42 @@ def rank_correlations(comparisons: Sequence[Comparison]) -> dict[int, float]:
     return found
 
 
-def rank_repeatability(points: Sequence[Measured]) -> dict[int, float]:
-    """By users: the rank correlation that the sweep has with itself.
+def rank_ceilings(points: Sequence[Measured]) -> dict[int, float]:
+    """By users: the rank correlation that a prediction without error would have with the sweep, by its own rounds.
 
-    The mean of Spearman's correlation between the policies' median speeds in one half of the rounds and in the other,
-    over all ways to halve them. Where it is low, the order that was measured is largely chance, and no simulation can
-    meet it. Loads with fewer than four rounds, or than three policies of DSPARK, are left out.
+    Half of the rounds orders the policies by their median speeds, and so does the other half. From r, the mean of
+    Spearman's correlation of the two over all halves, 2 r / (1 + r) is that of all rounds with as many others
+    (Spearman and Brown), and its square root that of all rounds with the truth. Loads with fewer than four rounds, or
+    than three policies of DSPARK, are left out.
     """
     found = {}
     for users in sorted({point.users for point in points}):
         rates = [point.rates for point in points if point.users == users and point.policy != "plain"]
-        num_rounds = min(map(len, rates), default=0)
-        if len(rates) >= 3 and num_rounds >= 4:
-            table = np.array([rate[:num_rounds] for rate in rates])
-            halves = [list(half) for half in combinations(range(num_rounds), num_rounds // 2)]
-            found[users] = float(
-                np.mean(
-                    [
-                        _spearman(np.median(table[:, half], axis=1), np.median(np.delete(table, half, axis=1), axis=1))
-                        for half in halves
-                    ]
-                )
-            )
+        rounds = sorted(set.intersection(*map(set, rates))) if rates else []
+        if len(rates) >= 3 and len(rounds) >= 4:
+            table = np.array([[rate[number] for number in rounds] for rate in rates])
+            halves = combinations(range(len(rounds)), len(rounds) // 2)
+            agreement = float(np.mean([_agreement(table, half) for half in halves]))
+            found[users] = float(np.sqrt(max(0.0, 2 * agreement / (1 + agreement))))
     return found
 
 
+def _agreement(table: NDArray[np.float64], half: Sequence[int]) -> float:
+    """Rank correlation of the medians over these columns of ``[policies, rounds]`` and over the others."""
+    return _spearman(np.median(table[:, half], axis=1), np.median(np.delete(table, half, axis=1), axis=1))
+
+
 def _spearman(left: ArrayLike, right: ArrayLike) -> float:
-    first, second = (np.argsort(np.argsort(values)) for values in (left, right))
-    return float(np.corrcoef(first, second)[0, 1])
+    """Spearman's correlation; equal values share their ranks, and values that are all equal go with nothing."""
+    first, second = (_ranks(values) for values in (left, right))
+    return float(np.corrcoef(first, second)[0, 1]) if first.any() and second.any() else 0.0
+
+
+def _ranks(values: ArrayLike) -> NDArray[np.float64]:
+    """Ranks around their mean."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: NDArray[np.float64] = (np.cumsum(counts) - counts / 2)[inverse] - len(inverse) / 2
+    return ranks
 
 
 def write_csv(path: Path, comparisons: Sequence[Comparison]) -> None:

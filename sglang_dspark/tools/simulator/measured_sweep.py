@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -42,7 +42,7 @@ class Measured:
     Attributes:
         label: of the configuration.
         policy: as the simulator names it; ``plain`` for the server without the plugin.
-        rates: tokens per second of all users, round by round.
+        rates: tokens per second of all users by round.
         step_ms: median time between two pieces of a stream: a decode step, or for ``plain`` that of one token.
         accepted_per_round: the accept length beyond the one token that is for sure; NaN for ``plain``.
         verify_len: drafts verified per request and step; NaN for ``plain``.
@@ -54,7 +54,7 @@ class Measured:
     label: str
     policy: str
     users: int
-    rates: tuple[float, ...]
+    rates: Mapping[int, float]
     ttft_ms: float
     step_ms: float
     num_requests: int
@@ -69,7 +69,17 @@ class Measured:
     @property
     def tok_s(self) -> float:
         """Tokens per second of all users in the median round."""
-        return median(self.rates)
+        return median(self.rates.values())
+
+    @property
+    def slowest(self) -> float:
+        """The least of a round."""
+        return min(self.rates.values())
+
+    @property
+    def fastest(self) -> float:
+        """The most of a round."""
+        return max(self.rates.values())
 
     @property
     def accept_length(self) -> float:
@@ -143,7 +153,7 @@ def _measured(label: str, users: int, rows: Sequence[Row]) -> Measured:
         label=label,
         policy=rows[0]["policy"],
         users=users,
-        rates=tuple(row["output_tok_s"] for row in sorted(rows, key=lambda row: row["round"])),
+        rates={int(row["round"]): row["output_tok_s"] for row in rows},
         ttft_ms=median(row["ttft_ms"] for row in rows),
         step_ms=median(row["itl_p50_ms"] for row in rows),
         num_requests=round(median(row["num_requests"] for row in rows)),

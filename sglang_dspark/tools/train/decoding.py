@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from dspark_kernels import inverse_cdf
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -35,7 +36,7 @@ def decode(
     """Continue every prompt until a stop token or `max_new_tokens`.
 
     Args:
-        prompts: token ids, one list per row.
+        prompts: token ids, one list per row; similar lengths waste least of the memory.
         temperatures: per row; 0 takes the argmax.
         max_new_tokens: most tokens written per row; the stop token is kept.
         generator: CPU generator for the draws; a target elsewhere draws from one seeded by it.
@@ -53,7 +54,7 @@ def decode(
     generator = _generator_on(device, generator)
     ids, mask, positions = ids.to(device), mask.to(device), positions.to(device)
     cache = _PreallocatedCache(target.num_layers, width + max_new_tokens)
-    kept = _KeptStates(bs, width + max_new_tokens) if keep_states else None
+    kept = _KeptStates(target, bs, width + max_new_tokens) if keep_states else None
     last_hidden = _prefill(target, prompts, ids, mask, positions, cache, kept)
 
     outputs: list[list[int]] = [[] for _ in prompts]
@@ -118,16 +119,13 @@ def _prefill(
 class _KeptStates:
     """States of all rows and columns of a batch, on the CPU."""
 
-    def __init__(self, bs: int, columns: int) -> None:
-        self._shape = bs, columns
-        self._features = self._last_hidden = torch.empty(0)
+    def __init__(self, target: Target, bs: int, columns: int) -> None:
+        self._features, self._last_hidden = (
+            torch.zeros(bs, columns, size * target.hidden_size, dtype=target.dtype) for size in (len(target.tap_ids), 1)
+        )
 
     def add(self, rows: Tensor, column: int, states: TargetStates) -> None:
         """Keep the states of some rows at `column` and the columns behind it."""
-        if not self._features.numel():
-            self._features, self._last_hidden = (
-                torch.zeros(*self._shape, x.shape[-1], dtype=x.dtype) for x in (states.features, states.last_hidden)
-            )
         part = slice(column, column + states.features.shape[1])
         self._features[rows, part] = states.features.cpu()
         self._last_hidden[rows, part] = states.last_hidden.cpu()
@@ -161,18 +159,10 @@ def _draw(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> T
     hot = temperatures.nonzero().flatten().to(logits.device)
     if hot.numel():
         probs = torch.softmax(logits[hot] / temperatures.to(logits.device)[hot, None], dim=-1)
-        tokens[hot] = _inverse(probs, torch.rand(len(hot), device=logits.device, generator=generator))
+        # One number decides a row. torch.multinomial draws one per token, which takes a CPU as long as half the target.
+        uniforms = torch.rand(len(hot), dtype=torch.float64, device=logits.device, generator=generator)
+        tokens[hot] = inverse_cdf(probs, uniforms)
     return tokens.cpu()
-
-
-def _inverse(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The token ``[n]`` of each row of `probs` ``[n, V]`` at which the distribution function exceeds `uniform` ``[n]``.
-
-    One number decides a row. `torch.multinomial` draws one per token, which took a CPU longer than the target's layers.
-    """
-    below = probs.cumsum(-1, dtype=torch.float64)
-    # Relative to the last sum, which rounding keeps from being 1.
-    return torch.searchsorted(below, (uniform.double() * below[:, -1])[:, None], right=True)[:, 0]
 
 
 class _PreallocatedLayer(CacheLayerMixin):

@@ -20,10 +20,10 @@ from sglang_dspark.hub import DRAFT_FILES, local_folder
 
 _PROJECTION = "fc.weight"
 _W1, _W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
-# Matrices that may be larger than the drafter's: where a rank or the width of an MLP grows. What is new of the second
-# kind is zero, so that what is new of the first has no effect before the first step.
-_READS = (_W1, "mlp.gate_proj.weight", "mlp.up_proj.weight")
-_WRITES = (_W2, "confidence_head.proj.weight", "mlp.down_proj.weight")
+# Matrices that may be larger than the drafter's, where a rank or the width of an MLP grows, and the dimension that
+# does. What is new of the second kind is zero, so that what is new of the first has no effect before the first step.
+_READS = {_W1: 1, "mlp.gate_proj.weight": 0, "mlp.up_proj.weight": 0}
+_WRITES = {_W2: 1, "confidence_head.proj.weight": 1, "mlp.down_proj.weight": 1}
 # What a layer adds to its input comes out of these.
 _LAYER_OUTPUTS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 # Tensors that a message lists.
@@ -74,17 +74,14 @@ class InitialDrafter:
         ours = self._comparable(model)
         return {name: w for name, w in self.tensors.items() if name in ours and w.shape == ours[name].shape}
 
-    def grown(self, model: DraftModel) -> dict[str, Tensor]:
-        """The tensors that `model` has larger: this drafter's values, and beside them what leaves its outputs alone."""
+    def enlarged(self, model: DraftModel) -> list[str]:
+        """Names of the tensors of which `model` has more than this drafter, and can go on with what it has."""
         ours = self._comparable(model)
-        grown = {}
-        for name, weight in self.tensors.items():
-            if name not in ours or not self._may_grow(name, weight, ours[name], model.config.markov_head_type):
-                continue
-            larger = torch.zeros_like(ours[name]) if name.endswith(_WRITES) else ours[name].clone()
-            larger[: weight.shape[0], : weight.shape[1]] = weight
-            grown[name] = larger
-        return grown
+        return [
+            name
+            for name, weight in self.tensors.items()
+            if name in ours and self._may_grow(name, weight.shape, ours[name].shape, model.config.markov_head_type)
+        ]
 
     def give(self, model: DraftModel) -> None:
         """Put the tensors that fit into `model`, and into larger ones; further layers begin without effect.
@@ -95,16 +92,18 @@ class InitialDrafter:
         fitting = self.fitting(model)
         if not fitting:
             raise ConfigError(f"--init {self.name}: no tensor has a shape of the drafter to be trained; leave it out")
-        silent = {name: torch.zeros_like(model.state_dict()[name]) for name in self._silent(model)}
-        model.load_state_dict(fitting | self.grown(model) | silent, strict=False)
+        ours: dict[str, Tensor] = model.state_dict()
+        larger = {name: _larger(name, self.tensors[name], ours[name]) for name in self.enlarged(model)}
+        silent = {name: torch.zeros_like(ours[name]) for name in self._silent(model)}
+        model.load_state_dict(fitting | larger | silent, strict=False)
 
     def account(self, model: DraftModel) -> str:
         """What `model` has of this drafter, in words."""
-        fitting, grown, all_names = self.fitting(model).keys(), self.grown(model).keys(), model.state_dict().keys()
+        fitting, enlarged, all_names = self.fitting(model).keys(), self.enlarged(model), model.state_dict().keys()
         said = f"{len(fitting)} of {len(all_names)} tensors are those of {self.name}"
-        if grown:
-            said += f"; enlarged: {_listed(grown)}"
-        drawn = all_names - fitting - grown
+        if enlarged:
+            said += f"; enlarged: {_listed(enlarged)}"
+        drawn = all_names - fitting - set(enlarged) - set(self._silent(model))
         if drawn:
             said += f"; drawn anew: {_listed(drawn)}"
         if self._silent(model):
@@ -122,17 +121,25 @@ class InitialDrafter:
             del ours[_PROJECTION]
         return ours
 
-    def _may_grow(self, name: str, weight: Tensor, ours: Tensor, head: str | None) -> bool:
-        if not name.endswith(_READS + _WRITES) or weight.shape == ours.shape:
+    def _may_grow(self, name: str, theirs: torch.Size, ours: torch.Size, head: str | None) -> bool:
+        growing = next((dim for suffix, dim in (_READS | _WRITES).items() if name.endswith(suffix)), None)
+        if growing is None or len(theirs) != len(ours):
             return False
         # The other heads multiply or feed back their latents, so that nothing new stays without effect.
         plain = self.config.markov_head_type == head == "vanilla" or ".mlp." in name
-        return plain and all(theirs <= size for theirs, size in zip(weight.shape, ours.shape, strict=True))
+        return plain and theirs[growing] < ours[growing] and theirs[1 - growing] == ours[1 - growing]
 
     def _silent(self, model: DraftModel) -> list[str]:
         """Tensors through which the layers that this drafter lacks add to their input."""
         lacking = range(self.config.num_hidden_layers, model.config.num_hidden_layers)
         return [f"layers.{layer}.{output}" for layer in lacking for output in _LAYER_OUTPUTS]
+
+
+def _larger(name: str, weight: Tensor, ours: Tensor) -> Tensor:
+    """`ours` with the values of `weight` in its corner; the rest is zero where it would have an effect at once."""
+    larger = torch.zeros_like(ours) if name.endswith(tuple(_WRITES)) else ours.clone()
+    larger[: weight.shape[0], : weight.shape[1]] = weight
+    return larger
 
 
 def _listed(names: Collection[str]) -> str:

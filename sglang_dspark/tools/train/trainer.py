@@ -66,7 +66,7 @@ class Trainer:
 
     Args:
         states: where the target's states of the rows come from; default: the target itself, batch by batch.
-        init: a drafter to start from: tensors that fit in name and shape are taken, others drawn.
+        init: a drafter to start from: tensors that fit in name and shape are taken or enlarged, others drawn.
 
     Raises:
         ConfigError: `out_dir` holds the state of a run with other settings or texts, or a drafter without a state; or

@@ -10,7 +10,7 @@ import pytest
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.tools.simulator.check import compare, rank_correlations, rank_repeatability
+from sglang_dspark.tools.simulator.check import compare, rank_ceilings, rank_correlations
 from sglang_dspark.tools.simulator.measured_sweep import (
     acceptance,
     fixed_step_ms,
@@ -64,16 +64,24 @@ def test_ranks_are_of_the_speeds_of_a_load(comparisons):
     assert rank_correlations(reverse) == dict.fromkeys(ranks, pytest.approx(-1))
 
 
-def test_a_sweep_repeats_its_order_as_far_as_its_rounds_agree():
+def test_a_prediction_meets_the_order_of_a_sweep_as_far_as_its_rounds_do():
     point = next(p for p in read_sweep(SWEEP) if p.users == 1)
-    # Ranks of three policies in four rounds; the last two rounds swap the first two policies.
-    agreeing = [replace(point, policy="static:1", rates=(rate,) * 4) for rate in (3.0, 2.0, 1.0)]
-    assert rank_repeatability(agreeing) == {1: pytest.approx(1)}
-    turning = [replace(point, policy="static:1", rates=rates) for rates in ((4, 4, 2, 2), (3, 3, 5, 5), (1, 1, 1, 1))]
-    # Two of the six halves have one order each: 0.5. The others have a median of both: equal, so the same order.
-    assert rank_repeatability(turning) == {1: pytest.approx((2 * 0.5 + 4) / 6)}
-    assert rank_repeatability([replace(p, rates=p.rates[:3]) for p in agreeing]) == {}
-    assert rank_repeatability([replace(p, policy="plain") for p in agreeing]) == {}
+
+    def of_policies(*rates):
+        return [replace(point, policy="static:1", rates=dict(enumerate(rate))) for rate in rates]
+
+    agreeing = of_policies((3, 3, 3, 3), (2, 2, 2, 2), (1, 1, 1, 1))
+    assert rank_ceilings(agreeing) == {1: pytest.approx(1)}
+    # Two policies change places in the second half of the rounds: 0.5 in two of the six halves. In the others both
+    # have the same median, which shares the ranks on both sides.
+    turning = of_policies((4, 4, 2, 2), (2, 2, 4, 4), (1, 1, 1, 1))
+    agreement = (2 * 0.5 + 4 * 1) / 6
+    assert rank_ceilings(turning) == {1: pytest.approx((2 * agreement / (1 + agreement)) ** 0.5)}
+    # Only rounds that all policies have are compared.
+    more = [replace(agreeing[0], rates=agreeing[0].rates | {9: 0.0}), *agreeing[1:]]
+    assert rank_ceilings(more) == rank_ceilings(agreeing)
+    assert rank_ceilings(of_policies((3, 3, 3), (2, 2, 2), (1, 1, 1))) == {}
+    assert rank_ceilings([replace(p, policy="plain") for p in agreeing]) == {}
 
 
 def test_measured_steps_take_the_fixed_lengths_as_they_were():

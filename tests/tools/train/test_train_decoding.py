@@ -1,11 +1,18 @@
 import pytest
 import torch
 
+from sglang_dspark.tools.train import decoding
 from sglang_dspark.tools.train.decoding import decode
 from sglang_dspark.tools.train.rows import CorpusRow
 from sglang_dspark.tools.train.target import Target
 
 PROMPTS = [[5, 9, 11], [7, 3, 8, 20, 33, 41], [60, 4], [12, 13, 14, 15, 16]]
+
+
+@pytest.fixture(params=[8192, 6], ids=["one piece", "pieces"])
+def prefill_tokens(request, monkeypatch):
+    """All prompts in one piece, and one or two at a time."""
+    monkeypatch.setattr(decoding, "_PREFILL_TOKENS", request.param)
 
 
 def greedy_alone(target: Target, prompt: list[int], max_new_tokens: int) -> list[int]:
@@ -22,12 +29,14 @@ def answer(row: CorpusRow) -> list[int]:
     return row.input_ids[row.prompt_len :].tolist()
 
 
+@pytest.mark.usefixtures("prefill_tokens")
 def test_batched_greedy_equals_decoding_each_prompt_alone(target):
     alone = [greedy_alone(target, prompt, 12) for prompt in PROMPTS]
     written = decode(target, PROMPTS, [0.0] * len(PROMPTS), 12, torch.Generator())
     assert [answer(row) for row in written] == alone
 
 
+@pytest.mark.usefixtures("prefill_tokens")
 def test_rows_that_stop_leave_the_batch_without_disturbing_the_others(target):
     alone = [greedy_alone(target, prompt, 12) for prompt in PROMPTS]
     # Make two of the texts end early, at different steps, so that the batch is compacted.
@@ -39,6 +48,7 @@ def test_rows_that_stop_leave_the_batch_without_disturbing_the_others(target):
     assert min(map(len, expected)) < 12
 
 
+@pytest.mark.usefixtures("prefill_tokens")
 def test_kept_states_equal_a_fresh_forward_over_the_text(target):
     written = decode(target, PROMPTS, [0.0, 1.0, 1.0, 0.0], 10, torch.Generator().manual_seed(3), keep_states=True)
     for w in written:

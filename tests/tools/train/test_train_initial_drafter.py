@@ -59,6 +59,7 @@ def test_what_is_larger_begins_as_the_drafter_that_it_grew_from(finished, target
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
     assert "enlarged: confidence_head.proj.weight, layers.0.mlp.down_proj.weight" in accounts[1]
     assert accounts[1].endswith("; the further layers begin without effect")
+    assert "layers.2.self_attn.o_proj" not in accounts[1]
     assert [name for name, weight in trainer.model.state_dict().items() if torch.equal(weight, before[name])] == []
 
 

@@ -3,8 +3,8 @@
     python -m sglang_dspark.tools.train.recipes.smollm2_135m make --output DIR [--variant NAME] [--write-minutes M] ...
     python -m sglang_dspark.tools.train.recipes.smollm2_135m measure --draft DIR PROMPTS.jsonl ...
 
-``make`` writes prompts, texts and drafter below DIR, and goes on where an earlier run stopped; both stages end by the
-clock. ``--write-minutes 0`` writes no further texts, so that another variant is trained on the same ones, and
+``make`` writes prompts, texts and drafter to DIR/part-000, and goes on where an earlier run stopped; both stages end by
+the clock. ``--write-minutes 0`` writes no further texts, so that another variant is trained on the same ones, and
 ``--train-minutes 0`` trains nothing. On a GPU one part is enough. On a CPU, where an hour gives less, ``--part 1``,
 ``--part 2`` and so on write other texts, each in a folder of its own, and ``--init`` names the drafter of the part
 before. ``measure`` prints accept lengths on the first prompts of each file, in float32.
@@ -39,7 +39,7 @@ from sglang_dspark.tools.train.measure import measure, measured_texts, table
 from sglang_dspark.tools.train.prompt_format import PromptFormat
 from sglang_dspark.tools.train.recipes.seed_prompts import MATH_ENDINGS, openings, templated
 from sglang_dspark.tools.train.reports import StepReport
-from sglang_dspark.tools.train.rows import CorpusRow, keep_states, kept_bytes, stored_states
+from sglang_dspark.tools.train.rows import CorpusRow, StoredRow, keep_states, kept_bytes, stored_states
 from sglang_dspark.tools.train.server_writer import OwnServerWriter
 from sglang_dspark.tools.train.target import Target, stop_ids_of
 from sglang_dspark.tools.train.text_writer import InProcessWriter, TextWriter
@@ -49,6 +49,8 @@ TARGET_DIR = Path(".cache/smollm2-135m-instruct")
 
 TAP_IDS = (1, 14, 27)
 SEED = 42
+# Between the seeds of two parts; each of a part's shards takes one.
+PART_SEEDS = 10_000
 # Prompts per domain: (templated, openings that the target completes). What does not fit the time is left out evenly.
 PROMPT_COUNTS = {"math": (3000, 16_000), "code": (1500, 14_000), "chat": (6000, 36_000)}
 INVENTING_TEMPERATURES = (0.7, 1.0)
@@ -109,6 +111,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     "deep": {"num_layers": 3},
     "rank64": {"markov_rank": 64},
+    "grown": {"num_layers": 3, "markov_rank": 64},
     "block7": {"block_size": 7},
     "dflash": {"sample_from_anchor": False, "markov_rank": 0, "confidence_head": False},
 }
@@ -135,7 +138,10 @@ def text_writer(folder: Path) -> Iterator[TextWriter]:
 def write_prompts(
     writer: TextWriter, prompt_format: PromptFormat, path: Path, seed: int, seconds: float, say: Say
 ) -> None:
-    """Collect the training prompts in `path`, all domains mixed; inventing ends after about `seconds`."""
+    """Collect the training prompts in `path`, all domains mixed; inventing ends after about `seconds`.
+
+    Prompts of the parts beside it are left out: what one part holds out, no other one trains on.
+    """
     if path.exists():
         return
     rng = random.Random(seed)
@@ -161,10 +167,12 @@ def write_prompts(
             invented = [turn + rng.choice(MATH_ENDINGS) for turn in invented]
         prompts[domain] += invented
         say(f"{len(invented)} of {len(chunk)} {domain} prompts invented at temperature {temperature}")
+    known = {row["prompt"] for other in path.parent.parent.glob("part-*/prompts.jsonl") for row in _json_lines(other)}
     rows = [
         {"prompt": prompt, "domain": domain, "temperature": rng.choices(ANSWER_TEMPERATURES, ANSWER_SHARES)[0]}
         for domain, found in prompts.items()
         for prompt in dict.fromkeys(found)
+        if prompt not in known
     ]
     rng.shuffle(rows)
     write_text_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
@@ -194,7 +202,7 @@ def write_corpus(
     say: Say,
 ) -> None:
     """Let the target answer the prompts for about `seconds`; texts go to shards in `folder`."""
-    rows = [json.loads(line) for line in lines_of(prompts_path.read_text(encoding="utf-8"))]
+    rows = _json_lines(prompts_path)
     encoded = [(prompt_format.encode(row["prompt"]), row["temperature"]) for row in rows]
     prompts, temperatures = zip(*(row for row in encoded if len(row[0]) <= MAX_PROMPT_LEN), strict=True)
     say(f"{len(prompts)} prompts to answer")
@@ -227,7 +235,8 @@ def load_corpus(target: Target, folder: Path, say: Say) -> tuple[Corpus, Corpus]
         fitting = int(len(rows) * min(1.0, STATES_SHARE * free / kept_bytes(target, rows)))
         say(f"{fitting} of {len(rows)} texts fit the memory with their states")
         rows = rows[:fitting]
-        rows = keep_states(target, rows, batch_tokens=65_536)
+    if not all(isinstance(row, StoredRow) for row in rows):
+        rows = keep_states(target, rows, batch_tokens=65_536 if target.device.type == "cuda" else 4096)
     corpus, held_out = Corpus(rows[:-HELD_OUT_ROWS]), Corpus(rows[-HELD_OUT_ROWS:])
     say(f"{len(corpus)} texts, {corpus.num_answer_tokens} answer tokens; states took {_since(started)}")
     return corpus, held_out
@@ -284,6 +293,10 @@ def _prompt_counts() -> dict[str, tuple[int, int]]:
     }
 
 
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in lines_of(path.read_text(encoding="utf-8"))]
+
+
 def _batch_size() -> int:
     return BATCH_SIZE if torch.cuda.is_available() else CPU_BATCH_SIZE
 
@@ -324,7 +337,7 @@ def main(arguments: Sequence[str]) -> None:
         measure_drafters(options.target, options.draft, options.files, say)
         return
     prompt_format = PromptFormat.from_pretrained(options.target)
-    folder, seed = options.output / f"part-{options.part:03d}", SEED + options.part
+    folder, seed = options.output / f"part-{options.part:03d}", SEED + PART_SEEDS * options.part
     prompts, texts = folder / "prompts.jsonl", folder / "corpus"
     seconds = 60 * options.write_minutes
     with text_writer(options.target) as writer:
@@ -334,6 +347,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     target = load_target(options.target)
     config = variant_config(options.variant, options.train_minutes, target.device.type)
+    if options.init is not None:
+        config = replace(config, draft_vocabulary=0)  # that of the drafter to start from
     corpus, held_out = load_corpus(target, texts, say)
     train(target, corpus, held_out, folder / options.variant, config, say, options.init)
 
