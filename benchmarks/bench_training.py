@@ -98,9 +98,6 @@ def measure(target_dir: str, texts: Path, num_rows: int, anchors: int, steps: in
     import torch
 
     of = _trainer_modules()
-    checkout = os.environ["PYTHONPATH"].partition(os.pathsep)[0]
-    if not of("trainer").__file__.startswith(checkout):
-        raise click.ClickException(f"{of('trainer').__file__} is not of the checkout {checkout}")
     target = of("target").Target.from_pretrained(target_dir, TAPS, dtype=torch.bfloat16, device="cpu")
     rows = of("corpus").Corpus.load(texts, limit=1).rows[: 8 * num_rows]
     plain = [of("rows").CorpusRow(row.input_ids, row.prompt_len) for row in rows]
@@ -144,11 +141,11 @@ def measure(target_dir: str, texts: Path, num_rows: int, anchors: int, steps: in
 
 def _trainer_modules() -> Any:
     """Imports a module of the trainer, from where it is in this checkout or was in an earlier one."""
-    try:
-        importlib.import_module("sglang_dspark.tools.train")
-        package = "sglang_dspark.tools.train"
-    except ModuleNotFoundError:
-        package = "sglang_dspark.train"
+    checkout = Path(os.environ["PYTHONPATH"].partition(os.pathsep)[0])
+    # An installed package stands behind the checkout: what the checkout lacks would come from there.
+    package = (
+        "sglang_dspark.tools.train" if (checkout / "sglang_dspark/tools/train").exists() else "sglang_dspark.train"
+    )
     return lambda name: importlib.import_module(f"{package}.{name}")
 
 
