@@ -117,8 +117,11 @@ def measure(target_dir: str, texts: Path, num_rows: int, anchors: int, steps: in
     config = of("config").TrainConfig(
         target_layer_ids=TAPS,
         mask_token_id=MASK_TOKEN,
+        # All of the shape: defaults have changed.
         block_size=5,
+        num_layers=2,
         intermediate_size=1024,
+        markov_rank=32,
         batch_rows=num_rows,
         anchors_per_row=anchors,
         loss_vocab=3072,

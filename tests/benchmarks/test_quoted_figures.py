@@ -28,6 +28,7 @@ from committed_figures import (
     trained,
     tree_speeds,
     turns,
+    walk,
     worst_against,
 )
 
@@ -191,6 +192,15 @@ QUOTES = [
         rf"and {NUMBER} % and {NUMBER} %\s+where",
         1,
         support_cost,
+    ),
+    Quote(
+        "docs/training.md",
+        "Step by step: Qwen3-0.6B on one GPU",
+        rf"texts took {NUMBER} minutes, training {NUMBER}, measuring {NUMBER}; checking,\s+serving and calibrating another "
+        rf"{NUMBER}\..*?accepts {NUMBER} tokens .*? and {NUMBER} at temperature 1\. Served, it accepted\s+{NUMBER} on 40 "
+        rf"other questions, give or take {NUMBER}",
+        1,
+        walk,
     ),
     Quote(
         "docs/simulation.md",

@@ -209,3 +209,13 @@ def planning_times() -> list[float]:
 
 def rank_ceilings() -> list[float]:
     return list(check.rank_ceilings(measured_sweep.read_sweep(RESULTS / README_SWEEP)).values())
+
+
+def walk() -> list[float]:
+    """Minutes of the stages of training, minutes of all later steps; accept lengths, and the error of the last one."""
+    found = content("training_walk.json")
+    stages = [found["stages"][name] for name in ("texts", "training", "measuring")]
+    later = sum(step["seconds"] for step in found["steps"] if step["step"] != "train")
+    lengths = [found["held_out"][way]["accept_length"] for way in ("greedy", "sampled")]
+    served = found["served"]
+    return [*(seconds / 60 for seconds in (*stages, later)), *lengths, served["accept_length"], served["standard_error"]]
