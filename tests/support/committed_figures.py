@@ -218,4 +218,9 @@ def walk() -> list[float]:
     later = sum(step["seconds"] for step in found["steps"] if step["step"] != "train")
     lengths = [found["held_out"][way]["accept_length"] for way in ("greedy", "sampled")]
     served = found["served"]
-    return [*(seconds / 60 for seconds in (*stages, later)), *lengths, served["accept_length"], served["standard_error"]]
+    return [
+        *(seconds / 60 for seconds in (*stages, later)),
+        *lengths,
+        served["accept_length"],
+        served["standard_error"],
+    ]
