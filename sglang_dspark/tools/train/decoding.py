@@ -18,7 +18,7 @@ from sglang_dspark.tools.train.target import Target, TargetStates
 
 # Rows that ended stay in the batch until this share of it is idle: dropping them copies the whole KV cache.
 _COMPACT_BELOW = 0.75
-# Tokens of prompts that go through the target together, padding included: more of them only take memory.
+# Tokens of prompts that go through the target together, padding included: more at a time gain nothing.
 _PREFILL_TOKENS = 8192
 
 
@@ -36,7 +36,7 @@ def decode(
     """Continue every prompt until a stop token or `max_new_tokens`.
 
     Args:
-        prompts: token ids, one list per row; similar lengths waste least of the memory.
+        prompts: token ids, one list per row; similar lengths waste least.
         temperatures: per row; 0 takes the argmax.
         max_new_tokens: most tokens written per row; the stop token is kept.
         generator: CPU generator for the draws; a target elsewhere draws from one seeded by it.
