@@ -26,6 +26,7 @@ from committed_figures import (
     support_cost,
     support_lengths,
     trained,
+    training_speeds,
     tree_speeds,
     turns,
     walk,
@@ -201,6 +202,14 @@ QUOTES = [
         rf"{NUMBER} on 40 other questions, give or take {NUMBER}",
         1,
         walk,
+    ),
+    Quote(
+        "docs/training.md",
+        "What it needs",
+        rf"reads {NUMBER} blocks per second .*? and {NUMBER} where the\s+states are stored .*? within the noise: "
+        rf"{NUMBER} and {NUMBER} times",
+        1,
+        training_speeds,
     ),
     Quote(
         "docs/simulation.md",

@@ -3,6 +3,7 @@
 import json
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 import pandas as pd
 from paired_ratio import paired_ratios, ratios_to_each, summarise
@@ -224,3 +225,13 @@ def walk() -> list[float]:
         served["accept_length"],
         served["standard_error"],
     ]
+
+
+def training_speeds() -> list[float]:
+    """Blocks per second with 128 blocks per text, states computed and stored; then the ratios to the former trainer."""
+    found = [
+        next(result for result in content(f"training_speed/{name}.json")["results"] if result["size"] == "8x128")
+        for name in ("computed", "stored")
+    ]
+    speeds = [median(run["blocks_per_s"] for run in result["runs"]["now"]) for result in found]
+    return [*speeds, *(result["ratio"][1] for result in found)]
