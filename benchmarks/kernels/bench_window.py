@@ -37,7 +37,9 @@ def cases(device: torch.device) -> list[Case]:
         for bs in (1, 8, 64, 256)  # small batches split the contexts
     ]
     widest = [
-        _case(name, 8, widest_window(head_dim, dtype), True, device, dtype)
+        _case(
+            name, 8, widest_window(head_dim, dtype), True, device, dtype, note=f", widest in {8 * dtype.itemsize} bits"
+        )
         for name, (*_, head_dim) in SHAPES.items()
         for dtype in DTYPES
     ]
@@ -61,6 +63,7 @@ def _case(
     pool_dtype: torch.dtype | None = None,
     sight: str = "",
     context: int = CONTEXT,
+    note: str = "",
 ) -> Case:
     heads, kv_heads, head_dim = (SHAPES | WITH_SINKS)[model]
     num_rows, num_slots = bs * width, 1 + bs * context
@@ -86,7 +89,7 @@ def _case(
     splits = num_splits(bs, kv_heads, processors)
     kv_bytes = 2 * (bs * seen + num_rows) * kv_heads * head_dim * pool_dtype.itemsize
     return Case(
-        name=f"window_attention {'verify' if causal else 'block'}{', 8 bits' if is_stored else sight}, {model}",
+        name=f"window_attention {'verify' if causal else 'block'}{', 8 bits' if is_stored else sight}{note}, {model}",
         shape={"bs": bs, "rows": width, "context": context, "splits": splits, "bits": 8 * dtype.itemsize},
         run=partial(window_attention, *arguments, splits=splits, **how),
         reference=partial(window_attention_ref, *arguments, **how),

@@ -89,8 +89,8 @@ FAMILIES: tuple[Family, ...] = (
         "GptOssForCausalLM",
         "gpt-oss-20b, gpt-oss-120b",
         sums_late=True,
-        remark="not yet run on a GPU, and refused on a CPU; `--attention-backend fa3` or `triton`; K/V in one pool; "
-        f"{_NO_FUSION}",
+        remark="not yet run on a GPU; a server on a CPU refuses it, only tests serve it there; "
+        f"`--attention-backend fa3` or `triton`; K/V in one pool; {_NO_FUSION}",
     ),
     Family(
         "Mistral3ForConditionalGeneration",

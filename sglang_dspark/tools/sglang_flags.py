@@ -7,14 +7,15 @@ import textwrap
 from collections.abc import Iterable
 
 from sglang_dspark.engine.startup import served
+from sglang_dspark.engine.support import TESTED_SGLANG
 
 _WIDTH = 120
 _PAGE = """\
 # Every flag and request field of SGLang, and what DSPARK does with it
 
-Every flag and every request field of SGLang {sglang} is on this page. It is written by
-`sglang_dspark/engine/startup/served.py`, whose lists the server's own checks read; a test compares them with
-SGLang's.
+Every flag and every request field of SGLang {sglang} is on this page, and what is refused besides on {newest}.
+It is written by `sglang_dspark/engine/startup/served.py`, whose lists the server's own checks read; a test compares
+them with SGLang's.
 
 A refusal ends the start with a message, or answers the request with HTTP 400; both name the flag or field and the
 remedy.
@@ -26,6 +27,12 @@ remedy.
 | flag | served values | otherwise |
 |---|---|---|
 {refused}
+
+On SGLang {newest} besides:
+
+| flag | served values | otherwise |
+|---|---|---|
+{refused_besides}
 
 ### With a rule of their own
 
@@ -58,6 +65,8 @@ The fields of `/generate`; the OpenAI routes translate theirs into these.
 
 * Refused when they are set:
 {refused_fields}
+* Refused when they are set, on SGLang {newest} besides:
+{refused_fields_besides}
 * Served as on a plain server:
 {served_fields}
 * Served sampling parameters, of which the last five are SGLang's own:
@@ -84,23 +93,27 @@ with the server's policy.
 
 def table() -> str:
     """The page."""
-    refused = "\n".join(
-        f"| `{served.flag_of(flag.name)}` | {_allowed(flag)} | {flag.remedy} |" for flag in served.REFUSED_FLAGS
-    )
     elsewhere = "\n".join(f"| `{served.flag_of(name)}` | {said} |" for name, said in served.CHECKED_ELSEWHERE.items())
     return _PAGE.format(
         sglang=served.LISTED_SGLANG,
-        refused=refused,
+        newest=TESTED_SGLANG[-1],
+        refused=_rows(served.REFUSED_FLAGS),
+        refused_besides=_rows(served.REFUSED_FLAGS_OF_SOME_RELEASES),
         elsewhere=elsewhere,
         served=_listed(map(served.flag_of, served.SERVED_FLAGS)),
         other_models=_listed(map(served.flag_of, served.OTHER_MODELS_FLAGS)),
         refused_features=_listed(map(served.flag_of, served.REFUSED_FEATURES_FLAGS)),
         refused_fields=_listed(served.REFUSED_FIELDS),
+        refused_fields_besides=_listed(served.REFUSED_FIELDS_OF_SOME_RELEASES),
         served_fields=_listed(served.SERVED_FIELDS),
         parameters=_listed(served.SAMPLING_PARAMETERS),
         other_models_fields=_listed(served.OTHER_MODELS_FIELDS),
         refused_features_fields=_listed(served.REFUSED_FEATURES_FIELDS),
     )
+
+
+def _rows(refusals: Iterable[served.Refusal]) -> str:
+    return "\n".join(f"| `{served.flag_of(flag.name)}` | {_allowed(flag)} | {flag.remedy} |" for flag in refusals)
 
 
 def _allowed(refusal: served.Refusal) -> str:

@@ -22,7 +22,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft import resolved
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.startup import hooks, server_args
+from sglang_dspark.engine.startup import defaults, hooks, server_args
 from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
 from sglang_dspark.tools.launch import PLUGIN
 
@@ -241,3 +241,32 @@ def test_a_target_that_reads_images_is_served_as_a_text_model(reads, tmp_path, f
     with pytest.raises(ConfigError, match="--enable-multimodal=True; drop the flag") if flags else nullcontext():
         made, _ = settled("--model-path", str(target), "--tokenizer-path", str(GOLDEN / "target"), *flags, draft=draft)
         assert not ModelConfig.from_server_args(made).is_image_understandable_model
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "of_graphs", "expected"),
+    [
+        ("cuda", None, 256, 256),
+        ("cuda", None, 8, defaults.FEWEST_REQUESTS),
+        ("cuda", 1000, 256, 1000),
+        ("cuda", 1, 256, 1),
+        ("cpu", None, 256, None),
+    ],
+)
+def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(monkeypatch, device, given, of_graphs, expected):
+    """SGLang would admit thousands, for all of which start-up holds memory."""
+    graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=of_graphs))
+    monkeypatch.setattr(arguments, "resolved", lambda args: SimpleNamespace(cuda_graph_config=graphs))
+    args = SimpleNamespace(device=device, max_running_requests=given)
+    defaults.limit_requests(args)
+    assert args.max_running_requests == expected
+
+
+def test_the_limit_reaches_the_scheduler(reads, monkeypatch):
+    def as_on_a_gpu(args):
+        assert arguments.resolved(args).cuda_graph_config.decode.max_bs > 0
+        args.max_running_requests = 77
+
+    monkeypatch.setattr(defaults, "limit_requests", as_on_a_gpu)
+    made, _ = settled()
+    assert made.max_running_requests == 77

@@ -183,6 +183,7 @@ CHECKED_ELSEWHERE = {
     "speculative_draft_model_revision": "served",
     "speculative_draft_load_format": "`auto`, `safetensors` or `dummy`",
     "speculative_num_draft_tokens": "block size + 1, which is the default",
+    "max_running_requests": "served; the default on CUDA is the largest batch of decode graphs, and at least 48",
     "min_free_slots_delay": "served; the default is 1, as on a plain server",
     "disable_overlap_schedule": "served",
     "num_continuous_decode_steps": "without effect, as with all speculative algorithms",
@@ -194,7 +195,7 @@ CHECKED_ELSEWHERE = {
 
 SERVED_FLAGS = """
 model_path tokenizer_path tokenizer_mode skip_tokenizer_init load_format trust_remote_code context_length revision
-json_model_override_args dtype mem_fraction_static max_running_requests max_queued_requests max_total_tokens
+json_model_override_args dtype mem_fraction_static max_queued_requests max_total_tokens
 chunked_prefill_size max_prefill_tokens schedule_policy enable_priority_scheduling schedule_conservativeness
 disable_radix_cache nccl_port dist_timeout dist_init_addr tp_size random_seed watchdog_timeout host port
 fastapi_root_path skip_server_warmup warmups ssl_keyfile ssl_certfile ssl_ca_certs ssl_keyfile_password

@@ -24,7 +24,7 @@ from sglang_dspark.draft.target_files import quantised_layers
 from sglang_dspark.draft.weights import check_draft_model, own_tensors
 from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.settled import Serving
-from sglang_dspark.engine.startup import hooks, served
+from sglang_dspark.engine.startup import defaults, hooks, served
 from sglang_dspark.engine.startup.adapters import adapter_refusals
 from sglang_dspark.engine.startup.host_cache import host_cache_refusals
 from sglang_dspark.engine.startup.target_refusals import target_refusals
@@ -72,7 +72,7 @@ def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
     if args.speculative_draft_model_quantization is None:
         args.speculative_draft_model_quantization = "unquant"  # or SGLang would take the target's for the drafter's
     _choose_attention_backend(args)
-    _serve_text(args)
+    defaults.serve_text(args)
     if args.sampling_backend not in (None, "pytorch"):
         logger.warning(
             "--sampling-backend=%s has no effect: DSPARK draws all tokens, by the law of the pytorch backend",
@@ -83,15 +83,6 @@ def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
         yield
     finally:
         _options.reset(token)
-
-
-def _serve_text(args: Any) -> None:
-    """Have a target that reads images served as its text model, where the user left it open.
-
-    Else SGLang would try a picture on it when it starts, which is refused, and give up.
-    """
-    if args.enable_multimodal is None:
-        args.enable_multimodal = False
 
 
 def _choose_attention_backend(args: Any) -> None:
@@ -165,7 +156,7 @@ def validate(server_args: Any) -> None:
         server_args.speculative_draft_model_path = None if options.drafter is None else options.drafter.path
         if server_args.speculative_draft_model_quantization == server_args.quantization:
             server_args.speculative_draft_model_quantization = None  # the target's, which SGLang has taken for both
-        _serve_text(server_args)
+        defaults.serve_text(server_args)
         vars(server_args).pop("model_config", None)  # which SGLang may have made by now
     dummy = options.drafter is not None and _draft_load_format(server_args) == "dummy"
     ours = server_args.min_free_slots_delay is None
@@ -270,8 +261,9 @@ def complete(server_args: Any) -> None:
     _check_options(server_args, config, drafter, gamma)
     for refusal in shape_refusals(server_args.device, target, server_args.kv_cache_dtype, config, drafter, gamma):
         raise ConfigError(refusal)
-    _fill(server_args, config.max_verify(gamma))
-    _use_one_pool(server_args, target)
+    defaults.fill(server_args, config.max_verify(gamma))
+    defaults.limit_requests(server_args)
+    defaults.use_one_pool(server_args, target)
     hooks.install("routes", "front_end")
     _end_at_once()
     logger.info(
@@ -357,26 +349,3 @@ def shape_refusals(
                 f"{flag_name('block_size')}={gamma} asks attention for {width} rows per request, and heads of "
                 f"{head_dim} in {target.dtype} leave room for {most}; pass {gamma - width + most} or less"
             )
-
-
-def _use_one_pool(server_args: Any, target: Any) -> None:
-    """Keep the K/V of layers that see a window of the context with that of the others.
-
-    SGLang would give them a second pool, of fewer slots with numbers of their own, which verification does not know.
-
-    Args:
-        target: SGLang's ``ModelConfig``, made before this was settled.
-    """
-    if target.is_hybrid_swa:
-        server_args.disable_hybrid_swa_memory = True
-        logger.info("DSPARK: all layers of the target in one K/V pool, as with --disable-hybrid-swa-memory")
-
-
-def _fill(server_args: Any, max_verify: int) -> None:
-    # SGLang's tokens per request and step: the anchor and the drafts that may be verified.
-    server_args.speculative_num_draft_tokens = max_verify + 1
-    server_args.speculative_num_steps = 1
-    server_args.speculative_eagle_topk = 1
-    # SGLang holds prefills of DFLASH servers back until several slots are free; we have a rule of our own.
-    if server_args.min_free_slots_delay is None:
-        server_args.min_free_slots_delay = 1
