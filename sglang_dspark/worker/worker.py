@@ -34,7 +34,7 @@ from sglang_dspark.worker.stages import EagerStages
 from sglang_dspark.worker.staging import Staging
 from sglang_dspark.worker.startup.late_kernels import report_late_kernels
 from sglang_dspark.worker.startup.sps_cache import load_or_measure
-from sglang_dspark.worker.startup.warm_up import hold_largest_step, warm_up
+from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +96,12 @@ class DSparkWorker(SpecWorkerBase):
             if not self.server_args.disable_overlap_schedule:
                 self.relay = relay_of(runner.req_to_token_pool, self.device)
             staging.graphs = self.capture_graphs(slots)
-            hold_largest_step(self.eager, self.target_worker, self.max_verify)
         table = None
-        if self.drafter.drafts:
-            table = load_or_measure(staging, self.target_worker, self.server_args, self.max_verify)
+        with on_stream_of_steps(runner, overlap=not self.server_args.disable_overlap_schedule):
+            if self.on_gpu:
+                hold_largest_step(self.eager, self.target_worker, self.max_verify)
+            if self.drafter.drafts:
+                table = load_or_measure(staging, self.target_worker, self.server_args, self.max_verify)
         self.schedule.start(table, whole_batches=staging.graphs is not None)
         if self.on_gpu:
             report_late_kernels()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_dspark.engine.scheduler import adjustments as module
 from sglang_dspark.engine.scheduler.adjustments import Adjustments, adjustment_of, has_adjustment
 
 VOCAB = 20
@@ -118,3 +119,18 @@ def test_what_ends_the_text_before_min_new_tokens(adjustments):
 )
 def test_which_requests_have_adjustments(parameters, expected):
     assert has_adjustment(Request(**parameters)) == expected
+
+
+def test_masks_of_grammars_wait_for_no_forward(adjustments, monkeypatch):
+    """A copy from memory that is not pinned would wait for the verification that is under way."""
+    bitmask = torch.full((2, 1), -1, dtype=torch.int32)
+    sent, applied = [], []
+    monkeypatch.setattr(module, "masks_of", lambda reqs, windows, vocab_size: ([0, 2], bitmask))
+    monkeypatch.setattr(module, "to_device", lambda tensor, device: (sent.append(tensor), tensor)[1])
+    monkeypatch.setattr(module, "mask_tokens", lambda *given: applied.append(given))
+    adjustments.mask([Request(), Request()], logits := torch.zeros(3, VOCAB), [[0], [0, 1]])
+    assert [tensor is bitmask for tensor in sent] == [True]
+    [(masked, rows, found)] = applied
+    assert masked is logits
+    assert found is bitmask
+    assert rows.tolist() == [0, 2]

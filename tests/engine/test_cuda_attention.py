@@ -6,8 +6,11 @@ import pytest
 import torch
 from dense import FP32_TOL, dense_attention
 from dspark_kernels import PagedWindows, window_attention_ref
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
+from sglang_dspark.engine.forward import cuda_attention
 from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend, check_pool
+from sglang_dspark.engine.forward.phased_attention import PhasedBackend
 from sglang_dspark.errors import ConfigError
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -33,15 +36,8 @@ class Pool:
         return self.v
 
 
-def verify(dtype=torch.float32, scales=(None, None), keys_before=-1, sinks=None):
-    """Attention of two requests with 3 and 2 rows, with the pool, the layout, and what the forward was given."""
-    torch.manual_seed(1)
-    backend = CudaVerifyBackend.__new__(CudaVerifyBackend)
-    backend.token_to_kv_pool, backend.req_to_token = Pool(32, dtype), torch.randperm(30).view(3, 10).int() + 1
-    rows, lens, indptr = torch.tensor([2, 0]), torch.tensor([5, 1]), torch.tensor([0, 3, 5])
-    q = torch.randn(5, HEADS * HEAD_DIM)
-    k, v = (torch.randn(5, KV_HEADS * HEAD_DIM) for _ in range(2))
-    layer = SimpleNamespace(
+def a_layer(scales=(None, None), keys_before=-1):
+    return SimpleNamespace(
         tp_q_head_num=HEADS,
         tp_k_head_num=KV_HEADS,
         tp_v_head_num=KV_HEADS,
@@ -53,6 +49,17 @@ def verify(dtype=torch.float32, scales=(None, None), keys_before=-1, sinks=None)
         k_scale_float=scales[0],
         v_scale_float=scales[1],
     )
+
+
+def verify(dtype=torch.float32, scales=(None, None), keys_before=-1, sinks=None):
+    """Attention of two requests with 3 and 2 rows, with the pool, the layout, and what the forward was given."""
+    torch.manual_seed(1)
+    backend = CudaVerifyBackend.__new__(CudaVerifyBackend)
+    backend.token_to_kv_pool, backend.req_to_token = Pool(32, dtype), torch.randperm(30).view(3, 10).int() + 1
+    rows, lens, indptr = torch.tensor([2, 0]), torch.tensor([5, 1]), torch.tensor([0, 3, 5])
+    q = torch.randn(5, HEADS * HEAD_DIM)
+    k, v = (torch.randn(5, KV_HEADS * HEAD_DIM) for _ in range(2))
+    layer = a_layer(scales, keys_before)
     slots = torch.cat([backend.req_to_token[2, 5:8], backend.req_to_token[0, 1:3]]).long()
     batch = SimpleNamespace(
         forward_mode=SimpleNamespace(is_target_verify=lambda: True),
@@ -98,6 +105,31 @@ def test_a_layer_with_a_window_sees_as_many_keys_before_a_row(keys_before, sinks
         seen = (ages >= 0) & ((ages <= keys_before) | (keys_before < 0))
         expected = dense_attention(q[start:end], keys, values, seen, sinks)
         torch.testing.assert_close(heads_of(attended)[start:end].double(), expected, **FP32_TOL)
+
+
+def test_dummy_forwards_of_sglang_are_attended(monkeypatch):
+    """It tunes kernels of experts with them, in a layout that has equal windows and no rows of requests."""
+    backend = CudaVerifyBackend.__new__(CudaVerifyBackend)
+    backend.token_to_kv_pool, backend.req_to_token = Pool(8, torch.float32), torch.zeros(2, 16, dtype=torch.int32)
+    phased = PhasedBackend.__new__(PhasedBackend)
+    phased.decode_backend = backend
+    context = phased.get_cuda_graph_seq_len_fill_value()
+    batch = SimpleNamespace(
+        spec_info=DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=4),
+        req_pool_indices=torch.zeros(3, dtype=torch.int64),
+        seq_lens=torch.full((3,), context),
+        out_cache_loc=torch.zeros(12, dtype=torch.int64),
+    )
+    seen = []
+
+    def attend(q, kv, pool, windows, **how):
+        seen.append((windows.indptr.tolist(), windows.width))
+        return window_attention_ref(q, kv, pool, windows, **how)
+
+    monkeypatch.setattr(cuda_attention, "window_attention", attend)
+    q, k, v = (torch.randn(12, heads * HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    assert backend.forward_extend(q, k, v, a_layer(), batch).isfinite().all()
+    assert seen == [([0, 4, 8, 12], 4)]
 
 
 def test_what_is_verified_goes_into_the_pool(verified):

@@ -112,10 +112,11 @@ def test_prompts_go_to_one_backend_and_verification_to_the_other(mode, monkeypat
     assert (backend.prefill_attention_backend_str, backend.decode_attention_backend_str) == ("stock", "spy")
 
 
-def capture(monkeypatch, chosen, original):
+def capture(monkeypatch, chosen, original, ranks=1):
     """The runner of prefills after the hook, on the release that is installed."""
     monkeypatch.setattr(targets, "check_cuda_graph_backend", lambda phase, backend: backend == chosen)
-    runner = SimpleNamespace(eager_runner="eager", prefill_cuda_graph_runner=None)
+    group = SimpleNamespace(world_size=ranks)
+    runner = SimpleNamespace(eager_runner="eager", prefill_cuda_graph_runner=None, tp_group=group)
     if targets.prefill_graphs is targets._method_prefill:
         targets.prefill_graphs(lambda runner: setattr(runner, "prefill_cuda_graph_runner", original()), runner)
         return runner.prefill_cuda_graph_runner
@@ -139,6 +140,16 @@ def test_graphs_that_cannot_be_captured_do_not_end_the_start(monkeypatch, caplog
     [record] = caplog.records
     assert "prefill without CUDA graphs" in record.getMessage()
     assert "out of memory" in record.getMessage()
+
+
+def test_a_rank_that_cannot_capture_ends_the_start(monkeypatch):
+    """The others wait for it at every size that they capture."""
+
+    def fail():
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        capture(monkeypatch, targets.Backend.BREAKABLE, fail, ranks=2)
 
 
 def test_graphs_that_lose_the_hidden_states_are_not_captured(monkeypatch, caplog):

@@ -73,6 +73,11 @@ def test_blocks_sparse_rows_and_the_accelerators_route_agree(monkeypatch, densit
     tokens = seeded_argmax(probs, seeds, positions)
     monkeypatch.setattr(token_draw, "reads_are_free", lambda _: False)
     assert torch.equal(tokens, seeded_argmax(probs, seeds, positions))
+    rows, drawn = [], token_draw.exponential
+    monkeypatch.setattr(token_draw, "exponential", lambda seeds, *of: (rows.append(len(seeds)), drawn(seeds, *of))[1])
+    monkeypatch.setattr(token_draw, "_DEVICE_NOISE_BLOCK", 4100)
+    assert torch.equal(tokens, seeded_argmax(probs, seeds, positions))
+    assert rows == [4, 4, 1]
 
 
 def test_seeded_argmax_law():

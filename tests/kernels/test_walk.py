@@ -160,6 +160,13 @@ def test_the_coldest_drafts_are_drawn_from_the_law_that_is_stored(device, temper
     torch.testing.assert_close(probs[..., [3, 9]], torch.full_like(probs[..., :2], 0.5), atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("room", [100_000, 200_000])
+def test_scores_are_rounded_before_they_are_summed(room):
+    """On a GPU the compiler would subtract from the product before it is rounded, and what is stored is rounded."""
+    tiles = walk._Tiles(groups=1, programs=1, block_b=16, rank=0, block_r=16)
+    assert tiles.options(room)["enable_fp_fusion"] is False
+
+
 def test_ties_go_to_the_lowest_column(device):
     case = Case(device, bs=4, gamma=1, v=300, head_type=None, temperatures=GREEDY)
     case.base.zero_()

@@ -1,5 +1,6 @@
 """The step that start-up takes to hold memory: the largest that can come, and what is said where it does not fit."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from stage_loop import StageLoop
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.state import TargetOutput
 from sglang_dspark.worker.startup import warm_up
-from sglang_dspark.worker.startup.warm_up import hold_largest_step
+from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps
 
 REQUESTS, SLOTS, VOCAB_SIZE = 5, 40, 256
 
@@ -83,3 +84,21 @@ def test_memory_that_is_not_there_ends_the_start():
     Target(loop, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.2 GiB"))
     with pytest.raises(ConfigError, match=r"--max-running-requests=5 sampled requests with 7 drafts.*--mem-fraction"):
         hold_largest_step(loop.stages, worker(), loop.gamma)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_memory_is_held_for_the_stream_of_steps(monkeypatch, overlap):
+    """What is given back on one stream, torch's allocator hands out on no other."""
+    done = []
+
+    @contextmanager
+    def stream(chosen):
+        done.append(chosen)
+        yield
+        done.append("left")
+
+    device = SimpleNamespace(synchronize=lambda: done.append("waited"), stream=stream)
+    monkeypatch.setattr(torch, "get_device_module", lambda name: device)
+    with on_stream_of_steps(SimpleNamespace(device="cuda", forward_stream="forward"), overlap=overlap):
+        done.append("step")
+    assert done == ["waited", "forward" if overlap else None, "step", "left", "waited"]

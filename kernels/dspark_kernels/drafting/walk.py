@@ -178,7 +178,7 @@ class _Tiles:
             block_r=min(max_block_r, max(_MIN_DOT, triton.next_power_of_2(rank))),
         )
 
-    def options(self, room: int) -> dict[str, int]:
+    def options(self, room: int) -> dict[str, int | bool]:
         """Of the launches, on a GPU with ``room`` bytes of shared memory for a program."""
         return {
             "BLOCK_B": self.block_b,
@@ -187,6 +187,8 @@ class _Tiles:
             "BLOCK_P": max(1, _FINISH_TILE // self.block_b),
             "num_warps": _num_warps(self.block_b),
             "num_stages": 3 if room >= _STAGES_BYTES else 2,
+            # Else the normaliser would be that of scores which are not rounded to the float32 that is stored and raced.
+            "enable_fp_fusion": False,
         }
 
 

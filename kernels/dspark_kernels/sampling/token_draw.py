@@ -9,6 +9,8 @@ from dspark_kernels.sampling.target_law import reads_are_free, target_probs
 # Values of noise that the CPU draws at once, so that the generator's words stay in cache: 16 rows of 49152 took 4.5 ms
 # each in one piece and 2.4 ms row by row.
 _NOISE_BLOCK = 65536
+# Elsewhere: whole rows would take 56 bytes per row and token, memory that nobody has set aside.
+_DEVICE_NOISE_BLOCK = 1 << 22
 # Noise for single tokens costs twice the dense kind per token, and gathering them as much again.
 _DENSE_SHARE = 4
 
@@ -44,15 +46,15 @@ def seeded_argmax(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Ten
     Returns:
         [n] int64; a token of probability 0 is never returned.
     """
-    if not reads_are_free(probs):
-        return (probs / exponential(seeds, positions, probs.shape[-1])).argmax(-1)
-    rows = max(1, _NOISE_BLOCK // probs.shape[-1])
+    rows = max(1, (_NOISE_BLOCK if reads_are_free(probs) else _DEVICE_NOISE_BLOCK) // probs.shape[-1])
     blocks = zip(*(torch.split(values, rows) for values in (probs, seeds, positions)), strict=True)
     return torch.cat([_seeded_scores(*block).argmax(-1) for block in blocks])
 
 
 def _seeded_scores(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Scores p / E [n, V] float64, with noise drawn for the possible tokens alone where those are few."""
+    """Scores p / E [n, V] float64, with noise for the possible tokens alone where the host sees that they are few."""
+    if not reads_are_free(probs):
+        return probs / exponential(seeds, positions, probs.shape[-1])
     row, token = probs.nonzero(as_tuple=True)
     if row.shape[0] > probs.numel() // _DENSE_SHARE:
         return probs / exponential(seeds, positions, probs.shape[-1])

@@ -14,6 +14,8 @@ from typing import Any
 
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 
+from sglang_dspark.engine.compat.ranks import tp_size
+
 logger = logging.getLogger(__name__)
 
 _SIZING = "sglang.srt.mem_cache.allocation_sizing"
@@ -52,7 +54,7 @@ def _method_prefill(original: Replacement, runner: Any, *args: Any, **kwargs: An
             original(runner, *args, **kwargs)
             return
     except Exception as error:  # noqa: BLE001 - whatever it is, prompts can be encoded without
-        _report(error)
+        _go_on_without(runner, error)
     runner.prefill_cuda_graph_runner = runner.eager_runner
 
 
@@ -60,12 +62,12 @@ def _no_decode_capture(*, model_runner: Any) -> Any:
     return _nothing_captured(None, "target_verify")
 
 
-def _prefill_capture(original: Replacement, *, eager_runner: Any, **others: Any) -> Any:
+def _prefill_capture(original: Replacement, *, model_runner: Any, eager_runner: Any, **others: Any) -> Any:
     try:
         if not _lose_states():
-            return original(eager_runner=eager_runner, **others)
+            return original(model_runner=model_runner, eager_runner=eager_runner, **others)
     except Exception as error:  # noqa: BLE001 - whatever it is, prompts can be encoded without
-        _report(error)
+        _go_on_without(model_runner, error)
     return _nothing_captured(eager_runner, "prefill")
 
 
@@ -77,7 +79,10 @@ def _lose_states() -> bool:
     return True
 
 
-def _report(error: Exception) -> None:
+def _go_on_without(runner: Any, error: Exception) -> None:
+    """Say why; but end where several ranks capture in step, for the others wait for this one."""
+    if tp_size(runner) > 1:
+        raise error
     logger.warning("DSPARK: prefill without CUDA graphs: they cannot be captured here: %s", error)
 
 

@@ -51,6 +51,10 @@ class CudaVerifyBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
 
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Context of requests in SGLang's dummy forwards."""
+        return 1
+
     def forward_extend(
         self,
         q: torch.Tensor,
@@ -82,7 +86,7 @@ class CudaVerifyBackend(AttentionBackend):
                 self.req_to_token,
                 forward_batch.req_pool_indices,
                 forward_batch.seq_lens,
-                layout.indptr,
+                _indptr(layout, q),
                 layout.draft_token_num,
                 sliding_window=sliding_window(layer),
             ),
@@ -91,3 +95,9 @@ class CudaVerifyBackend(AttentionBackend):
             sinks=sinks,
         )
         return (attended if v_scale is None else attended * v_scale).view(q.shape)
+
+
+def _indptr(layout: Any, rows: torch.Tensor) -> torch.Tensor:
+    """[bs + 1] int64, first row of each request; equal windows in the dummy forwards by which SGLang tunes experts."""
+    indptr: torch.Tensor | None = getattr(layout, "indptr", None)
+    return torch.arange(0, len(rows) + 1, layout.draft_token_num, device=rows.device) if indptr is None else indptr

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens
+from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens, to_device
 
 from sglang_dspark.engine.scheduler.batch import is_running
 from sglang_dspark.engine.scheduler.grammars import masks_of
@@ -67,7 +67,7 @@ class Adjustments:
         """Exclude what grammars forbid from logits [N, V] in place; ``windows``: tokens under verification."""
         rows, bitmask = masks_of(reqs, windows, self._vocab_size)
         if bitmask is not None:
-            mask_tokens(logits, host_index(rows, self._device), bitmask.to(self._device, non_blocking=True))
+            mask_tokens(logits, host_index(rows, self._device), to_device(bitmask, self._device))
 
     def _slots_of(self, reqs: Sequence[Any]) -> torch.Tensor | None:
         """[bs] int64, -1 for requests without a slot; None where none has one."""

@@ -68,12 +68,12 @@ def joined_processes(device: str) -> Iterator[Processes]:
         device: that the process works on, ``cpu`` or ``cuda:N``.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
+    cuda = device.startswith("cuda")
+    if torch.device(device).index is not None and cuda:
+        torch.cuda.set_device(device)  # Triton launches on the current device, wherever the tensors are
     if count == 1:
         yield Processes()
         return
-    cuda = device.startswith("cuda")
-    if cuda:
-        torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
     try:
         yield Processes(dist.get_rank(), count)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -99,6 +100,20 @@ def warm_up(stages: EagerStages, target_worker: Any, max_verify: int, request_sl
     # Graphs allocate from a pool of their own, which cannot use what lies cached here.
     torch.cuda.empty_cache()
     logger.info("DSPARK: every kernel compiled or loaded, in %.1f s", time.monotonic() - began)
+
+
+@contextmanager
+def on_stream_of_steps(runner: Any, *, overlap: bool) -> Iterator[None]:
+    """Inside, work is queued where steps will queue theirs.
+
+    torch's allocator keeps what is given back for the stream that had it. Without overlap SGLang makes that stream when
+    it begins to serve; what was held elsewhere then comes back to it, after a wait, when memory runs out.
+    """
+    device = torch.get_device_module(runner.device)
+    device.synchronize()
+    with device.stream(runner.forward_stream if overlap else None):
+        yield
+    device.synchronize()
 
 
 def hold_largest_step(stages: EagerStages, target_worker: Any, max_verify: int) -> None:

@@ -129,6 +129,17 @@ def test_a_process_alone_needs_no_launcher(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
+def test_a_process_alone_works_on_the_gpu_that_was_named(monkeypatch):
+    """Triton launches on the current device, and not where the tensors are."""
+    chosen = []
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in ("cuda:1", "cuda", "cpu"):
+        with joined_processes(device):
+            pass
+    assert chosen == ["cuda:1"]
+
+
 class SecondOfTwo(Processes):
     """Whose first process has begun anew."""
 
