@@ -4,7 +4,7 @@ r"""What needs an NVIDIA GPU, in the order in which a short time on one is best 
     python benchmarks/gpu.py ... --only ttft,sweep --builtin-python OTHER_ENV/bin/python
     python benchmarks/gpu.py ... --rehearse
 
-The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 35 minutes
+The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 39 minutes
 together. What fails or takes too long stops nothing else. RESULTS gets a folder and a log of each part, and
 ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again with the same code and
 arguments on the same machine; a sweep that was stopped goes on. What other code or arguments have made is put aside.
@@ -122,6 +122,15 @@ class Part:
     resumes: bool = False
 
 
+def start(setting: Setting) -> Commands:
+    """The shape of a usual target with no flag of memory or backend, as the README starts a server."""
+    pair, named_shape = _shape(setting)
+    made = [*_script("shape_pair.py"), "--shape", named_shape, "--context", "100", "--output", str(pair)]
+    what = [*_named_pair(pair), "--prompts", str(pair / "context_100.jsonl"), "--ignore-eos"]
+    numbers = {"num_prompts": 2, "max_tokens": 32, "rounds": 1}
+    return [made, setting.sweep("", what, ("auto",), "1", "--load-format dummy", **numbers)]
+
+
 def ttft(setting: Setting) -> Commands:
     """Prefill in SGLang's graphs and without. Equal accept lengths say that the drafter reads the same states."""
     configs = (
@@ -167,14 +176,14 @@ def shape(setting: Setting) -> Commands:
 
     With long ones look at ``itl_p50_ms`` and ``accept_length``: prefills are most of the rest.
     """
-    pair, named_shape = setting.output / "pair", "rehearsal" if setting.rehearses else "qwen3-8b"
+    pair, named_shape = _shape(setting)
     simulated = f"--speculative-dspark-simulate-acceptance {','.join(map(str, KEPT))}"
     named = (("off", "off"), ("auto", "auto"), ("static7", "static:7"))
     ours = ("plain", *(f"{name}={policy} {simulated}" for name, policy in named))
     builtin = setting.builtin(f"SGLANG_SIMULATE_ACC_LEN={1 + sum(accumulate(KEPT, mul)):.2f}")
     contexts = _each("--context", list(map(str, CONTEXTS)))
     commands = [[*_script("shape_pair.py"), "--shape", named_shape, *contexts, "--output", str(pair)]]
-    what = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--raw-prompts", "--ignore-eos"]
+    what = [*_named_pair(pair), "--ignore-eos"]
     # SGLang's own afterwards: three servers do not fit one GPU, and a sweep starts those that it has not measured.
     for configs in dict.fromkeys((ours, (*ours, *builtin))):
         for context, (users, numbers) in CONTEXTS.items():
@@ -208,6 +217,7 @@ def tests(setting: Setting) -> Commands:
 
 
 PARTS: Mapping[str, Part] = {
+    "start": Part("does a server start that is told nothing but its pair?", 4, start),
     "ttft": Part("does the first token come as soon as with SGLang alone?", 6, ttft, resumes=True),
     "identity": Part("are the texts the target's?", 5, identity),
     "sweep": Part("is it faster than SGLang at every load?", 5, sweep, resumes=True),
@@ -253,6 +263,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
+
+
+def _shape(setting: Setting) -> tuple[Path, str]:
+    """Folder and name of a random pair: of a usual target, or of one that a rehearsal can serve."""
+    return setting.output / "pair", "rehearsal" if setting.rehearses else "qwen3-8b"
+
+
+def _named_pair(pair: Path) -> list[str]:
+    return ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--raw-prompts"]
 
 
 def _script(name: str) -> list[str]:
