@@ -6,6 +6,7 @@ import pytest
 import torch
 from dense import FP32_TOL, dense_attention
 from dspark_kernels import PagedWindows, window_attention_ref
+from sglang.srt.layers.attention import hybrid_attn_backend
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from sglang_dspark.engine.forward import cuda_attention
@@ -113,6 +114,9 @@ def test_dummy_forwards_of_sglang_are_attended(monkeypatch):
     backend.token_to_kv_pool, backend.req_to_token = Pool(8, torch.float32), torch.zeros(2, 16, dtype=torch.int32)
     phased = PhasedBackend.__new__(PhasedBackend)
     phased.decode_backend = backend
+    # What newer releases ask before they ask the backend of decoding.
+    settings = SimpleNamespace(dllm=SimpleNamespace(dllm_algorithm=None))
+    monkeypatch.setattr(hybrid_attn_backend, "get_exec", lambda: settings, raising=False)
     context = phased.get_cuda_graph_seq_len_fill_value()
     batch = SimpleNamespace(
         spec_info=DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=4),
