@@ -24,8 +24,8 @@ class Family:
         reads_images: the class reads images, too; served is its text.
         embedding: path of the embedding, where the class has no ``get_input_embeddings``.
         moves_positions: the class counts tokens from one, and adds it to the positions that it was handed.
-        sums_late: between two layers the class may hold sums that are not reduced over the ranks yet, so that what it
-            captures is wrong unless SGLang's fusion of all-reduce and norm is off.
+        sums_late: between two layers the class may hold sums that are not reduced over the ranks yet. SGLang
+            0.5.15.post1 captures them as they are, which is wrong unless its fusion of all-reduce and norm is off.
         tried: what tests compare with transformers in float32: ``model``, hidden states and greedy texts of SGLang's
             own model; ``server``, texts and rounds of a server, or with those of a plain one.
         remark: what users of the family should know.
@@ -46,7 +46,7 @@ class Family:
 _NO_WINDOW = "a `sliding_window` has no effect, as in SGLang without DSPARK"
 _TEXT = "text; images answer HTTP 400"
 _NO_RESIDUALS = "refused on SGLang 0.5.23, whose hidden states lack a part"
-_NO_FUSION = "with `--tp-size` above 1: `--enforce-disable-flashinfer-allreduce-fusion`"
+_NO_FUSION = "on SGLang 0.5.15.post1 with `--tp-size` above 1: `--enforce-disable-flashinfer-allreduce-fusion`"
 
 FAMILIES: tuple[Family, ...] = (
     Family("LlamaForCausalLM", "Llama 2 and 3, SmolLM2"),
@@ -103,7 +103,11 @@ FAMILIES: tuple[Family, ...] = (
     Family("Qwen2_5_VLForConditionalGeneration", "Qwen2.5-VL", capture="eagle3", reads_images=True, remark=_TEXT),
     Family("Qwen3VLForConditionalGeneration", "Qwen3-VL", capture="eagle3", reads_images=True, remark=_TEXT),
     Family(
-        "Qwen3VLMoeForConditionalGeneration", "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B", reads_images=True, remark=_TEXT
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
+        reads_images=True,
+        sums_late=True,
+        remark=f"{_TEXT}; {_NO_FUSION}",
     ),
 )
 

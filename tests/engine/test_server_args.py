@@ -13,6 +13,7 @@ import torch
 from family_targets import written_target
 from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
+from sglang.srt.arg_groups import overrides
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
@@ -22,6 +23,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft import resolved
 from sglang_dspark.engine.compat import arguments
+from sglang_dspark.engine.compat.targets import reduces_what_it_captures
 from sglang_dspark.engine.startup import defaults, hooks, server_args
 from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
 from sglang_dspark.tools.launch import PLUGIN
@@ -244,29 +246,56 @@ def test_a_target_that_reads_images_is_served_as_a_text_model(reads, tmp_path, f
 
 
 @pytest.mark.parametrize(
-    ("device", "given", "of_graphs", "expected"),
+    ("device", "given", "of_graphs", "max_verify", "expected"),
     [
-        ("cuda", None, 256, 256),
-        ("cuda", None, 8, defaults.FEWEST_REQUESTS),
-        ("cuda", 1000, 256, 1000),
-        ("cuda", 1, 256, 1),
-        ("cpu", None, 256, None),
+        ("cuda", None, 256, 7, 256),
+        ("cuda", None, 160, 7, 160),
+        ("cuda", None, 512, 7, 256),
+        ("cuda", None, 512, 15, 128),
+        ("cuda", None, 512, 3, 512),
+        ("cuda", None, 8, 7, defaults.FEWEST_REQUESTS),
+        ("cuda", None, 256, 63, defaults.FEWEST_REQUESTS),
+        ("cuda", 1000, 256, 7, 1000),
+        ("cuda", 1, 256, 7, 1),
+        ("cpu", None, 256, 7, None),
     ],
 )
-def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(monkeypatch, device, given, of_graphs, expected):
+def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(
+    monkeypatch, device, given, of_graphs, max_verify, expected
+):
     """SGLang would admit thousands, for all of which start-up holds memory."""
     graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=of_graphs))
     monkeypatch.setattr(arguments, "resolved", lambda args: SimpleNamespace(cuda_graph_config=graphs))
     args = SimpleNamespace(device=device, max_running_requests=given)
-    defaults.limit_requests(args)
+    defaults.limit_requests(args, max_verify)
     assert args.max_running_requests == expected
 
 
 def test_the_limit_reaches_the_scheduler(reads, monkeypatch):
-    def as_on_a_gpu(args):
+    def as_on_a_gpu(args, max_verify):
         assert arguments.resolved(args).cuda_graph_config.decode.max_bs > 0
         args.max_running_requests = 77
 
     monkeypatch.setattr(defaults, "limit_requests", as_on_a_gpu)
     made, _ = settled()
     assert made.max_running_requests == 77
+
+
+@pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"])
+def test_sums_that_are_fused_by_themselves_are_refused(reads, tmp_path, monkeypatch, architecture):
+    """SGLang switches their fusion on where several GPUs can do it, and says so beside the arguments at first."""
+    monkeypatch.setattr(overrides, "is_sm90_supported", lambda: True, raising=False)
+    target, draft = written_target(architecture, tmp_path / "target"), random_drafter(tmp_path / "draft", "tiny")
+    flags = ("--model-path", str(target), "--tp-size", "2")
+    if reduces_what_it_captures():
+        assert resolve(*flags, "--flashinfer-allreduce-fusion-backend", "auto", draft=draft).tp_size == 2
+        return
+    with pytest.raises(UnservedError, match="pass --enforce-disable-flashinfer-allreduce-fusion"):
+        resolve(*flags, draft=draft)
+    assert resolve(*flags, "--enforce-disable-flashinfer-allreduce-fusion", draft=draft).tp_size == 2
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--moe-a2a-backend", "deepep"), ("--moe-dense-tp-size", "1")])
+def test_ranks_hold_the_hidden_states_of_all_tokens(reads, flag, value):
+    with pytest.raises(ConfigError, match=f"{flag}={value}; drop the flag: each rank would hold"):
+        resolve("--tp-size", "2", flag, value)

@@ -6,6 +6,7 @@ import pytest
 from sglang.srt.models.gemma3_causal import Gemma3DecoderLayer
 
 from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of
+from sglang_dspark.engine.startup import target_refusals as module
 from sglang_dspark.engine.startup.target_refusals import target_refusals
 from sglang_dspark.errors import UnservedError
 
@@ -17,10 +18,15 @@ def refusals(architecture, rope=None, context_len=8192, **flags):
     return list(target_refusals(family_of([architecture]), model_config, args, window=8))
 
 
-def test_sums_that_ranks_have_not_reduced_are_not_captured():
+@pytest.mark.parametrize("reduced", [False, True])
+def test_sums_that_ranks_have_not_reduced_are_not_captured(reduced, monkeypatch):
+    monkeypatch.setattr(module, "reduces_what_it_captures", lambda: reduced)
     fused = {"tp_size": 2, "flashinfer_allreduce_fusion_backend": "auto"}
-    [refusal] = refusals("Glm4MoeForCausalLM", **fused)
-    assert "pass --enforce-disable-flashinfer-allreduce-fusion" in refusal
+    for architecture in ("Glm4MoeForCausalLM", "GptOssForCausalLM", "Qwen3VLMoeForConditionalGeneration"):
+        found = refusals(architecture, **fused)
+        assert ["pass --enforce-disable-flashinfer-allreduce-fusion" in refusal for refusal in found] == (
+            [] if reduced else [True]
+        )
     assert refusals("Glm4MoeForCausalLM", **fused | {"tp_size": 1}) == []
     assert refusals("Qwen3MoeForCausalLM", **fused) == []
 

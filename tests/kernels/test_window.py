@@ -147,6 +147,16 @@ def test_requests_use_splits_by_their_own_contexts(splits, device):
     assert torch.equal(out[rows], whole[rows])
 
 
+@pytest.mark.parametrize("splits", [32, 33, 64, 100])
+def test_more_splits_than_are_combined_at_a_time(splits, device, monkeypatch):
+    """A rank with one K/V head needs hundreds of them for one request."""
+    monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
+    case = window_case((64 * 70 + 3, 64 * 33, 64 * 20), (2, 1, 1), (2, 1, 16), device)
+    how = {"causal": True, "scale": 0.5}
+    found = window_attention(*case, splits=splits, **how)
+    torch.testing.assert_close(found, window_attention_ref(*case, **how), **FP32_TOL)
+
+
 def test_programs_without_work_leave_no_parts(device, monkeypatch):
     """Of a context of n tiles, as many splits are used as have four of them; what others would write stays as it is."""
     made = []
@@ -246,6 +256,7 @@ def test_as_many_splits_as_fill_the_gpu_by_default(device, monkeypatch):
 
 
 def test_splits_fill_the_processors():
+    assert num_splits(1, 1, 132) == 256
     assert num_splits(1, 8, 132) == 32
     assert num_splits(8, 8, 132) == 4
     assert num_splits(64, 8, 132) == 1

@@ -35,7 +35,8 @@ from dspark_kernels.dispatch import on_kernels
 from dspark_kernels.hardware import num_processors
 
 _MIN_DOT = 16  # smallest tile side of tl.dot
-_MAX_SPLITS = 32
+_MAX_SPLITS = 256
+_SPLITS_AT_A_TIME = 32  # that are combined
 _TILES_PER_SPLIT = 4  # tiles of keys below which another program costs more than it saves
 _MAX_TILE = 32_768  # bytes of a program's queries, beyond which registers and shared memory do not suffice
 _FOUR_WARPS_TILE = 4096  # elements that four warps hold in their registers
@@ -143,7 +144,7 @@ def window_attention(
         causal: a row sees the window up to itself, not all of it.
         scale: of the scores.
         sinks: one more score of each head, without a value, that ``scale`` does not touch; any float dtype.
-        splits: programs that may share a context, at most 32; None = what fills the GPU, see :func:`num_splits`.
+        splits: programs that may share a context, at most 256; None = what fills the GPU, see :func:`num_splits`.
 
     Returns:
         [N, heads, hd] in q's dtype, 0 in rows of no request; softmax and sums in float32. No host sync; safe under
@@ -175,8 +176,7 @@ def window_attention(
         windows.indptr[-1:],
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
-        # Whatever the number of splits, which changes with the batch: the same kernel.
-        BLOCK_S=_MAX_SPLITS,
+        BLOCK_S=_SPLITS_AT_A_TIME,
         BLOCK_D=_block_d(head_dim),
     )
     return out

@@ -289,7 +289,7 @@ def combine_kernel(
     last_ptr,  # the end of indptr: rows from there on belong to no request
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_S: tl.constexpr,  # >= splits
+    BLOCK_S: tl.constexpr,  # splits at a time
     BLOCK_D: tl.constexpr,
 ) -> None:
     """Grid (N * heads,): the parts of a row and head, joined where there are several; 0 in rows of no request."""
@@ -301,12 +301,17 @@ def combine_kernel(
         in_head = dims < HEAD_DIM
         out = tl.zeros([BLOCK_D], tl.float32)
         if used > 1:
-            split = tl.arange(0, BLOCK_S)
-            is_split = split < used
-            places = split * num_row_heads + row_head
-            lse = tl.load(lse_ptr + places, mask=is_split, other=float("-inf"))
-            weights = tl.exp(lse - tl.max(lse, 0))
-            mask = is_split[:, None] & in_head[None, :]
-            parts = tl.load(parts_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-            out = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+            largest, total = tl.full([], _LOWEST, tl.float32), tl.zeros([], tl.float32)
+            for first in range(0, used, BLOCK_S):
+                split = first + tl.arange(0, BLOCK_S)
+                is_split = split < used
+                places = split * num_row_heads + row_head
+                lse = tl.load(lse_ptr + places, mask=is_split, other=float("-inf"))
+                before, largest = largest, tl.maximum(largest, tl.max(lse, 0))
+                scaled, weights = tl.exp(before - largest), tl.exp(lse - largest)
+                mask = is_split[:, None] & in_head[None, :]
+                parts = tl.load(parts_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+                out = out * scaled + tl.sum(parts * weights[:, None], 0)
+                total = total * scaled + tl.sum(weights, 0)
+            out /= total
         tl.store(out_ptr + row_head * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=in_head)

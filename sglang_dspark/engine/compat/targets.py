@@ -35,6 +35,11 @@ def loses_residuals(architecture: str) -> bool:
     return "residual" in signature(Gemma3DecoderLayer.forward).parameters
 
 
+def reduces_what_it_captures() -> bool:
+    """Whether layers reduce over the ranks what is captured of them, even where the next norm would do so."""
+    return _exists("sglang.srt.layers.aux_hidden_states")
+
+
 def _exists(module: str) -> bool:
     return find_spec(module.rpartition(".")[0]) is not None and find_spec(module) is not None
 

@@ -11,6 +11,8 @@ logger = logging.getLogger(__name__)
 
 # Requests at a time on a small GPU, where decode graphs are fewer: the default of SGLang's own speculative algorithms.
 FEWEST_REQUESTS = 48
+# Tokens of the largest step, of 256 requests with blocks of 7; what start-up holds grows with them.
+MOST_TOKENS_OF_A_STEP = 2048
 
 
 def serve_text(args: Any) -> None:
@@ -35,14 +37,16 @@ def use_one_pool(server_args: Any, target: Any) -> None:
         logger.info("DSPARK: all layers of the target in one K/V pool, as with --disable-hybrid-swa-memory")
 
 
-def limit_requests(server_args: Any) -> None:
+def limit_requests(server_args: Any, max_verify: int) -> None:
     """On a GPU, where the user left it open, have as many requests at a time as decode graphs are captured for.
 
-    Start-up holds memory for all that may run, gigabytes for the thousands that SGLang would admit.
+    Start-up holds memory for all that may run, gigabytes for the thousands that SGLang would admit. So there are fewer
+    where blocks are long, or where SGLang captures graphs for more, as it does on four GPUs.
     """
     if server_args.device == "cuda" and server_args.max_running_requests is None:
         of_graphs = arguments.resolved(server_args).cuda_graph_config.decode.max_bs
-        server_args.max_running_requests = max(FEWEST_REQUESTS, of_graphs)
+        of_memory = MOST_TOKENS_OF_A_STEP // (max_verify + 1)
+        server_args.max_running_requests = max(FEWEST_REQUESTS, min(of_graphs, of_memory))
         logger.info(
             "DSPARK: at most %d requests at a time; --max-running-requests sets another number",
             server_args.max_running_requests,

@@ -55,6 +55,16 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("kv_cache_dtype", ("auto", "bfloat16", "bf16", "fp8_e4m3"), "pass auto, bfloat16 or fp8_e4m3"),
     Refusal("hicache_storage_backend", (None,), "drop the flag: prefixes move to host memory, and not beyond it"),
     Refusal("enable_lmcache", (False,)),
+    Refusal(
+        "moe_a2a_backend",
+        ("none",),
+        "drop the flag: each rank would hold the hidden states of some tokens alone, and drafts are made from all",
+    ),
+    Refusal(
+        "moe_dense_tp_size",
+        (None,),
+        "drop the flag: each rank would hold the hidden states of some tokens alone, and drafts are made from all",
+    ),
     Refusal("enable_two_batch_overlap", (False,)),
     Refusal("enable_pdmux", (False,)),
     Refusal("grpc_mode", (False,), HTTP),
@@ -244,11 +254,11 @@ OTHER_MODELS_FLAGS = """
 is_embedding moe_dp_size
 enable_dsa_prefill_context_parallel dsa_prefill_cp_mode asr_max_buffer_seconds asr_max_concurrent_sessions
 mm_attention_backend dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend dsa_topk_backend mamba_backend
-flashinfer_mla_disable_ragged enable_fused_moe_sum_all_reduce enable_deepseek_v4_fp4_indexer ep_size moe_a2a_backend
+flashinfer_mla_disable_ragged enable_fused_moe_sum_all_reduce enable_deepseek_v4_fp4_indexer ep_size
 flashinfer_mxfp4_moe_precision deepep_mode deepep_dispatcher_output_dtype ep_num_redundant_experts
 ep_dispatch_algorithm init_expert_location enable_eplb eplb_algorithm eplb_rebalance_num_iterations
 eplb_rebalance_layers_per_chunk eplb_min_rebalancing_utilization_threshold expert_distribution_recorder_mode
-expert_distribution_recorder_buffer_size enable_expert_distribution_metrics deepep_config moe_dense_tp_size
+expert_distribution_recorder_buffer_size enable_expert_distribution_metrics deepep_config
 elastic_ep_backend enable_elastic_expert_backup mooncake_ib_device enable_deepep_waterfill elastic_ep_rejoin
 disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion enforce_shared_experts_fusion
 max_mamba_cache_size mamba_ssm_dtype enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds

@@ -256,13 +256,13 @@ def complete(server_args: Any) -> None:
     if drafter is not None:
         _check_drafter(server_args, settled, drafter, target)
     gamma = config.gamma(None if drafter is None else drafter.config.gamma)
-    for refusal in target_refusals(family, target, arguments.resolved(server_args), config.max_verify(gamma) + 1):
+    for refusal in target_refusals(family, target, resolved_view(server_args), config.max_verify(gamma) + 1):
         raise UnservedError(refusal)
     _check_options(server_args, config, drafter, gamma)
     for refusal in shape_refusals(server_args.device, target, server_args.kv_cache_dtype, config, drafter, gamma):
         raise ConfigError(refusal)
     defaults.fill(server_args, config.max_verify(gamma))
-    defaults.limit_requests(server_args)
+    defaults.limit_requests(server_args, config.max_verify(gamma))
     defaults.use_one_pool(server_args, target)
     hooks.install("routes", "front_end")
     _end_at_once()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_dspark.draft.families import Family
-from sglang_dspark.engine.compat.targets import loses_residuals
+from sglang_dspark.engine.compat.targets import loses_residuals, reduces_what_it_captures
 
 
 def target_refusals(family: Family, model_config: Any, args: Any, window: int) -> Iterator[str]:
@@ -14,10 +14,11 @@ def target_refusals(family: Family, model_config: Any, args: Any, window: int) -
 
     Args:
         model_config: SGLang's, of the target.
-        args: SGLang's ``ServerArgs``, resolved.
+        args: SGLang's ``ServerArgs``, with all that it has decided about them by now.
         window: tokens that a step may verify per request.
     """
-    if family.sums_late and args.tp_size > 1 and args.flashinfer_allreduce_fusion_backend is not None:
+    fused = args.tp_size > 1 and args.flashinfer_allreduce_fusion_backend is not None
+    if family.sums_late and fused and not reduces_what_it_captures():
         yield (
             f"--model-path: hidden states of {family.architecture} are not complete between its layers where "
             "all-reduces are fused with norms; pass --enforce-disable-flashinfer-allreduce-fusion"

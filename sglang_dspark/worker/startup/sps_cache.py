@@ -137,7 +137,9 @@ def _load(path: Path, key: dict[str, str]) -> SpsTable:
 # Fields of SGLang's arguments that change how long a step takes; not every release has all of them.
 _TIMED_ARGUMENTS = (
     *("tp_size", "nnodes", "disable_custom_all_reduce", "cpu_offload_gb", "torchao_config", "moe_runner_backend"),
-    *("fp8_gemm_runner_backend", "fp4_gemm_runner_backend", "bf16_gemm_backend"),
+    *("fp8_gemm_runner_backend", "fp4_gemm_runner_backend", "bf16_gemm_backend", "enable_fp32_lm_head", "ep_size"),
+    *("flashinfer_allreduce_fusion_backend", "enable_symm_mem", "enable_torch_symm_mem", "enable_nccl_nvls"),
+    *("enable_mscclpp", "enable_fused_moe_sum_all_reduce"),
 )
 _METHOD = "2"  # of measuring; another one makes tables of before useless
 
