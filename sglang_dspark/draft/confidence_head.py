@@ -10,8 +10,8 @@ from sglang_dspark.draft.config import DraftConfig
 class ConfidenceHead(nn.Module):
     """``logit_k = w . [h_k ; W1[x_{k-1}]] + b``; the probability is its sigmoid.
 
-    Computed in float32 whatever the model's dtype: in bfloat16 the logits are so coarse that many probabilities tie or
-    saturate at 1.
+    Computed in float32 whatever the model's dtype, under autocast too: in bfloat16 the logits are so coarse that many
+    probabilities tie or saturate at 1.
     """
 
     def __init__(self, config: DraftConfig) -> None:
@@ -35,4 +35,5 @@ class ConfidenceHead(nn.Module):
             if w1_embedding is None:
                 raise ValueError("this confidence head reads Markov embeddings: pass MarkovHead.step's w1_embedding")
             features = torch.cat((features, w1_embedding.float()), dim=-1)
-        return F.linear(features, self.proj.weight.float(), self.proj.bias.float()).squeeze(-1)
+        with torch.autocast(features.device.type, enabled=False):
+            return F.linear(features, self.proj.weight.float(), self.proj.bias.float()).squeeze(-1)

@@ -73,6 +73,8 @@ def test_confidence_is_float32_arithmetic_on_half_precision_inputs(config):
     features = torch.cat((hidden, embedding), dim=-1).double()
     expected = features @ head.proj.weight[0].double() + head.proj.bias.double()
     assert logits.dtype == torch.float32 and logits.shape == (4,)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # in training
+        assert torch.equal(head(hidden, embedding), logits)
     torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=0)
 
 

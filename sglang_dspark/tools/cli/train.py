@@ -25,6 +25,8 @@ _COUNT = click.IntRange(min=1)
 _DEFAULT_INVENTED = 2000
 # A server takes new requests as others end; the larger the batch, the shorter the wait for its last answer.
 _SERVER_WRITE_BATCH = 512
+# Somebody else's server may have other users.
+_CONCURRENCY = 64
 # Steps of a run that its time ends.
 _MANY_STEPS = 10**9
 
@@ -97,7 +99,11 @@ _SECTIONS = {
     help="URL of an SGLang server of the target that writes the texts.  [default: one of its own, on a CPU none]",
 )
 @click.option("--api-key", help="The server's --api-key.")
-@click.option("--concurrency", type=_COUNT, default=64, show_default=True, help="Requests to the server at a time.")
+@click.option(
+    "--concurrency",
+    type=_COUNT,
+    help=f"Requests to the server at a time.  [default: {_CONCURRENCY}, with one of its own {_SERVER_WRITE_BATCH}]",
+)
 @setting(
     "--write-batch",
     TextPlan,
@@ -243,6 +249,8 @@ def _job(ctx: click.Context, options: dict[str, Any]) -> TrainJob:
     if options["write_batch"] is None:
         by_server = options["server"] or (device.startswith("cuda") and not options["store_states"])
         options["write_batch"] = _SERVER_WRITE_BATCH if by_server else TextPlan.write_batch
+    if options["concurrency"] is None:
+        options["concurrency"] = _CONCURRENCY if options["server"] else _SERVER_WRITE_BATCH
     if options["max_minutes"] is not None and "steps" not in given:
         options["steps"] = _MANY_STEPS
     options["corpus"] = options["corpus"] or options["output"] / "corpus"

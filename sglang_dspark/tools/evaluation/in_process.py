@@ -62,7 +62,8 @@ def evaluate_in_process(  # noqa: PLR0913 - each is an option of the command
     target = Target.from_pretrained(target_path, model.config.target_layer_ids, dtype=dtype, device=device)
     model.bind_target(target.embed_weight, target.lm_head_weight)
     prompt_format = PromptFormat.from_pretrained(target_path, raw=raw, template_kwargs=chat_template_kwargs)
-    writer, texts = InProcessWriter(target, on_progress=on_written), {}
+    writer, token_ids = InProcessWriter(target, on_progress=on_written), load_token_ids(draft_path, target.vocab_size)
+    results = []
     for name, prompts in sets.items():
         rows = write_texts(
             writer,
@@ -73,10 +74,9 @@ def evaluate_in_process(  # noqa: PLR0913 - each is an option of the command
             batch_size=_PROMPTS_AT_A_TIME,
             seed=seed,
         )
-        texts[name] = keep_states(target, rows, batch_tokens=_BATCH_TOKENS)
-    token_ids = load_token_ids(draft_path, target.vocab_size)
-    results = []
-    for name, rows in texts.items():
-        results += measure(model, token_ids, target, {(name, temperature): rows}, max_new_tokens=max_tokens, seed=seed)
+        # Of one set at a time: states take kilobytes per token.
+        texts = {(name, temperature): keep_states(target, rows, batch_tokens=_BATCH_TOKENS)}
+        results += measure(model, token_ids, target, texts, max_new_tokens=max_tokens, seed=seed)
+        del texts
         on_measured()
     return results

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +23,10 @@ from sglang_dspark.draft.visibility import Visibility
 
 CHUNK_SCORES = 2**24
 """Scores that `ChunkedAttention` holds at a time: 64 MiB in float32."""
+
+# Lengths of texts are a variable of the kernel, but some are not: one text or several, one tile of keys or several, and
+# each kind of layer. Nine forms were counted in steps of random sizes, and torch gives up after eight.
+_MOST_FORMS = 64
 
 
 def anchored_attention(
@@ -199,4 +204,6 @@ def _block_mask(visibility: Visibility, anchors: Tensor, block_size: int, ctx_le
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+    dynamo.recompile_limit = max(_MOST_FORMS, dynamo.recompile_limit)
+    # Beyond that limit it fails, where it would silently compute all scores.
+    return torch.compile(function, fullgraph=True)

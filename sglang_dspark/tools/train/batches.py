@@ -58,12 +58,15 @@ class Batches:
 def pieces_of(whole: Piece, most_rows: int, rank: int, count: int) -> Iterator[Piece]:
     """The pieces that one of ``count`` processes reads: texts of similar length, so that little of a piece is padding.
 
+    Pieces are dealt out to and fro, so that no process has the longest texts of every step.
+
     Args:
         most_rows: texts of a piece at most.
     """
     order = sorted(range(len(whole.rows)), key=lambda i: len(whole.rows[i].input_ids))
     number = _num_pieces(len(order), most_rows, count)
-    for index in range(rank, number, count):
+    for turn in range(number // count):
+        index = turn * count + (rank if turn % 2 == 0 else count - 1 - rank)
         chosen = order[index * len(order) // number : (index + 1) * len(order) // number]
         if chosen:
             yield Piece([whole.rows[i] for i in chosen], [whole.anchors[i] for i in chosen])
@@ -75,8 +78,9 @@ def rows_of_piece(num_rows: int, most_rows: int, count: int) -> int:
 
 
 def _num_pieces(num_rows: int, most_rows: int, count: int) -> int:
-    """As many for each process."""
-    return count * math.ceil(num_rows / (count * most_rows))
+    """As many for each process; of several, each has two where there are texts for them."""
+    fewest = 1 if count == 1 else min(2, num_rows // count)
+    return count * max(fewest, math.ceil(num_rows / (count * most_rows)))
 
 
 def supervised_slots(piece: Piece, gamma: int) -> Tensor:

@@ -4,10 +4,12 @@ A row is one of these, and of conversations only the turns of the user are read:
 
 - ``{"turns": [text, ...]}``
 - ``{"messages": [{"role": "user", "content": text}, ...]}``
-- ``{"conversations": [{"from": "human", "value": text}, ...]}`` (ShareGPT), or with role and content
+- ``{"conversations": [{"from": "human", "value": text}, ...]}`` (ShareGPT), or with role and content; the key
+  may be ``conversation``
 - ``{"prompt": text}``
 
-Of a row with several of these the first one is read: data sets repeat the first turn of a conversation as its prompt.
+A text may be a list of parts ``{"type": "text", "text": text}``. Of a row with several of these forms the first one is
+read: data sets repeat the first turn of a conversation as its prompt.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ Turns = tuple[str, ...]
 """The user's turns of a conversation, at least one."""
 
 _SUFFIXES = (".json", ".jsonl", ".parquet")
+_CONVERSATIONS = ("messages", "conversations", "conversation")
 _USERS = ("user", "human")
 _FORMS = '{"turns": [text, ...]}, {"prompt": text}, {"messages": [...]} or {"conversations": [...]}'
 
@@ -36,7 +39,8 @@ def read_conversations(source: str) -> list[Turns]:
     Rows in which no user says anything are left out.
 
     Args:
-        source: a path, or the name of a data set, with ``:SPLIT`` behind it where it is not the split ``train``.
+        source: a path, or the name of a data set, with ``:SPLIT`` or ``:CONFIG:SPLIT`` behind it where it is
+            not the split ``train`` of its only configuration.
 
     Raises:
         ConfigError: there is none, it cannot be read, a row is of no known form, or no row is left.
@@ -90,9 +94,7 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 
     try:
         with parquet.ParquetFile(path) as file:
-            known = [
-                name for name in ("turns", "prompt", "messages", "conversations") if name in file.schema_arrow.names
-            ]
+            known = [name for name in ("turns", "prompt", *_CONVERSATIONS) if name in file.schema_arrow.names]
             for batch in file.iter_batches(columns=known):
                 yield from batch.to_pylist()
     except (OSError, pa.ArrowInvalid) as error:
@@ -100,7 +102,8 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 
 
 def _rows_of_hub(source: str) -> Iterator[tuple[str, Any]]:
-    name, _, split = source.partition(":")
+    name, *wanted = source.split(":")
+    split = wanted.pop() if wanted else "train"
     if find_spec("datasets") is None:
         raise ConfigError(
             f"--prompts {source}: there is no such file, and the hub's data sets are read by the package datasets, "
@@ -109,12 +112,12 @@ def _rows_of_hub(source: str) -> Iterator[tuple[str, Any]]:
     from datasets import load_dataset
 
     try:
-        rows = load_dataset(name, split=split or "train")
+        rows = load_dataset(name, *wanted, split=split)
     except Exception as error:  # the library raises whatever its many sources do
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"--prompts {source}: there is no such file, and no data set of the hub could be had ({reason}); give a "
-            "JSONL, JSON or parquet file, or a data set as OWNER/NAME or OWNER/NAME:SPLIT"
+            "JSONL, JSON or parquet file, or a data set as OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT"
         ) from error
     yield from _numbered(f"--prompts {source}", rows)
 
@@ -130,7 +133,7 @@ def _user_turns(row: Any, where: str) -> Turns:
     if isinstance(row, dict):
         if row.get("turns") is not None:
             said = row["turns"]
-        elif messages := row.get("messages") or row.get("conversations"):
+        elif messages := next((row[name] for name in _CONVERSATIONS if row.get(name)), None):
             said = _said_by_users(messages)
         elif row.get("prompt") is not None:
             said = [row["prompt"]]
@@ -143,4 +146,11 @@ def _said_by_users(messages: Any) -> list[Any] | None:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return None
     users = [message for message in messages if message.get("role", message.get("from")) in _USERS]
-    return [message.get("content", message.get("value")) for message in users]
+    return [_joined(message.get("content", message.get("value"))) for message in users]
+
+
+def _joined(content: Any) -> Any:
+    """The text of a turn that is written in parts, if all of these are text."""
+    parts = content if isinstance(content, list) else []
+    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return "".join(texts) if parts and len(texts) == len(parts) else content

@@ -24,8 +24,9 @@ from sglang_dspark.tools.train.rows import CorpusRow, StateSource
 from sglang_dspark.tools.train.target import Target, TargetStates
 from sglang_dspark.tools.train.text_writer import TextWriter
 
-# Texts replayed together.
+# Texts replayed together, and their tokens, padding included.
 _BATCH_ROWS = 64
+_BATCH_TOKENS = 65_536
 # Fewer repeated tokens are a list or a formula, not a loop.
 _LOOP_TOKENS = 16
 
@@ -105,8 +106,7 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     generator = torch.Generator().manual_seed(seed)
     histogram = torch.zeros(model.config.gamma + 1, dtype=torch.long)
     num_committed = 0
-    for start in range(0, len(texts), _BATCH_ROWS):
-        batch = texts[start : start + _BATCH_ROWS]
+    for batch in _batches(texts):
         rounds = _Rounds(model, heads, target, batch, states(batch), temperature, generator)
         while (accepted := rounds.advance(max_new_tokens)) is not None:
             histogram += torch.bincount(accepted, minlength=len(histogram))
@@ -114,6 +114,19 @@ def replay(  # noqa: PLR0913 - each is an option of the command
     num_rounds = int(histogram.sum())
     at_least = histogram.flip(0).cumsum(0).flip(0)[1:]
     return AcceptanceReport(len(texts), num_rounds, num_committed, tuple((at_least / max(num_rounds, 1)).tolist()))
+
+
+def _batches(texts: Sequence[CorpusRow]) -> Iterator[Sequence[CorpusRow]]:
+    """``texts`` in their order, in batches that memory is bounded for."""
+    start, longest = 0, 0
+    for end, text in enumerate(texts):
+        longest = max(longest, len(text.input_ids))
+        rows = end + 1 - start
+        if rows > 1 and (rows > _BATCH_ROWS or rows * longest > _BATCH_TOKENS):
+            yield texts[start:end]
+            start, longest = end, len(text.input_ids)
+    if start < len(texts):
+        yield texts[start:]
 
 
 class _Rounds:

@@ -70,10 +70,16 @@ class Optimizer:
             part.load_state_dict(state)
 
 
-def learning_rate_factor(config: TrainConfig, position: float) -> float:
-    """Factor on the peak learning rates at this step: linear from 0 over the warm-up, then the schedule to the end."""
+def learning_rate_factor(config: TrainConfig, position: float, start: float = 0.0) -> float:
+    """Factor on the peak learning rates at this step: linear from 0 over the warm-up, then the schedule to the end.
+
+    Args:
+        position: of the step, of ``config.steps``.
+        start: where the warm-up begins.
+    """
     warmup = max(1, round(config.steps * config.warmup_share))
-    if position < warmup:
-        return (position + 1) / warmup
-    done = min((position - warmup) / max(1, config.steps - warmup), 1.0)
+    risen = position - start
+    if risen < warmup:
+        return (risen + 1) / warmup
+    done = min((risen - warmup) / max(1, config.steps - start - warmup), 1.0)
     return {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[config.schedule]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch import Tensor
 
 # The others wait while the first process lets the target write its texts. One that fails ends them all by torchrun.
 _PATIENCE = timedelta(days=30)
+# On a GPU they only meet in the middle of a step: one that is so late hangs.
+_PATIENCE_OF_GPUS = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Processes:
 
     rank: int = 0
     count: int = 1
+    meeting: Any = None  # the group of torch.distributed in which CPUs wait for each other
 
     @property
     def is_first(self) -> bool:
@@ -31,7 +35,7 @@ class Processes:
     def wait(self) -> None:
         """Until all processes are here. A GPU does not spin meanwhile: tensors of the CPU travel by gloo."""
         if self.count > 1:
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1), group=self.meeting)
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Replace each tensor by its sum over the processes, which is the same to the bit in all of them."""
@@ -50,13 +54,14 @@ class Processes:
         if self.count == 1:
             return number
         told = torch.tensor(number, dtype=torch.float64)
-        dist.broadcast(told, src=0)
+        dist.broadcast(told, src=0, group=self.meeting)
         return float(told)
 
     def agree_on(self, number: float) -> bool:
         """Whether all processes have this number; all get the same answer."""
         differing = torch.tensor(float(number != self.agreed(number)))
-        self.add_up([differing])
+        if self.count > 1:
+            dist.all_reduce(differing, group=self.meeting)
         return not differing
 
 
@@ -74,11 +79,10 @@ def joined_processes(device: str) -> Iterator[Processes]:
     if count == 1:
         yield Processes()
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE)
-    try:
-        yield Processes(dist.get_rank(), count)
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_PATIENCE_OF_GPUS)
+    yield Processes(dist.get_rank(), count, dist.new_group(backend="gloo", timeout=_PATIENCE))
+    # After an error the others are not here: this process would wait for them, and torchrun for its end.
+    dist.destroy_process_group()
 
 
 def local_device(device: str) -> str:

@@ -15,8 +15,10 @@ class Progress:
 
     step: int = 0  # steps done
     seconds: float = 0.0  # that the run has trained
+    first_seconds: float = 0.0  # of them, of the first step
     saved_step: int = -1  # of the last checkpoint
-    saved_seconds: float = 0.0
+    saved_seconds: float = 0.0  # when that was written
+    saving_seconds: float = 0.0  # that measuring and writing it took
     best_step: int = -1  # of the checkpoint with the longest held-out accept length
     best_tau: float = 0.0
     worse: int = 0  # measurements since then
@@ -32,6 +34,14 @@ class Progress:
         if config.max_minutes is None:
             return self.step
         return max(self.step, config.steps * self.seconds / (60 * config.max_minutes))
+
+    def start(self, config: TrainConfig) -> float:
+        """Where the warm-up begins: by the clock, after the first step, in which a GPU's kernels are compiled."""
+        if config.max_minutes is None:
+            return 0.0
+        if self.step == 0:
+            return self.position(config)
+        return max(0.0, config.steps * self.first_seconds / (60 * config.max_minutes) - 1)
 
     def is_over(self, config: TrainConfig) -> bool:
         """Whether steps, time or patience are used up."""
@@ -52,3 +62,7 @@ class Progress:
             self.best_step, self.best_tau, self.worse = self.step, tau, 0
         else:
             self.worse += 1
+
+    def saved(self, began: float) -> None:
+        """The checkpoint is written that was begun after ``began`` seconds of training."""
+        self.saved_seconds, self.saving_seconds = self.seconds, self.seconds - began

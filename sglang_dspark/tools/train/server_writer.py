@@ -15,6 +15,8 @@ from sglang_dspark.tools.launch import CPU_DEVICE_FLAGS, CPU_ENV, LaunchedServer
 from sglang_dspark.tools.train.rows import CorpusRow
 
 TIMEOUT_S = 1800.0
+# Of a server of our own, which may have to fetch the target from the hub first.
+STARTUP_TIMEOUT_S = 7200.0
 
 
 class ServerWriter:
@@ -107,7 +109,7 @@ class OwnServerWriter:
         kind, _, index = device.partition(":")
         flags = CPU_DEVICE_FLAGS if kind == "cpu" else ("--base-gpu-id", index or "0")
         env = CPU_ENV if kind == "cpu" else {}
-        self._server = LaunchedServer(target, *flags, "--dtype", dtype, env=env)
+        self._server = LaunchedServer(target, *flags, "--dtype", dtype, env=env, startup_timeout_s=STARTUP_TIMEOUT_S)
         self._stop_ids, self._vocab_size, self._concurrency = stop_ids, vocab_size, concurrency
         self._open = ExitStack()
         self._writer: ServerWriter | None = None

@@ -52,8 +52,9 @@ from sglang_dspark.tools.train.target import Target, TargetStates
 
 # Rows whose features set the scale of the context projection at the start.
 _INIT_ROWS = 16
-# Between checkpoints of a run with a limit on its time.
+# Between checkpoints of a run with a limit on its time, of which they take a tenth at most.
 _CHECKPOINT_SECONDS = 60.0
+_CHECKPOINT_SHARE = 0.1
 
 OnReport = Callable[[StepReport], None]
 
@@ -107,7 +108,8 @@ class Trainer:
         # Weights are drawn on the CPU, so that a seed means the same drafter on every device.
         self.model = DraftModel(config.draft_config(target.config), own_embedding=False, own_lm_head=False)
         self.model.bind_target(target.embed_weight.cpu(), target.lm_head_weight.cpu())
-        if state is None:
+        # The others get its weights.
+        if state is None and processes.is_first:
             initialise(self.model, target, self._some_features(), seeded(config.seed, "initialise", 0))
             if init is not None:
                 init.give(self.model)
@@ -116,6 +118,7 @@ class Trainer:
         self.optimizer = Optimizer(self.model, config)
         if state is not None:
             self._continue(state)
+        processes.wait()  # where it does not count as hanging
         processes.share(self.model.state_dict().values())
         self._sums = Sums(self.model.config.gamma, self.device)
         self._log = Log(self.out_dir, self.step) if processes.is_first else None
@@ -143,6 +146,8 @@ class Trainer:
             self._train_step()
             progress.step += 1
             self._look_at_the_clock()
+            if progress.step == 1:
+                progress.first_seconds = progress.seconds
             if on_step is not None:
                 on_step(progress.step)
             if progress.step % config.log_every == 0:
@@ -156,9 +161,10 @@ class Trainer:
 
     def export(self, directory: str | Path) -> None:
         """Write the drafter as a bfloat16 checkpoint, with copies of embedding and LM head if the settings say so."""
-        exported = DraftModel(self.model.config, own_embedding=False, own_lm_head=False)
-        exported.load_state_dict(self.model.state_dict())
-        exported.to(torch.bfloat16)
+        with torch.device("meta"):
+            exported = DraftModel(self.model.config, own_embedding=False, own_lm_head=False)
+        weights = {name: weight.to(torch.bfloat16) for name, weight in self.model.state_dict().items()}
+        exported.load_state_dict(weights, assign=True)
         if self.config.own_embeddings:
             exported.bind_target(*(w.to(torch.bfloat16) for w in (self._target.embed_weight, self._target_lm_head)))
         save_draft_model(exported, directory, include_embeddings=self.config.own_embeddings)
@@ -178,7 +184,8 @@ class Trainer:
             output.loss.backward()
             self._sums.add_piece(output, batch, total_weight)
         self._processes.add_up(map(_gradient, self.model.parameters()))
-        self.optimizer.step(learning_rate_factor(self.config, self.progress.position(self.config)))
+        position, start = self.progress.position(self.config), self.progress.start(self.config)
+        self.optimizer.step(learning_rate_factor(self.config, position, start))
 
     def _pieces_of(self, whole: Piece) -> Iterator[Piece]:
         most = self.config.micro_batch_rows or self.config.batch_rows
@@ -202,7 +209,8 @@ class Trainer:
     def _checkpoint_is_due(self) -> bool:
         if self.config.max_minutes is None:
             return self.step % self.config.checkpoint_every == 0 or self.step == self.config.steps
-        return self.progress.seconds - self.progress.saved_seconds >= _CHECKPOINT_SECONDS
+        interval = max(_CHECKPOINT_SECONDS, self.progress.saving_seconds / _CHECKPOINT_SHARE)
+        return self.progress.seconds - self.progress.saved_seconds >= interval
 
     def _collate(self, piece: Piece) -> AnchorBatch:
         """A piece with the states of its texts, ready for the loss."""
@@ -229,14 +237,16 @@ class Trainer:
         return sums
 
     def _checkpoint(self, on_report: OnReport | None) -> None:
+        began = self.progress.seconds
         held_out = self._report(self._evaluate(), True, on_report)
         self._check(held_out)
-        # Where measuring takes longer than the interval, every step would be measured if the interval began before it.
         self._look_at_the_clock()
         self.progress.measured(held_out.tau)
         if self._processes.is_first:
             self._save()
         self._processes.wait()
+        self._look_at_the_clock()
+        self.progress.saved(began)
 
     def _check(self, report: StepReport) -> None:
         """Refuse to go on with a drafter that computes nothing any more."""

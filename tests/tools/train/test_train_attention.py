@@ -103,6 +103,7 @@ def test_the_mask_of_flex_attention_equals_the_literal_form(config, tensors):
 @torch.no_grad()
 def test_flex_attention_compiles_and_takes_texts_of_any_length():
     """For a CPU too, forward only; after a second length no further one is compiled for."""
+    torch.set_num_threads(1)  # with two, torch's own kernel for CPUs ends the process
     sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": LAYERS}
     config = replace(read_config(GOLDEN), **({"layer_types": (), "block_size": SLOTS} | sizes | SLIDING))
     torch.manual_seed(0)
@@ -140,3 +141,18 @@ def test_a_chunk_bounds_what_is_held(config, tensors, monkeypatch):
     assert len(sizes) == 2 * 3  # five anchors, two at a time, forward and again backward
     assert max(sizes) <= 2500
     assert max(kept) <= max(x.numel() for x in tensors if x is not None)
+
+
+def test_a_kernel_of_many_forms_is_compiled_for_each(monkeypatch):
+    """By itself torch gives up after eight, and computes the matrix of all scores."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(attention.dynamo, "recompile_limit", 8)
+    attention._compiled.cache_clear()
+
+    def compiled(x, form):
+        return x + len(form) if torch.compiler.is_compiling() else x - 1
+
+    one = torch.ones(1)
+    forms = ["f" * length for length in range(1, 21)]
+    assert [float(attention._compiled(compiled)(one, form)) for form in forms] == [1 + len(form) for form in forms]
+    attention._compiled.cache_clear()

@@ -177,7 +177,7 @@ def test_a_server_of_its_own_writes_the_same_greedy_texts(train, tmp_path, chat_
     monkeypatch.setattr(TrainJob, "writes_in_process", False)
     result = train("there")
     assert result.exit_code == 0, result.output
-    assert made == [(str(chat_target), "cpu", "float32", 256, 64), "stopped"]
+    assert made == [(str(chat_target), "cpu", "float32", 256, 512), "stopped"]
     assert written(tmp_path / "here") == written(tmp_path / "there")
 
 

@@ -33,6 +33,9 @@ FORMS = [
     ({"prompt": "One?", "messages": ROLES["conversations"]}, ("One?", "Two?")),
     ({"prompt": "One?", "messages": None, "conversations": []}, ("One?",)),
     (MESSAGES | {"turns": ["Three?"], "prompt": "One?"}, ("Three?",)),
+    # As in lmsys/lmsys-chat-1m, and with content in parts.
+    ({"conversation": ROLES["conversations"]}, ("One?", "Two?")),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in ("One", "?")]}]}, ("One?",)),
 ]
 SILENT = {"conversations": [{"from": "gpt", "value": "1"}]}
 
@@ -59,20 +62,25 @@ def test_files_of_every_kind_hold_the_same(tmp_path):
 def test_a_data_set_of_the_hub_is_read_by_its_library(monkeypatch):
     asked = []
 
-    def load_dataset(name, *, split):
-        asked.append((name, split))
+    def load_dataset(name, *config, split):
+        asked.append((name, *config, split))
         return datasets.Dataset.from_list([SHAREGPT, SHAREGPT])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert read_conversations("owner/name") == 2 * [("One?", "Two?")]
     read_conversations("owner/name:validation")
-    assert asked == [("owner/name", "train"), ("owner/name", "validation")]
+    read_conversations("owner/name:en:validation")
+    assert asked == [("owner/name", "train"), ("owner/name", "validation"), ("owner/name", "en", "validation")]
 
 
 REFUSED = {
     "rows.jsonl": ("{}", r"rows.jsonl:1: '\{\}' has no text; write"),
     "torn.jsonl": ('{"turns": ["a"]}\n{"tur', r"torn.jsonl:2 is not JSON: .* write one object per line"),
     "parts.jsonl": ('{"messages": [{"role": "user", "content": [{"image": 1}]}]}', "parts.jsonl:1: .* has no text"),
+    "mixed.jsonl": (
+        '{"messages": [{"role": "user", "content": [{"type": "text", "text": "See"}, {"type": "image"}]}]}',
+        "mixed.jsonl:1: .* has no text",
+    ),
     "list.json": ('[{"prompt": 1}]', r"list.json, row 1: .* has no text; write"),
     "silent.jsonl": (json.dumps(SILENT), "silent.jsonl is empty; name prompts or conversations"),
     "torn.parquet": ("PAR1", r"torn.parquet: .*; pass an intact parquet file"),

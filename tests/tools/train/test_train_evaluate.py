@@ -6,10 +6,11 @@ from dspark_kernels import MarkovWalk
 
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.reference import decode_greedy
+from sglang_dspark.tools.train import evaluate
 from sglang_dspark.tools.train.block_forward import block_hidden
 from sglang_dspark.tools.train.evaluate import loop_start, replay
 from sglang_dspark.tools.train.measure import measure, measured_texts, table
-from sglang_dspark.tools.train.rows import ComputedStates, stored_states
+from sglang_dspark.tools.train.rows import ComputedStates, CorpusRow, stored_states
 from sglang_dspark.tools.train.text_writer import InProcessWriter
 from sglang_dspark.tools.train.trainer import Trainer
 
@@ -123,6 +124,15 @@ def test_a_token_that_is_never_proposed_is_never_accepted_at_temperature_1(targe
             half_trained, target, rows[:1], stored_states, temperature=1, max_new_tokens=1, seed=seed, token_ids=others
         )
         assert report.survival[0] == 0
+
+
+def test_long_texts_are_replayed_a_few_at_a_time(monkeypatch):
+    monkeypatch.setattr(evaluate, "_BATCH_ROWS", 3)
+    monkeypatch.setattr(evaluate, "_BATCH_TOKENS", 12)
+    texts = [CorpusRow(torch.zeros(length), 1) for length in (4, 4, 4, 4, 2, 7, 20, 1, 1)]
+    batches = [[len(text.input_ids) for text in batch] for batch in evaluate._batches(texts)]
+    assert batches == [[4, 4, 4], [4, 2], [7], [20], [1, 1]]
+    assert list(evaluate._batches([])) == []
 
 
 def test_loops_are_found_where_they_begin():

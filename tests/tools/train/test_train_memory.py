@@ -96,9 +96,10 @@ def test_512_anchors_of_a_production_target_fit_80_gb():
     assert target + needed.total + 5 * 9 * scores > 80e9
 
 
-def test_two_processes_hold_half_a_step_each(target, config):
+def test_two_processes_hold_a_piece_of_a_step_each(target, config):
+    """Six texts are four pieces, of two texts at most."""
     alone, shared = (training_bytes(config, target.config, 26, processes) for processes in (1, 2))
-    assert shared.activations * 2 == alone.activations
+    assert shared.activations * 3 == alone.activations
 
 
 @pytest.mark.parametrize(("texts", "fits"), [(20, True), (60, False)])

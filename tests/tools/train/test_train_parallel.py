@@ -4,12 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from sglang_dspark.errors import ConfigError
+from sglang_dspark.tools.train import trainer as trainer_module
 from sglang_dspark.tools.train.batches import Piece, pieces_of, rows_of_piece
 from sglang_dspark.tools.train.parallel import Processes, joined_processes, local_device
 from sglang_dspark.tools.train.rows import CorpusRow
@@ -115,6 +119,20 @@ def test_every_text_is_read_by_one_process_beside_texts_of_its_length(count, mos
     assert [length for span in spans for length in span] == sorted(lengths)
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_no_process_has_the_longest_texts_of_every_step(count):
+    """All wait for the one that has most to read."""
+    whole = rows_of(*range(10, 10 + 8 * count))
+    read = []
+    for rank in range(count):
+        pieces = list(pieces_of(whole, 100, rank, count))
+        assert len(pieces) == 2
+        read.append(sum(len(piece.rows) * max(len(row.input_ids) for row in piece.rows) for piece in pieces))
+    assert max(read) == min(read)
+    assert sum(read) < len(whole.rows) * (10 + 8 * count)  # all texts as long as the longest
+    assert [len(list(pieces_of(rows_of(3, 4, 5), 100, rank, 3))) for rank in range(3)] == [1, 1, 1]
+
+
 def test_fewer_texts_than_processes_are_refused(target, corpus, config, tmp_path):
     with pytest.raises(ConfigError, match=r"batch_rows=6: 7 processes share .* --batch-rows 7, or start fewer"):
         Trainer(config, target, corpus, corpus, tmp_path, processes=Processes(0, 7))
@@ -140,17 +158,49 @@ def test_a_process_alone_works_on_the_gpu_that_was_named(monkeypatch):
     assert chosen == ["cuda:1"]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_that_fails_ends_without_the_others(fails, monkeypatch):
+    """They are in the middle of a step, and torchrun ends them when this one is gone."""
+    done = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: done.append((backend, timeout)))
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "new_group", lambda backend, timeout: (backend, timeout))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroyed"))
+    with pytest.raises(RuntimeError) if fails else nullcontext(), joined_processes("cuda") as processes:
+        assert processes.rank == 1
+        if fails:
+            raise RuntimeError
+    [(backend, patience), *ended] = done
+    assert ended == ([] if fails else ["destroyed"])
+    # Texts may take days to write, a step does not.
+    assert backend == "cpu:gloo,cuda:nccl" and patience < timedelta(hours=1)
+    assert processes.meeting == ("gloo", timedelta(days=30))
+
+
 class SecondOfTwo(Processes):
     """Whose first process has begun anew."""
 
-    def agreed(self, number):
-        return 0.0
+    def agree_on(self, number):
+        return number == 0
+
+    def wait(self):
+        pass
 
     def add_up(self, tensors):
         pass
 
     def share(self, tensors):
         pass
+
+
+def test_weights_are_drawn_once(target, corpus, config, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(trainer_module, "initialise", lambda *given: drawn.append(given))
+    Trainer(config, target, corpus, corpus, tmp_path / "second", processes=SecondOfTwo(1, 2))
+    assert drawn == []
+    Trainer(config, target, corpus, corpus, tmp_path / "first", processes=SecondOfTwo(0, 2))
+    assert len(drawn) == 1
 
 
 def test_processes_that_see_different_folders_are_refused(target, corpus, config, tmp_path):

@@ -104,7 +104,8 @@ def launched(server, monkeypatch):
     class Launched:
         url = server.url
 
-        def __init__(self, target, *flags, env):
+        def __init__(self, target, *flags, env, startup_timeout_s):
+            assert startup_timeout_s >= 3600  # a target of the hub is fetched first
             self._asked = (target, flags, dict(env))
 
         def __enter__(self):
