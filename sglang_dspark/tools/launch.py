@@ -77,6 +77,7 @@ _OF_TORCHRUN = (
 _OF_TORCHELASTIC = "TORCHELASTIC_"
 
 STARTUP_TIMEOUT_S = 600.0
+_LAST_BREATH_S = 30.0
 POLL_S = 0.25
 TAIL_LINES = 25
 
@@ -190,6 +191,10 @@ class LaunchedServer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        # A scheduler that was killed takes a while to give its GPU back, which the next server may need.
+        deadline = time.monotonic() + _LAST_BREATH_S
+        while _group_runs(process.pid) and time.monotonic() < deadline:
+            time.sleep(POLL_S / 10)
         reaper.kill()
         reaper.communicate()
         self._reaper = None  # the group's number may belong to others from now on
@@ -302,6 +307,16 @@ def _start_reaper(group: int) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def _group_runs(group: int) -> bool:
+    """Whether a process of the group is there that holds anything still, as far as ``/proc`` tells."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # gone by now
+            state, _parent, of_group, *_ = stat.read_text().rpartition(")")[2].split()
+            if int(of_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def _own_environment() -> dict[str, str]:

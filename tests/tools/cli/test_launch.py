@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dspark.errors import LaunchError
+from sglang_dspark.tools import launch
 from sglang_dspark.tools.launch import LaunchedServer
 
 pytestmark = pytest.mark.usefixtures("stub_sglang")
@@ -108,6 +109,16 @@ def test_children_that_outlive_the_server_are_stopped(tmp_path):
     with pytest.raises(LaunchError, match="exit status 3"), LaunchedServer("orphan", log_path=log):
         pass
     assert wait_until_dead(child_in(log))
+
+
+def test_a_stopped_server_holds_nothing_any_more(tmp_path, monkeypatch):
+    """A scheduler that was killed gives its GPU back a while later, and the next server may need it."""
+    looked, whole, answers = [], launch._group_runs, [True, True, False]
+    with LaunchedServer("model", log_path=tmp_path / "log") as server:
+        assert whole(server.pid)
+        monkeypatch.setattr(launch, "_group_runs", lambda group: (looked.append(group), answers.pop(0))[1])
+    assert looked == [server.pid] * 3
+    assert not whole(server.pid)
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
