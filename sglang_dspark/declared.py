@@ -51,6 +51,12 @@ def check_fields(config: Any) -> None:
                 raise ConfigError(f"{name}={value!r} {error}") from error
 
 
+def shown(value: Any) -> str:
+    """``value`` for a message, cut to a line."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def rule(kind: Any) -> str:
     """What an annotation asks for, in words: ``must be an integer from 0 to 7``."""
     bare, *notes = get_args(kind) if get_origin(kind) is Annotated else (kind,)

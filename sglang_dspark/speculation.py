@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta
 
-from sglang_dspark.declared import checked, kinds, whole
+from sglang_dspark.declared import checked, kinds, shown, whole
 
 Preset = Literal["none", "summarization", "classification"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
@@ -81,7 +81,7 @@ class Speculation:
         if value is None:
             return cls()
         if not isinstance(value, Mapping):
-            raise ValueError(f"speculation must be an object, not {_shown(value)}")
+            raise ValueError(f"speculation must be an object, not {shown(value)}")
         given = {}
         for key, entry in value.items():
             if key not in _KINDS:
@@ -91,7 +91,7 @@ class Speculation:
                 if key == "candidates":
                     _check_labels(given[key])
             except ValueError as error:
-                raise ValueError(f"speculation.{key} {error}, not {_shown(entry)}") from None
+                raise ValueError(f"speculation.{key} {error}, not {shown(entry)}") from None
         options = cls(**given)
         options._check_together(given)
         return options
@@ -145,8 +145,3 @@ def _check_labels(labels: tuple[str, ...]) -> None:
         raise ValueError("must be text that UTF-8 can encode") from None
     if max(sizes) > _LONGEST_CANDIDATE or sum(sizes) > _LONGEST_CANDIDATES:
         raise ValueError(f"must be strings of at most {_LONGEST_CANDIDATE} bytes, and {_LONGEST_CANDIDATES} in all")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,6 @@
-"""The sampling mathematics, free of any serving engine: torch references and Triton kernels that compute the same.
+"""Sampling, verification, attention and draft K/V: torch references, and Triton kernels that compute the same.
+
+No serving engine is imported.
 
 A function with kernels is called without regard to the device (``dispatch``); its reference is named ``*_ref``.
 """

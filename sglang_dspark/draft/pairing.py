@@ -1,27 +1,9 @@
 """Does a drafter belong to a target? Decided from the two configurations, before anything is loaded."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.families import family_of
 from sglang_dspark.errors import CheckpointError
-
-
-def check_pair(draft: DraftConfig, architectures: Sequence[str] | None, target: Any) -> None:
-    """Refuse a target that is not served, or a drafter that was made for another target.
-
-    Args:
-        draft: configuration of the drafter.
-        architectures: of the target's config.json.
-        target: Hugging Face text configuration of the target.
-
-    Raises:
-        UnservedError: the target's family is not served.
-        CheckpointError: a dimension differs between the two.
-    """
-    family_of(architectures)
-    check_dimensions(draft, target)
 
 
 def lacks_own(draft: DraftConfig, layer: str, reason: str) -> CheckpointError:

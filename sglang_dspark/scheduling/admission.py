@@ -39,8 +39,8 @@ class Best:
     Attributes:
         order: [bs, width] float32 what drafts rank by, non-increasing along a row; negative ones are never verified.
         budget: drafts verified in all.
-        exact: whether there are so many that may be verified; only the device knows where a request has a bound by
-            confidence.
+        exact: whether ``budget`` drafts are verified for certain, so that the number of rows is known without asking
+            the device; not where a request has a bound by confidence.
     """
 
     order: torch.Tensor

@@ -59,14 +59,14 @@ class Policy(ABC):
 
 @dataclass
 class FixedPolicy(Policy):
-    """``static``: the same number of drafts for every request in every step; ``off``: none."""
+    """``static``: the same number of drafts for every request in every step; ``off``, or no drafter: none."""
 
     verify_len: int
     name: str = "static"
     needs_confidence: bool = False
 
     def choose(self, requests: int, context: float) -> Choice:
-        return Choice(Rule.UNIFORM, self.verify_len, self.verify_len * requests) if self.verify_len else PLAIN
+        return Choice(Rule.UNIFORM, self.verify_len) if self.verify_len else PLAIN
 
     def report(self) -> dict[str, Any]:
         return {"verify_len": self.verify_len}
@@ -110,7 +110,7 @@ class AdaptiveBlockPolicy(Policy):
 
     def choose(self, requests: int, context: float) -> Choice:
         length = self.gamma if self.acceptance >= ADAPTIVE_ACCEPTANCE else min(ADAPTIVE_LOW_BLOCK, self.gamma)
-        return Choice(Rule.UNIFORM, length, length * requests)
+        return Choice(Rule.UNIFORM, length)
 
     @property
     def acceptance(self) -> float:

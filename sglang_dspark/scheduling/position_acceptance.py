@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.arrays import Array
+from sglang_dspark.calibration.survival import reached, survived
 
 # Older drafts count for less: a position remembers about this many.
 _MEMORY = 500.0
@@ -19,12 +20,11 @@ class PositionAcceptance:
     def __init__(self, gamma: int) -> None:
         self._judged = np.full(gamma, _PRIOR_COUNT)
         self._accepted = np.full(gamma, _PRIOR_COUNT * _PRIOR_RATE)
-        self._slots = np.arange(gamma)
 
     def observe(self, verified: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
         """Add rounds: [n] drafts verified and [n] accepted."""
-        judged = (self._slots < verified[:, None]) & (self._slots <= accepted[:, None])
-        kept = judged & (self._slots < accepted[:, None])
+        judged = reached(verified, accepted, len(self._judged))
+        kept = judged & survived(accepted, len(self._judged))
         count = judged.sum(0)
         keep = np.exp(-count / _MEMORY)
         self._judged = self._judged * keep + count

@@ -1,4 +1,4 @@
-"""From confidences to verify lengths. Every rule here is non-anticipating: see the module's functions for why.
+"""From confidences to verify lengths. No rule lets the value of a draft, or of a later one, decide about that draft.
 
 A draft's survival is the probability that it and all drafts before it in its block are accepted: the running product of
 the calibrated confidences (DSpark, Eq. 9). Survivals never grow along a block, so ranking them respects prefixes.

@@ -23,6 +23,7 @@ _ERROR, _ERROR_DRIFT = 0.15, 0.0015
 _NOISE = 0.1
 UNKNOWN = math.sqrt(2) * _ERROR
 """Of the ratio of two kinds of step that were never compared: :meth:`StepTimes.doubt` at first."""
+_SHORTEST_MS = 1e-3  # what a clock that has not moved stands for
 # More than this is a hiccup of the machine, and counts as this much.
 _MAX_SURPRISE = 0.25
 # Weight of a step's host time in its running mean, and the most that one step may say it is, in milliseconds over that.
@@ -135,7 +136,7 @@ class StepTimes:
         times = self.load(kind.requests)
         column = times.room_for(kind.num_tokens)
         drafts, table_ms = float(times.drafts[column]), float(times.at(kind.context, (kind.depth, column)))
-        expected = belief.observe(drafts, math.log(device_ms / table_ms), self._num_steps)
+        expected = belief.observe(drafts, math.log(max(device_ms, _SHORTEST_MS) / table_ms), self._num_steps)
         self._speed = belief.speed
         mean_host_ms = self._host_ms.setdefault(bucket, host_ms)
         self._host_ms[bucket] += _HOST_WEIGHT * min(host_ms - mean_host_ms, _MAX_HOST_RISE_MS)

@@ -25,7 +25,7 @@ class Choice:
     Attributes:
         rule: how lengths are found.
         depth: drafts proposed per request, 0 for a plain step.
-        budget: drafts verified in all; for the rules UNIFORM and TOP.
+        budget: drafts verified in all, under the rule TOP.
         forced: request that is verified to the full depth whatever its survivals.
         drafted: requests that are drafted, ascending; None drafts all.
         weight: rounds that a round of this step stands for in the statistics of survivals.
@@ -54,8 +54,9 @@ class Choice:
 
     def is_uniform(self, requests: int) -> bool:
         """Whether every request verifies its whole block, whatever the confidences."""
-        whole = self.rule is Rule.TOP and self.drafted is None and self.budget == requests * self.depth
-        return self.limits is None and (whole or self.rule is Rule.UNIFORM)
+        if self.limits is not None or self.drafted is not None:
+            return False
+        return self.rule is Rule.UNIFORM or (self.rule is Rule.TOP and self.budget == requests * self.depth)
 
     @property
     def needs_confidence(self) -> bool:
@@ -108,7 +109,10 @@ class Choice:
             return self
         if not drafted:
             return PLAIN
-        return replace(self, drafted=tuple(drafted), budget=min(self.budget, len(drafted) * self.depth))
+        most = len(drafted) * self.depth
+        if self.rule is Rule.UNIFORM:
+            return replace(self, rule=Rule.TOP, drafted=tuple(drafted), budget=most)
+        return replace(self, drafted=tuple(drafted), budget=min(self.budget, most))
 
 
 PLAIN = Choice(Rule.UNIFORM, depth=0)

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterable
 
+from sglang_dspark.engine.front_end import served_requests
 from sglang_dspark.engine.startup import served
 from sglang_dspark.engine.support import TESTED_SGLANG
 
@@ -14,8 +15,8 @@ _PAGE = """\
 # Every flag and request field of SGLang, and what DSPARK does with it
 
 Every flag and every request field of SGLang {sglang} is on this page, and what is refused besides on {newest}.
-It is written by `sglang_dspark/engine/startup/served.py`, whose lists the server's own checks read; a test compares
-them with SGLang's.
+It is written from the lists that the server's own checks read, `sglang_dspark/engine/startup/served.py` and
+`sglang_dspark/engine/front_end/served_requests.py`; a test compares them with SGLang's.
 
 A refusal ends the start with a message, or answers the request with HTTP 400; both name the flag or field and the
 remedy.
@@ -33,6 +34,7 @@ On SGLang {newest} besides:
 | flag | served values | otherwise |
 |---|---|---|
 {refused_besides}
+| `--grpc-port` | none | drop the flag: requests are checked on their way through HTTP |
 
 ### With a rule of their own
 
@@ -67,6 +69,7 @@ The fields of `/generate`; the OpenAI routes translate theirs into these.
 {refused_fields}
 * Refused when they are set, on SGLang {newest} besides:
 {refused_fields_besides}
+* Refused sampling parameters of SGLang {newest}: `watermark`, and `beam_width` above 1
 * Served as on a plain server:
 {served_fields}
 * Served sampling parameters, of which the last five are SGLang's own:
@@ -79,15 +82,17 @@ The fields of `/generate`; the OpenAI routes translate theirs into these.
 ## Environment variables
 
 `SGLANG_SANITIZE_NAN_LOGITS` and `SGLANG_ENABLE_ASYNC_ASSERT` do to the target's logits what SGLang's sampler does
-without DSPARK. Other variables of SGLang were not examined.
+without DSPARK. On SGLang {newest}, `SGLANG_RUST_SERVER=1`, `SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1` and
+`SGLANG_GRPC_PORT` end the start. Most other variables of SGLang were not examined.
 
 ## Routes
 
-The routes that would change the target of a running server, free its memory or set what other speculative algorithms
-read answer HTTP 400: `/update_weights_from_disk`, `/update_weights_from_distributed`, `/update_weights_from_tensor`,
-`/update_weights_from_ipc`, `/release_memory_occupation`, `/resume_memory_occupation`, `/set_internal_state`. The
-field `speculation` is read on `/generate`, `/v1/completions` and `/v1/chat/completions`; other routes serve requests
-with the server's policy.
+Routes that would change the target of a running server, free its memory, give it another server's work or set what
+other speculative algorithms read answer HTTP 400:
+{refused_routes}
+
+Of these, only GET is served: {refused_changes}. The field `speculation` is read on `/generate`, `/v1/completions` and
+`/v1/chat/completions`; other routes serve requests with the server's policy.
 """
 
 
@@ -103,12 +108,14 @@ def table() -> str:
         served=_listed(map(served.flag_of, served.SERVED_FLAGS)),
         other_models=_listed(map(served.flag_of, served.OTHER_MODELS_FLAGS)),
         refused_features=_listed(map(served.flag_of, served.REFUSED_FEATURES_FLAGS)),
-        refused_fields=_listed(served.REFUSED_FIELDS),
-        refused_fields_besides=_listed(served.REFUSED_FIELDS_OF_SOME_RELEASES),
-        served_fields=_listed(served.SERVED_FIELDS),
-        parameters=_listed(served.SAMPLING_PARAMETERS),
-        other_models_fields=_listed(served.OTHER_MODELS_FIELDS),
-        refused_features_fields=_listed(served.REFUSED_FEATURES_FIELDS),
+        refused_fields=_listed(served_requests.REFUSED_FIELDS),
+        refused_fields_besides=_listed(served_requests.REFUSED_FIELDS_OF_SOME_RELEASES),
+        served_fields=_listed(served_requests.SERVED_FIELDS),
+        parameters=_listed(served_requests.SAMPLING_PARAMETERS),
+        other_models_fields=_listed(served_requests.OTHER_MODELS_FIELDS),
+        refused_features_fields=_listed(served_requests.REFUSED_FEATURES_FIELDS),
+        refused_routes=_listed(served_requests.REFUSED_ROUTES),
+        refused_changes=_listed(served_requests.REFUSED_CHANGES),
     )
 
 

@@ -1,1 +1,1 @@
-"""One decode step: prepare, draft, plan, verify, accept, publish, commit."""
+"""One decode step: choose, draft, plan, verify, accept, publish, commit."""

@@ -91,6 +91,17 @@ def test_slots_of_the_finished_are_used_again(adjustments):
     assert (adjusted[[2, 5, 8, 9]] == 0).all()
 
 
+def test_the_finished_are_forgotten_when_the_batch_changes(adjustments):
+    """Else a server keeps their texts, and looks for adjustments in every step."""
+    first, plain = Request(presence_penalty=1.0), Request()
+    prefill(adjustments, first)
+    assert adjustments.of_step(batch_of(first, plain)).any
+    first.ended = True
+    assert not adjustments.of_step(batch_of(plain)).any
+    assert adjustments._slots == {}
+    assert torch.equal(step(adjustments, plain), torch.zeros(1, VOCAB))
+
+
 def test_a_retracted_request_starts_from_its_output(adjustments):
     req = Request(frequency_penalty=1.0)
     prefill(adjustments, req)

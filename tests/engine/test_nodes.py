@@ -39,8 +39,16 @@ def test_a_machine_that_was_started_otherwise_is_named():
         check_alike([facts(), facts(), facts(block_size=3), facts(block_size=3)], TWO_BY_TWO)
 
 
-def test_machines_keep_their_files_where_they_like():
-    check_alike([facts(), facts(), facts(sps_table_path="/a"), facts(confidence_sts_path="/b")], TWO_BY_TWO)
+def test_machines_keep_their_files_where_they_like(tmp_path):
+    """Rank 0's step times count; everybody reads the temperatures."""
+    for name, content in {"a": "1", "b": "1", "c": "2"}.items():
+        (tmp_path / name).write_text(content)
+    here, there, other = (facts(confidence_sts_path=str(tmp_path / name)) for name in "abc")
+    check_alike([facts(), facts(), facts(sps_table_path="/a"), facts()], TWO_BY_TWO)
+    check_alike([here, here, there, there], TWO_BY_TWO)
+    for wrong in (other, facts()):
+        with pytest.raises(ConfigError, match=r"--speculative-dspark-confidence-sts-path=.*; start all nodes alike"):
+            check_alike([here, here, wrong, wrong], TWO_BY_TWO)
 
 
 def test_one_machine_exchanges_nothing():

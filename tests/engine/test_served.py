@@ -1,8 +1,10 @@
 """Every flag and request field of SGLang is on the list of what is served."""
 
+import ast
 from collections import Counter
 from dataclasses import fields
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dspark.config import DSparkConfig, flag_dest
 from sglang_dspark.engine.compat import arguments
+from sglang_dspark.engine.front_end import served_requests
 from sglang_dspark.engine.startup import served
 from sglang_dspark.tools.sglang_flags import table
 
@@ -25,16 +28,18 @@ FLAGS = [
     *served.REFUSED_FEATURES_FLAGS,
 ]
 FIELDS = [
-    *served.REFUSED_FIELDS,
-    *served.SERVED_FIELDS,
-    *served.OTHER_MODELS_FIELDS,
-    *served.REFUSED_FEATURES_FIELDS,
+    *served_requests.REFUSED_FIELDS,
+    *served_requests.SERVED_FIELDS,
+    *served_requests.OTHER_MODELS_FIELDS,
+    *served_requests.REFUSED_FEATURES_FIELDS,
 ]
 
 
 # Of releases other than the listed one.
 MORE_FLAGS = [*served.FLAGS_OF_SOME_RELEASES, *(refusal.name for refusal in served.REFUSED_FLAGS_OF_SOME_RELEASES)]
-MORE_FIELDS = [*served.FIELDS_OF_SOME_RELEASES, *served.REFUSED_FIELDS_OF_SOME_RELEASES]
+# SGLang 0.5.15.post1 has fewer.
+ROUTES = [*served_requests.SERVED_ROUTES, *served_requests.REFUSED_ROUTES, *served_requests.REFUSED_CHANGES]
+MORE_FIELDS = [*served_requests.FIELDS_OF_SOME_RELEASES, *served_requests.REFUSED_FIELDS_OF_SOME_RELEASES]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +48,8 @@ MORE_FIELDS = [*served.FIELDS_OF_SOME_RELEASES, *served.REFUSED_FIELDS_OF_SOME_R
         (FLAGS, MORE_FLAGS, lambda: [field.name for field in arguments.fields()]),
         (FIELDS, MORE_FIELDS, lambda: [field.name for field in fields(GenerateReqInput)]),
         (
-            served.SAMPLING_PARAMETERS,
-            served.PARAMETERS_OF_SOME_RELEASES,
+            served_requests.SAMPLING_PARAMETERS,
+            served_requests.PARAMETERS_OF_SOME_RELEASES,
             lambda: [field.name for field in msgspec.structs.fields(SamplingParams)],
         ),
     ],
@@ -58,6 +63,27 @@ def test_every_name_of_sglang_has_been_looked_at(listed, more, of_sglang):
         assert Counter(found) == Counter(listed)
     else:
         assert sorted({*found} - {*listed, *more}) == []
+
+
+def test_every_route_of_sglang_has_been_looked_at():
+    """A new one may change the target, or take requests that nobody checks."""
+    found = set()
+    for file in Path(find_spec("sglang.srt.entrypoints").submodule_search_locations[0]).rglob("*.py"):
+        if file.name == "engine_info_bootstrap_server.py":
+            continue  # routes of another server
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            found |= {path for path in map(_path_of, getattr(node, "decorator_list", [])) if path}
+    assert len(found) > 50
+    assert sorted(found - {*ROUTES, *served_requests.ROUTES_OF_SOME_RELEASES}) == []
+    assert len(ROUTES) == len(set(ROUTES))
+
+
+def _path_of(decorator):
+    """What an ``@app.post("/path")`` serves; None of other decorators."""
+    if not isinstance(decorator, ast.Call) or not isinstance(decorator.func, ast.Attribute) or not decorator.args:
+        return None
+    path = getattr(decorator.args[0], "value", None)
+    return path if isinstance(path, str) and path.startswith("/") else None
 
 
 def test_no_flag_about_speculation_is_dropped_in_silence():

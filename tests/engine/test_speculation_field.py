@@ -201,3 +201,21 @@ def test_the_first_whole_answer_is_told_once(status, kind, monkeypatch):
     for _ in range(2):
         asyncio.run(served(scope, receive, respond))
     assert told == (["frozen"] if (status, kind) == (200, "application/json") else [])
+
+
+@pytest.mark.parametrize("path", ["/weights_checker", "/begin_weight_update", "/end_weight_update", "/pd_role_switch"])
+def test_routes_that_would_change_the_target(path):
+    status, message = send(b"{}", path=path)
+    assert status == 400 and f"DSPARK does not serve {path} yet" in message
+
+
+@pytest.mark.parametrize(("method", "served"), [("PUT", False), ("DELETE", False), ("GET", True)])
+def test_a_storage_behind_the_host_cache_can_be_asked_for_and_not_attached(method, served):
+    found = send(b"{}", path="/hicache/storage-backend", method=method)
+    assert found == b"{}" if served else found[0] == 400
+
+
+def test_a_body_may_be_put_as_well():
+    """SGLang's /generate takes both methods."""
+    status, message = send(BAD.encode(), method="PUT")
+    assert status == 400 and "max_verify" in message

@@ -351,7 +351,7 @@ def test_depths_are_told_apart_where_shallow_blocks_are_cheaper():
 
 
 def test_fixed_policies():
-    assert FixedPolicy(3).choose(5, CONTEXT) == Choice(Rule.UNIFORM, 3, 15)
+    assert FixedPolicy(3).choose(5, CONTEXT) == Choice(Rule.UNIFORM, 3)
     assert FixedPolicy(0, "off").choose(5, CONTEXT) == PLAIN
     assert FixedPolicy(3).report() == {"verify_len": 3}
 

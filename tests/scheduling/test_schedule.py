@@ -73,7 +73,7 @@ def test_a_switch_takes_effect_at_once():
     made = schedule()
     assert made.choose(["a", "b"], 64.0).rule is Rule.TOP
     made.switch({"policy": "static", "verify_len": 2})
-    assert made.choose(["a", "b"], 64.0) == Choice(Rule.UNIFORM, 2, 4)
+    assert made.choose(["a", "b"], 64.0) == Choice(Rule.UNIFORM, 2)
     made.switch({"policy": "off"})
     assert made.choose(["a", "b"], 64.0).depth == 0
 
@@ -238,10 +238,10 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
 def test_adaptive_blocks_follow_the_last_steps():
     made = schedule(gamma=7, schedule="adaptive-block")
     choice = made.choose(["a", "b"], 64.0)
-    assert choice == Choice(Rule.UNIFORM, 7, 14)
+    assert choice == Choice(Rule.UNIFORM, 7)
     for accepted, verify_len in [(0, 4), (1, 4), (7, 4), (7, 7), (7, 7), (0, 7), (0, 7), (0, 4)]:
         made.observe(rounds(choice, [7, 7], [7, 7]), [0, 1], [accepted, accepted])
-        assert made.choose(["a", "b"], 64.0) == Choice(Rule.UNIFORM, verify_len, 2 * verify_len)
+        assert made.choose(["a", "b"], 64.0) == Choice(Rule.UNIFORM, verify_len)
     # What a preset copied says nothing about the drafter.
     copied = Rounds(["a"], choice, [0], torch.tensor([7]), None, None, [7])
     before = made.policy.acceptance
@@ -286,7 +286,7 @@ def test_copied_drafts_are_verified_whatever_else_is():
 
 def test_a_fixed_length_within_limits_needs_no_survivals():
     made = schedule()
-    assert lens_within(made, Choice(Rule.UNIFORM, 2, 6), Limits((3, 1, 3), (0, 0, 3)), None) == [2, 1, 3]
+    assert lens_within(made, Choice(Rule.UNIFORM, 2), Limits((3, 1, 3), (0, 0, 3)), None) == [2, 1, 3]
 
 
 @pytest.mark.parametrize(

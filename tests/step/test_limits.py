@@ -72,7 +72,7 @@ def test_limits_that_do_not_bind_change_nothing(requests, depth):
 
 
 def test_a_fixed_length_becomes_ragged():
-    within = Choice(Rule.UNIFORM, 3, 9).within(Limits((7, 1, 0), (0, 0, 0)))
+    within = Choice(Rule.UNIFORM, 3).within(Limits((7, 1, 0), (0, 0, 0)))
     assert (within.rule, within.budget, within.drafted) == (Rule.TOP, 4, (0, 1))
     assert within.most_drafts(3) == 4
 
@@ -93,3 +93,13 @@ def test_a_request_that_may_verify_nothing_is_not_drafted():
     choice = Choice(Rule.TOP, 3, 6).within(Limits(most=(3, 0), copied=(0, 0)))
     assert choice.drafted == (0,)
     assert choice.depths(2) == [3, 0]
+
+
+def test_a_step_that_drafts_for_some_verifies_nothing_of_the_others():
+    """Whatever the rule said of all of them."""
+    some = Choice(Rule.UNIFORM, 3).for_some([0, 2], 4)
+    assert (some.rule, some.drafted, some.most_drafts(4)) == (Rule.TOP, (0, 2), 6)
+    assert not some.is_uniform(4)
+    assert not Choice(Rule.UNIFORM, 3, drafted=(0,)).is_uniform(2)
+    assert Choice(Rule.TOP, 3, budget=4).for_some([1], 4).most_drafts(4) == 3
+    assert Choice(Rule.UNIFORM, 3).for_some(range(4), 4).is_uniform(4)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dspark_kernels import DraftBlock
 from golden_server import CASES
 from random_drafter import random_drafter
 from replays import Emulated
@@ -16,7 +17,7 @@ from step_tables import make_table
 from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.step.choice import Choice, Rule
 from sglang_dspark.step.limits import Limits
-from sglang_dspark.step.state import TargetOutput
+from sglang_dspark.step.state import Drafted, TargetOutput
 from sglang_dspark.worker import graph_stages
 from sglang_dspark.worker.graph_stages import StepGraphs
 from sglang_dspark.worker.staging import Staging
@@ -223,3 +224,16 @@ def test_every_switch_of_a_drafter_is_replayed(monkeypatch, tmp_path):
     assert loop.traces == launched.traces
     assert all(loop.replayed)
     assert len({tuple(drafts) for trace in loop.traces for _, _, drafts, _ in trace}) > 3
+
+
+def test_drafts_that_were_made_elsewhere_are_verified(monkeypatch):
+    """Step times are measured with tokens that differ, as those of experts depend on them."""
+    loop = GraphLoop(monkeypatch, [4], schedule="static", verify_len=3)
+    loop.serve(prompts_of(loop), 2)
+    step, choice = loop._batch(99), Choice(Rule.UNIFORM, 3)
+    stages = loop.stages._staging.of(step, choice)
+    assert stages.in_graphs
+    tokens = torch.arange(9).view(3, 3) + 5
+    plan = stages.plan(step, Drafted(DraftBlock(tokens), None, [3] * 3), choice)
+    rows = plan.input_ids[: int(plan.indptr[3])].view(3, 4)
+    assert torch.equal(rows, torch.cat([step.anchors[:, None], tokens], dim=1))

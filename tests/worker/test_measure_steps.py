@@ -142,22 +142,38 @@ def test_drafts_are_timed_where_they_are_served(monkeypatch):
         assert chosen.pop() == ([7] * requests, True)
 
 
-@pytest.mark.parametrize("field", ["tp_size", "nnodes", "moe_runner_backend", "cpu_offload_gb"])
-def test_step_times_are_those_of_their_flags(field, monkeypatch, tmp_path):
+@pytest.fixture
+def key_of(monkeypatch, tmp_path):
+    """The key of a server's table, by its flags and the configuration of its target."""
     monkeypatch.setattr(sps_cache, "adapters_digest", lambda runner: "")
     monkeypatch.setattr(sps_cache, "most_requests", lambda runner: 4)
-    runner = SimpleNamespace(
-        dtype=torch.float32, kv_cache_dtype=torch.float32, model_config=SimpleNamespace(quantization=None)
-    )
-    staging = SimpleNamespace(graphs=None, eager=SimpleNamespace(drafter=SimpleNamespace(gamma=7)))
-    args = {"model_path": str(tmp_path), "speculative_draft_model_path": str(tmp_path), field: 1}
-    keys = [
-        sps_cache._key(
-            staging, SimpleNamespace(model_runner=runner, device="cpu"), SimpleNamespace(**args | {field: value}), 7
+
+    def key(config=None, **flags):
+        hf_config = SimpleNamespace(to_dict=lambda: config or {})
+        runner = SimpleNamespace(
+            dtype=torch.float32,
+            kv_cache_dtype=torch.float32,
+            model_config=SimpleNamespace(quantization=None, hf_config=hf_config),
         )
-        for value in (1, 1, 2)
-    ]
-    assert keys[0] == keys[1] != keys[2]
+        staging = SimpleNamespace(graphs=None, eager=SimpleNamespace(drafter=SimpleNamespace(gamma=7)))
+        paths = {"model_path": "owner/target", "speculative_draft_model_path": str(tmp_path)}
+        worker = SimpleNamespace(model_runner=runner, device="cpu")
+        return sps_cache._key(staging, worker, SimpleNamespace(**paths | flags), 7)
+
+    return key
+
+
+@pytest.mark.parametrize("field", ["tp_size", "nnodes", "moe_runner_backend", "cpu_offload_gb", "enable_symm_mem"])
+def test_step_times_are_those_of_their_flags(field, key_of):
+    assert key_of(**{field: 1}) == key_of(**{field: 1}) != key_of(**{field: 2})
+
+
+def test_step_times_are_those_of_the_target_as_it_is_served(key_of):
+    """Whatever its name is, and whatever overrides change of its configuration."""
+    config = {"num_hidden_layers": 4, "dtype": torch.bfloat16}
+    elsewhere = {"_name_or_path": "/other/target", "transformers_version": "5.0"}
+    assert key_of(config) == key_of(config | elsewhere) != key_of(config | {"num_hidden_layers": 2})
+    assert key_of(config) == key_of(config, model_path="/other/target") != key_of(config, model_path="owner/other")
 
 
 def test_a_full_disk_leaves_the_table_before(tmp_path, monkeypatch, caplog):

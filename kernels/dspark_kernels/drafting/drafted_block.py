@@ -11,7 +11,7 @@ from dspark_kernels.drafting.draft_law import DraftLaw
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """A drafted block. When a request of the batch is sampled, exactly one of ``probs`` and ``law`` is set.
+    """A drafted block. One of ``probs`` and ``law`` is set when drafts of sampled requests were drawn, not copied.
 
     Attributes:
         tokens: [bs, gamma] int64.

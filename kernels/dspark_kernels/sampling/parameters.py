@@ -26,7 +26,7 @@ class LawParams:
     """Temperature and filters that turn a row of logits into the distribution a token is drawn from.
 
     Attributes:
-        temperatures: [n] float32, > 0.
+        temperatures: [n] float32; 0 for greedy rows.
         top_ks: [n] int64, >= 1; ``NO_TOP_K`` keeps everything.
         top_ps: [n] float32 in (0, 1]; 1 keeps everything.
         min_ps: [n] float32 in [0, 1]; 0 keeps everything.

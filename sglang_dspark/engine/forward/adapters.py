@@ -57,7 +57,7 @@ class HostChoice:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The same on the device.
+    """Which adapter each request has, on the device.
 
     Attributes:
         buffers: [bs] int32.

@@ -14,22 +14,12 @@ from starlette.middleware import Middleware
 from sglang_dspark.engine import fired
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.front_end import routes
+from sglang_dspark.engine.front_end.served_requests import is_refused
 from sglang_dspark.engine.scheduler.options import carried
 from sglang_dspark.engine.settled import TargetOnly
 from sglang_dspark.speculation import Speculation
 
 FIELD = "speculation"
-UNSERVED_ROUTES = (
-    # They would change or drop the target, and leave the drafter and the draft K/V of cached prefixes behind.
-    "/update_weights_from_disk",
-    "/update_weights_from_distributed",
-    "/update_weights_from_tensor",
-    "/update_weights_from_ipc",
-    "/release_memory_occupation",
-    "/resume_memory_occupation",
-    # It sets what SGLang's own speculation reads and DSPARK does not.
-    "/set_internal_state",
-)
 _MAY_HOLD_FIELD = re.compile(rb"speculation|\\u00[67]|\0")
 """The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter."""
 _MAY_HOLD_HALVES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|\0")
@@ -80,11 +70,11 @@ class SpeculationMiddleware:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = routes.without_root(scope["path"], scope.get("root_path", "")) if scope["type"] == "http" else ""
-        if path in UNSERVED_ROUTES:
+        if scope["type"] == "http" and is_refused(path, scope["method"]):
             message = f"DSPARK does not serve {path} yet; restart the server instead"
             await _bad_request(message, param=None)(scope, receive, send)
             return
-        if path not in ROUTES or scope["method"] != "POST":
+        if path not in ROUTES or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
             return
         body = await _read_body(receive)

@@ -13,9 +13,10 @@ from typing import Any, Union, get_args, get_origin
 import msgspec
 from sglang.srt.managers.io_struct import GenerateReqInput
 
+from sglang_dspark.declared import shown
 from sglang_dspark.draft.families import family_of
+from sglang_dspark.engine.front_end.served_requests import REFUSED_FIELDS, REFUSED_FIELDS_OF_SOME_RELEASES
 from sglang_dspark.engine.scheduler import options as request_options
-from sglang_dspark.engine.startup.served import REFUSED_FIELDS, REFUSED_FIELDS_OF_SOME_RELEASES
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def check_ids(ids: Sequence[Any], vocab_size: int) -> None:
     if whole and min(ids) >= 0 and max(ids) < vocab_size:
         return
     wrong = next(token for token in ids if not isinstance(token, Integral) or not 0 <= int(token) < vocab_size)
-    raise ValueError(f"input_ids holds {_shown(wrong)}, which is no token id; pass integers from 0 to {vocab_size - 1}")
+    raise ValueError(f"input_ids holds {shown(wrong)}, which is no token id; pass integers from 0 to {vocab_size - 1}")
 
 
 def _refusals(request: GenerateReqInput, target: Any) -> Iterator[str]:
@@ -62,11 +63,11 @@ def _refusals(request: GenerateReqInput, target: Any) -> Iterator[str]:
     for name in (*REFUSED_FIELDS, *REFUSED_FIELDS_OF_SOME_RELEASES):
         value = getattr(request, name, None)
         if value:
-            yield f"DSPARK does not serve {name}={_shown(value)} yet; drop the field or use a server without DSPARK"
+            yield f"DSPARK does not serve {name}={shown(value)} yet; drop the field or use a server without DSPARK"
     parameters = request.sampling_params if isinstance(request.sampling_params, Mapping) else {}
     for name in _UNSERVED_PARAMETERS:
         if (value := parameters.get(name)) not in (None, False, 1):
-            yield f"DSPARK does not serve sampling_params.{name}={_shown(value)} yet; drop it"
+            yield f"DSPARK does not serve sampling_params.{name}={shown(value)} yet; drop it"
     # SGLang takes these targets for text models, as it was told to, and would drop images in silence.
     for name in _MEDIA if family_of(target.hf_config.architectures).reads_images else ():
         if getattr(request, name, None):
@@ -74,7 +75,7 @@ def _refusals(request: GenerateReqInput, target: Any) -> Iterator[str]:
     number = request.top_logprobs_num or 0
     if request.return_logprob and not 0 <= number <= vocab_size:
         # The scheduler would end over it, plain SGLang's too.
-        yield f"top_logprobs_num={_shown(number)} is out of range; pass 0 to {vocab_size}"
+        yield f"top_logprobs_num={shown(number)} is out of range; pass 0 to {vocab_size}"
 
 
 def check_types(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,8 +177,3 @@ def refuse_unreadable_messages(original: Callable[..., Any], *args: Any, **kwarg
 def _unreadable(error: Exception) -> ValueError:
     logger.warning("DSPARK: a request cannot be read", exc_info=error)
     return ValueError(f"the request cannot be read: {type(error).__name__}: {error}")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

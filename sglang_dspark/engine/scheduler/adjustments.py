@@ -74,18 +74,22 @@ class Adjustments:
         return self._index.read(reqs) if self._slots else None
 
     def _index_of(self, reqs: Sequence[Any]) -> torch.Tensor | None:
+        self._forget_finished()
         slots = [self._slots.get(req, -1) for req in reqs]
         return host_index(slots, self._device) if max(slots, default=-1) >= 0 else None
 
     def _slot_for(self, req: Any) -> int:
         if req in self._slots:
             return self._slots[req]
-        for other in [other for other in self._slots if not is_running(other)]:
-            self._free.append(self._slots.pop(other))
+        self._forget_finished()
         if not self._free:
             self._grow()
         slot = self._slots[req] = self._free.pop()
         return slot
+
+    def _forget_finished(self) -> None:
+        for req in [req for req in self._slots if not is_running(req)]:
+            self._free.append(self._slots.pop(req))
 
     def _grow(self) -> None:
         size = len(self._table)

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -36,7 +37,7 @@ GRACE_S = 5.0
 """How long a node may take to end by itself: the ranks of a server that is told to shut down end one after another."""
 _FOR_EVER = timedelta(days=3650)
 _MISSING = "nothing"
-# Rank 0 reads these files for all, so each machine may keep them elsewhere.
+# Each machine may keep these files elsewhere: rank 0 reads the table for all, and temperatures are compared.
 _OF_EACH_NODE = ("sps_table_path", "confidence_sts_path")
 
 
@@ -138,7 +139,13 @@ def to_have_in_common(settled: Serving) -> dict[str, object]:
         **{name: version(name) for name in ("sglang", "torch")},
         **{flag_name(name): getattr(settled.config, name) for name in names},
         "--speculative-draft-model-path": _drafter(settled),
+        flag_name("confidence_sts_path"): _temperatures(settled.config.confidence_sts_path),
     }
+
+
+def _temperatures(path: str | None) -> str:
+    """The file by its content."""
+    return "none" if path is None else f"a file of content {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
 
 
 def _drafter(settled: Serving) -> str:

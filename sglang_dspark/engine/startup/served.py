@@ -1,6 +1,6 @@
-"""Which flags and request fields of SGLang DSPARK serves: one list, for the refusals and docs/sglang_flags.md.
+"""Which flags of SGLang DSPARK serves: one list, for the refusals and docs/sglang_flags.md.
 
-Every flag and field of one SGLang is named here, so that a new one is noticed when SGLang changes.
+Every flag of one SGLang is named here, so that a new one is noticed when SGLang changes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LISTED_SGLANG = "0.5.15.post1"
-"""The release whose flags and fields these are; of others, the lists refuse what they name."""
+"""The release whose flags these are; of others, the lists refuse what they name."""
 
 
 @dataclass(frozen=True)
@@ -189,11 +189,13 @@ CHECKED_ELSEWHERE = {
     "scheduler_recv_interval": "served; questions below `/dspark` wait as long",
     "enable_http2": "served by reading, not tried",
     "speculative_algorithm": "`DSPARK`",
-    "speculative_draft_model_path": "the drafter; required, or `--speculative-dspark-draft-free`",
+    "speculative_draft_model_path": "the drafter; by default that in the target's own folder `dspark`; none with "
+    "`--speculative-dspark-draft-free`",
     "speculative_draft_model_revision": "served",
     "speculative_draft_load_format": "`auto`, `safetensors` or `dummy`",
     "speculative_num_draft_tokens": "block size + 1, which is the default",
-    "max_running_requests": "served; the default on CUDA is the largest batch of decode graphs, and at least 48",
+    "max_running_requests": "served; the default on CUDA is the largest batch of decode graphs, but no more than "
+    "verify 2,048 tokens in a step, and at least 48",
     "min_free_slots_delay": "served; the default is 1, as on a plain server",
     "disable_overlap_schedule": "served",
     "num_continuous_decode_steps": "without effect, as with all speculative algorithms",
@@ -324,62 +326,6 @@ watermark_context_window watermark_default_enabled watermark_enforce_all waterma
 watermark_max_probability watermark_mixing_probability weight_cache_mode weight_cache_socket weight_cache_timeout
 """.split()
 """Flags that other releases than the listed one have, and that nothing has to be done about."""
-
-REFUSED_FIELDS = (
-    "return_hidden_states",
-    "custom_logit_processor",
-    "input_embeds",
-    "positional_embed_overrides",
-    "return_routed_experts",
-    "return_indexer_topk",
-    "multi_item_delimiter_indices",
-)
-"""Fields of a request that DSPARK refuses when they are set."""
-
-REFUSED_FIELDS_OF_SOME_RELEASES = (
-    "watermark",
-    "return_sampling_mask",
-    "max_thinking_tokens",
-    "token_indices_to_pool",
-    "sampling_logprobs_mode",
-    "return_flat_raw_top_logprobs",
-    "return_flat_raw_output_top_logprobs",
-)
-"""The same, of fields that the release of these lists does not have."""
-
-SERVED_FIELDS = """
-lora_path lora_id rid text input_ids sampling_params return_logprob logprob_start_len top_logprobs_num token_ids_logprob
-return_text_in_logprobs stream log_metrics session_params routing_key conversation_id background require_reasoning
-priority extra_key no_logs custom_labels return_prompt_token_ids external_trace_header received_time http_worker_ipc
-session_id return_bytes return_entropy
-""".split()
-
-OTHER_MODELS_FIELDS = """
-image_data video_data audio_data mm_hashes use_audio_in_video modalities max_dynamic_patch min_dynamic_patch
-image_max_dynamic_patch video_max_dynamic_patch images_config need_wait_for_mm_inputs num_items_assigned
-mm_data_mooncake encoder_urls routed_experts_start_len
-""".split()
-
-REFUSED_FEATURES_FIELDS = """
-bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size routed_dp_rank disagg_prefill_dp_rank
-""".split()
-
-FIELDS_OF_SOME_RELEASES = """
-cache_salt data_parallel_rank kv_hints mm_content_hashes mm_processor_kwargs return_flat_raw_top_logprobs_b64
-video_config
-""".split()
-"""The same, of fields of a request."""
-
-SAMPLING_PARAMETERS = """
-max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty presence_penalty
-repetition_penalty min_new_tokens n json_schema regex ebnf structural_tag ignore_eos skip_special_tokens
-spaces_between_special_tokens no_stop_trim custom_params stream_interval logit_bias sampling_seed stop_strs
-stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized
-""".split()
-"""Sampling parameters, all served; the last five are SGLang's own."""
-
-PARAMETERS_OF_SOME_RELEASES = ("beam_width", "ebnf_full_assistant", "watermark")
-"""Of other releases: the first and the last are refused where they ask for something."""
 
 
 def refusals(args: Any, resolved: Any) -> Iterator[str]:

@@ -23,7 +23,7 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
     from sglang_dspark.draft.families import family_of
     from sglang_dspark.draft.formats import read
     from sglang_dspark.draft.formats.description import describe, new_to
-    from sglang_dspark.draft.pairing import check_pair
+    from sglang_dspark.draft.pairing import check_dimensions
     from sglang_dspark.draft.weights import load_draft_model
 
     try:
@@ -38,10 +38,11 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
             yield Finding("note", "drafter", f"unknown keys in config.json: {unknown}", remedy)
         config = _read_target_config(target_dir)
         target = config.get_text_config()
-        check_pair(draft, config.architectures, target)
+        family = family_of(config.architectures)
+        check_dimensions(draft, target)
         yield Finding("ok", "target", _describe_target(config.architectures, target))
-        if remark := family_of(config.architectures).remark:
-            yield Finding("note", "target", remark)
+        if family.remark:
+            yield Finding("note", "target", family.remark)
         yield from _switches(draft, new_to(target.to_dict(), draft))
         model = load_draft_model(draft_dir, dtype=_dtype(target), device="cpu")
         num_tensors = sum(1 for _ in model.parameters())

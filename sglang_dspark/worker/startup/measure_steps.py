@@ -77,7 +77,12 @@ def measure_steps(staging: Staging, target_worker: Any, max_verify: int, key: di
 
 def most_requests(runner: Any) -> int:
     """Requests of the largest step that is measured. SGLang derives what it admits from the memory that is free."""
-    return min(int(runner.max_running_requests), runner.req_to_token_pool.size, _MAX_REQUESTS)
+    return min(most_running(runner), _MAX_REQUESTS)
+
+
+def most_running(runner: Any) -> int:
+    """Requests that may run at a time."""
+    return min(int(runner.max_running_requests), int(runner.req_to_token_pool.size))
 
 
 class MeasuredSteps:

@@ -9,6 +9,7 @@ import os
 import platform
 import stat
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -141,7 +142,9 @@ _TIMED_ARGUMENTS = (
     *("flashinfer_allreduce_fusion_backend", "enable_symm_mem", "enable_torch_symm_mem", "enable_nccl_nvls"),
     *("enable_mscclpp", "enable_fused_moe_sum_all_reduce"),
 )
-_METHOD = "2"  # of measuring; another one makes tables of before useless
+# Of a configuration: where it was read from, and by which release of transformers.
+_NOT_OF_THE_SHAPE = ("_name_or_path", "transformers_version")
+_METHOD = "3"  # of measuring; another one makes tables of before useless
 
 
 def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int) -> dict[str, str]:
@@ -151,7 +154,7 @@ def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int
     return {
         "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
         "threads": "" if on_gpu else str(torch.get_num_threads()),
-        "target": _digest(server_args.model_path),
+        "target": _name(server_args.model_path, runner.model_config.hf_config.to_dict()),
         "draft": _digest(server_args.speculative_draft_model_path),
         "dtype": str(runner.dtype).removeprefix("torch."),
         "quantization": str(runner.model_config.quantization),
@@ -169,8 +172,15 @@ def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int
     }
 
 
+def _name(model_path: str, config: Mapping[str, Any]) -> str:
+    """Identity of a target's shape: its name, and its configuration as the server runs it, overrides included."""
+    shape = {key: value for key, value in config.items() if key not in _NOT_OF_THE_SHAPE}
+    content = json.dumps(shape, sort_keys=True, default=str).encode()
+    return f"{checkpoint_name(model_path)}:{hashlib.sha256(content).hexdigest()[:12]}"
+
+
 def _digest(model_path: str) -> str:
-    """Identity of a checkpoint's shape: its name, and what its small files say, without the place where it lies."""
+    """Identity of a drafter's shape: its name, and what its small files say, without the place where it lies."""
     files = [Path(model_path) / name for name in ("config.json", reduced_vocabulary.FILE)]
     content = b"".join(file.read_bytes() for file in files if file.is_file())
     return f"{checkpoint_name(model_path)}:{hashlib.sha256(content).hexdigest()[:12]}"

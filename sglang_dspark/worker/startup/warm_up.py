@@ -42,6 +42,7 @@ from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, TargetOutput,
 from sglang_dspark.step.transfers import host_index
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.stages import EagerStages
+from sglang_dspark.worker.startup.measure_steps import most_running
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def warm_up(stages: EagerStages, target_worker: Any, max_verify: int, request_sl
     """
     began = time.monotonic()
     runner = target_worker.model_runner
-    most = min(int(runner.max_running_requests), int(runner.req_to_token_pool.size))
+    most = most_running(runner)
     window = max_verify + 1
     context = max(1, min(_CONTEXT, min(runner.model_config.context_len, runner.token_to_kv_pool.size) - window))
 
@@ -125,7 +126,7 @@ def hold_largest_step(stages: EagerStages, target_worker: Any, max_verify: int) 
         ConfigError: the memory is not there.
     """
     runner = target_worker.model_runner
-    most = min(int(runner.max_running_requests), int(runner.req_to_token_pool.size))
+    most = most_running(runner)
     try:
         # Once requests have adjustments, their table lies beside every step. It doubles, from one that is copied.
         slots, vocab_size = max(FIRST_SLOTS, 2 ** (most - 1).bit_length()), int(runner.model_config.vocab_size)

@@ -18,7 +18,7 @@ class RandomPolicy(Policy):
 
     def choose(self, requests, context):
         lens = self._rng.integers(0, self._most + 1, size=requests).tolist()
-        return Choice(Rule.UNIFORM, self._most, self._most * requests).within(Limits(tuple(lens), (0,) * requests))
+        return Choice(Rule.UNIFORM, self._most).within(Limits(tuple(lens), (0,) * requests))
 
     def report(self):
         return {}

@@ -46,7 +46,7 @@ def test_attention_of_a_ragged_step_is_padded_to_the_longest_request():
     exact = ragged.step_ms(choice, 4, 10, context, 6)
     assert exact == pytest.approx(10 + 10 * (1 + 2.0) + 2)
     assert padded.step_ms(choice, 4, 10, context, 6) == pytest.approx(exact + 18 * 2.0)
-    uniform = Choice(Rule.UNIFORM, 6, 6)
+    uniform = Choice(Rule.UNIFORM, 6)
     assert padded.step_ms(uniform, 4, 28, context, 6) == pytest.approx(ragged.step_ms(uniform, 4, 28, context, 6))
 
 
@@ -80,7 +80,7 @@ def test_tables_of_other_pairs_do_not_go_together():
 def test_another_engine_has_plain_steps_of_its_own():
     costs = Costs(table(), NO_PREFILL, host_ms=3, plain_ms=[(1, 20.0), (4, 50.0)])
     assert [costs.step_ms(PLAIN, users, users, 64, 0) for users in (1, 2, 4)] == pytest.approx([20, 30, 50])
-    assert costs.step_ms(Choice(Rule.UNIFORM, 1, 4), 4, 8, 64, 1) == pytest.approx(3 + 18 + 0.064 + 4)
+    assert costs.step_ms(Choice(Rule.UNIFORM, 1), 4, 8, 64, 1) == pytest.approx(3 + 18 + 0.064 + 4)
 
 
 def test_a_prefill_is_a_plain_step_and_verified_tokens():
