@@ -1,7 +1,7 @@
 r"""What a decode step on a GPU is made of: launches, GPU time by stage, and how long the GPU had nothing to do.
 
     python benchmarks/step_trace.py record --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS \
-        --config static:7 --concurrency 64 --server-flags "--max-running-requests 64"
+        --config static:5 --concurrency 64 --server-flags "--max-running-requests 64"
     python benchmarks/step_trace.py summarise RESULTS/trace.json.gz --output RESULTS/step.json
 
 ``record`` starts a server with DSPARK, keeps so many users busy with greedy answers, and has SGLang profile some steps

@@ -84,7 +84,8 @@ class DSparkConfig:
         read=float,
     )
     draft_free: Switch = _knob(
-        "Serve without a drafter: requests with a preset speculate, others decode plainly. Needs no value.",
+        "Serve without a drafter: requests with a preset speculate, others decode plainly. The flag needs no value; "
+        "the variable takes `on` or `off`.",
         default=False,
         read=_on_or_off,
         bare="on",
@@ -94,7 +95,8 @@ class DSparkConfig:
         "which is this one.",
     )
     untested_sglang: Switch = _knob(
-        "Serve on a release of SGLang that the plugin's tests have not passed on. Needs no value.",
+        "Serve on a release of SGLang that the plugin's tests have not passed on. The flag needs no value; the "
+        "variable takes `on` or `off`.",
         default=False,
         read=_on_or_off,
         bare="on",

@@ -64,8 +64,8 @@ stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized
 PARAMETERS_OF_SOME_RELEASES = ("beam_width", "ebnf_full_assistant", "watermark")
 """Of other releases: the first and the last are refused where they ask for something."""
 
-# Most would change or drop the target, and leave the drafter and the draft K/V of cached prefixes behind. Two would give
-# the server another part to play. The last one sets what other speculative algorithms read.
+# Most would change or drop the target, and leave the drafter and the draft K/V of cached prefixes behind. Two would
+# give the server another part to play. The last one sets what other speculative algorithms read.
 REFUSED_ROUTES = (
     "/update_weights_from_disk",
     "/update_weights_from_distributed",

@@ -91,7 +91,7 @@ def simulate(ctx: click.Context, /, **options: Any) -> None:
     """What a server would do under a load, from its step times and its drafter's acceptance.
 
     The scheduler's own code decides every step, in simulated time: closed-loop users or Poisson arrivals, prefills,
-    overlap scheduling. Without --table a small model shows where speculation stops to pay. docs/simulation.md explains.
+    overlap scheduling. Without --table a small model shows where speculation stops paying. docs/simulation.md explains.
     """
     from rich.console import Console
 
