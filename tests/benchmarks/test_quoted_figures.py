@@ -206,7 +206,7 @@ QUOTES = [
     Quote(
         "docs/training.md",
         "What it needs",
-        rf"reads {NUMBER} blocks per second .*? and {NUMBER} where the\s+states are stored .*? within the noise: "
+        rf"reads {NUMBER} blocks per second .*? and {NUMBER} where the\s+states\s+are\s+stored\s.*?within the noise: "
         rf"{NUMBER} and {NUMBER} times",
         1,
         training_speeds,
