@@ -15,7 +15,13 @@ from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.compat.requests import lengths
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
-from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, copy_drafts, decode_result, read_decode_batch
+from sglang_dspark.engine.scheduler.batch import (
+    DSparkBatchResult,
+    copy_drafts,
+    decode_result,
+    most_words,
+    read_decode_batch,
+)
 from sglang_dspark.engine.scheduler.future_map import Relay, relay_of
 from sglang_dspark.engine.scheduler.options import BatchOptions, OptionsReader
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
@@ -60,13 +66,6 @@ class DSparkWorker(SpecWorkerBase):
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
 
-    def most_words(self, requests: int) -> int:
-        """What a step of so many requests tells the host at most."""
-        # By request: tokens with a bonus, what is accepted and verified; a trace of context, anchor and drafts; and two
-        # scores per draft. All but the scores are of 64 bits.
-        window = self.max_verify + 1
-        return requests * (2 * (window + 2) + 2 * (window + 1) + 2 * self.drafter.gamma)
-
     def load_drafter(self) -> Drafter | NoDrafter:
         """The drafter that the options name."""
         drafter, runner = self.settled.drafter, self.target_worker.model_runner
@@ -88,7 +87,8 @@ class DSparkWorker(SpecWorkerBase):
     def prepare_to_serve(self) -> None:
         runner, staging = self.target_worker.model_runner, self.staging
         self.reporting = Reporting(self.schedule, self.drafter.gamma, int(runner.max_running_requests))
-        self.copies = PackedCopies(self.most_words(int(runner.req_to_token_pool.size)), self.device)
+        words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
+        self.copies = PackedCopies(words, self.device)
         if self.on_gpu:
             slots = graph_request_slots(runner)
             warm_up(self.eager, self.target_worker, self.max_verify, slots)

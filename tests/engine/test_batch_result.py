@@ -7,7 +7,7 @@ import torch
 from dspark_kernels import Accepted
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, SamplingReader, decode_result
+from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, SamplingReader, decode_result, most_words
 from sglang_dspark.step.choice import PLAIN
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.packed import PackedCopies
@@ -42,6 +42,8 @@ def test_what_arrives_is_what_was_sent(logits, traced):
     made = result(Confidence(logits, survival), traced)
     assert made.next_draft_input.bonus_tokens.tolist() == [9, 4]
     assert made.next_draft_input.new_seq_lens.tolist() == made.new_seq_lens.tolist() == [13, 21]
+    room, words = most_words(2, max_verify=2, gamma=2), len(made.on_the_way.packed.flat)
+    assert words == room if logits is not None and traced is not None else words < room
     made.copy_to_cpu(return_logprob=False)
     made.arrive()
     assert made.next_token_ids.tolist() == [7, 8, 9, 4, -1, -1]

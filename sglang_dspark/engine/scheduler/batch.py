@@ -152,6 +152,14 @@ def decode_result(
     )
 
 
+def most_words(requests: int, max_verify: int, gamma: int) -> int:
+    """Words of 32 bits that :func:`decode_result` packs for so many requests at most."""
+    # By request, in 64 bits: tokens with a bonus, what is accepted and what is verified; a trace of context, anchor and
+    # drafts. In 32: logits and survivals.
+    window = max_verify + 1
+    return requests * (2 * (window + 2) + 2 * (window + 1) + 2 * gamma)
+
+
 def is_running(req: Any) -> bool:
     """Whether a step's tokens still reach the request."""
     return not (req.finished() or req.is_retracted)
