@@ -198,8 +198,9 @@ class AutoPolicy(Policy):
         self._probes += 1
         gamma, probed = self.times.table.gamma, self._probes % requests
         if self.parked:
-            # A lone request is the whole batch, whose step has a time that teaches.
-            drafted = (probed,) if requests > 1 else None
+            # A lone request is the whole batch, whose step has a time that teaches. Where all are drafted in any case,
+            # the survivals of all are known.
+            drafted = (probed,) if requests > 1 and not self.whole_batches else None
             choice = Choice(Rule.TOP, gamma, gamma, forced=probed, drafted=drafted, weight=PARKED_PROBE_WEIGHT)
             count = requests if self.whole_batches else 1
             draft_ms = self.times.one(count, 0, gamma, context) - self.times.one(count, 0, 0, context)

@@ -16,8 +16,10 @@ from sglang_dspark.scheduling.request_gains import RequestGains
 from sglang_dspark.stats.predicted import PredictedSurvival
 from sglang_dspark.step.confidence import Confidence
 
-# Learning from a step costs 0.1 ms however few requests it had: so many steps are taken together.
+# Learning from a step costs 0.1 ms however few requests it had: so many steps are taken together, or so many rounds. Of
+# 256 requests every 16th step is noted, and a server that should park would wait for eight of these.
 LEARN_STEPS = 8
+LEARN_ROUNDS = 128
 ROUNDS_PER_STEP = 16
 """Rounds per step that are learned from in the mean: 64 requests would fill what survivals are estimated from
 (``WINDOW_ROUNDS``) in four steps, and every round costs 2 us."""
@@ -53,6 +55,7 @@ class Forecast:
         self._max_verify, self._adapts, self._device = max_verify, adapts, device
         self._notes: list[Note] = []
         self._ahead = 0  # rounds noted of steps to come
+        self._steps = 0  # since the calibration was shown anything
         self._predictions = np.empty((2, 0, max_verify))  # the last rounds: logits, and survivals as predicted
         self._num_refits = 0
         self.coefficients = self._last_coefficients = self._copy_coefficients()
@@ -85,13 +88,26 @@ class Forecast:
         """
         # A parked server's probe is all that it gets to see for long.
         counts_for_many = outcome.rounds.choice.weight > 1
-        self._ahead = max(0, self._ahead - ROUNDS_PER_STEP)
+        self._count_step()
         if self._ahead and not counts_for_many:
             return
         self._ahead += len(outcome.requests)
         self._notes.append(outcome)
-        if len(self._notes) >= LEARN_STEPS or counts_for_many:
+        rounds = sum(len(note.requests) for note in self._notes)
+        if len(self._notes) >= LEARN_STEPS or rounds >= LEARN_ROUNDS or counts_for_many:
             self.learn()
+
+    def note_plain(self) -> None:
+        """Take note of a step that drafted nothing.
+
+        What was drafted before it may have been a trial, and not much else may follow that could be learned from.
+        """
+        self._count_step()
+        self.learn()
+
+    def _count_step(self) -> None:
+        self._steps += 1
+        self._ahead = max(0, self._ahead - ROUNDS_PER_STEP)
 
     def learn(self) -> None:
         """Learn from what was noted."""
@@ -111,7 +127,10 @@ class Forecast:
         if self.lagged is not None:
             ids = [note.rounds.requests[request] for note in predicted for request in note.requests]
             self.gains.observe(ids, survival)
-            self._observe_survivals(self.lagged, np.stack(weighted(predicted, logits, survival)), renewed)
+            # A probe of a whole batch shows as many rounds as it stands for, or more.
+            times = [-(-note.rounds.choice.weight // len(note.requests)) for note in predicted for _ in note.requests]
+            predictions = np.repeat(np.stack([logits, survival]), times, axis=1)
+            self._observe_survivals(self.lagged, predictions, renewed)
 
     def _calibrate(self, calibration: OnlineCalibration, notes: list[Note], logits: Array) -> bool:
         """Show the calibration what came of ``logits`` [n, max_verify]; whether that changed the coefficients."""
@@ -121,7 +140,8 @@ class Forecast:
         # NaN past the drafted depth was not verified, and is not read; that of a broken head is left out.
         read = np.where(np.arange(self._max_verify) < verified[:, None], logits, 0.0)
         counted = weighted(notes, read, verified, accepted)
-        calibration.observe(*counted, num_steps=sum(note.rounds.choice.weight for note in notes))
+        calibration.observe(*counted, num_steps=self._steps)
+        self._steps = 0
         if calibration.num_refits == self._num_refits:
             return False
         self._num_refits = calibration.num_refits

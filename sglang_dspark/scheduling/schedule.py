@@ -187,12 +187,14 @@ class Schedule:
         return admit(choice, drafted, self.options.confidence_threshold, self.times)
 
     def done(self, choice: Choice, requests: int, num_tokens: int) -> None:
-        """All stages of the step were called; its time is a whole batch's, unless it drafts for some only.
+        """All stages of the step were called; its time is a whole batch's, unless it drafts or verifies for some only.
 
         Args:
             num_tokens: rows of the verify forward, those of padding included: what a tier costs is known by its size.
         """
-        usual = choice.drafted is None and not choice.has_copies
+        # By its rows, a parked server's probe of several requests is nearly a plain step; by its time it is not.
+        probe = choice.weight > 1 and requests > 1
+        usual = choice.drafted is None and not choice.has_copies and not probe
         # A plain step is known by its requests, however many rows they are padded to.
         num_tokens = num_tokens if choice.depth else requests
         self._clock.done(StepKind(requests, num_tokens, choice.depth, choice.context) if usual else None)
@@ -214,8 +216,7 @@ class Schedule:
         """
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
-            # What was drafted before may have been a trial, and not much else may follow that could be learned from.
-            self.forecast.learn()
+            self.forecast.note_plain()
             return
         outcome = Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted])
         self.policy.observe(outcome)

@@ -151,6 +151,14 @@ def test_a_parked_server_probes_one_request_after_the_other():
     assert {replace(probe, forced=0, drafted=(0,)) for probe in probes} == {replace(probes[0], forced=0, drafted=(0,))}
 
 
+def test_a_probe_of_graphs_shows_all_requests():
+    """They are drafted together in any case; one of them is verified."""
+    policy = make_policy(break_even(BAD, advantage=-0.6), BAD)
+    policy.whole_batches = True
+    _, probes = at_probes(run(policy, 4000, requests=3), PLAIN)
+    assert probes[0] == Choice(Rule.TOP, GAMMA, GAMMA, forced=1, weight=PARKED_PROBE_WEIGHT)
+
+
 def test_probes_of_a_parked_server_get_rarer_the_more_they_cost():
     def steps_between(extra_ms):
         policy = make_policy(costly_drafts(extra_ms), BAD)

@@ -11,7 +11,7 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.forecast import LEARN_STEPS
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.choice import PLAIN, Choice, Rule
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.state import Drafted, Rounds
@@ -208,6 +208,51 @@ def test_a_parked_server_drafts_a_lone_request_that_is_worth_it():
     drafted = [choice.depth > 0 for choice in serve_alone(made, "easy", EASY, 100)]
     assert sum(drafted) > 60
     assert made.choose(["next"], 64.0).depth == 0 or not made.parked
+
+
+def outcome(choice, users, accepted=0):
+    """A step of so many requests that verified the first one's block."""
+    lens = [GAMMA] + [0] * (users - 1)
+    return rounds(
+        choice, [GAMMA] * users, lens, survival=torch.full((users, GAMMA), 0.5), logits=torch.zeros(users, GAMMA)
+    )
+
+
+def test_many_requests_are_learned_from_at_once():
+    """Of 256 every 16th step is noted, plain ones counted; who should park does not wait for eight of these."""
+    made, choice = schedule(), Choice(Rule.TOP, GAMMA, GAMMA)
+    seen = made.forecast.lagged
+    note = lambda: made.observe(outcome(choice, 256), list(range(256)), [0] * 256)  # noqa: E731
+    note()
+    assert seen.num_observed == 256
+    for _ in range(14):
+        note()
+    assert seen.num_observed == 256
+    made.observe(rounds(PLAIN, [0] * 256, [0] * 256), list(range(256)), [0] * 256)
+    note()
+    assert seen.num_observed == 512
+
+
+def test_calibration_knows_how_many_steps_have_passed(monkeypatch):
+    """However many of them were noted."""
+    made, told = schedule(), []
+    monkeypatch.setattr(made.forecast.calibration, "observe", lambda *rounds, num_steps: told.append(num_steps))
+    for _ in range(33):
+        made.observe(outcome(Choice(Rule.TOP, GAMMA, GAMMA), 256), list(range(256)), [0] * 256)
+    assert told == [1, 16, 16]
+
+
+def test_a_probe_of_a_whole_batch_shows_its_survivals_and_no_time(monkeypatch):
+    made, timed = schedule(), []
+    monkeypatch.setattr(made._clock, "done", timed.append)
+    probe = Choice(Rule.TOP, GAMMA, GAMMA, forced=0, weight=8)
+    for requests in (4, 1):
+        made.done(probe, requests, requests + GAMMA)
+    assert timed[0] is None and timed[1] is not None
+    for users, shown in ((1, 8), (3, 9), (20, 20)):  # a lone request's survivals count as often as the probe
+        before = made.forecast.lagged.num_observed
+        made.observe(outcome(probe, users), list(range(users)), [0] * users)
+        assert made.forecast.lagged.num_observed - before == shown
 
 
 @pytest.mark.parametrize("with_head", [True, False])
