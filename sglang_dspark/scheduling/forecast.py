@@ -141,7 +141,8 @@ class Forecast:
         read = np.where(np.arange(self._max_verify) < verified[:, None], logits, 0.0)
         counted = weighted(notes, read, verified, accepted)
         calibration.observe(*counted, num_steps=self._steps)
-        self._steps = 0
+        if verified.any():
+            self._steps = 0
         if calibration.num_refits == self._num_refits:
             return False
         self._num_refits = calibration.num_refits

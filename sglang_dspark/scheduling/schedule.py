@@ -192,12 +192,10 @@ class Schedule:
         Args:
             num_tokens: rows of the verify forward, those of padding included: what a tier costs is known by its size.
         """
-        # By its rows, a parked server's probe of several requests is nearly a plain step; by its time it is not.
-        probe = choice.weight > 1 and requests > 1
-        usual = choice.drafted is None and not choice.has_copies and not probe
         # A plain step is known by its requests, however many rows they are padded to.
         num_tokens = num_tokens if choice.depth else requests
-        self._clock.done(StepKind(requests, num_tokens, choice.depth, choice.context) if usual else None)
+        known = is_of_a_kind(choice, requests)
+        self._clock.done(StepKind(requests, num_tokens, choice.depth, choice.context) if known else None)
 
     def processed(self, device_ms: float, waited_ms: float) -> None:
         """What a step took a GPU, and how long the host has waited for it; known when its result is read."""
@@ -231,3 +229,13 @@ class Schedule:
             "schedule": self.policy.report(),
             "calibration": None if calibration is None else calibration.report(),
         }
+
+
+def is_of_a_kind(choice: Choice, requests: int) -> bool:
+    """Whether the time of a step says how long others like it take.
+
+    Not where it drafts for some only, or where drafts are copied. By its rows, a parked server's probe of several
+    requests is nearly a plain step; by its time it is not.
+    """
+    probe = choice.weight > 1 and requests > 1
+    return choice.drafted is None and not choice.has_copies and not probe

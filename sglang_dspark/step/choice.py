@@ -28,7 +28,7 @@ class Choice:
         budget: drafts verified in all, under the rule TOP.
         forced: request that is verified to the full depth whatever its survivals.
         drafted: requests that are drafted, ascending; None drafts all.
-        weight: rounds that a round of this step stands for in the statistics of survivals.
+        weight: rounds that what this step verifies stands for in what is learned.
         limits: what requests ask for themselves, see :meth:`within`; None when nobody asks for anything.
         with_confidence: whether the drafter's confidences are computed.
         context: mean context tokens per request, which the choice was made for. It travels here, so that all ranks of

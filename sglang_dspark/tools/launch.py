@@ -188,16 +188,18 @@ class LaunchedServer:
             return
         # Killed at once: SGLang drains for 5 s on SIGTERM and sits out SIGINT for more than 10 s. The group may outlive
         # its leader, as long as one scheduler or detokenizer is left in it.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        # A scheduler that was killed takes a while to give its GPU back, which the next server may need.
-        deadline = time.monotonic() + _LAST_BREATH_S
-        while _group_runs(process.pid) and time.monotonic() < deadline:
-            time.sleep(POLL_S / 10)
-        reaper.kill()
-        reaper.communicate()
-        self._reaper = None  # the group's number may belong to others from now on
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            # A scheduler that was killed takes a while to give its GPU back, which the next server may need.
+            deadline = time.monotonic() + _LAST_BREATH_S
+            while _group_runs(process.pid) and time.monotonic() < deadline:
+                time.sleep(POLL_S / 10)
+        finally:
+            reaper.kill()
+            reaper.communicate()
+            self._reaper = None  # the group's number may belong to others from now on
 
     def suspend(self) -> None:
         """Keep the server's processes off the CPU until :meth:`resume`; an idle scheduler may poll with a whole core.
@@ -313,7 +315,8 @@ def _group_runs(group: int) -> bool:
     """Whether a process of the group is there that holds anything still, as far as ``/proc`` tells."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # gone by now
-            state, _parent, of_group, *_ = stat.read_text().rpartition(")")[2].split()
+            # A process may have any name, cut in the middle of a letter.
+            state, _parent, of_group, *_ = stat.read_text(errors="replace").rpartition(")")[2].split()
             if int(of_group) == group and state not in "ZX":
                 return True
     return False

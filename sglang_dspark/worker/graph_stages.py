@@ -347,10 +347,10 @@ class GraphStages:
         graphs, slots = self._graphs, self._graphs.slots_of(self._tier[0])
         if self._planned:
             return graphs.plans[self._tier]
-        if (tokens := drafted.block.tokens).data_ptr() != graphs.drafts.data_ptr():  # made elsewhere
+        admitted, tokens = self._eager.schedule.admit(choice, drafted), drafted.block.tokens
+        self._eager.agreement.adopt(tokens, admitted.decisive)
+        if tokens.numel() and tokens.data_ptr() != graphs.drafts.data_ptr():  # made elsewhere
             graphs.drafts[: len(tokens), : tokens.shape[1]] = tokens
-        admitted = self._eager.schedule.admit(choice, drafted)
-        self._eager.agreement.adopt(drafted.block.tokens, admitted.decisive)
         drafts = graphs.once(lambda: graphs.drafts[:slots], "drafts", slots)
         return lay_out(graphs.requests_of(slots), drafts, admitted, graphs.plans[self._tier])
 

@@ -82,7 +82,10 @@ def _path_of(decorator):
     """What an ``@app.post("/path")`` serves; None of other decorators."""
     if not isinstance(decorator, ast.Call) or not isinstance(decorator.func, ast.Attribute) or not decorator.args:
         return None
-    path = getattr(decorator.args[0], "value", None)
+    path = decorator.args[0]
+    if isinstance(path, ast.Call) and path.args:
+        path = path.args[-1]  # the default of an environment variable
+    path = getattr(path, "value", None)
     return path if isinstance(path, str) and path.startswith("/") else None
 
 

@@ -171,7 +171,7 @@ def test_step_times_are_those_of_their_flags(field, key_of):
 def test_step_times_are_those_of_the_target_as_it_is_served(key_of):
     """Whatever its name is, and whatever overrides change of its configuration."""
     config = {"num_hidden_layers": 4, "dtype": torch.bfloat16}
-    elsewhere = {"_name_or_path": "/other/target", "transformers_version": "5.0"}
+    elsewhere = {"_name_or_path": "/other/target", "transformers_version": "5.0", "context_len": 4096}
     assert key_of(config) == key_of(config | elsewhere) != key_of(config | {"num_hidden_layers": 2})
     assert key_of(config) == key_of(config, model_path="/other/target") != key_of(config, model_path="owner/other")
 

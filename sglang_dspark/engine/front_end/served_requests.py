@@ -96,6 +96,7 @@ SERVED_ROUTES = """
 /v1/audio/transcriptions /v1/chat/completions /v1/classify /v1/completions /v1/detokenize /v1/embeddings /v1/messages
 /v1/messages/count_tokens /v1/models /v1/models/{model:path} /v1/realtime /v1/rerank /v1/responses
 /v1/responses/{response_id} /v1/responses/{response_id}/cancel /v1/score /v1/tokenize /weight_version /v1/loads
+/vertex_generate /api/generate /api/chat /api/tags /api/show
 """.split()
 
 ROUTES_OF_SOME_RELEASES = """

@@ -15,7 +15,7 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.policies import FixedPolicy
 from sglang_dspark.scheduling.prompt_hold import PromptHold
-from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.scheduling.schedule import Schedule, is_of_a_kind
 from sglang_dspark.scheduling.step_times import StepKind
 from sglang_dspark.step.choice import PLAIN, Choice
 from sglang_dspark.step.state import Drafted, Rounds
@@ -118,7 +118,7 @@ class SimulatedServer:
             ms += self.costs.decision_ms
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
         kind = StepKind(bs, num_tokens, choice.depth, context)
-        self._timed = (kind, ms) if choice.drafted is None else None
+        self._timed = (kind, ms) if is_of_a_kind(choice, bs) else None
         rounds = Rounds(ids, choice, drafted.depths, lens, drafted.confidence, None, copied=[0] * bs)
         return ms, _Result(list(requests), rounds, np.minimum(whole, lens.numpy()))
 

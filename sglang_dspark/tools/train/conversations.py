@@ -103,7 +103,11 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 
 def _rows_of_hub(source: str) -> Iterator[tuple[str, Any]]:
     name, *wanted = source.split(":")
-    split = wanted.pop() if wanted else "train"
+    split = (wanted.pop() if wanted else "") or "train"
+    if len(wanted) > 1:
+        raise ConfigError(
+            f"--prompts {source}: name a data set as OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT"
+        )
     if find_spec("datasets") is None:
         raise ConfigError(
             f"--prompts {source}: there is no such file, and the hub's data sets are read by the package datasets, "
@@ -137,7 +141,8 @@ def _user_turns(row: Any, where: str) -> Turns:
             said = _said_by_users(messages)
         elif row.get("prompt") is not None:
             said = [row["prompt"]]
-    if not isinstance(said, list) or not all(isinstance(text, str) for text in said):
+    said = [_joined(text) for text in said] if isinstance(said, list) else None
+    if said is None or not all(isinstance(text, str) for text in said):
         raise ConfigError(f"{where}: {str(row)[:60]!r} has no text; write {_FORMS}")
     return tuple(text for text in said if text.strip())
 
@@ -146,7 +151,7 @@ def _said_by_users(messages: Any) -> list[Any] | None:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return None
     users = [message for message in messages if message.get("role", message.get("from")) in _USERS]
-    return [_joined(message.get("content", message.get("value"))) for message in users]
+    return [message.get("content", message.get("value")) for message in users]
 
 
 def _joined(content: Any) -> Any:

@@ -242,6 +242,7 @@ class Trainer:
         self._check(held_out)
         self._look_at_the_clock()
         self.progress.measured(held_out.tau)
+        self.progress.saved(began)  # for who goes on from here; writing it takes longer still
         if self._processes.is_first:
             self._save()
         self._processes.wait()

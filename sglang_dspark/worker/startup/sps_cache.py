@@ -142,8 +142,8 @@ _TIMED_ARGUMENTS = (
     *("flashinfer_allreduce_fusion_backend", "enable_symm_mem", "enable_torch_symm_mem", "enable_nccl_nvls"),
     *("enable_mscclpp", "enable_fused_moe_sum_all_reduce"),
 )
-# Of a configuration: where it was read from, and by which release of transformers.
-_NOT_OF_THE_SHAPE = ("_name_or_path", "transformers_version")
+# Of a configuration: where it was read from, by which release of transformers, and what SGLang adds to it.
+_NOT_OF_THE_SHAPE = ("_name_or_path", "transformers_version", "context_len", "encoder_only", "language_only")
 _METHOD = "3"  # of measuring; another one makes tables of before useless
 
 
@@ -154,8 +154,8 @@ def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int
     return {
         "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
         "threads": "" if on_gpu else str(torch.get_num_threads()),
-        "target": _name(server_args.model_path, runner.model_config.hf_config.to_dict()),
-        "draft": _digest(server_args.speculative_draft_model_path),
+        "target": _identity(server_args.model_path, _shape(runner.model_config.hf_config.to_dict())),
+        "draft": _identity(server_args.speculative_draft_model_path, _small_files(server_args)),
         "dtype": str(runner.dtype).removeprefix("torch."),
         "quantization": str(runner.model_config.quantization),
         "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
@@ -172,18 +172,22 @@ def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int
     }
 
 
-def _name(model_path: str, config: Mapping[str, Any]) -> str:
-    """Identity of a target's shape: its name, and its configuration as the server runs it, overrides included."""
+def _identity(model_path: str, content: bytes) -> str:
+    """A checkpoint by its name and what its shape follows from, without the place where it lies."""
+    return f"{checkpoint_name(model_path)}:{hashlib.sha256(content).hexdigest()[:12]}"
+
+
+def _shape(config: Mapping[str, Any]) -> bytes:
+    """What the shape of a target follows from: its configuration as the server runs it, overrides included."""
     shape = {key: value for key, value in config.items() if key not in _NOT_OF_THE_SHAPE}
-    content = json.dumps(shape, sort_keys=True, default=str).encode()
-    return f"{checkpoint_name(model_path)}:{hashlib.sha256(content).hexdigest()[:12]}"
+    return json.dumps(shape, sort_keys=True, default=str).encode()
 
 
-def _digest(model_path: str) -> str:
-    """Identity of a drafter's shape: its name, and what its small files say, without the place where it lies."""
-    files = [Path(model_path) / name for name in ("config.json", reduced_vocabulary.FILE)]
-    content = b"".join(file.read_bytes() for file in files if file.is_file())
-    return f"{checkpoint_name(model_path)}:{hashlib.sha256(content).hexdigest()[:12]}"
+def _small_files(server_args: Any) -> bytes:
+    """What the shape of a drafter follows from; nothing where there is none."""
+    folder = Path(server_args.speculative_draft_model_path)
+    files = [folder / name for name in ("config.json", reduced_vocabulary.FILE)]
+    return b"".join(file.read_bytes() for file in files if file.is_file())
 
 
 def _cpu_name() -> str:

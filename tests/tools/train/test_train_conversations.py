@@ -36,6 +36,8 @@ FORMS = [
     # As in lmsys/lmsys-chat-1m, and with content in parts.
     ({"conversation": ROLES["conversations"]}, ("One?", "Two?")),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in ("One", "?")]}]}, ("One?",)),
+    ({"prompt": [{"type": "text", "text": "One?"}]}, ("One?",)),
+    ({"turns": ["One?", [{"type": "text", "text": "Two?"}]]}, ("One?", "Two?")),
 ]
 SILENT = {"conversations": [{"from": "gpt", "value": "1"}]}
 
@@ -70,6 +72,8 @@ def test_a_data_set_of_the_hub_is_read_by_its_library(monkeypatch):
     assert read_conversations("owner/name") == 2 * [("One?", "Two?")]
     read_conversations("owner/name:validation")
     read_conversations("owner/name:en:validation")
+    with pytest.raises(ConfigError, match="name a data set as OWNER/NAME"):
+        read_conversations("owner/name:a:b:c")
     assert asked == [("owner/name", "train"), ("owner/name", "validation"), ("owner/name", "en", "validation")]
 
 
