@@ -94,8 +94,17 @@ class Forecast:
         self._ahead += len(outcome.requests)
         self._notes.append(outcome)
         rounds = sum(len(note.requests) for note in self._notes)
-        if len(self._notes) >= LEARN_STEPS or rounds >= LEARN_ROUNDS or counts_for_many:
+        if len(self._notes) >= LEARN_STEPS or rounds >= LEARN_ROUNDS or counts_for_many or self._is_first_look(outcome):
             self.learn()
+
+    def _is_first_look(self, outcome: Note) -> bool:
+        """Whether this is one of the first rounds of a request that runs alone.
+
+        Its text decides about every step, so a hard one is given up soon. Without a head all texts look the same.
+        """
+        requests = outcome.rounds.requests
+        weighed = self.calibration is not None and self.lagged is not None
+        return weighed and len(requests) == 1 and self.gains.is_new(requests[0])
 
     def note_plain(self) -> None:
         """Take note of a step that drafted nothing.

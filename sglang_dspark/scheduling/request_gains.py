@@ -19,6 +19,8 @@ _SURE = 2.0
 _SPREAD = 1.0
 # A request that was given up is drafted again after so many steps, in case its text got easier.
 RETRY_STEPS = 64
+# Rounds of a request in which next to nothing is known of it.
+_FIRST_ROUNDS = 4
 # Requests that are remembered while nobody asks which of them still run: a server with CUDA graphs only observes.
 _CAPACITY = 4096
 
@@ -65,6 +67,11 @@ class RequestGains:
         if not self._idle_steps:
             return list(range(len(requests)))
         return [place for place, key in enumerate(requests) if key not in self._idle_steps]
+
+    def is_new(self, request: Hashable) -> bool:
+        """Whether next to nothing is known of ``request``."""
+        gain = self._gains.get(request)
+        return gain is None or gain.rounds < _FIRST_ROUNDS
 
     def surely_bring(self, request: Hashable, least: float) -> bool:
         """Whether the rounds of ``request`` have shown that it brings ``least`` accepted drafts per round."""

@@ -114,9 +114,9 @@ def test_only_drafted_requests_that_still_run_are_learned_from():
 def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
     made = schedule()
     choice = Choice(Rule.TOP, 2, 2)
-    for _ in range(200):
+    for _ in range(204):
         made.observe(rounds(choice, [2], [2], torch.zeros(1, 2), torch.tensor([[0.5, 0.25]])), [0], [2])
-    assert made.forecast.calibration.report()["pairs"] == [200, 200, 0]
+    assert made.forecast.calibration.report()["pairs"] == [204, 204, 0]
     survival = made.forecast.survival(torch.zeros(1, GAMMA), 1, GAMMA)[0]
     assert survival[1] > 0.9
     assert survival[2] / survival[1] == pytest.approx(0.5)
@@ -231,6 +231,16 @@ def test_many_requests_are_learned_from_at_once():
     made.observe(rounds(PLAIN, [0] * 256, [0] * 256), list(range(256)), [0] * 256)
     note()
     assert seen.num_observed == 512
+
+
+@pytest.mark.parametrize(("with_head", "learned"), [(True, [1, 2, 3, 4, 4, 12]), (False, [0, 0, 0, 0, 8, 8])])
+def test_the_first_rounds_of_a_lone_request_are_learned_from_one_by_one(with_head, learned):
+    """Its head tells what kind of text it is; without one it is like any other."""
+    made, counts = schedule(with_head=with_head), []
+    for _ in range(12):
+        made.observe(outcome(Choice(Rule.TOP, GAMMA, GAMMA), 1), [0], [0])
+        counts.append(made.forecast.lagged.num_observed)
+    assert [counts[step] for step in (0, 1, 2, 3, 8, 11)] == learned
 
 
 def test_calibration_knows_how_many_steps_have_passed(monkeypatch):

@@ -6,9 +6,11 @@ take far more room than the text, so that pays for small targets on a slow machi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from dspark_kernels import inverse_cdf
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -18,8 +20,12 @@ from sglang_dspark.tools.train.target import Target, TargetStates
 
 # Rows that ended stay in the batch until this share of it is idle: dropping them copies the whole KV cache.
 _COMPACT_BELOW = 0.75
-# Tokens of prompts that go through the target together, padding included: more at a time gain nothing.
+# Columns by which the KV cache grows. It is read whole, as matrix products need it in one piece; what is not written
+# yet is masked.
+_GROWTH = 64
+# Tokens of prompts that go through the target together, padding included. More would not stay in a CPU's caches.
 _PREFILL_TOKENS = 8192
+_PREFILL_TOKENS_CPU = 1024
 
 
 @torch.no_grad()
@@ -46,14 +52,15 @@ def decode(
     """
     bs, width, device = len(prompts), max(map(len, prompts)), target.device
     ids = torch.zeros(bs, width, dtype=torch.long)
-    mask = torch.zeros(bs, width + max_new_tokens, dtype=torch.long)
+    mask = torch.zeros(bs, _capacity(width + max_new_tokens), dtype=torch.long)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    mask[:, width:] = 0  # until it is written
     generator = _generator_on(device, generator)
     ids, mask, positions = ids.to(device), mask.to(device), positions.to(device)
-    cache = _PreallocatedCache(target.num_layers, width + max_new_tokens)
+    cache = _GrowingCache(target.num_layers)
     kept = _KeptStates(target, bs, width + max_new_tokens) if keep_states else None
     last_hidden = _prefill(target, prompts, ids, mask, positions, cache, kept)
 
@@ -75,9 +82,10 @@ def decode(
             rows, tokens, active = rows[keep], tokens[keep], active[keep]
             cache.keep_rows(keep.to(device))
         device_rows = rows.to(device)
+        mask[:, column] = 1
         states = target.forward(
             tokens.to(device)[:, None],
-            mask[device_rows, : column + 1],
+            mask[device_rows, : _capacity(column + 1)],
             positions[device_rows, column : column + 1],
             cache,
         )
@@ -100,15 +108,17 @@ def _prefill(
     ids: Tensor,  # [bs, width]
     mask: Tensor,  # [bs, width or more], as is `positions`
     positions: Tensor,
-    cache: _PreallocatedCache,
+    cache: _GrowingCache,
     kept: _KeptStates | None,
 ) -> Tensor:
     """Run the target over the prompts, in pieces of similar length; their last hidden states ``[bs, d]``."""
     bs, width = ids.shape
     last_hidden = target.lm_head_weight.new_empty(bs, target.hidden_size)
-    for piece, piece_width in _prompt_pieces(prompts):
-        part, piece_cache = slice(width - piece_width, width), _PreallocatedCache(target.num_layers, piece_width)
-        states = target.forward(ids[piece, part], mask[piece, part], positions[piece, part], piece_cache)
+    most_tokens = _PREFILL_TOKENS_CPU if target.device.type == "cpu" else _PREFILL_TOKENS
+    for piece, piece_width in _prompt_pieces(prompts, most_tokens):
+        part, piece_cache = slice(width - piece_width, width), _GrowingCache(target.num_layers)
+        piece_mask = F.pad(mask[piece, part], (0, _capacity(piece_width) - piece_width))
+        states = target.forward(ids[piece, part], piece_mask, positions[piece, part], piece_cache)
         last_hidden[piece] = states.last_hidden[:, -1]
         cache.take(piece, bs, width, piece_cache)
         if kept is not None:
@@ -142,11 +152,11 @@ def _generator_on(device: torch.device, generator: torch.Generator) -> torch.Gen
     return torch.Generator(device).manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
 
 
-def _prompt_pieces(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, int]]:
+def _prompt_pieces(prompts: Sequence[Sequence[int]], most_tokens: int) -> Iterator[tuple[Tensor, int]]:
     """Rows of similar length that go through the target together, and the length of the longest of them."""
     piece: list[int] = []
     for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row]), reverse=True):
-        if piece and (len(piece) + 1) * len(prompts[piece[0]]) > _PREFILL_TOKENS:
+        if piece and (len(piece) + 1) * len(prompts[piece[0]]) > most_tokens:
             yield torch.tensor(piece), len(prompts[piece[0]])
             piece = []
         piece.append(row)
@@ -165,20 +175,17 @@ def _draw(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> T
     return tokens.cpu()
 
 
-class _PreallocatedLayer(CacheLayerMixin):
-    """Keys and values of one layer in a buffer of the final length, so that a step appends without copying."""
+class _GrowingLayer(CacheLayerMixin):
+    """Keys and values of one layer in buffers that grow by `_GROWTH` columns and are read whole."""
 
     is_sliding = False
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._capacity = capacity
         self._length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        bs, heads, _, head_dim = key_states.shape
-        self.keys = key_states.new_empty(bs, heads, self._capacity, head_dim)
-        self.values = value_states.new_empty(bs, heads, self._capacity, head_dim)
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
 
     def update(
@@ -186,13 +193,21 @@ class _PreallocatedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, self._length = self._length, self._length + key_states.shape[-2]
+        start = self._length
+        self._grow(start + key_states.shape[-2])
         self.keys[:, :, start : self._length] = key_states
         self.values[:, :, start : self._length] = value_states
-        return self.keys[:, :, : self._length], self.values[:, :, : self._length]
+        return self.keys, self.values
+
+    def _grow(self, length: int) -> None:
+        self._length = length
+        missing = _capacity(length) - self.keys.shape[-2]
+        if missing > 0:
+            # Nothing is seen of a column before it is written, but what stands there has to be numbers.
+            self.keys, self.values = F.pad(self.keys, (0, 0, 0, missing)), F.pad(self.values, (0, 0, 0, missing))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._length + query_length, 0
+        return _capacity(self._length + query_length), 0
 
     def get_seq_length(self) -> int:
         return self._length
@@ -207,26 +222,30 @@ class _PreallocatedLayer(CacheLayerMixin):
     def keep_rows(self, rows: Tensor) -> None:
         self.keys, self.values = self.keys[rows], self.values[rows]
 
-    def take(self, rows: Tensor, bs: int, length: int, layer: _PreallocatedLayer) -> None:
+    def take(self, rows: Tensor, bs: int, length: int, layer: _GrowingLayer) -> None:
         """Put what `layer` holds of some of the `bs` rows into the columns before `length`."""
         if not self.is_initialized:
-            self.lazy_initialization(layer.keys[:1].expand(bs, -1, -1, -1), layer.values[:1].expand(bs, -1, -1, -1))
-            self._length = length
-            # Nothing is seen of the columns before a shorter prompt, but what stands there has to be numbers.
-            self.keys[:, :, :length], self.values[:, :, :length] = 0, 0
-        part = slice(length - layer.get_seq_length(), length)
-        self.keys[rows, :, part], self.values[rows, :, part] = layer.keys, layer.values
+            self.lazy_initialization(*(x.new_empty(bs, *x.shape[1:]) for x in (layer.keys, layer.values)))
+            self._grow(length)
+        taken = layer.get_seq_length()
+        part = slice(length - taken, length)
+        self.keys[rows, :, part], self.values[rows, :, part] = layer.keys[:, :, :taken], layer.values[:, :, :taken]
 
 
-class _PreallocatedCache(Cache):
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        self._layers_of_rows = [_PreallocatedLayer(capacity) for _ in range(num_layers)]
+class _GrowingCache(Cache):
+    def __init__(self, num_layers: int) -> None:
+        self._layers_of_rows = [_GrowingLayer() for _ in range(num_layers)]
         super().__init__(layers=self._layers_of_rows)
 
     def keep_rows(self, rows: Tensor) -> None:
         for layer in self._layers_of_rows:
             layer.keep_rows(rows)
 
-    def take(self, rows: Tensor, bs: int, length: int, cache: _PreallocatedCache) -> None:
+    def take(self, rows: Tensor, bs: int, length: int, cache: _GrowingCache) -> None:
         for layer, other in zip(self._layers_of_rows, cache._layers_of_rows, strict=True):
             layer.take(rows, bs, length, other)
+
+
+def _capacity(length: int) -> int:
+    """Columns of a cache that holds so many."""
+    return math.ceil(length / _GROWTH) * _GROWTH
