@@ -55,6 +55,7 @@ TURN = rf"{NUMBER}; {RANGE}"
 KERNEL_CELL = rf"{NUMBER} / (?:{NUMBER}|-) / {NUMBER}"
 QUOTES = [
     Quote("README.md", "What it brings", SPEED_ROW, 5, readme_speeds),
+    Quote(PERFORMANCE, "A CPU with AMX", SPEED_ROW, 5, lambda users: readme_speeds(users, "sweep_amx/sweep.csv")),
     Quote(
         "README.md",
         "What to expect on a GPU",

@@ -54,11 +54,11 @@ def with_interval(row) -> tuple[float, float, float]:
 README_SWEEP = "attribution/sweep.csv"
 
 
-def readme_speeds(users: str):
-    speeds = [over_rounds(cells(README_SWEEP, policy, users), "output_tok_s") for policy in ("plain", "off", "auto")]
-    pairs = [ratio(README_SWEEP, *policies, users) for policies in (("off", "plain"), ("auto", "off"))]
+def readme_speeds(users: str, name: str = README_SWEEP):
+    speeds = [over_rounds(cells(name, policy, users), "output_tok_s") for policy in ("plain", "off", "auto")]
+    pairs = [ratio(name, *policies, users) for policies in (("off", "plain"), ("auto", "off"))]
     ranges = [figure for pair in pairs for figure in with_interval(pair)]
-    return *speeds, *ranges, over_rounds(cells(README_SWEEP, "auto", users), "accept_length")
+    return *speeds, *ranges, over_rounds(cells(name, "auto", users), "accept_length")
 
 
 def h200_speeds(users: str):
