@@ -2,11 +2,6 @@
 PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3,$(shell $(python) -c 'print("$(python)")' 2>/dev/null)))
 VENV := .venv
 RUN := $(VENV)/bin/python
-# The newest SGLang that the server tests pass on; `make env SGLANG=...` makes an environment of any other.
-NEWEST := 0.5.23
-# SGLang's radix tree was compiled for the torch of its release and reads the tensors of another one wrongly. What servers
-# compile in their first requests takes minutes where tests share the cores.
-ON_TOP := SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python TORCH_COMPILE_DISABLE=1
 
 # What `make evidence` measures: the bundled pair, unless TARGET and DRAFT name another one.
 SMOLLM2 := $(HOME)/.cache/sglang-dspark/smollm2-135m-instruct
@@ -19,26 +14,20 @@ POLICIES := --config auto --config static:1 --config static:2 --config static:3 
 	--config threshold:0.6
 # More options for sweep_concurrency.py, e.g. --existing replace, which measures anew what another commit has measured.
 SWEEP_FLAGS ?=
-# Of test-newest, what continuous integration has the time for: the seam, texts, policies, one law, and who answers to DSPARK.
-BRIEFLY := tests/engine --ignore tests/engine/test_families.py tests/server/test_greedy.py tests/server/test_selection.py \
-	tests/server/test_sampled.py::test_law_of_filtered_text
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo doctor unit test thorough test-newest test-newest-briefly check format sweep evidence gpu lock lock-newest clean
+.PHONY: help env demo doctor unit test thorough check format sweep evidence gpu lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
-env: $(VENV)$(SGLANG:%=-%)/.installed ## create .venv with everything that demo, tests and benchmarks need
+env: $(VENV)/.installed ## create .venv with everything that demo, tests and benchmarks need
 
 # The stamp is newer than what the environment is made from, so this runs once, and again when they change.
-$(VENV)/.installed: pyproject.toml constraints.txt .ci/make_env.py
-	$(or $(PYTHON),$(error Python 3.11 is needed: make env PYTHON=/path/to/python3.11)) .ci/make_env.py
-	@touch $@
-
-# Another SGLang, named by SGLANG, on top of .venv.
-$(VENV)-%/.installed: $(VENV)/.installed .ci/make_env.py
-	$(RUN) .ci/make_env.py $*
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(or $(PYTHON),$(error Python 3.11 is needed: make env PYTHON=/path/to/python3.11)) -m venv $(VENV)
+	$(RUN) -m pip install --constraint constraints.txt --editable ".[demo,test,bench,dev]"
+	$(RUN) -m sglang_dspark enable-cpu
 	@touch $@
 
 demo: env ## three minutes: SmolLM2-135M with and without DSPARK, side by side on this machine
@@ -58,12 +47,6 @@ test: env ## all tests that need no GPU, but for the long proofs of `make thorou
 
 thorough: env ## tests that show in several processes what faster ones show
 	$(PYTEST) -m thorough
-
-test-newest: $(VENV)-$(NEWEST)/.installed ## tests of the seam and of servers on the newest SGLang that is served
-	$(ON_TOP) $(subst $(RUN),$(VENV)-$(NEWEST)/bin/python,$(PYTEST)) $(or $(TESTS),tests/engine tests/server)
-
-test-newest-briefly: ## two minutes of test-newest, which CI runs after the other tests
-	$(MAKE) test-newest TESTS="$(BRIEFLY) -m 'not thorough'"
 
 check: env ## lint, formatting and types
 	$(RUN) -m ruff check
@@ -105,13 +88,8 @@ gpu: env ## with an NVIDIA GPU: its checks and sweeps in half an hour; GPU_FLAGS
 	$(RUN) benchmarks/gpu.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/gpu $(GPU_FLAGS)
 
 lock: env ## write constraints.txt from the environment as it is
-	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m uv pip freeze --exclude-editable; } > constraints.new
+	@{ sed -n '/^#/p' constraints.txt; $(RUN) -m pip freeze --exclude-editable; } > constraints.new
 	@mv constraints.new constraints.txt
 
-lock-newest: env ## write the constraints of the newest SGLang, as a package index resolves them
-	@{ sed -n '/^#/p' constraints-$(NEWEST).txt; echo 'sglang==$(NEWEST)' | $(RUN) -m uv pip compile --quiet --python-version 3.11 \
-		--all-extras --override - --index-strategy unsafe-best-match --no-header --no-annotate pyproject.toml; } > constraints.new
-	@mv constraints.new constraints-$(NEWEST).txt
-
 clean: ## remove the environment and caches
-	rm -rf $(VENV) $(VENV)-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -19,6 +19,7 @@ KERNEL_IMPORTS = {"torch", "triton", "dspark_kernels"}
 BASE = {"__init__", "arrays", "declared", "errors", "files"}
 MAY_IMPORT = {
     "hub": set(),
+    "on_cpu": set(),
     "config": set(),
     "speculation": set(),
     "dashboard": set(),
@@ -31,7 +32,7 @@ MAY_IMPORT = {
     "engine": set("calibration config dashboard draft hub proposals speculation stats step".split()),
     "worker": set("calibration config draft engine hub proposals scheduling speculation stats step".split()),
     "plugin": {"config", "engine", "worker"},
-    "tools": set("calibration config draft engine hub scheduling speculation step".split()),
+    "tools": set("calibration config draft engine hub on_cpu scheduling speculation step".split()),
     "__main__": {"tools"},
 }
 

@@ -8,10 +8,11 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, requires, version
 
-from sglang_dspark import __version__
+from sglang_dspark import __version__, on_cpu
 from sglang_dspark.config import flag_name
 from sglang_dspark.engine import support
 from sglang_dspark.errors import EngineError
+from sglang_dspark.tools import cpu_environment
 from sglang_dspark.tools.doctor.finding import Finding, one_line
 
 PLUGIN_GROUP = "sglang.srt.plugins"
@@ -126,10 +127,20 @@ def check_device() -> Iterator[Finding]:
             refusal = support.gpu_refusal(capability, rocm=torch.version.hip is not None)
             known = f"{properties.name}, {memory_gib:.0f} GiB, sm_{properties.major}{properties.minor}"
             yield Finding("fail" if refusal else "ok", f"cuda:{index}", known, refusal or "")
+        if cpu_environment.is_enabled():
+            yield Finding("ok", "enable-cpu", "without effect here: SGLang's own kernels serve the GPU")
         return
-    yield Finding(
-        "note",
-        "device",
-        f"CPU with {torch.get_num_threads()} threads; no CUDA GPU is visible",
-        "serve with SGLANG_USE_CPU_ENGINE=1 in the environment and --device cpu",
-    )
+    yield _check_cpu(f"CPU with {torch.get_num_threads()} threads; no CUDA GPU is visible")
+
+
+def _check_cpu(known: str) -> Finding:
+    if not on_cpu.stands_in():
+        return Finding("note", "device", f"{known}; {on_cpu.KERNELS} is the installed one")
+    if not cpu_environment.is_enabled():
+        return Finding(
+            "fail",
+            "device",
+            f"{known}, and SGLang's kernel package is built for GPUs alone",
+            "run: sglang-dspark enable-cpu",
+        )
+    return Finding("note", "device", f"{known}; a module of sglang-dspark stands in for SGLang's kernel package")

@@ -1,0 +1,53 @@
+"""Switch an environment for servers on a CPU on and off; :mod:`sglang_dspark.on_cpu` says what that does."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+from sglang_dspark.errors import EngineError
+
+# Says nothing in an environment that the package has left.
+_LINE = "import importlib.util as u; u.find_spec('sglang_dspark') and __import__('sglang_dspark.on_cpu').on_cpu.watch_imports()\n"
+
+
+def path_file() -> Path:
+    """Return the file that Python reads when it starts in this environment."""
+    return Path(sysconfig.get_path("purelib")) / "sglang_dspark_on_cpu.pth"
+
+
+def is_enabled() -> bool:
+    """Return whether the Python processes of this environment watch their imports."""
+    file = path_file()
+    return file.exists() and file.read_text(encoding="utf-8") == _LINE
+
+
+def enable() -> None:
+    """Have processes watch their imports from their next start on.
+
+    Raises:
+        EngineError: this environment cannot be written to.
+    """
+    try:
+        path_file().write_text(_LINE, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(error) from error
+
+
+def disable() -> None:
+    """Undo :func:`enable`.
+
+    Raises:
+        EngineError: this environment cannot be written to.
+    """
+    try:
+        path_file().unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(error) from error
+
+
+def _unwritable(error: OSError) -> EngineError:
+    return EngineError(
+        f"{path_file()} cannot be written ({error.strerror}); install SGLang and sglang-dspark into an environment of your "
+        "own, made with python -m venv"
+    )
