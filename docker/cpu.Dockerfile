@@ -20,14 +20,14 @@ COPY . .
 # hadolint ignore=DL4006
 RUN pip install --no-cache-dir --no-deps . \
     && ! pip check | grep sglang-dspark \
+    && sglang-dspark enable-cpu \
     && ln -s "$(python -I -c 'import pathlib, sglang_dspark; print(pathlib.Path(sglang_dspark.__file__).parent)')/drafters" /opt/drafters \
     && useradd --create-home --uid 10001 dspark \
     && install -d -o dspark -g dspark /home/dspark/.cache/huggingface /home/dspark/.cache/sglang-dspark
 
 USER 10001
 WORKDIR /home/dspark
-ENV SGLANG_USE_CPU_ENGINE=1 \
-    HF_HOME=/home/dspark/.cache/huggingface \
+ENV HF_HOME=/home/dspark/.cache/huggingface \
     TRITON_CACHE_DIR=/home/dspark/.cache/sglang-dspark/triton \
     TORCHINDUCTOR_CACHE_DIR=/home/dspark/.cache/sglang-dspark/inductor
 VOLUME ["/home/dspark/.cache/huggingface", "/home/dspark/.cache/sglang-dspark"]
@@ -36,4 +36,4 @@ EXPOSE 30000
 HEALTHCHECK --start-period=10m --interval=30s --timeout=35s --retries=3 \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:30000/health', timeout=30)"]
 ENTRYPOINT ["python", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", "30000", \
-    "--device", "cpu", "--disable-cuda-graph", "--mem-fraction-static", "0.3", "--sleep-on-idle"]
+    "--mem-fraction-static", "0.3", "--sleep-on-idle"]

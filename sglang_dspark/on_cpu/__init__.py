@@ -1,8 +1,9 @@
 """Let SGLang start on a machine without a GPU, for which its kernel package has no build.
 
-``sglang-dspark enable-cpu`` makes every Python process of an environment call :func:`watch_imports` when it starts, so this
-module stays light. Whether there is a GPU is looked at when SGLang is imported. With an NVIDIA driver nothing changes.
-Without one SGLang serves on the CPU, and its import of ``sgl_kernel`` finds the module of that name in this folder.
+``sglang-dspark enable-cpu`` makes every Python process of an environment call :func:`watch_imports` when it starts, so
+this module stays light. Whether there is a GPU is looked at when SGLang is imported. With an NVIDIA driver nothing
+changes. Without one SGLang serves on the CPU, and its import of ``sgl_kernel`` finds the module of that name beside
+this one.
 """
 
 from __future__ import annotations

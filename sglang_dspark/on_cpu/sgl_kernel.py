@@ -1,7 +1,7 @@
 """Stand in for SGLang's kernel package, which is built for CUDA alone, where there is no GPU.
 
-SGLang imports its names ending in ``_cpu`` as soon as it starts on a CPU. Plain servers and servers with DSPARK call none
-but the first; the others belong to other speculative algorithms.
+SGLang imports its names ending in ``_cpu`` as soon as it starts on a CPU. Plain servers and servers with DSPARK call
+none but the first; the others belong to other speculative algorithms.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def absent(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"sgl_kernel.{name} does not exist on a CPU; serve without what needs it, or on a GPU"
-        )
+        raise NotImplementedError(f"sgl_kernel.{name} does not exist on a CPU; serve what needs it on a GPU")
 
     return absent

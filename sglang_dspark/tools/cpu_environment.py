@@ -8,7 +8,10 @@ from pathlib import Path
 from sglang_dspark.errors import EngineError
 
 # Says nothing in an environment that the package has left.
-_LINE = "import importlib.util as u; u.find_spec('sglang_dspark') and __import__('sglang_dspark.on_cpu').on_cpu.watch_imports()\n"
+_LINE = (
+    "import importlib.util as u; "
+    "u.find_spec('sglang_dspark') and __import__('sglang_dspark.on_cpu').on_cpu.watch_imports()\n"
+)
 
 
 def path_file() -> Path:
@@ -48,6 +51,6 @@ def disable() -> None:
 
 def _unwritable(error: OSError) -> EngineError:
     return EngineError(
-        f"{path_file()} cannot be written ({error.strerror}); install SGLang and sglang-dspark into an environment of your "
-        "own, made with python -m venv"
+        f"{path_file()} cannot be written ({error.strerror}); install SGLang and sglang-dspark into an environment of "
+        "your own, made with python -m venv"
     )

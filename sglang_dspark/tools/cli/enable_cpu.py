@@ -10,8 +10,8 @@ import click
 def enable_cpu(*, undo: bool) -> None:
     """Let SGLang serve on this machine's CPU where there is no GPU.
 
-    SGLang's kernel package is built for CUDA alone. This puts a file into the environment that stands a small module in for
-    it, and tells SGLang to serve on the CPU, whenever no NVIDIA driver is found. With a GPU nothing changes.
+    SGLang's kernel package is built for CUDA alone. This puts a file into the environment by which, whenever no NVIDIA
+    driver is found, a small module stands in for that package and SGLang serves on the CPU. With a GPU nothing changes.
     """
     from sglang_dspark import on_cpu
     from sglang_dspark.tools import cpu_environment

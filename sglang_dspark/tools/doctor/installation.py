@@ -137,10 +137,6 @@ def _check_cpu(known: str) -> Finding:
     if not on_cpu.stands_in():
         return Finding("note", "device", f"{known}; {on_cpu.KERNELS} is the installed one")
     if not cpu_environment.is_enabled():
-        return Finding(
-            "fail",
-            "device",
-            f"{known}, and SGLang's kernel package is built for GPUs alone",
-            "run: sglang-dspark enable-cpu",
-        )
+        found = f"{known}, and SGLang's kernel package is built for GPUs alone"
+        return Finding("fail", "device", found, "run: sglang-dspark enable-cpu")
     return Finding("note", "device", f"{known}; a module of sglang-dspark stands in for SGLang's kernel package")

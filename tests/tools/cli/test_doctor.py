@@ -62,6 +62,17 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft):
 
 
 @pytest.mark.usefixtures("without_sglang")
+def test_a_cpu_without_the_stand_in(run, monkeypatch):
+    monkeypatch.setattr(installation.on_cpu, "stands_in", lambda: True)
+    monkeypatch.setattr(installation.cpu_environment, "is_enabled", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run("doctor")
+    assert result.exit_code == 1 and "run: sglang-dspark enable-cpu" in result.output
+    monkeypatch.setattr(installation.cpu_environment, "is_enabled", lambda: True)
+    assert "stands in for SGLang's kernel package" in " ".join(run("doctor").output.split())
+
+
+@pytest.mark.usefixtures("without_sglang")
 def test_a_drafter_of_another_target(run, target, broken):
     edit_config(broken, num_target_layers=8)
     result = run("doctor", "--target", target, "--draft", broken)
