@@ -20,6 +20,7 @@ COPY . .
 # hadolint ignore=DL4006
 RUN pip install --no-cache-dir --no-deps . \
     && ! pip check | grep sglang-dspark \
+    && sglang-dspark enable-cpu \
     && ln -s "$(python -I -c 'import pathlib, sglang_dspark; print(pathlib.Path(sglang_dspark.__file__).parent)')/drafters" /opt/drafters \
     && useradd --create-home --uid 10001 dspark \
     && install -d -o dspark -g dspark /home/dspark/.cache/huggingface /home/dspark/.cache/sglang-dspark
