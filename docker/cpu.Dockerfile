@@ -27,8 +27,7 @@ RUN pip install --no-cache-dir --no-deps . \
 
 USER 10001
 WORKDIR /home/dspark
-ENV SGLANG_USE_CPU_ENGINE=1 \
-    HF_HOME=/home/dspark/.cache/huggingface \
+ENV HF_HOME=/home/dspark/.cache/huggingface \
     TRITON_CACHE_DIR=/home/dspark/.cache/sglang-dspark/triton \
     TORCHINDUCTOR_CACHE_DIR=/home/dspark/.cache/sglang-dspark/inductor
 VOLUME ["/home/dspark/.cache/huggingface", "/home/dspark/.cache/sglang-dspark"]
@@ -37,4 +36,4 @@ EXPOSE 30000
 HEALTHCHECK --start-period=10m --interval=30s --timeout=35s --retries=3 \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:30000/health', timeout=30)"]
 ENTRYPOINT ["python", "-m", "sglang.launch_server", "--host", "0.0.0.0", "--port", "30000", \
-    "--device", "cpu", "--disable-cuda-graph", "--mem-fraction-static", "0.3", "--sleep-on-idle"]
+    "--mem-fraction-static", "0.3", "--sleep-on-idle"]
