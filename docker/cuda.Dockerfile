@@ -3,8 +3,7 @@
 #   docker build -f docker/cuda.Dockerfile -t sglang-dspark:cuda .
 
 # SGLang's own image: it compiles some of its kernels at run time, with the CUDA toolkit that this image was tested with.
-# The newest SGLang that is served: --build-arg SGLANG_IMAGE=lmsysorg/sglang:v0.5.23
-ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.15.post1
+ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.23
 FROM ${SGLANG_IMAGE}
 
 WORKDIR /opt/sglang-dspark

@@ -29,21 +29,16 @@ def services(name):
     return found
 
 
-def test_cuda_image_offers_the_releases_that_the_plugin_drives():
-    named = re.findall(r"lmsysorg/sglang:v(\S+)", (DOCKER / "cuda.Dockerfile").read_text())
-    assert sorted(named) == sorted(TESTED_SGLANG)
-
-
-@pytest.mark.parametrize("release", TESTED_SGLANG)
-def test_constraints_exist_for_every_release(release):
-    files = [ROOT / "constraints.txt", ROOT / f"constraints-{release}.txt"]
-    assert any(f"sglang=={release}" in file.read_text().splitlines() for file in files if file.exists())
+def test_image_constraints_and_range_have_the_newest_release_that_is_served():
+    [base] = re.findall(r"lmsysorg/sglang:v(\S+)", (DOCKER / "cuda.Dockerfile").read_text())
+    [pinned] = re.findall(r"^sglang==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert base == pinned == TESTED_SGLANG[-1]
     [range_] = [
         Requirement(entry)
         for entry in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
         if entry.startswith("sglang")
     ]
-    assert range_.specifier.contains(release)
+    assert range_.specifier.contains(base)
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)

@@ -27,7 +27,6 @@ from committed_figures import (
     support_lengths,
     trained,
     training_speeds,
-    tree_speeds,
     turns,
     walk,
     worst_against,
@@ -70,13 +69,6 @@ QUOTES = [
         rf"The 95th percentile of the time to first token was {RANGE} and {RANGE} times",
         1,
         held_prompts,
-    ),
-    Quote(
-        "benchmarks/README.md",
-        "Committed results",
-        rf"it writes {RANGE} and {RANGE} times as many",
-        1,
-        tree_speeds,
     ),
     Quote(
         PERFORMANCE,

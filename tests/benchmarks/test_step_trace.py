@@ -1,4 +1,4 @@
-"""Stages of decode steps in traces: handmade ones, and one of an H200."""
+"""Stages of decode steps in handmade traces."""
 
 import gzip
 import json
@@ -9,14 +9,13 @@ import pytest
 from click.testing import CliRunner
 from step_tape import DRAFT, VERIFY, Tape, recorded
 from step_trace import main, summary_of
-from tracing.chrome import gpu_activities, read_trace
+from tracing.chrome import gpu_activities
 from tracing.stages import KERNEL_STAGES, split_steps
 from tracing.summary import busy_us
 
 from sglang_dspark.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-H200 = REPOSITORY / "benchmarks" / "results" / "h200" / "qwen3_4b_shape.trace.json.gz"
 
 STEP_US = {
     "prepare": 1,
@@ -138,28 +137,6 @@ def test_kernels_are_called_as_in_the_sources():
     judging = {name for name, file in kernels.items() if "accept" in file}
     assert len(judging) > 5
     assert {name for name, stage in KERNEL_STAGES.items() if stage == "accept"} >= judging
-
-
-@pytest.mark.slow
-def test_trace_of_an_h200():
-    """Facts found by other means: counts by name, durations summed by correlation number."""
-    activities = gpu_activities(read_trace(H200))
-    assert len(activities) == 4826  # 7 steps
-    assert len({each.graph for each in activities} - {None}) == 21
-    end_us = max(each.start_us + each.duration_us for each in activities)
-    assert busy_us(activities) / (end_us - activities[0].start_us) == pytest.approx(0.94, abs=0.005)
-
-    summary = summary_of(H200)
-    assert (summary["gpu"], summary["steps"]) == ("NVIDIA H200", 6)
-    assert (summary["graph_launches"], summary["kernel_launches"], summary["copy_launches"]) == (3, 11, 13)
-    assert summary["activities"] == pytest.approx(690, abs=2)
-    counts = {stage: part["activities"] for stage, part in summary["stages"].items()}
-    assert counts["drafter network"] + counts["Markov walk"] + counts["confidence"] == 215
-    assert (counts["Markov walk"], counts["target forward"], counts["accept"] + counts["commit"]) == (7, 443, 7)
-    # The first replay of the target's graph was not interrupted: 3602 us.
-    assert summary["stages"]["target forward"]["us"] == pytest.approx(3602, rel=0.01)
-    assert summary["outside_forwards_share"] == pytest.approx(0.062, abs=0.001)
-    assert summary["busy_us"] > 2 * summary["gpu_us"]  # the other program's turns
 
 
 def test_command_prints_and_writes_the_summary(tmp_path):

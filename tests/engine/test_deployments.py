@@ -72,6 +72,6 @@ def test_every_flag_is_known_and_served(words):
     # What SGLang has not decided yet is refused of any command.
     undecided, _ = parser.parse_known_args(["--model-path", "my/target"])
     assert set(served.refusals(args, args)) == set(served.refusals(undecided, undecided))
-    assert (args.speculative_algorithm, args.speculative_dspark_engine) == ("DSPARK", "plugin")
+    assert args.speculative_algorithm == "DSPARK"
     if args.nnodes > 1:
         assert args.tp_size % args.nnodes == 0 and ":" in args.dist_init_addr and args.node_rank == 1

@@ -81,10 +81,6 @@ def held_prompts() -> list[float]:
     return found
 
 
-def tree_speeds() -> list[float]:
-    return [load["speed"][name] for load in content("compare_trees.json")["loads"] for name in ("ratio", "low", "high")]
-
-
 def turns(users: str):
     name, metric = "turns/turns.csv", "decode_tok_s"
     frame = sweep(name)
