@@ -5,13 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_dspark.engine.startup import adapters
-from sglang_dspark.engine.startup.adapters import adapter_refusals, check_adapters_alone
+from sglang_dspark.engine.startup.adapters import adapter_refusals
 
 
 @pytest.fixture(autouse=True)
-def served_release(monkeypatch):
-    monkeypatch.setattr(adapters, "CHECKS_ADAPTERS", True)
+def pinned_memory(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
 
 
@@ -54,22 +52,3 @@ def test_a_machine_without_pinned_memory_is_told(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", fail)
     [refusal] = adapter_refusals(server(device="cpu", lora_backend="torch_native"))
     assert "pinned memory" in refusal
-
-
-def test_a_release_with_rules_of_its_own_is_refused(monkeypatch):
-    monkeypatch.setattr(adapters, "CHECKS_ADAPTERS", False)
-    [refusal] = adapter_refusals(server())
-    assert "as many tokens for every request" in refusal and "0.5.15.post1" in refusal
-
-
-def test_sglang_checks_adapters_as_without_speculation():
-    """And the algorithm is there again, also when they are wrong."""
-    args = server(speculative_algorithm="DSPARK")
-
-    def check(given):
-        assert given.speculative_algorithm is None
-        raise ValueError("bad adapters")
-
-    with pytest.raises(ValueError, match="bad adapters"):
-        check_adapters_alone(check, args)
-    assert args.speculative_algorithm == "DSPARK"

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sglang.srt.lora.backend.lora_registry import get_backend_from_name
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_dspark.engine.compat.arguments import CHECKS_ADAPTERS
 from sglang_dspark.engine.forward import adapters
 from sglang_dspark.engine.forward.adapters import CapturedAdapters, DeviceChoice, HostChoice, lay_out, segment_bounds
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
@@ -47,14 +46,15 @@ def expected(x, a, b, slices, base, buffers):
     return rows
 
 
-@pytest.mark.skipif(not CHECKS_ADAPTERS, reason="refused on this release")
 @pytest.mark.parametrize("name", ["csgmv", "triton", "torch_native"])
 @pytest.mark.parametrize("slices", [OUTPUTS, OUTPUTS[:1], (24, 24)], ids=["qkv", "one", "gate-up"])
 def test_every_row_gets_the_adapter_of_its_request(name, slices, monkeypatch):
     """And rows of no request get none. The kernels are SGLang's, interpreted where there is no GPU."""
     device = torch.device("cuda" if torch.cuda.is_available() and name != "torch_native" else "cpu")
-    tuned = "sglang.srt.lora.triton_ops.lora_tuning_config.get_device_name"
+    tuned = "sglang.kernels.ops.lora.dense.lora_tuning_config.get_device_name"
     monkeypatch.setattr(tuned, lambda: "of no tuned sizes")
+    served = SimpleNamespace(max_lora_chunk_size=16)
+    monkeypatch.setattr("sglang.srt.lora.backend.chunked_backend.get_lora", lambda: served)
     noise = torch.Generator().manual_seed(1)
     rows, num = sum(LENGTHS) + PADDING, len(slices)
     x = torch.randn(rows, INPUTS, generator=noise)
@@ -62,7 +62,7 @@ def test_every_row_gets_the_adapter_of_its_request(name, slices, monkeypatch):
     b = torch.randn(PLACES, sum(slices), RANK, generator=noise)
     base = torch.randn(rows, sum(slices), generator=noise)
     buffers = [1, 2, 0, 2, 0, 1]
-    backend = get_backend_from_name(name)(PLACES, device, server_args=SimpleNamespace(max_lora_chunk_size=16))
+    backend = get_backend_from_name(name)(PLACES, device, server_args=None)
     choice = DeviceChoice.empty(len(LENGTHS), PLACES, device)
     choice.fill(HostChoice(buffers, RANKS, SCALINGS))
     indptr = torch.tensor([0, *LENGTHS], device=device).cumsum(0)
@@ -91,7 +91,7 @@ class Manager:
         self.memory_pool = SimpleNamespace(uid_to_buffer_id={None: 0, "red": 1, "green": 2})
         configs = zip(("red", "green"), RANKS[1:], SCALINGS[1:], strict=True)
         self.loras = {name: SimpleNamespace(config=SimpleNamespace(r=r), scaling=s) for name, r, s in configs}
-        self.lora_backend = SimpleNamespace(name="triton", is_moe_lora=False)
+        self.lora_backend = get_backend_from_name("triton")(PLACES, "cpu")
         self.fetched = []
 
     def fetch_new_loras(self, names):

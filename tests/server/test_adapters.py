@@ -21,9 +21,6 @@ from lora_adapters import RANKS, merged_target, written_adapter
 from sampled_text import ALPHA, DEPTH, PROMPT, sample
 from target_law import TargetLaw, p_value
 
-from sglang_dspark.engine.compat.arguments import CHECKS_ADAPTERS
-
-pytestmark = pytest.mark.skipif(not CHECKS_ADAPTERS, reason="refused on this release")
 NAMES = [*RANKS, None]
 
 

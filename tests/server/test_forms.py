@@ -34,7 +34,6 @@ from random_drafter import random_drafter
 from server_pool import EIGHT_BITS, HOST_MEMORY, ON_GPU, SINK_FLAGS, SINKS, Recipe, ServerPool
 
 from sglang_dspark.engine.compat.targets import loses_residuals
-from sglang_dspark.engine.startup.host_cache import TAKES_DRAFT_POOL
 from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
 pytestmark = pytest.mark.thorough
@@ -135,8 +134,7 @@ FORMS = {
 def _needed(name: str) -> list[pytest.MarkDecorator]:
     """Marks of a form that not every release or machine can serve."""
     form = FORMS[name]
-    refused = loses_residuals(form.architecture) or (form.host_memory and not TAKES_DRAFT_POOL)
-    marks = [pytest.mark.skipif(refused, reason="refused on this release")]
+    marks = [pytest.mark.skipif(loses_residuals(form.architecture), reason="refused on this release")]
     return [*marks, EIGHT_BITS] if FP8[0] in form.flags else marks
 
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
 from golden_server import CASES, assert_pool_is_whole, displace, generate, greedy, mixed_bodies, output_ids, policy
-
-from sglang_dspark.engine.startup.host_cache import TAKES_DRAFT_POOL
-
-pytestmark = pytest.mark.skipif(not TAKES_DRAFT_POOL, reason="refused on this release")
 
 
 def answer_of(server, prompt):
@@ -30,7 +25,7 @@ def test_a_prefix_from_host_memory_keeps_its_drafts(host_cache):
     assert cached >= len(prompt) - 1
     assert (again, drafts_again) == (text, drafts)
     assert sum(accepted for _, accepted in drafts) > len(drafts)
-    assert "HiCache draft KV registered: DraftPool" in host_cache.log_path.read_text()
+    assert "Allocating draft hierarchical KV host pool" in host_cache.log_path.read_text()
 
 
 def test_text_equals_the_target_alone(host_cache, plain):

@@ -171,9 +171,9 @@ STARTUP_SCRIPT = """
 import json, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
-from sglang.srt.mem_cache import memory_pool_host
 from sglang.srt.server_args import prepare_server_args
-vars(memory_pool_host).pop("transfer_kv_direct", None)  # of a GPU, or of the tests
+from sglang_dspark.engine.startup import host_cache
+host_cache.DEVICES = ("cuda",)  # other servers of the tests copy K/V on a CPU, too
 base, cases = json.loads(sys.argv[1])
 for flags in cases:
     try:

@@ -21,9 +21,6 @@ CLASS = "sglang.srt.server_args.ServerArgs"
 RESOLVED_LATER = hasattr(ServerArgs, "resolve_once")
 """Whether making the object leaves it as the operator wrote it."""
 
-CHECKS_ADAPTERS = hasattr(ServerArgs, "check_lora_server_args")
-"""Whether SGLang checks LoRA arguments in a method of their own, which can be called as if no algorithm were set."""
-
 # SGLang keeps attributes with an underscore beside the fields, also when it sends the object to another process.
 _OURS = "_dspark"
 

@@ -20,6 +20,7 @@ class WorkerFace(BaseSpecWorker):
     """``BaseSpecWorker`` of an algorithm whose drafter SGLang does not know."""
 
     draft_pool: Any = None  # the draft K/V as SGLang's kind of pool, where a feature of the server copies it along
+    _draft_worker = None  # what the base class would hold
 
     def __init__(self, target_worker: Any) -> None:
         # BaseSpecWorker.__init__, where there is one, only prepares the figures that are answered below.
@@ -36,18 +37,9 @@ class WorkerFace(BaseSpecWorker):
         """SGLang's worker of the target."""
         return self._target_worker
 
-    @property
-    def draft_worker(self) -> Any:
-        """Where releases before `primary_draft_kv_pool` look for the draft K/V pool."""
-        return SimpleNamespace(draft_runner=SimpleNamespace(token_to_kv_pool=self.draft_pool))
-
-    @property
-    def primary_draft_kv_pool(self) -> Any:
-        """The draft K/V pool."""
-        return self.draft_pool
-
     def _draft_model_runners(self) -> tuple[Any, ...]:
-        return ()
+        # The base class plans by their K/V pools what moves to host memory beside the target's.
+        return () if self.draft_pool is None else (SimpleNamespace(token_to_kv_pool=self.draft_pool),)
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:
         """Nothing of the drafter's can be updated in a running server."""

@@ -115,6 +115,7 @@ def lay_out(backend: Any, choice: DeviceChoice, indptr: torch.Tensor, width: int
     num_segments = len(bounds) - 1
     buffers = choice.buffers[:, None].expand(-1, num_segments // len(choice.buffers)).reshape(-1)
     lengths = bounds.diff()
+    backend.reset_batch_state()  # of prompts, whose LM head sees their last rows alone, and of stock decode steps
     backend.batch_info = TorchNativeLoRABatchInfo(
         use_cuda_graph=False,  # of SGLang's own: the kernels would take another grid
         bs=num_segments,
@@ -135,8 +136,6 @@ def lay_out(backend: Any, choice: DeviceChoice, indptr: torch.Tensor, width: int
         lora_ranks_cpu=choice.ranks,
         scalings_cpu=choice.scalings,
     )
-    # Of prompts, whose LM head sees their last rows alone, and of stock decode steps.
-    backend.lm_head_batch_info = backend.lm_head_pass_batch_infos = backend.sgemm_batch_info = None
 
 
 def prepare_verification(original: Callable[..., None], manager: Any, forward_batch: Any) -> None:

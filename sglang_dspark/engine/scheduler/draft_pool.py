@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import torch
 from sglang.srt.mem_cache.memory_pool import GB, MHATokenToKVPool
 
 from sglang_dspark.draft.cache import DraftCache
@@ -38,19 +36,9 @@ class DraftPool(MHATokenToKVPool):
             kv_cache_layout="nhd",  # whatever the target's
         )
 
-    def _create_buffers(self) -> None:
+    def _create_buffers_normal(self) -> None:
         # Instead of memory of its own: lists, because SGLang adds those of keys and values up.
         self.k_buffer, self.v_buffer = list(self._cache.k), list(self._cache.v)
-        self.k_data_ptrs, self.v_data_ptrs = self._addresses(self.k_buffer), self._addresses(self.v_buffer)
-        self.data_ptrs = torch.cat([self.k_data_ptrs, self.v_data_ptrs])
-        strides = [int(np.prod(layer.shape[1:])) * layer.itemsize for layer in self.k_buffer + self.v_buffer]
-        self.data_strides = torch.tensor(strides, device=self.device)
-        describe = getattr(self, "_build_kv_buffer_descs", None)
-        if describe is not None:  # later releases tell another server by these what a page is
-            self._kv_buffer_descs = describe()
-
-    def _addresses(self, layers: list[torch.Tensor]) -> torch.Tensor:
-        return torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.uint64, device=self.device)
 
     def _finalize_allocation_log(self, num_tokens: int) -> None:
         # The log has the size of the cache already.

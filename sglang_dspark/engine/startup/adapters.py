@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-
-from sglang_dspark.engine.compat.arguments import CHECKS_ADAPTERS
-from sglang_dspark.engine.support import INSTALL_SGLANG, installed_sglang
 
 BACKENDS = {"cuda": ("csgmv", "triton"), "cpu": ("torch_native",)}
 """LoRA backends whose kernels compute ragged rows. On a GPU the torch one would read their numbers on the host."""
@@ -23,11 +20,6 @@ def adapter_refusals(args: Any) -> Iterator[str]:
     if not (args.enable_lora or args.lora_paths):
         return
     flag = "--enable-lora" if args.enable_lora else "--lora-paths"
-    if not CHECKS_ADAPTERS:
-        yield (
-            f"DSPARK cannot run with {flag} on sglang {installed_sglang()}, which takes it that a step verifies as "
-            f"many tokens for every request; {INSTALL_SGLANG}"
-        )
     served = BACKENDS[args.device]
     if args.lora_backend not in served:
         yield (
@@ -49,10 +41,5 @@ def _can_pin() -> bool:
     return True
 
 
-def check_adapters_alone(original: Callable[[Any], None], args: Any) -> None:
-    """Around SGLang's checks of its LoRA arguments, as they are without speculation."""
-    algorithm, args.speculative_algorithm = args.speculative_algorithm, None
-    try:
-        original(args)
-    finally:
-        args.speculative_algorithm = algorithm
+def fits_speculation(args: Any) -> None:
+    """In place of SGLang's check whether LoRA can run beside the algorithm; :func:`adapter_refusals` has said so."""

@@ -93,19 +93,14 @@ HOOKS: tuple[Hook, ...] = (
         if arguments.RESOLVED_LATER
         else []
     ),
-    *(
-        [
-            Hook(
-                "serve-adapters",
-                f"{arguments.CLASS}.check_lora_server_args",
-                HookType.AROUND,
-                "startup.adapters.check_adapters_alone",
-                "front_end",
-                "SGLang refuses LoRA beside every speculative algorithm but one",
-            )
-        ]
-        if arguments.CHECKS_ADAPTERS
-        else []
+    Hook(
+        "serve-adapters",
+        "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
+        HookType.REPLACE,
+        "startup.adapters.fits_speculation",
+        "front_end",
+        "SGLang refuses LoRA beside every speculative algorithm that it does not know by name",
+        Moment.SOME_TIME,
     ),
     Hook(
         "refuse-unserved-requests",

@@ -169,9 +169,9 @@ REFUSED_FLAGS_OF_SOME_RELEASES: tuple[Refusal, ...] = (
 
 CHECKED_ELSEWHERE = {
     "device": "`cpu` or `cuda`",
-    "enable_lora": "served on SGLang 0.5.15.post1, but for adapters of experts",
+    "enable_lora": "served, but for adapters of experts",
     "lora_paths": "as `--enable-lora`",
-    "enable_hierarchical_cache": "served on CUDA and SGLang 0.5.15.post1; draft K/V moves along",
+    "enable_hierarchical_cache": "served on CUDA; draft K/V moves along",
     "lora_backend": "`csgmv` or `triton` on CUDA, `torch_native` on a CPU",
     "quantization": "served; where it covers the target's LM head or embedding, the drafter needs its own",
     "attention_backend": "`torch_native` on a CPU; `fa3`, `flashinfer` or `triton` on CUDA",

@@ -28,11 +28,14 @@ class Stream:
     def wait_event(self, event):
         event.wait(self)
 
+    def wait_stream(self, stream):
+        """What a CPU computes is there as soon as it was launched."""
+
 
 class Event:
     """A moment of a stream. Whoever asks for it takes so long that it comes."""
 
-    def __init__(self):
+    def __init__(self, enable_timing=False):
         self.stream, self.number = None, 0
 
     def record(self, stream=None):
@@ -45,6 +48,9 @@ class Event:
     def query(self):
         self.synchronize()
         return True
+
+    def elapsed_time(self, end):
+        return 0.0
 
     def synchronize(self):
         if self.stream is not None:
@@ -81,14 +87,14 @@ def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_si
     current_stream().launch(copy)
 
 
-def allocate(dims, dtype, device, pin_memory, allocator):
+def allocate(dims, dtype, device, **_how):
     """Memory of the host, which is not pinned."""
     return torch.empty(dims, dtype=dtype, device=device)
 
 
 def install_pools(module):
     """Complete SGLang's module of host pools."""
-    if not hasattr(module, "transfer_kv_direct"):
+    if not torch.cuda.is_available():
         module.transfer_kv_direct = transfer_kv_direct
         module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
         from sglang.srt.mem_cache.pool_host import base
@@ -97,7 +103,7 @@ def install_pools(module):
 
 
 def install_streams(module):
-    """Complete SGLang's module that moves K/V."""
+    """Complete a module of SGLang's that moves K/V, or waits for it."""
     if not torch.cuda.is_available():
         import host_memory
 

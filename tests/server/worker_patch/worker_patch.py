@@ -11,7 +11,9 @@ ALLOCATOR = "sglang.srt.mem_cache.allocator.paged"
 ATTENTION = "sglang.srt.layers.attention.attention_registry"
 MODEL_CONFIG = "sglang.srt.configs.model_config"
 FLAG_CHECKS = "sglang_dspark.engine.startup.server_args"
-HOST_POOLS, HOST_COPIES = "sglang.srt.mem_cache.memory_pool_host", "sglang.srt.managers.cache_controller"
+HOST_CHECKS = "sglang_dspark.engine.startup.host_cache"
+HOST_POOLS = "sglang.srt.mem_cache.pool_host.mha"
+HOST_COPIES = ("sglang.srt.managers.cache_controller", "sglang.srt.mem_cache.l2_transfer")
 ADAPTERS = "sglang.srt.lora.lora_registry"  # the first of their modules that any process imports
 
 
@@ -100,6 +102,9 @@ def complete_cpu():
 
         unpinned.install()
 
+    def allow(module):
+        module.DEVICES = ("cpu", "cuda")
+
     def keep(module):
         import host_memory
 
@@ -109,6 +114,7 @@ def complete_cpu():
         Finder(QUANTISATIONS, offer),
         Finder(ALLOCATOR, install),
         Finder(ADAPTERS, unpin),
+        Finder(HOST_CHECKS, allow),
         Finder(HOST_POOLS, keep),
-        Finder(HOST_COPIES, move),
+        *(Finder(name, move) for name in HOST_COPIES),
     ]
