@@ -7,10 +7,9 @@ r"""Plain serving, DSPARK policies and other servers side by side, at several lo
 A configuration is ``[NAME=]POLICY[:ARGUMENT][@DTYPE] [VARIABLE=VALUE ...] [SERVER FLAGS]``: ``static:3@float32``,
 ``"small=static:5 --speculative-dspark-block-size 5"``; POLICY is ``plain``, a DSPARK schedule, ``dflash`` (SGLang's
 own algorithm, on CUDA, with ``--dflash-draft``), or ``builtin`` (SGLang's own DSPARK, on CUDA; ``builtin:compact`` with
-a table of its own among the flags). Where the SGLang at hand has no DSPARK, ``--builtin-python`` names the interpreter
-of an environment with one that has. The same one under two names (``--config plain --config again=plain``)
-shows how much of a difference is noise. ``--url NAME=URL`` measures a server that runs already; its key, if any, is
-read from the environment variable OPENAI_API_KEY.
+a table of its own among the flags; ``--builtin-python`` names the interpreter of another environment for it). The same
+one under two names (``--config plain --config again=plain``) shows how much of a difference is noise. ``--url
+NAME=URL`` measures a server that runs already; its key, if any, is read from the environment variable OPENAI_API_KEY.
 
 A load is a number of users who wait for their answers (``--concurrency``, closed loop), or requests per second that
 arrive as a Poisson process whatever the server does (``--rate``, open loop).

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-from sglang_dspark.engine.support import TESTED_SGLANG
+from sglang_dspark.engine.support import SERVED_SGLANG
 
 ROOT = Path(__file__).parent.parent
 DOCKER = ROOT / "docker"
@@ -29,21 +30,17 @@ def services(name):
     return found
 
 
-def test_cuda_image_offers_the_releases_that_the_plugin_drives():
-    named = re.findall(r"lmsysorg/sglang:v(\S+)", (DOCKER / "cuda.Dockerfile").read_text())
-    assert sorted(named) == sorted(TESTED_SGLANG)
-
-
-@pytest.mark.parametrize("release", TESTED_SGLANG)
-def test_constraints_exist_for_every_release(release):
-    files = [ROOT / "constraints.txt", ROOT / f"constraints-{release}.txt"]
-    assert any(f"sglang=={release}" in file.read_text().splitlines() for file in files if file.exists())
+def test_image_and_constraints_have_a_release_that_is_served():
+    [base] = re.findall(r"lmsysorg/sglang:v(\S+)", (DOCKER / "cuda.Dockerfile").read_text())
+    [pinned] = re.findall(r"^sglang==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert base == pinned
     [range_] = [
         Requirement(entry)
         for entry in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
         if entry.startswith("sglang")
     ]
-    assert range_.specifier.contains(release)
+    assert range_.specifier == SpecifierSet(SERVED_SGLANG)
+    assert base in range_.specifier
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)

@@ -30,7 +30,6 @@ from serving.resume import prepare_output
 from serving.row import Observation, Origin, RowWriter, SweepRow, make_row
 from serving.schedule import Cell, interleave, still_to_measure
 from serving.sla import Sla
-from sglang_dspark.engine.support import has_built_in_dspark
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.cpu_time import CpuTime
@@ -106,11 +105,8 @@ class Sweep:
                 f"--config {configuration.label}: SGLang's own {configuration.policy} does not run on a CPU (its cache"
                 " allocation and verification are Triton kernels); pass --device cuda, or leave it out"
             )
-        if configuration.policy == BUILTIN and not has_built_in_dspark(self._builtin_release()):
-            raise ConfigError(
-                f"--config {configuration.label}: sglang {self._builtin_release()} has no DSPARK of its own; pass"
-                " --builtin-python with the interpreter of an environment whose SGLang has one (0.5.16 or newer)"
-            )
+        if configuration.policy == BUILTIN:
+            self._builtin_release()  # fails where that interpreter has no SGLang
         return (*configuration.server_flags(self.draft, self.dflash_draft), *self.server_flags)
 
     def cells(self) -> list[Cell]:
