@@ -9,8 +9,8 @@ together. What fails or takes too long stops nothing else. RESULTS gets a folder
 ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again with the same code and
 arguments on the same machine; a sweep that was stopped goes on. What other code or arguments have made is put aside.
 
-Plain servers run as SGLang configures itself. ``--builtin-python`` is an interpreter whose SGLang has a DSPARK of its
-own, which is then measured as well; of the random pair it keeps as many drafts as ours, by SGLang's own simulation.
+Plain servers run as SGLang configures itself. ``--builtin-python`` is an interpreter whose SGLang's own DSPARK is then
+measured as well; of the random pair it keeps as many drafts as ours, by SGLang's own simulation.
 
 ``--rehearse`` runs the same commands on a CPU with few tokens, and a small shape in place of the large one, into
 RESULTS/rehearsal: whether they work, not how fast. What a CPU cannot run is collected or compiled only.
@@ -304,7 +304,7 @@ def _named(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--prompts", required=True, multiple=True, type=EXISTING)
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
 @click.option("--only", "names", callback=_named, metavar="PART,...", help=f"Of {', '.join(PARTS)}.")
-@click.option("--builtin-python", help="Interpreter of an environment whose SGLang has a DSPARK of its own.")
+@click.option("--builtin-python", help="Interpreter whose SGLang's own DSPARK is measured as well.")
 @click.option("--rehearse", is_flag=True, help="On a CPU, with few tokens.")
 def main(
     target: str,

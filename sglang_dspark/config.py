@@ -90,9 +90,10 @@ class DSparkConfig:
         read=_on_or_off,
         bare="on",
     )
-    engine: Literal["builtin", "plugin"] | None = _knob(
-        "Who answers to `--speculative-algorithm DSPARK` where SGLang has a DSPARK of its own: `builtin`, or `plugin`, "
-        "which is this one.",
+    engine: Literal["plugin", "builtin"] = _knob(
+        "Whose DSPARK `--speculative-algorithm DSPARK` is: `plugin` is this one, `builtin` SGLang's own, on a GPU and "
+        "without the other flags of this group.",
+        default="plugin",
     )
     untested_sglang: Switch = _knob(
         "Serve on a release of SGLang that the plugin's tests have not passed on. The flag needs no value; the "
@@ -282,7 +283,6 @@ _DEFAULTS_IN_WORDS = {
     "online_calibration": "on",
     "draft_free": "off",
     "sps_table_path": "in the cache",
-    "engine": "builtin",
     "untested_sglang": "off",
 }
 

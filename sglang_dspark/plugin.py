@@ -31,15 +31,13 @@ def _load_worker() -> type:
 
 
 def _dspark_selected(argv: list[str]) -> bool:
-    """Whether the command line asks for DSPARK, and for the plugin's where SGLang has one of its own."""
+    """Whether the command line asks for DSPARK, and not for SGLang's own."""
     from sglang_dspark.config import flag_name, knob_text
-    from sglang_dspark.engine import support
 
     algorithm = (_value_of("--speculative-algorithm", argv) or "").upper()
     if algorithm != "DSPARK":
         return algorithm == "DSPARK_PLUGIN"
-    engine = knob_text("engine", {"engine": _value_of(flag_name("engine"), argv)})
-    return engine == "plugin" or not support.has_built_in_dspark(support.installed_sglang())
+    return knob_text("engine", {"engine": _value_of(flag_name("engine"), argv)}) != "builtin"
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:

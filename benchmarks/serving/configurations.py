@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.launch import BUILT_IN, PLUGIN, dspark_flags
+from sglang_dspark.tools.launch import dspark_flags
 
 PLAIN, DFLASH, BUILTIN, EXTERNAL, OFF = "plain", "dflash", "builtin", "external", "off"
 OF_SGLANG = (DFLASH, BUILTIN)
@@ -85,7 +85,7 @@ class Configuration:
         if self.is_dspark or self.policy == BUILTIN:
             if draft is None:
                 raise ConfigError(f"--config {self.label} speculates; pass --draft with a checkpoint for the target")
-            flags += dspark_flags(draft, PLUGIN if self.is_dspark else BUILT_IN)
+            flags += dspark_flags(draft)
         elif self.policy == DFLASH:
             if dflash_draft is None:
                 raise ConfigError(f"--config {self.label}: pass --dflash-draft with a DFlash checkpoint for the target")
@@ -100,8 +100,8 @@ class Configuration:
             return given
         return {
             "SGLANG_RAGGED_VERIFY_MODE": self.argument or VERIFY_MODES[0],
-            "SGLANG_PREP_IN_CUDA_GRAPH": "1",  # the first releases with a DSPARK of their own end without it
-            # SGLang would find this plugin in the folder of the repository.
+            # Where the environment has this plugin, and where it has it not: SGLang would find it in the repository.
+            "SGLANG_DSPARK_ENGINE": "builtin",
             "PYTHONPATH": "",
             "PYTHONSAFEPATH": "1",
         } | given

@@ -24,8 +24,6 @@ class Family:
         reads_images: the class reads images, too; served is its text.
         embedding: path of the embedding, where the class has no ``get_input_embeddings``.
         moves_positions: the class counts tokens from one, and adds it to the positions that it was handed.
-        sums_late: between two layers the class may hold sums that are not reduced over the ranks yet. SGLang
-            0.5.15.post1 captures them as they are, which is wrong unless its fusion of all-reduce and norm is off.
         tried: what tests compare with transformers in float32: ``model``, hidden states and greedy texts of SGLang's
             own model; ``server``, texts and rounds of a server, or with those of a plain one.
         remark: what users of the family should know.
@@ -38,15 +36,13 @@ class Family:
     reads_images: bool = False
     embedding: str = ""
     moves_positions: bool = False
-    sums_late: bool = False
     tried: tuple[Literal["model", "server"], ...] = ("model", "server")
     remark: str = ""
 
 
 _NO_WINDOW = "a `sliding_window` has no effect, as in SGLang without DSPARK"
 _TEXT = "text; images answer HTTP 400"
-_NO_RESIDUALS = "refused on SGLang 0.5.23, whose hidden states lack a part"
-_NO_FUSION = "on SGLang 0.5.15.post1 with `--tp-size` above 1: `--enforce-disable-flashinfer-allreduce-fusion`"
+_NO_RESIDUALS = "refused: the hidden states that SGLang returns lack a part"
 
 FAMILIES: tuple[Family, ...] = (
     Family("LlamaForCausalLM", "Llama 2 and 3, SmolLM2"),
@@ -61,13 +57,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family("InternLM3ForCausalLM", "InternLM 3"),
     Family("Qwen2ForCausalLM", "Qwen2, Qwen2.5, QwQ", capture="eagle3"),
-    Family(
-        "Glm4MoeForCausalLM",
-        "GLM-4.5, GLM-4.5-Air, GLM-4.6",
-        capture="eagle3",
-        sums_late=True,
-        remark=_NO_FUSION,
-    ),
+    Family("Glm4MoeForCausalLM", "GLM-4.5, GLM-4.5-Air, GLM-4.6", capture="eagle3"),
     Family("ApertusForCausalLM", "Apertus", capture="eagle3"),
     Family("Qwen2MoeForCausalLM", "Qwen1.5-MoE, Qwen2-57B-A14B", capture="eagle3", embedding="model.embed_tokens"),
     Family(
@@ -88,9 +78,8 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "GptOssForCausalLM",
         "gpt-oss-20b, gpt-oss-120b",
-        sums_late=True,
         remark="not yet run on a GPU; a server on a CPU refuses it, only tests serve it there; "
-        f"`--attention-backend fa3` or `triton`; K/V in one pool; {_NO_FUSION}",
+        "`--attention-backend fa3` or `triton`; K/V in one pool",
     ),
     Family(
         "Mistral3ForConditionalGeneration",
@@ -106,8 +95,7 @@ FAMILIES: tuple[Family, ...] = (
         "Qwen3VLMoeForConditionalGeneration",
         "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
         reads_images=True,
-        sums_late=True,
-        remark=f"{_TEXT}; {_NO_FUSION}",
+        remark=_TEXT,
     ),
 )
 
@@ -120,15 +108,19 @@ class Unserved:
         architectures: as config.json names them.
         reason: what DSPARK lacks for them.
         instead: who serves them.
+        own_dspark: whether SGLang's own DSPARK does as well, with a drafter for them.
     """
 
     architectures: tuple[str, ...]
     reason: str
     instead: str
+    own_dspark: bool = False
 
 
 _STATE = "some of its layers keep a recurrent state, which verification cannot take back yet"
 _LATENT = "it attends over latent K/V (MLA), for which verification has no kernel yet"
+
+_OWN_DSPARK = "SGLang's own DSPARK serves it on a GPU: --speculative-dspark-engine builtin"
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
@@ -138,10 +130,16 @@ UNSERVED: tuple[Unserved, ...] = (
         ),
         _STATE,
         "SGLang's own --speculative-algorithm DFLASH serves it with a DFlash drafter",
+        own_dspark=True,
+    ),
+    Unserved(
+        (*("NemotronHForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "KimiLinearForCausalLM"),),
+        _STATE,
+        "SGLang's own --speculative-algorithm NGRAM serves it without a drafter",
+        own_dspark=True,
     ),
     Unserved(
         (
-            *("NemotronHForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "KimiLinearForCausalLM"),
             *("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "JetNemotronForCausalLM", "ZayaForCausalLM"),
             "BailingMoeV2_5ForCausalLM",
         ),
@@ -151,8 +149,14 @@ UNSERVED: tuple[Unserved, ...] = (
     Unserved(
         (
             *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Glm4MoeLiteForCausalLM"),
-            *("GlmMoeDsaForCausalLM", "LongcatFlashForCausalLM"),
+            "GlmMoeDsaForCausalLM",
         ),
+        _LATENT,
+        "SGLang's own --speculative-algorithm EAGLE serves it with the draft layer of its own checkpoint",
+        own_dspark=True,
+    ),
+    Unserved(
+        ("LongcatFlashForCausalLM",),
         _LATENT,
         "SGLang's own --speculative-algorithm EAGLE serves it with the draft layer of its own checkpoint",
     ),
@@ -160,22 +164,26 @@ UNSERVED: tuple[Unserved, ...] = (
         ("DeepseekV2ForCausalLM", "KimiK25ForConditionalGeneration"),
         _LATENT,
         "SGLang's own --speculative-algorithm EAGLE3 serves it with an EAGLE-3 drafter",
+        own_dspark=True,
     ),
     Unserved(
         ("MistralLarge3ForCausalLM",),
         _LATENT,
         "SGLang's own --speculative-algorithm EAGLE serves it with an EAGLE drafter",
+        own_dspark=True,
     ),
     Unserved(
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
         "layers that see a window of the context have heads of another size than its other layers, and verification "
         "reads K/V of one layout yet",
         "SGLang's own --speculative-algorithm DFLASH serves it with a DFlash drafter",
+        own_dspark=True,
     ),
     Unserved(
         ("LagunaForCausalLM",),
         "its layers have unequal numbers of heads, with which verification is not tried yet",
         "SGLang's own --speculative-algorithm EAGLE3 serves it with an EAGLE-3 drafter",
+        own_dspark=True,
     ),
     Unserved(
         ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
@@ -207,9 +215,9 @@ def family_of(architectures: Sequence[str] | None) -> Family:
         if set(unserved.architectures) & set(names):
             raise UnservedError(
                 f"--model-path: target architecture {names} is not served with DSPARK: {unserved.reason}; "
-                f"{unserved.instead}"
+                f"{unserved.instead}{f', and {_OWN_DSPARK}' if unserved.own_dspark else ''}"
             )
     raise UnservedError(
         f"--model-path: target architecture {names} is not served with DSPARK; "
-        f"served are {', '.join(family.architecture for family in FAMILIES)}"
+        f"served are {', '.join(family.architecture for family in FAMILIES)}; perhaps {_OWN_DSPARK}"
     )

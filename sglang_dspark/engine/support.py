@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 
 from sglang_dspark import __version__
 from sglang_dspark.config import flag_name
 from sglang_dspark.errors import EngineError
 
-TESTED_SGLANG = ("0.5.15.post1", "0.5.23")
-"""Releases that are served, oldest first; docs/newer_sglang.md says what was tested on which."""
+SERVED_SGLANG = ">=0.5.23,<0.5.24"
+"""Releases that are served, as pyproject.toml asks for them; docs/newer_sglang.md says what was tested."""
 
-# Not the newest: there the same command line starts SGLang's own DSPARK.
-INSTALL_SGLANG = f"pip install sglang=={TESTED_SGLANG[0]}"
+INSTALL_SGLANG = f'pip install "sglang{SERVED_SGLANG}"'
 """The remedy for a release that is not served."""
 
 LEAST_CAPABILITY = (8, 0)
 """Of a GPU; the kernels are compiled for nothing older."""
-
-_FIRST_WITH_BUILT_IN_DSPARK = Version("0.5.16.dev0")
 
 
 def versions() -> dict[str, str]:
@@ -40,11 +37,6 @@ def installed_sglang() -> str:
         raise EngineError(f"sglang is not installed; run: {INSTALL_SGLANG}") from None
 
 
-def has_built_in_dspark(sglang_version: str) -> bool:
-    """Whether this SGLang has a DSPARK of its own; for those who cannot ask it, because it may not import."""
-    return Version(sglang_version) >= _FIRST_WITH_BUILT_IN_DSPARK
-
-
 def check_sglang_version(sglang_version: str, *, untested: bool = False) -> None:
     """Refuse a release that the tests have not passed on.
 
@@ -54,9 +46,9 @@ def check_sglang_version(sglang_version: str, *, untested: bool = False) -> None
     Raises:
         EngineError: names the releases that are served, and the flag to try with.
     """
-    if sglang_version not in TESTED_SGLANG and not untested:
+    if not untested and sglang_version not in SpecifierSet(SERVED_SGLANG):
         raise EngineError(
-            f"sglang {sglang_version} is installed; sglang-dspark drives sglang {' and '.join(TESTED_SGLANG)}: "
+            f"sglang {sglang_version} is installed; sglang-dspark drives sglang {SERVED_SGLANG}: "
             f"{INSTALL_SGLANG}, or try this one with {flag_name('untested_sglang')}"
         )
 
@@ -69,7 +61,10 @@ def gpu_refusal(capability: tuple[int, int], *, rocm: bool) -> str | None:
         rocm: whether torch was built for AMD's GPUs.
     """
     if rocm:
-        return "this torch was built for ROCm, on which DSPARK has not been tried; serve on an NVIDIA GPU or on a CPU"
+        return (
+            "this torch was built for ROCm, on which DSPARK has not been tried; serve on an NVIDIA GPU or on a CPU, or "
+            f"pass {flag_name('engine')} builtin for SGLang's own DSPARK"
+        )
     if capability < LEAST_CAPABILITY:
         found, least = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
         return f"this GPU has compute capability {found}, and the kernels of DSPARK need {least} (A100, RTX 30) or more"

@@ -57,15 +57,13 @@ CUDA_FLAGS = (
 """Flags for a small model on a part of a GPU, with backends that need no package beside SGLang; add ``--dtype``."""
 
 
-PLUGIN = ("--speculative-algorithm", "DSPARK", "--speculative-dspark-engine", "plugin")
-"""Flags that ask for DSPARK, and for this one where SGLang has its own."""
-BUILT_IN = ("--speculative-algorithm", "DSPARK")
-"""Flags that ask for SGLang's own DSPARK, where it has one."""
+PLUGIN = ("--speculative-algorithm", "DSPARK")
+"""Flags that ask for this DSPARK; with ``SGLANG_DSPARK_ENGINE=builtin`` in the environment, for SGLang's own."""
 
 
-def dspark_flags(draft_path: str | Path, algorithm: tuple[str, ...] = PLUGIN) -> tuple[str, ...]:
-    """The flags that make a server decode with DSPARK, by default with this one."""
-    return (*algorithm, "--speculative-draft-model-path", str(draft_path))
+def dspark_flags(draft_path: str | Path) -> tuple[str, ...]:
+    """The flags that make a server decode with DSPARK."""
+    return (*PLUGIN, "--speculative-draft-model-path", str(draft_path))
 
 
 # What `torchrun` tells its processes about each other. A server that inherits it takes itself for one of them: where it

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 
 from sglang_dspark.engine.front_end import served_requests
 from sglang_dspark.engine.startup import served
-from sglang_dspark.engine.support import TESTED_SGLANG
+from sglang_dspark.engine.support import SERVED_SGLANG
 
 _WIDTH = 120
 _PAGE = """\
 # Every flag and request field of SGLang, and what DSPARK does with it
 
-Every flag and every request field of SGLang {sglang} is on this page, and what is refused besides on {newest}.
-It is written from the lists that the server's own checks read, `sglang_dspark/engine/startup/served.py` and
+Every flag and every request field of SGLang (`{sglang}`) is on this page. It is written from the lists that the
+server's own checks read, `sglang_dspark/engine/startup/served.py` and
 `sglang_dspark/engine/front_end/served_requests.py`; a test compares them with SGLang's.
 
 A refusal ends the start with a message, or answers the request with HTTP 400; both name the flag or field and the
@@ -28,13 +28,6 @@ remedy.
 | flag | served values | otherwise |
 |---|---|---|
 {refused}
-
-On SGLang {newest} besides:
-
-| flag | served values | otherwise |
-|---|---|---|
-{refused_besides}
-| `--grpc-port` | none | drop the flag: requests are checked on their way through HTTP |
 
 ### With a rule of their own
 
@@ -67,9 +60,7 @@ The fields of `/generate`; the OpenAI routes translate theirs into these.
 
 * Refused when they are set:
 {refused_fields}
-* Refused when they are set, on SGLang {newest} besides:
-{refused_fields_besides}
-* Refused sampling parameters of SGLang {newest}: `watermark`, and `beam_width` above 1
+* Refused sampling parameters: `watermark`, and `beam_width` above 1
 * Served as on a plain server:
 {served_fields}
 * Served sampling parameters, of which the last five are SGLang's own:
@@ -82,7 +73,7 @@ The fields of `/generate`; the OpenAI routes translate theirs into these.
 ## Environment variables
 
 `SGLANG_SANITIZE_NAN_LOGITS` and `SGLANG_ENABLE_ASYNC_ASSERT` do to the target's logits what SGLang's sampler does
-without DSPARK. On SGLang {newest}, `SGLANG_RUST_SERVER=1`, `SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1` and
+without DSPARK. `SGLANG_RUST_SERVER=1`, `SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1` and
 `SGLANG_GRPC_PORT` end the start. Most other variables of SGLang were not examined.
 
 ## Routes
@@ -100,16 +91,13 @@ def table() -> str:
     """The page."""
     elsewhere = "\n".join(f"| `{served.flag_of(name)}` | {said} |" for name, said in served.CHECKED_ELSEWHERE.items())
     return _PAGE.format(
-        sglang=served.LISTED_SGLANG,
-        newest=TESTED_SGLANG[-1],
+        sglang=SERVED_SGLANG,
         refused=_rows(served.REFUSED_FLAGS),
-        refused_besides=_rows(served.REFUSED_FLAGS_OF_SOME_RELEASES),
         elsewhere=elsewhere,
         served=_listed(map(served.flag_of, served.SERVED_FLAGS)),
         other_models=_listed(map(served.flag_of, served.OTHER_MODELS_FLAGS)),
         refused_features=_listed(map(served.flag_of, served.REFUSED_FEATURES_FLAGS)),
         refused_fields=_listed(served_requests.REFUSED_FIELDS),
-        refused_fields_besides=_listed(served_requests.REFUSED_FIELDS_OF_SOME_RELEASES),
         served_fields=_listed(served_requests.SERVED_FIELDS),
         parameters=_listed(served_requests.SAMPLING_PARAMETERS),
         other_models_fields=_listed(served_requests.OTHER_MODELS_FIELDS),

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from sglang_dspark.draft.cache import DraftCache
-from sglang_dspark.engine.compat.requests import lengths
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
 from sglang_dspark.engine.scheduler.batch import (
@@ -22,6 +21,7 @@ from sglang_dspark.engine.scheduler.batch import (
     most_words,
     read_decode_batch,
 )
+from sglang_dspark.engine.scheduler.draft_input import kv_lengths
 from sglang_dspark.engine.scheduler.future_map import Relay, relay_of
 from sglang_dspark.engine.scheduler.options import BatchOptions, OptionsReader
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
@@ -170,7 +170,7 @@ class DSparkWorker(SpecWorkerBase):
             # The host has waited for the step before: the time between two choices is not an earlier one's.
             self.schedule.interrupt()
         # Of the host: under overlap it does not know yet what the step under way commits.
-        context = sum(lengths(batch.reqs)[0]) / len(batch.reqs)
+        context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
         limits = asked.limits_with(copies)
         choice = self.schedule.choose([req.rid for req in batch.reqs], context, limits, traced=asked.traced)
         self.reporting.record_time()

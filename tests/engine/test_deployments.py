@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dspark.engine.startup import served
-from sglang_dspark.engine.startup.resolution import add_cli_args
 
 DOCKER = Path(__file__).parents[2] / "docker"
 # What SGLang's controller of two_nodes.yaml tells a worker, and what whoever runs the examples has to choose.
@@ -65,8 +65,8 @@ def test_every_example_has_been_found():
 @pytest.mark.parametrize("words", COMMANDS)
 def test_every_flag_is_known_and_served(words):
     parser = ArgumentParser(exit_on_error=False)
+    load_plugins()
     ServerArgs.add_cli_args(parser)
-    add_cli_args(None, parser)
     args, unknown = parser.parse_known_args([filled(word) for word in words])
     assert unknown == []
     # What SGLang has not decided yet is refused of any command.

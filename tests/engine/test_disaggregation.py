@@ -50,11 +50,10 @@ def algorithm():
     return _algorithm_class()("DSPARK", factory=lambda args: object, supports_overlap=True)
 
 
-@pytest.mark.parametrize("of_the_server", [(), (SimpleNamespace(),)], ids=["0.5.23", "0.5.15.post1"])
-def test_the_first_step_reads_token_and_length_from_the_relay(of_the_server, monkeypatch):
+def test_the_first_step_reads_token_and_length_from_the_relay(monkeypatch):
     """Under overlap the next step knows a request by its row alone."""
     # What SGLang looks up in the arguments of its process, of which there are none here.
-    monkeypatch.setattr("sglang.srt.speculative.spec_utils.spec_need_hidden_states", lambda: True, raising=False)
+    monkeypatch.setattr("sglang.srt.speculative.spec_utils.spec_need_hidden_states", lambda: True)
     spec, rows = algorithm(), torch.tensor([5, 2])
     assert isinstance(spec, CustomSpecAlgo)
     future_map = spec.create_future_map("cpu", ReqToTokenPool(8, 64, "cpu", enable_memory_saver=False))
@@ -66,7 +65,7 @@ def test_the_first_step_reads_token_and_length_from_the_relay(of_the_server, mon
         prefill_input_ids_cpu=None,
         input_ids=None,
     )
-    batch.spec_info = spec.build_disagg_draft_input(batch, *of_the_server, torch.tensor([7, 9]), future_map)
+    batch.spec_info = spec.build_disagg_draft_input(batch, torch.tensor([7, 9]), future_map)
     batch.seq_lens = torch.zeros(2, dtype=torch.int64)
     batch.spec_info.bonus_tokens = torch.zeros(2, dtype=torch.int64)
     batch.spec_info.filter_batch(torch.tensor([1]))

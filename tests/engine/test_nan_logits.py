@@ -23,7 +23,7 @@ def test_nan_is_replaced_where_sglang_is_asked_to():
     assert torch.equal(seen[1], logits()[1])
 
 
-@pytest.mark.parametrize("name", [name for name in SWITCHES[1:] if hasattr(envs, name)])
-def test_nan_ends_the_server_where_sglang_is_asked_to(name):
-    with getattr(envs, name).override(True), pytest.raises(RuntimeError, match=r"Expected Tensor|NaN"):
+@pytest.mark.parametrize("switch", SWITCHES[1:], ids=lambda switch: switch.name)
+def test_nan_ends_the_server_where_sglang_is_asked_to(switch):
+    with switch.override(True), pytest.raises(RuntimeError, match=r"Expected Tensor|NaN"):
         nan_check()(logits())

@@ -10,9 +10,11 @@ import torch
 from sglang.srt import layers
 from sglang.srt.layers.attention import hybrid_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_parallel
 
-from sglang_dspark.engine.compat import targets
+from sglang_dspark.engine.forward import stock_graphs
 from sglang_dspark.engine.forward.phased_attention import PhasedBackend
 from sglang_dspark.engine.scheduler import worker_base
 from sglang_dspark.engine.startup.server_args import SINK_BACKENDS, attention_refusals
@@ -99,8 +101,7 @@ def test_prompts_go_to_one_backend_and_verification_to_the_other(mode, monkeypat
         server_args=SimpleNamespace(speculative_attention_mode=mode),
         prefill_attention_backend_str="stock",
     )
-    # Where newer releases read the mode.
-    monkeypatch.setattr(hybrid_attn_backend, "get_spec", lambda: runner.server_args, raising=False)
+    monkeypatch.setattr(hybrid_attn_backend, "get_spec", lambda: runner.server_args)
     backend = PhasedBackend(runner, ours)
     for forward_mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
         batch = SimpleNamespace(forward_mode=forward_mode)
@@ -113,22 +114,18 @@ def test_prompts_go_to_one_backend_and_verification_to_the_other(mode, monkeypat
 
 
 def capture(monkeypatch, chosen, original, ranks=1):
-    """The runner of prefills after the hook, on the release that is installed."""
-    monkeypatch.setattr(targets, "check_cuda_graph_backend", lambda phase, backend: backend == chosen)
-    group = SimpleNamespace(world_size=ranks)
-    runner = SimpleNamespace(eager_runner="eager", prefill_cuda_graph_runner=None, tp_group=group)
-    if targets.prefill_graphs is targets._method_prefill:
-        targets.prefill_graphs(lambda runner: setattr(runner, "prefill_cuda_graph_runner", original()), runner)
-        return runner.prefill_cuda_graph_runner
-    made = targets.prefill_graphs(
-        lambda **given: SimpleNamespace(runner=original()), model_runner=runner, eager_runner="eager"
-    )
+    """The runner of prefills after the hook."""
+    monkeypatch.setattr(stock_graphs, "check_cuda_graph_backend", lambda phase, backend: backend == chosen)
+    with get_parallel().override(tp_size=ranks):
+        made = stock_graphs.prefill_graphs(
+            lambda **given: SimpleNamespace(runner=original()), model_runner=None, eager_runner="eager"
+        )
     return made.runner
 
 
 def test_breakable_graphs_are_sglangs_own(monkeypatch):
-    assert capture(monkeypatch, targets.Backend.BREAKABLE, lambda: "graphs") == "graphs"
-    assert capture(monkeypatch, targets.Backend.DISABLED, lambda: "what SGLang does then") == "what SGLang does then"
+    assert capture(monkeypatch, Backend.BREAKABLE, lambda: "graphs") == "graphs"
+    assert capture(monkeypatch, Backend.DISABLED, lambda: "what SGLang does then") == "what SGLang does then"
 
 
 def test_graphs_that_cannot_be_captured_do_not_end_the_start(monkeypatch, caplog):
@@ -136,7 +133,7 @@ def test_graphs_that_cannot_be_captured_do_not_end_the_start(monkeypatch, caplog
         raise RuntimeError("out of memory")
 
     with caplog.at_level(logging.WARNING):
-        assert capture(monkeypatch, targets.Backend.BREAKABLE, fail) == "eager"
+        assert capture(monkeypatch, Backend.BREAKABLE, fail) == "eager"
     [record] = caplog.records
     assert "prefill without CUDA graphs" in record.getMessage()
     assert "out of memory" in record.getMessage()
@@ -149,7 +146,7 @@ def test_a_rank_that_cannot_capture_ends_the_start(monkeypatch):
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        capture(monkeypatch, targets.Backend.BREAKABLE, fail, ranks=2)
+        capture(monkeypatch, Backend.BREAKABLE, fail, ranks=2)
 
 
 def test_graphs_that_lose_the_hidden_states_are_not_captured(monkeypatch, caplog):
@@ -157,7 +154,7 @@ def test_graphs_that_lose_the_hidden_states_are_not_captured(monkeypatch, caplog
         raise AssertionError
 
     with caplog.at_level(logging.WARNING):
-        assert capture(monkeypatch, targets.Backend.TC_PIECEWISE, never) == "eager"
+        assert capture(monkeypatch, Backend.TC_PIECEWISE, never) == "eager"
     assert "return no hidden states" in caplog.text
 
 

@@ -7,14 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_request import kv_request, owner_of
+from kv_request import kv_request
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
-from sglang_dspark.engine.compat.requests import allocated_len, committed_len, row
 from sglang_dspark.engine.scheduler import draft_input
 from sglang_dspark.engine.scheduler.draft_input import STRIDE, DSparkDraftInput
 
@@ -40,9 +39,8 @@ class Server:
         """Give every request slots for a prompt, as SGLang does: a page that is not full holds its last tokens."""
         for req, length in zip(self.batch.reqs, lengths, strict=True):
             slots = self.pool.alloc(-(-length // self.page) * self.page)[:length]
-            self.batch.req_to_token_pool.req_to_token[row(req), :length] = slots.int()
-            for name in ("kv_committed_len", "kv_allocated_len"):
-                setattr(owner_of(req, name), name, length)
+            self.batch.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length] = slots.int()
+            req.kv.kv_committed_len = req.kv.kv_allocated_len = length
 
     def step(self, commits):
         """Reserve, and commit so many tokens of every request."""
@@ -50,21 +48,21 @@ class Server:
         state = DSparkDraftInput.idle("cpu")
         state.prepare_for_decode(self.batch)
         self.reservations += before != self.pool.available_size()
-        assert self.batch.seq_lens_cpu.tolist() == [committed_len(req) for req in self.batch.reqs]
-        assert self.batch.seq_lens_sum == sum(committed_len(req) for req in self.batch.reqs)
+        assert self.batch.seq_lens_cpu.tolist() == [req.kv.kv_committed_len for req in self.batch.reqs]
+        assert self.batch.seq_lens_sum == sum(req.kv.kv_committed_len for req in self.batch.reqs)
         for req, bound, committed in zip(self.batch.reqs, state.reserved_lens, commits, strict=True):
-            assert allocated_len(req) == bound >= committed_len(req) + 2 * WIDTH
-            owner_of(req, "kv_committed_len").kv_committed_len += committed
+            assert req.kv.kv_allocated_len == bound >= req.kv.kv_committed_len + 2 * WIDTH
+            req.kv.kv_committed_len += committed
 
     def held(self):
         """Slots of all requests."""
-        table = self.batch.req_to_token_pool.req_to_token
-        return [slot for req in self.batch.reqs for slot in table[row(req), : allocated_len(req)].tolist()]
+        table, records = self.batch.req_to_token_pool.req_to_token, [req.kv for req in self.batch.reqs]
+        return [slot for kv in records for slot in table[kv.req_pool_idx, : kv.kv_allocated_len].tolist()]
 
     def end(self, place):
         """A request gives back what it was given, whole pages, as SGLang does."""
         req = self.batch.reqs.pop(place)
-        self.pool.free(self.batch.req_to_token_pool.req_to_token[row(req), : allocated_len(req)].long())
+        self.pool.free(self.batch.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.kv.kv_allocated_len].long())
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +99,8 @@ def test_no_slot_of_a_page_is_lost(data):
         assert len(set(held)) == len(held) and min(held) >= page  # the first page is padding
         assert server.pool.available_size() + len(held) == server.slots
         for req in server.batch.reqs:
-            assert allocated_len(req) % page == 0
-            slots = server.batch.req_to_token_pool.req_to_token[row(req), : allocated_len(req)]
+            assert req.kv.kv_allocated_len % page == 0
+            slots = server.batch.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : req.kv.kv_allocated_len]
             pages = slots.view(-1, page)
             assert torch.equal(pages, pages[:, :1] + torch.arange(page)) and not (pages[:, 0] % page).any()
         if data.draw(st.booleans()) and len(server.batch.reqs) > 1:
@@ -110,6 +108,15 @@ def test_no_slot_of_a_page_is_lost(data):
     while server.batch.reqs:
         server.end(0)
     assert server.pool.available_size() == server.slots
+
+
+def test_a_reservation_is_noted_where_sglang_reads_it():
+    """And makes no attribute beside that: its slots would leak without a word."""
+    server = Server(2, 1000)
+    before = [set(vars(req)) for req in server.batch.reqs]
+    server.step([1, 1])
+    assert [set(vars(req)) for req in server.batch.reqs] == before
+    assert all(req.kv.kv_allocated_len >= 2 * WIDTH for req in server.batch.reqs)
 
 
 def test_most_steps_reserve_nothing():
@@ -124,4 +131,4 @@ def test_a_tight_pool_gives_what_the_step_needs_and_no_more():
     server = Server(4, 4 * (2 * WIDTH + 40))
     for _ in range(20):
         server.step([2] * 4)
-    assert all(allocated_len(req) == committed_len(req) - 2 + 2 * WIDTH for req in server.batch.reqs)
+    assert all(req.kv.kv_allocated_len == req.kv.kv_committed_len - 2 + 2 * WIDTH for req in server.batch.reqs)

@@ -1,20 +1,19 @@
 """Every flag and request field of SGLang is on the list of what is served."""
 
 import ast
-from collections import Counter
 from dataclasses import fields
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
+from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
 
 from sglang_dspark.config import DSparkConfig, flag_dest
-from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.front_end import served_requests
 from sglang_dspark.engine.startup import served
 from sglang_dspark.tools.sglang_flags import table
@@ -34,35 +33,26 @@ FIELDS = [
     *served_requests.REFUSED_FEATURES_FIELDS,
 ]
 
-
-# Of releases other than the listed one.
-MORE_FLAGS = [*served.FLAGS_OF_SOME_RELEASES, *(refusal.name for refusal in served.REFUSED_FLAGS_OF_SOME_RELEASES)]
-# SGLang 0.5.15.post1 has fewer.
 ROUTES = [*served_requests.SERVED_ROUTES, *served_requests.REFUSED_ROUTES, *served_requests.REFUSED_CHANGES]
-MORE_FIELDS = [*served_requests.FIELDS_OF_SOME_RELEASES, *served_requests.REFUSED_FIELDS_OF_SOME_RELEASES]
+OURS = {flag_dest(knob.name) for knob in fields(DSparkConfig)}
 
 
 @pytest.mark.parametrize(
-    ("listed", "more", "of_sglang"),
+    ("listed", "of_sglang"),
     [
-        (FLAGS, MORE_FLAGS, lambda: [field.name for field in arguments.fields()]),
-        (FIELDS, MORE_FIELDS, lambda: [field.name for field in fields(GenerateReqInput)]),
+        ([*FLAGS, *served.COMPUTED_FIELDS], {field.name for field in record_fields(ServerArgs)} - OURS),
+        (FIELDS, {field.name for field in fields(GenerateReqInput)}),
         (
-            served_requests.SAMPLING_PARAMETERS,
-            served_requests.PARAMETERS_OF_SOME_RELEASES,
-            lambda: [field.name for field in msgspec.structs.fields(SamplingParams)],
+            [*served_requests.SAMPLING_PARAMETERS, *served_requests.REFUSED_PARAMETERS],
+            {field.name for field in msgspec.structs.fields(SamplingParams)},
         ),
     ],
     ids=["flags", "fields", "sampling_parameters"],
 )
-def test_every_name_of_sglang_has_been_looked_at(listed, more, of_sglang):
+def test_every_name_of_sglang_has_been_looked_at(listed, of_sglang):
     """Where this fails on a new SGLang: look at what the new one does, then put it where it belongs."""
-    found = of_sglang()
-    assert len(found) > 10
-    if version("sglang") == served.LISTED_SGLANG:
-        assert Counter(found) == Counter(listed)
-    else:
-        assert sorted({*found} - {*listed, *more}) == []
+    assert len(of_sglang) > 10
+    assert sorted(listed) == sorted(of_sglang)
 
 
 def test_every_route_of_sglang_has_been_looked_at():
@@ -74,7 +64,7 @@ def test_every_route_of_sglang_has_been_looked_at():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             found |= {path for path in map(_path_of, getattr(node, "decorator_list", [])) if path}
     assert len(found) > 50
-    assert sorted(found - {*ROUTES, *served_requests.ROUTES_OF_SOME_RELEASES}) == []
+    assert sorted(found - {*ROUTES}) == []
     assert len(ROUTES) == len(set(ROUTES))
 
 
@@ -89,26 +79,15 @@ def _path_of(decorator):
     return path if isinstance(path, str) and path.startswith("/") else None
 
 
-def test_no_flag_about_speculation_is_dropped_in_silence():
-    """Of any release: it is ours, refused, or on a list with a rule."""
-    ours = {flag_dest(knob.name) for knob in fields(DSparkConfig)}
-    refused = {refusal.name for refusal in served.REFUSED_FLAGS_OF_SOME_RELEASES}
-    computed = {"speculative_boundary_reduction"}  # by SGLang, without a flag
-    of_sglang = {field.name for field in arguments.fields() if field.name.startswith("speculative_")}
-    assert sorted(of_sglang - ours - refused - computed - set(FLAGS)) == []
-
-
 def test_the_page_is_that_of_the_lists():
     """``python -m sglang_dspark.tools.sglang_flags > docs/sglang_flags.md`` writes it anew."""
     assert PAGE.read_text(encoding="utf-8") == table()
 
 
-DEFAULTS = {field.name: field.default for field in arguments.fields()} | {"grammar_backend": "xgrammar"}
+DEFAULTS = {field.name: field.default for field in record_fields(ServerArgs)} | {"grammar_backend": "xgrammar"}
 
 
-@pytest.mark.parametrize(
-    "refusal", served.REFUSED_FLAGS + served.REFUSED_FLAGS_OF_SOME_RELEASES, ids=lambda refusal: refusal.name
-)
+@pytest.mark.parametrize("refusal", served.REFUSED_FLAGS, ids=lambda refusal: refusal.name)
 def test_defaults_are_served_and_other_values_refused_by_name(refusal):
     defaults = SimpleNamespace(**DEFAULTS)
     assert list(served.refusals(defaults, defaults)) == []

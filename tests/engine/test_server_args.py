@@ -15,15 +15,12 @@ from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
 from sglang.srt.arg_groups import overrides
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.environ import envs
-from sglang.srt.layers.moe.utils import MoeRunnerBackend
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft import resolved
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.compat.targets import reduces_what_it_captures
 from sglang_dspark.engine.startup import defaults, hooks, server_args
 from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
 from sglang_dspark.tools.launch import PLUGIN
@@ -47,14 +44,14 @@ def resolve(*flags, draft=DRAFT):
     """SGLang's arguments of a command line, resolved."""
     pair = () if draft is None else ("--speculative-draft-model-path", str(draft))
     args = prepare_server_args(["--model-path", str(GOLDEN / "target"), "--device", "cpu", *PLUGIN, *pair, *flags])
-    getattr(args, "resolve_once", lambda: None)()  # once they were resolved when they were made
+    args.resolve_once()
     return args
 
 
 def settled(*flags, draft=DRAFT):
     """What start-up settles about a server with these arguments, as it reaches the scheduler."""
     args = pickle.loads(pickle.dumps(resolve(*flags, draft=draft)))
-    return arguments.resolved(args), arguments.attached(args)
+    return overrides.resolving_view(args), arguments.attached(args)
 
 
 def test_the_drafter_is_read_once(reads):
@@ -81,7 +78,7 @@ def head_of_codes(folder, name="lm_head.weight"):
 @pytest.fixture
 def quantised(monkeypatch):
     """Says by which method SGLang is to take the target for quantised; its LM head is not tied then."""
-    read = arguments.model_config
+    read = server_args.model_config_of
 
     def by(method):
         def model_config(args):
@@ -89,7 +86,7 @@ def quantised(monkeypatch):
             target.quantization, target.hf_text_config.tie_word_embeddings = method, False
             return target
 
-        monkeypatch.setattr(arguments, "model_config", model_config)
+        monkeypatch.setattr(server_args, "model_config_of", model_config)
 
     return by
 
@@ -159,17 +156,15 @@ def test_nobody_waits_for_core_dumps_that_nobody_writes(reads, monkeypatch, give
 
 
 @pytest.mark.parametrize("variable", ["SGLANG_RUST_SERVER", "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"])
-def test_variables_that_some_releases_read(reads, monkeypatch, variable):
+def test_variables_that_end_the_start(reads, monkeypatch, variable):
     """The one has requests go round our checks, the other resizes the K/V pool after the drafter's was made."""
     monkeypatch.setenv(variable, "1")
-    known = hasattr(envs, variable)
-    with pytest.raises(ConfigError, match=f"{variable}=1 in the environment") if known else nullcontext():
+    with pytest.raises(ConfigError, match=f"{variable}=1 in the environment"):
         settled()
 
 
-def test_a_resolution_without_our_hook_ends_the_start(monkeypatch):
+def test_a_resolution_without_our_hook_ends_the_start():
     """It would go on with the defaults of all options."""
-    monkeypatch.setattr(arguments, "RESOLVED_LATER", True)
     with pytest.raises(EngineError, match=r"did not call .*ServerArgs\.resolve_once"):
         server_args.validate(SimpleNamespace())
 
@@ -197,11 +192,11 @@ def test_the_kernels_of_experts_may_be_chosen(reads):
 
 @pytest.mark.parametrize("name", ["moe_runner_backend", "moe_a2a_backend"])
 def test_kernels_of_experts_that_are_not_served_are_named_as_they_were_given(reads, name):
-    """Newer releases have them, and choose others for a drafter then."""
+    """SGLang chooses others for a drafter then."""
     given = SimpleNamespace(**{"moe_runner_backend": "auto", "moe_a2a_backend": "none", name: "flashinfer_megamoe"})
     [refusal] = server_args.expert_refusals(given)
     assert f"--{name.replace('_', '-')}=flashinfer_megamoe" in refusal
-    if "FLASHINFER_MEGAMOE" in MoeRunnerBackend.__members__ and name == "moe_runner_backend":
+    if name == "moe_runner_backend":
         with pytest.raises(ConfigError, match="--moe-runner-backend=flashinfer_megamoe, which"):
             settled("--moe-runner-backend", "flashinfer_megamoe")
 
@@ -265,7 +260,7 @@ def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(
 ):
     """SGLang would admit thousands, for all of which start-up holds memory."""
     graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=of_graphs))
-    monkeypatch.setattr(arguments, "resolved", lambda args: SimpleNamespace(cuda_graph_config=graphs))
+    monkeypatch.setattr(defaults, "resolving_view", lambda args: SimpleNamespace(cuda_graph_config=graphs))
     args = SimpleNamespace(device=device, max_running_requests=given)
     defaults.limit_requests(args, max_verify)
     assert args.max_running_requests == expected
@@ -273,26 +268,12 @@ def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(
 
 def test_the_limit_reaches_the_scheduler(reads, monkeypatch):
     def as_on_a_gpu(args, max_verify):
-        assert arguments.resolved(args).cuda_graph_config.decode.max_bs > 0
+        assert overrides.resolving_view(args).cuda_graph_config.decode.max_bs > 0
         args.max_running_requests = 77
 
     monkeypatch.setattr(defaults, "limit_requests", as_on_a_gpu)
     made, _ = settled()
     assert made.max_running_requests == 77
-
-
-@pytest.mark.parametrize("architecture", ["Glm4MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration"])
-def test_sums_that_are_fused_by_themselves_are_refused(reads, tmp_path, monkeypatch, architecture):
-    """SGLang switches their fusion on where several GPUs can do it, and says so beside the arguments at first."""
-    monkeypatch.setattr(overrides, "is_sm90_supported", lambda: True, raising=False)
-    target, draft = written_target(architecture, tmp_path / "target"), random_drafter(tmp_path / "draft", "tiny")
-    flags = ("--model-path", str(target), "--tp-size", "2")
-    if reduces_what_it_captures():
-        assert resolve(*flags, "--flashinfer-allreduce-fusion-backend", "auto", draft=draft).tp_size == 2
-        return
-    with pytest.raises(UnservedError, match="pass --enforce-disable-flashinfer-allreduce-fusion"):
-        resolve(*flags, draft=draft)
-    assert resolve(*flags, "--enforce-disable-flashinfer-allreduce-fusion", draft=draft).tp_size == 2
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--moe-a2a-backend", "deepep"), ("--moe-dense-tp-size", "1")])

@@ -30,10 +30,15 @@ def request(interval):
 def sglang_streams(default, reqs):
     """SGLang's own choice, and what it remembers."""
     for req in reqs:
-        interval = req.sampling_params.stream_interval or default
-        if req.finished() or len(req.output_ids) % interval == (1 if interval > 1 else 0):
+        interval, unsent = req.sampling_params.stream_interval or default, len(req.output_ids) - req.send_token_offset
+        if req.finished() or interval == 1 or unsent >= interval or not req.send_token_offset:
             req.sent.append(len(req.output_ids))
             req.send_token_offset = len(req.output_ids)
+
+
+def told(default):
+    """A process that serves with this ``--stream-interval``."""
+    return patch.object(streams, "get_serving", lambda: SimpleNamespace(stream_interval=default))
 
 
 def sent(texts, default, stream):
@@ -50,7 +55,7 @@ def sent(texts, default, stream):
 
 
 def through_hook(default, reqs):
-    with patch.object(streams, "stream_interval", lambda: default):
+    with told(default):
         streams.when_due(lambda streamer, due: sglang_streams(default, due), None, reqs)
 
 
@@ -75,7 +80,7 @@ def test_what_else_sglang_is_told_reaches_it():
     spaced, other, seen = request(8), request(1), []
     spaced.output_ids = [0] * 3
     spaced.send_token_offset = 1
-    with patch.object(streams, "stream_interval", lambda: 1):
+    with told(1):
         streams.when_due(
             lambda *args, **kwargs: seen.append((args, kwargs)), "streamer", [spaced, other], True, skip_req=9
         )
@@ -85,6 +90,6 @@ def test_what_else_sglang_is_told_reaches_it():
 def test_answers_that_are_not_streamed_are_left_to_sglang():
     req, seen = request(8), []
     req.stream, req.output_ids = False, [0] * 3
-    with patch.object(streams, "stream_interval", lambda: 1):
+    with told(1):
         streams.when_due(lambda streamer, reqs: seen.extend(reqs), None, [req])
     assert seen == [req]

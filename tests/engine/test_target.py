@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import SpecAuxHiddenStateConfig
+from sglang.srt.runtime_context import get_parallel
 
-from sglang_dspark.draft.config import EMBEDDING_TAP
+from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
 from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.engine.forward.target import Target
@@ -34,9 +36,8 @@ class TwoRanks:
 
 
 def target_runner(**fields: Any) -> SimpleNamespace:
-    wishes = ("dflash_use_aux_hidden_state", "dflash_target_layer_ids", "dflash_draft_num_layers")
     defaults = {
-        **dict.fromkeys(wishes),
+        "spec_aux_config": SpecAuxHiddenStateConfig(),
         "model_config": SimpleNamespace(
             hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
             head_dim=DRAFT.head_dim,
@@ -46,17 +47,31 @@ def target_runner(**fields: Any) -> SimpleNamespace:
         "model": None,
         "dtype": torch.float32,
         "kv_cache_dtype": torch.float32,
-        "tp_group": SimpleNamespace(world_size=1),
     }
     return SimpleNamespace(**{**defaults, **fields})
+
+
+class OneRank:
+    world_size = 1
+
+    def all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        return part
+
+
+ONE_RANK = OneRank()
+
+
+def target_of(runner: SimpleNamespace, draft: DraftConfig = DRAFT, group: Any = ONE_RANK) -> Target:
+    with get_parallel().override(tp_group=group, tp_size=group.world_size):
+        return Target(runner, draft)
 
 
 @pytest.mark.parametrize(("tp_size", "layers"), [(1, 2), (2, 4), (4, 4)])
 def test_the_draft_cache_is_counted_in_layers_of_one_rank(tp_size, layers):
     """Two draft layers of two K/V heads each; the target's two heads are divided, and held twice among four ranks."""
-    runner = target_runner(tp_group=SimpleNamespace(world_size=tp_size))
-    Target(runner, DRAFT)
-    assert runner.dflash_draft_num_layers == layers
+    runner = target_runner()
+    target_of(runner, group=SimpleNamespace(world_size=tp_size))
+    assert runner.spec_aux_config.dflash_draft_num_layers == layers
 
 
 def test_positions_stay_where_a_model_moves_them():
@@ -70,7 +85,7 @@ def test_positions_stay_where_a_model_moves_them():
         model = SimpleNamespace(forward=moving, language_model=SimpleNamespace(set_eagle3_layers_to_capture=None))
         runner = target_runner(model=model)
         runner.model_config.hf_config.architectures = [architecture]
-        Target(runner, DRAFT)
+        target_of(runner)
         positions = torch.arange(3)
         assert runner.model.forward(None, positions, forward_batch=None).tolist() == [1, 2, 3]
         assert (positions.tolist() == [0, 1, 2]) == moves
@@ -79,8 +94,8 @@ def test_positions_stay_where_a_model_moves_them():
 def test_the_draft_cache_does_not_follow_the_targets_dtype():
     """Two layers of 16 bits beside a target whose layers have eight."""
     runner = target_runner(dtype=torch.bfloat16, kv_cache_dtype=torch.float8_e4m3fn)
-    Target(runner, DRAFT)
-    assert runner.dflash_draft_num_layers == 4
+    target_of(runner)
+    assert runner.spec_aux_config.dflash_draft_num_layers == 4
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -90,20 +105,13 @@ def test_the_drafter_reads_whole_matrices(tied):
     layers = [SimpleNamespace(weight=torch.nn.Parameter(whole[:ROWS_PER_RANK])) for whole in (embedding, head)]
     model = SimpleNamespace(get_input_embeddings=lambda: layers[0], lm_head=layers[0] if tied else layers[1])
     group = TwoRanks(embedding[ROWS_PER_RANK:], head[ROWS_PER_RANK:])
-    target = Target(target_runner(tp_group=group, model=model), DRAFT)
+    target = target_of(target_runner(model=model), group=group)
     drafter = load_draft_model(DRAFT_DIR, dtype=torch.float32, device="cpu")
     drafter.embed_tokens = drafter.lm_head = None  # as in a checkpoint that leaves them out
     assert target.share_with(drafter) == ("embed_tokens.weight", "lm_head.weight")
     assert drafter.embed_weight.equal(embedding[: DRAFT.vocab_size])
     assert drafter.lm_head_weight.equal(head[: DRAFT.vocab_size])
     assert (drafter.embed_weight.data_ptr() == drafter.lm_head_weight.data_ptr()) == tied
-
-
-class OneRank:
-    world_size = 1
-
-    def all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        return part
 
 
 PLAIN = torch.nn.Linear(DRAFT.hidden_size, 320, bias=False).half()  # of a vocabulary of 256
@@ -119,7 +127,7 @@ UNREADABLE = {
 def share(embedding: Any, head: Any, *, own: bool) -> tuple[Any, tuple[str, ...]]:
     """A drafter and what it reads of a target with these layers."""
     model = SimpleNamespace(get_input_embeddings=lambda: embedding, lm_head=head)
-    target = Target(target_runner(tp_group=OneRank(), model=model), DRAFT)
+    target = target_of(target_runner(model=model))
     drafter = load_draft_model(DRAFT_DIR, dtype=torch.float32, device="cpu")
     if not own:
         drafter.embed_tokens = drafter.lm_head = None
@@ -160,6 +168,6 @@ def test_the_drafter_reads_layers_below_their_adapters():
     embedding = torch.nn.Embedding(256, DRAFT.hidden_size)
     with_embedding = replace(DRAFT, target_layer_ids=(EMBEDDING_TAP, *DRAFT.target_layer_ids))
     model = SimpleNamespace(get_input_embeddings=lambda: adapted(embedding))
-    target = Target(target_runner(tp_group=OneRank(), model=model), with_embedding)
+    target = target_of(target_runner(model=model), with_embedding)
     ids, captured = torch.tensor([5, 6]), torch.zeros(2, 3 * DRAFT.hidden_size)
     assert target.features(ids, captured)[:, : DRAFT.hidden_size].equal(embedding(ids))

@@ -1,34 +1,23 @@
-"""Targets of served families that some flags make unserved."""
+"""Targets that are refused: of served families, and of others."""
 
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from sglang.srt.models.gemma3_causal import Gemma3DecoderLayer
 
 from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of
-from sglang_dspark.engine.startup import target_refusals as module
 from sglang_dspark.engine.startup.target_refusals import target_refusals
 from sglang_dspark.errors import UnservedError
 
 
-def refusals(architecture, rope=None, context_len=8192, **flags):
+def refusals(architecture, rope=None, context_len=8192):
     text_config = SimpleNamespace(rope_parameters=rope, original_max_position_embeddings=4096)
     model_config = SimpleNamespace(hf_text_config=text_config, context_len=context_len)
-    args = SimpleNamespace(**{"tp_size": 1, "flashinfer_allreduce_fusion_backend": None} | flags)
-    return list(target_refusals(family_of([architecture]), model_config, args, window=8))
-
-
-@pytest.mark.parametrize("reduced", [False, True])
-def test_sums_that_ranks_have_not_reduced_are_not_captured(reduced, monkeypatch):
-    monkeypatch.setattr(module, "reduces_what_it_captures", lambda: reduced)
-    fused = {"tp_size": 2, "flashinfer_allreduce_fusion_backend": "auto"}
-    for architecture in ("Glm4MoeForCausalLM", "GptOssForCausalLM", "Qwen3VLMoeForConditionalGeneration"):
-        found = refusals(architecture, **fused)
-        assert ["pass --enforce-disable-flashinfer-allreduce-fusion" in refusal for refusal in found] == (
-            [] if reduced else [True]
-        )
-    assert refusals("Glm4MoeForCausalLM", **fused | {"tp_size": 1}) == []
-    assert refusals("Qwen3MoeForCausalLM", **fused) == []
+    return list(target_refusals(family_of([architecture]), model_config, window=8))
 
 
 @pytest.mark.parametrize("hands_on", [True, False])
@@ -42,7 +31,7 @@ def test_hidden_states_that_are_not_summed_up_are_not_drafted_from(hands_on, mon
     monkeypatch.setattr(Gemma3DecoderLayer, "forward", halves if hands_on else whole)
     found = refusals("Gemma3ForCausalLM")
     assert len(found) == hands_on
-    assert all("use SGLang 0.5.15.post1" in refusal for refusal in found)
+    assert all("serve it without --speculative-algorithm" in refusal for refusal in found)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +44,37 @@ def test_a_target_whose_rotation_depends_on_the_batch(rope):
     assert refusals("Phi3ForCausalLM", {"rope_type": "default"}) == []
 
 
+BUILT_IN = "SGLang's own DSPARK serves it on a GPU: --speculative-dspark-engine builtin"
+
+
+@cache
+def models():
+    """Classes of SGLang's models by name: their parents and their text. Some import on a GPU alone."""
+    found = {}
+    for file in Path(find_spec("sglang.srt.models").submodule_search_locations[0]).glob("*.py"):
+        for text in re.split(r"^(?=class )", file.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+            name, parents = re.match(r"class (\w+)(?:\((.*?)\))?:", text, re.DOTALL).groups()
+            found[name] = re.findall(r"\w+", parents or ""), text
+    return found
+
+
+def captures(architecture):
+    """Whether SGLang's own DSPARK can ask the class, or one that it is made from, for hidden states."""
+    parents, text = models().get(architecture, ((), ""))
+    return bool(re.search(r"def set_(dflash|dspark)_layers_to_capture", text)) or any(map(captures, parents))
+
+
+def test_an_unknown_target_is_told_of_sglangs_own():
+    with pytest.raises(UnservedError, match=f"perhaps {BUILT_IN}"):
+        family_of(["NoSuchForCausalLM"])
+
+
 @pytest.mark.parametrize("unserved", UNSERVED, ids=lambda unserved: unserved.architectures[0])
 def test_who_serves_what_dspark_does_not(unserved):
     for architecture in unserved.architectures:
         with pytest.raises(UnservedError) as caught:
             family_of([architecture])
         assert unserved.instead in str(caught.value) and unserved.reason in str(caught.value)
+        assert (BUILT_IN in str(caught.value)) == unserved.own_dspark <= captures(architecture)
     assert not unserved.reason.endswith(".")  # one sentence, with the remedy
     assert not {family.architecture for family in FAMILIES} & set(unserved.architectures)

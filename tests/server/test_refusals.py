@@ -8,7 +8,6 @@ import urllib.error
 import pytest
 from golden_server import DRAFT, TARGET, greedy
 
-from sglang_dspark.engine.compat.arguments import has_field
 from sglang_dspark.tools.launch import PLUGIN
 
 
@@ -43,7 +42,7 @@ def test_more_logprobs_than_tokens(dspark, number):
 def test_parameters_of_a_wrong_type(dspark, field, value):
     """Some of them SGLang answers with an internal error, others would end the scheduler."""
     body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, field: value}}
-    # Newer ones refuse them in the parser of the body, which says what it expects and not where.
+    # Some are refused in the parser of the body, which says what it expects and not where.
     assert re.search(r"sampling_params: |invalid type: |unknown field `", refused(dspark, "/generate", body))
 
 
@@ -150,15 +149,9 @@ STARTUP = [
     ),
     (["--speculative-dspark-fallback", "plain"], "--speculative-dspark-fallback='plain'"),
     (["--speculative-dspark-fallback", "target-only", "--page-size", "128"], "--page-size=128"),
-]
-# Arguments that some releases have.
-STARTUP += [
-    (flags, named)
-    for field, flags, named in [
-        ("attn_dp_size", ["--tp-size", "2", "--attn-dp-size", "2"], "--attn-dp-size=2"),
-        ("smg_grpc_mode", ["--grpc-port", "12345"], "--grpc-port=12345"),
-    ]
-    if has_field(field)
+    (["--tp-size", "2", "--attn-dp-size", "2"], "--attn-dp-size=2"),
+    (["--grpc-port", "12345"], "--grpc-port=12345"),
+    (["--startup-weight-load-mode", "overlap"], "--startup-weight-load-mode=overlap"),
 ]
 
 DRAFT_FREE = [
@@ -178,7 +171,7 @@ base, cases = json.loads(sys.argv[1])
 for flags in cases:
     try:
         args = prepare_server_args(base + flags)
-        getattr(args, "resolve_once", lambda: None)()
+        args.resolve_once()
         print(json.dumps("accepted"))
     except BaseException as error:
         print(json.dumps(f"{type(error).__name__}: {error}"))
@@ -210,7 +203,5 @@ try:
 except SystemExit as end:
     print(json.dumps(end.code))
 """
-    printed = server_pool.printed_by(
-        script, ["--speculative-algorithm", "DSPARK", "--speculative-dspark-engine=plugin"]
-    )
+    printed = server_pool.printed_by(script, ["--speculative-algorithm", "DSPARK"])
     assert printed == ["sglang-dspark cannot start: ZeroDivisionError: division by zero"]

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
-
-
-def owner_of(req: Any, name: str) -> Any:
-    """The request, or the record that SGLang keeps this value in.
-
-    Raises:
-        ValueError: it is in neither, or in both.
-    """
-    [owner] = [owner for owner in (req, getattr(req, "kv", None)) if hasattr(owner, name)]
-    return owner
 
 
 def kv_request(*, row: int, committed: int = 0, allocated: int = 0) -> Req:
     """A request in this row of ``req_to_token``, with so many tokens committed and slots for so many."""
     req = Req("r", "", [0], SamplingParams())
     for name, value in {"req_pool_idx": row, "kv_committed_len": committed, "kv_allocated_len": allocated}.items():
-        setattr(owner_of(req, name), name, value)
+        assert hasattr(req.kv, name)
+        setattr(req.kv, name, value)
     return req

@@ -97,8 +97,6 @@ class _Loaded:
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         from sglang_dspark.draft.formats import read_content
-        from sglang_dspark.engine.compat import arguments
-        from sglang_dspark.engine.compat.forwards import use_attention
         from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
         from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
         from sglang_dspark.engine.forward.phased_attention import PhasedBackend
@@ -122,12 +120,9 @@ class _Loaded:
             **{"attention_backend": "triton" if ON_GPU else "torch_native"} | of_sinks,
         )
         ForwardBatch.compute_spec_mrope_positions = positions_of_text  # a hook of the scheduler's process
-        if arguments.RESOLVED_LATER:
-            args.resolve_once()
-            one_batch.publish(args, role="scheduler", ranks=one_batch.SpawnRanks(world_rank=0, gpu_id=0))
-            one_batch._init_process_global_configs()
-        else:
-            one_batch.initialize_moe_config(args)
+        args.resolve_once()
+        one_batch.publish(args, role="scheduler", ranks=one_batch.SpawnRanks(world_rank=0, gpu_id=0))
+        one_batch._init_process_global_configs()
         wrapped, _ = one_batch.load_model(args, PortArgs.init_new(args), 0, 0)
         self.runner = wrapped.torch_runner
         hf = self.runner.model_config.hf_text_config
@@ -140,7 +135,8 @@ class _Loaded:
         self.target = Target(self.runner, read_content(content, origin="probe").config)
         self.runner.model.set_dflash_layers_to_capture([tap for tap in TAPS if tap >= 0])
         verify = CudaVerifyBackend if ON_GPU else CpuVerifyBackend
-        use_attention(self.runner, PhasedBackend(self.runner, verify(self.runner)))
+        self.runner.attn_backend = PhasedBackend(self.runner, verify(self.runner))
+        self.runner.kv_index_translator.bind_and_verify_backends([self.runner.attn_backend])
         self.worker = SimpleNamespace(
             model_runner=self.runner,
             forward_batch_generation=lambda batch, forward_batch, **_: self.runner.forward(forward_batch),
@@ -201,7 +197,7 @@ class _Loaded:
         return batch
 
     def _prefill(self, batch: Any, texts: Sequence[Text]) -> tuple[list[Any], list[Any]]:
-        from sglang_dspark.engine.compat.forwards import capturing_forward
+        from sglang_dspark.engine.forward.capture import capturing_forward
 
         forward = capturing_forward(batch, self.runner)
         output = self.runner.forward(forward).logits_output

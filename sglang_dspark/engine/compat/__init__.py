@@ -1,5 +1,4 @@
-"""What differs between SGLang's releases, one module per concern, each chosen by what the installed SGLang has.
+"""What may move with the next release of SGLang: probed by the thing itself, and refused by name where it is gone.
 
-Everything else in `engine` is one text for all of them. A release that moves something is answered here, by a test for
-the thing itself: numbers of releases appear in `engine.support` alone.
+Numbers of releases appear in `engine.support` alone.
 """

@@ -1,30 +1,23 @@
-"""Memory pools: who hands out slots, and where the target's runner keeps what a drafter wants of it."""
+"""What a drafter wants of the target's runner: hidden states, and room in the K/V pool."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
-_ALLOCATION = "sglang.srt.mem_cache.allocation"
-_COMMON = "sglang.srt.mem_cache.common"
-
-alloc_token_slots = import_module(_ALLOCATION if find_spec(_ALLOCATION) else _COMMON).alloc_token_slots
-"""``alloc_token_slots(tree_cache, number)``: as many K/V slots, of cached prefixes if need be."""
+_RECORD = "spec_aux_config"
 
 
 def _wish(runner: Any, name: str, value: Any) -> None:
-    # Attributes of the runner itself, before they got a record of their own. One that is not there is read elsewhere:
-    # writing it would go unnoticed until the first prefill, or until the memory is full.
-    wishes = getattr(runner, "spec_aux_config", runner)
+    # One that SGLang reads elsewhere would go unnoticed until the first prefill, or until the memory is full.
+    wishes = getattr(runner, _RECORD, None)
     if not hasattr(wishes, name):
         raise EngineError(
-            f"sglang {installed_sglang()} has no {name} in its {type(wishes).__name__}, where a drafter asks for "
-            "hidden states and for memory; sglang-dspark cannot serve on this release as it is"
+            f"sglang {installed_sglang()} has no {_RECORD}.{name} in its {type(runner).__name__}, where a drafter asks "
+            "for hidden states and for memory; sglang-dspark cannot serve on this release as it is"
         )
     setattr(wishes, name, value)
 

@@ -6,6 +6,8 @@ from functools import wraps
 from operator import attrgetter
 from typing import Any
 
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+
 from sglang_dspark.draft.families import family_of
 
 
@@ -27,6 +29,13 @@ def make_capturable(runner: Any) -> None:
     if family.embedding:
         embedding = attrgetter(family.embedding)(text)
         text.get_input_embeddings = lambda: embedding
+
+
+def capturing_forward(batch: Any, runner: Any) -> ForwardBatch:
+    """The forward of a prefill that returns the tapped hidden states of all its tokens."""
+    return ForwardBatch.init_new(
+        batch, runner, capture_hidden_mode=CaptureHiddenMode.FULL, return_hidden_states_before_norm=False
+    )
 
 
 def protect_positions(runner: Any) -> None:

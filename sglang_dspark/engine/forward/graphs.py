@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
+from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.layers.dp_attention import DpPaddingMode, set_dp_buffer_len, set_is_extend_in_batch
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.runner.base_cuda_graph_runner import freeze_gc, get_batch_sizes_to_capture
 from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
 from sglang.srt.model_executor.runner_utils.pool import get_or_create_global_graph_memory_pool
+from sglang.srt.runtime_context import get_parallel
 
-from sglang_dspark.engine.compat.arguments import resolved, tokens_per_step
-from sglang_dspark.engine.compat.forwards import has_mrope, logits_as_they_come, token_count
-from sglang_dspark.engine.compat.ranks import tp_group
+from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.forward.adapters import CapturedAdapters
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
@@ -52,7 +53,7 @@ class Capture:
     """Captures functions into one memory pool, see :func:`capturing`."""
 
     def __init__(self, model_runner: Any, stream: torch.cuda.Stream) -> None:
-        self._tp_group = tp_group(model_runner)
+        self._tp_group = get_parallel().tp_group
         self._stream = stream
         self._pool = get_or_create_global_graph_memory_pool(torch.cuda)
         set_graph_pool_id(self._pool)
@@ -77,7 +78,7 @@ def capturing(model_runner: Any) -> Iterator[Capture]:
     back, but not in their outputs. So a function whose output is read after another one was replayed must be captured
     before that other one. Within that order, large functions first: the small ones fit into their memory.
     """
-    collect_garbage = resolved(model_runner.server_args).enable_cudagraph_gc
+    collect_garbage = resolving_view(model_runner.server_args).enable_cudagraph_gc
     with model_capture_mode(), freeze_gc(collect_garbage), graph_capture() as context:
         yield Capture(model_runner, context.stream)
 
@@ -145,7 +146,7 @@ def static_verify(
         orig_seq_lens=step.prefix_lens,
         seq_lens_sum=num_tokens,  # for backends that plan on the host; ours does not
         num_token_non_padded=real_tokens,
-        **token_count(num_tokens),  # of the tier: the host does not know the step's
+        global_num_token_non_padded_cpu=num_tokens,  # of the tier: the host does not know the step's
         next_token_logits_buffer=logits,
         spec_algorithm=model_runner.spec_algorithm,
         spec_info=layout,
@@ -154,9 +155,9 @@ def static_verify(
     )
 
     def run() -> TargetOutput:
-        if has_mrope(model_runner):  # of text, all three of a token's coordinates are its position
+        if model_runner.model_config.model_is_mrope:  # of text, all three of a token's coordinates are its position
             forward_batch.mrope_positions = plan.positions.repeat(3, 1)
-        dtype = logits_as_they_come() if logits is None else nullcontext()
+        dtype = _logits_as_they_come() if logits is None else nullcontext()
         with dtype, forward_context(ForwardContext(attn_backend=model_runner.attn_backend)):
             set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
             set_is_extend_in_batch(False)
@@ -167,3 +168,24 @@ def static_verify(
         return TargetOutput(replace(output, hidden_states=None), output.hidden_states)
 
     return run
+
+
+@contextmanager
+def _logits_as_they_come() -> Iterator[None]:
+    """Inside, forwards return logits in the dtype of the target's LM head.
+
+    SGLang copies them to float32 otherwise, which changes no number and reads and writes all of them. It goes on doing
+    so where it caps logits behind that: capped ones would be rounded, and be equal where they were not.
+    """
+    copying = LogitsProcessor._copy_logits_to_buffer
+
+    def leaving(processor: Any, logits: torch.Tensor, metadata: Any, **options: Any) -> torch.Tensor:
+        if processor.final_logit_softcapping:
+            return cast("torch.Tensor", copying(processor, logits, metadata, **options))
+        return logits[:, : processor.vocab_size]
+
+    LogitsProcessor._copy_logits_to_buffer = leaving
+    try:
+        yield
+    finally:
+        LogitsProcessor._copy_logits_to_buffer = copying

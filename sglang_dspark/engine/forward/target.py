@@ -6,14 +6,15 @@ import logging
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.draft.cache import bytes_per_token
 from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.pairing import lacks_own
 from sglang_dspark.engine.compat.pools import make_room, request_capture
-from sglang_dspark.engine.compat.ranks import tp_group
 from sglang_dspark.engine.forward.capture import make_capturable, protect_positions, text_model
+from sglang_dspark.engine.forward.layers import kv_heads_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class Target:
     def __init__(self, model_runner: Any, draft: DraftConfig) -> None:
         self._model_runner = model_runner
         self.model = text_model(model_runner)
-        self._tp_group = tp_group(model_runner)
+        self._tp_group = get_parallel().tp_group
         self._layer_taps = [tap for tap in draft.target_layer_ids if tap != EMBEDDING_TAP]
         self._has_embedding_tap = EMBEDDING_TAP in draft.target_layer_ids
         self._hidden_size = draft.hidden_size
@@ -123,9 +124,7 @@ class Target:
         # drafter's K/V is whole on every rank.
         runner = self._model_runner
         config = runner.model_config
-        target_layer = (
-            2 * config.get_num_kv_heads(self._tp_group.world_size) * config.head_dim * runner.kv_cache_dtype.itemsize
-        )
+        target_layer = 2 * kv_heads_of_rank(config) * config.head_dim * runner.kv_cache_dtype.itemsize
         make_room(runner, -(-bytes_per_token(draft, runner.dtype) // target_layer))
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from dspark_kernels import ContextGroup, VisibleKeys, group_contexts
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-from sglang_dspark.engine.compat.ranks import tp_size
+from sglang_dspark.engine.forward.layers import kv_heads_of_rank
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
 
@@ -61,7 +62,8 @@ def _context_groups(
 ) -> Callable[[int | None], list[ContextGroup]]:
     """The layout of a step, made once for each kind of layer."""
     query_lens = [verify_len + 1 for verify_len in verify_lens]
-    config, ranks = runner.model_config, tp_size(runner)
+    config = runner.model_config
+    heads = config.num_attention_heads // get_parallel().tp_size  # of this rank, as those of K/V
 
     @cache
     def groups(sliding_window: int | None) -> list[ContextGroup]:
@@ -71,8 +73,7 @@ def _context_groups(
             [prefix + num for prefix, num in zip(decode.prefix_lens.tolist(), query_lens, strict=True)],
             query_lens,
             VisibleKeys(causal=True, sliding_window=sliding_window),
-            # Of this rank: with more ranks than K/V heads, several hold the same one.
-            heads_per_kv=config.num_attention_heads // ranks // config.get_num_kv_heads(ranks),
+            heads_per_kv=heads // kv_heads_of_rank(config),
             dtype=runner.dtype,
         )
 

@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_dspark.declared import shown
 from sglang_dspark.draft.families import family_of
-from sglang_dspark.engine.front_end.served_requests import REFUSED_FIELDS, REFUSED_FIELDS_OF_SOME_RELEASES
+from sglang_dspark.engine.front_end.served_requests import REFUSED_FIELDS, REFUSED_PARAMETERS
 from sglang_dspark.engine.scheduler import options as request_options
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 # What Python raises where a field is of another type than the code that reads it expects.
 _OF_WRONG_TYPES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)
 _INT32_MAX, _FLOAT32_MAX = 2**31 - 1, 3.4028234663852886e38
-_UNSERVED_PARAMETERS = ("watermark", "beam_width")
 _MEDIA = ("image_data", "video_data", "audio_data")
 
 
@@ -60,12 +59,12 @@ def check_ids(ids: Sequence[Any], vocab_size: int) -> None:
 
 def _refusals(request: GenerateReqInput, target: Any) -> Iterator[str]:
     vocab_size = target.vocab_size
-    for name in (*REFUSED_FIELDS, *REFUSED_FIELDS_OF_SOME_RELEASES):
+    for name in REFUSED_FIELDS:
         value = getattr(request, name, None)
         if value:
             yield f"DSPARK does not serve {name}={shown(value)} yet; drop the field or use a server without DSPARK"
     parameters = request.sampling_params if isinstance(request.sampling_params, Mapping) else {}
-    for name in _UNSERVED_PARAMETERS:
+    for name in REFUSED_PARAMETERS:
         if (value := parameters.get(name)) not in (None, False, 1):
             yield f"DSPARK does not serve sampling_params.{name}={shown(value)} yet; drop it"
     # SGLang takes these targets for text models, as it was told to, and would drop images in silence.

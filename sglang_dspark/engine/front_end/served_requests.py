@@ -1,6 +1,6 @@
 """Which request fields and HTTP routes of SGLang DSPARK serves: the lists for the refusals and docs/sglang_flags.md.
 
-Every one of the releases that are served is named here, so that a new one is noticed.
+Every one of SGLang's is named here, so that a new one is noticed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ REFUSED_FIELDS = (
     "return_routed_experts",
     "return_indexer_topk",
     "multi_item_delimiter_indices",
-)
-"""Fields of a request that DSPARK refuses when they are set."""
-
-REFUSED_FIELDS_OF_SOME_RELEASES = (
     "watermark",
     "return_sampling_mask",
     "max_thinking_tokens",
@@ -25,44 +21,39 @@ REFUSED_FIELDS_OF_SOME_RELEASES = (
     "return_flat_raw_top_logprobs",
     "return_flat_raw_output_top_logprobs",
 )
-"""Fields that are refused, too, of other releases than the listed one."""
+"""Fields of a request that DSPARK refuses when they are set."""
 
 SERVED_FIELDS = """
 lora_path lora_id rid text input_ids sampling_params return_logprob logprob_start_len top_logprobs_num token_ids_logprob
 return_text_in_logprobs stream log_metrics session_params routing_key conversation_id background require_reasoning
 priority extra_key no_logs custom_labels return_prompt_token_ids external_trace_header received_time http_worker_ipc
-session_id return_bytes return_entropy
+session_id return_bytes return_entropy cache_salt kv_hints return_flat_raw_top_logprobs_b64
 """.split()
 """Fields that mean what they mean on a plain server."""
 
 OTHER_MODELS_FIELDS = """
 image_data video_data audio_data mm_hashes use_audio_in_video modalities max_dynamic_patch min_dynamic_patch
 image_max_dynamic_patch video_max_dynamic_patch images_config need_wait_for_mm_inputs num_items_assigned
-mm_data_mooncake encoder_urls routed_experts_start_len
+encoder_urls routed_experts_start_len mm_content_hashes mm_processor_kwargs video_config
 """.split()
 """Of images and other media, and of models that are refused."""
 
 REFUSED_FEATURES_FIELDS = """
 bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size routed_dp_rank disagg_prefill_dp_rank
+data_parallel_rank
 """.split()
 """Fields that belong to features that the start refuses."""
-
-FIELDS_OF_SOME_RELEASES = """
-cache_salt data_parallel_rank kv_hints mm_content_hashes mm_processor_kwargs return_flat_raw_top_logprobs_b64
-video_config
-""".split()
-"""Fields of a request that other releases than the listed one have, and that nothing has to be done about."""
 
 SAMPLING_PARAMETERS = """
 max_new_tokens stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty presence_penalty
 repetition_penalty min_new_tokens n json_schema regex ebnf structural_tag ignore_eos skip_special_tokens
-spaces_between_special_tokens no_stop_trim custom_params stream_interval logit_bias sampling_seed stop_strs
-stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized
+spaces_between_special_tokens no_stop_trim custom_params stream_interval logit_bias sampling_seed
+ebnf_full_assistant stop_strs stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized
 """.split()
-"""Sampling parameters, all served; the last five are SGLang's own."""
+"""Sampling parameters that are served; the last five are SGLang's own."""
 
-PARAMETERS_OF_SOME_RELEASES = ("beam_width", "ebnf_full_assistant", "watermark")
-"""Of other releases: the first and the last are refused where they ask for something."""
+REFUSED_PARAMETERS = ("watermark", "beam_width")
+"""Sampling parameters that are refused where they ask for something."""
 
 # Most would change or drop the target, and leave the drafter and the draft K/V of cached prefixes behind. Two would
 # give the server another part to play. The last one sets what other speculative algorithms read.
@@ -97,12 +88,8 @@ SERVED_ROUTES = """
 /v1/messages/count_tokens /v1/models /v1/models/{model:path} /v1/realtime /v1/rerank /v1/responses
 /v1/responses/{response_id} /v1/responses/{response_id}/cancel /v1/score /v1/tokenize /weight_version /v1/loads
 /vertex_generate /api/generate /api/chat /api/tags /api/show
-""".split()
-
-ROUTES_OF_SOME_RELEASES = """
 /get_hicache_l3_cache_layout /ready /v1/decisions /v1/systemone /is_scaling_elastic_ep
 """.split()
-"""Routes that are served where the release has them."""
 
 
 def is_refused(path: str, method: str) -> bool:

@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from dspark_kernels import to_device
+from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
-from sglang_dspark.engine.compat import requests
 from sglang_dspark.engine.compat.arguments import tokens_per_step
-from sglang_dspark.engine.compat.pools import alloc_token_slots
 
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -37,7 +36,7 @@ class DSparkDraftInput(SpecInput):
         topk_p, topk_index, hidden_states: the relay reads these of every algorithm; DSPARK has none.
     """
 
-    num_tokens_per_req: ClassVar[int] = 1  # of a decode batch that is padded; asked by a method at first
+    num_tokens_per_req: ClassVar[int] = 1  # of a decode batch that is padded
     num_tokens_for_logprob_per_req: ClassVar[int] = 1
 
     bonus_tokens: torch.Tensor
@@ -57,9 +56,6 @@ class DSparkDraftInput(SpecInput):
         empty = torch.empty((0,), dtype=torch.int64, device=device)
         return cls(bonus_tokens=empty, new_seq_lens=empty)
 
-    def get_spec_adjust_token_coefficient(self) -> tuple[int, int]:
-        return 1, 1
-
     def prepare_for_decode(self, batch: Any) -> None:
         """Reserve K/V slots for the step ahead and enter them in ``req_to_token``.
 
@@ -72,11 +68,11 @@ class DSparkDraftInput(SpecInput):
         if not reqs:
             return
         needed = 2 * tokens_per_step()
-        committed, allocated = requests.lengths(reqs)
+        committed, allocated = kv_lengths(reqs)
         short = [place for place, length in enumerate(committed) if allocated[place] < length + needed]
         if short:
             _reserve(batch, [reqs[place] for place in short], needed)
-            _, allocated = requests.lengths(reqs)
+            _, allocated = kv_lengths(reqs)
         self.reserved_lens = allocated
         # Committed lengths of the host; under overlap the future map replaces them by the published ones.
         batch.seq_lens_cpu = torch.tensor(committed)
@@ -100,14 +96,20 @@ class DSparkDraftInput(SpecInput):
             self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])
 
 
+def kv_lengths(reqs: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Tokens whose K/V is valid as the host knows, and tokens that slots are reserved for: of every request."""
+    records = [req.kv for req in reqs]
+    return [record.kv_committed_len for record in records], [record.kv_allocated_len for record in records]
+
+
 def _reserve(batch: Any, short: Sequence[Any], needed: int) -> None:
     """Give the requests ``short`` of ``batch`` slots for ``needed`` tokens past what they have committed, or more."""
     pool, tree_cache = batch.token_to_kv_pool_allocator, batch.tree_cache
     spare = pool.available_size() + tree_cache.evictable_size()
     page = int(pool.page_size)
     stride = STRIDE if spare >= (needed + page - 1 + _SPARE_STRIDES * STRIDE) * len(batch.reqs) else 0
-    committed, allocated = (np.array(lengths, dtype=np.int64) for lengths in requests.lengths(short))
-    rows, table = np.array([requests.row(req) for req in short]), batch.req_to_token_pool.req_to_token
+    committed, allocated = (np.array(found, dtype=np.int64) for found in kv_lengths(short))
+    rows, table = np.array([req.kv.req_pool_idx for req in short]), batch.req_to_token_pool.req_to_token
     # The pages that hold the last tokens of a prompt are the request's in full.
     owned = _whole_pages(allocated, page)
     if (owned > allocated).any():
@@ -118,7 +120,7 @@ def _reserve(batch: Any, short: Sequence[Any], needed: int) -> None:
     where, _ = _cells(rows, owned, reserved, table.device)
     table[where[0], where[1]] = alloc_token_slots(tree_cache, where.shape[1]).to(table.dtype)
     for req, length in zip(short, reserved.tolist(), strict=True):
-        requests.set_allocated_len(req, length)
+        req.kv.kv_allocated_len = length  # the one place that writes it: elsewhere the slots would leak
 
 
 def _whole_pages(lengths: Lengths, page: int) -> Lengths:

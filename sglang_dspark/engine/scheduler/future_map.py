@@ -69,7 +69,7 @@ class RelayedFutureMap(FutureMap):
         if self.publish_ready is None:
             self.publish_ready = torch.get_device_module(self.device).Event()
         self.publish_ready.record()
-        self._publish_fresh = True  # newer releases assert that every reading follows a publication
+        self._publish_fresh = True  # SGLang asserts that every reading follows a publication
 
     def stash(self, future_indices: Any, payload: Any) -> None:
         """Keep the next step's anchors, where no graph has entered them."""

@@ -6,20 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_dspark.engine.compat.arguments import stream_interval
+from sglang.srt.runtime_context import get_serving
 
 
 def when_due(original: Callable[..., None], streamer: Any, reqs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Hook around what SGLang streams after a step, so that ``stream_interval`` means what it does without us.
 
-    A plain server streams after 1, 1 + i, 1 + 2i tokens and so on. SGLang 0.5.15 asks whether the text has one of these
-    lengths just now, and a step of several tokens goes past most of them. SGLang 0.5.23 counts from what was sent last,
-    and comes later than a plain server from message to message.
+    A plain server streams after 1, 1 + i, 1 + 2i tokens and so on. SGLang counts from what was sent last, and where a
+    step brings several tokens it would come later from message to message.
 
     Args:
         reqs: the step's ``Req``; ``send_token_offset`` tokens of one were sent already.
     """
-    default = stream_interval()
+    default = int(get_serving().stream_interval)
     spaced = [
         req
         for req in reqs

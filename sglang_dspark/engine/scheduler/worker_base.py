@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from dspark_kernels import draw
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.runtime_context import get_parallel
 
-from sglang_dspark.engine.compat import ranks
-from sglang_dspark.engine.compat.arguments import attached, resolved
-from sglang_dspark.engine.compat.forwards import capturing_forward, use_attention
+from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.fired import Moment, check
 from sglang_dspark.engine.forward.adapters import check_adapters
+from sglang_dspark.engine.forward.capture import capturing_forward
 from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.forward.phased_attention import PhasedBackend
@@ -50,16 +51,16 @@ class SpecWorkerBase(WorkerFace):
     def __init__(self, *, server_args: Any, target_worker: Any, **_given: Any) -> None:
         super().__init__(target_worker)
         check_adapters(target_worker.model_runner)
-        self.server_args = resolved(server_args)
-        ranks_of_all = ranks.tp_group(target_worker.model_runner)
-        self.agreement = Agreement(ranks_of_all)
+        self.server_args = resolving_view(server_args)
+        ranks = get_parallel().tp_group
+        self.agreement = Agreement(ranks)
         if not self.agreement.leads:
             # The ranks of a server have the same to say.
             logging.getLogger("sglang_dspark").setLevel(logging.WARNING)
         self.device = torch.device(target_worker.device)
         self.settled: Serving = attached(server_args)
         self.options = self.settled.config
-        nodes.join(ranks_of_all, self.server_args.nnodes, nodes.to_have_in_common(self.settled), nodes.end_server)
+        nodes.join(ranks, self.server_args.nnodes, nodes.to_have_in_common(self.settled), nodes.end_server)
         self.sampling = SamplingReader(self.device)
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
         self.adjustments = Adjustments(target_worker.model_runner.model_config.vocab_size, self.device)
@@ -142,7 +143,8 @@ class SpecWorkerBase(WorkerFace):
         """Called after the target's backends exist and before any graph is captured."""
         runner = self._target_worker.model_runner
         verify = CpuVerifyBackend if self.device.type == "cpu" else CudaVerifyBackend
-        use_attention(runner, PhasedBackend(runner, verify(runner)))
+        runner.attn_backend = PhasedBackend(runner, verify(runner))
+        runner.kv_index_translator.bind_and_verify_backends([runner.attn_backend])
 
     def init_cuda_graphs(self) -> None:
         """Called last, after the target's graphs were captured."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_dspark.engine.compat import arguments
+from sglang.srt.arg_groups.overrides import resolving_view
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def limit_requests(server_args: Any, max_verify: int) -> None:
     where blocks are long, or where SGLang captures graphs for more, as it does on four GPUs.
     """
     if server_args.device == "cuda" and server_args.max_running_requests is None:
-        of_graphs = arguments.resolved(server_args).cuda_graph_config.decode.max_bs
+        of_graphs = resolving_view(server_args).cuda_graph_config.decode.max_bs
         of_memory = MOST_TOKENS_OF_A_STEP // (max_verify + 1)
         server_args.max_running_requests = max(FEWEST_REQUESTS, min(of_graphs, of_memory))
         logger.info(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dspark.engine.compat import arguments, targets
+from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.fired import Moment, awaited
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
@@ -23,6 +23,8 @@ from sglang_dspark.errors import EngineError
 logger = logging.getLogger(__name__)
 
 Where = Literal["flags", "front_end", "routes", "scheduler", "cuda", "cpu"]
+
+_GRAPHS = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
 
 _installed: set[str] = set()
 
@@ -79,19 +81,13 @@ HOOKS: tuple[Hook, ...] = (
         "flags",
         "ServerArgs has no place for the texts of our flags",
     ),
-    *(
-        [
-            Hook(
-                "resolve-with-dspark",
-                f"{arguments.CLASS}.resolve_once",
-                HookType.AROUND,
-                "startup.resolution.resolve_once",
-                "flags",
-                "what SGLang would decide otherwise is decided before, and undone where the target decodes alone",
-            )
-        ]
-        if arguments.RESOLVED_LATER
-        else []
+    Hook(
+        "resolve-with-dspark",
+        f"{arguments.CLASS}.resolve_once",
+        HookType.AROUND,
+        "startup.resolution.resolve_once",
+        "flags",
+        "what SGLang would decide otherwise is decided before, and undone where the target decodes alone",
     ),
     Hook(
         "serve-adapters",
@@ -168,7 +164,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "row-headroom",
-        targets.ROW_HEADROOM,
+        "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         HookType.AROUND,
         "scheduler.replacements.row_headroom",
         "scheduler",
@@ -291,18 +287,18 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "no-stock-graphs",
-        targets.DECODE_GRAPHS,
+        f"{_GRAPHS}.capture_decode_graph",
         HookType.REPLACE,
-        "compat.targets.no_decode_graphs",
+        "forward.stock_graphs.no_decode_graphs",
         "cuda",
         "the stock graphs verify one number of tokens per request; DSPARK captures graphs of its own steps",
         Moment.READY,
     ),
     Hook(
         "prefill-graphs",
-        targets.PREFILL_GRAPHS,
+        f"{_GRAPHS}.capture_prefill_graph",
         HookType.AROUND,
-        "compat.targets.prefill_graphs",
+        "forward.stock_graphs.prefill_graphs",
         "cuda",
         "of the stock graphs of prefill only the breakable ones return the hidden states that the drafter reads; a "
         "capture that fails shall not end the start",

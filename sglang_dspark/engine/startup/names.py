@@ -1,11 +1,9 @@
-"""By which name the plugin is asked for: SGLang's ``--speculative-algorithm``."""
+"""By which names the plugin is asked for: SGLang's ``--speculative-algorithm``."""
 
 from __future__ import annotations
 
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
 COMMON_NAME = "DSPARK"
-"""What everybody calls it."""
+"""What everybody calls it, and SGLang its own DSPARK, too."""
 
-ALGORITHM = "DSPARK_PLUGIN" if COMMON_NAME in SpeculativeAlgorithm.__members__ else COMMON_NAME
-"""Under which we are registered: SGLang keeps the name for its own DSPARK where it has one."""
+ALGORITHM = "DSPARK_PLUGIN"
+"""Under which we are registered."""

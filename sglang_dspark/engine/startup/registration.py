@@ -43,10 +43,11 @@ def register_algorithm(load_worker: Callable[[], type]) -> None:
 def _worker_factory(load_worker: Callable[[], type]) -> Callable[[Any], type]:
     def create_worker_class(server_args: Any) -> type:
         # Called by the scheduler after the target is loaded and before any memory pool exists.
-        from sglang_dspark.engine.compat.arguments import resolved
+        from sglang.srt.arg_groups.overrides import resolving_view
+
         from sglang_dspark.engine.startup import hooks
 
-        hooks.install("scheduler", resolved(server_args).device)
+        hooks.install("scheduler", resolving_view(server_args).device)
         logger.info("sglang-dspark %s drives this scheduler", __version__)
         return load_worker()
 
@@ -65,10 +66,6 @@ def _algorithm_class() -> type:
             worker_class = super().create_worker(server_args)
             self._drafter_attached = True
             return worker_class
-
-        def is_dflash(self) -> bool:
-            # Where SGLang knows no family, DFLASH alone is asked for.
-            return self._drafter_attached and not hasattr(CustomSpecAlgo, "is_dflash_family")
 
         def is_dflash_family(self) -> bool:
             # SGLang's DFLASH call sites are the ones we need: K/V reservation by our own draft input, pool sizing with
@@ -90,15 +87,14 @@ def _algorithm_class() -> type:
         def need_topk(self) -> bool:
             return False
 
-        def create_future_map(self, device: Any, req_to_token_pool: Any, *args: Any, **wishes: Any) -> Any:
+        def create_future_map(self, device: Any, req_to_token_pool: Any, **wishes: Any) -> Any:
             from sglang_dspark.engine.scheduler.future_map import create_future_map
 
-            return create_future_map(device, self, req_to_token_pool, *args, **wishes)
+            return create_future_map(device, self, req_to_token_pool, **wishes)
 
-        def build_disagg_draft_input(self, batch: Any, *given: Any) -> Any:
+        def build_disagg_draft_input(self, batch: Any, last_tokens_tensor: Any, future_map: Any) -> Any:
             from sglang_dspark.engine.scheduler.disaggregation import first_draft_input
 
-            *_arguments_of_the_server, first_tokens, future_map = given
-            return first_draft_input(batch, first_tokens, future_map)
+            return first_draft_input(batch, last_tokens_tensor, future_map)
 
     return DSparkAlgorithm

@@ -1,6 +1,6 @@
 """Which flags of SGLang DSPARK serves: one list, for the refusals and docs/sglang_flags.md.
 
-Every flag of one SGLang is named here, so that a new one is noticed when SGLang changes.
+Every flag of SGLang is named here, so that a new one is noticed when SGLang changes.
 """
 
 from __future__ import annotations
@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-LISTED_SGLANG = "0.5.15.post1"
-"""The release whose flags these are; of others, the lists refuse what they name."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Refusal:
 
     def refuses(self, args: Any) -> bool:
         """Whether ``args`` have another value."""
-        value = getattr(args, self.name, self.allowed[0])
+        value = getattr(args, self.name)
         return value not in self.allowed and not (self.follows and value == getattr(args, self.follows))
 
 
@@ -39,12 +36,17 @@ PAGE_SIZES = (1, 16, 32, 64)
 """K/V slots per page that are served."""
 
 HTTP = "drop the flag: requests are checked on their way through HTTP"
+PARTS_OF_STATES = (
+    "drop the flag: each rank would hold the hidden states of some tokens alone, and drafts are made from all"
+)
 OTHER_ALGORITHM = "drop the flag: DSPARK does not read it, it belongs to other speculative algorithms"
 
 REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("pp_size", (1,), "pass --pp-size 1"),
     Refusal("dp_size", (1,), "pass --dp-size 1 and scale out with replicas behind a router"),
     Refusal("enable_dp_attention", (False,)),
+    Refusal("attn_dp_size", (1,), "pass 1"),
+    Refusal("dwdp_size", (1,), "pass 1"),
     Refusal("attn_cp_size", (1,), "pass 1"),
     Refusal("dcp_size", (1,), "pass 1"),
     Refusal("enable_lora_overlap_loading", (False, None), "drop the flag; adapters are served without it"),
@@ -55,19 +57,17 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("kv_cache_dtype", ("auto", "bfloat16", "bf16", "fp8_e4m3"), "pass auto, bfloat16 or fp8_e4m3"),
     Refusal("hicache_storage_backend", (None,), "drop the flag: prefixes move to host memory, and not beyond it"),
     Refusal("enable_lmcache", (False,)),
-    Refusal(
-        "moe_a2a_backend",
-        ("none",),
-        "drop the flag: each rank would hold the hidden states of some tokens alone, and drafts are made from all",
-    ),
-    Refusal(
-        "moe_dense_tp_size",
-        (None,),
-        "drop the flag: each rank would hold the hidden states of some tokens alone, and drafts are made from all",
-    ),
+    Refusal("enable_flexkv", (False,)),
+    Refusal("enable_unified_cache_external_linker", (False,)),
+    Refusal("enable_kv_cache_sharding", (False,)),
+    Refusal("moe_a2a_backend", ("none",), PARTS_OF_STATES),
+    Refusal("moe_dense_tp_size", (None,), PARTS_OF_STATES),
+    Refusal("enable_layernorm_sp", (False,), PARTS_OF_STATES),
     Refusal("enable_two_batch_overlap", (False,)),
     Refusal("enable_pdmux", (False,)),
     Refusal("grpc_mode", (False,), HTTP),
+    Refusal("smg_grpc_mode", (False,), HTTP),
+    Refusal("grpc_port", (None,), f"{HTTP}; SGLANG_GRPC_PORT sets it as well"),
     Refusal(
         "grammar_backend",
         ("xgrammar", "llguidance", "none"),
@@ -88,12 +88,20 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("enable_streaming_session", (False,), "drop the flag; sessions without streaming are served"),
     Refusal("enable_return_routed_experts", (False,)),
     Refusal("enable_return_indexer_topk", (False,)),
+    Refusal("enable_return_aux_hidden_states", (False,)),
+    Refusal("enable_watermark", (False,)),
     Refusal(
         "enable_quant_communications",
         (False, None),
         "drop the flag: it makes sums of several ranks coarser in verification, and not in the steps of a plain server",
     ),
     Refusal("enable_torch_compile", (False,), "drop the flag: steps of DSPARK are not compiled"),
+    Refusal("enable_nvidia_megakernel", (False,), "drop the flag: verification has kernels of its own"),
+    Refusal(
+        "startup_weight_load_mode",
+        ("serial",),
+        "pass serial: the drafter reads the target's weights before graphs are captured",
+    ),
     Refusal("debug_cuda_graph", (False,), "drop the flag; --disable-cuda-graph runs steps launch by launch"),
     Refusal("cuda_graph_backend_decode", (None, "full", "disabled"), "pass full or disabled"),
     Refusal("enable_mis", (False,), "drop the flag and score items with a server without DSPARK"),
@@ -115,15 +123,28 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("speculative_accept_threshold_single", (1.0,), "drop the flag: DSPARK keeps the target's law, always"),
     Refusal("speculative_accept_threshold_acc", (1.0,), "drop the flag: DSPARK keeps the target's law, always"),
     Refusal("speculative_use_rejection_sampling", (False,), "drop the flag: DSPARK always samples by rejection"),
+    Refusal("speculative_use_block_verification", (False,)),
     Refusal("speculative_token_map", (None,), "drop the flag: a drafter of DSPARK brings draft_vocabulary.json along"),
     Refusal("speculative_attention_mode", ("prefill",), OTHER_ALGORITHM),
     Refusal("speculative_draft_attention_backend", (None,), "drop the flag: the drafter has an attention of its own"),
     Refusal("speculative_draft_window_size", (None,)),
+    Refusal("speculative_draft_sink_size", (None,)),
+    Refusal(
+        "speculative_draft_kv_cache_dtype", (None,), "drop the flag: the drafter's K/V has the dtype of the weights"
+    ),
+    Refusal(
+        "speculative_dspark_align_verify_tokens_to_graph_tier",
+        (False,),
+        "drop the flag: it belongs to SGLang's own DSPARK",
+    ),
     Refusal("speculative_draft_model_quantization", (None, "unquant"), "serve an unquantised drafter"),
     Refusal("speculative_moe_runner_backend", (None, "auto"), OTHER_ALGORITHM, follows="moe_runner_backend"),
     Refusal("speculative_moe_a2a_backend", (None, "none"), OTHER_ALGORITHM),
-    Refusal("speculative_skip_dp_mlp_sync", (False,), OTHER_ALGORITHM),
     Refusal("enable_multi_layer_eagle", (False,), OTHER_ALGORITHM),
+    Refusal("speculative_domino_candidate_pool_size", (2048,), OTHER_ALGORITHM),
+    Refusal("speculative_dsa_topk_backend", ("sgl-kernel",), OTHER_ALGORITHM),
+    Refusal("speculative_enable_w4a4_mxfp4_megamoe", (None,), OTHER_ALGORITHM),
+    Refusal("uno_lora_path", (None,), OTHER_ALGORITHM),
     Refusal("speculative_adaptive", (False,), "drop the flag: the policy auto of DSPARK adapts by itself"),
     Refusal("speculative_adaptive_config", (None,), "drop the flag: the policy auto of DSPARK adapts by itself"),
     Refusal("decoupled_spec_bind_endpoint", (None,), OTHER_ALGORITHM),
@@ -141,32 +162,6 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("speculative_ngram_external_corpus_max_tokens", (10_000_000,), OTHER_ALGORITHM),
 )
 
-REFUSED_FLAGS_OF_SOME_RELEASES: tuple[Refusal, ...] = (
-    Refusal("attn_dp_size", (1,), "pass 1"),
-    Refusal("dwdp_size", (1,), "pass 1"),
-    Refusal("smg_grpc_mode", (False,), HTTP),
-    Refusal("enable_kv_cache_sharding", (False,)),
-    Refusal("enable_unified_cache_external_linker", (False,)),
-    Refusal("enable_flexkv", (False,)),
-    Refusal("enable_watermark", (False,)),
-    Refusal("enable_return_aux_hidden_states", (False,)),
-    Refusal("speculative_use_block_verification", (False,)),
-    Refusal("speculative_draft_sink_size", (None,)),
-    Refusal(
-        "speculative_draft_kv_cache_dtype", (None,), "drop the flag: the drafter's K/V has the dtype of the weights"
-    ),
-    Refusal(
-        "speculative_dspark_align_verify_tokens_to_graph_tier",
-        (False,),
-        "drop the flag: it belongs to SGLang's own DSPARK",
-    ),
-    Refusal("speculative_domino_candidate_pool_size", (2048,), OTHER_ALGORITHM),
-    Refusal("speculative_dsa_topk_backend", ("sgl-kernel",), OTHER_ALGORITHM),
-    Refusal("speculative_enable_w4a4_mxfp4_megamoe", (None,), OTHER_ALGORITHM),
-    Refusal("uno_lora_path", (None,), OTHER_ALGORITHM),
-)
-"""Flags that the release of these lists does not have."""
-
 CHECKED_ELSEWHERE = {
     "device": "`cpu` or `cuda`",
     "enable_lora": "served, but for adapters of experts",
@@ -177,8 +172,7 @@ CHECKED_ELSEWHERE = {
     "attention_backend": "`torch_native` on a CPU; `fa3`, `flashinfer` or `triton` on CUDA",
     "decode_attention_backend": "as `--attention-backend`",
     "prefill_attention_backend": "as `--attention-backend`",
-    "moe_runner_backend": "served; `triton` was tried on a CPU besides the default; `flashinfer_megamoe` of newer "
-    "releases is refused",
+    "moe_runner_backend": "served; `triton` was tried on a CPU besides the default; `flashinfer_megamoe` is refused",
     "sampling_backend": "accepted, without effect: all tokens are drawn by the law of `pytorch`",
     "cuda_graph_backend_prefill": "`breakable` or `disabled`",
     "cuda_graph_config": "as the flags that it stands for",
@@ -248,84 +242,81 @@ hicache_ratio hicache_size hicache_write_policy hicache_io_backend hicache_mem_l
 max_lora_rank lora_target_modules max_loaded_loras max_loras_per_batch lora_eviction_policy max_lora_chunk_size
 lora_strict_loading lora_drain_wait_threshold
 quantization_param_path modelopt_quant modelopt_checkpoint_restore_path modelopt_checkpoint_save_path
-modelopt_export_path quantize_and_serve rl_quant_profile fp8_gemm_runner_backend fp4_gemm_runner_backend torchao_config
+modelopt_export_path quantize_and_serve rl_quant_profile fp8_gemm_runner_backend fp4_gemm_runner_backend
+constrained_json_max_whitespace_cnt cuda_graph_max_seq_len_prefill default_chat_template_kwargs
+disable_aiter_allreduce_fusion_in_decode disable_aiter_allreduce_fusion_in_prefill enable_http_worker_reuseport
+enable_lean_attention enable_response_store flashinfer_autotune_skip_ops gated_launch_port hicache_host_memory_fraction
+http2_initial_connection_window_size http2_max_concurrent_streams load_publish_endpoint otlp_service_name
+prefill_decode_interval prefill_decode_interval_min_bs radix_eviction_policy_config retraction_policy return_input_ids
+return_output_ids trust_request_chat_template weight_cache_mode weight_cache_socket weight_cache_timeout
 """.split()
 """Flags that mean what they mean on a plain server."""
 
 OTHER_MODELS_FLAGS = """
 is_embedding moe_dp_size
-enable_dsa_prefill_context_parallel dsa_prefill_cp_mode asr_max_buffer_seconds asr_max_concurrent_sessions
+asr_max_buffer_seconds asr_max_concurrent_sessions
 mm_attention_backend dsa_prefill_backend dsa_decode_backend dsa_paged_mqa_logits_backend dsa_topk_backend mamba_backend
 flashinfer_mla_disable_ragged enable_fused_moe_sum_all_reduce enable_deepseek_v4_fp4_indexer ep_size
 flashinfer_mxfp4_moe_precision deepep_mode deepep_dispatcher_output_dtype ep_num_redundant_experts
 ep_dispatch_algorithm init_expert_location enable_eplb eplb_algorithm eplb_rebalance_num_iterations
 eplb_rebalance_layers_per_chunk eplb_min_rebalancing_utilization_threshold expert_distribution_recorder_mode
-expert_distribution_recorder_buffer_size enable_expert_distribution_metrics deepep_config
-elastic_ep_backend enable_elastic_expert_backup mooncake_ib_device enable_deepep_waterfill elastic_ep_rejoin
+expert_distribution_recorder_buffer_size deepep_config
+elastic_ep_backend enable_elastic_expert_backup mooncake_ib_device
 disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion enforce_shared_experts_fusion
 max_mamba_cache_size mamba_ssm_dtype enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
-mamba_full_memory_ratio mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval
+mamba_full_memory_ratio mamba_radix_cache_strategy mamba_track_interval
 enable_int8_mamba_checkpoint int8_mamba_ckpt_size linear_attn_backend linear_attn_decode_backend
 linear_attn_prefill_backend enable_linear_replayssm linear_replayssm_cache_len hisparse_config
 enable_broadcast_mm_inputs_process enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config
-limit_mm_data_per_request enable_mm_global_cache disable_fast_image_processor keep_mm_feature_on_device kt_weight_path
+limit_mm_data_per_request enable_mm_global_cache disable_fast_image_processor kt_weight_path
 kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts kt_max_deferred_experts_per_token dllm_algorithm_config
 encoder_only language_only encoder_transfer_backend encoder_urls encoder_bootstrap_port encoder_register_urls
 enable_adaptive_dispatch_to_encoder enable_single_batch_overlap enable_precise_embedding_interpolation
 disable_chunked_prefix_cache enable_fused_qk_norm_rope
+allowed_media_domains c128_page_size cuda_graph_prefill_max_context deepep_v2_mode dsa_triton_union dsv4_attn_backend
+dsv4_prefill_backend elastic_ep_initial_size elastic_ep_scale_timeout enable_amd_monokernel
+enable_decoder_swa_bounded_replay enable_dsa_cache_layer_split enable_dsa_fused_indexer
+enable_encoder_swa_bounded_replay enable_linear_replayssm_spec enable_megamoe_for_layernorm_sp enable_paged_experts
+enable_scattered_sconv enable_w4a4_mxfp4_megamoe enable_waterfill ep_join_mode ep_join_rank_offset
+expert_balancedness_report_mode flashinfer_a2a_dispatch_type fuseep_mode image_processor_backend language_model_only
+linear_attn_verify_backend mamba_max_states_per_path max_ep_size media_url_max_file_size_mb mm_feature_transport
+mm_global_cache_backend mm_io_worker_num mm_preprocess_cache_size_mb mm_processor_worker_num paged_experts_num_resident
+ple_offload_backend ple_offload_dir ple_offload_embedding qsa_indexer_dtype shared_experts_tp_size swa_prefix_tails
+trust_mm_content_hashes
 """.split()
 """Flags of parts that few targets have: experts, state spaces, other modalities. DSPARK reads none of them."""
 
 REFUSED_FEATURES_FLAGS = """
 pp_max_micro_batch_size pp_async_batch_depth load_balance_method enable_prefill_cp cp_strategy
-enable_prefill_context_parallel prefill_cp_mode enable_dp_attention_local_control_broadcast enable_dp_lm_head
-enable_attn_tp_input_scattered disable_attn_tp_gather grpc_http_sidecar_port hicache_storage_prefetch_policy
+enable_dp_attention_local_control_broadcast enable_dp_lm_head
+enable_attn_tp_input_scattered disable_attn_tp_gather hicache_storage_prefetch_policy
 hicache_storage_backend_extra_config experts_shared_outer_loras lora_use_virtual_experts
 tbo_token_distribution_threshold
 lmcache_config_file disaggregation_transfer_backend disaggregation_bootstrap_port disaggregation_ib_device
 disaggregation_decode_enable_radix_cache disaggregation_decode_enable_offload_kvcache num_reserved_decode_tokens
 disaggregation_decode_extra_slots disaggregation_decode_polling_interval pdmux_config_path sm_group_num
-enable_weights_cpu_backup enable_draft_weights_cpu_backup enable_dynamic_chunking optimistic_prefill_retries
-custom_weight_loader offload_num_in_group offload_prefetch_step offload_mode cuda_graph_tc_compiler
+enable_weights_cpu_backup enable_draft_weights_cpu_backup enable_dynamic_chunking
+custom_weight_loader offload_num_in_group offload_prefetch_step offload_mode
 enable_custom_logit_processor enable_return_hidden_states disable_outlines_disk_cache kv_canary_real_data
 kv_canary_sweep_interval enable_torch_compile_debug_mode torch_compile_max_bs
+boundary_reduction dcp_comm_backend dcp_replicate_q_proj disaggregation_decode_allocation_policy
+disaggregation_decode_host_receive_threshold disaggregation_decode_retraction_backup disaggregation_enable_kv_checksum
+dllm_fdfo enable_cp_decode_attn_tp enable_dense_mlp_attn_tp enable_linker_mla_dedup enable_pd_role_switch
+enable_shared_experts_attn_tp enable_tp_lm_head_all_to_all flexkv_config_file grpc_response_timeout_secs
+hicache_host_memory_mode hicache_storage_prefetch_retry_max_attempts hicache_storage_prefetch_retry_poll_interval
+mlx_enable_sampling optimistic_prefill_attempts prefill_kv_cache_dequant_dtype return_aux_hidden_state_layer_ids
+return_hidden_states_mode sampling_mask_max_tokens sidecar sidecar_args smg_http_sidecar_port
+unified_cache_external_linker_backend unified_cache_external_linker_config watermark_config
 """.split()
 """Flags that only adjust something that is refused itself."""
 
-FLAGS_OF_SOME_RELEASES = """
+COMPUTED_FIELDS = """
 _radix_eviction_policy_explicitly_set _speculative_draft_quantization_explicitly_set
-_swa_full_tokens_ratio_explicitly_set allowed_media_domains aux_hidden_state_capture boundary_reduction c128_page_size
-constrained_json_max_whitespace_cnt cuda_graph_max_seq_len_prefill cuda_graph_prefill_max_context dcp_comm_backend
-dcp_replicate_q_proj deepep_v2_mode default_chat_template_kwargs disable_aiter_allreduce_fusion_in_decode
-disable_aiter_allreduce_fusion_in_prefill disaggregation_decode_allocation_policy
-disaggregation_decode_host_receive_threshold disaggregation_decode_retraction_backup disaggregation_enable_kv_checksum
-dllm_fdfo dsa_triton_union dsv4_attn_backend dsv4_prefill_backend elastic_ep_initial_size elastic_ep_scale_timeout
-enable_amd_monokernel enable_cp_decode_attn_tp enable_cp_tp_group_sharing enable_decoder_swa_bounded_replay
-enable_dense_mlp_attn_tp enable_dsa_cache_layer_split enable_dsa_fused_indexer enable_encoder_swa_bounded_replay
-enable_http_worker_reuseport enable_layernorm_sp enable_lean_attention enable_linear_replayssm_spec
-enable_linker_mla_dedup enable_megamoe_for_layernorm_sp enable_nvidia_megakernel enable_paged_experts
-enable_pd_role_switch enable_response_store enable_scattered_sconv enable_shared_experts_attn_tp
-enable_tp_lm_head_all_to_all enable_w4a4_mxfp4_megamoe enable_waterfill ep_join_mode ep_join_rank_offset
-expert_balancedness_report_mode flashinfer_a2a_dispatch_type flashinfer_autotune_skip_ops flexkv_config_file
-fuseep_mode gated_launch_port grpc_port grpc_response_timeout_secs grpc_worker_threads hicache_host_memory_fraction
-hicache_host_memory_mode hicache_storage_prefetch_retry_max_attempts hicache_storage_prefetch_retry_poll_interval
-http2_initial_connection_window_size http2_max_concurrent_streams image_processor_backend language_model_only
-linear_attn_verify_backend load_publish_endpoint mamba_max_states_per_path max_ep_size media_url_max_file_size_mb
-mlx_enable_sampling mm_feature_transport mm_global_cache_backend mm_io_worker_num mm_preprocess_cache_size_mb
-mm_processor_worker_num optimistic_prefill_attempts otlp_service_name paged_experts_num_resident ple_offload_backend
-ple_offload_dir ple_offload_embedding prefill_decode_interval prefill_decode_interval_min_bs
-prefill_kv_cache_dequant_dtype qsa_indexer_dtype radix_eviction_policy_config retraction_policy
-return_aux_hidden_state_layer_ids return_hidden_states_mode return_input_ids return_output_ids
-sampling_mask_max_tokens shared_experts_tp_size sidecar sidecar_args smg_http_sidecar_port
-speculative_boundary_reduction
-speculative_dspark_block_size
-speculative_dspark_confidence_sts_path speculative_dspark_sps_table_path
-startup_weight_load_mode swa_prefix_tails trust_mm_content_hashes trust_request_chat_template
-unified_cache_external_linker_backend unified_cache_external_linker_config watermark_config
-watermark_context_window watermark_default_enabled watermark_enforce_all watermark_key watermark_key_b
-watermark_max_probability watermark_mixing_probability weight_cache_mode weight_cache_socket weight_cache_timeout
+_swa_full_tokens_ratio_explicitly_set aux_hidden_state_capture enable_cp_tp_group_sharing grpc_worker_threads
+speculative_boundary_reduction uses_mamba_radix_cache watermark_context_window watermark_default_enabled
+watermark_enforce_all watermark_key watermark_key_b watermark_max_probability watermark_mixing_probability
 """.split()
-"""Flags that other releases than the listed one have, and that nothing has to be done about."""
+"""What SGLang decides by itself, without a flag."""
 
 
 def refusals(args: Any, resolved: Any) -> Iterator[str]:
@@ -335,7 +326,7 @@ def refusals(args: Any, resolved: Any) -> Iterator[str]:
         args: SGLang's ``ServerArgs``.
         resolved: the same, with what SGLang has decided about them by now.
     """
-    for refusal in (*REFUSED_FLAGS, *REFUSED_FLAGS_OF_SOME_RELEASES):
+    for refusal in REFUSED_FLAGS:
         if refusal.refuses(args) or refusal.refuses(resolved):
             value = getattr(args if refusal.refuses(args) else resolved, refusal.name)
             yield f"DSPARK cannot run with {flag_of(refusal.name)}={value}; {refusal.remedy}"

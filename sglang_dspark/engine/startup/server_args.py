@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from dspark_kernels import widest_window
-from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+from sglang.srt.arg_groups.overrides import attention_backends_of, model_config_of, resolved_view
+from sglang.srt.environ import envs
 
 from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig, flag_name
@@ -41,10 +42,10 @@ SINK_BACKENDS = ("fa3", "triton")  # of these, which know attention sinks
 
 @dataclass(frozen=True)
 class _Options:
-    """What our flags say, and the drafter where it is found already."""
+    """What our flags say, and the drafter."""
 
     config: DSparkConfig
-    drafter: ResolvedDrafter | None = None
+    drafter: ResolvedDrafter | None
 
 
 # SGLang asks us while it resolves its arguments, and does not pass our options on.
@@ -56,7 +57,7 @@ def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
     """Inside, SGLang may resolve ``args``: what it would decide otherwise is decided, and we know our options.
 
     Args:
-        args: arguments that are not resolved yet, or the parsed command line.
+        args: SGLang's ``ServerArgs``, not resolved yet.
 
     Raises:
         ConfigError, CheckpointError: see :func:`find_drafter`; or several machines may decide differently.
@@ -145,19 +146,11 @@ def validate(server_args: Any) -> None:
         EngineError: this SGLang resolves its arguments without our hook, which knows our options.
     """
     options = _options.get(None)
-    if options is None:  # made by a program, not from a command line
-        if arguments.RESOLVED_LATER:  # from either, by resolve_once
-            raise EngineError(
-                f"sglang {installed_sglang()} resolved its arguments and did not call {arguments.CLASS}.resolve_once, "
-                "so options of DSPARK would be dropped; sglang-dspark cannot serve on this release as it is"
-            )
-        config = DSparkConfig.resolve({})
-        options = _Options(config, find_drafter(server_args, config))
-        server_args.speculative_draft_model_path = None if options.drafter is None else options.drafter.path
-        if server_args.speculative_draft_model_quantization == server_args.quantization:
-            server_args.speculative_draft_model_quantization = None  # the target's, which SGLang has taken for both
-        defaults.serve_text(server_args)
-        vars(server_args).pop("model_config", None)  # which SGLang may have made by now
+    if options is None:
+        raise EngineError(
+            f"sglang {installed_sglang()} resolved its arguments and did not call {arguments.CLASS}.resolve_once, "
+            "so options of DSPARK would be dropped; sglang-dspark cannot serve on this release as it is"
+        )
     dummy = options.drafter is not None and _draft_load_format(server_args) == "dummy"
     ours = server_args.min_free_slots_delay is None
     arguments.attach(server_args, Serving(options.config, options.drafter, dummy, holds_prompts=ours))
@@ -170,16 +163,22 @@ def validate(server_args: Any) -> None:
 def device_refusal(device: str) -> str | None:
     """What is wrong with the device of a server; None where nothing is."""
     if device not in PREFILL_BACKENDS:
-        return f"DSPARK cannot run with --device={device}; pass cpu or cuda"
+        return (
+            f"DSPARK cannot run with --device={device}; pass cpu or cuda, or {flag_name('engine')} builtin where "
+            "SGLang's own DSPARK knows the device"
+        )
     if device == "cpu" or not torch.cuda.is_available():  # SGLang itself says that there is none
         return None
     found = gpu_refusal(torch.cuda.get_device_capability(), rocm=torch.version.hip is not None)
     return None if found is None else f"DSPARK cannot run with --device=cuda: {found}"
 
 
-_SWITCHES_OF_SOME_RELEASES = (
-    ("SGLANG_RUST_SERVER", "unset it: requests are checked on their way through the Python server"),
-    ("SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "unset it: the drafter's K/V pool is as large as the target's at first"),
+_SWITCHES = (
+    (envs.SGLANG_RUST_SERVER, "unset it: requests are checked on their way through the Python server"),
+    (
+        envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING,
+        "unset it: the drafter's K/V pool is as large as the target's at first",
+    ),
 )
 
 
@@ -187,15 +186,13 @@ def _refusals(args: Any) -> Iterator[str]:
     view = resolved_view(args)
     yield from expert_refusals(view)
     yield from served.refusals(args, view)
-    if (grpc_port := arguments.grpc_port(args)) is not None:
-        yield f"DSPARK cannot run with --grpc-port={grpc_port}; {served.HTTP}; SGLANG_GRPC_PORT sets it as well"
-    for name, remedy in _SWITCHES_OF_SOME_RELEASES:
-        if arguments.is_switched_on(name):
-            yield f"DSPARK cannot run with {name}=1 in the environment; {remedy}"
+    for switch, remedy in _SWITCHES:
+        if switch.get():
+            yield f"DSPARK cannot run with {switch.name}=1 in the environment; {remedy}"
     prefill, decode = attention_backends_of(view)
     yield from adapter_refusals(args)
     yield from host_cache_refusals(args)
-    sinks = arguments.model_config(args).has_attention_sinks
+    sinks = model_config_of(args).has_attention_sinks
     yield from attention_refusals(args.device, prefill, decode, args.cuda_graph_backend_prefill, sinks=sinks)
 
 
@@ -251,12 +248,12 @@ def complete(server_args: Any) -> None:
     settled: Serving = arguments.attached(server_args)
     config, drafter = settled.config, settled.drafter
     server_args.speculative_draft_model_path = None if drafter is None else drafter.path
-    target = arguments.model_config(server_args)
+    target = model_config_of(server_args)
     family = family_of(target.hf_config.architectures)
     if drafter is not None:
         _check_drafter(server_args, settled, drafter, target)
     gamma = config.gamma(None if drafter is None else drafter.config.gamma)
-    for refusal in target_refusals(family, target, resolved_view(server_args), config.max_verify(gamma) + 1):
+    for refusal in target_refusals(family, target, config.max_verify(gamma) + 1):
         raise UnservedError(refusal)
     _check_options(server_args, config, drafter, gamma)
     for refusal in shape_refusals(server_args.device, target, server_args.kv_cache_dtype, config, drafter, gamma):

@@ -1,4 +1,4 @@
-"""What of a served family's target cannot be served under some flags."""
+"""What of a served family's target cannot be served."""
 
 from __future__ import annotations
 
@@ -6,27 +6,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_dspark.draft.families import Family
-from sglang_dspark.engine.compat.targets import loses_residuals, reduces_what_it_captures
+from sglang_dspark.engine.compat.targets import loses_residuals
 
 
-def target_refusals(family: Family, model_config: Any, args: Any, window: int) -> Iterator[str]:
-    """What is wrong with a target under these flags.
+def target_refusals(family: Family, model_config: Any, window: int) -> Iterator[str]:
+    """What is wrong with a target.
 
     Args:
         model_config: SGLang's, of the target.
-        args: SGLang's ``ServerArgs``, with all that it has decided about them by now.
         window: tokens that a step may verify per request.
     """
-    fused = args.tp_size > 1 and args.flashinfer_allreduce_fusion_backend is not None
-    if family.sums_late and fused and not reduces_what_it_captures():
-        yield (
-            f"--model-path: hidden states of {family.architecture} are not complete between its layers where "
-            "all-reduces are fused with norms; pass --enforce-disable-flashinfer-allreduce-fusion"
-        )
     if loses_residuals(family.architecture):
         yield (
             f"--model-path: this SGLang's {family.architecture} returns hidden states that are not summed up, from "
-            "which drafts would hardly ever be right; use SGLang 0.5.15.post1"
+            "which drafts would hardly ever be right; serve it without --speculative-algorithm"
         )
     limit = _one_rope_limit(model_config.hf_text_config)
     if limit is not None and model_config.context_len + window > limit:

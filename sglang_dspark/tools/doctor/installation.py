@@ -92,11 +92,8 @@ def _register(entry_point: EntryPoint) -> Finding:
         return Finding("fail", "registration", "SGLang does not know DSPARK after loading its plugins")
     if not diagnosis.has_flags():
         return Finding("fail", "registration", "the --speculative-dspark-* flags are not on SGLang's command line")
-    known = f"{names.ALGORITHM} and its flags are known to SGLang in this process"
-    if not support.has_built_in_dspark(support.installed_sglang()):
-        return Finding("ok", "registration", known)
-    remedy = f"without {flag_name('engine')} plugin, DSPARK is SGLang's own"
-    return Finding("ok", "registration", known, remedy)
+    known = f"{names.COMMON_NAME} and its flags are known to SGLang in this process"
+    return Finding("ok", "registration", known, f"{flag_name('engine')} builtin asks for SGLang's own DSPARK")
 
 
 def check_hooks() -> Iterator[Finding]:

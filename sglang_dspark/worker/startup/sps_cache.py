@@ -135,9 +135,9 @@ def _load(path: Path, key: dict[str, str]) -> SpsTable:
     return table
 
 
-# Fields of SGLang's arguments that change how long a step takes; not every release has all of them.
+# Fields of SGLang's arguments that change how long a step takes.
 _TIMED_ARGUMENTS = (
-    *("tp_size", "nnodes", "disable_custom_all_reduce", "cpu_offload_gb", "torchao_config", "moe_runner_backend"),
+    *("tp_size", "nnodes", "disable_custom_all_reduce", "cpu_offload_gb", "moe_runner_backend"),
     *("fp8_gemm_runner_backend", "fp4_gemm_runner_backend", "bf16_gemm_backend", "enable_fp32_lm_head", "ep_size"),
     *("flashinfer_allreduce_fusion_backend", "enable_symm_mem", "enable_torch_symm_mem", "enable_nccl_nvls"),
     *("enable_mscclpp", "enable_fused_moe_sum_all_reduce"),
@@ -164,7 +164,7 @@ def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int
         "max_verify": str(max_verify),
         "max_requests": str(most_requests(runner)),
         "cuda_graphs": "none" if graphs is None else graphs.tiers.digest,
-        **{name: str(getattr(server_args, name, None)) for name in _TIMED_ARGUMENTS},
+        **{name: str(getattr(server_args, name)) for name in _TIMED_ARGUMENTS},
         "method": _METHOD,
         "torch": torch.__version__,
         "sglang": version("sglang"),

@@ -31,7 +31,7 @@ from dspark_kernels import (
     prepare,
 )
 
-from sglang_dspark.engine.compat.ranks import tp_size
+from sglang_dspark.engine.forward.layers import kv_heads_of_rank
 from sglang_dspark.engine.scheduler.adjustments import FIRST_SLOTS
 from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
@@ -90,7 +90,7 @@ def warm_up(stages: EagerStages, target_worker: Any, max_verify: int, request_sl
         for requests in of_whole_steps:
             with dummy(requests) as batch:
                 _WarmUpSteps(stages, batch, max_verify).run()
-        kv_heads = runner.model_config.get_num_kv_heads(tp_size(runner))
+        kv_heads = kv_heads_of_rank(runner.model_config)
         of_verification = split_and_whole(most, kv_heads, num_processors(req_to_token.device))
         for depth in range(1, window):
             for requests in of_verification:
