@@ -11,7 +11,7 @@ from sglang_dspark.config import flag_name
 from sglang_dspark.errors import EngineError
 
 SERVED_SGLANG = ">=0.5.23,<0.5.24"
-"""Releases that are served, as pyproject.toml asks for them; docs/newer_sglang.md says what was tested."""
+"""Releases that are served, as pyproject.toml asks for them."""
 
 INSTALL_SGLANG = f'pip install "sglang{SERVED_SGLANG}"'
 """The remedy for a release that is not served."""
