@@ -8,7 +8,7 @@ among those, n their number, and the parameters of the request,
     l(v) <- l(v) * repetition if l(v) < 0 else l(v) / repetition      where c(v) > 0
     l(v) <- l(v) + bias(v)
 
-in float32 and in this order, which is the one of SGLang 0.5.15's overlap scheduler; its synchronous one applies the
+in float32 and in this order, which is the one of SGLang's overlap scheduler; its synchronous one applies the
 first three in the order of a set. The prompt does not count.
 
 What accumulates lies on the device, one slot per request, so that a step needs nothing from the host but the slots.

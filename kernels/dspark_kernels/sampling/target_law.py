@@ -1,4 +1,4 @@
-"""The distribution a token is drawn from: the law of SGLang 0.5.15's pytorch sampling backend.
+"""The distribution a token is drawn from: the law of SGLang's pytorch sampling backend.
 
 softmax(logits / T) in float32; top-k and top-p jointly on the sorted probabilities (a token stays when fewer than k
 tokens precede it and their mass is at most p); min-p relative to the most likely token; renormalise.
