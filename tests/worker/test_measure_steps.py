@@ -158,7 +158,8 @@ def key_of(monkeypatch, tmp_path):
         staging = SimpleNamespace(graphs=None, eager=SimpleNamespace(drafter=SimpleNamespace(gamma=7)))
         paths = {"model_path": "owner/target", "speculative_draft_model_path": str(tmp_path)}
         worker = SimpleNamespace(model_runner=runner, device="cpu")
-        return sps_cache._key(staging, worker, SimpleNamespace(**paths | flags), 7)
+        given = dict.fromkeys(sps_cache._TIMED_ARGUMENTS) | paths | flags
+        return sps_cache._key(staging, worker, SimpleNamespace(**given), 7)
 
     return key
 

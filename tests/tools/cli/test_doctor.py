@@ -57,7 +57,7 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft):
     assert "Qwen3ForCausalLM: hidden size 128, vocabulary 256, 6 layers" in result.output
     assert "read from the target: embed_tokens.weight, lm_head.weight" in result.output
     assert ", 0 mismatches; accept length" in result.output
-    assert f"DSPARK --speculative-dspark-engine plugin --speculative-draft-model-path {draft}" in result.output
+    assert f"DSPARK --speculative-draft-model-path {draft}" in result.output
 
 
 @pytest.mark.usefixtures("without_sglang")
