@@ -143,7 +143,8 @@ class FlexAttention:
     def __init__(self, k_ctx: Tensor, v_ctx: Tensor, anchors: Tensor, config: DraftConfig, *, compiled: bool) -> None:
         self._k_ctx, self._v_ctx, self._config = k_ctx, v_ctx, config
         self._blocks = anchors.shape
-        self._attend: Callable[..., Any] = _compiled(flex_attention) if compiled else flex_attention
+        attend: Callable[..., Any] = flex_attention
+        self._attend = _compiled(attend) if compiled else attend
         masks = {
             seen: _block_mask(seen, anchors, config.block_size, k_ctx.shape[2], compiled)
             for seen in set(config.visibilities)
