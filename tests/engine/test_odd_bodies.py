@@ -22,9 +22,6 @@ def client(monkeypatch):
     """An application that parses bodies as SGLang's does, and answers with what it got."""
     app = FastAPI()
 
-    async def nothing():
-        pass
-
     async def parsed(request: Request):
         try:
             document = await request.json()
@@ -49,7 +46,7 @@ def client(monkeypatch):
     monkeypatch.setattr(routes.dashboard, "page", lambda needs_key: ("page", "policy"))
     monkeypatch.setattr(routes, "_server_args", lambda: type("Args", (), {"api_key": None}))
     routes.add(app, None)
-    app.user_middleware.append(Middleware(SpeculationMiddleware, first_answered=nothing))
+    app.user_middleware.append(Middleware(SpeculationMiddleware))
     with TestClient(app, follow_redirects=False) as client:
         yield client
 

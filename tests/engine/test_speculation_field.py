@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -10,15 +9,10 @@ from fastapi import FastAPI
 from sglang.srt.entrypoints import http_server
 
 from sglang_dspark.engine import fired
-from sglang_dspark.engine.front_end import routes
 from sglang_dspark.engine.front_end.http import SpeculationMiddleware, mount
 from sglang_dspark.speculation import Speculation
 
 STREAM = "text/event-stream"
-
-
-async def nothing():
-    pass
 
 
 def send(body, path="/generate", chunk=7, **scope):
@@ -41,7 +35,7 @@ def send(body, path="/generate", chunk=7, **scope):
 
     headers = [(b"content-length", str(len(body)).encode())]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers, **scope}
-    asyncio.run(SpeculationMiddleware(application, first_answered=nothing)(scope, receive, respond))
+    asyncio.run(SpeculationMiddleware(application)(scope, receive, respond))
     if sent:
         return sent[0]["status"], json.loads(sent[1]["body"])["message"]
     assert int(seen["length"]) == len(seen["body"])
@@ -173,13 +167,9 @@ def test_the_field_wins_over_what_the_body_carries_itself():
 
 
 @pytest.mark.parametrize(("status", "kind"), [(200, "application/json"), (400, "application/json"), (200, STREAM)])
-def test_the_first_whole_answer_is_told_once(status, kind, monkeypatch):
-    """By then SGLang has what it needs, and the garbage collector is told to leave that alone."""
-    monkeypatch.setattr(fired, "_awaited", defaultdict(dict))
-    told = []
-
-    async def frozen():
-        told.append("frozen")
+def test_hooks_are_looked_for_with_the_first_whole_answer(status, kind, monkeypatch):
+    looked = []
+    monkeypatch.setattr(fired, "check", looked.append)
 
     async def application(scope, receive, send):
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]})
@@ -190,8 +180,6 @@ def test_the_first_whole_answer_is_told_once(status, kind, monkeypatch):
     async def respond(message):
         pass
 
-    manager = SimpleNamespace(freeze_gc=frozen)
-    monkeypatch.setattr(routes, "tokenizer_manager", lambda: manager)
     app = FastAPI()
     monkeypatch.setattr(http_server, "app", app)
     mount(SimpleNamespace())
@@ -200,7 +188,7 @@ def test_the_first_whole_answer_is_told_once(status, kind, monkeypatch):
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
     for _ in range(2):
         asyncio.run(served(scope, receive, respond))
-    assert told == (["frozen"] if (status, kind) == (200, "application/json") else [])
+    assert looked == ([fired.Moment.ANSWERED] if (status, kind) == (200, "application/json") else [])
 
 
 @pytest.mark.parametrize("path", ["/weights_checker", "/begin_weight_update", "/end_weight_update", "/pd_role_switch"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import time
@@ -10,23 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from golden_server import DRAFT, TARGET, call, greedy, output_ids, policy
-from sglang.srt.utils import freeze_gc
 
 from sglang_dspark import __version__
 from sglang_dspark.engine.support import installed_sglang
 
 PROMPTS = [[5 + i, 9, 20 + i, 7] for i in range(16)]
-
-
-def test_the_garbage_collector_leaves_alone_what_start_up_made(dspark):
-    """In all three processes: a full collection would take half a second, in which every user waits."""
-    if "logger.info" not in inspect.getsource(freeze_gc):
-        pytest.skip("this release says so to those who debug")
-    processes = ["Detokenizer Manager", "Scheduler", "Tokenizer Manager"]
-    deadline = time.monotonic() + 30  # one process tells the next
-    while sorted(re.findall(r"Freezing GC in (.*) process", dspark.log_path.read_text())) != processes:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_statistics_add_up(dspark):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -40,16 +39,7 @@ def mount(server_args: Any, *args: Any, **kwargs: Any) -> None:
     routes.add(app, target_only)
     if target_only is None:
         # Innermost: inside the decompression of bodies, and inside CORS, whose headers belong on our errors too.
-        app.user_middleware.append(Middleware(SpeculationMiddleware, first_answered=_spare_the_collector))
-
-
-async def _spare_the_collector() -> None:
-    """Have Python's garbage collector leave alone what was there when the first request was answered.
-
-    A full collection looks at a million objects of SGLang's imports, for half a second in which every user waits.
-    """
-    # Tells the scheduler, which tells the detokenizer: what POST /freeze_gc does.
-    await routes.tokenizer_manager().freeze_gc()
+        app.user_middleware.append(Middleware(SpeculationMiddleware))
 
 
 class SpeculationMiddleware:
@@ -60,12 +50,10 @@ class SpeculationMiddleware:
 
     Args:
         app: what it wraps.
-        first_answered: called once, with the first whole answer, which is the one to SGLang's own request.
     """
 
-    def __init__(self, app: Any, first_answered: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, app: Any) -> None:
         self.app = app
-        self._first_answered = first_answered
         self._checked = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -97,7 +85,6 @@ class SpeculationMiddleware:
             if not self._checked and _is_whole_answer(message):
                 fired.check(fired.Moment.ANSWERED)
                 self._checked = True
-                await self._first_answered()
             await send(message)
 
         return checked
