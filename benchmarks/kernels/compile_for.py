@@ -95,13 +95,23 @@ class _AbsentGpu:
 
 
 @contextmanager
-def _compiling_only(capability: int) -> Iterator[list[tuple[str, CompiledKernel]]]:
-    """Launches within compile their kernels and end there, for tensors without memory too."""
+def _compiling_only(
+    capability: int, first_forms: dict[str, CompiledKernel] | None
+) -> Iterator[list[tuple[str, CompiledKernel]]]:
+    """Launches within compile their kernels and end there, for tensors without memory too.
+
+    Args:
+        first_forms: of each kernel, the one form that is compiled; None compiles them all.
+    """
     found: list[tuple[str, CompiledKernel]] = []
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> CompiledKernel:
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        kernel = first_forms.get(self.__name__) if first_forms is not None else None
+        if kernel is None:
+            kernel = launch(self, *args, grid=grid, warmup=True, **options)
+            if first_forms is not None:
+                first_forms[self.__name__] = kernel
         found.append((self.__name__, kernel))
         return kernel
 
@@ -112,13 +122,14 @@ def _compiling_only(capability: int) -> Iterator[list[tuple[str, CompiledKernel]
         yield found
 
 
-def compile_cases(cases: list[Case], capability: int) -> list[Compiled]:
-    """Every form of every kernel that the cases launch."""
+def compile_cases(cases: list[Case], capability: int, *, first_forms: bool) -> list[Compiled]:
+    """Every form of every kernel that the cases launch, or only the first one of each kernel."""
     by_form: dict[tuple[str, str], tuple[CompiledKernel, list[str]]] = {}
+    firsts: dict[str, CompiledKernel] | None = {} if first_forms else None
     for case in cases:
         if case.capability > capability:
             continue
-        with _compiling_only(capability) as found:
+        with _compiling_only(capability, firsts) as found:
             case.run()
         for name, kernel in found:
             _, users = by_form.setdefault((name, kernel.hash), (kernel, []))
@@ -165,14 +176,19 @@ def result_table(kernels: list[Compiled]) -> Table:
     help="Compute capability times ten, e.g. 90. Default: all of them.",
 )
 @click.option("--only", default="", help="Modules to compile, without bench_, separated by commas; all by default.")
+@click.option("--first-forms", is_flag=True, help="Compile the first form of every kernel alone.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file to write.")
-def main(capabilities: tuple[str, ...], only: str, output: Path | None) -> None:
+def main(capabilities: tuple[str, ...], only: str, *, first_forms: bool, output: Path | None) -> None:
     """Command line; see the module."""
     cases = [
         case for module in bench_modules(only) for case in importlib.import_module(module).cases(torch.device("meta"))
     ]
     with torch.inference_mode():
-        kernels = [kernel for number in capabilities or SHARED_BYTES for kernel in compile_cases(cases, int(number))]
+        kernels = [
+            kernel
+            for number in capabilities or SHARED_BYTES
+            for kernel in compile_cases(cases, int(number), first_forms=first_forms)
+        ]
     Console(width=None if sys.stdout.isatty() else 160).print(result_table(kernels))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,7 @@ class Recipe:
         flags: its flags, given an empty folder for the files that they name.
         env: variables on top of those that every server has.
         model: gives the target's folder, likewise.
+        python: gives the interpreter, likewise, where it is not this process's; not with ``forked``.
         forked: whether its processes are forked from one that has imported SGLang. Those that are not show that nothing
             which a process needs is left behind in another one.
     """
@@ -57,6 +58,7 @@ class Recipe:
     flags: Callable[[Path], Sequence[str | Path]] = lambda folder: ()
     env: Mapping[str, str] = field(default_factory=dict)
     model: Callable[[Path], Path] = lambda folder: TARGET
+    python: Callable[[Path], Path] = lambda folder: Path(sys.executable)
     forked: bool = True
 
 
@@ -133,6 +135,7 @@ class ServerPool:
             imported = {**_COMMON, **{name: recipe.env[name] for name in recipe.env.keys() - TWO_RANKS.keys()}}
             server: LaunchedServer = ForkedServer(self._nursery(imported), recipe.model(folder), *flags, env=env)
         else:
-            server = LaunchedServer(recipe.model(folder), *flags, env=env)
+            python = str(recipe.python(folder))
+            server = LaunchedServer(recipe.model(folder), *flags, env=env, python=python)
         server.__enter__()
         return server

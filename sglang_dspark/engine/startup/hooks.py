@@ -200,14 +200,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
-        "stream-when-due",
-        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
-        HookType.AROUND,
-        "scheduler.streams.when_due",
-        "scheduler",
-        "stream_interval is counted in tokens, of which a step brings several",
-    ),
-    Hook(
         "isolate-forward",
         "sglang.srt.managers.scheduler.Scheduler._forward_isolation",
         HookType.REPLACE,

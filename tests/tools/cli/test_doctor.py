@@ -258,6 +258,6 @@ def test_a_gpu_without_kernels(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    [finding] = installation.check_device()
+    finding = next(installation.check_device())
     assert (finding.status, finding.found) == ("fail", "Tesla T4, 16 GiB, sm_75")
     assert "need 8.0" in finding.remedy
