@@ -39,7 +39,7 @@ class ContextGroup:
     kept: torch.Tensor | None
     rows: torch.Tensor | None
     mask: torch.Tensor | None
-    _gathered: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _gathered: dict[int, _Gathered] = field(default_factory=dict, repr=False, compare=False)
 
     def gathered(self, k_pool: torch.Tensor, v_pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [R, n, kv_heads, hd] of one layer, in memory that the next layer of that width uses again.
@@ -47,17 +47,28 @@ class ContextGroup:
         An allocation of their size may be handed back to the system when it is freed, and then every layer would pay
         for its pages anew: up to twice the time of the whole attention.
         """
-        k_codes, v_codes = _bits(k_pool), _bits(v_pool)
-        width = k_pool[0].numel()
+        width = k_pool.shape[1] * k_pool.shape[2]
         if width not in self._gathered:
-            self._gathered[width] = tuple(codes.new_empty(len(self.slots), width) for codes in (k_codes, v_codes))
+            shape = (self.num_requests, self.num_keys, *k_pool.shape[1:])
+            rows = [_bits(pool).new_empty(len(self.slots), width) for pool in (k_pool, v_pool)]
+            self._gathered[width] = _Gathered(*rows, *(x.view(k_pool.dtype).view(shape) for x in rows))
         out = self._gathered[width]
-        for pool, buffer in zip((k_codes, v_codes), out, strict=True):
+        for pool, gathered in ((k_pool, out.k_rows), (v_pool, out.v_rows)):
             # Whole pool rows; indexing [slots, kv_heads, hd] directly takes ten times as long.
-            torch.index_select(pool.view(pool.shape[0], -1), 0, self.slots, out=buffer)
-        shape = (self.num_requests, self.num_keys, *k_pool.shape[1:])
-        k, v = (buffer.view(pool.dtype).view(shape) for buffer, pool in zip(out, (k_pool, v_pool), strict=True))
-        return k, v
+            torch.index_select(_bits(pool).view(-1, width), 0, self.slots, out=gathered)
+        return out.k, out.v
+
+
+class _Gathered(NamedTuple):
+    """One memory in two forms: rows of numbers that torch can gather, and [R, n, kv_heads, hd] in the pool's dtype.
+
+    The forms are made once: views of every layer anew would take as long as its attention where the context is short.
+    """
+
+    k_rows: torch.Tensor
+    v_rows: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 def _bits(pool: torch.Tensor) -> torch.Tensor:
@@ -208,8 +219,12 @@ def _attend(
     _, num_heads, head_dim = q.shape
     num_kv_heads, mask = k.shape[2], group.mask
     # The heads that share a K/V head become extra query rows: K and V are then read once and never expanded.
-    grouped = q.view(group.num_requests, group.num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-    rows = grouped.reshape(group.num_requests, num_kv_heads, -1, head_dim)
+    by_kv_head = (group.num_requests, num_kv_heads, -1, head_dim)
+    if group.num_queries == 1:
+        rows = q.view(by_kv_head)
+    else:
+        grouped = q.view(group.num_requests, group.num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+        rows = grouped.reshape(by_kv_head)
     if sinks is not None:
         # A key and a value of zeros, whose score the mask gives.
         k, v = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (k, v))
@@ -218,5 +233,7 @@ def _attend(
         mask = rows.new_zeros(1, 1, 1, k.shape[1] - 1) if mask is None else mask
         mask = torch.cat([mask.expand(shape), scores.expand(shape)], dim=3)
     out = F.scaled_dot_product_attention(rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
+    if group.num_queries == 1:
+        return out.reshape(-1, num_heads, head_dim)
     out = out.view(group.num_requests, num_kv_heads, -1, group.num_queries, head_dim)
     return out.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
