@@ -99,7 +99,8 @@ def try_one(mutant: Mutant, tree: Path) -> tuple[Verdict, str]:
     finally:
         (tree / mutant.file).write_text(source)
     # Of pytest: 0 all passed, 1 some failed; the rest were not run, for an error of syntax perhaps.
-    verdicts = {0: Verdict.SURVIVED, 1: Verdict.CAUGHT, -signal.SIGSEGV: Verdict.CAUGHT}
+    passed = Verdict.SURVIVED if " passed" in done.stdout else Verdict.NOT_RUN  # a test that is skipped shows nothing
+    verdicts = {0: passed, 1: Verdict.CAUGHT, -signal.SIGSEGV: Verdict.CAUGHT}
     return verdicts.get(done.returncode, Verdict.NOT_RUN), done.stdout + done.stderr
 
 

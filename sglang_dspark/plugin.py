@@ -20,8 +20,13 @@ def register() -> None:
     except Exception as error:
         if not _dspark_selected(sys.argv):
             raise
-        prefix = "" if isinstance(error, DSparkError) else f"{type(error).__name__}: "
-        raise SystemExit(f"sglang-dspark cannot start: {prefix}{error}") from error
+        if isinstance(error, DSparkError):
+            raise SystemExit(f"sglang-dspark cannot start: {error}") from error
+        from sglang_dspark.engine.support import release_refusal
+
+        found = f"{type(error).__name__}: {error}"
+        refusal = release_refusal()  # another release may lack what is imported long before its number is looked at
+        raise SystemExit(f"sglang-dspark cannot start: {f'{refusal} ({found})' if refusal else found}") from error
 
 
 def _load_worker() -> type:

@@ -6,7 +6,6 @@ import venv
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from sglang_dspark import on_cpu
@@ -57,7 +56,7 @@ def driver(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the driver of a GPU")
+@pytest.mark.skipif(on_cpu.has_driver(), reason="this machine has the driver of a GPU")
 def test_without_a_driver_the_stand_in_is_imported(environment):
     assert environment.imports() == ("1", on_cpu.STAND_IN)
 
@@ -81,13 +80,17 @@ def test_a_kernel_package_for_cpus_is_left_alone(environment):
 
 def test_an_environment_that_the_package_has_left_is_silent(environment):
     line = (environment.packages / "sglang_dspark_on_cpu.pth").read_text()
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", line.replace("'sglang_dspark'", "'sglang_dspark_that_has_gone'")],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    assert on_cpu.__file__ in line
+    gone = [sys.executable, "-I", "-S", "-c", line.replace(on_cpu.__file__, "/gone/__init__.py")]
+    done = subprocess.run(gone, check=True, capture_output=True, text=True)
     assert done.stdout == done.stderr == ""
+
+
+def test_a_program_imports_the_package_that_it_chooses(environment, tmp_path):
+    """As that of another working tree, in the folder where it starts."""
+    (tmp_path / "sglang_dspark.py").touch()
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import sglang_dspark; print(sglang_dspark.__file__)"
+    assert environment.run("-c", program).strip() == str(tmp_path / "sglang_dspark.py")
 
 
 def test_undo(tmp_path, monkeypatch):
@@ -108,11 +111,6 @@ def test_an_environment_of_others(tmp_path, monkeypatch):
 def test_the_stand_in_knows_what_sglang_imports_and_nothing_else():
     from sglang_dspark.on_cpu import sgl_kernel
 
-    rows = torch.full((3, 4), -1, dtype=torch.int32)
-    slots = torch.arange(10, 13)
-    indices, start, end = torch.tensor([2, 0]), torch.tensor([1, 0]), torch.tensor([3, 1])
-    sgl_kernel.assign_req_to_token_pool_cpu(indices, rows, start, end, slots, 4)
-    assert rows.tolist() == [[12, -1, -1, -1], [-1] * 4, [-1, 10, 11, -1]]
     with pytest.raises(NotImplementedError, match="build_tree_kernel_efficient_cpu does not exist on a CPU"):
         sgl_kernel.build_tree_kernel_efficient_cpu()
     with pytest.raises(AttributeError):

@@ -120,7 +120,7 @@ class Unserved:
 _STATE = "some of its layers keep a recurrent state, which verification cannot take back yet"
 _LATENT = "it attends over latent K/V (MLA), for which verification has no kernel yet"
 
-_OWN_DSPARK = "SGLang's own DSPARK serves it on a GPU: --speculative-dspark-engine builtin"
+_OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine builtin"
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(

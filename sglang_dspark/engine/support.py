@@ -37,8 +37,17 @@ def installed_sglang() -> str:
         raise EngineError(f"sglang is not installed; run: {INSTALL_SGLANG}") from None
 
 
+def release_refusal() -> str | None:
+    """Why the installed SGLang is not served, if it is installed; None where it is served."""
+    try:
+        check_sglang_version(installed_sglang())
+    except EngineError as error:
+        return str(error)
+    return None
+
+
 def check_sglang_version(sglang_version: str, *, untested: bool = False) -> None:
-    """Refuse a release that the tests have not passed on.
+    """Refuse a release outside the range that the tests have passed in.
 
     Args:
         untested: whether the user wants to try all the same.

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
+from sglang_dspark import on_cpu
 from sglang_dspark.errors import EngineError
 
-# Says nothing in an environment that the package has left.
+# By its path, so that no package is imported before the program chooses its own, and so that nothing is said in an
+# environment that the package has left.
 _LINE = (
-    "import importlib.util as u; "
-    "u.find_spec('sglang_dspark') and __import__('sglang_dspark.on_cpu').on_cpu.watch_imports()\n"
+    f"import os, importlib.util as u; f = {on_cpu.__file__!r}; "
+    "s = u.spec_from_file_location('_sglang_dspark_on_cpu', f) if os.path.exists(f) else None; "
+    "m = s and u.module_from_spec(s); m and (s.loader.exec_module(m), m.watch_imports())\n"
 )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingRows, VerifyRows
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
+from sglang.srt.model_executor.forward_context import get_forward_context
 
 from sglang_dspark.engine.forward.graphs import static_verify
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
@@ -55,6 +56,8 @@ def test_the_number_of_real_rows_is_known_on_the_device():
 
     def forward(input_ids, positions, batch):
         assert len(input_ids) == ROWS
+        # Where routing asks; the answer is the batch's, if no ranks share out the rows.
+        assert get_forward_context().moe_num_token_non_padded.__self__ is batch
         seen.append((int(batch.num_token_non_padded), batch.num_token_non_padded.data_ptr()))
         return LogitsProcessorOutput(next_token_logits=None)
 

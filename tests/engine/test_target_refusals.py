@@ -44,7 +44,7 @@ def test_a_target_whose_rotation_depends_on_the_batch(rope):
     assert refusals("Phi3ForCausalLM", {"rope_type": "default"}) == []
 
 
-BUILT_IN = "SGLang's own DSPARK serves it on a GPU: --speculative-dspark-engine builtin"
+BUILT_IN = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine builtin"
 
 
 @cache

@@ -196,12 +196,18 @@ def test_a_failing_plugin_is_seen(server_pool):
 import json, sys
 sys.argv = ["launch_server", *json.loads(sys.argv[1])]
 from sglang_dspark.engine import support
-support.installed_sglang = lambda: 1 / 0
+from sglang_dspark.engine.startup import registration
+registration.register_algorithm = lambda load_worker: 1 / 0
 from sglang.srt.plugins import load_plugins
-try:
-    load_plugins()
-except SystemExit as end:
-    print(json.dumps(end.code))
+from sglang_dspark.plugin import register
+for load in (load_plugins, register):
+    try:
+        load()
+    except SystemExit as end:
+        print(json.dumps(end.code))
+    support.installed_sglang = lambda: "0.5.99"
 """
-    printed = server_pool.printed_by(script, ["--speculative-algorithm", "DSPARK"])
-    assert printed == ["sglang-dspark cannot start: ZeroDivisionError: division by zero"]
+    found, elsewhere = server_pool.printed_by(script, ["--speculative-algorithm", "DSPARK"])
+    assert found == "sglang-dspark cannot start: ZeroDivisionError: division by zero"
+    assert elsewhere.startswith("sglang-dspark cannot start: sglang 0.5.99 is installed; sglang-dspark drives")
+    assert elsewhere.endswith("(ZeroDivisionError: division by zero)")

@@ -35,6 +35,12 @@ CASES = {
         None,
         "ConfigError: --speculative-dspark-engine='auto': must be one of plugin, builtin",
     ),
+    "both": (
+        [*PAIR, "--speculative-algorithm", "DSPARK_PLUGIN", "--speculative-dspark-engine", "builtin"],
+        {},
+        None,
+        "ConfigError: --speculative-algorithm DSPARK_PLUGIN is the plugin, and --speculative-dspark-engine=builtin",
+    ),
     "an option of the plugin for the built-in": (
         [*BUILT_IN, "--speculative-dspark-schedule", "static"],
         {},

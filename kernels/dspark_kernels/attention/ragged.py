@@ -39,20 +39,22 @@ class ContextGroup:
     kept: torch.Tensor | None
     rows: torch.Tensor | None
     mask: torch.Tensor | None
-    _gathered: dict[int, _Gathered] = field(default_factory=dict, repr=False, compare=False)
+    _gathered: dict[tuple[int, int, torch.dtype], _Gathered] = field(default_factory=dict, repr=False, compare=False)
 
     def gathered(self, k_pool: torch.Tensor, v_pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [R, n, kv_heads, hd] of one layer, in memory that the next layer of that width uses again.
+        """Keys and values [R, n, kv_heads, hd] of one layer, in memory that the next layer of that form uses again.
 
         An allocation of their size may be handed back to the system when it is freed, and then every layer would pay
         for its pages anew: up to twice the time of the whole attention.
         """
+        form = (k_pool.shape[1], k_pool.shape[2], k_pool.dtype)
         width = k_pool.shape[1] * k_pool.shape[2]
-        if width not in self._gathered:
+        if form not in self._gathered:
+            assert v_pool.shape == k_pool.shape, "keys and values are gathered alike"
             shape = (self.num_requests, self.num_keys, *k_pool.shape[1:])
             rows = [_bits(pool).new_empty(len(self.slots), width) for pool in (k_pool, v_pool)]
-            self._gathered[width] = _Gathered(*rows, *(x.view(k_pool.dtype).view(shape) for x in rows))
-        out = self._gathered[width]
+            self._gathered[form] = _Gathered(*rows, *(x.view(k_pool.dtype).view(shape) for x in rows))
+        out = self._gathered[form]
         for pool, gathered in ((k_pool, out.k_rows), (v_pool, out.v_rows)):
             # Whole pool rows; indexing [slots, kv_heads, hd] directly takes ten times as long.
             torch.index_select(_bits(pool).view(-1, width), 0, self.slots, out=gathered)

@@ -158,7 +158,9 @@ def static_verify(
         if model_runner.model_config.model_is_mrope:  # of text, all three of a token's coordinates are its position
             forward_batch.mrope_positions = plan.positions.repeat(3, 1)
         dtype = _logits_as_they_come() if logits is None else nullcontext()
-        with dtype, forward_context(ForwardContext(attn_backend=model_runner.attn_backend)):
+        # With the batch, from which routing of experts learns how many rows are real.
+        context = forward_context(ForwardContext(attn_backend=model_runner.attn_backend), forward_batch=forward_batch)
+        with dtype, context:
             set_dp_buffer_len(None, num_tokens, forward_batch.dp_padding_mode.is_max_len(), None)
             set_is_extend_in_batch(False)
             real_tokens.copy_(plan.indptr[-1])

@@ -10,7 +10,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_registry import get_spec
 
-from sglang_dspark.config import FLAG_PREFIX
+from sglang_dspark.config import flag_name
 from sglang_dspark.engine.startup.hooks import HOOKS, Hook
 from sglang_dspark.engine.startup.names import ALGORITHM
 
@@ -25,7 +25,7 @@ def has_flags() -> bool:
     """Whether our flags are on the server's command line. Call :func:`is_registered` first."""
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    return FLAG_PREFIX in parser.format_help()
+    return flag_name("engine") in parser.format_help()  # SGLang's own DSPARK has other flags with our prefix
 
 
 def plugin_filter() -> str | None:

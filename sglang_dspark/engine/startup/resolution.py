@@ -77,13 +77,18 @@ def _is_ours(args: Any, texts: Mapping[str, str | None]) -> bool:
     """Whether DSPARK was asked for, of the plugin and not of SGLang.
 
     Raises:
-        ConfigError: it was asked of SGLang with options that SGLang's own does not know.
+        ConfigError: it was asked of both, or of SGLang with options that SGLang's own does not know.
     """
     name = (args.speculative_algorithm or "").upper()
-    if name != COMMON_NAME:
-        return name == ALGORITHM
+    if name not in (COMMON_NAME, ALGORITHM):
+        return False
     if knob_text("engine", texts) != "builtin":
         return True
+    if name == ALGORITHM:
+        raise ConfigError(
+            f"--speculative-algorithm {ALGORITHM} is the plugin, and {flag_name('engine')}=builtin asks for SGLang's "
+            "own DSPARK; drop one of them"
+        )
     ours = [name for name, text in texts.items() if text is not None and name not in ("engine", *_OF_SGLANG)]
     if ours:
         raise ConfigError(

@@ -16,11 +16,8 @@ def target_refusals(family: Family, model_config: Any, window: int) -> Iterator[
         model_config: SGLang's, of the target.
         window: tokens that a step may verify per request.
     """
-    if loses_residuals(family.architecture):
-        yield (
-            f"--model-path: this SGLang's {family.architecture} returns hidden states that are not summed up, from "
-            "which drafts would hardly ever be right; serve it without --speculative-algorithm"
-        )
+    if (refusal := states_refusal(family)) is not None:
+        yield refusal
     limit = _one_rope_limit(model_config.hf_text_config)
     if limit is not None and model_config.context_len + window > limit:
         # SGLang takes the other factors for the whole batch as soon as one of its tokens lies beyond.
@@ -28,6 +25,16 @@ def target_refusals(family: Family, model_config: Any, window: int) -> Iterator[
             f"--model-path: beyond {limit} tokens the target's LongRoPE depends on what else is in a batch, "
             f"so that drafts would change the text; pass --context-length {limit - window} or less"
         )
+
+
+def states_refusal(family: Family) -> str | None:
+    """What is wrong with the hidden states that SGLang returns of this family; None where nothing is."""
+    if not loses_residuals(family.architecture):
+        return None
+    return (
+        f"--model-path: this SGLang's {family.architecture} returns hidden states that are not summed up, from "
+        "which drafts would hardly ever be right; serve it without --speculative-algorithm"
+    )
 
 
 def _one_rope_limit(text_config: Any) -> int | None:

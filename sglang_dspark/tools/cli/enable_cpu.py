@@ -11,7 +11,8 @@ def enable_cpu(*, undo: bool) -> None:
     """Let SGLang serve on this machine's CPU where there is no GPU.
 
     SGLang's kernel package is built for CUDA alone. This puts a file into the environment by which, whenever no NVIDIA
-    driver is found, a small module stands in for that package and SGLang serves on the CPU. With a GPU nothing changes.
+    driver is found, a small module stands in for that package and SGLang serves on the CPU. With that driver nothing
+    changes.
     """
     from sglang_dspark import on_cpu
     from sglang_dspark.tools import cpu_environment
@@ -23,6 +24,6 @@ def enable_cpu(*, undo: bool) -> None:
     cpu_environment.enable()
     click.echo(f"wrote {cpu_environment.path_file()}")
     if on_cpu.has_driver():
-        click.echo("This machine has an NVIDIA driver: SGLang serves on the GPU with its own kernels, as before.")
+        click.echo("This machine has an NVIDIA driver: SGLang serves with its own kernels, as before.")
     else:
         click.echo("No NVIDIA driver was found: SGLang serves on the CPU from now on.")

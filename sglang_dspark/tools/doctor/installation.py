@@ -132,7 +132,10 @@ def check_device() -> Iterator[Finding]:
 
 def _check_cpu(known: str) -> Finding:
     if not on_cpu.stands_in():
-        return Finding("note", "device", f"{known}; {on_cpu.KERNELS} is the installed one")
+        found = f"{known}; {on_cpu.KERNELS} is the installed one"
+        return Finding(
+            "note", "device", found, "serve with SGLANG_USE_CPU_ENGINE=1 in the environment and --device cpu"
+        )
     if not cpu_environment.is_enabled():
         found = f"{known}, and SGLang's kernel package is built for GPUs alone"
         return Finding("fail", "device", found, "run: sglang-dspark enable-cpu")
