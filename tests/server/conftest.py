@@ -19,7 +19,7 @@ from int8_target import OF_ROWS, int8_target
 from lora_adapters import adapter_flags
 from random_drafter import damaged_drafter, random_drafter
 from server_pool import HOST_MEMORY, ON_GPU, SINK_FLAGS, SINKS, Recipe, ServerPool
-from wheel import python_with_the_wheel
+from wheel import NOT_OF_THE_FOLDER, python_with_the_wheel
 
 from sglang_dspark.tools.demo import smollm2
 from sglang_dspark.tools.launch import PLUGIN, LaunchedServer, dspark_flags
@@ -86,7 +86,7 @@ SERVERS: dict[str, Recipe] = {
         lambda folder: (*dspark_flags(damaged_drafter(folder)), "--speculative-dspark-fallback", "target-only")
     ),
     # Metrics of several processes have to be announced before their library is imported.
-    "guarded": Recipe(lambda folder: GUARDED, forked=False, python=python_with_the_wheel),
+    "guarded": Recipe(lambda folder: GUARDED, forked=False, python=python_with_the_wheel, env=NOT_OF_THE_FOLDER),
     "letters": Recipe(lambda folder: (*DSPARK, *_letters(folder))),
     # Under overlap SGLang counts penalties one token late.
     "plain_letters": Recipe(lambda folder: (*_letters(folder), "--disable-overlap-schedule")),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 from golden_server import CASES, call, greedy
-from wheel import ROOT, run
+from wheel import NOT_OF_THE_FOLDER, ROOT, run
 
 from sglang_dspark import __version__
 
@@ -15,7 +15,9 @@ DRAFTER = "sglang_dspark/drafters/smollm2-135m-instruct/model.safetensors"
 
 
 def test_an_answer_from_the_wheel(guarded):
-    python = Path(psutil.Process(guarded.pid).cmdline()[0])
+    server = psutil.Process(guarded.pid)
+    assert server.environ().items() >= NOT_OF_THE_FOLDER.items()
+    python = Path(server.cmdline()[0])
     [packages] = python.parents[1].glob("lib/python3*/site-packages")
     modules = run(python, "-c", "import sglang_dspark, dspark_kernels as k; print(sglang_dspark.__file__, k.__file__)")
     assert all(packages in Path(file).parents for file in modules.split())

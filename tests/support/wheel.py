@@ -12,11 +12,13 @@ from pathlib import Path
 from sglang_dspark import __version__
 
 ROOT = Path(__file__).parents[2]
+NOT_OF_THE_FOLDER = {"PYTHONSAFEPATH": "1"}
+"""Environment of a Python that takes no module from the folder where it starts, which is the repository."""
 
 
 def run(*command: str | Path) -> str:
     """What a command prints that has nothing of this repository on its path; it has to end well."""
-    env = {**os.environ, "PYTHONPATH": ""}
+    env = {**os.environ, **NOT_OF_THE_FOLDER, "PYTHONPATH": ""}
     done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
