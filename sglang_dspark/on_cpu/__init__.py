@@ -37,8 +37,7 @@ class Finder:
 
 def watch_imports() -> None:
     """Look at the imports of SGLang and of its kernels from now on."""
-    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, Finder())
+    sys.meta_path.insert(0, Finder())
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What may move with the next release of SGLang: probed by the thing itself, and refused by name where it is gone.
+"""What may move with the next release of SGLang. Where a move would go unnoticed, the thing itself is probed.
 
 Numbers of releases appear in `engine.support` alone.
 """
