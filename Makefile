@@ -27,7 +27,7 @@ env: $(VENV)/.installed ## create .venv with everything that demo, tests and ben
 # what it imports; to compile all that is installed takes as long as to install it.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(or $(PYTHON),$(error Python 3.11 is needed: make env PYTHON=/path/to/python3.11)) -m venv $(VENV)
-	$(RUN) -m pip install --no-compile --constraint constraints.txt --editable ".[demo,test,bench,dev]"
+	$(RUN) -m pip install --no-compile --constraint constraints.txt --editable ".[demo,train,test,bench,dev]"
 	$(RUN) -m sglang_dspark enable-cpu
 	@touch $@
 

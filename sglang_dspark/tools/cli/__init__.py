@@ -18,7 +18,7 @@ COMMANDS = {
     "evaluate": "sglang_dspark.tools.cli.evaluate:evaluate",
     "profile": "sglang_dspark.tools.cli.profile:profile",
     "simulate": "sglang_dspark.tools.cli.simulate:simulate",
-    "train": "sglang_dspark.tools.cli.train:train",
+    "train": "dspark_training.command:train",
 }
 """Command -> ``module:function``. A module is imported when its command is run or listed, so it has to stay light:
 torch, transformers and SGLang belong inside the functions."""

@@ -119,7 +119,7 @@ def evaluate(
         chat_template_kwargs=chat_template_kwargs,
     )
     if target is not None and draft is not None:
-        from sglang_dspark.tools.evaluation.in_process import evaluate_in_process
+        from dspark_training.in_process import evaluate_in_process
 
         totals = {"answers written": sum(map(len, sets.values())), "sets measured": len(sets)}
         with progress_bars(console, totals) as (wrote, measured_one):

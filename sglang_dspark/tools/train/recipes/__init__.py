@@ -1,1 +1,0 @@
-"""Programs that make a particular drafter from nothing."""

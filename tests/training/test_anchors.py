@@ -1,0 +1,67 @@
+import torch
+from dspark_training.anchors import collate, sample_anchors
+from dspark_training.block_forward import block_hidden, context_kv
+from dspark_training.texts import StoredText, stored_states
+
+
+def make_row(row_len: int, prompt_len: int) -> StoredText:
+    generator = torch.Generator().manual_seed(row_len)
+    return StoredText(
+        torch.randint(3, 64, (row_len,), generator=generator),
+        prompt_len,
+        torch.randn(row_len, 64, generator=generator),
+        torch.randn(row_len, 32, generator=generator),
+    )
+
+
+def test_anchors_and_their_first_label_are_answer_tokens():
+    row = make_row(30, 12)
+    generator = torch.Generator().manual_seed(0)
+    seen = set()
+    for _ in range(50):
+        anchors = sample_anchors(row, 5, generator).tolist()
+        assert anchors == sorted(set(anchors)) and len(anchors) == 5
+        seen |= set(anchors)
+    assert seen == set(range(12, 29))
+
+
+def test_short_answers_give_fewer_anchors():
+    assert len(sample_anchors(make_row(14, 12), 5, torch.Generator())) == 1
+    assert len(sample_anchors(make_row(13, 12), 5, torch.Generator())) == 0
+
+
+def test_batch_reads_labels_and_target_states_at_the_right_positions():
+    rows = [make_row(20, 8), make_row(11, 6)]
+    anchors = [torch.tensor([8, 15, 18]), torch.tensor([9])]
+    batch = collate(rows, anchors, stored_states(rows), 4)
+    assert batch.supervised.tolist() == [
+        [[True] * 4, [True] * 4, [True, False, False, False]],
+        [[True, False, False, False], [False] * 4, [False] * 4],
+    ]
+    assert torch.equal(batch.labels[0, 1], rows[0].input_ids[16:20])
+    # The second block's slots are flat 4 to 7, all of them supervised.
+    assert batch.slots.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 12]
+    assert torch.equal(batch.target_hidden[4:8], rows[0].last_hidden[15:19])
+    assert int(batch.anchor_ids[1, 0]) == int(rows[1].input_ids[9])
+    assert torch.equal(batch.prev_ids[0, 1], rows[0].input_ids[15:19])
+
+
+def test_a_block_sees_the_context_before_its_anchor_and_nothing_else(target, rows, random_drafter):
+    features = stored_states(rows[:1]).features
+    anchors = torch.tensor([[6, 10, 15]])
+    ids = rows[0].input_ids[anchors]
+
+    def hidden(features: torch.Tensor, anchors: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return block_hidden(random_drafter, *context_kv(random_drafter, features), anchors, ids)[0]
+
+    before = hidden(features, anchors, ids)
+    for position, changed in ((5, [0, 1, 2]), (6, [1, 2]), (9, [1, 2]), (10, [2]), (14, [2]), (15, [])):
+        perturbed = features.clone()
+        perturbed[0, position] += 1.0
+        moved = (hidden(perturbed, anchors, ids) - before).abs().amax(dim=(1, 2)) > 1e-5
+        assert moved.nonzero().flatten().tolist() == changed
+    # The other blocks of the text do not matter, and every slot of a block sees its anchor.
+    torch.testing.assert_close(hidden(features, anchors[:, 1:2], ids[:, 1:2])[0], before[1], atol=1e-5, rtol=1e-5)
+    moved = (hidden(features, anchors, (ids + 1) % 64) - before).abs().amax(dim=2) > 1e-5
+    assert moved.all()

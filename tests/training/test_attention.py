@@ -1,0 +1,158 @@
+"""Both forms of attention over the blocks of many anchors, against one query at a time in plain torch."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from dspark_training import attention
+from dspark_training.attention import ChunkedAttention, FlexAttention, anchored_attention
+from torch._dynamo.utils import counters
+
+from sglang_dspark.draft.formats import read_config
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
+# Float32 sums in another order.
+TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}
+# Odd in every respect, and unused anchors behind the used ones of the second text.
+ANCHORS = torch.tensor([[1, 6, 7, 10, 12], [2, 3, 9, 0, 0]])
+CTX_LEN, SLOTS, LAYERS = 13, 5, 2
+SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 4}
+SWITCHES = {
+    "full": {},
+    "window from the anchor": SLIDING | {"window_from_anchor": True},
+    "window from the slot": SLIDING,
+    "causal": {"causal_layers": (False, True)},
+    "sinks": SLIDING | {"sink_layers": (True, True)},
+}
+
+
+@pytest.fixture(params=SWITCHES.values(), ids=SWITCHES.keys())
+def config(request):
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "num_hidden_layers": LAYERS}
+    return replace(read_config(GOLDEN), **({"layer_types": (), "block_size": SLOTS} | sizes | request.param))
+
+
+@pytest.fixture
+def tensors(config):
+    """k_ctx, v_ctx, q, k, v of the blocks, and sinks where the layers have any."""
+    torch.manual_seed(0)
+    heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    context = [torch.randn(LAYERS, len(ANCHORS), CTX_LEN, kv_heads, head_dim) for _ in range(2)]
+    blocks = [torch.randn(ANCHORS.numel() * SLOTS, count, head_dim) for count in (heads, kv_heads, kv_heads)]
+    return context + blocks + [torch.linspace(-1, 4, heads) if config.sink_layers else None]
+
+
+def learnable(tensors):
+    return [None if x is None else x.clone().requires_grad_() for x in tensors]
+
+
+def literal(config, layer, k_ctx, v_ctx, q, k, v, sinks):
+    """Row by row, head by head."""
+    visibility = config.visibilities[layer]
+    group = config.num_attention_heads // config.num_key_value_heads
+    mixed = []
+    slots = torch.arange(SLOTS)
+    for (text, block), slot, head in product(
+        ((t, b) for t in range(len(ANCHORS)) for b in range(ANCHORS.shape[1])),
+        range(SLOTS),
+        range(config.num_attention_heads),
+    ):
+        anchor, kv_head = int(ANCHORS[text, block]), head // group
+        first = (text * ANCHORS.shape[1] + block) * SLOTS
+        ages = anchor - torch.arange(anchor)
+        before = visibility.sees_context(ages, torch.tensor(slot)).nonzero()[:, 0]
+        own = first + visibility.sees_block(slots)[slot].nonzero()[:, 0]
+        keys = torch.cat([k_ctx[layer, text, before, kv_head], k[own, kv_head]])
+        values = torch.cat([v_ctx[layer, text, before, kv_head], v[own, kv_head]])
+        weights = (keys @ q[first + slot, head] * config.attention_scale).exp()
+        mixed.append(weights / (weights.sum() + (0 if sinks is None else sinks[head].exp())) @ values)
+    return torch.stack(mixed).view(q.shape)
+
+
+@pytest.mark.parametrize("chunk", [1, 2000, 2**24], ids=["single anchors", "a few anchors", "all at once"])
+def test_chunks_equal_the_literal_form_with_their_gradients(chunk, config, tensors, monkeypatch):
+    monkeypatch.setattr(attention, "CHUNK_SCORES", chunk)
+    found, expected = (learnable(tensors) for _ in range(2))
+    attend = ChunkedAttention(*found[:2], ANCHORS, config)
+    for layer in range(LAYERS):
+        mixed, by_hand = attend(layer, *found[2:]), literal(config, layer, *expected)
+        torch.testing.assert_close(mixed, by_hand, **TOLERANCE)
+        weights = torch.randn_like(mixed)
+        (mixed * weights).sum().backward()
+        (by_hand * weights).sum().backward()
+    for ours, theirs in zip(found, expected, strict=True):
+        if ours is None:
+            continue
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_mask_of_flex_attention_equals_the_literal_form(config, tensors):
+    """Uncompiled and forward only: on a CPU torch has no more of it. tests/gpu/ has the kernel with its gradients."""
+    attend = FlexAttention(*tensors[:2], ANCHORS, config, compiled=False)
+    for layer in range(LAYERS):
+        expected = literal(config, layer, *tensors)
+        torch.testing.assert_close(attend(layer, *tensors[2:]), expected, **TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@torch.no_grad()
+def test_flex_attention_compiles_and_takes_texts_of_any_length():
+    """For a CPU too, forward only; after a second length no further one is compiled for."""
+    torch.set_num_threads(1)  # with two, torch's own kernel for CPUs ends the process
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": LAYERS}
+    config = replace(read_config(GOLDEN), **({"layer_types": (), "block_size": SLOTS} | sizes | SLIDING))
+    torch.manual_seed(0)
+    compiled = []
+    for length in (13, 200, 333):
+        anchors = torch.stack([torch.randperm(length - 1)[:11].sort().values for _ in range(2)])
+        context = [torch.randn(LAYERS, 2, length, 2, 16) for _ in range(2)]
+        rows = [torch.randn(2 * 11 * SLOTS, heads, 16) for heads in (6, 2, 2)]
+        before = counters["stats"]["unique_graphs"]
+        found, expected = (
+            make(*context, anchors, config) for make in (partial(FlexAttention, compiled=True), ChunkedAttention)
+        )
+        for layer in range(LAYERS):
+            torch.testing.assert_close(found(layer, *rows, None), expected(layer, *rows, None), **TOLERANCE)
+        compiled.append(counters["stats"]["unique_graphs"] - before)
+    assert compiled[0] > 0 and compiled[2] == 0
+
+
+def test_a_chunk_bounds_what_is_held(config, tensors, monkeypatch):
+    """Autograd keeps no scores of several chunks, and no softmax sees more than a chunk."""
+    sizes = []
+    softmax = torch.Tensor.softmax
+
+    def recorded(scores, *arguments, **options):
+        sizes.append(scores.numel())
+        return softmax(scores, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "softmax", recorded)
+    monkeypatch.setattr(attention, "CHUNK_SCORES", 2500)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        found = learnable(tensors)
+        mixed = anchored_attention(*found[:2], ANCHORS, config)(0, *found[2:])
+    mixed.sum().backward()
+    assert len(sizes) == 2 * 3  # five anchors, two at a time, forward and again backward
+    assert max(sizes) <= 2500
+    assert max(kept) <= max(x.numel() for x in tensors if x is not None)
+
+
+def test_a_kernel_of_many_forms_is_compiled_for_each(monkeypatch):
+    """By itself torch gives up after eight, and computes the matrix of all scores."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(attention.dynamo, "recompile_limit", 8)
+    attention._compiled.cache_clear()
+
+    def compiled(x, form):
+        return x + len(form) if torch.compiler.is_compiling() else x - 1
+
+    one = torch.ones(1)
+    forms = ["f" * length for length in range(1, 21)]
+    assert [float(attention._compiled(compiled)(one, form)) for form in forms] == [1 + len(form) for form in forms]
+    attention._compiled.cache_clear()

@@ -1,0 +1,106 @@
+"""A run that begins with a finished drafter, of any format and shape."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from dspark_training.initial_drafter import InitialDrafter, initial_config, shape_of
+from dspark_training.target import Target
+from dspark_training.trainer import DRAFT_DIR
+
+from sglang_dspark.draft.reduced_vocabulary import load_token_ids
+from sglang_dspark.draft.weights import load_draft_model, save_draft_model
+from sglang_dspark.errors import CheckpointError, ConfigError
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+
+
+@pytest.fixture
+def finished(random_drafter, tmp_path):
+    save_draft_model(random_drafter, tmp_path / "finished", include_embeddings=False)
+    return InitialDrafter.load(str(tmp_path / "finished"))
+
+
+def test_its_shape_is_taken_and_its_tensors_are_counted(finished, make_trainer, target, config, tmp_path):
+    trainer = make_trainer(replace(config, **shape_of(finished.config)), init=finished)
+    assert all(torch.equal(trainer.model.state_dict()[name], weight) for name, weight in finished.tensors.items())
+    count = len(finished.tensors)
+    assert finished.account(trainer.model) == f"{count} of {count} tensors are those of {finished.name}"
+
+
+def test_what_has_another_shape_is_drawn_and_named(finished, make_trainer, target, config, tmp_path):
+    other = replace(config, **shape_of(finished.config) | {"markov_rank": 5, "num_layers": 1})
+    trainer = make_trainer(other, init=finished)
+    assert torch.equal(trainer.model.fc.weight, finished.tensors["fc.weight"])
+    account = finished.account(trainer.model)
+    named = "confidence_head.proj.weight, markov_head.markov_w1.weight, markov_head.markov_w2.weight"
+    total = len(trainer.model.state_dict())
+    assert account.startswith(f"{total - 3} of {total} tensors are those of")
+    assert f"drawn: {named}" in account
+
+
+def test_the_projection_of_other_taps_is_drawn(finished, make_trainer, target, config, tmp_path):
+    """As many taps have the same shape, and the weights of other layers."""
+    taps = (0, 1)
+    other = replace(config, **shape_of(finished.config) | {"target_layer_ids": taps})
+    trainer = make_trainer(other, target=Target(target.model, taps), states_of=None, init=finished)
+    assert trainer.model.fc.weight.shape == finished.tensors["fc.weight"].shape
+    assert not torch.equal(trainer.model.fc.weight, finished.tensors["fc.weight"])
+    assert finished.account(trainer.model).endswith("drawn: fc.weight")
+
+
+def test_conventions_of_another_trainer_are_kept(random_drafter, make_trainer, target, config, tmp_path):
+    """The layout of DFlash, whose anchor does not predict, and a window: the drafter that comes out has them still."""
+    like = replace(
+        random_drafter.config,
+        sample_from_anchor=False,
+        layer_types=("sliding_attention", "full_attention"),
+        sliding_window=8,
+        causal_layers=(True, False),
+    )
+    random_drafter.config = like
+    save_draft_model(random_drafter, tmp_path / "finished", include_embeddings=False)
+    init = InitialDrafter.load(str(tmp_path / "finished"))
+    config = replace(config, **shape_of(init.config))
+    reports = []
+    trainer = make_trainer(config, folder="run", init=init)
+    trainer.run(reports.append)
+    assert len(reports[0].acceptance) == like.gamma == 3
+    losses = [report.loss for report in reports if report.held_out]
+    assert losses[-1] < losses[0]
+    trained = load_draft_model(tmp_path / "run" / DRAFT_DIR, dtype=torch.float32, device="cpu").config
+    for name in ("sample_from_anchor", "layer_types", "sliding_window", "causal_layers", "block_size"):
+        assert getattr(trained, name) == getattr(like, name), name
+    # A third layer would be like the second.
+    deeper = replace(config, num_layers=3).draft_config(target.config)
+    assert deeper.layer_types == ("sliding_attention", "full_attention", "full_attention")
+
+
+def test_a_drafter_with_heads_for_a_part_of_the_vocabulary_gets_the_others(
+    make_drafter, make_trainer, target, config, tmp_path
+):
+    model = make_drafter(config)
+    ids = torch.tensor([3, 7, 20, 41])
+    small = type(model)(replace(model.config, draft_vocab_size=4), own_embedding=False, own_lm_head=False)
+    weights = model.state_dict()
+    weights["markov_head.markov_w2.weight"] = weights["markov_head.markov_w2.weight"][ids]
+    small.load_state_dict(weights)
+    small.token_ids.copy_(ids)
+    save_draft_model(small, tmp_path / "small", include_embeddings=False)
+    init = InitialDrafter.load(str(tmp_path / "small"))
+    config = replace(config, **shape_of(init.config))
+    trainer = make_trainer(config, folder="run", init=init)
+    rows = trainer.model.markov_head.markov_w2.weight
+    assert torch.equal(rows[ids], weights["markov_head.markov_w2.weight"])
+    assert int((rows != 0).any(1).sum()) == 4
+    trainer.run()
+    assert load_token_ids(tmp_path / "run" / DRAFT_DIR, 64) == ids.tolist()
+
+
+def test_drafters_of_other_targets_and_of_none_are_refused(finished, target):
+    assert initial_config(finished.name, target.config) == finished.config
+    with pytest.raises(ConfigError, match=r"its hidden_size is \d+ and the target's 32; give a drafter of this target"):
+        initial_config(str(GOLDEN / "vanilla_g7"), target.config)
+    with pytest.raises(CheckpointError, match=r"--init='/nowhere/drafter': there is no such folder"):
+        initial_config("/nowhere/drafter", target.config)

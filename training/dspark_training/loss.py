@@ -1,0 +1,221 @@
+"""Training objective of the drafter: cross-entropy, total variation and confidence (DSpark paper, section 3; DeepSpec).
+
+Over the supervised slots, with z the Markov-corrected teacher-forced draft logits, p_d = softmax(z), p_t the target's
+distribution at temperature 1 and y the text's own token::
+
+    L      = ce * L_ce + l1 * L_tv + confidence * L_conf
+    L_ce   = -log p_d(y)
+    L_tv   = sum_v |p_d(v) - p_t(v)|
+    L_conf = BCE(sigmoid(c), c*),   c* = 1 - L_tv / 2, held constant
+
+each the mean over the slots of a batch with the weights of `dspark_training.slot_weights`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from dspark_kernels import distribution_loss
+from torch import Tensor, nn
+
+from dspark_training.anchors import AnchorBatch
+from dspark_training.block_forward import block_hidden, block_latents, context_kv
+from dspark_training.loss_vocabulary import VocabularySlice
+from dspark_training.settings import LossWeights
+from dspark_training.slot_weights import confidence_weights, decay_weights
+from sglang_dspark.draft.model import DraftModel
+
+# Rows of logits handled at a time on a CPU: 256 x 7168 float32 stay in a 32 MiB cache across the passes of
+# `distribution_loss_ref`. On a GPU small chunks save nothing, and each takes launches: 256 MiB of 16-bit logits there.
+_CHUNK_ROWS = 256
+_CHUNK_ELEMENTS = 2**27
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Loss of one batch and what it is made of: weighted means over its slots."""
+
+    loss: Tensor  # scalar, differentiable
+    ce: Tensor  # scalar
+    l1: Tensor  # scalar
+    confidence: Tensor  # scalar
+    acceptance: Tensor  # [bs, A, gamma] expected acceptance c*, 0 where not supervised
+    weight: Tensor  # scalar, what the means are divided by
+
+
+def draft_loss(
+    model: DraftModel,
+    batch: AnchorBatch,
+    vocabulary: VocabularySlice,
+    target_lm_head: Tensor,  # [V, d]
+    weights: LossWeights,
+) -> LossOutput:
+    """Return the loss of the draft model on `batch`, teacher-forced.
+
+    It is differentiable in all parameters of the model but those of the LM head.
+    """
+    hidden = block_hidden(model, *context_kv(model, batch.features), batch.anchors, batch.anchor_ids)
+    slots = batch.slots
+    gamma = model.config.gamma
+    latents = w1_embeddings = markov_w2 = None
+    if model.markov_head is not None:
+        latents, w1_embeddings = (
+            x.flatten(0, 1)[slots] for x in block_latents(model, batch.prev_ids.flatten(0, 1), hidden.flatten(0, 1))
+        )
+        markov_w2 = vocabulary.rows(model.markov_head.markov_w2.weight)
+    hidden = hidden.flatten(0, 2)[slots]
+    lm_head, labels = vocabulary.rows(model.lm_head_weight), vocabulary.locate(batch.labels.flatten()[slots])
+    if weights.positions == "dpace":
+        probs = _label_probs(hidden, latents, markov_w2, lm_head, vocabulary.log_weight, labels)
+        slot_weights = confidence_weights(probs, slots, batch.supervised.numel() // gamma, gamma, weights.dpace_alpha)
+        weight = slot_weights.new_tensor(len(slots))
+    else:
+        slot_weights = decay_weights(weights, gamma, hidden.device)[slots % gamma]
+        weight = slot_weights.sum()
+    slot_weights = slot_weights / weight
+    ce, l1, distribution_loss = _DistributionLoss.apply(
+        hidden,
+        latents,
+        markov_w2,
+        lm_head,
+        batch.target_hidden,
+        vocabulary.rows(target_lm_head),
+        vocabulary.log_weight,
+        labels,
+        slot_weights,
+        weights,
+    )
+    expected = (1 - l1 / 2).clamp(0, 1)
+    confidence = hidden.new_zeros((), dtype=torch.float32)
+    if model.confidence_head is not None:
+        logits = model.confidence_head(hidden, w1_embeddings)
+        confidence = (F.binary_cross_entropy_with_logits(logits, expected, reduction="none") * slot_weights).sum()
+    acceptance = expected.new_zeros(batch.supervised.numel()).index_copy(0, slots, expected)
+    return LossOutput(
+        loss=distribution_loss + weights.confidence * confidence,
+        ce=(ce * slot_weights).sum(),
+        l1=(l1 * slot_weights).sum(),
+        confidence=confidence.detach(),
+        acceptance=acceptance.view(batch.supervised.shape),
+        weight=weight,
+    )
+
+
+class Objective(nn.Module):
+    """The drafter and its loss as one module: accelerate wraps the whole forward pass of a training step.
+
+    Args:
+        model: bound to the target's embedding and LM head.
+        target_lm_head: ``[V, d]``, constant.
+    """
+
+    def __init__(self, model: DraftModel, target_lm_head: Tensor, weights: LossWeights) -> None:
+        super().__init__()
+        self.model = model
+        self._constants = (target_lm_head, weights)  # a tensor of its own would be copied to every process
+
+    def forward(self, batch: AnchorBatch, vocabulary: VocabularySlice) -> LossOutput:
+        """Return the loss of `batch` over the tokens of `vocabulary`."""
+        return draft_loss(self.model, batch, vocabulary, *self._constants)
+
+
+class _DistributionLoss(torch.autograd.Function):
+    """``ce * L_ce + l1 * L_tv`` with its gradient, computed chunk by chunk so that no ``[slots, v]`` tensor is kept.
+
+    Returns ``(L_ce [n], L_tv [n], weighted sum)``; only the weighted sum is differentiable. The gradient of the logits
+    is ``p - onehot(y)`` for the first term and ``p * (s - sum(p * s))``, s = sign(p - q), for the second; on a GPU one
+    Triton kernel computes it.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd takes tensors one by one
+        ctx: Any,
+        hidden: Tensor,  # [n, d]
+        latents: Tensor | None,  # [n, r]
+        markov_w2: Tensor | None,  # [v, r]
+        lm_head: Tensor,  # [v, d], constant
+        target_hidden: Tensor,  # [n, d]
+        target_lm_head: Tensor,  # [v, d]
+        log_weight: Tensor | None,  # [v]
+        labels: Tensor,  # [n] position in the slice, -1 = outside: no cross-entropy for this slot
+        slot_weights: Tensor,  # [n]
+        weights: LossWeights,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        device = hidden.device.type
+        compute_dtype = _compute_dtype(hidden)
+        with torch.autocast(device, enabled=False):
+            head, target_head = lm_head.to(compute_dtype), target_lm_head.to(compute_dtype)
+            w2 = None if markov_w2 is None else markov_w2.to(compute_dtype)
+            ce = torch.empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+            l1 = torch.empty_like(ce)
+            hidden_grad = torch.empty_like(hidden)
+            latents_grad = None if latents is None else torch.empty_like(latents)
+            w2_grad = None if markov_w2 is None else torch.zeros_like(markov_w2, dtype=torch.float32)
+            for part, logits in _draft_logits(hidden, latents, w2, head):
+                ce[part], l1[part], grad = distribution_loss(
+                    logits,
+                    F.linear(target_hidden[part].to(compute_dtype), target_head),
+                    log_weight,
+                    labels[part],
+                    slot_weights[part],
+                    ce_weight=weights.ce,
+                    tv_weight=weights.l1,
+                )
+                hidden_grad[part] = (grad @ head).to(hidden.dtype)
+                if w2 is not None and latents is not None and latents_grad is not None and w2_grad is not None:
+                    latents_grad[part] = (grad @ w2).to(latents.dtype)
+                    w2_grad += grad.T @ latents[part].to(compute_dtype)
+        ctx.save_for_backward(hidden_grad, latents_grad, w2_grad)
+        ctx.mark_non_differentiable(ce, l1)
+        return ce, l1, ((weights.ce * ce + weights.l1 * l1) * slot_weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, ce_grad: Any, l1_grad: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [None if grad is None else grad * loss_grad for grad in ctx.saved_tensors]
+        return (*scaled, None, None, None, None, None, None, None)
+
+
+@torch.no_grad()
+def _label_probs(
+    hidden: Tensor,  # [n, d]
+    latents: Tensor | None,  # [n, r]
+    markov_w2: Tensor | None,  # [v, r]
+    lm_head: Tensor,  # [v, d]
+    log_weight: Tensor | None,  # [v]
+    labels: Tensor,  # [n] position in the slice, -1 = outside
+) -> Tensor:
+    """``p_d(y)`` of each slot: ``[n]`` float32, 0 where the label is outside the slice."""
+    device, dtype = hidden.device.type, _compute_dtype(hidden)
+    probs = torch.empty(len(hidden), device=hidden.device)
+    with torch.autocast(device, enabled=False):
+        w2 = None if markov_w2 is None else markov_w2.to(dtype)
+        for part, logits in _draft_logits(hidden, latents, w2, lm_head.to(dtype)):
+            whole = logits.float() if log_weight is None else logits.float() + log_weight
+            ce = F.cross_entropy(whole, labels[part].clamp(min=0), reduction="none")
+            probs[part] = torch.where(labels[part] < 0, 0.0, torch.exp(-ce))
+    return probs
+
+
+def _draft_logits(
+    hidden: Tensor,  # [n, d]
+    latents: Tensor | None,  # [n, r]
+    markov_w2: Tensor | None,  # [v, r], in the dtype of lm_head
+    lm_head: Tensor,  # [v, d]
+) -> Iterator[tuple[slice, Tensor]]:
+    """The Markov-corrected logits ``[rows, v]`` of one chunk of slots after another, in the dtype of `lm_head`."""
+    chunk_rows = _CHUNK_ROWS if hidden.is_cpu else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // len(lm_head))
+    for start in range(0, len(hidden), chunk_rows):
+        part = slice(start, start + chunk_rows)
+        logits = F.linear(hidden[part].to(lm_head.dtype), lm_head)
+        if latents is not None and markov_w2 is not None:
+            logits.addmm_(latents[part].to(lm_head.dtype), markov_w2.T)
+        yield part, logits
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

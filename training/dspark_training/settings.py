@@ -1,0 +1,195 @@
+"""Settings of a training run: what texts are written, and how the drafter is trained on them.
+
+The command takes its defaults and bounds from here, so this module does without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from msgspec import Meta
+
+from sglang_dspark.declared import check_fields, whole
+from sglang_dspark.draft.config import DraftConfig
+
+if TYPE_CHECKING:
+    import torch
+
+_POSITIVE = Meta(gt=0, description="must be above 0")
+_NOT_NEGATIVE = Meta(ge=0, description="must be 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextPlan:
+    """The texts that are written."""
+
+    prompts: tuple[str, ...] = ()  # files, folders and data sets of the hub, see conversations.py
+    max_prompts: Annotated[int, whole(1)] | None = None  # of these, drawn by the seed; None = all
+    max_turns: Annotated[int, whole(1)] | None = None  # of a conversation that are answered; None = all
+    invent: Annotated[int, whole(0)] = 0  # prompts that the target invents
+    texts: Annotated[int, whole(1)] | None = None  # answers to train on; None = one per prompt
+    held_out: Annotated[int, whole(1)] = 32  # prompts that are only measured on
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # of the answers, dealt round robin
+    max_tokens: Annotated[int, whole(2)] = 512  # of an answer
+    max_prompt_tokens: Annotated[int, whole(1)] = 1024  # longer prompts, template included, are left out
+    raw: bool = False
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    seed: Annotated[int, whole(0)] = 42
+
+    @property
+    def answered_turns(self) -> int | None:
+        """Turns of a conversation that are answered at most; None = all. Plain text has no turns to tell apart."""
+        return 1 if self.raw else self.max_turns
+
+    @classmethod
+    def read(cls, path: Path) -> TextPlan:
+        """Return the plan of a ``settings.json``."""
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
+        }
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the three terms of the loss, and of the positions of a block.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    ce: Annotated[float, _NOT_NEGATIVE] = 0.1
+    l1: Annotated[float, _NOT_NEGATIVE] = 0.9
+    confidence: Annotated[float, _NOT_NEGATIVE] = 1.0
+    positions: Literal["decay", "dpace"] = "decay"
+    position_decay: Annotated[float, _POSITIVE] = 4.0  # slots in which the weight of a position falls to 1 / e
+    dpace_alpha: Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at most 1")] = 0.5
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Shape of the drafter and how to train it; the defaults are the command's.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    # Shape of the drafter; everything else is that of a drafter like this one, or the target's.
+    like: DraftConfig | None = None
+    target_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    block_size: Annotated[int, whole(1)] = 7  # drafts
+    sample_from_anchor: bool = True  # False = the layout of DFlash, which has a slot more than drafts
+    num_layers: Annotated[int, whole(1)] = 2
+    intermediate_size: Annotated[int, whole(1)] | None = None  # None = the target's
+    markov_rank: Annotated[int, whole(0)] = 256  # 0 = no Markov head
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+
+    # Data of one step: batch_rows x gradient_accumulation x processes texts with anchors_per_row blocks each.
+    batch_rows: Annotated[int, whole(1)] = 16
+    gradient_accumulation: Annotated[int, whole(1)] = 1
+    anchors_per_row: Annotated[int, whole(1)] = 32
+    # Most frequent tokens that every step's loss covers; 0 = the whole vocabulary.
+    loss_vocab: Annotated[int, whole(0)] = 0
+    loss_vocab_sampled: int = 1024  # tokens drawn per step to stand for the others, see loss_vocabulary.py
+    loss: LossWeights = field(default_factory=LossWeights)
+
+    # Optimizer.
+    steps: Annotated[int, whole(1)] = 3000
+    learning_rate: Annotated[float, _POSITIVE] = 6e-4
+    # On the learning rate of the Markov embeddings, whose rows are seldom updated.
+    markov_lr_scale: Annotated[float, _NOT_NEGATIVE] = 10.0
+    schedule: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
+    warmup_share: Annotated[float, Meta(ge=0, lt=1, description="must be in [0, 1)")] = 0.04
+    weight_decay: Annotated[float, _NOT_NEGATIVE] = 0.0
+    grad_clip: Annotated[float, _POSITIVE] = 1.0
+    # Held-out measurements without a longer accept length after which the run ends; None = it goes on to its end.
+    patience: Annotated[int, whole(1)] | None = None
+    seed: Annotated[int, whole(0)] = 42
+
+    # Parameters and optimizer are float32; matrix products run in compute_dtype.
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    checkpoint_every: Annotated[int, whole(1)] = 200  # steps; held-out acceptance is measured then
+    # Tokens that the drafter proposes, the most frequent ones of the texts; 0 = all, or those of the initial drafter.
+    draft_vocabulary: Annotated[int, whole(0)] = 0
+    own_embeddings: bool = False  # copies of the target's embedding and LM head in the checkpoint, as DeepSpec has them
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    @property
+    def compute_torch_dtype(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.compute_dtype)
+        return dtype
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a block in the network."""
+        return self.block_size + (not self.sample_from_anchor)
+
+    def draft_config(self, target_config: Any) -> DraftConfig:
+        """Configuration of the drafter for a target with this transformers text configuration.
+
+        What the target's family does not have (a rotary base, grouped heads, RMS norms) gets Llama's usual value: the
+        drafter is a Qwen3-style network whatever the target is.
+        """
+        with_markov = self.confidence_head and self.confidence_head_with_markov and self.markov_rank > 0
+        shape: dict[str, Any] = {
+            "intermediate_size": self.intermediate_size
+            or getattr(target_config, "intermediate_size", None)
+            or 4 * target_config.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "block_size": self.num_slots,
+            "sample_from_anchor": self.sample_from_anchor,
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": self.target_layer_ids,
+            "num_target_layers": target_config.num_hidden_layers,
+            "markov_rank": self.markov_rank,
+            "markov_head_type": self.markov_head_type if self.markov_rank else None,
+            "enable_confidence_head": self.confidence_head,
+            "confidence_head_with_markov": with_markov,
+            "num_anchors": self.anchors_per_row,
+            "origin": "TrainConfig",
+        }
+        if self.like is not None:
+            for name in ("layer_types", "causal_layers", "sink_layers"):
+                # Further layers are like the last one.
+                kinds = getattr(self.like, name)
+                shape[name] = (kinds + kinds[-1:] * self.num_layers)[: self.num_layers]
+            return replace(self.like, draft_vocab_size=None, **shape)
+        heads = target_config.num_attention_heads
+        return DraftConfig(
+            hidden_size=target_config.hidden_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(target_config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(target_config, "head_dim", None) or target_config.hidden_size // heads,
+            vocab_size=target_config.vocab_size,
+            rms_norm_eps=getattr(target_config, "rms_norm_eps", 1e-6),
+            rope_theta=_rope_theta(target_config),
+            max_position_embeddings=target_config.max_position_embeddings,
+            **shape,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready content."""
+        content = {f.name: getattr(self, f.name) for f in fields(self)}
+        like = None if self.like is None else self.like.to_dict()
+        return content | {"loss": vars(self.loss), "target_layer_ids": list(self.target_layer_ids), "like": like}
+
+
+def _rope_theta(target_config: Any) -> float:
+    """Base of the target's rotary embedding, of its global layers where layers differ."""
+    parameters = getattr(target_config, "rope_parameters", None) or {}
+    parameters = parameters.get("full_attention", parameters)
+    return float(parameters.get("rope_theta", 10_000.0))
