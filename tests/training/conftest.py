@@ -7,9 +7,9 @@ import pytest
 import torch
 from dspark_training.settings import TrainConfig
 from dspark_training.target import Target
+from dspark_training.texts import StoredText, keep_states
 from dspark_training.trainer import Trainer
 from dspark_training.writers import InProcessWriter
-from dspark_training.texts import StoredText, keep_states
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sglang_dspark.draft.model import DraftModel
@@ -86,7 +86,9 @@ def random_drafter(make_drafter: Callable[[TrainConfig], DraftModel], config: Tr
 def make_trainer(target: Target, rows: list[StoredText], config: TrainConfig, tmp_path: Path) -> Callable[..., Trainer]:
     """Makes a trainer of the six texts, which are also held out, in ``tmp_path`` or a folder in it."""
 
-    def make(config: TrainConfig = config, *, texts=rows, held_out=rows, folder=".", target=target, **options) -> Trainer:
+    def make(
+        config: TrainConfig = config, *, texts=rows, held_out=rows, folder=".", target=target, **options
+    ) -> Trainer:
         precision = "bf16" if config.compute_dtype == "bfloat16" else "no"
         accelerator = Accelerator(
             cpu=True, mixed_precision=precision, gradient_accumulation_steps=config.gradient_accumulation

@@ -4,10 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_training.corpus import Corpus
 from dspark_training.target import Target
 from dspark_training.target_defaults import MaskTokens, default_depth, default_taps
-from dspark_training.trainer import Trainer
 from dspark_training.writers import InProcessWriter
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
 
@@ -37,7 +35,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_target_of_another_family_is_tapped_and_trained_on(family, config, tmp_path):
+def test_a_target_of_another_family_is_tapped_and_trained_on(family, config, make_trainer):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family])
     target = Target(model, (-1, 0, 2))
@@ -49,11 +47,10 @@ def test_a_target_of_another_family_is_tapped_and_trained_on(family, config, tmp
     torch.testing.assert_close(states.last_hidden, hidden[-1])
 
     prompts = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
-    rows = InProcessWriter(target).write(prompts, [0.0, 1.0, 1.0], 12, torch.Generator().manual_seed(0))
+    rows = InProcessWriter(target).write(prompts, [0.0, 1.0, 1.0], 12, 0)
     settings = {name: value for name, value in vars(config).items() if name != "target_layer_ids"}
-    trainer = Trainer(
-        type(config)(**settings, target_layer_ids=(-1, 0, 2)), target, Corpus(rows), Corpus(rows), tmp_path
-    )
+    config = type(config)(**settings, target_layer_ids=(-1, 0, 2))
+    trainer = make_trainer(config, texts=rows, held_out=rows, target=target)
     reports = []
     trainer.run(reports.append)
     held_out = [report.loss for report in reports if report.held_out]

@@ -1,13 +1,14 @@
-"""Texts from a stand-in for an SGLang server."""
+"""Texts of the target in process, and of a stand-in for an SGLang server."""
 
 import json
 import threading
+from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from dspark_training import server_writer
-from dspark_training.writers import OwnServerWriter, ServerWriter
+from dspark_training.target import Target
+from dspark_training.writers import InProcessWriter, ServerWriter
 
 from sglang_dspark.errors import ConfigError, DSparkError
 
@@ -57,7 +58,7 @@ def server():
 
 def write(server, prompts, temperatures, **options):
     writer = ServerWriter(server.url + "/", frozenset({STOP}), 64, concurrency=2, **options)
-    return writer.write(prompts, temperatures, 20, torch.Generator().manual_seed(0))
+    return writer.write(prompts, temperatures, 20, 0)
 
 
 @pytest.mark.parametrize("cut", [False, True])
@@ -93,53 +94,42 @@ def test_tokens_that_are_not_the_targets(server):
 def test_nobody_answers(server):
     writer = ServerWriter("http://127.0.0.1:9", frozenset(), 64, concurrency=1)
     with pytest.raises(ConfigError, match=r"--server http://127\.0\.0\.1:9: .*check that an SGLang server"):
-        writer.write([[3]], [0.0], 4, torch.Generator())
+        writer.write([[3]], [0.0], 4, 0)
 
 
-@pytest.fixture
-def launched(server, monkeypatch):
-    """Every server that a writer launches, as a list of what happened; the stand-in answers for all of them."""
-    events = []
-
-    class Launched:
-        url = server.url
-
-        def __init__(self, target, *flags, env, startup_timeout_s):
-            assert startup_timeout_s >= 3600  # a target of the hub is fetched first
-            self._asked = (target, flags, dict(env))
-
-        def __enter__(self):
-            events.append(self._asked)
-            return self
-
-        def __exit__(self, *error):
-            events.append("stopped")
-
-    monkeypatch.setattr(server_writer, "LaunchedServer", Launched)
-    return events
+PROMPTS = [[5, 9, 11], [7, 3, 8, 20, 33, 41], [60, 4], [12, 13, 14, 15, 16]]
 
 
-def test_a_server_of_its_own_runs_from_the_first_text_to_the_end(launched):
-    with OwnServerWriter("model", "cuda:1", "bfloat16", frozenset({STOP}), 64, 2) as writer:
-        assert launched == []
-        for _ in range(2):
-            [row] = writer.write([[3]], [0.0], 20, torch.Generator())
-            assert row.input_ids.tolist() == [3, 7, 1]
-        assert launched == [("model", ("--base-gpu-id", "1", "--dtype", "bfloat16"), {})]
-    assert launched[1:] == ["stopped"]
+def greedy_alone(target, prompt, max_new_tokens):
+    """Greedy continuation of one prompt, the whole text run again for every token."""
+    ids = list(prompt)
+    for _ in range(max_new_tokens):
+        ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] in target.stop_ids:
+            break
+    return ids
 
 
-def test_texts_that_are_there_need_no_server(launched):
-    with OwnServerWriter("model", "cpu", "float32", frozenset({STOP}), 64, 2) as writer:
-        assert writer.stop_ids == {STOP}
-    assert launched == []
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_texts_in_process_are_those_of_each_prompt_alone(target, batch):
+    """Some end early, at different steps; a penalty that the checkpoint suggests changes nothing."""
+    free = [greedy_alone(target, prompt, 12) for prompt in PROMPTS]
+    model = deepcopy(target.model)
+    model.generation_config.update(eos_token_id=[free[0][5], free[2][6]], repetition_penalty=5.0)
+    stopping = Target(model, target.tap_ids)
+    counted = []
+    writer = InProcessWriter(stopping, batch=batch, on_progress=counted.append)
+    texts = writer.write(PROMPTS, [0.0] * 4, 12, seed=1)
+    expected = [greedy_alone(stopping, prompt, 12) for prompt in PROMPTS]
+    assert [text.input_ids.tolist() for text in texts] == expected
+    assert min(len(ids) - len(prompt) for ids, prompt in zip(expected, PROMPTS, strict=True)) < 12
+    assert sum(counted) == 4
 
 
-def test_a_server_of_its_own_is_stopped_after_a_failure(launched):
-    def fail():
-        with OwnServerWriter("model", "cuda", "bfloat16", frozenset({STOP}), 64, 2) as writer:
-            writer.write([[9, 9]], [0.0], 20, torch.Generator())
-
-    with pytest.raises(DSparkError, match="no such luck"):
-        fail()
-    assert launched[-1] == "stopped"
+def test_sampled_tokens_follow_the_distribution_of_the_target(target):
+    prompt = PROMPTS[1]
+    probs = torch.softmax(target.model(torch.tensor([prompt])).logits[0, -1] / 0.7, dim=-1)
+    texts = InProcessWriter(target, batch=4000).write([prompt] * 4000, [0.7] * 4000, 1, seed=3)
+    counts = torch.bincount(torch.tensor([int(text.input_ids[-1]) for text in texts]), minlength=64)
+    # Half the L1 distance of 4000 draws to their own distribution is about 0.4 * sqrt(64 / 4000) = 0.05 at most.
+    assert float((counts / 4000 - probs).abs().sum() / 2) < 0.06

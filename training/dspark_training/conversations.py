@@ -14,7 +14,6 @@ read: data sets repeat the first turn of a conversation as its prompt. The rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,31 +48,26 @@ def read_conversations(source: str) -> list[Turns]:
             f"--prompts {source}: cannot be read ({reason}); give a JSONL, JSON or parquet file, a folder of one kind "
             "of them, or a data set of the hub as OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT"
         ) from error
-    found = [
-        turns
-        for number, row in enumerate(rows, start=1)
-        if (turns := _user_turns(row, f"--prompts {source}, row {number}"))
-    ]
+    numbered = enumerate(rows, start=1)
+    found = [turns for number, row in numbered if (turns := _user_turns(row, f"--prompts {source}, row {number}"))]
     if not found:
         raise ConfigError(f"--prompts {source} is empty; name prompts or conversations, in rows of {_FORMS}")
     return found
 
 
-def _load(source: str) -> Iterable[Any]:
+def _load(source: str) -> Any:
     from datasets import load_dataset
 
     path = Path(source).expanduser()
     if not path.exists():
         name, *wanted = source.split(":")
         split = (wanted.pop() if wanted else "") or "train"
-        rows: Iterable[Any] = load_dataset(name, *wanted, split=split)
-        return rows
+        return load_dataset(name, *wanted, split=split)
     files = sorted(file for file in path.iterdir() if file.suffix in _KINDS) if path.is_dir() else [path]
     kinds = {_KINDS.get(file.suffix, "json") for file in files}
     if len(kinds) != 1:
         raise ValueError(f"the folder has {len(kinds)} kinds of files out of {', '.join(_KINDS)}")
-    rows = load_dataset(kinds.pop(), data_files=[str(file) for file in files], split="train")
-    return rows
+    return load_dataset(kinds.pop(), data_files=[str(file) for file in files], split="train")
 
 
 def _user_turns(row: dict[str, Any], where: str) -> Turns:

@@ -2,8 +2,9 @@
 
 - ``settings.json``: the `TextPlan`
 - ``prompts.jsonl``: one ``{"turns": [str, ...], "held_out": bool}`` per line, shuffled
-- ``train-1.jsonl``, ``greedy-1.jsonl``, ``sampled-1.jsonl``: answers to first turns, and with the numbers 2, 3 and so on
-  those to later ones; one ``{"input_ids": [int, ...], "prompt_len": int}`` per line
+- ``written``: an empty file, when all texts are there
+- ``train-1.jsonl``, ``greedy-1.jsonl``, ``sampled-1.jsonl``: answers to first turns, and with 2, 3 and so on those
+  to later ones; one ``{"input_ids": [int, ...], "prompt_len": int}`` per line
 
 The target answers a later turn after its own answers to those before it, as it would be asked in use. Every answer is a
 text of its own, because chat templates render earlier answers otherwise than the one being written. What is written is
@@ -51,7 +52,7 @@ class Dialogue:
     answers: tuple[str, ...] = ()
 
     def after(self, text: Text, stop_ids: frozenset[int], prompt_format: PromptFormat) -> Dialogue | None:
-        """Return it with the answer in `text` and the user's next turn; None if there is none, or the answer was cut."""
+        """Return it with the answer in `text` and the next turn; None if there is none, or the answer was cut."""
         output = text.input_ids[text.prompt_len :].tolist()
         num_turns = len(self.answers) + 2
         if num_turns > len(self.turns) or output[-1] not in stop_ids:
@@ -97,6 +98,11 @@ class TextFolder:
                         f"--{name.replace('_', '-')} {_shown(ours)}: the texts in {path} were begun with "
                         f"{_shown(theirs)}; drop the option to go on with them, or give another --corpus"
                     )
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all texts are there."""
+        return (self.path / "written").exists()
 
     def read_prompts(self) -> list[Turns]:
         """Read what the plan names, unless ``prompts.jsonl`` is there: then there is nothing to read.
@@ -147,6 +153,7 @@ class TextFolder:
                 dialogues = [d for d in longer if d is not None and len(d.prompt_ids) <= plan.max_prompt_tokens]
                 if not dialogues:
                     break
+        (self.path / "written").touch()
 
     def load(self) -> Texts:
         """Return the texts of a finished stage.

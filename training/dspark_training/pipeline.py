@@ -103,7 +103,7 @@ def train(job: TrainJob, display: Display, accelerator: Accelerator) -> Evaluati
         job.target, raw=folder.plan.raw, template_kwargs=folder.plan.chat_template_kwargs
     )
     target = None
-    if accelerator.is_main_process:
+    if accelerator.is_main_process and not folder.is_written:
         target = _write_texts(job, folder, taps, target_config.vocab_size, prompt_format, display, accelerator.device)
     accelerator.wait_for_everyone()
     target = target or _load_target(job, taps, accelerator.device, display)
