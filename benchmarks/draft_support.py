@@ -22,6 +22,11 @@ from unittest.mock import patch
 import click
 import torch
 import torch.nn.functional as F
+from dspark_training.prompt_format import PromptFormat
+from dspark_training.replay import replay
+from dspark_training.target import Target
+from dspark_training.texts import keep_states, stored_states
+from dspark_training.writers import InProcessWriter
 from rich.console import Console
 from rich.table import Table
 from serving.prompts import load_mixed_prompts
@@ -29,11 +34,6 @@ from serving.prompts import load_mixed_prompts
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads, load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.tools import provenance
-from sglang_dspark.tools.train.evaluate import replay, write_texts
-from sglang_dspark.tools.train.prompt_format import PromptFormat
-from sglang_dspark.tools.train.rows import keep_states, stored_states
-from sglang_dspark.tools.train.target import Target
-from sglang_dspark.tools.train.text_writer import InProcessWriter
 
 _BATCH_TOKENS = 16_384  # that go through the target together
 
@@ -70,15 +70,9 @@ def measure(
     token_ids = load_token_ids(draft_path, target.vocab_size)
     records = []
     for temperature in (0, 1):
-        rows = write_texts(
-            writer,
-            [prompt_format.encode(prompt) for prompt in prompts],
-            temperature=temperature,
-            max_new_tokens=max_tokens,
-            block_size=model.config.gamma,
-            batch_size=len(prompts),
-            seed=0,
-        )
+        ids = [prompt_format.encode(prompt) for prompt in prompts]
+        # A block and a bonus token past the limit, to judge the last round in full.
+        rows = writer.write(ids, [temperature] * len(ids), max_tokens + model.config.gamma + 1, seed=0)
         texts = keep_states(target, rows, batch_tokens=_BATCH_TOKENS)
         for ids in [None] if token_ids is None else [None, token_ids]:
             for tiles in (None, *supports):

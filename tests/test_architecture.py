@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "sglang_dspark"
 KERNELS = ROOT / "kernels" / "dspark_kernels"
+TRAINING = ROOT / "training" / "dspark_training"
 MAX_LINES = 400
 KERNEL_IMPORTS = {"torch", "triton", "dspark_kernels"}
 # What the parts of the package may import of each other. Everybody may import these; who serves imports no tool.
@@ -101,7 +102,7 @@ def test_the_import_walk_sees_every_form(source: str):
 
 
 def test_only_engine_imports_sglang():
-    outside = [path for path in python_files(PACKAGE, KERNELS) if PACKAGE / "engine" not in path.parents]
+    outside = [path for path in python_files(PACKAGE, KERNELS, TRAINING) if PACKAGE / "engine" not in path.parents]
     assert len(outside) > 20
     offenders = [in_package(path) for path in outside if "sglang" in imported_roots(path.read_text())]
     assert offenders == []
@@ -119,7 +120,7 @@ def test_every_part_imports_only_what_it_may():
     assert strays == set()
 
 
-@pytest.mark.parametrize("package", [PACKAGE, KERNELS], ids=lambda path: path.name)
+@pytest.mark.parametrize("package", [PACKAGE, KERNELS, TRAINING], ids=lambda path: path.name)
 def test_no_import_circles(package: Path):
     """Imports for type checking and inside functions included; a package's ``__init__`` only gathers its modules."""
     known = {name: path for name, path in modules(package).items() if path.name != "__init__.py"}
@@ -145,13 +146,19 @@ def test_kernels_import_only_torch_and_triton():
     assert offenders == {}
 
 
+def test_only_commands_know_the_trainer():
+    """Who serves never imports it; ``train`` is a name in the table of commands, and ``evaluate`` replays with it."""
+    knowing = {in_package(path) for path in python_files(PACKAGE, KERNELS) if "dspark_training" in path.read_text()}
+    assert knowing == {"sglang_dspark/tools/cli/__init__.py", "sglang_dspark/tools/cli/evaluate.py"}
+
+
 def test_modules_stay_small():
-    sizes = {in_package(path): len(path.read_text().splitlines()) for path in python_files(PACKAGE, KERNELS)}
+    sizes = {in_package(path): len(path.read_text().splitlines()) for path in python_files(PACKAGE, KERNELS, TRAINING)}
     assert {name: lines for name, lines in sizes.items() if lines > MAX_LINES} == {}
 
 
 def test_there_is_no_grab_bag_module():
-    names = {path.stem for path in python_files(PACKAGE, KERNELS)}
+    names = {path.stem for path in python_files(PACKAGE, KERNELS, TRAINING)}
     assert names & {"utils", "util", "helpers", "common", "misc"} == set()
 
 

@@ -26,9 +26,7 @@ from committed_figures import (
     support_cost,
     support_lengths,
     trained,
-    training_speeds,
     turns,
-    walk,
     worst_against,
 )
 
@@ -186,23 +184,6 @@ QUOTES = [
         rf"and {NUMBER} % and {NUMBER} %\s+where",
         1,
         support_cost,
-    ),
-    Quote(
-        "docs/training.md",
-        "On a CPU",
-        rf"texts took {NUMBER} minutes, training {NUMBER}, measuring {NUMBER}; checking,\s+serving and calibrating "
-        rf"another {NUMBER}\..*?accepts {NUMBER} tokens .*? and {NUMBER} at temperature 1\. Served, it accepted\s+"
-        rf"{NUMBER} on 40 other questions, give or take {NUMBER}",
-        1,
-        walk,
-    ),
-    Quote(
-        "docs/training.md",
-        "What it needs",
-        rf"reads {NUMBER} blocks per second .*? and {NUMBER} where the\s+states\s+are\s+stored\s.*?within the noise: "
-        rf"{NUMBER} and {NUMBER} times",
-        1,
-        training_speeds,
     ),
     Quote(
         "docs/simulation.md",

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from dspark_training.attention import ChunkedAttention, FlexAttention
 
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.tools.train.attention import ChunkedAttention, FlexAttention
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)

@@ -3,7 +3,6 @@
 import json
 from functools import cache
 from pathlib import Path
-from statistics import median
 
 import pandas as pd
 from paired_ratio import paired_ratios, ratios_to_each, summarise
@@ -206,28 +205,3 @@ def planning_times() -> list[float]:
 
 def rank_ceilings() -> list[float]:
     return list(check.rank_ceilings(measured_sweep.read_sweep(RESULTS / README_SWEEP)).values())
-
-
-def walk() -> list[float]:
-    """Minutes of the stages of training, minutes of all later steps; accept lengths, and the error of the last one."""
-    found = content("training_walk.json")
-    stages = [found["stages"][name] for name in ("texts", "training", "measuring")]
-    later = sum(step["seconds"] for step in found["steps"] if step["step"] != "train")
-    lengths = [found["held_out"][way]["accept_length"] for way in ("greedy", "sampled")]
-    served = found["served"]
-    return [
-        *(seconds / 60 for seconds in (*stages, later)),
-        *lengths,
-        served["accept_length"],
-        served["standard_error"],
-    ]
-
-
-def training_speeds() -> list[float]:
-    """Blocks per second with 128 blocks per text, states computed and stored; then the ratios to the former trainer."""
-    found = [
-        next(result for result in content(f"training_speed/{name}.json")["results"] if result["size"] == "8x128")
-        for name in ("computed", "stored")
-    ]
-    speeds = [median(run["blocks_per_s"] for run in result["runs"]["now"]) for result in found]
-    return [*speeds, *(result["ratio"][1] for result in found)]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from dspark_training.settings import TrainConfig
 from dspark_training.target import Target
 from dspark_training.texts import StoredText, keep_states

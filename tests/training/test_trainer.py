@@ -125,10 +125,9 @@ def test_patience_ends_a_run(make_trainer, config, monkeypatch):
     assert again.progress.step == 8
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run(make_trainer, config, monkeypatch):
-    monkeypatch.setattr(
-        Sums, "report", lambda self, step, *a, **o: StepReport(step, float("nan"), 1, 1, 1, (), 1, True)
-    )
+def test_a_loss_that_is_not_a_number_ends_the_run(make_trainer, monkeypatch):
+    nothing = StepReport(3, float("nan"), 1.0, 1.0, 1.0, (), 1.0, True)
+    monkeypatch.setattr(Sums, "report", lambda *arguments, **options: nothing)
     with pytest.raises(ConfigError, match=r"--learning-rate 0\.005: training has diverged before step 3"):
         make_trainer().run()
 

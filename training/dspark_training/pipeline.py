@@ -268,9 +268,8 @@ def _train(trainer: Trainer, display: Display) -> None:
     display.progress("training", trainer.progress.step, steps)
     trainer.run(on_report, lambda step: display.progress("training", step, steps, note))
     if trainer.progress.worse:
-        display.say(
-            f"the drafter of step {trainer.progress.best_step} is kept: no later one did better on held-out texts"
-        )
+        best = trainer.progress.best_step
+        display.say(f"the drafter of step {best} is kept: no later one did better on held-out texts")
 
 
 def _evaluate(job: TrainJob, target: Target, texts: Texts, max_tokens: int, display: Display) -> Evaluation:

@@ -6,17 +6,17 @@ from typing import Annotated, Literal
 import click
 import pytest
 from click.testing import CliRunner
+from dspark_training.command import train
+from dspark_training.settings import TextPlan, TrainConfig
 from msgspec import Meta
 
 from sglang_dspark.declared import whole
 from sglang_dspark.tools.cli.settings import setting, taken
 from sglang_dspark.tools.cli.simulate import simulate
-from sglang_dspark.tools.cli.train import train
 from sglang_dspark.tools.simulator.crossover import CrossoverModel
-from sglang_dspark.tools.train.config import TextPlan, TrainConfig
 
 # What the command decides from other options, or from the target, where the user does not say.
-DECIDED = {"invent", "write_batch", "device", "compute_dtype", "mask_token_id"}
+DECIDED = {"invent", "compute_dtype", "mask_token_id"}
 
 
 @dataclass
