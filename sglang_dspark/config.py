@@ -76,13 +76,6 @@ class DSparkConfig:
         "Table of measured step times: loaded when the file exists, else measured at start-up and written there, under "
         "the policies `auto` and `early-stop`. Without the flag it is kept below ~/.cache/sglang-dspark.",
     )
-    prompt_hold_ms: Annotated[float, Meta(ge=0, le=60_000, description="must lie in [0, 60000]")] = _knob(
-        "After a prefill, let decoding run for as long as that prefill took before the next one starts; waiting "
-        "prompts are held back for at most so many milliseconds, and never where nothing decodes. 0 lets every prompt "
-        "in at once. SGLang's `--min-free-slots-delay` replaces it.",
-        default=0.0,
-        read=float,
-    )
     draft_free: Switch = _knob(
         "Serve without a drafter: requests with a preset speculate, others decode plainly. The flag needs no value; "
         "the variable takes `on` or `off`.",

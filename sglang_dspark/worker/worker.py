@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,6 @@ from sglang_dspark.engine.scheduler.draft_input import kv_lengths
 from sglang_dspark.engine.scheduler.future_map import Relay, relay_of
 from sglang_dspark.engine.scheduler.options import BatchOptions, OptionsReader
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
-from sglang_dspark.scheduling.prompt_hold import PromptHold
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.choice import Choice
 from sglang_dspark.step.device_time import DeviceTimer
@@ -59,8 +57,6 @@ class DSparkWorker(SpecWorkerBase):
         verify = partial(run_verify, self.target_worker)
         self.eager = EagerStages(self.drafter, self.schedule, verify, self.agreement, self.acceptance_profile())
         self.staging = Staging(self.eager)
-        hold_s = self.options.prompt_hold_ms / 1e3 if self.settled.holds_prompts else 0.0
-        self.prompt_hold = PromptHold(hold_s, lag, time.perf_counter)
         self.asked = OptionsReader(self.max_verify)
         self.preset_texts = PresetTexts(self.max_verify)
         self.timer = DeviceTimer(self.device)
@@ -129,7 +125,6 @@ class DSparkWorker(SpecWorkerBase):
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
-        self.prompt_hold.launched(prefill=False)
         asked, adjusting = self.asked.read(batch.reqs), self.adjustments.of_step(batch)
         step = self.read(batch, adjusted=adjusting.any)
         copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
@@ -203,13 +198,6 @@ class DSparkWorker(SpecWorkerBase):
 
     def before_other_work(self) -> None:
         self.schedule.interrupt()
-
-    def before_prefill(self) -> None:
-        self.prompt_hold.launched(prefill=True)
-
-    def holds_prompts(self, running: int) -> bool:
-        # Clocks differ between ranks.
-        return self.prompt_hold.is_on and self.agreement.share(self.prompt_hold.holds(running))
 
     def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
         self.reporting.record(rounds, running, accept_lens)

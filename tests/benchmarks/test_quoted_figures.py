@@ -14,7 +14,6 @@ from committed_figures import (
     README_SWEEP,
     few_users,
     h200_speeds,
-    held_prompts,
     host_times,
     kernel_times,
     lowest_bounds,
@@ -61,14 +60,6 @@ QUOTES = [
         rf"was {NUMBER} times as fast as plain SGLang for 1 user, and slower for 16 and 64: {NUMBER} and {NUMBER}",
         1,
         lambda: ratios("h200/sweep/sweep.csv", "auto", "plain", "1", "16", "64"),
-    ),
-    Quote(
-        PERFORMANCE,
-        "A decode step on a GPU",
-        rf"tokens per second were {RANGE} times those without it for 4 users, and\s+{RANGE} times for 16. "
-        rf"The 95th percentile of the time to first token was {RANGE} and {RANGE} times",
-        1,
-        held_prompts,
     ),
     Quote(
         PERFORMANCE,

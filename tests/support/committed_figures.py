@@ -69,18 +69,6 @@ def h200_speeds(users: str):
     return median["plain"], median["static:5"], *both[0], median["auto"], *both[1], *one[0], *one[1]
 
 
-def held_prompts() -> list[float]:
-    """Tokens per second and late first tokens of ``held`` against ``auto``, for 4 and for 16 users."""
-    frame, found = sweep("prompt_hold/sweep.csv"), []
-    labels = dict.fromkeys(("held", "auto@bfloat16"), "auto@bfloat16")
-    for metric in ("output_tok_s", "ttft_p95_ms"):
-        for users in (4, 16):
-            cell = frame[(frame["concurrency"] == users) & frame["config"].isin(labels)]
-            (row,) = summarise(paired_ratios(cell, metric, labels)).itertuples()
-            found += with_range(row)
-    return found
-
-
 def turns(users: str):
     name, metric = "turns/turns.csv", "decode_tok_s"
     frame = sweep(name)

@@ -46,7 +46,7 @@ class WorkerLoop(StageLoop):
         adjusting = SimpleNamespace(any=False, read=nothing, apply=nothing, count=nothing)
         worker.adjustments = SimpleNamespace(of_step=lambda batch: adjusting)
         worker.preset_texts = SimpleNamespace(propose=nothing, took=nothing)
-        worker._first_answer = worker.prompt_hold = SimpleNamespace(look=nothing, launched=nothing)
+        worker._first_answer = SimpleNamespace(look=nothing)
         worker.check_logits = None
         worker.choose = lambda batch, asked, copies: Choice(Rule.UNIFORM, self.gamma)
         worker.read = lambda batch, adjusted: self._batch(worker.step)

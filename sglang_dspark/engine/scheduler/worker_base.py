@@ -91,14 +91,6 @@ class SpecWorkerBase(WorkerFace):
         """Called when what comes next is not a decode step."""
 
     @abstractmethod
-    def before_prefill(self) -> None:
-        """Called when prompts are about to be encoded."""
-
-    @abstractmethod
-    def holds_prompts(self, running: int) -> bool:
-        """Whether prompts that wait go on waiting while so many requests decode."""
-
-    @abstractmethod
     def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
         """Take note of a step, whose tensors have reached the host.
 
@@ -194,7 +186,6 @@ class SpecWorkerBase(WorkerFace):
 
     @torch.no_grad()
     def _prefill(self, batch: Any, publish: Publish) -> Any:
-        self.before_prefill()
         if batch.return_logprob:
             # SGLang fails on batches of which some requests name tokens and others want logprobs of their prompt alone.
             batch.token_ids_logprobs = named_in_all(batch.token_ids_logprobs)

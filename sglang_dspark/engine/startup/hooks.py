@@ -243,15 +243,6 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
-        "hold-prompts",
-        "sglang.srt.managers.scheduler.Scheduler.init_schedule_policy",
-        HookType.AFTER,
-        "scheduler.prompt_delayer.install",
-        "scheduler",
-        "SGLang's rule for holding prompts back counts free slots; ours gives decoding as long as a prefill took",
-        Moment.ANSWERED,
-    ),
-    Hook(
         "export-metrics",
         "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
         HookType.AFTER,

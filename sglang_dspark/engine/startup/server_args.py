@@ -152,8 +152,7 @@ def validate(server_args: Any) -> None:
             "so options of DSPARK would be dropped; sglang-dspark cannot serve on this release as it is"
         )
     dummy = options.drafter is not None and _draft_load_format(server_args) == "dummy"
-    ours = server_args.min_free_slots_delay is None
-    arguments.attach(server_args, Serving(options.config, options.drafter, dummy, holds_prompts=ours))
+    arguments.attach(server_args, Serving(options.config, options.drafter, dummy))
     if (unserved := device_refusal(server_args.device)) is not None:
         raise UnservedError(unserved)
     for refusal in _refusals(server_args):

@@ -67,9 +67,6 @@ def _numbers(kind: type) -> Any:
 )
 @click.option("--padding/--no-padding", default=None, help="Attention padded to the longest.  [default: without tiers]")
 @click.option("--overlap/--no-overlap", default=True, show_default=True, help="SGLang's overlap scheduling.")
-@click.option(
-    "--prompt-hold-ms", type=click.FloatRange(min=0), default=0.0, show_default=True, help="As the server's flag."
-)
 @click.option("--max-running", type=_COUNT, default=256, show_default=True, help="Requests that run at a time.")
 @click.option("--repeats", type=_COUNT, default=2, show_default=True, help="Simulations per point, averaged.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
@@ -315,8 +312,7 @@ def _conditions(options: dict[str, Any], table: SpsTable, blocks: BlockSource) -
         Lengths.parse(options["prompt_tokens"]),
         Lengths.parse(options["output_tokens"]),
         **{
-            name: options[name]
-            for name in ("num_requests", "overlap", "prompt_hold_ms", "max_running", "repeats", "seed", "table_error")
+            name: options[name] for name in ("num_requests", "overlap", "max_running", "repeats", "seed", "table_error")
         },
     )
 

@@ -14,7 +14,6 @@ from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.policies import FixedPolicy
-from sglang_dspark.scheduling.prompt_hold import PromptHold
 from sglang_dspark.scheduling.schedule import Schedule, is_of_a_kind
 from sglang_dspark.scheduling.step_times import StepKind
 from sglang_dspark.step.choice import PLAIN, Choice
@@ -39,10 +38,9 @@ class _Result:
 class SimulatedServer:
     """Decides as a server does, and asks the costs how long it took.
 
-    What is simulated: the loop of SGLang's scheduler (waiting prompts are prefilled before the next decode step, unless
-    the plugin holds them back), its overlap (the result of a batch is looked at after the next one has run, so that a
-    request that ended takes part in one more step), and the schedule of the plugin itself, with its statistics, its
-    calibration and its probes.
+    What is simulated: the loop of SGLang's scheduler (waiting prompts are prefilled before the next decode step), its
+    overlap (the result of a batch is looked at after the next one has run, so that a request that ended takes part in
+    one more step), and the schedule of the plugin itself, with its statistics, its calibration and its probes.
 
     Args:
         costs: how long things take, and what the schedule is told of it. It has to find out about the rest.
@@ -94,11 +92,6 @@ class SimulatedServer:
         self._workloads += 1
         return _Episode(self, workload, self._rng).run()
 
-    @property
-    def prompt_hold_ms(self) -> float:
-        """Most milliseconds that waiting prompts are held back at a time."""
-        return self.schedule.options.prompt_hold_ms
-
     def decode(self, requests: Sequence[Request]) -> tuple[float, _Result]:
         """One decode step: its milliseconds, and its result."""
         if self._timed is not None and self.schedule.times is not None:
@@ -148,8 +141,6 @@ class _Episode:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._outcome = Outcome()
-        # A batch is launched when the one before is over, whenever its result is looked at.
-        self._hold = PromptHold(server.prompt_hold_ms / 1e3, 0, lambda: self._now_ms / 1e3)
         if workload.users is None:
             for request in self._requests:
                 self._send(request)
@@ -178,11 +169,9 @@ class _Episode:
 
     def _run_batch(self) -> _Result | None:
         if prompts := self._next_prompts():
-            self._hold.launched(prefill=True)
             ms, result = self._server.prefill(prompts)
             self._running += prompts
         elif self._running:
-            self._hold.launched(prefill=False)
             ms, result = self._server.decode(self._running)
             self._outcome.add_step(ms, PLAIN if result.rounds is None else result.rounds.choice)
         else:
@@ -192,8 +181,6 @@ class _Episode:
 
     def _next_prompts(self) -> list[Request]:
         prompts: list[Request] = []
-        if self._waiting and self._hold.holds(len(self._running)):
-            return prompts
         room, tokens = self._server.max_running - len(self._running), self._server.max_prefill_tokens
         while self._waiting and len(prompts) < room:
             tokens -= self._waiting[0].prompt_tokens

@@ -63,7 +63,6 @@ class Conditions:
     turnaround_ms: float = 0.0
     transit_ms: float = 0.0
     apart_ms: float = 0.0
-    prompt_hold_ms: float = 0.0
     repeats: int = 1
     seed: int = 0
     table_error: float = 0.0
@@ -107,7 +106,7 @@ def simulate_point(
         server = SimulatedServer(
             costs,
             conditions.blocks,
-            replace(parse_policy(policy), prompt_hold_ms=conditions.prompt_hold_ms),
+            parse_policy(policy),
             overlap=conditions.overlap,
             max_running=conditions.max_running,
             seed=conditions.seed + repeat,

@@ -1,6 +1,6 @@
 """The simulated server against what can be computed by hand, and against what its policies promise."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -89,21 +89,6 @@ def test_decisions_take_time_where_any_are_made():
         return server.serve(Workload(1, Lengths(100, 100), Lengths(9, 9), users=1)).step_ms[0]
 
     assert (step_ms("static"), step_ms("early-stop")) == pytest.approx((12, 15))
-
-
-def test_prompts_are_held_back_as_by_the_server():
-    """A prefill takes 70 ms; the prompt that comes meanwhile waits until decoding has had as long."""
-
-    def first_ms(hold_ms):
-        blocks = ConditionalAcceptance(NEVER, concentration=np.inf)
-        options = replace(parse_policy("off"), prompt_hold_ms=hold_ms)
-        server = SimulatedServer(Costs(flat_table(), PREFILL), blocks, options, overlap=False, max_prefill_tokens=100)
-        outcome = server.serve(Workload(2, Lengths(100, 100), Lengths(41, 41), users=2))
-        return sorted(request.first_ms for request in outcome.requests)
-
-    assert first_ms(0.0) == pytest.approx([70, 140])
-    assert first_ms(1000.0) == pytest.approx([70, 210], abs=11)
-    assert first_ms(30.0) == pytest.approx([70, 170], abs=11)
 
 
 def test_a_prefill_batch_holds_no_more_tokens_than_allowed():
