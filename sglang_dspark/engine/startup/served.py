@@ -50,7 +50,7 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
     Refusal("attn_cp_size", (1,), "pass 1"),
     Refusal("dcp_size", (1,), "pass 1"),
     Refusal("enable_lora_overlap_loading", (False, None), "drop the flag; adapters are served without it"),
-    Refusal("disaggregation_mode", ("null",), "drop the flag: draft K/V is not handed on between servers yet"),
+    Refusal("disaggregation_mode", ("null",), "drop the flag: draft K/V is not handed on between servers"),
     Refusal("tokenizer_worker_num", (1,), "pass 1"),
     Refusal("page_size", (*PAGE_SIZES, None), "pass 1, 16, 32 or 64"),
     Refusal("enable_mixed_chunk", (False,)),
