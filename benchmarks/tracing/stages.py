@@ -41,7 +41,6 @@ KERNEL_STAGES = {
     "filter_kernel": ACCEPT,
     "seeded_kernel": ACCEPT,
     "judge_kernel": ACCEPT,
-    "_simulated_accept_kernel": ACCEPT,
     "race_kernel": ACCEPT,
     "finish_kernel": ACCEPT,
     "_kv_inject_kernel": COMMIT,

@@ -361,8 +361,6 @@ class GraphStages:
             graphs.adapters.stage(batch)
         if not self._judged:
             return graphs.verify[self._tier].replay()
-        if self._eager.profile is not None:
-            graphs.step_number.fill_(step.keys.step)
         return graphs.judged[self._tier].replay().output
 
     def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> Accepted:

@@ -69,7 +69,7 @@ class EagerStages:
         logits = output.logits_output.next_token_logits
         accepted = accept(drafted.block, plan, logits, step.prefix_lens, step.rows, step.keys)
         if self.profile is not None:
-            accepted = simulated_accept(accepted, drafted.block.tokens, plan.verify_lens, self.profile, step.keys)
+            accepted = simulated_accept(accepted, drafted.block.tokens, plan.verify_lens, self.profile)
         self.agreement.adopt(accepted.accepted_lens, accepted.bonus_tokens, accepted.out_tokens, accepted.new_seq_lens)
         return accepted
 

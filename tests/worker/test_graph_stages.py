@@ -214,6 +214,15 @@ def test_sampled_text_is_that_of_launched_steps(monkeypatch):
     assert all(loop.replayed)
 
 
+def test_simulated_acceptance_is_replayed_with_new_noise(monkeypatch):
+    torch.manual_seed(0)
+    loop = GraphLoop(monkeypatch, [4], schedule="static")
+    loop.eager.profile = torch.tensor([1.0, 0.5, *[0.0] * 5], dtype=torch.float64)
+    loop.serve(prompts_of(loop), NUM_TOKENS)
+    assert all(loop.replayed)
+    assert {accepted for trace in loop.traces for *_, accepted in trace} == {1, 2}
+
+
 def test_every_switch_of_a_drafter_is_replayed(monkeypatch, tmp_path):
     """Layers with windows, causal blocks and sinks are laid out anew from the buffers of each replay."""
     folder = random_drafter(tmp_path, "every-switch")
