@@ -24,7 +24,7 @@ ENV_PREFIX = "SGLANG_DSPARK_"
 # block-size says otherwise: as many as the released drafters propose.
 DRAFT_FREE_BLOCK_SIZE = 7
 
-PolicyName = Literal["auto", "early-stop", "static", "threshold", "adaptive-block", "off"]
+PolicyName = Literal["auto", "early-stop", "static", "threshold", "off"]
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 Probability = Annotated[float, Meta(ge=0, le=1, description="must lie in [0, 1]")]
 Profile = Annotated[tuple[Probability, ...], Meta(description="must lie in [0, 1], each of them")]
@@ -51,8 +51,7 @@ class DSparkConfig:
     schedule: PolicyName = _knob(
         "Verify policy. `auto` follows measured step times and the drafter's confidence, and does not speculate where "
         "that would be slower; `early-stop` is Algorithm 1 of the DSpark paper; `static` verifies the same number of "
-        "drafts in every step; `threshold` verifies up to the first draft of low confidence; `adaptive-block` verifies "
-        "whole blocks, or short ones while few drafts are accepted; `off` drafts nothing.",
+        "drafts in every step; `threshold` verifies up to the first draft of low confidence; `off` drafts nothing.",
         default="auto",
     )
     block_size: Annotated[int, whole(1)] | None = _knob(

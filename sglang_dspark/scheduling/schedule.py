@@ -16,7 +16,7 @@ from sglang_dspark.scheduling.auto_policy import AutoPolicy, draft_depths
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.outcomes import Note
-from sglang_dspark.scheduling.policies import AdaptiveBlockPolicy, FixedPolicy, LivePolicy, Policy
+from sglang_dspark.scheduling.policies import FixedPolicy, LivePolicy, Policy
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_clock import StepClock, TimedStep
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
@@ -130,8 +130,6 @@ class Schedule:
                 if self.forecast.calibration is None:
                     raise ConfigError("policy='threshold' needs a drafter with a confidence head; use auto or static")
                 return LivePolicy(Rule.THRESHOLD, self.max_verify, options.confidence_threshold)
-            case "adaptive-block":
-                return AdaptiveBlockPolicy(self.max_verify)
         if self._auto is None:
             raise ConfigError(
                 f"policy={options.schedule!r} needs measured step times, which this server has not taken; start it "
@@ -216,9 +214,7 @@ class Schedule:
         if not drafted:
             self.forecast.note_plain()
             return
-        outcome = Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted])
-        self.policy.observe(outcome)
-        self.forecast.note(outcome)
+        self.forecast.note(Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
 
     def report(self) -> dict[str, Any]:
         """JSON for the statistics."""

@@ -54,7 +54,6 @@ def tokens(requests, depth):
     ("options", "fields", "complaint"),
     [
         ({"gamma": 0, "with_table": False, "schedule": "off"}, {"policy": "auto"}, "without K/V slots"),
-        ({"gamma": 0, "with_table": False, "schedule": "off"}, {"policy": "adaptive-block"}, "without K/V slots"),
         ({"with_table": False, "schedule": "static"}, {"policy": "auto"}, "measured step times"),
         ({"with_table": False, "schedule": "static"}, {"policy": "early-stop"}, "measured step times"),
         ({"with_head": False}, {"policy": "threshold", "confidence_threshold": 0.5}, "confidence head"),
@@ -288,20 +287,6 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
     assert bad.index(True) <= 64 // users + LEARN_STEPS
     assert all(bad[bad.index(True) :])
     assert not any(good[-1000:])
-
-
-def test_adaptive_blocks_follow_the_last_steps():
-    made = schedule(gamma=7, schedule="adaptive-block")
-    choice = made.choose(["a", "b"], 64.0)
-    assert choice == Choice(Rule.UNIFORM, 7)
-    for accepted, verify_len in [(0, 4), (1, 4), (7, 4), (7, 7), (7, 7), (0, 7), (0, 7), (0, 4)]:
-        made.observe(rounds(choice, [7, 7], [7, 7]), [0, 1], [accepted, accepted])
-        assert made.choose(["a", "b"], 64.0) == Choice(Rule.UNIFORM, verify_len)
-    # What a preset copied says nothing about the drafter.
-    copied = Rounds(["a"], choice, [0], torch.tensor([7]), None, None, [7])
-    before = made.policy.acceptance
-    made.observe(copied, [0], [7])
-    assert made.policy.acceptance == before
 
 
 SURVIVAL = torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4], [0.3, 0.2, 0.1]])

@@ -76,7 +76,6 @@ POLICIES = {
     "static-1": {"schedule": "static", "verify_len": 1},
     "threshold": THRESHOLD,
     "early-stop": {"schedule": "early-stop"},
-    "adaptive-block": {"schedule": "adaptive-block"},
     "auto": {},
 }
 

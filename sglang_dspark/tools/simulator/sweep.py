@@ -22,7 +22,7 @@ REQUESTS_PER_USER, FEWEST_REQUESTS = 4, 32
 
 
 def parse_policy(text: str) -> DSparkConfig:
-    """Options of ``auto``, ``early-stop``, ``adaptive-block``, ``off``, ``static:3`` or ``threshold:0.6``.
+    """Options of ``auto``, ``early-stop``, ``off``, ``static:3`` or ``threshold:0.6``.
 
     Raises:
         ConfigError: it is none of them.
@@ -31,8 +31,8 @@ def parse_policy(text: str) -> DSparkConfig:
     known = {"static": "verify_len", "threshold": "confidence_threshold"}
     if name not in POLICY_NAMES or (argument and name not in known):
         raise ConfigError(
-            f"--policies: {text!r} is no policy; give some of auto, early-stop, adaptive-block, off, static:N and "
-            "threshold:P, with commas between them"
+            f"--policies: {text!r} is no policy; give some of auto, early-stop, off, static:N and threshold:P, with "
+            "commas between them"
         )
     fields_ = {"policy": name}
     if not argument:
