@@ -99,11 +99,8 @@ class Configuration:
         if self.policy != BUILTIN:
             return given
         return {
-            "SGLANG_RAGGED_VERIFY_MODE": self.argument or VERIFY_MODES[0],
-            # Where the environment has this plugin, and where it has it not: SGLang would find it in the repository.
             "SGLANG_DSPARK_ENGINE": "builtin",
-            "PYTHONPATH": "",
-            "PYTHONSAFEPATH": "1",
+            "SGLANG_RAGGED_VERIFY_MODE": self.argument or VERIFY_MODES[0],
         } | given
 
 
