@@ -45,7 +45,7 @@ def test_sampling_parameters_that_are_not_served(name, value):
 
 
 @pytest.mark.parametrize("field", ["image_data", "video_data", "audio_data"])
-@pytest.mark.parametrize("architecture", ["Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration"])
+@pytest.mark.parametrize("architecture", ["Qwen3VLForConditionalGeneration", "Mistral3ForConditionalGeneration"])
 def test_images_of_a_target_that_reads_them(field, architecture):
     request = GenerateReqInput(text="a", sampling_params={}, **{field: ["x.png"]})
     with pytest.raises(ValueError, match=f"serves the text of this target, and not {field} yet"):

@@ -28,7 +28,7 @@ from sglang_dspark.engine.settled import Serving
 from sglang_dspark.engine.startup import defaults, hooks, served
 from sglang_dspark.engine.startup.adapters import adapter_refusals
 from sglang_dspark.engine.startup.host_cache import host_cache_refusals
-from sglang_dspark.engine.startup.target_refusals import target_refusals
+from sglang_dspark.engine.startup.target_refusals import rope_refusal
 from sglang_dspark.engine.support import gpu_refusal, installed_sglang
 from sglang_dspark.errors import ConfigError, EngineError, UnservedError
 from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
@@ -248,12 +248,12 @@ def complete(server_args: Any) -> None:
     config, drafter = settled.config, settled.drafter
     server_args.speculative_draft_model_path = None if drafter is None else drafter.path
     target = model_config_of(server_args)
-    family = family_of(target.hf_config.architectures)
+    family_of(target.hf_config.architectures)  # refuses others
     if drafter is not None:
         _check_drafter(server_args, settled, drafter, target)
     gamma = config.gamma(None if drafter is None else drafter.config.gamma)
-    for refusal in target_refusals(family, target, config.max_verify(gamma) + 1):
-        raise UnservedError(refusal)
+    if (unserved := rope_refusal(target, config.max_verify(gamma) + 1)) is not None:
+        raise UnservedError(unserved)
     _check_options(server_args, config, drafter, gamma)
     for refusal in shape_refusals(server_args.device, target, server_args.kv_cache_dtype, config, drafter, gamma):
         raise ConfigError(refusal)
