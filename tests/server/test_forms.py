@@ -255,7 +255,7 @@ def alike(*samples: Counter[tuple[int, ...]]) -> float:
 
 def test_retracted_requests(pair):
     asked = bodies(pair.form, 14, 40, 90)
-    for body in asked:  # newer releases reserve all tokens of a request that ignores the end when it is admitted
+    for body in asked:  # SGLang reserves all tokens of a request that ignores the end when it is admitted
         body["sampling_params"] = body["sampling_params"] | {"ignore_eos": False}
     expected = output_ids(pair.plain, asked, 14)
     with policy(pair.dspark, "random"):
