@@ -113,8 +113,8 @@ class StepGraphs:
         self.coefficients = forecast.coefficients.clone()
         self._copied_coefficients = forecast.coefficients
         self.drafts = torch.zeros((most, depth), dtype=torch.int64, device=device)
-        # Logits and survivals; without a head, the logits stay as they are.
-        self._scores = torch.full((2, most, depth), torch.nan, device=device).unbind()
+        scores = torch.zeros((2, most, depth), device=device)
+        self._scores = Confidence(None if forecast.calibration is None else scores[0], scores[1])
         self._rows = _zeroed(VerifyRows.empty(most, num_rows, device))
         self._logits = logits_buffer(model_runner, num_rows)
         self.adapters = CapturedAdapters.of(model_runner, most)
@@ -167,10 +167,9 @@ class StepGraphs:
         bs = len(block.tokens)
         self.drafts[:bs] = block.tokens
         if confidence is not None:
-            logits, survival = self._scores
-            survival[:bs] = confidence.survival
-            if confidence.logits is not None:
-                logits[:bs] = confidence.logits
+            for kept, new in zip(vars(self._scores).values(), vars(confidence).values(), strict=True):
+                if new is not None:
+                    kept[:bs] = new
 
     def _capture_verify(self, capture: Capture, rows: int, plain: bool) -> None:
         eager, step = self.eager, self._static_step(self.slots_of(rows), False)
@@ -271,7 +270,7 @@ class StepGraphs:
 
     def confidence_of(self, requests: int) -> Confidence:
         """Of the step's requests; the next draft overwrites it."""
-        return self.once(lambda: Confidence(*(part[:requests] for part in self._scores)), "confidence", requests)
+        return self.once(lambda: self._scores.first(requests), "confidence", requests)
 
     def _refresh_coefficients(self) -> None:
         """Take over what calibration has learned."""

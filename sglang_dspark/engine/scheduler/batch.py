@@ -182,7 +182,7 @@ def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[
     if rounds.traced is None:
         return
     logits = None if rounds.confidence is None else rounds.confidence.logits
-    confidences = [None] * len(reqs) if logits is None or logits.isnan().any() else logits.tolist()
+    confidences = [None] * len(reqs) if logits is None else logits.tolist()
     lens = rounds.verify_lens.tolist()
     columns = (rounds.traced.tolist(), rounds.drafted, rounds.copied, confidences, lens, committed_lens)
     for req, (start, anchor, *draft), depth, copied, confidence, verified, committed in zip(

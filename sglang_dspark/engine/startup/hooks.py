@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.fired import Moment, awaited
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
@@ -83,7 +82,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "resolve-with-dspark",
-        f"{arguments.CLASS}.resolve_once",
+        "sglang.srt.server_args.ServerArgs.resolve_once",
         HookType.AROUND,
         "startup.resolution.resolve_once",
         "flags",

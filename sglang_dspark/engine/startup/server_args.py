@@ -148,8 +148,8 @@ def validate(server_args: Any) -> None:
     options = _options.get(None)
     if options is None:
         raise EngineError(
-            f"sglang {installed_sglang()} resolved its arguments and did not call {arguments.CLASS}.resolve_once, "
-            "so options of DSPARK would be dropped; sglang-dspark cannot serve on this release as it is"
+            f"sglang {installed_sglang()} resolved its arguments and did not call ServerArgs.resolve_once, so options "
+            "of DSPARK would be dropped; sglang-dspark cannot serve on this release as it is"
         )
     dummy = options.drafter is not None and _draft_load_format(server_args) == "dummy"
     arguments.attach(server_args, Serving(options.config, options.drafter, dummy))
