@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
 from sglang_dspark.scheduling.ranking import Bounds, ranked
 from sglang_dspark.scheduling.selection import above_threshold, early_stop, top_prefixes
 from sglang_dspark.scheduling.step_times import StepTimes
@@ -102,6 +103,6 @@ def admit(choice: Choice, drafted: Drafted, threshold: float | None, times: Step
     return Lengths(lens if bounds is None else bounds.cut(lens))
 
 
-def _stopped_early(survival: torch.Tensor, step_ms: Array) -> torch.Tensor:
+def _stopped_early(survival: torch.Tensor, step_ms: NDArray[np.float64]) -> torch.Tensor:
     """[bs] int64 lengths of Algorithm 1, which reads the survivals on the host."""
     return torch.tensor(early_stop(survival.double().cpu().numpy(), step_ms), device=survival.device)

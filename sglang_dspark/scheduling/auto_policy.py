@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.planner import Candidate, Outlook, by_drafts, outlook
 from sglang_dspark.scheduling.policies import Policy
@@ -254,7 +254,7 @@ def _step(candidate: Candidate, requests: int) -> Choice:
     return Choice(Rule.TOP, candidate.depth, budget)
 
 
-def draft_depths(draft_ms: Array) -> tuple[int, ...]:
+def draft_depths(draft_ms: NDArray[np.float64]) -> tuple[int, ...]:
     """Block depths worth telling apart, given [requests, drafts, contexts] draft times: all, or only gamma."""
     gamma = draft_ms.shape[1] - 1
     totals = draft_ms.sum((0, 2))  # over the grid: a single cell is cheaper by chance

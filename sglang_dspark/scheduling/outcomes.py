@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
 from sglang_dspark.step.state import Rounds
 
 
@@ -21,7 +20,7 @@ class Note:
     requests: list[int]
     accept_lens: list[int]
 
-    def confidence(self, width: int) -> Array:
+    def confidence(self, width: int) -> NDArray[np.float64]:
         """[2, n, width] logits and survivals, NaN past the drafted depth."""
         confidence = self.rounds.confidence
         assert confidence is not None

@@ -7,8 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from sglang_dspark.arrays import Array
+from numpy.typing import NDArray
 
 # A request's newest round weighs at least this much: older text says less about what comes next.
 _LEAST_RATE = 1 / 32
@@ -78,7 +77,7 @@ class RequestGains:
         gain = self._gains.get(request)
         return gain is not None and gain.mean - gain.uncertainty >= least
 
-    def observe(self, requests: Sequence[Hashable], survival: Array) -> None:
+    def observe(self, requests: Sequence[Hashable], survival: NDArray[np.float64]) -> None:
         """Add a round of each request.
 
         Args:

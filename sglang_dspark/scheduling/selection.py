@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-
-from sglang_dspark.arrays import Array
+from numpy.typing import NDArray
 
 
 def top_prefixes(survival: torch.Tensor, budget: int) -> torch.Tensor:
@@ -34,7 +33,7 @@ def top_prefixes(survival: torch.Tensor, budget: int) -> torch.Tensor:
     return (admitted.view(depth, bs) * (survival.T >= 0)).sum(0)
 
 
-def early_stop(survival: Array, step_ms: Array) -> list[int]:
+def early_stop(survival: NDArray[np.float64], step_ms: NDArray[np.float64]) -> list[int]:
     """Algorithm 1 of DSpark (3.2.2): admit drafts best first while the expected throughput grows strictly.
 
     Stopping at the first candidate that does not improve is what keeps the output exact: a search over all lengths

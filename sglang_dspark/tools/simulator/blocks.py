@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import lines_of
 
@@ -37,7 +36,7 @@ class BlockSource(Protocol):
     @property
     def name(self) -> str: ...
 
-    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[Array | None, Ints]:
+    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[NDArray[np.float64] | None, Ints]:
         """A block for each of ``requests``.
 
         Returns:
@@ -73,7 +72,7 @@ class ConditionalAcceptance:
     def gamma(self) -> int:
         return len(self.conditional)
 
-    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[Array | None, Ints]:
+    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[NDArray[np.float64] | None, Ints]:
         means = np.clip(self.conditional, _EDGE, 1 - _EDGE)
         if np.isinf(self.concentration):
             rates = np.tile(means, (len(requests), 1))
@@ -100,7 +99,7 @@ class RecordedBlocks:
 
     gamma: int
     accepted: Ints
-    logits: Array | None
+    logits: NDArray[np.float64] | None
     answer: Ints
     name: str = "recorded blocks"
     _by_answer: list[Ints] = field(init=False, repr=False)
@@ -110,9 +109,9 @@ class RecordedBlocks:
         object.__setattr__(self, "_by_answer", rows)
 
     @property
-    def survival(self) -> Array:
+    def survival(self) -> NDArray[np.float64]:
         """[gamma] share of blocks that accepted at least so many drafts."""
-        share: Array = (self.accepted[:, None] > np.arange(self.gamma)).mean(0)
+        share: NDArray[np.float64] = (self.accepted[:, None] > np.arange(self.gamma)).mean(0)
         return share
 
     def accepting(self, mean: float) -> RecordedBlocks:
@@ -136,7 +135,7 @@ class RecordedBlocks:
             logits = np.log(rates / (1 - rates))
         return replace(self, accepted=accepted, logits=logits)
 
-    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[Array | None, Ints]:
+    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[NDArray[np.float64] | None, Ints]:
         rows = [self._by_answer[request % len(self._by_answer)] for request in requests]
         chosen = np.array([row[int(rng.integers(len(row)))] for row in rows], dtype=np.int64)
         return None if self.logits is None else self.logits[chosen], self.accepted[chosen]

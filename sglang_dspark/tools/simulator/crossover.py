@@ -13,8 +13,8 @@ from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
 from sglang_dspark.declared import check_fields, whole
 
 _SHARE = Meta(gt=0, le=1, description="must lie in (0, 1]")
@@ -58,9 +58,9 @@ class CrossoverModel:
         check_fields(self)
 
     @property
-    def survival(self) -> Array:
+    def survival(self) -> NDArray[np.float64]:
         """[block] probability that a draft and all before it are accepted."""
-        survival: Array = np.cumprod(self.first * self.decay ** np.arange(self.block))
+        survival: NDArray[np.float64] = np.cumprod(self.first * self.decay ** np.arange(self.block))
         return survival
 
     def point(self, policy: str, users: int) -> ModelPoint:
