@@ -18,7 +18,6 @@ from committed_figures import (
     kernel_times,
     lowest_bounds,
     planning_times,
-    rank_ceilings,
     ratios,
     readme_speeds,
     step_times,
@@ -194,13 +193,6 @@ QUOTES = [
         rf"{NUMBER} and {NUMBER} times",
         1,
         training_speeds,
-    ),
-    Quote(
-        "docs/simulation.md",
-        "Against a real sweep",
-        rf"like the other half: {NUMBER}, {NUMBER}, {NUMBER}, {NUMBER} and {NUMBER}\.",
-        1,
-        rank_ceilings,
     ),
 ]
 

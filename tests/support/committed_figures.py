@@ -9,8 +9,6 @@ import pandas as pd
 from paired_ratio import paired_ratios, ratios_to_each, summarise
 from serving.results import over_rounds, read_sweep
 
-from sglang_dspark.tools.simulator import check, measured_sweep
-
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
@@ -190,10 +188,6 @@ def planning_times() -> list[float]:
     ]
     means, medians = ([part[key] for part in choices] for key in ("mean_us", "median_us"))
     return [min(means), max(means), min(medians), max(medians), clock["mean_us"]]
-
-
-def rank_ceilings() -> list[float]:
-    return list(check.rank_ceilings(measured_sweep.read_sweep(RESULTS / README_SWEEP)).values())
 
 
 def walk() -> list[float]:

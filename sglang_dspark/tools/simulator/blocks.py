@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -107,33 +107,6 @@ class RecordedBlocks:
     def __post_init__(self) -> None:
         rows = [np.flatnonzero(self.answer == answer) for answer in np.unique(self.answer)]
         object.__setattr__(self, "_by_answer", rows)
-
-    @property
-    def survival(self) -> NDArray[np.float64]:
-        """[gamma] share of blocks that accepted at least so many drafts."""
-        share: NDArray[np.float64] = (self.accepted[:, None] > np.arange(self.gamma)).mean(0)
-        return share
-
-    def accepting(self, mean: float) -> RecordedBlocks:
-        """These blocks as a weaker drafter's: so many drafts are accepted on average, each of them by chance.
-
-        Raises:
-            ConfigError: fewer are accepted as it is.
-        """
-        kept = np.linspace(0, 1, 1001)
-        expected = self.survival @ kept ** np.arange(1, self.gamma + 1)[:, None]
-        if mean > expected[-1]:
-            raise ConfigError(
-                f"--blocks accept {expected[-1]:.2f} drafts and the sweep {mean:.2f}; give blocks of a drafter as good"
-            )
-        keep = float(np.interp(mean, expected, kept))
-        survivors = np.random.default_rng(0).random((len(self.accepted), self.gamma)) < keep
-        accepted = np.minimum(self.accepted, survivors.cumprod(1).sum(1))
-        logits = self.logits
-        if logits is not None:
-            rates = np.clip(keep / (1 + np.exp(-logits)), _EDGE, 1 - _EDGE)
-            logits = np.log(rates / (1 - rates))
-        return replace(self, accepted=accepted, logits=logits)
 
     def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[NDArray[np.float64] | None, Ints]:
         rows = [self._by_answer[request % len(self._by_answer)] for request in requests]

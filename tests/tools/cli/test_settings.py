@@ -10,9 +10,7 @@ from msgspec import Meta
 
 from sglang_dspark.declared import whole
 from sglang_dspark.tools.cli.settings import setting, taken
-from sglang_dspark.tools.cli.simulate import simulate
 from sglang_dspark.tools.cli.train import train
-from sglang_dspark.tools.simulator.crossover import CrossoverModel
 from sglang_dspark.tools.train.config import TextPlan, TrainConfig
 
 # What the command decides from other options, or from the target, where the user does not say.
@@ -66,9 +64,7 @@ def test_options_that_another_configuration_takes_are_left_to_it():
     assert taken(Shape, {"size": 1, "form": "round", "colour": "red"}, but=Other) == {"size": 1}
 
 
-@pytest.mark.parametrize(
-    ("command", "config", "least"), [(train, TrainConfig, 12), (train, TextPlan, 8), (simulate, CrossoverModel, 4)]
-)
+@pytest.mark.parametrize(("command", "config", "least"), [(train, TrainConfig, 12), (train, TextPlan, 8)])
 def test_commands_and_configurations_have_the_same_defaults(command, config, least):
     defaults = {field.name: field.default for field in fields(config)}
     options = {option.name for option in command.params} & defaults.keys() - DECIDED
