@@ -164,7 +164,7 @@ class SpecWorkerBase(WorkerFace):
     def forward_batch_generation(self, batch: Any, on_publish: Publish | None = None, **_unused: Any) -> Any:
         """Run one batch of the scheduler: a prefill, a decode step, or nothing.
 
-        An exception goes on to SGLang, which ends the server over it; see docs/limits.md.
+        An exception goes on to SGLang, which ends the server over it; see docs/operating.md.
         """
         publish = on_publish or (lambda new_seq_lens: None)
         self.step += 1
