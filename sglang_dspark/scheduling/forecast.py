@@ -87,7 +87,7 @@ class Forecast:
         Of steps with many requests only some are noted, whatever came of them.
         """
         # A parked server's probe is all that it gets to see for long.
-        counts_for_many = outcome.rounds.choice.weight > 1
+        counts_for_many = outcome.rounds.decision.weight > 1
         self._count_step()
         if self._ahead and not counts_for_many:
             return
@@ -137,7 +137,7 @@ class Forecast:
             ids = [note.rounds.requests[request] for note in predicted for request in note.requests]
             self.gains.observe(ids, survival)
             # A probe of a whole batch shows as many rounds as it stands for, or more.
-            times = [-(-note.rounds.choice.weight // len(note.requests)) for note in predicted for _ in note.requests]
+            times = [-(-note.rounds.decision.weight // len(note.requests)) for note in predicted for _ in note.requests]
             predictions = np.repeat(np.stack([logits, survival]), times, axis=1)
             self._observe_survivals(self.lagged, predictions, renewed)
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dspark.step.state import Rounds
+from sglang_dspark.step.record import StepRecord
 
 
 @dataclass(frozen=True)
 class Note:
     """A step's outcome: requests that were drafted and are still running, and drafts accepted of each."""
 
-    rounds: Rounds
+    rounds: StepRecord
     requests: list[int]
     accept_lens: list[int]
 
@@ -45,5 +45,5 @@ def outcomes_of(notes: Sequence[Note]) -> tuple[NDArray[np.int64], NDArray[np.in
 
 def weighted(notes: Sequence[Note], *columns: NDArray[Any]) -> list[NDArray[Any]]:
     """``columns`` [n, ...] of all requests of all notes, each request as often as a round of its step counts."""
-    weights = [note.rounds.choice.weight for note in notes for _ in note.requests]
+    weights = [note.rounds.decision.weight for note in notes for _ in note.requests]
     return list(columns) if max(weights) == 1 else [np.repeat(column, weights, axis=0) for column in columns]

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from dspark_kernels import Accepted
 
-from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.state import DecodeBatch, Drafted, TargetOutput, VerifyPlan
 
 T = TypeVar("T")
@@ -26,10 +26,10 @@ class Stages(Protocol):
 
     in_graphs: bool
 
-    def draft(self, step: DecodeBatch, choice: Choice) -> Drafted:
-        """Propose a block for the requests that the choice names; nothing for a plain step."""
+    def draft(self, step: DecodeBatch, decision: StepDecision) -> Drafted:
+        """Propose a block for the requests that the decision names; nothing for a plain step."""
 
-    def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
+    def plan(self, step: DecodeBatch, drafted: Drafted, decision: StepDecision) -> VerifyPlan:
         """Choose which drafts are verified, and lay their tokens out."""
 
     def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:

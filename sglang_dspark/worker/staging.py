@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.stages import Stages
 from sglang_dspark.step.state import DecodeBatch
 from sglang_dspark.worker.graph_stages import StepGraphs
@@ -23,7 +23,7 @@ class Staging:
     eager: EagerStages
     graphs: StepGraphs | None = None
 
-    def of(self, step: DecodeBatch, choice: Choice) -> Stages:
+    def of(self, step: DecodeBatch, decision: StepDecision) -> Stages:
         """The stages of this step: its CUDA graphs where it fits into them."""
-        staged = None if self.graphs is None else self.graphs.stage(step, choice)
+        staged = None if self.graphs is None else self.graphs.stage(step, decision)
         return staged or self.eager

@@ -25,10 +25,11 @@ from sglang_dspark.engine.scheduler.future_map import Relay, relay_of
 from sglang_dspark.engine.scheduler.options import BatchOptions, OptionsReader
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.packed import PackedCopies
-from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, Rounds, VerifyPlan
+from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, VerifyPlan
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.graph_stages import StepGraphs
@@ -128,13 +129,13 @@ class DSparkWorker(SpecWorkerBase):
         asked, adjusting = self.asked.read(batch.reqs), self.adjustments.of_step(batch)
         step = self.read(batch, adjusted=adjusting.any)
         copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
-        choice = self.choose(batch, asked, copies)
+        decision = self.choose(batch, asked, copies)
         span = self.timer.begin()
-        stages = self.staging.of(step, choice)
-        if choice.drafted and not stages.in_graphs:  # graphs draft for all
-            step = self.with_drafted_rows(batch, step, choice.drafted)
-        drafted = stages.draft(step, choice).with_copies(copies)
-        plan = stages.plan(step, drafted, choice)
+        stages = self.staging.of(step, decision)
+        if decision.draft_requests and not stages.in_graphs:  # graphs draft for all
+            step = self.with_drafted_rows(batch, step, decision.draft_requests)
+        drafted = stages.draft(step, decision).with_copies(copies)
+        plan = stages.plan(step, drafted, decision)
         adjusting.read(plan)
         output = stages.verify(batch, step, plan)
         if self.check_logits is not None:
@@ -143,10 +144,10 @@ class DSparkWorker(SpecWorkerBase):
         accepted = stages.accept(step, drafted, plan, output)
         publish(accepted.new_seq_lens)
         stages.commit(plan, accepted, output)
-        self.schedule.done(choice, len(step), len(plan.input_ids))
+        self.schedule.done(decision, len(step), len(plan.input_ids))
         adjusting.count(accepted.out_tokens)
         self.preset_texts.took(batch.reqs, asked, accepted)
-        rounds = self.rounds(batch, asked, step, choice, drafted, plan)
+        rounds = self.rounds(batch, asked, step, decision, drafted, plan)
         result = decode_result(
             batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=stages.in_graphs
         )
@@ -159,7 +160,7 @@ class DSparkWorker(SpecWorkerBase):
         rows = self.sampling.read(batch.reqs)
         return read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step, adjusted=adjusted)
 
-    def choose(self, batch: Any, asked: BatchOptions, copies: Copies | None) -> Choice:
+    def choose(self, batch: Any, asked: BatchOptions, copies: Copies | None) -> StepDecision:
         """How deep to draft and how much to verify, and what is known by now of the steps before."""
         if self.on_gpu and (asked.presets or batch.has_grammar):
             # The host has waited for the step before: the time between two choices is not an earlier one's.
@@ -167,21 +168,27 @@ class DSparkWorker(SpecWorkerBase):
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
         limits = asked.limits_with(copies)
-        choice = self.schedule.choose([req.rid for req in batch.reqs], context, limits, traced=asked.traced)
+        decision = self.schedule.choose([req.rid for req in batch.reqs], context, limits, traced=asked.traced)
         self.reporting.record_time()
-        return self.agreement.share(choice)
+        return self.agreement.share(decision)
 
     def with_drafted_rows(self, batch: Any, step: DecodeBatch, drafted: Sequence[int]) -> DecodeBatch:
         """``step`` with the sampling parameters of the requests that are drafted, which are not all."""
         return replace(step, drafted_rows=self.drafted_sampling.read([batch.reqs[r] for r in drafted]))
 
     def rounds(
-        self, batch: Any, asked: BatchOptions, step: DecodeBatch, choice: Choice, drafted: Drafted, plan: VerifyPlan
-    ) -> Rounds:
+        self,
+        batch: Any,
+        asked: BatchOptions,
+        step: DecodeBatch,
+        decision: StepDecision,
+        drafted: Drafted,
+        plan: VerifyPlan,
+    ) -> StepRecord:
         """What the step did."""
-        return Rounds(
+        return StepRecord(
             requests=[req.rid for req in batch.reqs],
-            choice=choice,
+            decision=decision,
             drafted=drafted.depths,
             verify_lens=plan.verify_lens[: len(step)],
             confidence=drafted.confidence,
@@ -199,7 +206,7 @@ class DSparkWorker(SpecWorkerBase):
     def before_other_work(self) -> None:
         self.schedule.interrupt()
 
-    def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
+    def on_rounds(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
         self.reporting.record(rounds, running, accept_lens)
         self.schedule.observe(rounds, running, accept_lens)
         self.reporting.log()

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from sglang_dspark.scheduling.admission import Best
 
 from sglang_dspark.calibration.online import OnlineCalibration
-from sglang_dspark.scheduling.admission import Best
 from sglang_dspark.scheduling.forecast import Forecast
 
 GAMMA = 3

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_dspark.scheduling.selection import above_threshold, early_stop
+from sglang_dspark.step.selection import above_threshold, early_stop
 
 
 def algorithm_1(survival, sps):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_dspark.scheduling.selection import top_prefixes
+from sglang_dspark.step.selection import top_prefixes
 
 NUM_INSTANCES = 2000
 FORCED, EXCLUDED = 2.0, -1.0  # as worker/candidates.py marks them
@@ -73,7 +73,7 @@ def test_equal_survivals_fill_position_by_position(confidence):
 
 
 def admitted_by_looking_ahead_one_draft(survival, budget):
-    """The same choice made without anticipation: reads a draft's survival only after its predecessor was admitted."""
+    """The same decision made without anticipation: reads a draft's survival only after its predecessor was admitted."""
     bs, gamma = survival.shape
     lens = [0] * bs
     for _ in range(budget):

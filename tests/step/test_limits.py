@@ -1,10 +1,11 @@
-"""A policy's choice within what single requests ask for."""
+"""A policy's decision within what single requests ask for."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dspark.step.choice import PLAIN, Choice, Rule
+from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.selection import FixedLength, TopK
 
 DEPTH = 4
 
@@ -14,13 +15,13 @@ def choices(draw, requests):
     rule = draw(st.sampled_from(Rule))
     depth = draw(st.integers(1, DEPTH))
     if rule is Rule.UNIFORM:
-        return draw(st.sampled_from([PLAIN, Choice(rule, depth, depth * requests)]))
+        return draw(st.sampled_from([PLAIN, StepDecision(rule, depth, depth * requests)]))
     if rule is not Rule.TOP:
-        return Choice(rule, depth)
+        return StepDecision(rule, depth)
     drafted = draw(st.none() | st.sets(st.integers(0, requests - 1), min_size=1).map(lambda r: tuple(sorted(r))))
     budget = draw(st.integers(0, depth * (requests if drafted is None else len(drafted))))
     forced = draw(st.none() | st.sampled_from(range(requests) if drafted is None else drafted))
-    return Choice(rule, depth, budget, forced=forced, drafted=drafted)
+    return StepDecision(rule, depth, budget, forced=forced, drafted=drafted)
 
 
 @st.composite
@@ -35,15 +36,15 @@ def cases(draw):
 
 @given(cases())
 def test_nobody_gets_more_than_asked_for(case):
-    choice, limits = case
-    within = choice.within(limits)
+    decision, limits = case
+    within = decision.within(limits)
     requests = len(limits.most)
     if within.limits is None:
         # Nothing binds, or nothing is left to verify.
-        assert within in (choice, PLAIN)
-        if within is not PLAIN and choice.depth:
-            drafted = range(requests) if choice.drafted is None else choice.drafted
-            assert all(limits.most[r] >= choice.depth for r in drafted)
+        assert within in (decision, PLAIN)
+        if within is not PLAIN and decision.draft_len:
+            drafted = range(requests) if decision.draft_requests is None else decision.draft_requests
+            assert all(limits.most[r] >= decision.draft_len for r in drafted)
         assert not any(limits.copied)
         return
     most, copied = within.limits.most, within.limits.copied
@@ -61,18 +62,18 @@ def test_nobody_gets_more_than_asked_for(case):
     if within.rule is Rule.TOP:
         # All copied drafts fit beside what the policy wanted, and the budget never exceeds what is left.
         assert sum(copied) <= within.budget <= sum(most)
-        if choice.rule is Rule.TOP:
-            assert within.budget - sum(copied) <= choice.budget
+        if decision.rule is Rule.TOP:
+            assert within.budget - sum(copied) <= decision.budget
 
 
 @given(st.integers(1, 5), st.integers(0, DEPTH))
 def test_limits_that_do_not_bind_change_nothing(requests, depth):
-    choice = Choice(Rule.TOP, depth, requests * depth // 2) if depth else PLAIN
-    assert choice.within(Limits((DEPTH,) * requests, (0,) * requests)) == choice
+    decision = StepDecision(depth, TopK(requests * depth // 2)) if depth else PLAIN
+    assert decision.within(Limits((DEPTH,) * requests, (0,) * requests)) == decision
 
 
 def test_a_fixed_length_becomes_ragged():
-    within = Choice(Rule.UNIFORM, 3).within(Limits((7, 1, 0), (0, 0, 0)))
+    within = StepDecision(3, FixedLength()).within(Limits((7, 1, 0), (0, 0, 0)))
     assert (within.rule, within.budget, within.drafted) == (Rule.TOP, 4, (0, 1))
     assert within.most_drafts(3) == 4
 
@@ -84,22 +85,22 @@ def test_a_plain_step_verifies_copied_drafts_and_nothing_else():
 
 
 def test_bounds_by_confidence_leave_the_total_open():
-    within = Choice(Rule.TOP, 3, 4).within(Limits((3, 3), (0, 0), (0.5, 0.0)))
+    within = StepDecision(3, TopK(4)).within(Limits((3, 3), (0, 0), (0.5, 0.0)))
     assert within.needs_confidence
     assert within.most_drafts(2) == 4
 
 
 def test_a_request_that_may_verify_nothing_is_not_drafted():
-    choice = Choice(Rule.TOP, 3, 6).within(Limits(most=(3, 0), copied=(0, 0)))
-    assert choice.drafted == (0,)
-    assert choice.depths(2) == [3, 0]
+    decision = StepDecision(3, TopK(6)).within(Limits(most=(3, 0), copied=(0, 0)))
+    assert decision.draft_requests == (0,)
+    assert decision.draft_lens(2) == [3, 0]
 
 
 def test_a_step_that_drafts_for_some_verifies_nothing_of_the_others():
     """Whatever the rule said of all of them."""
-    some = Choice(Rule.UNIFORM, 3).for_some([0, 2], 4)
+    some = StepDecision(3, FixedLength()).for_some([0, 2], 4)
     assert (some.rule, some.drafted, some.most_drafts(4)) == (Rule.TOP, (0, 2), 6)
     assert not some.is_uniform(4)
-    assert not Choice(Rule.UNIFORM, 3, drafted=(0,)).is_uniform(2)
-    assert Choice(Rule.TOP, 3, budget=4).for_some([1], 4).most_drafts(4) == 3
-    assert Choice(Rule.UNIFORM, 3).for_some(range(4), 4).is_uniform(4)
+    assert not StepDecision(3, FixedLength(), draft_requests=(0,)).is_uniform(2)
+    assert StepDecision(3, TopK(4)).for_some([1], 4).most_drafts(4) == 3
+    assert StepDecision(3, FixedLength()).for_some(range(4), 4).is_uniform(4)

@@ -9,7 +9,7 @@ from step_tables import GAMMA
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
 from sglang_dspark.tools.simulator.server import Result, SimulatedServer
@@ -52,7 +52,7 @@ class ClosedLoop:
         tokens = ms = 0.0
         for _ in range(steps):
             step_ms, result = self.server.decode(self._requests)
-            tokens += len(self._requests) + self._gain(result.rounds.choice)
+            tokens += len(self._requests) + self._gain(result.rounds.decision)
             ms += step_ms
             self.parked.append(self.schedule.parked)
             self._on_the_way.append(result)
@@ -62,15 +62,15 @@ class ClosedLoop:
         return tokens / ms
 
     def best(self) -> float:
-        """Tokens per millisecond of the best choice, were it made in every step."""
+        """Tokens per millisecond of the best decision, were it made in every step."""
         count = len(self._requests)
         fixed = (count + self._gains_of(count)[1:]) / self.truth.times(count).at(CONTEXT)[1:]
         return max(float(fixed.max()), count / self.truth.step_ms(count, count, 0, CONTEXT))
 
-    def _gain(self, choice: Choice) -> float:
-        drafted = len(self._requests) if choice.drafted is None else len(choice.drafted)
-        budget = choice.budget if choice.rule is Rule.TOP else drafted * choice.depth
-        return float(self._gains_of(drafted)[choice.depth, budget])
+    def _gain(self, decision: StepDecision) -> float:
+        drafted = len(self._requests) if decision.draft_requests is None else len(decision.draft_requests)
+        budget = decision.budget if decision.rule is Rule.TOP else drafted * decision.draft_len
+        return float(self._gains_of(drafted)[decision.draft_len, budget])
 
     def _gains_of(self, drafted: int) -> np.ndarray:
         if drafted not in self._gains:

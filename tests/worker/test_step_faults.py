@@ -8,8 +8,9 @@ import torch
 from stage_loop import StageLoop
 
 from sglang_dspark.engine.scheduler.faults import part_of
-from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
+from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.worker import stages
 from sglang_dspark.worker.worker import DSparkWorker
 
@@ -41,14 +42,14 @@ class WorkerLoop(StageLoop):
         worker.step, worker.timer, worker.relay = 0, DeviceTimer(torch.device("cpu")), None
         worker._target_worker = SimpleNamespace(set_hicache_consumer=nothing)
         worker.schedule = self.schedule
-        worker.staging = SimpleNamespace(of=lambda step, choice: self.stages)
+        worker.staging = SimpleNamespace(of=lambda step, decision: self.stages)
         worker.asked = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))
         adjusting = SimpleNamespace(any=False, read=nothing, apply=nothing, count=nothing)
         worker.adjustments = SimpleNamespace(of_step=lambda batch: adjusting)
         worker.preset_texts = SimpleNamespace(propose=nothing, took=nothing)
         worker._first_answer = SimpleNamespace(look=nothing)
         worker.check_logits = None
-        worker.choose = lambda batch, asked, copies: Choice(Rule.UNIFORM, self.gamma)
+        worker.choose = lambda batch, asked, copies: StepDecision(self.gamma, FixedLength())
         worker.read = lambda batch, adjusted: self._batch(worker.step)
 
     def _step(self, number):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingRows, kernels_anywhere
-
 from sglang_dspark.scheduling.admission import Best, Lengths, Uniform
-from sglang_dspark.step.state import DecodeBatch
 from sglang_dspark.worker.verify_plan import lay_out
+
+from sglang_dspark.step.state import DecodeBatch
 
 GAMMA = 3
 PREFIXES = [10, 0, 200]

@@ -16,7 +16,8 @@ from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.engine.scheduler.logprobs import with_logprobs
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
 from sglang_dspark.step.packed import OnTheWay, Packed, PackedCopies
-from sglang_dspark.step.state import DecodeBatch, Rounds, VerifyPlan
+from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 
 class SamplingReader(LastBatch[SamplingRows]):
@@ -84,7 +85,7 @@ class DSparkBatchResult(GenerationBatchResult):
         copy_done: SGLang's event, which it waits for.
     """
 
-    rounds: Rounds | None = None
+    rounds: StepRecord | None = None
     on_the_way: OnTheWay | None = None
     span: DeviceSpan | None = None
     copy_done: Any = None
@@ -125,7 +126,7 @@ def decode_result(
     plan: VerifyPlan,
     output: Any,
     accepted: Accepted,
-    rounds: Rounds,
+    rounds: StepRecord,
     copies: PackedCopies,
     *,
     in_graphs: bool,
@@ -170,7 +171,7 @@ def copy_drafts(step: DecodeBatch, block: DraftBlock) -> torch.Tensor:
     return torch.cat([step.prefix_lens[:, None], step.anchors[:, None], block.tokens], dim=1)
 
 
-def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[int]) -> None:
+def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Sequence[int]) -> None:
     """Append this step to the trace of every request that asked for one.
 
     ``customized_info`` lists are parallel to a request's output tokens (SGLang slices them so when it streams): the

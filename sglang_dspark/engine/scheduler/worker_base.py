@@ -38,7 +38,7 @@ from sglang_dspark.engine.scheduler.nan_check import nan_check
 from sglang_dspark.engine.scheduler.request_counts import count
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.settled import Serving
-from sglang_dspark.step.state import Rounds
+from sglang_dspark.step.record import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class SpecWorkerBase(WorkerFace):
         """Called when what comes next is not a decode step."""
 
     @abstractmethod
-    def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
+    def on_rounds(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
         """Take note of a step, whose tensors have reached the host.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
-from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.decision import StepDecision
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Costs:
     noise: float = 0.0
     believed: SpsTable | None = None
 
-    def step_ms(self, choice: Choice, requests: int, num_tokens: int, context: float, longest: int) -> float:
+    def step_ms(self, decision: StepDecision, requests: int, num_tokens: int, context: float, longest: int) -> float:
         """Return the milliseconds of one decode step, without noise.
 
         A table without tiers is a CPU's, where the plugin's attention computes as many rows for every request as for
@@ -62,10 +62,10 @@ class Costs:
         times = self.table.times(requests)
         column = times.room_for(num_tokens)
         padding = 0.0 if self.table.tiers else _padding_ms(times, num_tokens, requests * (1 + longest), context)
-        if choice.drafted is None:
-            return padding + float(times.at(context, (choice.depth, column)))
-        alone = self.table.times(len(choice.drafted)).at(context)
-        drafting = float(alone[choice.depth, 0] - alone[0, 0])
+        if decision.draft_requests is None:
+            return padding + float(times.at(context, (decision.draft_len, column)))
+        alone = self.table.times(len(decision.draft_requests)).at(context)
+        drafting = float(alone[decision.draft_len, 0] - alone[0, 0])
         return padding + float(times.at(context, (0, column))) + drafting
 
 

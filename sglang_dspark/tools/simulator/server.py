@@ -15,8 +15,9 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.schedule import Schedule, is_of_a_kind
 from sglang_dspark.scheduling.step_times import StepKind
-from sglang_dspark.step.choice import Choice
-from sglang_dspark.step.state import Drafted, Rounds
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.state import Drafted
 from sglang_dspark.tools.simulator.blocks import BlockSource, Ints
 from sglang_dspark.tools.simulator.costs import Costs
 from sglang_dspark.tools.simulator.outcome import Outcome, Round
@@ -32,7 +33,7 @@ class Result:
     """A batch that ran: a decode step, or with ``rounds`` None a prefill."""
 
     requests: list[Request]
-    rounds: Rounds | None = None
+    rounds: StepRecord | None = None
     accepted: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
@@ -80,16 +81,16 @@ class SimulatedServer:
         bs, context = len(requests), sum(request.context for request in requests) / len(requests)
         # Every workload counts its requests from 0.
         ids = [f"{self._workloads}.{request.index}" for request in requests]
-        choice = self.schedule.choose(ids, context)
+        decision = self.schedule.choose(ids, context)
         logits, whole = self.blocks.draw([request.index for request in requests], self._rng)
-        drafted = self._draft(choice, bs, logits)
-        lens = self.schedule.admit(choice, drafted).verify_lens
+        drafted = self._draft(decision, bs, logits)
+        lens = decision.select(drafted).verify_lens
         num_tokens = bs + int(lens.sum())
-        ms = self.costs.step_ms(choice, bs, num_tokens, context, int(lens.max()))
+        ms = self.costs.step_ms(decision, bs, num_tokens, context, int(lens.max()))
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
-        kind = StepKind(bs, num_tokens, choice.depth, context)
-        self._timed = (kind, ms) if is_of_a_kind(choice, bs) else None
-        rounds = Rounds(ids, choice, drafted.depths, lens, drafted.confidence, None, copied=[0] * bs)
+        kind = StepKind(bs, num_tokens, decision.draft_len, context)
+        self._timed = (kind, ms) if is_of_a_kind(decision, bs) else None
+        rounds = StepRecord(ids, decision, drafted.depths, lens, drafted.confidence, None, copied=[0] * bs)
         return ms, Result(list(requests), rounds, np.minimum(whole, lens.numpy()))
 
     def prefill(self, requests: Sequence[Request]) -> tuple[float, Result]:
@@ -97,14 +98,17 @@ class SimulatedServer:
         self._timed = None
         return self.costs.prefill.ms(sum(request.prompt_tokens for request in requests)), Result(list(requests))
 
-    def _draft(self, choice: Choice, bs: int, logits: np.ndarray | None) -> Drafted:
+    def _draft(self, decision: StepDecision, bs: int, logits: np.ndarray | None) -> Drafted:
         """What the draft stage proposes."""
-        depth, head = choice.depth, None if logits is None else torch.from_numpy(logits[:, : choice.depth]).float()
+        depth, head = (
+            decision.draft_len,
+            None if logits is None else torch.from_numpy(logits[:, : decision.draft_len]).float(),
+        )
         block = DraftBlock(torch.zeros((bs, depth), dtype=torch.int64), None, head)
         confidence = None
-        if depth > 0 and choice.with_confidence:
+        if depth > 0 and decision.with_confidence:
             confidence = self.schedule.forecast.predict(head, bs, depth)
-        return Drafted(block, confidence, choice.depths(bs))
+        return Drafted(block, confidence, decision.draft_lens(bs))
 
 
 class _Episode:
@@ -137,7 +141,7 @@ class _Episode:
         elif self._running:
             ms, result = self._server.decode(self._running)
             self._outcome.step_ms.append(ms)
-            self._outcome.plain_steps += result.rounds is not None and result.rounds.choice.depth == 0
+            self._outcome.plain_steps += result.rounds is not None and result.rounds.decision.draft_len == 0
         else:
             return None
         self._now_ms += ms

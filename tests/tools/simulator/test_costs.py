@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from step_tables import GAMMA, make_table
 
-from sglang_dspark.step.choice import PLAIN, Choice, Rule
+from sglang_dspark.step.decision import PLAIN, StepDecision
+from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
 from sglang_dspark.tools.simulator.server import SimulatedServer
@@ -23,12 +24,12 @@ def table():
 def test_a_step_is_what_the_table_says():
     costs = Costs(table(), NO_PREFILL)
     assert costs.step_ms(PLAIN, 4, 4, 64, 0) == pytest.approx(10 + 4 + 0.064)
-    assert costs.step_ms(Choice(Rule.TOP, GAMMA, 9), 4, 13, 64, GAMMA) == pytest.approx(10 + 13 + 0.064 + 2 + 2)
+    assert costs.step_ms(StepDecision(GAMMA, TopK(9)), 4, 13, 64, GAMMA) == pytest.approx(10 + 13 + 0.064 + 2 + 2)
 
 
 def test_drafting_for_some_is_paid_for_them_alone():
-    choice = Choice(Rule.TOP, GAMMA, GAMMA, drafted=(2,))
-    ms = Costs(table(), NO_PREFILL).step_ms(choice, 8, 8 + GAMMA, 64, GAMMA)
+    decision = StepDecision(GAMMA, TopK(GAMMA), draft_requests=(2,))
+    ms = Costs(table(), NO_PREFILL).step_ms(decision, 8, 8 + GAMMA, 64, GAMMA)
     assert ms == pytest.approx(10 + 8 + GAMMA + 0.064 + 2 + 0.5)
 
 
@@ -39,13 +40,13 @@ def attention_bound(**options):
 
 def test_attention_of_a_ragged_step_is_padded_to_the_longest_request_without_tiers():
     """Four requests verify 6, 0, 0 and 0 drafts: 10 tokens, of which attention makes 28."""
-    choice, context = Choice(Rule.TOP, GAMMA, 6), 200.0
+    decision, context = StepDecision(GAMMA, TopK(6)), 200.0
     ragged = Costs(attention_bound(tiers=range(1, 33)), NO_PREFILL)
     padded = Costs(attention_bound(), NO_PREFILL)
-    exact = ragged.step_ms(choice, 4, 10, context, 6)
+    exact = ragged.step_ms(decision, 4, 10, context, 6)
     assert exact == pytest.approx(10 + 10 * (1 + 2.0) + 2)
-    assert padded.step_ms(choice, 4, 10, context, 6) == pytest.approx(exact + 18 * 2.0)
-    uniform = Choice(Rule.UNIFORM, 6)
+    assert padded.step_ms(decision, 4, 10, context, 6) == pytest.approx(exact + 18 * 2.0)
+    uniform = StepDecision(6, FixedLength())
     assert padded.step_ms(uniform, 4, 28, context, 6) == pytest.approx(ragged.step_ms(uniform, 4, 28, context, 6))
 
 
