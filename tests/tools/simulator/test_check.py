@@ -20,8 +20,8 @@ from sglang_dspark.tools.simulator.measured_sweep import (
 )
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-SWEEP = RESULTS / "attribution" / "sweep.csv"
-TABLE = RESULTS / "attribution" / "sps.json"  # of its servers
+SWEEP = RESULTS / "sweep" / "sweep.csv"
+TABLE = RESULTS / "sweep" / "sps.json"  # of its servers
 TOLERANCE = 0.15
 
 
