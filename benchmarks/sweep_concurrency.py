@@ -19,7 +19,7 @@ started once. All configurations run one after another on the same prompts (and 
 the next round, so that drift of the machine meets all of them alike; idle servers are suspended. RESULTS gets
 ``sweep.csv`` (one row per configuration, load and round), ``requests.jsonl`` (every answer with its times),
 ``agreement.json`` (texts against the baseline's) and ``provenance.json``. Run again after an interruption, it goes on
-where it stopped. Read the results with paired_ratio.py, plot_sweep.py and report.py.
+where it stopped. Read the results with paired_ratio.py and report.py.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def main(**options: Any) -> None:
     for metric, summary in summaries.items():
         if not summary.empty:
             console.print(ratio_table(summary, metric))
-    console.print(f"Figures and tables: python benchmarks/report.py {output}", highlight=False)
+    console.print(f"Tables and a figure: python benchmarks/report.py {output}", highlight=False)
 
 
 def _sweep(options: dict[str, Any]) -> Sweep:

@@ -1,8 +1,7 @@
-"""What the figures point out: the best trade-offs, and where plain serving overtakes speculation."""
+"""Finds where plain serving overtakes speculation as users are added."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,31 +10,17 @@ import pandas as pd
 from serving.configurations import OFF, PLAIN
 
 
-def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points that no other point beats in both coordinates, from the left to the right.
-
-    A point is beaten by one that is at least as large in both and larger in one; of equal points the first counts.
-    """
-    best, frontier = -np.inf, []
-    for index in sorted(range(len(points)), key=lambda i: (-points[i][0], -points[i][1], i)):
-        if points[index][1] > best:
-            best = points[index][1]
-            frontier.append(index)
-    return frontier[::-1]
-
-
 @dataclass(frozen=True)
 class Crossover:
     """Where a configuration stops being faster than its baseline as users are added.
 
     Attributes:
         users: interpolated on a logarithmic axis of users; None when the ratio stays on one side of 1.
-        ratio_at_least, ratio_at_most: at the fewest and the most users that were measured.
+        ratio_at_most: at the most users that were measured.
     """
 
     config: str
     users: float | None
-    ratio_at_least: float
     ratio_at_most: float
 
 
@@ -77,7 +62,7 @@ def crossovers(ratios: pd.DataFrame) -> list[Crossover]:
             last = ahead[-1]
             share = logs[last] / (logs[last] - logs[last + 1])
             at = float(2 ** (users[last] + share * (users[last + 1] - users[last])))
-        found.append(Crossover(str(config), at, float(np.exp(logs[0])), float(np.exp(logs[-1]))))
+        found.append(Crossover(str(config), at, float(np.exp(logs[-1]))))
     return found
 
 
