@@ -27,7 +27,13 @@ _EXCLUDED = -1.0
 
 
 class Selection(ABC):
-    """A rule that is fixed before the step's noise is drawn."""
+    """A rule that is fixed before the step's noise is drawn.
+
+    Attributes:
+        probe_request: request that is verified in full, whatever its survivals; None for none.
+    """
+
+    probe_request: int | None = None
 
     @abstractmethod
     def max_drafts(self, drafts: int) -> int | None:
@@ -77,7 +83,6 @@ class TopK(Selection):
 
     Attributes:
         budget: drafts verified in all.
-        probe_request: request that is verified in full, whatever its survivals; None for none.
     """
 
     budget: int

@@ -19,7 +19,7 @@ from sglang_dspark.scheduling.auto_policy import (
     draft_depths,
 )
 from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
-from sglang_dspark.scheduling.policies import FixedPolicy, LivePolicy
+from sglang_dspark.scheduling.policies import EarlyStopPolicy, FixedPolicy, ThresholdPolicy
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, Threshold, TopK
@@ -84,9 +84,9 @@ def test_it_speculates_where_drafts_are_good():
 def test_it_trims_where_tokens_cost():
     policy = make_policy(compute_bound(), 0.7, depths=draft_depths(compute_bound().draft_ms))
     decision = policy.choose(32, CONTEXT)
-    assert 0 < decision.budget < 32 * GAMMA
+    assert 0 < decision.max_drafts(0) < 32 * GAMMA
     assert decision.draft_len < GAMMA
-    assert decision.budget <= 32 * decision.draft_len
+    assert decision.max_drafts(0) <= 32 * decision.draft_len
 
 
 def test_it_parks_at_once_where_plain_is_much_faster():
@@ -150,7 +150,7 @@ def test_a_parked_server_probes_one_request_after_the_other():
     assert probes[0] == StepDecision(
         GAMMA, TopK(GAMMA, probe_request=1), draft_requests=(1,), weight=PARKED_PROBE_WEIGHT
     )
-    assert [probe.drafted for probe in probes[:6]] == [(r,) for r in (1, 2, 0, 1, 2, 0)]
+    assert [probe.draft_requests for probe in probes[:6]] == [(r,) for r in (1, 2, 0, 1, 2, 0)]
     assert {replace(probe, forced=0, drafted=(0,)) for probe in probes} == {replace(probes[0], forced=0, drafted=(0,))}
 
 
@@ -166,8 +166,8 @@ def test_probes_of_a_parked_server_get_rarer_the_more_they_cost():
     def steps_between(extra_ms):
         policy = make_policy(costly_drafts(extra_ms), BAD)
         choices = run(policy, 6000, requests=1)
-        probes = [step for step, decision in enumerate(choices) if decision.forced is not None]
-        assert {choices[step].drafted for step in probes} == {None}  # a lone request's step is a whole batch's
+        probes = [step for step, decision in enumerate(choices) if decision.selection.probe_request is not None]
+        assert {choices[step].draft_requests for step in probes} == {None}  # a lone request's step is a whole batch's
         return np.diff(probes)
 
     for extra_ms in (10 * (tokens(BAD) - 1) * 1.05, 15.0, 30.0, 60.0):
@@ -196,7 +196,7 @@ def run_and_time(policy, steps, truth, requests=4):
     for _ in range(steps):
         decision = policy.choose(requests, CONTEXT)
         if decision.draft_requests is None:
-            kind = StepKind(requests, requests + decision.budget, decision.draft_len, CONTEXT)
+            kind = StepKind(requests, requests + decision.max_drafts(0), decision.draft_len, CONTEXT)
             ms = policy.times.table.step_ms(requests, kind.num_tokens, kind.depth, CONTEXT)
             policy.times.observe(kind, truth(decision) * ms)
         yield decision
@@ -246,10 +246,10 @@ def test_a_trimmed_server_verifies_one_request_in_full_now_and_then():
     usual = policy.choose(4, CONTEXT)
     assert usual == StepDecision(GAMMA, TopK(12))
     steps, probes = at_probes(run(policy, 2500), usual)
-    forced = [probe for probe in probes if probe.forced is not None]
+    forced = [probe for probe in probes if probe.selection.probe_request is not None]
     assert {replace(probe, forced=None) for probe in forced} == {StepDecision(GAMMA, TopK(12 + GAMMA))}
-    assert [probe.forced for probe in forced[:8]] == [1, 2, 3, 0, 1, 2, 3, 0]
-    full = [step for step, probe in zip(steps, probes, strict=True) if probe.forced is not None]
+    assert [probe.selection.probe_request for probe in forced[:8]] == [1, 2, 3, 0, 1, 2, 3, 0]
+    full = [step for step, probe in zip(steps, probes, strict=True) if probe.selection.probe_request is not None]
     assert min(np.diff(full)) >= PROBE_STEPS
 
 
@@ -257,14 +257,16 @@ def test_a_full_probe_does_not_ask_for_more_drafts_than_there_are():
     policy = make_policy(compute_bound(), 0.6, depths=tuple(range(1, GAMMA + 1)))
     for requests in (1, 2, 3):
         choices = run(policy, 800, requests)
-        assert all(decision.budget <= requests * decision.draft_len for decision in choices)
-        forced = {decision.forced for decision in choices if decision.forced is not None}
+        assert all(decision.max_drafts(0) <= requests * decision.draft_len for decision in choices)
+        forced = {
+            decision.selection.probe_request for decision in choices if decision.selection.probe_request is not None
+        }
         assert forced == set(range(requests))
 
 
 def test_whole_blocks_need_no_full_probe():
     policy = make_policy(memory_bound(), GOOD)
-    assert all(decision.forced is None for decision in run(policy, 500))
+    assert all(decision.selection.probe_request is None for decision in run(policy, 500))
 
 
 def test_probes_cost_a_small_share():
@@ -275,7 +277,7 @@ def test_probes_cost_a_small_share():
             run(policy, 200, requests)
             lost = ms = 0.0
             for decision in run(policy, 4000, requests):
-                depth, budget = decision.draft_len, decision.budget
+                depth, budget = decision.draft_len, decision.max_drafts(0)
                 if decision.draft_requests is not None:
                     draft = policy.times.one(1, 0, GAMMA, CONTEXT) - policy.times.one(1, 0, 0, CONTEXT)
                     step_ms, gain = policy.times.one(requests, GAMMA, 0, CONTEXT) + draft, 0.0
@@ -283,10 +285,14 @@ def test_probes_cost_a_small_share():
                     step_ms, gain = policy.times.one(requests, 0, 0, CONTEXT), 0.0
                 else:
                     step_ms = policy.times.one(requests, budget, depth, CONTEXT)
-                    gain = policy.survivals.gains(requests)[0, budget] if decision.forced is None else 0.0
+                    gain = (
+                        policy.survivals.gains(requests)[0, budget] if decision.selection.probe_request is None else 0.0
+                    )
                 # A request that is verified in full takes nothing from the others.
                 committed = (
-                    requests + gain if decision.forced is None or decision.draft_requests else policy._last.committed
+                    requests + gain
+                    if decision.selection.probe_request is None or decision.draft_requests
+                    else policy._last.committed
                 )
                 lost += committed - policy._last.tokens_per_ms * step_ms
                 ms += step_ms
@@ -305,10 +311,10 @@ def test_a_little_better_changes_nothing():
     equal = 11 * (1 - tokens(confidence, 2) / tokens(confidence, 3))  # this much faster, two drafts are as good
     policy = make_policy(table(-equal), confidence)
     policy._drafts = 3.0
-    assert policy.choose(4, CONTEXT).budget == 12
+    assert policy.choose(4, CONTEXT).max_drafts(4) == 12
     for faster, budget in ((0.9 * MIN_GAIN, 12), (1.1 * MIN_GAIN, 8)):
         policy.times = StepTimes(table(-equal - faster * (11 - equal) / (1 + faster)))
-        assert run(policy, OUTLOOK_STEPS)[-1].budget == budget
+        assert run(policy, OUTLOOK_STEPS)[-1].max_drafts(0) == budget
 
 
 def test_the_incumbent_keeps_its_drafts_per_request_when_the_load_changes():
@@ -326,7 +332,7 @@ def test_equal_knowledge_gives_equal_choices():
             yield decision
             policy.survivals.observe(rng.beta(4, 1, size=(requests, GAMMA)).cumprod(1))
             if decision.draft_requests is None:
-                kind = StepKind(requests, requests + decision.budget, decision.draft_len, CONTEXT)
+                kind = StepKind(requests, requests + decision.max_drafts(0), decision.draft_len, CONTEXT)
                 policy.times.observe(kind, float(rng.uniform(10, 50)))
 
     first = list(choices())
@@ -341,7 +347,7 @@ def test_with_tiers_a_step_fills_one(requests):
     policy = make_policy(compute_bound(tiers=tiers), 0.7)
     for decision in run(policy, PROBE_STEPS - 1, requests):
         if decision.draft_len:
-            assert requests + decision.budget in tiers or decision.budget == requests * GAMMA
+            assert requests + decision.max_drafts(0) in tiers or decision.max_drafts(0) == requests * GAMMA
 
 
 def test_the_report_is_about_the_last_choice():
@@ -370,7 +376,10 @@ def test_fixed_policies():
 
 
 def test_live_policies_draft_whole_blocks():
-    policy = LivePolicy(Rule.THRESHOLD, 5, 0.4)
-    assert (policy.name, policy.choose(9, CONTEXT)) == ("threshold", StepDecision(5, Threshold(0.5)))
+    policy = ThresholdPolicy(5, 0.4)
+    assert (policy.name, policy.choose(9, CONTEXT)) == ("threshold", StepDecision(5, Threshold(0.4)))
     assert policy.report() == {"confidence_threshold": 0.4}
-    assert LivePolicy(Rule.EARLY_STOP, 5).report() == {}
+    times = StepTimes(memory_bound())
+    decision = EarlyStopPolicy(GAMMA, times).choose(2, CONTEXT)
+    assert decision.draft_len == GAMMA
+    assert decision.selection.step_ms == tuple(times.by_drafts(2, GAMMA, CONTEXT))

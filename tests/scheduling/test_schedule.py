@@ -72,7 +72,7 @@ def test_policies_that_cannot_be_had_leave_the_old_one(options, fields, complain
 
 def test_a_switch_takes_effect_at_once():
     made = schedule()
-    assert made.choose(["a", "b"], 64.0).rule is Rule.TOP
+    assert made.choose(["a", "b"], 64.0).selection.max_drafts(0) is not None
     made.switch({"policy": "static", "verify_len": 2})
     assert made.choose(["a", "b"], 64.0) == StepDecision(2, FixedLength())
     made.switch({"policy": "off"})
@@ -126,13 +126,13 @@ def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
 
 
 def test_a_forced_request_is_verified_in_full_and_one_alone_excludes_the_others():
-    made = schedule()
     survival = torch.tensor([[0.9, 0.8, 0.7], [0.3, 0.2, 0.1]])
     drafted = Drafted(tokens(2, GAMMA), confidence(None, survival), [GAMMA] * 2)
-    assert made.admit(StepDecision(GAMMA, TopK(4, probe_request=1)), drafted).verify_lens.tolist() == [1, 3]
-    assert made.admit(
-        StepDecision(GAMMA, TopK(3, probe_request=1), draft_requests=(1,)), drafted
-    ).verify_lens.tolist() == [0, 3]
+    assert StepDecision(GAMMA, TopK(4, probe_request=1)).select(drafted).verify_lens.tolist() == [1, 3]
+    assert StepDecision(GAMMA, TopK(3, probe_request=1), draft_requests=(1,)).select(drafted).verify_lens.tolist() == [
+        0,
+        3,
+    ]
 
 
 def test_calibration_can_be_frozen():
@@ -155,12 +155,16 @@ def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
     for _ in range(40):
         made.choose(["r0", "r1"], 64.0)
         made.observe(step, [0, 1], [2, 0])
-    usual = [decision for decision in (made.choose(["r0", "r1"], 64.0) for _ in range(100)) if decision.forced is None]
+    usual = [
+        decision
+        for decision in (made.choose(["r0", "r1"], 64.0) for _ in range(100))
+        if decision.selection.probe_request is None
+    ]
     assert sum(decision.draft_requests == (0,) for decision in usual) > 80
     assert any(decision.draft_requests is None for decision in usual)
     drafted = Drafted(tokens(2, GAMMA), Confidence(*torch.full((2, 2, GAMMA), 0.5)), [GAMMA, 0])
-    assert made.admit(StepDecision(GAMMA, TopK(2), draft_requests=(0,)), drafted).verify_lens.tolist() == [2, 0]
-    assert made.choose(["r2", "r3"], 64.0).drafted is None
+    assert StepDecision(GAMMA, TopK(2), draft_requests=(0,)).select(drafted).verify_lens.tolist() == [2, 0]
+    assert made.choose(["r2", "r3"], 64.0).draft_requests is None
 
 
 def serve_alone(made, name, survival, steps):
@@ -284,7 +288,7 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
             logits = torch.from_numpy(rng.normal(3.0, 1.0, (users, decision.draft_len))).float() if with_head else None
             foretold = made.forecast.predict(logits, users, decision.draft_len)
             drafted = Drafted(tokens(users, decision.draft_len), foretold, decision.draft_lens(users))
-            lens = made.admit(decision, drafted).verify_lens
+            lens = decision.select(drafted).verify_lens
             outcome = StepRecord(ids, decision, drafted.depths, lens, foretold, None, [0] * users)
             made.observe(outcome, list(range(users)), np.minimum(lens.numpy(), accepts).tolist())
     bad, good = parked[:2000], parked[2000:]
@@ -301,7 +305,7 @@ def lens_within(made, decision, limits, survival=SURVIVAL):
     logits = torch.logit(torch.tensor([[0.9, 0.9, 0.9], [0.9, 0.4, 0.9], [0.3, 0.9, 0.9]]))
     block = DraftBlock(torch.zeros(3, GAMMA, dtype=torch.int64), None, logits)
     predicted = None if survival is None else confidence(logits, survival)
-    return made.admit(decision.within(limits), Drafted(block, predicted, [GAMMA] * 3)).verify_lens.tolist()
+    return decision.within(limits).select(Drafted(block, predicted, [GAMMA] * 3)).verify_lens.tolist()
 
 
 def test_a_capped_request_leaves_its_share_to_the_others():

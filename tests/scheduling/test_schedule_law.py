@@ -76,7 +76,7 @@ def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=l
         block = model.draft(anchors, step)
         drafted = drafted_by(block, schedule, decision).with_copies(copies)
         block = block if copies is None else block.with_copies(copies.tokens, copies.mask)
-        lens = schedule.admit(decision, drafted).verify_lens
+        lens = decision.select(drafted).verify_lens
         copied = drafted.copied or [0] * BS
         on_the_way.append(StepRecord(REQUESTS, decision, drafted.depths, lens, drafted.confidence, None, copied))
         accepted = model.accept(anchors, block, lens, step)
@@ -175,7 +175,7 @@ def kinds(choices):
             yield "plain"
         elif decision.draft_requests is not None:
             yield "one request alone"
-        elif decision.forced is not None:
+        elif decision.selection.probe_request is not None:
             yield "one request forced"
         else:
             yield "trimmed" if lens.sum() < BS * GAMMA else "whole"

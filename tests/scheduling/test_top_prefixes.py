@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_dspark.step.selection import top_prefixes
+from sglang_dspark.step.selected import top_prefixes
 
 NUM_INSTANCES = 2000
 FORCED, EXCLUDED = 2.0, -1.0  # as worker/candidates.py marks them

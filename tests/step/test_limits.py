@@ -5,19 +5,19 @@ from hypothesis import strategies as st
 
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.limits import Limits
-from sglang_dspark.step.selection import FixedLength, TopK
+from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold, TopK
 
 DEPTH = 4
 
 
 @st.composite
 def choices(draw, requests):
-    rule = draw(st.sampled_from(Rule))
+    rule = draw(st.sampled_from([FixedLength, TopK, EarlyStop, Threshold]))
     depth = draw(st.integers(1, DEPTH))
-    if rule is Rule.UNIFORM:
-        return draw(st.sampled_from([PLAIN, StepDecision(rule, depth, depth * requests)]))
-    if rule is not Rule.TOP:
-        return StepDecision(rule, depth)
+    if rule is FixedLength:
+        return draw(st.sampled_from([PLAIN, StepDecision(depth, FixedLength())]))
+    if rule is not TopK:
+        return StepDecision(depth, EarlyStop(()) if rule is EarlyStop else Threshold(0.5))
     drafted = draw(st.none() | st.sets(st.integers(0, requests - 1), min_size=1).map(lambda r: tuple(sorted(r))))
     budget = draw(st.integers(0, depth * (requests if drafted is None else len(drafted))))
     forced = draw(st.none() | st.sampled_from(range(requests) if drafted is None else drafted))
@@ -49,21 +49,23 @@ def test_nobody_gets_more_than_asked_for(case):
         return
     most, copied = within.limits.most, within.limits.copied
     assert copied == limits.copied
-    assert not within.is_uniform(requests)
-    drafted = set(range(requests) if within.drafted is None else within.drafted) if within.depth else set()
+    assert not within.is_fixed(requests)
+    drafted = (
+        set(range(requests) if within.draft_requests is None else within.draft_requests) if within.draft_len else set()
+    )
     for r in range(requests):
         assert most[r] <= limits.most[r]
         if copied[r]:
             assert most[r] == copied[r]
             assert r not in drafted
         else:
-            assert most[r] <= (within.depth if r in drafted else 0)
-    assert within.forced is None or within.forced in drafted
-    if within.rule is Rule.TOP:
+            assert most[r] <= (within.draft_len if r in drafted else 0)
+    assert within.selection.probe_request is None or within.selection.probe_request in drafted
+    if isinstance(within.selection, TopK):
         # All copied drafts fit beside what the policy wanted, and the budget never exceeds what is left.
-        assert sum(copied) <= within.budget <= sum(most)
-        if decision.rule is Rule.TOP:
-            assert within.budget - sum(copied) <= decision.budget
+        assert sum(copied) <= within.selection.budget <= sum(most)
+        if isinstance(decision.selection, TopK):
+            assert within.selection.budget - sum(copied) <= decision.selection.budget
 
 
 @given(st.integers(1, 5), st.integers(0, DEPTH))
@@ -74,20 +76,20 @@ def test_limits_that_do_not_bind_change_nothing(requests, depth):
 
 def test_a_fixed_length_becomes_ragged():
     within = StepDecision(3, FixedLength()).within(Limits((7, 1, 0), (0, 0, 0)))
-    assert (within.rule, within.budget, within.drafted) == (Rule.TOP, 4, (0, 1))
-    assert within.most_drafts(3) == 4
+    assert (within.selection, within.draft_requests) == (TopK(4), (0, 1))
+    assert within.max_drafts(3) == 4
 
 
 def test_a_plain_step_verifies_copied_drafts_and_nothing_else():
     within = PLAIN.within(Limits((7, 2), (0, 2), (0.5, 0.0)))
-    assert (within.depth, within.budget, within.drafted) == (0, 2, ())
-    assert (within.limits, within.needs_confidence) == (Limits((0, 2), (0, 2)), False)
+    assert (within.draft_len, within.selection.budget, within.draft_requests) == (0, 2, ())
+    assert (within.limits, within.has_threshold) == (Limits((0, 2), (0, 2)), False)
 
 
 def test_bounds_by_confidence_leave_the_total_open():
     within = StepDecision(3, TopK(4)).within(Limits((3, 3), (0, 0), (0.5, 0.0)))
-    assert within.needs_confidence
-    assert within.most_drafts(2) == 4
+    assert within.has_threshold
+    assert within.max_drafts(2) == 4
 
 
 def test_a_request_that_may_verify_nothing_is_not_drafted():
@@ -99,8 +101,8 @@ def test_a_request_that_may_verify_nothing_is_not_drafted():
 def test_a_step_that_drafts_for_some_verifies_nothing_of_the_others():
     """Whatever the rule said of all of them."""
     some = StepDecision(3, FixedLength()).for_some([0, 2], 4)
-    assert (some.rule, some.drafted, some.most_drafts(4)) == (Rule.TOP, (0, 2), 6)
-    assert not some.is_uniform(4)
-    assert not StepDecision(3, FixedLength(), draft_requests=(0,)).is_uniform(2)
-    assert StepDecision(3, TopK(4)).for_some([1], 4).most_drafts(4) == 3
-    assert StepDecision(3, FixedLength()).for_some(range(4), 4).is_uniform(4)
+    assert (some.selection, some.draft_requests) == (TopK(6), (0, 2))
+    assert not some.is_fixed(4)
+    assert not StepDecision(3, FixedLength(), draft_requests=(0,)).is_fixed(2)
+    assert StepDecision(3, TopK(4)).for_some([1], 4).max_drafts(4) == 3
+    assert StepDecision(3, FixedLength()).for_some(range(4), 4).is_fixed(4)

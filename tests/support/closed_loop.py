@@ -69,7 +69,7 @@ class ClosedLoop:
 
     def _gain(self, decision: StepDecision) -> float:
         drafted = len(self._requests) if decision.draft_requests is None else len(decision.draft_requests)
-        budget = decision.budget if decision.rule is Rule.TOP else drafted * decision.draft_len
+        budget = decision.max_drafts(drafted)
         return float(self._gains_of(drafted)[decision.draft_len, budget])
 
     def _gains_of(self, drafted: int) -> np.ndarray:

@@ -11,7 +11,6 @@ from dspark_kernels import DraftBlock
 from golden_server import CASES
 from random_drafter import random_drafter
 from replays import Emulated
-from sglang_dspark.worker.verify_plan import plan_numbers
 from stage_loop import StageLoop
 from step_tables import make_table
 
@@ -179,7 +178,7 @@ def test_no_plan_of_a_greedy_step_is_launched(monkeypatch, options):
 )
 def test_what_a_captured_plan_can_do(decision, numbers):
     """Everything else is laid out by a launch."""
-    assert plan_numbers(decision, 4) == numbers
+    assert decision.plan_numbers(4) == numbers
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from sglang_dspark.worker.worker import DSparkWorker
 # What each stage calls.
 CALLED = {
     "draft": lambda loop: (loop.drafter, "propose"),
-    "plan": lambda loop: (loop.schedule, "admit"),
+    "plan": lambda loop: (stages, "build_plan"),
     "verify": lambda loop: (loop.stages, "_verify"),
     "accept": lambda loop: (stages, "accept"),
     "commit": lambda loop: (loop.drafter, "commit"),

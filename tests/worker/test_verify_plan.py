@@ -3,9 +3,8 @@
 import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingRows, kernels_anywhere
-from sglang_dspark.scheduling.admission import Best, Lengths, Uniform
-from sglang_dspark.worker.verify_plan import lay_out
 
+from sglang_dspark.step.selected import DeviceLens, FixedLens, TopDrafts, build_plan
 from sglang_dspark.step.state import DecodeBatch
 
 GAMMA = 3
@@ -28,11 +27,11 @@ def step():
 
 
 def uniform_plan(step, tokens, verify_len):
-    return lay_out(step.requests, tokens, Uniform(verify_len, len(step), tokens.device))
+    return build_plan(step.requests, tokens, FixedLens(verify_len, len(step), tokens.device))
 
 
 def ragged_plan(step, lens):
-    return lay_out(step.requests, DRAFTS, Lengths(torch.tensor(lens)))
+    return build_plan(step.requests, DRAFTS, DeviceLens(torch.tensor(lens)))
 
 
 def rows_of(plan, request):
@@ -75,8 +74,8 @@ def test_verifying_nothing_needs_no_drafts(step):
 @pytest.mark.parametrize("budget", [1, 4, 7])
 def test_top_is_the_ragged_plan_of_the_best_drafts(step, budget):
     """A draft that must not be verified, and one that must."""
-    best = Best(torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]]), budget)
-    top, ragged = lay_out(step.requests, DRAFTS, best), ragged_plan(step, best.verify_lens.tolist())
+    best = TopDrafts(torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]]), budget)
+    top, ragged = build_plan(step.requests, DRAFTS, best), ragged_plan(step, best.verify_lens.tolist())
     for name in ("verify_lens", "indptr", "requests", "columns", "input_ids", "positions", "slots"):
         assert torch.equal(getattr(top, name), getattr(ragged, name)), name
     assert top.width == 4
@@ -85,9 +84,9 @@ def test_top_is_the_ragged_plan_of_the_best_drafts(step, budget):
 @pytest.mark.slow
 def test_on_a_gpu_the_best_drafts_are_laid_out_in_one_launch(step):
     """Here by Triton's interpreter."""
-    best = Best(torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]]), 4)
-    on_host = lay_out(step.requests, DRAFTS, best)
+    best = TopDrafts(torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]]), 4)
+    on_host = build_plan(step.requests, DRAFTS, best)
     with kernels_anywhere():
-        on_kernels = lay_out(step.requests, DRAFTS, best)
+        on_kernels = build_plan(step.requests, DRAFTS, best)
     for name, rows in vars(on_kernels).items():
         assert torch.equal(torch.as_tensor(rows), torch.as_tensor(getattr(on_host, name))), name
