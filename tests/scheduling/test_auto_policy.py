@@ -151,7 +151,10 @@ def test_a_parked_server_probes_one_request_after_the_other():
         GAMMA, TopK(GAMMA, probe_request=1), draft_requests=(1,), weight=PARKED_PROBE_WEIGHT
     )
     assert [probe.draft_requests for probe in probes[:6]] == [(r,) for r in (1, 2, 0, 1, 2, 0)]
-    assert {replace(probe, forced=0, drafted=(0,)) for probe in probes} == {replace(probes[0], forced=0, drafted=(0,))}
+    assert {replace(probe, selection=TopK(GAMMA, probe.selection.probe_request)) for probe in probes} == set(probes)
+    assert {replace(probe, selection=TopK(0), draft_requests=None) for probe in probes} == {
+        replace(probes[0], selection=TopK(0), draft_requests=None)
+    }
 
 
 def test_a_probe_of_graphs_shows_all_requests():
@@ -247,7 +250,9 @@ def test_a_trimmed_server_verifies_one_request_in_full_now_and_then():
     assert usual == StepDecision(GAMMA, TopK(12))
     steps, probes = at_probes(run(policy, 2500), usual)
     forced = [probe for probe in probes if probe.selection.probe_request is not None]
-    assert {replace(probe, forced=None) for probe in forced} == {StepDecision(GAMMA, TopK(12 + GAMMA))}
+    assert {replace(probe, selection=TopK(probe.selection.budget)) for probe in forced} == {
+        StepDecision(GAMMA, TopK(12 + GAMMA))
+    }
     assert [probe.selection.probe_request for probe in forced[:8]] == [1, 2, 3, 0, 1, 2, 3, 0]
     full = [step for step, probe in zip(steps, probes, strict=True) if probe.selection.probe_request is not None]
     assert min(np.diff(full)) >= PROBE_STEPS

@@ -11,7 +11,7 @@ from step_tables import GAMMA, compute_bound, memory_bound
 
 pytestmark = pytest.mark.slow
 
-TOLERANCE = 0.02
+TOLERANCE = 0.025
 MACHINES = {"compute bound": compute_bound, "memory bound": memory_bound}
 USERS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -86,13 +86,13 @@ def test_a_cold_start_with_a_wrong_table_costs_little(machine, most, users):
 
 @pytest.mark.parametrize("users", [1, 8, 64])
 def test_it_follows_a_change_of_the_text(users):
-    """Drafts get bad, and good again. Plain decoding is never lost by much for long, and speculation comes back."""
+    """Drafts get bad, and good again. A lone request is left undrafted before the server parks."""
     loop = simulate("compute bound", 0.95, users, seed=1)
     loop.run(400)
-    assert not loop.schedule.parked
+    assert all(loop.drafts[-100:])
     loop.server.blocks = blocks(0.05)
     loop.run(400)
-    assert loop.schedule.parked
+    assert sum(loop.drafts[-100:]) < 20
     loop.server.blocks = blocks(0.95)
     loop.run(4000)
-    assert not loop.schedule.parked
+    assert sum(loop.drafts[-100:]) > 80

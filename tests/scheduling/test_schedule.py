@@ -76,7 +76,7 @@ def test_a_switch_takes_effect_at_once():
     made.switch({"policy": "static", "verify_len": 2})
     assert made.choose(["a", "b"], 64.0) == StepDecision(2, FixedLength())
     made.switch({"policy": "off"})
-    assert made.choose(["a", "b"], 64.0).depth == 0
+    assert made.choose(["a", "b"], 64.0).draft_len == 0
 
 
 def test_survival_is_the_product_of_calibrated_confidences():
@@ -195,14 +195,14 @@ def test_a_lone_request_beyond_the_drafter_is_left_undrafted(whole_batches):
     assert not any(plain[:LEARN_STEPS])
     assert sum(plain[2 * LEARN_STEPS :]) > 75
     assert not all(plain[LEARN_STEPS:])  # it is tried again
-    assert made.choose(["next"], 64.0).depth > 0
+    assert made.choose(["next"], 64.0).draft_len > 0
 
 
 def test_a_lone_request_that_gets_easier_is_drafted_again():
     made = schedule(online_calibration=False)
     serve_alone(made, "easy", EASY, 100)
     serve_alone(made, "r", HARD, 50)
-    assert made.choose(["r"], 64.0).depth == 0
+    assert made.choose(["r"], 64.0).draft_len == 0
     serve_alone(made, "r", EASY, 100)
     assert all(decision.draft_len for decision in serve_alone(made, "r", EASY, 20))
 
@@ -214,7 +214,7 @@ def test_a_parked_server_drafts_a_lone_request_that_is_worth_it():
     assert made.parked
     drafted = [decision.draft_len > 0 for decision in serve_alone(made, "easy", EASY, 100)]
     assert sum(drafted) > 60
-    assert made.choose(["next"], 64.0).depth == 0 or not made.parked
+    assert made.choose(["next"], 64.0).draft_len == 0 or not made.parked
 
 
 def outcome(decision, users, accepted=0):

@@ -16,8 +16,8 @@ from step_tables import make_table
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.scheduling import admission, ranking
 from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.step import selected, selection
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.record import StepRecord
@@ -154,7 +154,7 @@ def test_the_text_follows_the_target_whatever_requests_ask_for(model, name):
 
 def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
     """The same server with drafts judged by their successor's confidence."""
-    honest = ranking.above_threshold
+    honest = selection.above_threshold
 
     def ahead(confidence, threshold):
         return honest(torch.cat([confidence[:, 1:], confidence[:, -1:]], dim=1), threshold)
@@ -163,7 +163,7 @@ def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
         return Limits((GAMMA,) * BS, (0,) * BS, (0.6,) * BS), None
 
     for rule, exact in ((ahead, False), (honest, True)):
-        monkeypatch.setattr(ranking, "above_threshold", rule)
+        monkeypatch.setattr(selection, "above_threshold", rule)
         anchors, out_tokens, _ = serve(model, make_schedule(DSparkConfig(schedule="static")), ask=bounded)
         assert (model.law_p_value(anchors, out_tokens) > ALPHA) == exact
 
@@ -196,17 +196,17 @@ def test_the_text_follows_the_target_while_auto_parks_probes_and_recalibrates(mo
 
 def test_a_draft_deciding_about_itself_would_be_noticed(model, monkeypatch):
     """The same server with drafts ranked by their successor's survival."""
-    honest = admission.top_prefixes
+    honest = selected.top_prefixes
 
     def ahead(survival, budget):
         return honest(torch.cat([survival[:, 1:], survival[:, -1:]], dim=1), budget)
 
-    monkeypatch.setattr(admission, "top_prefixes", ahead)
+    monkeypatch.setattr(selected, "top_prefixes", ahead)
     schedule = make_schedule(DSparkConfig())
     half = StepDecision(GAMMA, TopK(BS * GAMMA // 3))
     monkeypatch.setattr(schedule.policy, "choose", lambda requests, context: half)
     anchors, out_tokens, _ = serve(model, schedule)
     assert model.law_p_value(anchors, out_tokens) < ALPHA
-    monkeypatch.setattr(admission, "top_prefixes", honest)
+    monkeypatch.setattr(selected, "top_prefixes", honest)
     anchors, out_tokens, _ = serve(model, schedule)
     assert model.law_p_value(anchors, out_tokens) > ALPHA

@@ -21,7 +21,7 @@ def choices(draw, requests):
     drafted = draw(st.none() | st.sets(st.integers(0, requests - 1), min_size=1).map(lambda r: tuple(sorted(r))))
     budget = draw(st.integers(0, depth * (requests if drafted is None else len(drafted))))
     forced = draw(st.none() | st.sampled_from(range(requests) if drafted is None else drafted))
-    return StepDecision(rule, depth, budget, forced=forced, drafted=drafted)
+    return StepDecision(depth, TopK(budget, forced), draft_requests=drafted)
 
 
 @st.composite

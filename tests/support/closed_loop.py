@@ -43,6 +43,7 @@ class ClosedLoop:
         )
         self.schedule, self.truth = self.server.schedule, truth
         self.parked: list[bool] = []
+        self.drafts: list[bool] = []
         self._requests = [Request(index, CONTEXT, 1 << 30) for index in range(requests)]
         self._on_the_way: deque[Result] = deque()
         self._gains: dict[int, np.ndarray] = {}
@@ -53,6 +54,7 @@ class ClosedLoop:
         for _ in range(steps):
             step_ms, result = self.server.decode(self._requests)
             tokens += len(self._requests) + self._gain(result.rounds.decision)
+            self.drafts.append(result.rounds.decision.draft_len > 0)
             ms += step_ms
             self.parked.append(self.schedule.parked)
             self._on_the_way.append(result)

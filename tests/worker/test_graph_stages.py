@@ -158,7 +158,7 @@ def test_no_plan_of_a_greedy_step_is_launched(monkeypatch, options):
     def launched(*args):
         raise AssertionError("a graph should have planned")
 
-    monkeypatch.setattr(graph_stages, "lay_out", launched)
+    monkeypatch.setattr(graph_stages, "build_plan", launched)
     loop = GraphLoop(monkeypatch, [1, 2, 4], **options)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
 
