@@ -161,7 +161,7 @@ def sweep(setting: Setting) -> Commands:
 
 
 def trace(setting: Setting) -> Commands:
-    """What a decode step of 1 and of 64 users is made of."""
+    """Return what a decode step of 1 and of 64 users is made of."""
     more = ("--steps", "4", "--max-tokens", "200") if setting.rehearses else (f"--server-flags={SMALL}",)
     words = (*setting.pair, "--config", "static:5", *more)
     users = ("1", "2") if setting.rehearses else ("1", "64")

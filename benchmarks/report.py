@@ -124,7 +124,7 @@ def tables(frame: pd.DataFrame, agreement: dict[str, Any]) -> list[TableOf]:
 
 
 def facts(frame: pd.DataFrame, provenance: dict[str, Any]) -> list[tuple[str, str]]:
-    """Where the numbers come from, as name and value."""
+    """Return where the numbers come from, as name and value."""
     first = frame.iloc[0]
     sampling = provenance.get("sampling", {})
     asked = ", ".join(f"{key} {value}" for key, value in sampling.items())

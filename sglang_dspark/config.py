@@ -259,12 +259,12 @@ def flag_name(field_name: str) -> str:
 
 
 def flag_dest(field_name: str) -> str:
-    """Where ``argparse`` puts the flag's text: ``verify_len`` -> ``speculative_dspark_verify_len``."""
+    """Return where ``argparse`` puts the flag's text: ``verify_len`` -> ``speculative_dspark_verify_len``."""
     return "speculative_dspark_" + field_name
 
 
 def knob_text(field_name: str, cli: Mapping[str, str | None], env: Mapping[str, str] | None = None) -> str | None:
-    """What was asked for a knob, by flag or else by variable; None where nothing was."""
+    """Return what was asked for a knob, by flag or else by variable; None where nothing was."""
     text = cli.get(field_name)
     return (os.environ if env is None else env).get(ENV_PREFIX + field_name.upper()) if text is None else text
 

@@ -48,7 +48,7 @@ class Tally:
 
     @property
     def passed(self) -> bool:
-        """Whether every request got an answer, and none an HTTP 5xx."""
+        """Return whether every request got an answer, and none an HTTP 5xx."""
         return not (self.num_errors or self.hangs or self.broken or self.ended)
 
     @property
@@ -87,7 +87,7 @@ class Neighbour:
 
     @property
     def asks(self) -> bool:
-        """Whether it goes on asking; it gives up when the server has ended."""
+        """Return whether it goes on asking; it gives up when the server has ended."""
         return self._thread.is_alive()
 
     async def _run(self) -> None:

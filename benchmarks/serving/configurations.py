@@ -53,7 +53,7 @@ class Configuration:
 
     @property
     def is_dspark(self) -> bool:
-        """Whether this is a server of ours that runs DSPARK."""
+        """Return whether this is a server of ours that runs DSPARK."""
         return self.policy in POLICY_NAMES
 
     @property

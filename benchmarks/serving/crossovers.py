@@ -47,7 +47,7 @@ def user_ratios(frame: pd.DataFrame, baselines: dict[str, str], metric: str = "o
 
 
 def crossovers(ratios: pd.DataFrame) -> list[Crossover]:
-    """Where each configuration falls behind its baseline for good; ``off`` drafts nothing and is left out.
+    """Return where each configuration falls behind its baseline for good; ``off`` drafts nothing and is left out.
 
     Args:
         ratios: of :func:`user_ratios`.

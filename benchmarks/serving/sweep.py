@@ -163,7 +163,7 @@ class Sweep:
         }
 
     def _process(self, configuration: Configuration) -> object:
-        """What a server is started with."""
+        """Return what a server is started with."""
         return self.flags(configuration), *configuration.environment.items()
 
     def _launched(self, configuration: Configuration) -> LaunchedServer:

@@ -45,7 +45,7 @@ class LabelTrie:
         return longer
 
     def rest(self, beginning: int) -> Tokens:
-        """What is left of the first label with this beginning."""
+        """Return what is left of the first label with this beginning."""
         label, length = self._first[beginning]
         return label[length:]
 

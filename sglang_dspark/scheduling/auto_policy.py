@@ -189,7 +189,7 @@ class AutoPolicy(Policy):
         self._steps_since_trial, self._trial_cost = 0, cost
 
     def _loss(self, step: Candidate, usual: Candidate, requests: int, context: float) -> float:
-        """What ``step`` loses against the usual one by what is known of its time now, in usual steps."""
+        """Return what ``step`` loses against the usual one by what is known of its time now, in usual steps."""
         decision = _step(step, requests)
         ms = self.times.one(requests, _drafts(decision, requests), decision.draft_len, context)
         return ms / usual.ms - step.committed / usual.committed

@@ -98,7 +98,7 @@ class Forecast:
             self.learn()
 
     def _is_first_look(self, outcome: Note) -> bool:
-        """Whether this is one of the first rounds of a request that runs alone.
+        """Return whether this is one of the first rounds of a request that runs alone.
 
         Its text decides about every step, so a hard one is given up soon. Without a head all texts look the same.
         """

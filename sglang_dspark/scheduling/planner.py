@@ -33,7 +33,7 @@ class Candidate:
 
     @property
     def tokens_per_ms(self) -> float:
-        """What is to be maximised."""
+        """Return what is to be maximised."""
         return self.committed / self.ms
 
 

@@ -68,12 +68,12 @@ class RequestGains:
         return [place for place, key in enumerate(requests) if key not in self._idle_steps]
 
     def is_new(self, request: Hashable) -> bool:
-        """Whether next to nothing is known of ``request``."""
+        """Return whether next to nothing is known of ``request``."""
         gain = self._gains.get(request)
         return gain is None or gain.rounds < _FIRST_ROUNDS
 
     def surely_bring(self, request: Hashable, least: float) -> bool:
-        """Whether the rounds of ``request`` have shown that it brings ``least`` accepted drafts per round."""
+        """Return whether the rounds of ``request`` have shown that it brings ``least`` accepted drafts per round."""
         gain = self._gains.get(request)
         return gain is not None and gain.mean - gain.uncertainty >= least
 

@@ -78,7 +78,7 @@ class Schedule:
 
     @property
     def speculates(self) -> bool:
-        """Whether drafts are verified at all, whoever proposes them."""
+        """Return whether drafts are verified at all, whoever proposes them."""
         return self.options.schedule != "off"
 
     def switch(self, fields: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class Schedule:
             self._auto.look_anew()
 
     def why_not(self, policy: str) -> str | None:
-        """Why this server cannot switch to a policy; None where it can."""
+        """Return why this server cannot switch to a policy; None where it can."""
         fields: dict[str, Any] = {"policy": policy}
         if policy == "threshold":
             fields["confidence_threshold"] = 0.5
@@ -109,7 +109,7 @@ class Schedule:
 
     @staticmethod
     def waits_for_device(policy: str) -> bool:
-        """Whether the host has to read something of the step itself before it can verify."""
+        """Return whether the host has to read something of the step itself before it can verify."""
         return policy in ("early-stop", "threshold")
 
     def _make_policy(self, options: DSparkConfig) -> Policy:
@@ -172,12 +172,12 @@ class Schedule:
 
     @property
     def parked(self) -> bool:
-        """Whether speculation rests because plain steps are faster."""
+        """Return whether speculation rests because plain steps are faster."""
         return self.policy.parked
 
     @property
     def last_time(self) -> TimedStep | None:
-        """How long the step took whose time was taken last; None where there was none to take."""
+        """Return how long the step took whose time was taken last; None where there was none to take."""
         return self._clock.last
 
     def done(self, decision: StepDecision, requests: int, num_tokens: int) -> None:
@@ -224,7 +224,7 @@ class Schedule:
 
 
 def is_of_a_kind(decision: StepDecision, requests: int) -> bool:
-    """Whether the time of a step says how long others like it take.
+    """Return whether the time of a step says how long others like it take.
 
     Not where it drafts for some only, or where drafts are copied. By its rows, a parked server's probe of several
     requests is nearly a plain step; by its time it is not.

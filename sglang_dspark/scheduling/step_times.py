@@ -195,7 +195,7 @@ class _Belief:
         return below + share * (above - below)
 
     def _place(self, drafts: float) -> tuple[int, float]:
-        """Where ``drafts`` lies on the grid: the point below it, and the share of the way to the next."""
+        """Return where ``drafts`` lies on the grid: the point below it, and the share of the way to the next."""
         low = min(int(drafts), len(self._grid) - 2)
         return low, drafts - low
 

@@ -113,7 +113,7 @@ class Counters:
 
     @property
     def looks_miswired(self) -> bool:
-        """Whether enough drafts were verified to say that the drafter does not predict this target."""
+        """Return whether enough drafts were verified to say that the drafter does not predict this target."""
         return self._drafter_rounds()[0] >= LOW_ACCEPT_ROUNDS and self.drafter_accept_length < LOW_ACCEPT_LENGTH
 
     @property

@@ -21,7 +21,7 @@ class Stages(Protocol):
     """The stages of one decode step.
 
     Attributes:
-        in_graphs: whether they are replayed from CUDA graphs, or launched one by one.
+        in_graphs: whether they are replayed from CUDA graphs, or run eagerly.
     """
 
     in_graphs: bool
@@ -47,11 +47,11 @@ class Agreement(Protocol):
 
     @property
     def needed(self) -> bool:
-        """Whether there are other ranks."""
+        """Return whether there are other ranks."""
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that the others follow."""
+        """Return whether this is the rank that the others follow."""
 
     def share(self, value: T) -> T:
         """Rank 0's ``value`` on every rank, by way of the host."""
@@ -67,7 +67,7 @@ class OneRank:
     leads = True
 
     def share(self, value: T) -> T:
-        """What rank 0 has is what there is."""
+        """Return ``value``: there is no other rank."""
         return value
 
     def adopt(self, *tensors: torch.Tensor | None) -> None:

@@ -106,7 +106,7 @@ class Drafted:
 
     @property
     def device(self) -> torch.device:
-        """Where the drafts are."""
+        """Return where the drafts are."""
         return self.block.tokens.device
 
     @property

@@ -69,7 +69,7 @@ class StepGraphs:
     """Captured stages of a server, and the buffers that they read and write.
 
     Args:
-        eager: the same stages launch by launch, which are captured.
+        eager: the same stages, run eagerly, which are captured.
         model_runner: SGLang's, of the target.
         request_slots: batch sizes to capture, ascending.
         depth: drafts per request that captured steps have room for.
@@ -280,7 +280,7 @@ class StepGraphs:
             self._copied_coefficients = latest
 
     def outcome(self, tier: tuple[int, bool], requests: int) -> Accepted:
-        """What became of a tier's first requests; the next step's replay overwrites it."""
+        """Return what became of a tier's first requests; the next step's replay overwrites it."""
         accepted = self.judged[tier].output.accepted
         found = Accepted(*(part[:requests] for part in vars(accepted).values()))
         if self.relay is not None:
@@ -388,7 +388,7 @@ def _of_requests(plan: VerifyPlan, requests: int) -> VerifyPlan:
 
 
 def _zeroed(buffers: T) -> T:
-    """What a capture's warm-up computes with: no context, no rows, token 0."""
+    """Return what a capture's warm-up computes with: no context, no rows, token 0."""
     for tensor in vars(buffers).values():
         tensor.zero_()
     return buffers

@@ -72,7 +72,7 @@ class PresetTexts:
         self._before: tuple[Sequence[Any], torch.Tensor] | None = None
 
     def propose(self, reqs: Sequence[Any], asked: BatchOptions, step: DecodeBatch) -> Copies | None:
-        """What the presets of a batch propose for the step ahead; None when they have nothing to say."""
+        """Return what the presets of a batch propose for the step ahead; None when they have nothing to say."""
         if not asked.presets:
             self._texts = {}
             return None

@@ -1,4 +1,4 @@
-"""The stages of a decode step, launched one by one."""
+"""The stages of a decode step, run eagerly."""
 
 from __future__ import annotations
 

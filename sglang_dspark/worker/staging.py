@@ -16,8 +16,8 @@ class Staging:
     """The stages of a server.
 
     Attributes:
-        eager: launched one by one; takes every step.
-        graphs: captured; None where steps run launch by launch.
+        eager: takes every step.
+        graphs: captured; None where steps run eagerly.
     """
 
     eager: EagerStages

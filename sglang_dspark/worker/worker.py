@@ -105,9 +105,9 @@ class DSparkWorker(SpecWorkerBase):
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
     def capture_graphs(self, slots: list[int]) -> StepGraphs | None:
-        """Decode steps of up to so many requests as CUDA graphs; None where they run launch by launch."""
+        """Decode steps of up to so many requests as CUDA graphs; None where they run eagerly."""
         if not slots:
-            logger.info("DSPARK: decode steps run launch by launch: CUDA graphs are off")
+            logger.info("DSPARK: decode steps run eagerly: CUDA graphs are off")
             return None
         # Copied drafts are launched: without a drafter, captured steps are plain.
         depth = self.max_verify if self.drafter.drafts else 0
@@ -161,7 +161,7 @@ class DSparkWorker(SpecWorkerBase):
         return read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step, adjusted=adjusted)
 
     def choose(self, batch: Any, asked: BatchOptions, copies: Copies | None) -> StepDecision:
-        """How deep to draft and how much to verify, and what is known by now of the steps before."""
+        """Return how deep to draft and how much to verify, and what is known by now of the steps before."""
         if self.on_gpu and (asked.presets or batch.has_grammar):
             # The host has waited for the step before: the time between two choices is not an earlier one's.
             self.schedule.interrupt()
@@ -185,7 +185,7 @@ class DSparkWorker(SpecWorkerBase):
         drafted: Drafted,
         plan: VerifyPlan,
     ) -> StepRecord:
-        """What the step did."""
+        """Return what the step did."""
         return StepRecord(
             requests=[req.rid for req in batch.reqs],
             decision=decision,

@@ -1,4 +1,4 @@
-"""What serving changes from step to step compiles no kernel anew, by Triton's own rule."""
+"""What serving changes from step to step compiles no kernel again, by Triton's own rule."""
 
 from types import SimpleNamespace
 

@@ -59,7 +59,7 @@ def assert_images_are_refused(server):
 
 
 def target_of(folder):
-    """The model that was written there, made anew: not every one can be loaded from the form of published ones."""
+    """The model that was written there, made again: not every one can be loaded from the form of published ones."""
     [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
     with TemporaryDirectory() as elsewhere:
         return write_target(architecture, Path(elsewhere))

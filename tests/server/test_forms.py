@@ -70,7 +70,7 @@ class Form:
 
     @property
     def host_memory(self) -> bool:
-        """Whether prefixes move there."""
+        """Return whether prefixes move there."""
         return HOST_MEMORY[0] in self.flags
 
     def model(self, folder: Path) -> Path:

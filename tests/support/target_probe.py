@@ -63,7 +63,7 @@ class Probe:
         self._process = process
 
     def ask(self, folder: Path, texts: Sequence[Text]) -> list[Said]:
-        """What the target of ``folder`` says of these texts, all of them in one batch.
+        """Return what the target of ``folder`` says of these texts, all of them in one batch.
 
         Prompts are prefilled. The rest is verified in windows of unequal sizes, each of which ends with a wrong draft.
         """

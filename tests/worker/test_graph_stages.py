@@ -224,7 +224,7 @@ def test_simulated_acceptance_is_replayed_with_new_noise(monkeypatch):
 
 
 def test_every_switch_of_a_drafter_is_replayed(monkeypatch, tmp_path):
-    """Layers with windows, causal blocks and sinks are laid out anew from the buffers of each replay."""
+    """Layers with windows, causal blocks and sinks are laid out again from the buffers of each replay."""
     folder = random_drafter(tmp_path, "every-switch")
     loop = GraphLoop(monkeypatch, [4], schedule="static", draft=folder)
     launched = StageLoop(schedule="static", draft=folder)

@@ -73,7 +73,7 @@ def test_a_cache_that_cannot_be_used_is_measured_anew(tmp_path, caplog, how):
     spoil(path, how)
     with caplog.at_level(logging.WARNING):
         assert sps_cache._load_cached(path, KEY) is None
-    assert "step times are measured anew" in caplog.text
+    assert "step times are measured again" in caplog.text
     assert str(path) in caplog.text
     # And what is measured takes its place.
     sps_cache._save(table(), path, named=False)

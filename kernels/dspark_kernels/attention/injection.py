@@ -42,7 +42,7 @@ class CommitRows:
         return in_batch & (self.columns <= self.accepted_lens[self.requests.clamp(0, bs - 1)])
 
     def narrowed(self) -> tuple[slice | torch.Tensor, CommitRows | None]:
-        """Which rows to compute K/V of, and which of those to commit.
+        """Return which rows to compute K/V of, and which of those to commit.
 
         Returns:
             ``(index, rows)``: index [m] int64 of the kept rows and None where the host may read how many these are;

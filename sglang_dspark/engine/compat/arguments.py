@@ -21,7 +21,7 @@ def attach(args: Any, ours: Any) -> None:
 
 
 def attached(args: Any) -> Any:
-    """What :func:`attach` put there; None where DSPARK does not serve."""
+    """Return what :func:`attach` put there; None where DSPARK does not serve."""
     return getattr(args, _OURS, None)
 
 

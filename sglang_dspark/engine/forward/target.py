@@ -85,7 +85,7 @@ class Target:
         return None
 
     def _is_plain(self, weight: torch.Tensor) -> bool:
-        """Whether it is [V / ranks, d] in a dtype that is no code: those of quantised numbers have one byte."""
+        """Return whether it is [V / ranks, d] in a dtype that is no code: those of quantised numbers have one byte."""
         rows = -(-self._vocab_size // self._tp_group.world_size)
         floats = weight.is_floating_point() and weight.element_size() > 1
         return floats and weight.dim() == 2 and weight.shape[0] >= rows and weight.shape[1] == self._hidden_size

@@ -131,7 +131,7 @@ def decode_result(
     *,
     in_graphs: bool,
 ) -> DSparkBatchResult:
-    """What the scheduler gets of a decode step.
+    """Return what the scheduler gets of a decode step.
 
     Args:
         output: SGLang's ``LogitsProcessorOutput`` of the verification.
@@ -162,7 +162,7 @@ def most_words(requests: int, max_verify: int, gamma: int) -> int:
 
 
 def is_running(req: Any) -> bool:
-    """Whether a step's tokens still reach the request."""
+    """Return whether a step's tokens still reach the request."""
     return not (req.finished() or req.is_retracted)
 
 

@@ -74,7 +74,7 @@ def _ends_otherwise(req: Any, length: int) -> bool:
 
 
 def _holds_stop(req: Any, new_accepted_len: int) -> bool:
-    """Whether a stop string may be in the request's last tokens."""
+    """Return whether a stop string may be in the request's last tokens."""
     stops = req.sampling_params.stop_strs
     if not stops:
         return False

@@ -36,7 +36,7 @@ class Relay:
             self._entered[id(tensor)] = tensor  # held, so that its id is never another one's
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is the very one that a graph has entered."""
+        """Return whether ``tensor`` is the very one that a graph has entered."""
         return id(tensor) in self._entered
 
 

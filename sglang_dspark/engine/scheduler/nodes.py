@@ -132,7 +132,7 @@ def end_server() -> None:
 
 
 def to_have_in_common(settled: Serving) -> dict[str, object]:
-    """What all machines of a server have to agree about, by the name that a user knows."""
+    """Return what all machines of a server have to agree about, by the name that a user knows."""
     names = [knob.name for knob in fields(DSparkConfig) if knob.name not in _OF_EACH_NODE]
     return {
         "sglang-dspark": __version__,

@@ -27,7 +27,7 @@ class Refusal:
     follows: str = ""
 
     def refuses(self, args: Any) -> bool:
-        """Whether ``args`` have another value."""
+        """Return whether ``args`` have another value."""
         value = getattr(args, self.name)
         return value not in self.allowed and not (self.follows and value == getattr(args, self.follows))
 
@@ -102,7 +102,7 @@ REFUSED_FLAGS: tuple[Refusal, ...] = (
         ("serial",),
         "pass serial: the drafter reads the target's weights before graphs are captured",
     ),
-    Refusal("debug_cuda_graph", (False,), "drop the flag; --disable-cuda-graph runs steps launch by launch"),
+    Refusal("debug_cuda_graph", (False,), "drop the flag; --disable-cuda-graph runs steps eagerly"),
     Refusal("cuda_graph_backend_decode", (None, "full", "disabled"), "pass full or disabled"),
     Refusal("enable_mis", (False,), "drop the flag and score items with a server without DSPARK"),
     Refusal("kv_canary", ("none",), "drop the flag: it does not know the rows that DSPARK verifies"),

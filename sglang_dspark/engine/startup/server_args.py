@@ -124,7 +124,7 @@ def find_drafter(args: Any, config: DSparkConfig) -> ResolvedDrafter | None:
 
 
 def _draft_load_format(args: Any) -> str:
-    """How the drafter's weights come, by SGLang's rule.
+    """Return how the drafter's weights come, by SGLang's rule.
 
     Raises:
         ConfigError: a format that drafters do not have was asked for.
@@ -160,7 +160,7 @@ def validate(server_args: Any) -> None:
 
 
 def device_refusal(device: str) -> str | None:
-    """What is wrong with the device of a server; None where nothing is."""
+    """Return what is wrong with the device of a server; None where nothing is."""
     if device not in PREFILL_BACKENDS:
         return (
             f"DSPARK cannot run with --device={device}; pass cpu or cuda, or {flag_name('engine')} builtin where "

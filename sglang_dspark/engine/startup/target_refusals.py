@@ -6,7 +6,7 @@ from typing import Any
 
 
 def rope_refusal(model_config: Any, window: int) -> str | None:
-    """What is wrong with how a target rotates; None where nothing is.
+    """Return what is wrong with how a target rotates; None where nothing is.
 
     Args:
         model_config: SGLang's, of the target.

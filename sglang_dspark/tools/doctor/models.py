@@ -99,7 +99,7 @@ def _read_target_config(target_dir: Path) -> Any:
 
 
 def _dtype(target: Any) -> torch.dtype:
-    """What the server computes in unless --dtype says otherwise, and with it the drafter."""
+    """Return what the server computes in unless --dtype says otherwise, and with it the drafter."""
     import torch
 
     dtype = target.dtype

@@ -99,7 +99,7 @@ class SimulatedServer:
         return self.costs.prefill.ms(sum(request.prompt_tokens for request in requests)), Result(list(requests))
 
     def _draft(self, decision: StepDecision, bs: int, logits: np.ndarray | None) -> Drafted:
-        """What the draft stage proposes."""
+        """Return what the draft stage proposes."""
         depth, head = (
             decision.draft_len,
             None if logits is None else torch.from_numpy(logits[:, : decision.draft_len]).float(),

@@ -36,7 +36,7 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Whether its last token is known."""
+        """Return whether its last token is known."""
         return self.known_tokens >= self.output_tokens
 
     @property

@@ -1,8 +1,8 @@
 """Every kernel in every form that a decode step can need, compiled at start-up and in no request.
 
-Triton compiles a kernel anew for other constants, for an argument that is None, and by some properties of numbers and
+Triton compiles a kernel again for other constants, for an argument that is None, and by some properties of numbers and
 addresses. What of that depends on a step: its requests, drafts per request, sampling, and who proposed the drafts. The
-stages run here launch by launch, once for every such difference, on requests that do not exist. CUDA graphs replay the
+stages run here eagerly, once for every such difference, on requests that do not exist. CUDA graphs replay the
 same kernels, and steps that fit into no graph need them all.
 """
 

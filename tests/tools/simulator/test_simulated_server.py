@@ -35,7 +35,7 @@ def conditions(table, conditional):
 
 
 def test_plain_decoding_takes_a_prefill_and_a_step_per_token():
-    """Under overlap a result is looked at after the next step: the first token comes late, and a step is in vain."""
+    """Under overlap a result is looked at after the next step: the first token comes late, and a step is wasted."""
     outcome = serve("off", NEVER)
     (request,) = outcome.requests
     assert request.done_ms == pytest.approx(20 + 100 * 0.5 + 41 * 10)
