@@ -254,7 +254,7 @@ def _run(command: list[str], log: Any, limit_s: float) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process group; servers of ours end with whoever has started them."""
+    """End what is left of a process group; our servers end with the process that started them."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

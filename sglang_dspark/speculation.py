@@ -19,7 +19,7 @@ _MOST_DRAFTS = 65535
 _MOST_NGRAM_LENGTHS = 8
 _MOST_CANDIDATES = 1000
 _LONGEST_CANDIDATE = 200  # bytes
-_LONGEST_CANDIDATES = 32768  # bytes in all: the front end serves nobody else while it tokenizes them
+_LONGEST_CANDIDATES = 32768  # bytes in all: the front end serves no other request while it tokenizes them
 
 # Which presets read a key; given without one of them, it would have no effect.
 _READERS = {

@@ -31,7 +31,7 @@ class Tally:
     Attributes:
         answers: by kind and HTTP status.
         errors: the first of each kind with an HTTP 5xx: its status, body and answer.
-        hangs: kinds of those that nobody answered in time.
+        hangs: kinds of those without an answer in time.
         slowest_s: the slowest answer and its kind.
         times: (kind, when it was sent, when it was answered) of all of them.
         broken: requests whose answer broke off, the whole server's end among the reasons.

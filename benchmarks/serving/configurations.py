@@ -137,7 +137,7 @@ def parse_external(text: str, default_dtype: str) -> Configuration:
 
     Args:
         text: :data:`URL_GRAMMAR`.
-        default_dtype: used when the text names none. Nobody checks it: it says which servers are compared.
+        default_dtype: used when the text names none. It is not checked: it says which servers are compared.
 
     Raises:
         ConfigError: the text does not follow the grammar.

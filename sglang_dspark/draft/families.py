@@ -1,4 +1,4 @@
-"""Families of targets: which are served, how their hidden states are had, and who serves the others.
+"""Families of targets: which are served, how their hidden states are returned, and why others are refused.
 
 One list, for the checks at start-up, for the seam to SGLang and for the table in docs/compatibility.md.
 """
@@ -16,7 +16,7 @@ class Family:
 
     Attributes:
         architecture: as config.json names it, and SGLang's class.
-        models: who has it.
+        models: published models of this class.
         capture: the method of SGLang's class that is told which layers' outputs to return: ``dflash`` is
             ``set_dflash_layers_to_capture``; ``eagle3`` is ``set_eagle3_layers_to_capture``, for classes that lack it.
         text: path of the model that reads text inside SGLang's class, where that one reads images, too, and leaves

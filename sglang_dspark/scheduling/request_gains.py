@@ -20,7 +20,7 @@ _SPREAD = 1.0
 RETRY_STEPS = 64
 # Rounds of a request in which next to nothing is known of it.
 _FIRST_ROUNDS = 4
-# Requests that are remembered while nobody asks which of them still run: a server with CUDA graphs only observes.
+# Requests that are remembered before those that have ended are dropped: a server with CUDA graphs only observes.
 _CAPACITY = 4096
 
 
@@ -54,7 +54,7 @@ class RequestGains:
     def worth_drafting(self, requests: Sequence[Hashable], least: float) -> list[int]:
         """Places in ``requests`` of those that may bring ``least`` accepted drafts per round.
 
-        Left out is who surely brings less, until :data:`RETRY_STEPS` have passed. Requests that are not among
+        A request that surely brings less is left out until :data:`RETRY_STEPS` have passed. Requests that are not among
         ``requests`` are forgotten.
         """
         gains, present = self._gains, set(requests)

@@ -78,7 +78,7 @@ class Schedule:
 
     @property
     def speculates(self) -> bool:
-        """Return whether drafts are verified at all, whoever proposes them."""
+        """Return whether drafts are verified at all, by the drafter or by presets."""
         return self.options.schedule != "off"
 
     def switch(self, fields: dict[str, Any]) -> None:
@@ -145,7 +145,7 @@ class Schedule:
         Args:
             requests: ids of the requests.
             context: mean context tokens per request.
-            limits: what the requests ask for themselves; None when nobody asks for anything.
+            limits: what the requests ask for themselves; None if no request asks for anything.
             traced: whether a request wants to be told the confidences.
         """
         self._clock.enter(self.times)

@@ -38,7 +38,7 @@ class Counters:
 
     Args:
         gamma: drafts per block.
-        predicted: sums over predicted survivals, kept by whoever predicts; None where nobody does.
+        predicted: sums over predicted survivals, kept by the forecast; None without one.
 
     Attributes:
         steps_by_policy: decode steps by the policy that chose them.

@@ -71,4 +71,4 @@ class OneRank:
         return value
 
     def adopt(self, *tensors: torch.Tensor | None) -> None:
-        """There is nobody to follow."""
+        """Do nothing: there is no other rank."""

@@ -79,8 +79,8 @@ class Drafted:
 
     Attributes:
         block: the drafts, [bs, depth]; of depth 0 in a plain step.
-        confidence: how sure the drafter is of its drafts; None where nobody asked. A block with copied drafts may be
-            wider.
+        confidence: how sure the drafter is of its drafts; None if neither policy nor request asked. A block
+            with copied drafts may be wider.
         depths: drafts that the drafter proposes per request; rows of requests without any hold fillers.
         copied: drafts that a preset proposes instead, per request; empty where no preset does.
     """

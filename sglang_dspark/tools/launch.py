@@ -334,7 +334,7 @@ def _flag_value(flags: tuple[str, ...], name: str) -> str | None:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on.
+    """Return a port of 127.0.0.1 that is not in use.
 
     Raises:
         LaunchError: all are taken.

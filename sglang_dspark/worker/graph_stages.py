@@ -56,7 +56,7 @@ class Judged(NamedTuple):
     """What a verification gives whose drafts were judged and committed in the same graph.
 
     Attributes:
-        output: of the target, without logits and hidden states: nobody reads them, and what a graph returns keeps its
+        output: of the target, without logits and hidden states: they are not read, and what a graph returns keeps its
             memory.
         accepted: what became of the drafts.
     """
@@ -74,7 +74,7 @@ class StepGraphs:
         request_slots: batch sizes to capture, ascending.
         depth: drafts per request that captured steps have room for.
         seed: of the engine's noise.
-        relay: where graphs that judge enter the outcome for the next step; None where nobody reads it there.
+        relay: where graphs that judge enter the outcome for the next step; None if it is not read there.
         judges: whether greedy batches are judged and committed in the graph that verifies them. Not where something
             looks at the logits first.
 

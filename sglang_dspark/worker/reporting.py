@@ -18,7 +18,7 @@ _LOG_INTERVAL_S = 30.0
 
 
 class Reporting:
-    """Counts what steps do, and answers those who ask.
+    """Counts what steps do, and reports it.
 
     Args:
         schedule: of the server.

@@ -1,4 +1,4 @@
-"""Who takes the stages of a step."""
+"""Selects what runs a step: CUDA graphs, or the same stages run eagerly."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def kv_inject(
 ) -> None:
     """Write the K/V of the kept rows into the pools. No host sync; safe under graph capture.
 
-    Two kept rows may not share a slot, except slot 0: the padding slot, which nobody reads.
+    Two kept rows may not share a slot, except slot 0: the padding slot, which is not read.
 
     Args:
         projected: K and V of all layers, layer by layer with K before V; float32, float16 or bfloat16.

@@ -135,7 +135,7 @@ def decode_result(
 
     Args:
         output: SGLang's ``LogitsProcessorOutput`` of the verification.
-        accepted: anchors and lengths go to SGLang as they are: where nobody relays them, in memory that stays theirs.
+        accepted: anchors and lengths go to SGLang as they are: without a relay, in memory that stays theirs.
         copies: how the rest comes to the host, which reads nothing that a graph wrote after the next step's replays.
         in_graphs: whether CUDA graphs were replayed.
     """

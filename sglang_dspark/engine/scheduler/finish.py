@@ -52,7 +52,7 @@ def _token_by_token(req: Any, new_accepted_len: int) -> None:
 
 
 def forget_overshoot(session: Any, *args: Any, **kwargs: Any) -> None:
-    """Hook before SGLang makes a session's next turn out of the turns before: nobody was shown what follows an end.
+    """Hook before SGLang makes a session's next turn out of the turns before: what follows an end was never sent.
 
     A step may commit tokens behind the one that ends a request. They are no part of its answer, and SGLang would put
     them into the next prompt.

@@ -1,4 +1,4 @@
-"""Who answers to ``--speculative-algorithm DSPARK``, and SGLang's resolution of its arguments when we do."""
+"""Decides between the plugin and SGLang's own DSPARK, and resolves SGLang's arguments for the plugin."""
 
 from __future__ import annotations
 

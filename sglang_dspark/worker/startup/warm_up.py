@@ -1,7 +1,7 @@
 """Every kernel in every form that a decode step can need, compiled at start-up and in no request.
 
 Triton compiles a kernel again for other constants, for an argument that is None, and by some properties of numbers and
-addresses. What of that depends on a step: its requests, drafts per request, sampling, and who proposed the drafts. The
+addresses. What of that depends on a step: its requests, drafts per request, sampling, and the source of the drafts. The
 stages run here eagerly, once for every such difference, on requests that do not exist. CUDA graphs replay the
 same kernels, and steps that fit into no graph need them all.
 """
@@ -224,7 +224,7 @@ class _WarmUpSteps:
         self._step(StepDecision(self._most, FixedLength()) if self._stages.drafter.drafts else PLAIN, ((_SAMPLED,),))
 
     def verify(self, depth: int) -> None:
-        """Verify drafts that nobody proposed. Attention has kernels for a width, and for few requests and many."""
+        """Verify made-up drafts. Attention has kernels for a width, and for few requests and many."""
         stages, step = self._stages, self._batch((_GREEDY,), PLAIN)
         block = DraftBlock(step.anchors[:, None].repeat(1, depth))
         drafted = Drafted(block, None, [depth] * len(step))
@@ -253,8 +253,8 @@ class _WarmUpSteps:
         self._stages.drafter.inject(plan.input_ids, output.captured, plan.positions, plan.slots)
         logits = output.logits_output.next_token_logits
         table = AdjustmentTable.empty(1, logits.shape[1], logits.device)
-        nobody = host_index([-1], logits.device)
-        adjust(logits, table, nobody, plan.requests, plan.columns, plan.input_ids, plan.indptr)
+        no_slot = host_index([-1], logits.device)
+        adjust(logits, table, no_slot, plan.requests, plan.columns, plan.input_ids, plan.indptr)
 
     def _batch(self, law: _Law, decision: StepDecision) -> DecodeBatch:
         step = read_decode_batch(self._dummy.fresh(), self._rows(law, range(self._requests)), seed=0, step=0)
