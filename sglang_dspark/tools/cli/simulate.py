@@ -169,7 +169,7 @@ def _blocks(options: dict[str, Any]) -> BlockSource:
 
 
 def _of_points(points: Sequence[Point]) -> Table:
-    headings = ("tok/s", "one user", "TTFT ms", "TPOT ms", "accept length", "verify", "wasted", "parked")
+    headings = ("tok/s", "one\nuser", "TTFT\nms", "TPOT\nms", "accept\nlength", "verify", "wasted", "parked")
     table = _new_table("policy", "users", *headings)
     for point in points:
         f = point.figures
@@ -196,5 +196,6 @@ def _new_table(*headings: str) -> Table:
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("policy", "figure", "what") else "right")
+        justify: Any = "left" if heading in ("policy", "figure", "what") else "right"
+        table.add_column(heading, justify=justify, no_wrap=heading == "policy")
     return table

@@ -71,8 +71,8 @@ class SimulatedServer:
     def serve(self, workload: Workload) -> Outcome:
         """Serve a workload from an empty queue to the last token. What the schedule learned is kept."""
         self._workloads += 1
-        # The requests are the same ones for all policies.
-        return _Episode(self, workload, np.random.default_rng((self._seed, self._workloads))).run()
+        # All policies serve the same requests, whatever they drew before.
+        return _Episode(self, workload, np.random.default_rng(self._seed)).run()
 
     def decode(self, requests: Sequence[Request]) -> tuple[float, Result]:
         """Run one decode step, and return its milliseconds and its result."""
