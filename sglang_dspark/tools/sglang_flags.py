@@ -6,7 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterable
 
-from sglang_dspark.engine.front_end import served_requests
+from sglang_dspark.engine.api import served_requests
 from sglang_dspark.engine.startup import served
 from sglang_dspark.engine.support import SERVED_SGLANG
 
@@ -16,7 +16,7 @@ _PAGE = """\
 
 Every flag and every request field of SGLang (`{sglang}`) is on this page. It is written from the lists that the
 server's own checks read, `sglang_dspark/engine/startup/served.py` and
-`sglang_dspark/engine/front_end/served_requests.py`; a test compares them with SGLang's.
+`sglang_dspark/engine/api/served_requests.py`; a test compares them with SGLang's.
 
 A refusal ends the start with a message, or answers the request with HTTP 400; both name the flag or field and the
 remedy.

@@ -23,7 +23,8 @@ from sglang_dspark.engine.scheduler.batch import (
 )
 from sglang_dspark.engine.scheduler.draft_input import kv_lengths
 from sglang_dspark.engine.scheduler.future_map import Relay, relay_of
-from sglang_dspark.engine.scheduler.options import BatchOptions, OptionsReader
+from sglang_dspark.engine.scheduler.last_batch import LastBatch
+from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.scheduling.prompt_hold import PromptHold
 from sglang_dspark.scheduling.schedule import Schedule
@@ -61,7 +62,7 @@ class DSparkWorker(SpecWorkerBase):
         self.staging = Staging(self.eager)
         hold_s = self.options.prompt_hold_ms / 1e3 if self.settled.holds_prompts else 0.0
         self.prompt_hold = PromptHold(hold_s, lag, time.perf_counter)
-        self.asked = OptionsReader(self.max_verify)
+        self.request_options = LastBatch(partial(BatchOptions.of, max_verify=self.max_verify))
         self.preset_texts = PresetTexts(self.max_verify)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
@@ -130,10 +131,10 @@ class DSparkWorker(SpecWorkerBase):
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
         self.prompt_hold.launched(prefill=False)
-        asked, adjusting = self.asked.read(batch.reqs), self.adjustments.of_step(batch)
+        options, adjusting = self.request_options.read(batch.reqs), self.adjustments.of_step(batch)
         step = self.read(batch, adjusted=adjusting.any)
-        copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
-        choice = self.choose(batch, asked, copies)
+        copies = self.preset_texts.propose(batch.reqs, options, step) if self.schedule.speculates else None
+        choice = self.choose(batch, options, copies)
         span = self.timer.begin()
         stages = self.staging.of(step, choice)
         if choice.drafted and not stages.in_graphs:  # graphs draft for all
@@ -150,8 +151,8 @@ class DSparkWorker(SpecWorkerBase):
         stages.commit(plan, accepted, output)
         self.schedule.done(choice, len(step), len(plan.input_ids))
         adjusting.count(accepted.out_tokens)
-        self.preset_texts.took(batch.reqs, asked, accepted)
-        rounds = self.rounds(batch, asked, step, choice, drafted, plan)
+        self.preset_texts.took(batch.reqs, options, accepted)
+        rounds = self.rounds(batch, options, step, choice, drafted, plan)
         result = decode_result(
             batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=stages.in_graphs
         )
@@ -164,15 +165,15 @@ class DSparkWorker(SpecWorkerBase):
         rows = self.sampling.read(batch.reqs)
         return read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step, adjusted=adjusted)
 
-    def choose(self, batch: Any, asked: BatchOptions, copies: Copies | None) -> Choice:
+    def choose(self, batch: Any, options: BatchOptions, copies: Copies | None) -> Choice:
         """How deep to draft and how much to verify, and what is known by now of the steps before."""
-        if self.on_gpu and (asked.presets or batch.has_grammar):
+        if self.on_gpu and (options.presets or batch.has_grammar):
             # The host has waited for the step before: the time between two choices is not an earlier one's.
             self.schedule.interrupt()
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
-        limits = asked.limits_with(copies)
-        choice = self.schedule.choose([req.rid for req in batch.reqs], context, limits, traced=asked.traced)
+        limits = options.limits_with(copies)
+        choice = self.schedule.choose([req.rid for req in batch.reqs], context, limits, traced=options.traced)
         self.reporting.record_time()
         return self.agreement.share(choice)
 
@@ -181,7 +182,7 @@ class DSparkWorker(SpecWorkerBase):
         return replace(step, drafted_rows=self.drafted_sampling.read([batch.reqs[r] for r in drafted]))
 
     def rounds(
-        self, batch: Any, asked: BatchOptions, step: DecodeBatch, choice: Choice, drafted: Drafted, plan: VerifyPlan
+        self, batch: Any, options: BatchOptions, step: DecodeBatch, choice: Choice, drafted: Drafted, plan: VerifyPlan
     ) -> Rounds:
         """What the step did."""
         return Rounds(
@@ -190,7 +191,7 @@ class DSparkWorker(SpecWorkerBase):
             drafted=drafted.depths,
             verify_lens=plan.verify_lens[: len(step)],
             confidence=drafted.confidence,
-            traced=copy_drafts(step, drafted.block) if asked.traced else None,
+            traced=copy_drafts(step, drafted.block) if options.traced else None,
             copied=drafted.copied or [0] * len(step),
             policy=self.schedule.policy.name,
             parked=self.schedule.parked,

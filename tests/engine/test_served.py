@@ -14,7 +14,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dspark.config import DSparkConfig, flag_dest
-from sglang_dspark.engine.front_end import served_requests
+from sglang_dspark.engine.api import served_requests
 from sglang_dspark.engine.startup import served
 from sglang_dspark.tools.sglang_flags import table
 
