@@ -22,7 +22,8 @@ from sglang_dspark.engine.scheduler.batch import (
 )
 from sglang_dspark.engine.scheduler.draft_input import kv_lengths
 from sglang_dspark.engine.scheduler.future_map import Relay, relay_of
-from sglang_dspark.engine.scheduler.options import BatchOptions, OptionsReader
+from sglang_dspark.engine.scheduler.last_batch import LastBatch
+from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision
@@ -58,7 +59,7 @@ class DSparkWorker(SpecWorkerBase):
         verify = partial(run_verify, self.target_worker)
         self.eager = EagerStages(self.drafter, self.schedule, verify, self.agreement, self.acceptance_profile())
         self.staging = Staging(self.eager)
-        self.asked = OptionsReader(self.max_verify)
+        self.request_options = LastBatch(partial(BatchOptions.of, max_verify=self.max_verify))
         self.preset_texts = PresetTexts(self.max_verify)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
@@ -126,10 +127,10 @@ class DSparkWorker(SpecWorkerBase):
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
-        asked, adjusting = self.asked.read(batch.reqs), self.adjustments.of_step(batch)
+        options, adjusting = self.request_options.read(batch.reqs), self.adjustments.of_step(batch)
         step = self.read(batch, adjusted=adjusting.any)
-        copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
-        decision = self.choose(batch, asked, copies)
+        copies = self.preset_texts.propose(batch.reqs, options, step) if self.schedule.speculates else None
+        decision = self.choose(batch, options, copies)
         span = self.timer.begin()
         stages = self.staging.of(step, decision)
         if decision.draft_requests and not stages.in_graphs:  # graphs draft for all
@@ -146,8 +147,8 @@ class DSparkWorker(SpecWorkerBase):
         stages.commit(plan, accepted, output)
         self.schedule.done(decision, len(step), len(plan.input_ids))
         adjusting.count(accepted.out_tokens)
-        self.preset_texts.took(batch.reqs, asked, accepted)
-        rounds = self.rounds(batch, asked, step, decision, drafted, plan)
+        self.preset_texts.took(batch.reqs, options, accepted)
+        rounds = self.rounds(batch, options, step, decision, drafted, plan)
         result = decode_result(
             batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=stages.in_graphs
         )
@@ -160,15 +161,15 @@ class DSparkWorker(SpecWorkerBase):
         rows = self.sampling.read(batch.reqs)
         return read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step, adjusted=adjusted)
 
-    def choose(self, batch: Any, asked: BatchOptions, copies: Copies | None) -> StepDecision:
+    def choose(self, batch: Any, options: BatchOptions, copies: Copies | None) -> StepDecision:
         """Return how deep to draft and how much to verify, and what is known by now of the steps before."""
-        if self.on_gpu and (asked.presets or batch.has_grammar):
+        if self.on_gpu and (options.presets or batch.has_grammar):
             # The host has waited for the step before: the time between two choices is not an earlier one's.
             self.schedule.interrupt()
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
-        limits = asked.limits_with(copies)
-        decision = self.schedule.choose([req.rid for req in batch.reqs], context, limits, traced=asked.traced)
+        limits = options.limits_with(copies)
+        decision = self.schedule.choose([req.rid for req in batch.reqs], context, limits, traced=options.traced)
         self.reporting.record_time()
         return self.agreement.share(decision)
 
@@ -179,7 +180,7 @@ class DSparkWorker(SpecWorkerBase):
     def rounds(
         self,
         batch: Any,
-        asked: BatchOptions,
+        options: BatchOptions,
         step: DecodeBatch,
         decision: StepDecision,
         drafted: Drafted,
@@ -192,7 +193,7 @@ class DSparkWorker(SpecWorkerBase):
             drafted=drafted.depths,
             verify_lens=plan.verify_lens[: len(step)],
             confidence=drafted.confidence,
-            traced=copy_drafts(step, drafted.block) if asked.traced else None,
+            traced=copy_drafts(step, drafted.block) if options.traced else None,
             copied=drafted.copied or [0] * len(step),
             policy=self.schedule.policy.name,
             parked=self.schedule.parked,

@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 from sglang_dspark.config import DSparkConfig, flag_dest
-from sglang_dspark.engine.front_end import served_requests
+from sglang_dspark.engine.api import served_requests
 from sglang_dspark.engine.startup import served
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "sglang_names.json"
@@ -60,7 +60,7 @@ def test_every_name_of_sglang_has_been_looked_at(kind):
     new, gone = found - NAMES[kind], NAMES[kind] - found
     assert not new and not gone, (
         f"{kind}: new in SGLang: {sorted(new)}, gone: {sorted(gone)}. Read what each new one does; refuse it in "
-        "engine/startup/served.py or engine/front_end/served_requests.py if DSPARK cannot serve it, or say in "
+        "engine/startup/served.py or engine/api/served_requests.py if DSPARK cannot serve it, or say in "
         f"docs/compatibility.md what else it does. Then write the names into {SNAPSHOT.name}."
     )
 

@@ -15,10 +15,10 @@ from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.reference import Target
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.engine.scheduler.options import BatchOptions
+from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.speculation import Speculation
+from sglang_dspark.speculation import RequestOptions
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.stages import OneRank
 from sglang_dspark.step.state import Copies, DecodeBatch, TargetOutput
@@ -119,8 +119,8 @@ class StageLoop:
         bs, step = len(self.texts), self._batch(number)
         names = [f"r{request}" for request in range(bs)]
         copies = self._copies()
-        asked = BatchOptions((Speculation(),) * bs, limits=None, traced=False, presets=(), max_verify=self.gamma)
-        limits = () if copies is None else (asked.limits_with(copies),)
+        options = BatchOptions((RequestOptions(),) * bs, None, traced=False, presets=(), max_verify=self.gamma)
+        limits = () if copies is None else (options.limits_with(copies),)
         context = float(step.prefix_lens.double().mean())
         decision = self.stages.agreement.share(self.schedule.choose(names, context, *limits))
         if decision.draft_requests:

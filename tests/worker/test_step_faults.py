@@ -43,13 +43,13 @@ class WorkerLoop(StageLoop):
         worker._target_worker = SimpleNamespace(set_hicache_consumer=nothing)
         worker.schedule = self.schedule
         worker.staging = SimpleNamespace(of=lambda step, decision: self.stages)
-        worker.asked = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))
+        worker.request_options = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))
         adjusting = SimpleNamespace(any=False, read=nothing, apply=nothing, count=nothing)
         worker.adjustments = SimpleNamespace(of_step=lambda batch: adjusting)
         worker.preset_texts = SimpleNamespace(propose=nothing, took=nothing)
         worker._first_answer = SimpleNamespace(look=nothing)
         worker.check_logits = None
-        worker.choose = lambda batch, asked, copies: StepDecision(self.gamma, FixedLength())
+        worker.choose = lambda batch, options, copies: StepDecision(self.gamma, FixedLength())
         worker.read = lambda batch, adjusted: self._batch(worker.step)
 
     def _step(self, number):

@@ -10,10 +10,10 @@ import torch
 from dspark_kernels import Accepted, DraftBlock, RoundKeys, SamplingRows
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_dspark.engine.scheduler import options as request_options
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.engine.scheduler.logprobs import with_logprobs
+from sglang_dspark.engine.scheduler.request_options import request_options
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
 from sglang_dspark.step.packed import OnTheWay, Packed, PackedCopies
 from sglang_dspark.step.record import StepRecord
@@ -189,7 +189,7 @@ def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Seque
     for req, (start, anchor, *draft), depth, copied, confidence, verified, committed in zip(
         reqs, *columns, strict=True
     ):
-        if not request_options.read(req).trace or not is_running(req):
+        if not request_options(req).trace or not is_running(req):
             continue
         if req.customized_info is None:
             req.customized_info = {}

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from contextlib import suppress
 from typing import Any
 
-from fastapi.responses import JSONResponse
 from starlette.middleware import Middleware
 
 from sglang_dspark.engine import fired
+from sglang_dspark.engine.api import routes
+from sglang_dspark.engine.api.served_requests import is_refused
 from sglang_dspark.engine.compat.arguments import attached
-from sglang_dspark.engine.front_end import routes
-from sglang_dspark.engine.front_end.served_requests import is_refused
-from sglang_dspark.engine.scheduler.options import carried
 from sglang_dspark.engine.settled import TargetOnly
-from sglang_dspark.speculation import Speculation
+from sglang_dspark.speculation import KEY
 
 FIELD = "speculation"
 _MAY_HOLD_FIELD = re.compile(rb"speculation|\\u00[67]|\0")
 """The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter."""
-_MAY_HOLD_HALVES = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]|\0")
-"""Half of a surrogate pair: escaped, as it is, or in an encoding of several bytes per letter."""
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 
@@ -43,10 +38,10 @@ def mount(server_args: Any, *args: Any, **kwargs: Any) -> None:
 
 
 class SpeculationMiddleware:
-    """Moves ``speculation`` of a request body into ``custom_params``, which SGLang carries to the scheduler.
+    """Moves ``speculation`` of a request body, as JSON text, into ``custom_params``, which SGLang carries on.
 
-    SGLang ignores unknown body fields silently, so a bad value has to be refused here. Bodies without the field pass
-    through untouched.
+    It is checked where SGLang makes the request (:mod:`~sglang_dspark.engine.api.request_field`): SGLang itself ignores
+    unknown fields of a body silently. Bodies without the field pass through untouched.
 
     Args:
         app: what it wraps.
@@ -60,7 +55,7 @@ class SpeculationMiddleware:
         path = routes.without_root(scope["path"], scope.get("root_path", "")) if scope["type"] == "http" else ""
         if scope["type"] == "http" and is_refused(path, scope["method"]):
             message = f"DSPARK does not serve {path} yet; restart the server instead"
-            await _bad_request(message, param=None)(scope, receive, send)
+            await routes.error_response(400, message, None)(scope, receive, send)
             return
         if path not in ROUTES or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
@@ -68,11 +63,7 @@ class SpeculationMiddleware:
         body = await _read_body(receive)
         if body is None:
             return
-        try:
-            body = _rewrite(body, path)
-        except ValueError as error:
-            await _bad_request(str(error))(scope, receive, send)
-            return
+        body = _moved(body, path)
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
         scope = dict(scope, headers=[*headers, (b"content-length", str(len(body)).encode())])
         await self.app(scope, _replay(body, receive), send if self._checked else self._checking(send))
@@ -116,47 +107,31 @@ def _replay(body: bytes, receive: Any) -> Any:
     return replay
 
 
-def _rewrite(body: bytes, path: str) -> bytes:
-    """Body with ``speculation`` moved; the same bytes when it has none.
-
-    Raises:
-        ValueError: the field is malformed, or a text of the body is no text.
-    """
-    may_hold_halves = _MAY_HOLD_HALVES.search(body)
-    if not may_hold_halves and not _MAY_HOLD_FIELD.search(body):
+def _moved(body: bytes, path: str) -> bytes:
+    """Return the body with ``speculation`` moved; the same bytes if it has none, or cannot be read."""
+    if not _MAY_HOLD_FIELD.search(body):
         return body
     try:
         document = json.loads(body)
-    except (ValueError, RecursionError):
-        return body  # not JSON, or nested too deeply: SGLang's own parser answers
-    if may_hold_halves:
-        _check_letters(document)
-    if not isinstance(document, dict) or FIELD not in document:
-        return body
-    options = carried(Speculation.parse(document.pop(FIELD)))
-    if options:
+        if not isinstance(document, dict) or FIELD not in document:
+            return body
+        text = json.dumps(document.pop(FIELD))
         carriers = [document]
         if path == "/generate":
-            parameters = document["sampling_params"] = document.get("sampling_params") or {}
+            if document.get("sampling_params") is None:
+                document["sampling_params"] = {}
+            parameters = document["sampling_params"]
             carriers = parameters if isinstance(parameters, list) else [parameters]
         for carrier in carriers:
-            if not isinstance(carrier, dict) or not isinstance(carrier.get("custom_params") or {}, dict):
-                raise ValueError("speculation: sampling_params and custom_params must be objects")
-            carrier["custom_params"] = {**(carrier.get("custom_params") or {}), **options}
-    try:
+            _put(carrier, text)
         return json.dumps(document).encode()
-    except RecursionError:
-        raise ValueError("speculation: the body is nested too deeply to be passed on") from None
+    except (ValueError, RecursionError):
+        return body  # not JSON, or nested too deeply: SGLang's own parser answers, which has less room still
 
 
-def _check_letters(document: Any) -> None:
-    """Raise ValueError over half of a surrogate pair, which JSON can hold and a tokenizer cannot read."""
-    with suppress(RecursionError):
-        try:
-            json.dumps(document, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the body holds half of a surrogate pair, which is no letter: {error.reason}") from None
-
-
-def _bad_request(message: str, param: str | None = FIELD) -> JSONResponse:
-    return routes.error_response(400, message, param)
+def _put(carrier: Any, text: str) -> None:
+    """Add the field to the ``custom_params`` of ``carrier``. What is no object is refused as such later on."""
+    if isinstance(carrier, dict):
+        custom_params = carrier.get("custom_params")
+        if custom_params is None or isinstance(custom_params, dict):
+            carrier["custom_params"] = {**(custom_params or {}), KEY: text}

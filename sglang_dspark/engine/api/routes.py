@@ -12,7 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from sglang_dspark import dashboard
-from sglang_dspark.engine.front_end.channel import Channel
+from sglang_dspark.engine.api.channel import Channel
 from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import BusyError, ConfigError
 from sglang_dspark.stats.history import HISTORY_S, Snapshot, full_report
