@@ -203,7 +203,7 @@ def _draw_ratios(axes: Axes, frame: pd.DataFrame, ratios: pd.DataFrame, against:
             axes.plot(crossover.users, 1, marker="X", markersize=11, color=style[crossover.config]["color"], zorder=6)
     text = crossover_text(frame, found, against)
     if text:
-        axes.annotate(text, (0.015, 0.03), xycoords="axes fraction", fontsize=8, va="bottom", wrap=True)
+        axes.annotate(textwrap.fill(text, 90), (0.015, 0.03), xycoords="axes fraction", fontsize=8, va="bottom")
     end_labels(axes, ends)
 
 
