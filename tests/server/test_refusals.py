@@ -52,26 +52,9 @@ def test_what_the_scheduler_would_not_survive(dspark, field, named):
         ({"preset": "classification"}, "speculation.candidates"),
     ],
 )
-@pytest.mark.parametrize(
-    ("path", "prompt"), [("/generate", {"input_ids": [5, 6]}), ("/v1/completions", {"model": "m", "prompt": "a"})]
-)
-def test_bad_speculation_field(dspark, path, prompt, value, named):
-    assert named in refused(dspark, path, {**prompt, "speculation": value})
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_bad_speculation_field_of_a_chat(letters, stream):
-    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "stream": stream}
-    assert "speculation.trace" in refused(letters, "/v1/chat/completions", {**body, "speculation": {"trace": 1}})
-
-
-def test_bad_speculation_field_of_a_stream(dspark):
-    """SGLang has sent its status before it looks at the request, and says so as for every other parameter."""
-    body = {"input_ids": [5, 6], "stream": True, "speculation": {"trace": 1}}
-    status, text = call(dspark, "/generate", body=body)
-    error = json.loads(text.splitlines()[0].removeprefix("data: "))["error"]
-    assert (status, error["code"]) == (200, 400)
-    assert "speculation.trace" in error["message"]
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])  # chats: test_request_features.py
+def test_bad_speculation_field(dspark, path, value, named):
+    assert named in refused(dspark, path, {"text": "a", "prompt": "a", "model": "m", "speculation": value})
 
 
 @pytest.mark.parametrize(
@@ -103,6 +86,15 @@ def test_routes_that_would_change_the_target(dspark):
 
 def test_an_adapter_of_a_server_without_them(dspark):
     assert "--enable-lora" in refused(dspark, "/generate", greedy([5, 6, 7], 4, lora_path="x"))
+
+
+def test_bad_speculation_field_of_a_stream(dspark):
+    """SGLang has sent its status before it looks at the request, and says so as for every other parameter."""
+    body = {"input_ids": [5, 6], "stream": True, "speculation": {"trace": 1}}
+    status, text = call(dspark, "/generate", body=body)
+    error = json.loads(text.splitlines()[0].removeprefix("data: "))["error"]
+    assert (status, error["code"]) == (200, 400)
+    assert "speculation.trace" in error["message"]
 
 
 def test_the_server_survives_refusals(dspark):
