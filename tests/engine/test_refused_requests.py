@@ -87,8 +87,9 @@ def test_other_ids_are_refused_by_value(ids, named):
 
 def test_a_prompt_has_a_token():
     """A tokenizer makes none of an empty text. In a session, SGLang looks at what earlier turns have brought."""
-    with pytest.raises(ValueError, match=r"the prompt has no token"):
-        checked([])
+    for nowhere in (None, SessionParams(rid="r")):
+        with pytest.raises(ValueError, match=r"the prompt has no token"):
+            checked([], session_params=nowhere)
     checked([], session_params=SessionParams(id="s"))
 
 

@@ -41,7 +41,8 @@ def check_request(tokenized: Any, manager: Any, request: Any, *args: Any, **kwar
     check_types(tokenized)
     vocab_size = manager.model_config.vocab_size
     if tokenized.input_ids is not None:
-        check_ids(tokenized.input_ids, vocab_size, in_session=bool(tokenized.session_params))
+        session = tokenized.session_params
+        check_ids(tokenized.input_ids, vocab_size, in_session=session is not None and bool(session.id))
     for refusal in _out_of_range(tokenized, vocab_size):
         raise ValueError(refusal)
     _drop_impossible_stops(tokenized.sampling_params, vocab_size)
