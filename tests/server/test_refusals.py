@@ -37,7 +37,7 @@ def test_more_logprobs_than_tokens(dspark, number):
     ],
 )
 def test_what_the_scheduler_would_not_survive(dspark, field, named):
-    """A plain server ends over each of them."""
+    """SGLang's scheduler would fail over them; the front end refuses them by name."""
     assert named in refused(dspark, "/generate", {"input_ids": [5, 6, 7], **field})
 
 
