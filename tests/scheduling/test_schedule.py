@@ -13,7 +13,6 @@ from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import PLAIN, StepDecision
-from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.step.state import Drafted
@@ -123,16 +122,6 @@ def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
     assert survival[2] / survival[1] == pytest.approx(0.5)
     mean = made.forecast.lagged.mean()
     assert 0 < mean[2] < mean[1]
-
-
-def test_a_forced_request_is_verified_in_full_and_one_alone_excludes_the_others():
-    survival = torch.tensor([[0.9, 0.8, 0.7], [0.3, 0.2, 0.1]])
-    drafted = Drafted(tokens(2, GAMMA), confidence(None, survival), [GAMMA] * 2)
-    assert StepDecision(GAMMA, TopK(4, probe_request=1)).select(drafted).verify_lens.tolist() == [1, 3]
-    assert StepDecision(GAMMA, TopK(3, probe_request=1), draft_requests=(1,)).select(drafted).verify_lens.tolist() == [
-        0,
-        3,
-    ]
 
 
 def test_calibration_can_be_frozen():
@@ -295,62 +284,6 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
     assert bad.index(True) <= 64 // users + LEARN_STEPS
     assert all(bad[bad.index(True) :])
     assert not any(good[-1000:])
-
-
-SURVIVAL = torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4], [0.3, 0.2, 0.1]])
-
-
-def lens_within(made, decision, limits, survival=SURVIVAL):
-    """Lengths of a step of three requests whose blocks have these survivals."""
-    logits = torch.logit(torch.tensor([[0.9, 0.9, 0.9], [0.9, 0.4, 0.9], [0.3, 0.9, 0.9]]))
-    block = DraftBlock(torch.zeros(3, GAMMA, dtype=torch.int64), None, logits)
-    predicted = None if survival is None else confidence(logits, survival)
-    return decision.within(limits).select(Drafted(block, predicted, [GAMMA] * 3)).verify_lens.tolist()
-
-
-def test_a_capped_request_leaves_its_share_to_the_others():
-    made = schedule()
-    top = StepDecision(GAMMA, TopK(4))
-    assert lens_within(made, top, Limits((3, 3, 3), (0, 0, 0))) == [3, 1, 0]
-    assert lens_within(made, top, Limits((1, 3, 3), (0, 0, 0))) == [1, 3, 0]
-    assert lens_within(made, top, Limits((0, 1, 1), (0, 0, 0))) == [0, 1, 1]
-    forced = StepDecision(GAMMA, TopK(4, probe_request=2))
-    assert lens_within(made, forced, Limits((3, 3, 2), (0, 0, 0))) == [2, 0, 2]
-
-
-def test_a_bound_by_confidence_cuts_blocks_where_it_says():
-    made = schedule()
-    top = StepDecision(GAMMA, TopK(9))
-    assert lens_within(made, top, Limits((3, 3, 3), (0, 0, 0), (0.5, 0.5, 0.0))) == [3, 1, 3]
-    assert lens_within(made, top, Limits((2, 3, 3), (0, 0, 0), (0.0, 0.5, 0.5))) == [2, 1, 0]
-
-
-def test_copied_drafts_are_verified_whatever_else_is():
-    made = schedule()
-    top = StepDecision(GAMMA, TopK(2))
-    assert lens_within(made, top, Limits((3, 3, 2), (0, 0, 2))) == [2, 0, 2]
-    assert lens_within(made, top, Limits((3, 3, 2), (0, 0, 2), (0.99, 0.5, 0.0))) == [0, 1, 2]
-
-
-def test_a_fixed_length_within_limits_needs_no_survivals():
-    made = schedule()
-    assert lens_within(made, StepDecision(2, FixedLength()), Limits((3, 1, 3), (0, 0, 3)), None) == [2, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("options", "free"),
-    [
-        ({"schedule": "threshold", "confidence_threshold": 0.6}, [3, 1, 0]),
-        ({"schedule": "early-stop"}, [3, 3, 2]),
-    ],
-)
-def test_live_rules_within_limits(options, free):
-    made = schedule(**options)
-    decision = made.choose(["a", "b", "c"], 64.0)
-    assert lens_within(made, decision, Limits((3, 3, 3), (0, 0, 0))) == free
-    assert lens_within(made, decision, Limits((2, 0, 3), (0, 0, 3))) == [min(free[0], 2), 0, 3]
-    bounded = lens_within(made, decision, Limits((3, 3, 3), (0, 0, 0), (0.0, 0.5, 0.5)))
-    assert bounded == [free[0], min(free[1], 1), 0]
 
 
 def test_predicted_survivals_are_kept_with_what_came_of_them():

@@ -9,7 +9,7 @@ import torch
 from sglang_dspark.step.selected import top_prefixes
 
 NUM_INSTANCES = 2000
-FORCED, EXCLUDED = 2.0, -1.0  # as worker/candidates.py marks them
+FORCED, EXCLUDED = 2.0, -1.0  # as step/selection.py marks them
 
 
 def random_survivals(rng, most_requests=4, most_drafts=4):
