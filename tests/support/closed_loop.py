@@ -46,7 +46,7 @@ class ClosedLoop:
         self.drafts: list[bool] = []
         self._requests = [Request(index, CONTEXT, 1 << 30) for index in range(requests)]
         self._on_the_way: deque[Result] = deque()
-        self._gains: dict[int, np.ndarray] = {}
+        self._gains: dict[tuple[ConditionalAcceptance, int], np.ndarray] = {}
 
     def run(self, steps: int) -> float:
         """Tokens per millisecond over the next steps, as many as are expected of what was chosen."""
@@ -75,9 +75,10 @@ class ClosedLoop:
         return float(self._gains_of(drafted)[decision.draft_len, budget])
 
     def _gains_of(self, drafted: int) -> np.ndarray:
-        if drafted not in self._gains:
-            self._gains[drafted] = expected_gains(self.server.blocks, drafted)
-        return self._gains[drafted]
+        key = self.server.blocks, drafted
+        if key not in self._gains:
+            self._gains[key] = expected_gains(*key)
+        return self._gains[key]
 
 
 def blocks(acceptance: float) -> ConditionalAcceptance:

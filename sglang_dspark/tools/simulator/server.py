@@ -41,9 +41,8 @@ class SimulatedServer:
     """Decides as a server does, and asks the costs how long it took.
 
     What is simulated: the loop of SGLang's scheduler (waiting prompts are prefilled before the next decode step), its
-    overlap (the result of a batch is looked at after the next one has run, so that a
-    request that ended takes part in one more step), and the schedule of the plugin itself, with its statistics, its
-    calibration and its probes.
+    overlap (the result of a batch is looked at after the next one has run, so that a request that ended takes part in
+    one more step), and the schedule of the plugin itself, with its statistics, its calibration and its probes.
 
     Args:
         costs: how long things take, and what the schedule is told of it. It has to find out about the rest.
@@ -100,10 +99,8 @@ class SimulatedServer:
 
     def _draft(self, decision: StepDecision, bs: int, logits: np.ndarray | None) -> Drafted:
         """Return what the draft stage proposes."""
-        depth, head = (
-            decision.draft_len,
-            None if logits is None else torch.from_numpy(logits[:, : decision.draft_len]).float(),
-        )
+        depth = decision.draft_len
+        head = None if logits is None else torch.from_numpy(logits[:, :depth]).float()
         block = DraftBlock(torch.zeros((bs, depth), dtype=torch.int64), None, head)
         confidence = None
         if depth > 0 and decision.with_confidence:

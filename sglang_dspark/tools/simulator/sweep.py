@@ -78,11 +78,7 @@ class Point:
 def simulate_point(conditions: Conditions, policy: str, users: int) -> Point:
     """Warm the schedule up, as a server that has been running, and measure."""
     workload = conditions.workload(users)
-    server = SimulatedServer(
-        conditions.costs,
-        conditions.blocks,
-        parse_policy(policy),
-    )
+    server = SimulatedServer(conditions.costs, conditions.blocks, parse_policy(policy))
     if not policy.startswith(("static", "off")):
         server.serve(replace(workload, num_requests=-(-workload.num_requests // 2)))
     outcome = server.serve(workload)
