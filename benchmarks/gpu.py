@@ -1,7 +1,7 @@
 r"""What needs an NVIDIA GPU, in the order in which a short time on one is best spent.
 
     python benchmarks/gpu.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS
-    python benchmarks/gpu.py ... --only ttft,sweep --builtin-python OTHER_ENV/bin/python
+    python benchmarks/gpu.py ... --only ttft,sweep --builtin
     python benchmarks/gpu.py ... --rehearse
 
 The parts are commands of this folder, one after another, each part with a limit; those that run unasked have 39 minutes
@@ -9,8 +9,8 @@ together. What fails or takes too long stops nothing else. RESULTS gets a folder
 ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again with the same code and
 arguments on the same machine; a sweep that was stopped goes on. What other code or arguments have made is put aside.
 
-Plain servers run as SGLang configures itself. ``--builtin-python`` is an interpreter whose SGLang's own DSPARK is then
-measured as well; of the random pair it keeps as many drafts as ours, by SGLang's own simulation.
+Plain servers run as SGLang configures itself. With ``--builtin`` SGLang's own DSPARK is measured as well; of the random
+pair it keeps as many drafts as ours, by SGLang's own simulation.
 
 ``--rehearse`` runs the same commands on a CPU with few tokens, and a small shape in place of the large one, into
 RESULTS/rehearsal: whether they work, not how fast. What a CPU cannot run is collected or compiled only.
@@ -37,7 +37,6 @@ import click
 from rich.console import Console
 from shape_pair import ACCEPTANCE
 
-from sglang_dspark.errors import DSparkError
 from sglang_dspark.tools import provenance
 
 EXISTING = click.Path(exists=True, resolve_path=True)
@@ -69,13 +68,13 @@ class Setting:
     Attributes:
         pair: arguments that name target, draft and prompts.
         output: folder of the part's results.
-        builtin_python: interpreter with SGLang's own DSPARK; None leaves that out.
+        with_builtin: measure SGLang's own DSPARK as well.
         rehearses: on a CPU, with few tokens.
     """
 
     pair: tuple[str, ...]
     output: Path
-    builtin_python: str | None
+    with_builtin: bool
     rehearses: bool
 
     def run(self, script: str, *words: str, output: str) -> list[str]:
@@ -91,13 +90,11 @@ class Setting:
             users, numbers = "1,2", {"num_prompts": 2, "max_tokens": 6, "rounds": 1}
         words = [*what, *_each("--config", configs), "--concurrency", users, f"--server-flags={flags}"]
         words += [f"--{name.replace('_', '-')}={number}" for name, number in numbers.items()]
-        if self.builtin_python is not None and any(config.startswith("builtin") for config in configs):
-            words += ["--builtin-python", self.builtin_python]
         return self.run("sweep_concurrency.py", *words, output=output)
 
     def builtin(self, *variables: str) -> tuple[str, ...]:
         """The configuration of SGLang's own DSPARK, where it is measured."""
-        return () if self.builtin_python is None else (" ".join(("builtin", *variables)),)
+        return (" ".join(("builtin", *variables)),) if self.with_builtin else ()
 
 
 Commands = list[list[str]]
@@ -164,7 +161,7 @@ def sweep(setting: Setting) -> Commands:
 
 
 def trace(setting: Setting) -> Commands:
-    """What a decode step of 1 and of 64 users is made of."""
+    """Return what a decode step of 1 and of 64 users is made of."""
     more = ("--steps", "4", "--max-tokens", "200") if setting.rehearses else (f"--server-flags={SMALL}",)
     words = (*setting.pair, "--config", "static:5", *more)
     users = ("1", "2") if setting.rehearses else ("1", "64")
@@ -257,7 +254,7 @@ def _run(command: list[str], log: Any, limit_s: float) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process group; servers of ours end with whoever has started them."""
+    """End what is left of a process group; our servers end with the process that started them."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -304,7 +301,7 @@ def _named(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--prompts", required=True, multiple=True, type=EXISTING)
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
 @click.option("--only", "names", callback=_named, metavar="PART,...", help=f"Of {', '.join(PARTS)}.")
-@click.option("--builtin-python", help="Interpreter whose SGLang's own DSPARK is measured as well.")
+@click.option("--builtin", is_flag=True, help="Measure SGLang's own DSPARK as well.")
 @click.option("--rehearse", is_flag=True, help="On a CPU, with few tokens.")
 def main(
     target: str,
@@ -312,21 +309,15 @@ def main(
     prompts: tuple[str, ...],
     output: Path,
     names: list[str],
-    builtin_python: str | None,
+    builtin: bool,
     rehearse: bool,
 ) -> None:
     """Command line; see the module."""
     console = Console(highlight=False, soft_wrap=True)
     # Python ends on SIGTERM without unwinding, which would leave the servers of a part behind.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    if builtin_python is not None:
-        if rehearse:
-            raise click.UsageError("SGLang's own DSPARK needs a GPU; rehearse without --builtin-python")
-        builtin_python = os.path.abspath(builtin_python)  # noqa: PTH100 - the Python of an environment is a link
-        try:
-            console.print(f"SGLang's own DSPARK: that of {provenance.version_in(builtin_python, 'sglang')}")
-        except DSparkError as error:
-            raise click.BadParameter(str(error), param_hint="--builtin-python") from error
+    if builtin and rehearse:
+        raise click.UsageError("SGLang's own DSPARK needs a GPU; rehearse without --builtin")
     pair = ("--target", target, "--draft", draft, *_each("--prompts", prompts))
     output = (output / "rehearsal" if rehearse else output).resolve()
     output.mkdir(parents=True, exist_ok=True)
@@ -335,10 +326,9 @@ def main(
     made = {**provenance.record(), "changes": provenance.changes_digest()}
     inputs = [made[name] for name in ("commit", "changes", "versions", "hardware")]
     inputs += [provenance.file_digest(Path(file)) for file in prompts]
-    inputs += [] if builtin_python is None else [provenance.version_in(builtin_python, "sglang")]
     for name in names:
         part, folder = PARTS[name], output / name
-        commands = part.commands(Setting(pair, folder, builtin_python, rehearse))
+        commands = part.commands(Setting(pair, folder, builtin, rehearse))
         digest = hashlib.sha256(json.dumps([*inputs, commands]).encode()).hexdigest()
         before = parts.get(name, {})
         if before.get("digest") == digest and before["status"] == "ok":

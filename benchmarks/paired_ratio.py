@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -146,6 +147,12 @@ def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(records)
+
+
+def interval_text(row: Any) -> str:
+    """Return the interval of a row of :func:`summarise`, or the range of its rounds if there is none."""
+    low, high = (row.smallest, row.largest) if np.isnan(row.low) else (row.low, row.high)
+    return f"{low:.2f} to {high:.2f}"
 
 
 def ratio_table(summary: pd.DataFrame, metric: str) -> Table:

@@ -1,71 +1,264 @@
-"""Figures of a sweep, as PNG files.
+"""Draws the throughput of a sweep over the number of users, as a PNG file beside it.
 
     python benchmarks/plot_sweep.py RESULTS/sweep.csv
 
-Draws what the file has data for: throughput against users (with the ratio to plain serving and where it crosses 1) and
-against the speed that one user sees (with the Pareto frontier), verification against users, wasted drafts against load,
-latencies against the rate of arrivals, and goodput. Points are medians over the rounds; bars reach from the slowest
-round to the fastest. report.py puts the same figures on a page that says how to read them.
+The upper panel shows tokens per second of all users. The panels below show the two ratios, each to its own baseline,
+and mark where a line falls behind it. Points are medians over the rounds, and bars reach from the slowest round to the
+fastest. report.py writes all other figures of a sweep as tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 import matplotlib as mpl
 import pandas as pd
-from figures.latency import goodput_vs_load, latency_vs_rate
-from figures.style import DPI, LIGHT
-from figures.throughput import throughput_vs_concurrency, throughput_vs_user_speed
-from figures.verification import verification_vs_concurrency, waste_vs_load
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from serving.results import read_sweep
+from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from paired_ratio import frame_baselines
+from serving.configurations import OFF, PLAIN
+from serving.crossovers import Crossover, crossovers, shown_baselines, user_ratios
+from serving.results import config_name, read_sweep
 
+from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import DSparkError
 
-Drawing = Callable[[pd.DataFrame], Figure]
-
-NEEDS: dict[Drawing, str] = {
-    throughput_vs_concurrency: "concurrency",
-    throughput_vs_user_speed: "concurrency",
-    verification_vs_concurrency: "mean_verify_len",
-    waste_vs_load: "wasted_share",
-    latency_vs_rate: "rate",
-    goodput_vs_load: "sla_met_share",
+FILE = "throughput_vs_concurrency.png"
+DPI = 150
+WIDTH = 8.0
+INK = "#1c2127"
+LOOK = {
+    "font.size": 10,
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": INK,
 }
-"""Figure -> the column without which there is nothing to draw, in the order in which they are read."""
+
+AUTO, OTHERS = "#2f7de1", ("#7b52ab", "#a8527a", "#6b7f2a", "#8a6d3b")
+SAME = {"early-stop": "#0f9d8a", "threshold": "#3aa357"}
+FIXED = "YlOrRd"
+"""Fixed verify lengths go from light to dark along this map: they are one family."""
+FIXED_RANGE = (0.4, 1.0)
+"""The part of the map that shows on a white ground."""
 
 
-def drawings(frame: pd.DataFrame) -> Iterator[Drawing]:
-    """The figures that the rows of a sweep have data for."""
-    for draw, column in NEEDS.items():
-        rows = frame[frame["concurrency"].notna()] if draw is verification_vs_concurrency else frame
-        if column in rows and rows[column].notna().any():
-            yield draw
+def draw(frame: pd.DataFrame) -> Figure:
+    """Draw output tokens per second of all users over their number, and the two ratios: never one that mixes them."""
+    frame = frame[frame["concurrency"].notna()]
+    ratios = user_ratios(frame, frame_baselines(frame))
+    baselines = shown_baselines(ratios)
+    # Without pyplot: no global state, and no display is needed.
+    figure = Figure(figsize=(WIDTH, 5.0 + 3.4 * len(baselines)), layout="constrained")
+    figure.supxlabel(textwrap.fill(caption(frame), 125), fontsize=7, alpha=0.7)
+    panels = list(figure.subplots(1 + len(baselines), squeeze=False, sharex=True)[:, 0])
+    ends = []
+    for label, style, rows in _per_config(frame):
+        points = rows.groupby("concurrency")["output_tok_s"].agg(["median", "min", "max"]).dropna().astype(float)
+        x, middle = points.index.to_numpy(float) * _dodge(frame, label), points["median"]
+        bars = [middle - points["min"], points["max"] - middle]
+        panels[0].errorbar(x, middle, yerr=bars, label=label, elinewidth=0.8, capsize=2, **style)
+        ends.append((middle.iloc[-1], config_name(frame, label), style["color"]))
+    panels[0].set_title("Output tokens per second, all users together")
+    panels[0].set_ylim(bottom=0)
+    end_labels(panels[0], ends)
+    for axes, against in zip(panels[1:], baselines, strict=True):
+        _draw_ratios(axes, frame, ratios[ratios["against"] == against], against)
+    for axes in panels:
+        axes.grid(alpha=0.2)
+    _users_axis(panels[-1], frame)
+    return figure
 
 
-@click.command(help="Figures of a sweep, as PNG files.")
+def ratio_title(ratios: pd.DataFrame, against: str) -> str:
+    """Return the title of a panel of ratios to one baseline."""
+    if against == OFF:
+        return 'Speculation: times "off"'
+    policies = set(ratios["policy"])
+    if policies & (set(POLICY_NAMES) - {OFF}):
+        return "Times plain SGLang (the plugin's own step and speculation in one)"
+    return "Without drafts: times plain SGLang" if policies <= {OFF, PLAIN} else "Times plain SGLang"
+
+
+def crossover_text(frame: pd.DataFrame, found: list[Crossover], against: str) -> str:
+    """Say where the baseline, named by its policy, overtakes what speculates; empty if nothing speculates."""
+    crossed = [f"{config_name(frame, c.config)} beyond about {c.users:.2g} users" for c in found if c.users is not None]
+    behind = [config_name(frame, c.config) for c in found if c.users is None and c.ratio_at_most < 1]
+    parts = []
+    if crossed:
+        parts.append(f"✖ {against} overtakes {', '.join(crossed)} (interpolated)")
+    if behind:
+        parts.append(f"behind {against} from the start: {', '.join(behind)}")
+    if found and not parts:
+        parts.append(f"No crossover: all are ahead of {against} at {int(frame['concurrency'].max())} users")
+    return "; ".join(parts)
+
+
+def caption(frame: pd.DataFrame) -> str:
+    """Say what was measured, on what machine, and in how many rounds."""
+    first = frame.iloc[0]
+    hardware = first["gpu"] if isinstance(first["gpu"], str) else first["cpu"]
+    rounds = frame["round"].nunique()
+    dtype = f", {first['dtype']}" if frame["dtype"].nunique() == 1 else ""
+    commits = ", ".join(str(commit)[:12] for commit in frame["commit"].unique())
+    return (
+        f"{first['model']}{dtype} on {hardware}; prompts {first['prompt_set']}; "
+        f"points: median of {rounds} round{'s' if rounds > 1 else ''}, bars: slowest to fastest round; "
+        f"{first['versions']}; commit {commits}"
+    )
+
+
+def styles(frame: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """Return colour, marker and line of every configuration: plain grey and dashed, ``auto`` blue and strong."""
+    served = frame.drop_duplicates("config")
+    lengths = sorted(served.loc[served["policy"] == "static", "verify_len"].dropna().unique())
+    low, high = FIXED_RANGE
+    others, found = iter(OTHERS * len(served)), {}
+    for label, policy, length in served[["config", "policy", "verify_len"]].itertuples(index=False):
+        style = {"linewidth": 1.4, "marker": "o", "markersize": 4.5, "linestyle": "-", "zorder": 3}
+        if policy in ("plain", "off"):
+            dashes = "--" if policy == "plain" else ":"
+            style |= {"color": INK, "linestyle": dashes, "linewidth": 2.2, "zorder": 4}
+        elif policy == "auto":
+            style |= {"color": AUTO, "linewidth": 3, "markersize": 6, "zorder": 5}
+        elif policy == "static" and length in lengths:
+            place = lengths.index(length) / (len(lengths) - 1) if len(lengths) > 1 else 0.5
+            style |= {"color": mpl.colormaps[FIXED](low + (high - low) * place)}
+        else:
+            style |= {"color": SAME.get(policy) or next(others)}
+        found[str(label)] = style
+    return found
+
+
+def end_labels(axes: Axes, labels: Sequence[tuple[float, str, Any]], gap: float = 0.058) -> None:
+    """Name lines at the right edge, at the height where each of them ends, pushed apart if they would overlap.
+
+    Called when the limits of the axes are final.
+
+    Args:
+        labels: height in data units, text, colour.
+        gap: between two labels, as a share of the height of the panel.
+    """
+    low, high = axes.get_ylim()
+    # Lines that end in one point get one label: a list of names at one height says nothing.
+    ends: dict[float, list[tuple[str, Any]]] = {}
+    for height, text, color in labels:
+        ends.setdefault(round((height - low) / (high - low), 3), []).append((text, color))
+    wanted = [
+        (share, _joined([text for text, _ in names], len(labels)), names[0][1]) for share, names in sorted(ends.items())
+    ]
+    places = spread_out([share for share, _, _ in wanted], gap)
+    for place, (share, text, color) in zip(places, wanted, strict=True):
+        axes.annotate(
+            text,
+            xy=(1.005, share),
+            xytext=(1.035, place),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            color=color,
+            fontsize=9,
+            fontweight="bold",
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0},
+        )
+
+
+def spread_out(shares: Sequence[float], gap: float) -> list[float]:
+    """Return places as close to ``shares`` (ascending) as ``gap`` between neighbours allows, and none above 1."""
+    clusters: list[list[float]] = []  # sum of the members' wishes for the first place, number of members
+    for share in shares:
+        clusters.append([share, 1])
+        while len(clusters) > 1 and _place(clusters[-2]) + gap * clusters[-2][1] > _place(clusters[-1]):
+            wish, count = clusters.pop()
+            clusters[-1][0] += wish - gap * count * clusters[-1][1]
+            clusters[-1][1] += count
+    places = [_place(cluster) + gap * i for cluster in clusters for i in range(int(cluster[1]))]
+    return [min(place, 1 - gap * (len(places) - 1 - i)) for i, place in enumerate(places)]
+
+
+def _draw_ratios(axes: Axes, frame: pd.DataFrame, ratios: pd.DataFrame, against: str) -> None:
+    style, ends = styles(frame), []
+    for label, points in ratios.groupby("config", sort=False):
+        x, middle = points["concurrency"].to_numpy(float) * _dodge(frame, str(label)), points["ratio"]
+        bars = [middle - points["low"], points["high"] - middle]
+        axes.errorbar(x, middle, yerr=bars, label=label, elinewidth=0.8, capsize=2, **style[str(label)])
+        ends.append((middle.iloc[-1], config_name(frame, str(label)), style[str(label)]["color"]))
+    neutral = axes.yaxis.label.get_color()
+    axes.axhline(1, color=neutral, linestyle="--", linewidth=1.6)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0.85), max(high, 1.15))
+    axes.axhspan(axes.get_ylim()[0], 1, color=neutral, alpha=0.07, zorder=0)
+    axes.set_title(f"{ratio_title(ratios, against)}, paired by round (shaded: slower)")
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    found = crossovers(ratios)
+    for crossover in found:
+        if crossover.users is not None:
+            axes.plot(crossover.users, 1, marker="X", markersize=11, color=style[crossover.config]["color"], zorder=6)
+    text = crossover_text(frame, found, against)
+    if text:
+        axes.annotate(textwrap.fill(text, 90), (0.015, 0.03), xycoords="axes fraction", fontsize=8, va="bottom")
+    end_labels(axes, ends)
+
+
+def _per_config(frame: pd.DataFrame) -> Iterator[tuple[str, dict[str, Any], pd.DataFrame]]:
+    style = styles(frame)
+    for label, rows in frame.groupby("config", sort=False):
+        yield str(label), style[str(label)], rows
+
+
+def _users_axis(axes: Axes, frame: pd.DataFrame) -> None:
+    """Give the axis a tick at every measured number of users, evenly spaced by doubling, and room for single points."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(sorted(frame["concurrency"].astype(float).unique())))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.margins(x=0.03)
+    axes.set_xlabel("users at the same time")
+
+
+def _dodge(frame: pd.DataFrame, label: str) -> float:
+    """Return the factor on the number of users that keeps the bars of several configurations apart."""
+    labels = list(frame["config"].unique())
+    return float(2 ** (0.025 * (labels.index(label) - (len(labels) - 1) / 2)))
+
+
+def _joined(names: Sequence[str], num_lines: int) -> str:
+    """Return one label for several lines: a long list would cover its neighbours."""
+    if len(names) == num_lines > 1:
+        return "all"
+    return f"{len(names)} others" if len(names) > 3 else ",\n".join(names)
+
+
+def _place(cluster: list[float]) -> float:
+    return cluster[0] / cluster[1]
+
+
+def write(frame: pd.DataFrame, folder: Path) -> Path:
+    """Write the figure into ``folder`` and return its path."""
+    path = folder / FILE
+    with mpl.rc_context(LOOK):
+        draw(frame).savefig(path, dpi=DPI)
+    return path
+
+
+@click.command(help="Draws the throughput of a sweep over the number of users, as a PNG file beside it.")
 @click.argument("sweep", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "--output",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the figures. Default: that of the sweep.",
-)
-def main(sweep: Path, output: Path | None) -> None:
+def main(sweep: Path) -> None:
     """Command line; see the module."""
     try:
         frame = read_sweep(sweep)
     except DSparkError as error:
         raise click.ClickException(str(error)) from error
-    folder = output or sweep.parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(LIGHT):
-        for draw in drawings(frame):
-            path = folder / f"{draw.__name__}.png"
-            draw(frame).savefig(path, dpi=DPI)
-            click.echo(path)
+    if frame["concurrency"].isna().all():
+        raise click.ClickException(f"{sweep} has no closed loop to draw; measure it with --concurrency")
+    click.echo(write(frame, sweep.parent))
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ class Turns:
             before = after
 
     async def _switch(self, session: aiohttp.ClientSession, configuration: Configuration) -> dict[str, float]:
-        """What the server has counted until it switched."""
+        """Return what the server has counted until it switched."""
         answer = await self._json(session, "/dspark/policy", configuration.policy_fields)
         return dict(answer["until_now"])
 

@@ -1,15 +1,13 @@
-"""One page about a sweep: figures, tables, how to read them, and where the numbers come from.
+"""Writes a page about a sweep: what it shows, its tables, and where the numbers come from.
 
     python benchmarks/report.py RESULTS
 
-Reads ``sweep.csv``, and ``provenance.json`` and ``agreement.json`` where they are, and writes ``report.html`` beside
-them: one file, nothing is loaded from elsewhere.
+Reads ``sweep.csv``, and ``provenance.json`` and ``agreement.json`` if they exist. Writes ``report.md`` beside them, and
+the figure of plot_sweep.py if users waited for their answers.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,55 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-import jinja2
-import matplotlib as mpl
 import pandas as pd
-from figures.latency import promise
-from figures.style import DARK, LIGHT, name
-from figures.throughput import crossover_text
-from paired_ratio import MIN_ROUNDS, frame_baselines, paired_ratios, summarise
-from PIL import Image
-from plot_sweep import Drawing, drawings
+import plot_sweep
+from paired_ratio import MIN_ROUNDS, frame_baselines, interval_text, paired_ratios, summarise
 from serving.configurations import PLAIN
-from serving.frontier import crossovers, shown_baselines, user_ratios
-from serving.results import over_rounds, read_sweep
+from serving.crossovers import crossovers, shown_baselines, user_ratios
+from serving.results import config_name, over_rounds, read_sweep
+from tables import markdown_table
 
 from sglang_dspark.errors import ConfigError, DSparkError
-
-TEMPLATE = Path(__file__).with_name("report.html.jinja")
-DPI = 120
-NUM_COLORS = 96
-
-HOW_TO_READ = {
-    "throughput_vs_concurrency": (
-        "Above: what the machine delivers to all users together. Below, two ratios: off, the plugin without drafts, as"
-        " a multiple of plain SGLang, and what speculates as a multiple of off. Their product is the whole gain. Each"
-        " round compares runs close in time, so that drift of the machine drops out. A line in the shaded zone loses to"
-        " its baseline; a cross marks where it enters that zone."
-    ),
-    "throughput_vs_user_speed": (
-        "The trade-off of serving: more users get more out of the machine, and each of them waits longer. A curve that"
-        " lies further up and to the right is better for both. The grey staircase is the Pareto frontier: nothing that"
-        " was measured beats its corners in both directions."
-    ),
-    "verification_vs_concurrency": (
-        "What speculation does. The verify length of auto should fall as users are added, because verification gets"
-        " dearer; the accept length says how many tokens a step yields; parked steps draft nothing."
-    ),
-    "waste_vs_load": (
-        "Verified drafts that the target rejected cost time and yield nothing. On an idle machine that time is nearly"
-        " free, so high waste at the left is no fault; at the right it is."
-    ),
-    "latency_vs_rate": (
-        "Requests arrive by chance, whatever the server does. As long as it keeps up, the lines are flat; where they"
-        " turn up, requests queue. More capacity shows as a bend further to the right."
-    ),
-    "goodput_vs_load": (
-        "Throughput that breaks its promise is worth nothing to a user who is promised something. A server is fit for"
-        " the loads at which its line stays near 100 %."
-    ),
-}
-"""Figure -> what a stranger should look for."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +37,7 @@ class TableOf:
 
 
 def render(folder: Path) -> str:
-    """The page about the sweep in ``folder``.
+    """Return the page about the sweep in ``folder``.
 
     Raises:
         ConfigError: there is no sweep, or it has no rows.
@@ -91,26 +49,21 @@ def render(folder: Path) -> str:
     provenance, agreement = (_read_json(folder / file) for file in ("provenance.json", "agreement.json"))
     if simulated := "simulate-acceptance" in provenance.get("command", ""):
         agreement = {}  # texts of random weights have nothing to agree on
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        title=f"{frame['model'].iloc[0]}: {frame['config'].nunique()} configurations, {frame['load'].nunique()} loads",
-        findings=[*([STEP_TIMES] if simulated else []), *findings(frame)],
-        figures=[
-            {
-                "name": draw.__name__,
-                "text": HOW_TO_READ[draw.__name__],
-                "light": _image(draw, frame, LIGHT),
-                "dark": _image(draw, frame, DARK),
-            }
-            for draw in drawings(frame)
-        ],
-        tables=tables(frame, agreement),
-        facts=facts(frame, provenance),
-        absent=frame.attrs["absent"],
-        record=json.dumps(provenance, indent=2) if provenance else "",
-    )
+    parts = [
+        f"# {frame['model'].iloc[0]}: {frame['config'].nunique()} configurations, {frame['load'].nunique()} loads",
+        "\n".join(f"* {sentence}" for sentence in [*([STEP_TIMES] if simulated else []), *findings(frame)]),
+    ]
+    if frame["concurrency"].notna().any():
+        parts.append(f"![throughput against users]({plot_sweep.write(frame, folder).name})")
+    for table in tables(frame, agreement):
+        parts += [f"## {table.title}", table.note, markdown_table(table.header, table.rows)]
+    parts += ["## Where the numbers come from", markdown_table(("what", "value"), facts(frame, provenance))]
+    if frame.attrs["absent"]:
+        parts.append(
+            "This sweep was measured before these columns existed, so they are missing or derived from its counts: "
+            f"{', '.join(frame.attrs['absent'])}."
+        )
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 STEP_TIMES = (
@@ -130,14 +83,14 @@ def findings(frame: pd.DataFrame) -> list[str]:
         told = ("off", *ADAPTIVE) if against == PLAIN else ADAPTIVE
         for config, rows in summary.groupby("config", sort=False):
             if policies[config] in told:
-                parts = [f"{row.ratio:.2f} ({_interval(row)}) at {row.load}" for row in rows.itertuples()]
+                parts = [f"{row.ratio:.2f} ({interval_text(row)}) at {row.load}" for row in rows.itertuples()]
                 sentences.append(
-                    f"{name(frame, config)} delivers, in times of {IN_WORDS[against]}: {', '.join(parts)}."
+                    f"{config_name(frame, config)} delivers, in times of {IN_WORDS[against]}: {', '.join(parts)}."
                 )
-        slower = [f"{name(frame, row.config)} at {row.load}" for row in summary.itertuples() if row.largest < 1]
+        slower = [f"{config_name(frame, row.config)} at {row.load}" for row in summary.itertuples() if row.largest < 1]
         if slower:
             sentences.append(f"Slower than {against} in every round: {', '.join(slower)}.")
-        crossing = crossover_text(frame, crossovers(ratios[ratios["against"] == against]), against)
+        crossing = plot_sweep.crossover_text(frame, crossovers(ratios[ratios["against"] == against]), against)
         if crossing:
             sentences.append(f"{crossing}.")
     if PLAIN in set(policies) and not {"off"} & set(policies) and set(ADAPTIVE) & set(policies):
@@ -158,12 +111,6 @@ IN_WORDS = {
 """Baselines by their policy."""
 
 
-def _interval(row: Any) -> str:
-    """The interval of a row of :func:`paired_ratio.summarise`, or the range where there is none."""
-    low, high = (row.low, row.high) if row.rounds >= MIN_ROUNDS else (row.smallest, row.largest)
-    return f"{low:.2f} to {high:.2f}"
-
-
 def tables(frame: pd.DataFrame, agreement: dict[str, Any]) -> list[TableOf]:
     """The tables of the page; one without data is left out."""
     found = [
@@ -177,7 +124,7 @@ def tables(frame: pd.DataFrame, agreement: dict[str, Any]) -> list[TableOf]:
 
 
 def facts(frame: pd.DataFrame, provenance: dict[str, Any]) -> list[tuple[str, str]]:
-    """Where the numbers come from, as name and value."""
+    """Return where the numbers come from, as name and value."""
     first = frame.iloc[0]
     sampling = provenance.get("sampling", {})
     asked = ", ".join(f"{key} {value}" for key, value in sampling.items())
@@ -202,11 +149,11 @@ def _speed_table(frame: pd.DataFrame) -> TableOf:
     ratios = summarise(pairs).set_index(["config", "load"]) if not pairs.empty else pd.DataFrame()
     rows = []
     for load, config, cells in _by_load(frame):
-        row = [load, name(frame, config), _figure(cells, "output_tok_s"), _figure(cells, "per_user_tok_s")]
+        row = [load, config_name(frame, config), _figure(cells, "output_tok_s"), _figure(cells, "per_user_tok_s")]
         row.append(_figure(cells, "per_user_tok_s_p5"))
         if (config, load) in ratios.index:
             ratio = ratios.loc[(config, load)]
-            row += [f"{ratio['ratio']:.2f}", name(frame, baselines[config]), _interval(ratio)]
+            row += [f"{ratio['ratio']:.2f}", config_name(frame, baselines[config]), interval_text(ratio)]
         else:
             row += ["-", "", ""]
         rows.append(row)
@@ -276,7 +223,7 @@ def _by_load(frame: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
 
 def _cells(frame: pd.DataFrame, columns: list[str]) -> list[list[str]]:
     return [
-        [load, name(frame, config), *(_figure(cells, column) for column in columns)]
+        [load, config_name(frame, config), *(_figure(cells, column) for column in columns)]
         for load, config, cells in _by_load(frame)
     ]
 
@@ -290,25 +237,25 @@ def _figure(cells: pd.DataFrame, column: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _image(draw: Drawing, frame: pd.DataFrame, look: dict[str, Any]) -> str:
-    drawn, small = io.BytesIO(), io.BytesIO()
-    with mpl.rc_context(look):
-        draw(frame).savefig(drawn, dpi=DPI, format="png")
-    # A figure has few colours: with a palette it takes a third of the space.
-    Image.open(drawn).convert("RGB").quantize(NUM_COLORS).save(small, "png", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(small.getvalue()).decode()}"
+def promise(frame: pd.DataFrame) -> str:
+    """Return the limits of goodput in words."""
+    parts = []
+    for column, what in (("sla_ttft_ms", "first token within"), ("sla_tpot_ms", "each further one within")):
+        limits = ", ".join(f"{limit:g}" for limit in frame[column].dropna().unique())
+        if limits:
+            parts.append(f"{what} {limits} ms")
+    return " and ".join(parts)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-@click.command(help="One page about a sweep: figures, tables, how to read them, and where the numbers come from.")
+@click.command(help="Writes a page about a sweep: what it shows, its tables, and where the numbers come from.")
 @click.argument("results", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: RESULTS/report.html.")
-def main(results: Path, output: Path | None) -> None:
+def main(results: Path) -> None:
     """Command line; see the module."""
-    path = output or results / "report.html"
+    path = results / "report.md"
     try:
         path.write_text(render(results), encoding="utf-8")
     except DSparkError as error:

@@ -155,7 +155,7 @@ def write_prompts(path: Path, length: int, number: int = 128) -> None:
 
 
 def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Single bytes, then words of digits, which random weights write and nobody sends; the last two ids are special."""
+    """Single bytes, then words of digits, which clients do not send; the last two ids are special."""
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens += [f"Ġ{number}" for number in range(len(tokens), vocab_size - 2)]
     tokens += [END, MASK]

@@ -52,7 +52,6 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"policy": "static", "verify_len": 2},
     {"policy": "early-stop"},
     {"policy": "threshold", "confidence_threshold": 0.5},
-    {"policy": "adaptive-block"},
     {"policy": "off"},
 )
 PARAMETERS: dict[str, dict[str, Any]] = {

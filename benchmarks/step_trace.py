@@ -72,7 +72,7 @@ def stage_table(summary: dict[str, Any]) -> Table:
 
 
 def in_words(summary: dict[str, Any]) -> str:
-    """What the table does not say."""
+    """Return what the table does not say."""
     return (
         f"launches: {summary['graph_launches']:g} graphs, {summary['kernel_launches']:g} kernels, "
         f"{summary['copy_launches']:g} copies; a graph with several stages is counted in each of them\n"

@@ -7,9 +7,9 @@ r"""Plain serving, DSPARK policies and other servers side by side, at several lo
 A configuration is ``[NAME=]POLICY[:ARGUMENT][@DTYPE] [VARIABLE=VALUE ...] [SERVER FLAGS]``: ``static:3@float32``,
 ``"small=static:5 --speculative-dspark-block-size 5"``; POLICY is ``plain``, a DSPARK schedule, ``dflash`` (SGLang's
 own algorithm, on CUDA, with ``--dflash-draft``), or ``builtin`` (SGLang's own DSPARK, on CUDA; ``builtin:compact`` with
-a table of its own among the flags; ``--builtin-python`` names the interpreter of another environment for it). The same
-one under two names (``--config plain --config again=plain``) shows how much of a difference is noise. ``--url
-NAME=URL`` measures a server that runs already; its key, if any, is read from the environment variable OPENAI_API_KEY.
+a table of its own among the flags). The same one under two names (``--config plain --config again=plain``) shows how
+much of a difference is noise. ``--url NAME=URL`` measures a server that runs already; its key, if any, is read from the
+environment variable OPENAI_API_KEY.
 
 A load is a number of users who wait for their answers (``--concurrency``, closed loop), or requests per second that
 arrive as a Poisson process whatever the server does (``--rate``, open loop).
@@ -19,7 +19,7 @@ started once. All configurations run one after another on the same prompts (and 
 the next round, so that drift of the machine meets all of them alike; idle servers are suspended. RESULTS gets
 ``sweep.csv`` (one row per configuration, load and round), ``requests.jsonl`` (every answer with its times),
 ``agreement.json`` (texts against the baseline's) and ``provenance.json``. Run again after an interruption, it goes on
-where it stopped. Read the results with paired_ratio.py, plot_sweep.py and report.py.
+where it stopped. Read the results with paired_ratio.py and report.py.
 """
 
 from __future__ import annotations
@@ -81,12 +81,6 @@ def _rates(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--target", help="Target checkpoint; needed unless every server is external.")
 @click.option("--draft", help="DSPARK draft checkpoint, for configurations that speculate.")
 @click.option("--dflash-draft", help="DFlash draft checkpoint, for the configuration dflash.")
-@click.option(
-    "--builtin-python",
-    default=sys.executable,
-    show_default="this one",
-    help="Interpreter for the configuration builtin.",
-)
 @click.option("--config", "configs", multiple=True, metavar="CONFIG", help=f"{GRAMMAR}. Repeatable.")
 @click.option("--url", "urls", multiple=True, metavar="NAME=URL", help=f"A running server: {URL_GRAMMAR}. Repeatable.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of configurations that name none.")
@@ -158,7 +152,7 @@ def main(**options: Any) -> None:
     for metric, summary in summaries.items():
         if not summary.empty:
             console.print(ratio_table(summary, metric))
-    console.print(f"Figures and tables: python benchmarks/report.py {output}", highlight=False)
+    console.print(f"Tables and a figure: python benchmarks/report.py {output}", highlight=False)
 
 
 def _sweep(options: dict[str, Any]) -> Sweep:
@@ -169,7 +163,6 @@ def _sweep(options: dict[str, Any]) -> Sweep:
         target=options["target"],
         draft=options["draft"],
         dflash_draft=options["dflash_draft"],
-        builtin_python=options["builtin_python"],
         device=options["device"],
         configurations=parse_configurations(options["configs"], options["urls"], options["dtype"]),
         loads=loads(concurrencies, options["rates"]),

@@ -24,7 +24,7 @@ ENV_PREFIX = "SGLANG_DSPARK_"
 # block-size says otherwise: as many as the released drafters propose.
 DRAFT_FREE_BLOCK_SIZE = 7
 
-PolicyName = Literal["auto", "early-stop", "static", "threshold", "adaptive-block", "off"]
+PolicyName = Literal["auto", "early-stop", "static", "threshold", "off"]
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 Probability = Annotated[float, Meta(ge=0, le=1, description="must lie in [0, 1]")]
 Profile = Annotated[tuple[Probability, ...], Meta(description="must lie in [0, 1], each of them")]
@@ -51,8 +51,7 @@ class DSparkConfig:
     schedule: PolicyName = _knob(
         "Verify policy. `auto` follows measured step times and the drafter's confidence, and does not speculate where "
         "that would be slower; `early-stop` is Algorithm 1 of the DSpark paper; `static` verifies the same number of "
-        "drafts in every step; `threshold` verifies up to the first draft of low confidence; `adaptive-block` verifies "
-        "whole blocks, or short ones while few drafts are accepted; `off` drafts nothing.",
+        "drafts in every step; `threshold` verifies up to the first draft of low confidence; `off` drafts nothing.",
         default="auto",
     )
     block_size: Annotated[int, whole(1)] | None = _knob(
@@ -75,13 +74,6 @@ class DSparkConfig:
     sps_table_path: str | None = _knob(
         "Table of measured step times: loaded when the file exists, else measured at start-up and written there, under "
         "the policies `auto` and `early-stop`. Without the flag it is kept below ~/.cache/sglang-dspark.",
-    )
-    prompt_hold_ms: Annotated[float, Meta(ge=0, le=60_000, description="must lie in [0, 60000]")] = _knob(
-        "After a prefill, let decoding run for as long as that prefill took before the next one starts; waiting "
-        "prompts are held back for at most so many milliseconds, and never where nothing decodes. 0 lets every prompt "
-        "in at once. SGLang's `--min-free-slots-delay` replaces it.",
-        default=0.0,
-        read=float,
     )
     draft_free: Switch = _knob(
         "Serve without a drafter: requests with a preset speculate, others decode plainly. The flag needs no value; "
@@ -267,12 +259,12 @@ def flag_name(field_name: str) -> str:
 
 
 def flag_dest(field_name: str) -> str:
-    """Where ``argparse`` puts the flag's text: ``verify_len`` -> ``speculative_dspark_verify_len``."""
+    """Return where ``argparse`` puts the flag's text: ``verify_len`` -> ``speculative_dspark_verify_len``."""
     return "speculative_dspark_" + field_name
 
 
 def knob_text(field_name: str, cli: Mapping[str, str | None], env: Mapping[str, str] | None = None) -> str | None:
-    """What was asked for a knob, by flag or else by variable; None where nothing was."""
+    """Return what was asked for a knob, by flag or else by variable; None where nothing was."""
     text = cli.get(field_name)
     return (os.environ if env is None else env).get(ENV_PREFIX + field_name.upper()) if text is None else text
 

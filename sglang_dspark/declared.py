@@ -58,7 +58,7 @@ def shown(value: Any) -> str:
 
 
 def rule(kind: Any) -> str:
-    """What an annotation asks for, in words: ``must be an integer from 0 to 7``."""
+    """Return what an annotation asks for, in words: ``must be an integer from 0 to 7``."""
     bare, *notes = get_args(kind) if get_origin(kind) is Annotated else (kind,)
     for note in notes:
         if isinstance(note, Meta) and note.description:

@@ -36,7 +36,7 @@ def _load_worker() -> type:
 
 
 def _dspark_selected(argv: list[str]) -> bool:
-    """Whether the command line asks for DSPARK, and not for SGLang's own."""
+    """Return whether the command line asks for DSPARK, and not for SGLang's own."""
     from sglang_dspark.config import flag_name, knob_text
 
     algorithm = (_value_of("--speculative-algorithm", argv) or "").upper()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from sglang_dspark.declared import checked, kinds, shown, whole
+
+KEY = "dspark"
+"""Of ``custom_params``, which SGLang carries to the scheduler."""
 
 Preset = Literal["none", "summarization", "classification"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
@@ -19,7 +22,7 @@ _MOST_DRAFTS = 65535
 _MOST_NGRAM_LENGTHS = 8
 _MOST_CANDIDATES = 1000
 _LONGEST_CANDIDATE = 200  # bytes
-_LONGEST_CANDIDATES = 32768  # bytes in all: the front end serves nobody else while it tokenizes them
+_LONGEST_CANDIDATES = 32768  # bytes in all: the front end serves no other request while it tokenizes them
 
 # Which presets read a key; given without one of them, it would have no effect.
 _READERS = {
@@ -85,7 +88,8 @@ class Speculation:
         given = {}
         for key, entry in value.items():
             if key not in _KINDS:
-                raise ValueError(f"speculation.{key} is not a known option; known are {', '.join(sorted(_KINDS))}")
+                known = ", ".join(sorted(_KINDS))
+                raise ValueError(f"speculation.{shown(key)[1:-1]} is not a known option; known are {known}")
             try:
                 given[key] = checked(entry, _KINDS[key])
                 if key == "candidates":
@@ -118,21 +122,51 @@ class Speculation:
                 'speculation.candidates is missing: the preset classification needs the labels, e.g. ["yes", "no"]'
             )
 
-    @property
-    def verify_limit(self) -> int | None:
-        """Most drafts verified per step, ``enabled`` included; None without a limit."""
-        return self.max_verify if self.enabled else 0
+    def for_scheduler(self, labels: tuple[tuple[int, ...], ...]) -> RequestOptions:
+        """Return what the scheduler reads of these options.
+
+        Args:
+            labels: tokens of every spelling of every candidate.
+        """
+        return RequestOptions(
+            max_verify=self.max_verify if self.enabled else 0,
+            confidence_threshold=self.confidence_threshold or 0.0,
+            preset=self.preset,
+            min_ngram=self.min_ngram,
+            max_ngram=self.max_ngram,
+            max_draft=self.max_draft,
+            labels=labels,
+            trace=self.trace,
+        )
+
+
+class RequestOptions(Struct, frozen=True, omit_defaults=True):
+    """Checked options of a request, as they travel to the scheduler. The defaults ask for nothing.
+
+    Attributes:
+        max_verify: most drafts verified for it per step, 0 if speculation is off; None leaves it to the server.
+        confidence_threshold: as in :class:`Speculation`; 0 for none.
+        preset, min_ngram, max_ngram, max_draft, trace: as in :class:`Speculation`.
+        labels: tokens of every spelling of every candidate.
+    """
+
+    max_verify: int | None = None
+    confidence_threshold: float = 0.0
+    preset: Preset = NO_PRESET
+    min_ngram: int = 3
+    max_ngram: int = 5
+    max_draft: int | None = None
+    labels: tuple[tuple[int, ...], ...] = ()
+    trace: bool = False
+
+    def verify_limit(self, max_verify: int) -> int:
+        """Return the most drafts verified per step on a server that verifies up to ``max_verify``."""
+        return max_verify if self.max_verify is None else min(self.max_verify, max_verify)
 
     def copy_limit(self, max_verify: int) -> int:
-        """Most drafts that the preset may propose per step on a server that verifies up to ``max_verify``."""
-        limits = (self.max_draft, self.verify_limit, max_verify)
-        return min(limit for limit in limits if limit is not None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Options that differ from their defaults, as JSON values."""
-        values = {knob.name: (getattr(self, knob.name), knob.default) for knob in fields(self)}
-        changed = {name: value for name, (value, default) in values.items() if value != default}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+        """Return the most drafts that the preset may propose per step on such a server."""
+        limit = self.verify_limit(max_verify)
+        return limit if self.max_draft is None else min(self.max_draft, limit)
 
 
 _KINDS = kinds(Speculation)

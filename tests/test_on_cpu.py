@@ -36,7 +36,7 @@ class Environment:
         return subprocess.run([self._python, *arguments], env=env, check=True, capture_output=True, text=True).stdout
 
     def imports(self, **env: str) -> tuple[str, str]:
-        """What SGLang is told to serve on, and the file of its kernel package."""
+        """Return what SGLang is told to serve on, and the file of its kernel package."""
         engine, kernels = self.run("-c", REPORT, **env).split()
         return engine, kernels
 

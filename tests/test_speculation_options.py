@@ -3,11 +3,12 @@
 import json
 from dataclasses import fields
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dspark.speculation import PRESETS, Speculation
+from sglang_dspark.speculation import PRESETS, RequestOptions, Speculation
 
 KEYS = [knob.name for knob in fields(Speculation)]
 
@@ -43,20 +44,30 @@ def good_fields(draw):
 
 
 @given(good_fields())
-def test_good_fields_are_taken_over_and_survive_the_journey(value):
-    options = Speculation.parse(json.loads(json.dumps(value)))
+def test_good_fields_are_taken_over_and_reach_the_scheduler(value):
+    field = Speculation.parse(json.loads(json.dumps(value)))
     for key, entry in value.items():
-        assert getattr(options, key) == (tuple(entry) if key == "candidates" else entry)
-    assert Speculation.parse(json.loads(json.dumps(options.to_dict()))) == options
+        assert getattr(field, key) == (tuple(entry) if key == "candidates" else entry)
+    options = field.for_scheduler(((1, 2), (3,)))
+    assert msgspec.json.decode(msgspec.json.encode(options), type=RequestOptions) == options
+    for key in {*value} & {"preset", "min_ngram", "max_ngram", "max_draft", "trace", "confidence_threshold"}:
+        assert getattr(options, key) == value[key]
+    assert options.labels == ((1, 2), (3,))
+
+
+@pytest.mark.parametrize(
+    "value", [None, {}, {"trace": False}, {"enabled": True, "preset": "none", "confidence_threshold": 0}]
+)
+def test_values_that_ask_for_nothing(value):
+    assert Speculation.parse(value).for_scheduler(()) == RequestOptions()
 
 
 def refusal(value):
     """Why a value is refused; None when it is not."""
     try:
-        options = Speculation.parse(value)
+        Speculation.parse(value)
     except ValueError as error:
         return str(error)
-    assert Speculation.parse(options.to_dict()) == options
     return None
 
 
@@ -66,7 +77,9 @@ def test_whatever_comes_is_parsed_or_refused_by_name(value):
     message = refusal(value)
     if message is not None:
         assert message.startswith("speculation")
-        assert not isinstance(value, dict) or any(f"speculation.{key}" in message for key in [*value, "candidates"])
+        assert not isinstance(value, dict) or any(
+            f"speculation.{repr(key)[1:-1]}" in message for key in [*value, "candidates"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -99,6 +112,7 @@ def test_whatever_comes_is_parsed_or_refused_by_name(value):
         ({"preset": "classification", "candidates": ["yes", 3]}, "speculation.candidates must be a list"),
         ({"preset": "classification", "candidates": [" "]}, "speculation.candidates must be a list"),
         ({"preset": "classification", "candidates": ["\ud800"]}, "speculation.candidates must be text that UTF-8"),
+        ({"\ud800": 1}, r"speculation.\\ud800 is not a known option"),
         ({"tracing": True}, "speculation.tracing is not a known option; known are candidates, confidence_threshold"),
         ([], r"speculation must be an object, not \[\]"),
     ],
@@ -109,6 +123,22 @@ def test_refusals(value, complaint):
 
 
 def test_limits_of_a_request():
-    assert Speculation().verify_limit is None
-    assert Speculation(max_verify=3).verify_limit == 3
-    assert Speculation(enabled=False, max_verify=3).verify_limit == 0
+    def limit(**options):
+        return Speculation(**options).for_scheduler(()).verify_limit(7)
+
+    assert [limit(), limit(max_verify=3), limit(max_verify=9)] == [7, 3, 7]
+    assert [limit(enabled=False, max_verify=3), limit(max_verify=0)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [
+        ({}, 7),
+        ({"max_draft": 2}, 2),
+        ({"max_draft": 9}, 7),
+        ({"max_draft": 4, "max_verify": 3}, 3),
+        ({"enabled": False}, 0),
+    ],
+)
+def test_drafts_that_a_preset_may_propose(options, limit):
+    assert Speculation(preset="summarization", **options).for_scheduler(()).copy_limit(7) == limit

@@ -74,7 +74,7 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """Whether a block of that GPU can have so much shared memory."""
+        """Return whether a block of that GPU can have so much shared memory."""
         return self.shared_bytes <= SHARED_BYTES[self.capability]
 
 

@@ -255,7 +255,7 @@ async def _ask(
 
 
 def request_body(prompt: Prompt, sampling: Sampling, model: str = "default") -> dict[str, Any]:
-    """What is sent to :attr:`Sampling.path` for a streamed answer."""
+    """Return what is sent to :attr:`Sampling.path` for a streamed answer."""
     content = {"prompt": prompt.text} if sampling.raw else {"messages": [{"role": "user", "content": prompt.text}]}
     return {
         **content,

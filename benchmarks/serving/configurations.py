@@ -53,7 +53,7 @@ class Configuration:
 
     @property
     def is_dspark(self) -> bool:
-        """Whether this is a server of ours that runs DSPARK."""
+        """Return whether this is a server of ours that runs DSPARK."""
         return self.policy in POLICY_NAMES
 
     @property
@@ -99,11 +99,8 @@ class Configuration:
         if self.policy != BUILTIN:
             return given
         return {
-            "SGLANG_RAGGED_VERIFY_MODE": self.argument or VERIFY_MODES[0],
-            # Where the environment has this plugin, and where it has it not: SGLang would find it in the repository.
             "SGLANG_DSPARK_ENGINE": "builtin",
-            "PYTHONPATH": "",
-            "PYTHONSAFEPATH": "1",
+            "SGLANG_RAGGED_VERIFY_MODE": self.argument or VERIFY_MODES[0],
         } | given
 
 
@@ -140,7 +137,7 @@ def parse_external(text: str, default_dtype: str) -> Configuration:
 
     Args:
         text: :data:`URL_GRAMMAR`.
-        default_dtype: used when the text names none. Nobody checks it: it says which servers are compared.
+        default_dtype: used when the text names none. It is not checked: it says which servers are compared.
 
     Raises:
         ConfigError: the text does not follow the grammar.

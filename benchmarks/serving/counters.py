@@ -33,7 +33,7 @@ def read_counters(server: Server, configuration: Configuration) -> dict[str, int
 
 
 def read_accept_length(server: Server, configuration: Configuration) -> float | None:
-    """Accept length since the cache was flushed, as SGLang's own algorithms report it; None where nobody reports it.
+    """Accept length since the cache was flushed, as SGLang's algorithms report it; None if the server does not.
 
     SGLang counts in units of its decode log interval (40 steps), so the last few steps of a round are missing.
     """

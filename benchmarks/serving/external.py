@@ -33,7 +33,7 @@ class ExternalServer:
         """Ask for the model's name.
 
         Raises:
-            ConfigError: nobody answers, or no model is listed.
+            ConfigError: the server does not answer, or no model is listed.
             DSparkError: the server answered with an error.
         """
         url, models = self.endpoint.url, self._client.request("/v1/models").get("data")

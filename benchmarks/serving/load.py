@@ -30,7 +30,7 @@ class Load:
 
 
 def load_label(concurrency: int | None, rate: float | None) -> str:
-    """What tables call a load point."""
+    """Return what tables call a load point."""
     if rate is not None:
         return f"{rate:g} req/s"
     return f"{concurrency} user{'' if concurrency == 1 else 's'}"

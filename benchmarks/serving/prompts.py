@@ -39,7 +39,7 @@ def load_prompts(path: Path) -> list[Prompt]:
 
 
 def load_mixed_prompts(paths: Sequence[Path]) -> list[Prompt]:
-    """Prompts of several files in turn, numbered anew, as many of each as the shortest file has.
+    """Prompts of several files in turn, numbered again, as many of each as the shortest file has.
 
     Raises:
         ConfigError: as :func:`load_prompts`.

@@ -38,6 +38,11 @@ def over_rounds(rows: pd.DataFrame, column: str) -> float:
     return float((known[column] * weights).sum() / weights.sum()) if weights.sum() else float("nan")
 
 
+def config_name(frame: pd.DataFrame, label: str) -> str:
+    """Return the configuration's name without a dtype that all of them share."""
+    return label.split("@", maxsplit=1)[0] if frame["dtype"].nunique() == 1 and label.count("@") == 1 else label
+
+
 def read_sweep(path: Path) -> pd.DataFrame:
     """Rows of a ``sweep.csv``, completed by :func:`complete`.
 

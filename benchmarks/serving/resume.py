@@ -56,7 +56,7 @@ def prepare_output(output: Path, record: dict[str, Any], existing: str) -> tuple
 
 
 _REMEDY = (
-    "; choose another --output, or pass --existing replace to measure anew, or --existing mix to put both in one file"
+    "; choose another --output, or pass --existing replace to measure again, or --existing mix to put both in one file"
 )
 
 TERMS = (
@@ -67,7 +67,7 @@ TERMS = (
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Where two provenances differ, one line each.
+    """Return where two provenances differ, one line each.
 
     Configurations, loads and rounds may be added later, so only configurations that both have are compared.
     """

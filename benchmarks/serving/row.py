@@ -158,7 +158,7 @@ class Observation:
     Attributes:
         cpu_time: used during the round; None for an external server.
         counts: change of the server's counters by column; None for a server without DSPARK.
-        accept_length: as SGLang's own algorithms report it; None where nobody does.
+        accept_length: as SGLang's own algorithms report it; None if they do not.
     """
 
     cpu_time: CpuTime | None = None

@@ -31,12 +31,12 @@ class Cell:
 
     @property
     def key(self) -> CellKey:
-        """What tells the cell from every other of its sweep."""
+        """Return what tells the cell from every other of its sweep."""
         return self.configuration.label, self.load, self.round
 
     @property
     def is_warm_up(self) -> bool:
-        """Whether the result is thrown away."""
+        """Return whether the result is thrown away."""
         return self.round == WARM_UP_ROUND
 
 
@@ -44,7 +44,7 @@ def interleave(configurations: Sequence[Configuration], loads: Sequence[Load], n
     """All cells in the order in which they run, the warm-up round first.
 
     A shared machine drifts within minutes, so configurations that are compared run right after one another. Their order
-    is drawn anew for every round and load: were it fixed or rotated, each would always follow the same other one, and
+    is drawn again for every round and load: were it fixed or rotated, each would always follow the same other one, and
     what that leaves behind (a warm cache, a lowered clock) would count as a property of its successor. Equal arguments
     give equal orders.
     """

@@ -22,11 +22,11 @@ class Sla:
 
     @property
     def is_given(self) -> bool:
-        """Whether anything is promised."""
+        """Return whether anything is promised."""
         return self.ttft_ms is not None or self.tpot_ms is not None
 
     def is_met(self, reply: Reply) -> bool:
-        """Whether a request was served as promised; the limits themselves still count as kept."""
+        """Return whether a request was served as promised; the limits themselves still count as kept."""
         if self.ttft_ms is not None and 1e3 * reply.ttft_s > self.ttft_ms:
             return False
         return self.tpot_ms is None or reply.tpot_s is None or 1e3 * reply.tpot_s <= self.tpot_ms

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from serving.agreement import Agreement, compare
 from serving.client import Endpoint, Reply, Sampling, ask_closed, ask_open, flush_cache
-from serving.configurations import BUILTIN, EXTERNAL, OF_SGLANG, Configuration, choose_baselines
+from serving.configurations import EXTERNAL, OF_SGLANG, Configuration, choose_baselines
 from serving.counters import read_accept_length, read_counters
 from serving.external import ExternalServer
 from serving.fleet import Fleet, Server
@@ -53,7 +52,6 @@ class Sweep:
 
     Attributes:
         target, draft, dflash_draft: checkpoint folders; the target is None when every server is external.
-        builtin_python: interpreter of the servers with SGLang's own DSPARK.
         device: ``cpu`` or ``cuda``.
         loads: load points.
         num_rounds: recorded rounds per configuration and load.
@@ -66,7 +64,6 @@ class Sweep:
     target: str | None
     draft: str | None
     dflash_draft: str | None
-    builtin_python: str
     device: str
     configurations: list[Configuration]
     loads: list[Load]
@@ -105,8 +102,6 @@ class Sweep:
                 f"--config {configuration.label}: SGLang's own {configuration.policy} does not run on a CPU (its cache"
                 " allocation and verification are Triton kernels); pass --device cuda, or leave it out"
             )
-        if configuration.policy == BUILTIN:
-            self._builtin_release()  # fails where that interpreter has no SGLang
         return (*configuration.server_flags(self.draft, self.dflash_draft), *self.server_flags)
 
     def cells(self) -> list[Cell]:
@@ -162,15 +157,14 @@ class Sweep:
                     "server_flags": [provenance.portable(flag) for flag in self.flags(c)],
                     "environment": c.environment,
                     "policy": c.policy_fields,
-                    "sglang": self._builtin_release() if c.policy == BUILTIN else None,
                 }
                 for c in self.configurations
             },
         }
 
     def _process(self, configuration: Configuration) -> object:
-        """What a server is started with."""
-        return self.flags(configuration), configuration.policy == BUILTIN, *configuration.environment.items()
+        """Return what a server is started with."""
+        return self.flags(configuration), *configuration.environment.items()
 
     def _launched(self, configuration: Configuration) -> LaunchedServer:
         flags = self.flags(configuration)
@@ -179,15 +173,7 @@ class Sweep:
             return LaunchedServer(
                 self.target, *CPU_FLAGS, *self._admitted(), *flags, env={**CPU_ENV, **configuration.environment}
             )
-        python = self.builtin_python if configuration.policy == BUILTIN else sys.executable
-        return LaunchedServer(self.target, *flags, env=configuration.environment, python=python)
-
-    def _builtin_release(self) -> str:
-        """Version of the SGLang whose own DSPARK is measured."""
-        try:
-            return provenance.version_in(self.builtin_python, "sglang")
-        except ConfigError as error:
-            raise ConfigError(f"--builtin-python: {error}") from error
+        return LaunchedServer(self.target, *flags, env=configuration.environment)
 
     def _admitted(self) -> tuple[str, str]:
         limit = max([CPU_MAX_REQUESTS, *(load.concurrency or 0 for load in self.loads)])

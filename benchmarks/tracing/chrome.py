@@ -55,7 +55,7 @@ def gpu_names(document: dict[str, Any]) -> str:
 
 
 def gpu_activities(document: dict[str, Any]) -> list[Activity]:
-    """What ran on the GPU, by time of start.
+    """Return what ran on the GPU, by time of start.
 
     All that one graph launch replays has the correlation number of the call that launched it.
     """

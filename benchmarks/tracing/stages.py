@@ -41,7 +41,6 @@ KERNEL_STAGES = {
     "filter_kernel": ACCEPT,
     "seeded_kernel": ACCEPT,
     "judge_kernel": ACCEPT,
-    "_simulated_accept_kernel": ACCEPT,
     "race_kernel": ACCEPT,
     "finish_kernel": ACCEPT,
     "_kv_inject_kernel": COMMIT,
@@ -105,7 +104,7 @@ def _stages_of_graph(replayed: Sequence[Activity]) -> list[str]:
 
 
 def _divided(named: Sequence[str], before: str, stage: str, after: str) -> list[str]:
-    """``stage`` from its first kernel to its last; a plan is in nobody's share."""
+    """``stage`` from its first kernel to its last; a plan is in no stage's share."""
     first, last = named.index(stage), len(named) - 1 - named[::-1].index(stage)
     shares = [before] * first + [stage] * (last + 1 - first) + [after] * (len(named) - 1 - last)
     return [PLAN if name == PLAN else share for name, share in zip(named, shares, strict=True)]

@@ -13,7 +13,7 @@ from tracing.stages import FORWARDS, STAGES, Step, split_steps
 
 
 def summarise(activities: Sequence[Activity]) -> dict[str, Any]:
-    """What the steps are made of; all figures are medians over the steps.
+    """Return what the steps are made of; all figures are medians over the steps.
 
     Args:
         activities: by time of start.

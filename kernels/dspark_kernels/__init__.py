@@ -44,7 +44,7 @@ from dspark_kernels.judging.acceptance_reference import accept_ref
 from dspark_kernels.judging.adjustment import Adjustment, AdjustmentTable, adjust, adjust_ref
 from dspark_kernels.judging.bitmasks import mask_tokens
 from dspark_kernels.judging.outcome import Accepted
-from dspark_kernels.judging.simulation import simulated_accept, simulated_accept_ref
+from dspark_kernels.judging.simulation import simulated_accept
 from dspark_kernels.laying_out.plans import plan_staged, plan_top, plan_uniform
 from dspark_kernels.laying_out.plans_reference import FORCED, plan_lens, plan_staged_ref, plan_top_ref, plan_uniform_ref
 from dspark_kernels.laying_out.preparation import PlanNumbers, PreparedStep, StepRequests, prepare, prepare_ref
@@ -139,7 +139,6 @@ __all__ = [
     "silu_mul",
     "silu_mul_ref",
     "simulated_accept",
-    "simulated_accept_ref",
     "target_probs",
     "to_device",
     "uniform",

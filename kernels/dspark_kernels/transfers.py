@@ -1,4 +1,4 @@
-"""Copies from the host that nobody waits for."""
+"""Copies from the host without a wait."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ def prefix_survival(conditional: Floats) -> Floats:
 
 
 def survived(accepted: Ints, gamma: int) -> Bools:
-    """Whether the draft and all before it were accepted: [n, gamma] of accepted counts [n]."""
+    """Return whether the draft and all before it were accepted: [n, gamma] of accepted counts [n]."""
     return np.asarray(accepted)[:, None] > np.arange(gamma)
 
 
 def reached(verified: Ints, accepted: Ints, gamma: int) -> Bools:
-    """Whether the draft itself was put to the test: verified, and nothing before it rejected.
+    """Return whether the draft itself was put to the test: verified, and nothing before it rejected.
 
     Args:
         verified: [n] drafts that went through the target.

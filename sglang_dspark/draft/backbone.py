@@ -1,6 +1,6 @@
 """The draft backbone's decoder layers: Qwen3 blocks whose attention is left to the caller.
 
-The attention kernel and the K/V memory belong to whoever runs the model (paged pool when serving, packed blocks when
+The attention kernel and the K/V memory belong to the caller (paged pool when serving, packed blocks when
 training), so a layer only projects, normalises and rotates, and hands q, k, v of the block rows to an :data:`Attend`
 callback.
 """

@@ -112,12 +112,12 @@ class DraftConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What the products of queries and keys are multiplied with."""
+        """Return what the products of queries and keys are multiplied with."""
         return float(self.head_dim**-0.5) * score_factor(self.rope_scaling)
 
     @property
     def visibilities(self) -> tuple[Visibility, ...]:
-        """What each layer's attention sees."""
+        """Return what each layer's attention sees."""
         types = self.layer_types or (FULL,) * self.num_hidden_layers
         causal = self.causal_layers or (False,) * self.num_hidden_layers
         return tuple(

@@ -1,4 +1,4 @@
-"""Families of targets: which are served, how their hidden states are had, and who serves the others.
+"""Families of targets: which are served, how their hidden states are returned, and why others are refused.
 
 One list, for the checks at start-up, for the seam to SGLang and for the table in docs/compatibility.md.
 """
@@ -16,14 +16,13 @@ class Family:
 
     Attributes:
         architecture: as config.json names it, and SGLang's class.
-        models: who has it.
+        models: published models of this class.
         capture: the method of SGLang's class that is told which layers' outputs to return: ``dflash`` is
             ``set_dflash_layers_to_capture``; ``eagle3`` is ``set_eagle3_layers_to_capture``, for classes that lack it.
         text: path of the model that reads text inside SGLang's class, where that one reads images, too, and leaves
             everything about text to it.
         reads_images: the class reads images, too; served is its text.
         embedding: path of the embedding, where the class has no ``get_input_embeddings``.
-        moves_positions: the class counts tokens from one, and adds it to the positions that it was handed.
         tried: what tests compare with transformers in float32: ``model``, hidden states and greedy texts of SGLang's
             own model; ``server``, texts and rounds of a server, or with those of a plain one.
         remark: what users of the family should know.
@@ -35,14 +34,12 @@ class Family:
     text: str = ""
     reads_images: bool = False
     embedding: str = ""
-    moves_positions: bool = False
     tried: tuple[Literal["model", "server"], ...] = ("model", "server")
     remark: str = ""
 
 
 _NO_WINDOW = "a `sliding_window` has no effect, as in SGLang without DSPARK"
 _TEXT = "text; images answer HTTP 400"
-_NO_RESIDUALS = "refused: the hidden states that SGLang returns lack a part"
 
 FAMILIES: tuple[Family, ...] = (
     Family("LlamaForCausalLM", "Llama 2 and 3, SmolLM2"),
@@ -60,21 +57,6 @@ FAMILIES: tuple[Family, ...] = (
     Family("Glm4MoeForCausalLM", "GLM-4.5, GLM-4.5-Air, GLM-4.6", capture="eagle3"),
     Family("ApertusForCausalLM", "Apertus", capture="eagle3"),
     Family("Qwen2MoeForCausalLM", "Qwen1.5-MoE, Qwen2-57B-A14B", capture="eagle3", embedding="model.embed_tokens"),
-    Family(
-        "Gemma3ForCausalLM",
-        "Gemma 3 1B and 270M",
-        capture="eagle3",
-        remark=_NO_RESIDUALS,
-    ),
-    Family(
-        "Gemma3ForConditionalGeneration",
-        "Gemma 3 with images (4B, 12B, 27B)",
-        capture="eagle3",
-        text="language_model",
-        reads_images=True,
-        moves_positions=True,
-        remark=f"{_TEXT}; {_NO_RESIDUALS}",
-    ),
     Family(
         "GptOssForCausalLM",
         "gpt-oss-20b, gpt-oss-120b",
@@ -102,12 +84,12 @@ FAMILIES: tuple[Family, ...] = (
 
 @dataclass(frozen=True)
 class Unserved:
-    """Targets that something else serves.
+    """Targets that DSPARK does not serve.
 
     Attributes:
         architectures: as config.json names them.
-        reason: what DSPARK lacks for them.
-        instead: who serves them.
+        reason: what is missing for them.
+        instead: how they are served.
         own_dspark: whether SGLang's own DSPARK does as well, with a drafter for them.
     """
 
@@ -171,6 +153,12 @@ UNSERVED: tuple[Unserved, ...] = (
         _LATENT,
         "SGLang's own --speculative-algorithm EAGLE serves it with an EAGLE drafter",
         own_dspark=True,
+    ),
+    Unserved(
+        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        "SGLang returns hidden states of its layers that are not summed up, from which drafts would hardly ever be "
+        "right",
+        "serve it without --speculative-algorithm",
     ),
     Unserved(
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),

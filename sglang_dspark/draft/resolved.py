@@ -1,4 +1,4 @@
-"""A drafter by what its folder says, read once and handed on to whoever needs it."""
+"""A drafter by what its folder says, read once and handed on."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ transformers wrote them."""
 
 
 def quantised_layers(folder: Path, *, tied: bool) -> Sequence[str]:
-    """Which of ``embed_tokens`` and ``lm_head`` a target holds in another form than floating-point weights.
+    """Return which of ``embed_tokens`` and ``lm_head`` a target holds in another form than floating-point weights.
 
     A layer without tensors of these names is not listed, and a target that is no folder of safetensors has none:
     then only the loaded layer tells.

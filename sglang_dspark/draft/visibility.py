@@ -31,12 +31,12 @@ class Visibility:
 
     @property
     def is_full(self) -> bool:
-        """Whether everything is seen."""
+        """Return whether everything is seen."""
         return self.window is None and not self.causal
 
     @property
     def slides(self) -> bool:
-        """Whether the slots of a block see different parts of the context."""
+        """Return whether the slots of a block see different parts of the context."""
         return self.window is not None and not self.from_anchor
 
     @property

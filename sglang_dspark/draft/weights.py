@@ -103,7 +103,7 @@ def check_draft_model(path: str | Path, reading: Reading | None = None) -> None:
 
 
 def own_tensors(path: str | Path, reading: Reading) -> frozenset[str]:
-    """Which of :data:`EMBEDDING` and :data:`LM_HEAD` a checkpoint holds. Reads no weights.
+    """Return which of :data:`EMBEDDING` and :data:`LM_HEAD` a checkpoint holds. Reads no weights.
 
     Raises:
         CheckpointError: as for :func:`load_draft_model`.

@@ -16,13 +16,11 @@ class Serving:
         config: our options.
         drafter: None where none is served.
         dummy_draft: whether its weights are random.
-        holds_prompts: whether prompts are held back by our rule: SGLang's was not asked for.
     """
 
     config: DSparkConfig
     drafter: ResolvedDrafter | None
     dummy_draft: bool
-    holds_prompts: bool = True
 
 
 @dataclass(frozen=True)

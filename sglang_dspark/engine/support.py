@@ -38,7 +38,7 @@ def installed_sglang() -> str:
 
 
 def release_refusal() -> str | None:
-    """Why the installed SGLang is not served, if it is installed; None where it is served."""
+    """Return why the installed SGLang is not served, if it is installed; None where it is served."""
     try:
         check_sglang_version(installed_sglang())
     except EngineError as error:
@@ -63,7 +63,7 @@ def check_sglang_version(sglang_version: str, *, untested: bool = False) -> None
 
 
 def gpu_refusal(capability: tuple[int, int], *, rocm: bool) -> str | None:
-    """Why no server can run on this GPU; None where it can.
+    """Return why no server can run on this GPU; None where it can.
 
     Args:
         capability: compute capability of an NVIDIA GPU.

@@ -58,7 +58,7 @@ def stands_in() -> bool:
 
 
 def _is_built_for_cpus() -> bool:
-    """Whether the installed kernel package was compiled for a CPU, from SGLang's sources.
+    """Return whether the installed kernel package was compiled for a CPU, from SGLang's sources.
 
     It then has its operators beside its modules; the one for CUDA has them in a folder for each kind of GPU.
     """

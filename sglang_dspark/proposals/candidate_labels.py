@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 Tokens = tuple[int, ...]
 
-_SEPARATOR = -1
 ROOT = 0
 
 
@@ -45,7 +43,7 @@ class LabelTrie:
         return longer
 
     def rest(self, beginning: int) -> Tokens:
-        """What is left of the first label with this beginning."""
+        """Return what is left of the first label with this beginning."""
         label, length = self._first[beginning]
         return label[length:]
 
@@ -78,18 +76,3 @@ class CandidateLabels:
 def spellings(label: str) -> list[str]:
     """A label as it stands, and after a space: tokens of what follows other text."""
     return [label] if label[0].isspace() else [label, f" {label}"]
-
-
-def join_labels(labels: Sequence[Tokens]) -> list[int]:
-    """The labels as one flat list."""
-    return [*chain.from_iterable((*label, _SEPARATOR) for label in labels)]
-
-
-def split_labels(joined: Sequence[int]) -> list[Tokens]:
-    """The inverse of :func:`join_labels`."""
-    labels, start = [], 0
-    for end, token in enumerate(joined):
-        if token == _SEPARATOR:
-            labels.append(tuple(joined[start:end]))
-            start = end + 1
-    return labels

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from sglang_dspark.proposals.candidate_labels import CandidateLabels, LabelTrie, split_labels
+from sglang_dspark.proposals.candidate_labels import CandidateLabels, LabelTrie, Tokens
 from sglang_dspark.proposals.ngram_lookup import NgramLookup, Prompt, as_bytes
-from sglang_dspark.speculation import CLASSIFICATION, SUMMARIZATION, Speculation
+from sglang_dspark.speculation import CLASSIFICATION, SUMMARIZATION, RequestOptions
 
 
 class Proposer(Protocol):
@@ -33,15 +33,14 @@ class Proposers:
 
     def __init__(self) -> None:
         self._prompts: WeakValueDictionary[tuple[bytes, int, int], Prompt] = WeakValueDictionary()
-        self._tries: WeakValueDictionary[tuple[int, ...], LabelTrie] = WeakValueDictionary()
+        self._tries: WeakValueDictionary[tuple[Tokens, ...], LabelTrie] = WeakValueDictionary()
 
-    def make(self, options: Speculation, prompt: Sequence[int], labels: Sequence[int]) -> Proposer:
+    def make(self, options: RequestOptions, prompt: Sequence[int]) -> Proposer:
         """The proposer of a request.
 
         Args:
             options: with a preset.
             prompt: its tokens.
-            labels: tokens of the candidates, joined, for the preset classification.
 
         Raises:
             ValueError: the options name no preset.
@@ -49,7 +48,7 @@ class Proposers:
         if options.preset == SUMMARIZATION:
             return NgramLookup(self._prompt(as_bytes(prompt), options.min_ngram, options.max_ngram))
         if options.preset == CLASSIFICATION:
-            return CandidateLabels(self._trie(tuple(labels)))
+            return CandidateLabels(self._trie(options.labels))
         raise ValueError(f"the preset {options.preset!r} proposes nothing")
 
     def _prompt(self, tokens: bytes, min_ngram: int, max_ngram: int) -> Prompt:
@@ -59,8 +58,8 @@ class Proposers:
             prompt = self._prompts[key] = Prompt(*key)
         return prompt
 
-    def _trie(self, joined: tuple[int, ...]) -> LabelTrie:
-        trie = self._tries.get(joined)
+    def _trie(self, labels: tuple[Tokens, ...]) -> LabelTrie:
+        trie = self._tries.get(labels)
         if trie is None:
-            trie = self._tries[joined] = LabelTrie(split_labels(joined))
+            trie = self._tries[labels] = LabelTrie(labels)
         return trie

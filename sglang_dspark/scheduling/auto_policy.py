@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.planner import Candidate, Outlook, by_drafts, outlook
 from sglang_dspark.scheduling.policies import Policy
 from sglang_dspark.scheduling.step_times import UNKNOWN, StepTimes
-from sglang_dspark.step.choice import PLAIN, Choice, Rule
+from sglang_dspark.step.decision import PLAIN, StepDecision
+from sglang_dspark.step.selection import TopK
 
 # A step that differs from the last one has to promise this much more throughput, and so has speculation over none:
 # noise in the estimates must not move a server away from a choice that is as good.
@@ -90,7 +91,7 @@ class AutoPolicy(Policy):
         self._depth = self.times.table.gamma
         self._drafts = float(self._depth)
 
-    def choose(self, requests: int, context: float) -> Choice:
+    def choose(self, requests: int, context: float) -> StepDecision:
         ahead = self._outlook(requests, context)
         better = ahead.best.tokens_per_ms > (1 + MIN_GAIN) * ahead.incumbent.tokens_per_ms
         speculative = ahead.best if better else ahead.incumbent
@@ -101,11 +102,11 @@ class AutoPolicy(Policy):
         if not self.parked:
             self._depth, self._drafts = speculative.depth, min(speculative.num_tokens / requests - 1, speculative.depth)
         usual = _step(self._last, requests)
-        choice = self._trial(self._last, requests, context) or usual
-        self.probing = choice != usual
-        return choice
+        decision = self._trial(self._last, requests, context) or usual
+        self.probing = decision != usual
+        return decision
 
-    def resumed(self, requests: int) -> Choice:
+    def resumed(self, requests: int) -> StepDecision:
         assert self._speculative is not None, "a step has been chosen"
         return _step(self._speculative, requests)
 
@@ -126,7 +127,7 @@ class AutoPolicy(Policy):
 
         One of several leaves its part of the verification to the others, so that its share of the draft stage is what
         it takes. A lone one takes all that a speculative step needs beyond the plain one. Of a step of as many requests
-        as the last choice was made for.
+        as the last decision was made for.
         """
         held, last, alone = self._held.get(requests), self._last, self._speculative
         if held is None or last is None or alone is None:
@@ -152,7 +153,7 @@ class AutoPolicy(Policy):
             self.parked = not self.parked
             self._advantage = 0.0
 
-    def _trial(self, usual: Candidate, requests: int, context: float) -> Choice | None:
+    def _trial(self, usual: Candidate, requests: int, context: float) -> StepDecision | None:
         """A step to learn about what is not done, where one is due.
 
         A look at a rival step, because the table may be wrong about it; or a probe, one request drafted and verified in
@@ -188,12 +189,12 @@ class AutoPolicy(Policy):
         self._steps_since_trial, self._trial_cost = 0, cost
 
     def _loss(self, step: Candidate, usual: Candidate, requests: int, context: float) -> float:
-        """What ``step`` loses against the usual one by what is known of its time now, in usual steps."""
-        choice = _step(step, requests)
-        ms = self.times.one(requests, choice.budget, choice.depth, context)
+        """Return what ``step`` loses against the usual one by what is known of its time now, in usual steps."""
+        decision = _step(step, requests)
+        ms = self.times.one(requests, _drafts(decision, requests), decision.draft_len, context)
         return ms / usual.ms - step.committed / usual.committed
 
-    def _probe(self, usual: Candidate, requests: int, context: float) -> Choice:
+    def _probe(self, usual: Candidate, requests: int, context: float) -> StepDecision:
         """One request drafted and verified in full, each in its turn."""
         self._probes += 1
         gamma, probed = self.times.table.gamma, self._probes % requests
@@ -201,17 +202,20 @@ class AutoPolicy(Policy):
             # A lone request is the whole batch, whose step has a time that teaches. Where all are drafted in any case,
             # the survivals of all are known.
             drafted = (probed,) if requests > 1 and not self.whole_batches else None
-            choice = Choice(Rule.TOP, gamma, gamma, forced=probed, drafted=drafted, weight=PARKED_PROBE_WEIGHT)
+            decision = StepDecision(
+                gamma, TopK(gamma, probe_request=probed), draft_requests=drafted, weight=PARKED_PROBE_WEIGHT
+            )
             count = requests if self.whole_batches else 1
             draft_ms = self.times.one(count, 0, gamma, context) - self.times.one(count, 0, 0, context)
             ms = self.times.one(requests, gamma, 0, context) + draft_ms
         else:
-            choice = _step(usual, requests)
-            if choice.budget < requests * gamma:
-                choice = Choice(Rule.TOP, gamma, min(choice.budget + gamma, requests * gamma), forced=probed)
-            ms = self.times.one(requests, choice.budget, choice.depth, context)
+            decision = _step(usual, requests)
+            if _drafts(decision, requests) < requests * gamma:
+                budget = min(_drafts(decision, requests) + gamma, requests * gamma)
+                decision = StepDecision(gamma, TopK(budget, probe_request=probed))
+            ms = self.times.one(requests, _drafts(decision, requests), decision.draft_len, context)
         self._spend(ms / usual.ms - 1)
-        return choice
+        return decision
 
     def _rival(self, usual: Candidate, requests: int, context: float) -> tuple[Candidate | None, float]:
         """The step with the best prospects, and the doubt about its time.
@@ -246,15 +250,20 @@ class AutoPolicy(Policy):
         }
 
 
-def _step(candidate: Candidate, requests: int) -> Choice:
+def _step(candidate: Candidate, requests: int) -> StepDecision:
     """All requests drafted to the candidate's depth, and as many drafts verified as it has room for."""
     if candidate.depth == 0:
         return PLAIN
     budget = min(candidate.num_tokens - requests, requests * candidate.depth)
-    return Choice(Rule.TOP, candidate.depth, budget)
+    return StepDecision(candidate.depth, TopK(budget))
 
 
-def draft_depths(draft_ms: Array) -> tuple[int, ...]:
+def _drafts(decision: StepDecision, requests: int) -> int:
+    """Return the drafts that a step verifies, which this policy always knows."""
+    return decision.max_drafts(requests) or 0
+
+
+def draft_depths(draft_ms: NDArray[np.float64]) -> tuple[int, ...]:
     """Block depths worth telling apart, given [requests, drafts, contexts] draft times: all, or only gamma."""
     gamma = draft_ms.shape[1] - 1
     totals = draft_ms.sum((0, 2))  # over the grid: a single cell is cheaper by chance

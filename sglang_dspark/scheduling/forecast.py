@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 from dspark_kernels import to_device
+from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.survival import prefix_survival, sigmoid
 from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
@@ -87,7 +87,7 @@ class Forecast:
         Of steps with many requests only some are noted, whatever came of them.
         """
         # A parked server's probe is all that it gets to see for long.
-        counts_for_many = outcome.rounds.choice.weight > 1
+        counts_for_many = outcome.rounds.decision.weight > 1
         self._count_step()
         if self._ahead and not counts_for_many:
             return
@@ -98,7 +98,7 @@ class Forecast:
             self.learn()
 
     def _is_first_look(self, outcome: Note) -> bool:
-        """Whether this is one of the first rounds of a request that runs alone.
+        """Return whether this is one of the first rounds of a request that runs alone.
 
         Its text decides about every step, so a hard one is given up soon. Without a head all texts look the same.
         """
@@ -137,11 +137,11 @@ class Forecast:
             ids = [note.rounds.requests[request] for note in predicted for request in note.requests]
             self.gains.observe(ids, survival)
             # A probe of a whole batch shows as many rounds as it stands for, or more.
-            times = [-(-note.rounds.choice.weight // len(note.requests)) for note in predicted for _ in note.requests]
+            times = [-(-note.rounds.decision.weight // len(note.requests)) for note in predicted for _ in note.requests]
             predictions = np.repeat(np.stack([logits, survival]), times, axis=1)
             self._observe_survivals(self.lagged, predictions, renewed)
 
-    def _calibrate(self, calibration: OnlineCalibration, notes: list[Note], logits: Array) -> bool:
+    def _calibrate(self, calibration: OnlineCalibration, notes: list[Note], logits: NDArray[np.float64]) -> bool:
         """Show the calibration what came of ``logits`` [n, max_verify]; whether that changed the coefficients."""
         if not self._adapts:
             return False
@@ -158,7 +158,7 @@ class Forecast:
         self._renew_coefficients()
         return True
 
-    def _observe_survivals(self, lagged: LaggedSurvivals, predictions: Array, renewed: bool) -> None:
+    def _observe_survivals(self, lagged: LaggedSurvivals, predictions: NDArray[np.float64], renewed: bool) -> None:
         """Add rounds [2, n, max_verify], logits and survivals, to those that budgets are based on.
 
         When confidences are ``renewed``, all of them are predicted again: a drafter that promises what never comes
@@ -169,7 +169,7 @@ class Forecast:
         if renewed:
             lagged.revise(self._predict_again(*self._predictions))
 
-    def _predict_again(self, logits: Array, survival: Array) -> Array:
+    def _predict_again(self, logits: NDArray[np.float64], survival: NDArray[np.float64]) -> NDArray[np.float64]:
         """[n, max_verify] survivals of earlier rounds as they would be predicted now; NaN past the drafted depth."""
         if self.calibration is None:
             return np.where(np.isnan(survival), np.nan, self.positions.conditional().cumprod())

@@ -8,8 +8,7 @@ drafts is worth the mean, over these batches, of the sum of their K largest surv
 from __future__ import annotations
 
 import numpy as np
-
-from sglang_dspark.arrays import Array
+from numpy.typing import NDArray
 
 WINDOW_ROUNDS = 256
 """Rounds that an estimate averages over: a standard error of about 4 % of the expected accepted drafts. A single batch,
@@ -33,9 +32,9 @@ class LaggedSurvivals:
         self.depths = depths
         self.num_observed = 0
         self._rounds = np.tile(_PRIOR_CONFIDENCE ** np.arange(1.0, gamma + 1), (_PRIOR_ROUNDS, 1))
-        self._gains: dict[int, Array] = {}
+        self._gains: dict[int, NDArray[np.float64]] = {}
 
-    def observe(self, survival: Array) -> None:
+    def observe(self, survival: NDArray[np.float64]) -> None:
         """Append rounds [n, gamma] of calibrated survivals, whole blocks or blocks cut short.
 
         A cut block says nothing about the positions past its end (NaN there): they are filled with the mean ratio of
@@ -45,12 +44,12 @@ class LaggedSurvivals:
         self.num_observed += len(survival)
         self._gains.clear()
 
-    def revise(self, survival: Array) -> None:
+    def revise(self, survival: NDArray[np.float64]) -> None:
         """Take rounds observed before as they would be predicted now, and forget all others, the prior too."""
         self._rounds = self._whole(survival)
         self._gains.clear()
 
-    def _whole(self, survival: Array) -> Array:
+    def _whole(self, survival: NDArray[np.float64]) -> NDArray[np.float64]:
         """``survival`` with cut blocks completed."""
         if not np.isnan(survival).any():
             return survival
@@ -62,12 +61,12 @@ class LaggedSurvivals:
             np.copyto(column, before * ratio[position - 1], where=np.isnan(column))
         return survival
 
-    def mean(self) -> Array:
+    def mean(self) -> NDArray[np.float64]:
         """[gamma] mean survival by position over the rounds that estimates use."""
-        mean: Array = self._rounds[-WINDOW_ROUNDS:].mean(0)
+        mean: NDArray[np.float64] = self._rounds[-WINDOW_ROUNDS:].mean(0)
         return mean
 
-    def gains(self, requests: int) -> Array:
+    def gains(self, requests: int) -> NDArray[np.float64]:
         """[depths, requests * gamma + 1] expected accepted drafts of a batch by block depth and budget.
 
         A budget past ``requests * depth`` is worth no more than that.
@@ -76,7 +75,7 @@ class LaggedSurvivals:
             self._gains[requests] = self._estimate(requests)
         return self._gains[requests]
 
-    def _estimate(self, requests: int) -> Array:
+    def _estimate(self, requests: int) -> NDArray[np.float64]:
         gamma = self._rounds.shape[1]
         num_batches = max(1, min(WINDOW_ROUNDS, len(self._rounds)) // requests)
         rounds = self._rounds[-num_batches * requests :]

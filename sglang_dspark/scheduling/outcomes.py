@@ -9,19 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
-from sglang_dspark.step.state import Rounds
+from sglang_dspark.step.record import StepRecord
 
 
 @dataclass(frozen=True)
 class Note:
     """A step's outcome: requests that were drafted and are still running, and drafts accepted of each."""
 
-    rounds: Rounds
+    rounds: StepRecord
     requests: list[int]
     accept_lens: list[int]
 
-    def confidence(self, width: int) -> Array:
+    def confidence(self, width: int) -> NDArray[np.float64]:
         """[2, n, width] logits and survivals, NaN past the drafted depth."""
         confidence = self.rounds.confidence
         assert confidence is not None
@@ -46,5 +45,5 @@ def outcomes_of(notes: Sequence[Note]) -> tuple[NDArray[np.int64], NDArray[np.in
 
 def weighted(notes: Sequence[Note], *columns: NDArray[Any]) -> list[NDArray[Any]]:
     """``columns`` [n, ...] of all requests of all notes, each request as often as a round of its step counts."""
-    weights = [note.rounds.choice.weight for note in notes for _ in note.requests]
+    weights = [note.rounds.decision.weight for note in notes for _ in note.requests]
     return list(columns) if max(weights) == 1 else [np.repeat(column, weights, axis=0) for column in columns]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_dspark.arrays import Array
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.step_times import StepTimes
 
@@ -31,7 +33,7 @@ class Candidate:
 
     @property
     def tokens_per_ms(self) -> float:
-        """What is to be maximised."""
+        """Return what is to be maximised."""
         return self.committed / self.ms
 
 
@@ -91,7 +93,7 @@ class _Steps:
         self.depths = survivals.depths
         self.committed = requests + survivals.gains(requests)[:, self.load.budgets]
         self.ms = ms.take(self.depths, axis=0)
-        self.rates: Array = self.committed / self.ms
+        self.rates: NDArray[np.float64] = self.committed / self.ms
 
     def candidate(self, row: int, column: int) -> Candidate:
         committed, ms = float(self.committed[row, column]), float(self.ms[row, column])

@@ -1,4 +1,4 @@
-"""The verify policies: each makes a :class:`Choice` before anything is drafted, and its rule turns it into lengths.
+"""The verify policies: each makes a :class:`StepDecision` before anything is drafted.
 
 ``auto`` has a module of its own.
 """
@@ -6,17 +6,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from sglang_dspark.scheduling.outcomes import Note
-from sglang_dspark.step.choice import PLAIN, Choice, Rule
-
-# The policy adaptive-block: steps whose acceptance counts, the share that whole blocks need, and the short block.
-ADAPTIVE_WINDOW_STEPS = 4
-ADAPTIVE_ACCEPTANCE = 0.40
-ADAPTIVE_LOW_BLOCK = 4
+from sglang_dspark.scheduling.step_times import StepTimes
+from sglang_dspark.step.decision import PLAIN, StepDecision
+from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold
 
 
 class Policy(ABC):
@@ -25,7 +20,7 @@ class Policy(ABC):
     Attributes:
         needs_confidence: whether the drafter's confidences have to be computed.
         parked: whether speculation rests because plain steps are faster.
-        probing: whether the last choice serves to learn something.
+        probing: whether the last decision serves to learn something.
     """
 
     needs_confidence: bool
@@ -38,23 +33,20 @@ class Policy(ABC):
         """As in the flag and in reports."""
 
     @abstractmethod
-    def choose(self, requests: int, context: float) -> Choice:
+    def choose(self, requests: int, context: float) -> StepDecision:
         """Decide a step of ``requests`` requests with ``context`` tokens of context each on average."""
 
     @abstractmethod
     def report(self) -> dict[str, Any]:
         """JSON for the statistics."""
 
-    def resumed(self, requests: int) -> Choice:
+    def resumed(self, requests: int) -> StepDecision:
         """The step that speculation would take now, where it rests."""
         return PLAIN
 
     def least_gain(self, requests: int, depth: int, context: float) -> float:
         """Accepted drafts that a request must bring per round, or it is not drafted; 0 drafts them all."""
         return 0.0
-
-    def observe(self, outcome: Note) -> None:  # noqa: B027 - a policy may look back, and most do not
-        """Take note of a step that verified drafts of the drafter."""
 
 
 @dataclass
@@ -65,62 +57,41 @@ class FixedPolicy(Policy):
     name: str = "static"
     needs_confidence: bool = False
 
-    def choose(self, requests: int, context: float) -> Choice:
-        return Choice(Rule.UNIFORM, self.verify_len) if self.verify_len else PLAIN
+    def choose(self, requests: int, context: float) -> StepDecision:
+        return StepDecision(self.verify_len, FixedLength()) if self.verify_len else PLAIN
 
     def report(self) -> dict[str, Any]:
         return {"verify_len": self.verify_len}
 
 
 @dataclass
-class LivePolicy(Policy):
-    """``early-stop`` and ``threshold``: whole blocks are drafted, lengths follow from the drafts' confidences."""
+class ThresholdPolicy(Policy):
+    """``threshold``: whole blocks are drafted, and verified up to the first draft of low confidence."""
 
-    rule: Rule
     gamma: int
-    threshold: float | None = None
-    needs_confidence: bool = field(default=True, init=False)
+    threshold: float
+    name: str = "threshold"
+    needs_confidence: bool = True
 
-    @property
-    def name(self) -> str:
-        return self.rule.value
-
-    def choose(self, requests: int, context: float) -> Choice:
-        return Choice(self.rule, self.gamma)
+    def choose(self, requests: int, context: float) -> StepDecision:
+        return StepDecision(self.gamma, Threshold(self.threshold))
 
     def report(self) -> dict[str, Any]:
-        return {} if self.threshold is None else {"confidence_threshold": self.threshold}
+        return {"confidence_threshold": self.threshold}
 
 
 @dataclass
-class AdaptiveBlockPolicy(Policy):
-    """``adaptive-block``: whole blocks while drafts are accepted, short ones while they are not.
-
-    A simple rule of other engines, for comparison: it looks at the acceptance of the last few steps alone, whatever
-    a step costs and however sure the drafter is of a draft.
-
-    Attributes:
-        gamma: drafts of a whole block.
-    """
+class EarlyStopPolicy(Policy):
+    """``early-stop``: whole blocks are drafted, and Algorithm 1 of DSpark selects by the drafts' confidences."""
 
     gamma: int
-    name: str = "adaptive-block"
-    needs_confidence: bool = False
-    _steps: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=ADAPTIVE_WINDOW_STEPS), init=False)
+    times: StepTimes
+    name: str = "early-stop"
+    needs_confidence: bool = True
 
-    def choose(self, requests: int, context: float) -> Choice:
-        length = self.gamma if self.acceptance >= ADAPTIVE_ACCEPTANCE else min(ADAPTIVE_LOW_BLOCK, self.gamma)
-        return Choice(Rule.UNIFORM, length)
-
-    @property
-    def acceptance(self) -> float:
-        """Share of drafts accepted in the last steps; 1 before the first."""
-        verified, accepted = (sum(step[part] for step in self._steps) for part in (0, 1))
-        return accepted / verified if verified else 1.0
-
-    def observe(self, outcome: Note) -> None:
-        verified = sum(outcome.rounds.verified[request] for request in outcome.requests)
-        self._steps.append((verified, sum(outcome.accept_lens)))
+    def choose(self, requests: int, context: float) -> StepDecision:
+        step_ms = self.times.by_drafts(requests, self.gamma, context)
+        return StepDecision(self.gamma, EarlyStop(tuple(step_ms.tolist())))
 
     def report(self) -> dict[str, Any]:
-        return {"acceptance": self.acceptance}
+        return {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
 from sglang_dspark.calibration.survival import reached, survived
 
 # Older drafts count for less: a position remembers about this many.
@@ -30,6 +29,6 @@ class PositionAcceptance:
         self._judged = self._judged * keep + count
         self._accepted = self._accepted * keep + kept.sum(0)
 
-    def conditional(self) -> Array:
+    def conditional(self) -> NDArray[np.float64]:
         """[gamma] probability that a draft is accepted, given that all before it are."""
         return self._accepted / self._judged

@@ -7,8 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from sglang_dspark.arrays import Array
+from numpy.typing import NDArray
 
 # A request's newest round weighs at least this much: older text says less about what comes next.
 _LEAST_RATE = 1 / 32
@@ -21,7 +20,7 @@ _SPREAD = 1.0
 RETRY_STEPS = 64
 # Rounds of a request in which next to nothing is known of it.
 _FIRST_ROUNDS = 4
-# Requests that are remembered while nobody asks which of them still run: a server with CUDA graphs only observes.
+# Requests that are remembered before those that have ended are dropped: a server with CUDA graphs only observes.
 _CAPACITY = 4096
 
 
@@ -55,7 +54,7 @@ class RequestGains:
     def worth_drafting(self, requests: Sequence[Hashable], least: float) -> list[int]:
         """Places in ``requests`` of those that may bring ``least`` accepted drafts per round.
 
-        Left out is who surely brings less, until :data:`RETRY_STEPS` have passed. Requests that are not among
+        A request that surely brings less is left out until :data:`RETRY_STEPS` have passed. Requests that are not among
         ``requests`` are forgotten.
         """
         gains, present = self._gains, set(requests)
@@ -69,16 +68,16 @@ class RequestGains:
         return [place for place, key in enumerate(requests) if key not in self._idle_steps]
 
     def is_new(self, request: Hashable) -> bool:
-        """Whether next to nothing is known of ``request``."""
+        """Return whether next to nothing is known of ``request``."""
         gain = self._gains.get(request)
         return gain is None or gain.rounds < _FIRST_ROUNDS
 
     def surely_bring(self, request: Hashable, least: float) -> bool:
-        """Whether the rounds of ``request`` have shown that it brings ``least`` accepted drafts per round."""
+        """Return whether the rounds of ``request`` have shown that it brings ``least`` accepted drafts per round."""
         gain = self._gains.get(request)
         return gain is not None and gain.mean - gain.uncertainty >= least
 
-    def observe(self, requests: Sequence[Hashable], survival: Array) -> None:
+    def observe(self, requests: Sequence[Hashable], survival: NDArray[np.float64]) -> None:
         """Add a round of each request.
 
         Args:

@@ -11,18 +11,17 @@ import torch
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.scheduling.admission import Admitted, admit
 from sglang_dspark.scheduling.auto_policy import AutoPolicy, draft_depths
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.outcomes import Note
-from sglang_dspark.scheduling.policies import AdaptiveBlockPolicy, FixedPolicy, LivePolicy, Policy
+from sglang_dspark.scheduling.policies import EarlyStopPolicy, FixedPolicy, Policy, ThresholdPolicy
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_clock import StepClock, TimedStep
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
-from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.limits import Limits
-from sglang_dspark.step.state import Drafted, Rounds
+from sglang_dspark.step.record import StepRecord
 
 
 class Schedule:
@@ -79,7 +78,7 @@ class Schedule:
 
     @property
     def speculates(self) -> bool:
-        """Whether drafts are verified at all, whoever proposes them."""
+        """Return whether drafts are verified at all, by the drafter or by presets."""
         return self.options.schedule != "off"
 
     def switch(self, fields: dict[str, Any]) -> None:
@@ -98,7 +97,7 @@ class Schedule:
             self._auto.look_anew()
 
     def why_not(self, policy: str) -> str | None:
-        """Why this server cannot switch to a policy; None where it can."""
+        """Return why this server cannot switch to a policy; None where it can."""
         fields: dict[str, Any] = {"policy": policy}
         if policy == "threshold":
             fields["confidence_threshold"] = 0.5
@@ -110,8 +109,8 @@ class Schedule:
 
     @staticmethod
     def waits_for_device(policy: str) -> bool:
-        """Whether the host has to read something of the step itself before it can verify."""
-        return policy in (Rule.EARLY_STOP.value, Rule.THRESHOLD.value)
+        """Return whether the host has to read something of the step itself before it can verify."""
+        return policy in ("early-stop", "threshold")
 
     def _make_policy(self, options: DSparkConfig) -> Policy:
         if self.max_verify == 0 and options.schedule not in ("static", "off"):
@@ -129,73 +128,68 @@ class Schedule:
             case "threshold":
                 if self.forecast.calibration is None:
                     raise ConfigError("policy='threshold' needs a drafter with a confidence head; use auto or static")
-                return LivePolicy(Rule.THRESHOLD, self.max_verify, options.confidence_threshold)
-            case "adaptive-block":
-                return AdaptiveBlockPolicy(self.max_verify)
-        if self._auto is None:
+                assert options.confidence_threshold is not None, "checked with the options"
+                return ThresholdPolicy(self.max_verify, options.confidence_threshold)
+        if self._auto is None or self.times is None:
             raise ConfigError(
                 f"policy={options.schedule!r} needs measured step times, which this server has not taken; start it "
                 "with --speculative-dspark-schedule auto"
             )
-        return self._auto if options.schedule == "auto" else LivePolicy(Rule.EARLY_STOP, self.max_verify)
+        return self._auto if options.schedule == "auto" else EarlyStopPolicy(self.max_verify, self.times)
 
     def choose(
         self, requests: Sequence[str], context: float, limits: Limits | None = None, *, traced: bool = False
-    ) -> Choice:
+    ) -> StepDecision:
         """Decide the step ahead, and take the time of the one behind, which is in ``last_time`` then.
 
         Args:
             requests: ids of the requests.
             context: mean context tokens per request.
-            limits: what the requests ask for themselves; None when nobody asks for anything.
+            limits: what the requests ask for themselves; None if no request asks for anything.
             traced: whether a request wants to be told the confidences.
         """
         self._clock.enter(self.times)
-        choice = self._choose(requests, context)
+        decision = self._choose(requests, context)
         self._clock.begin_stages()
-        choice = choice if limits is None else choice.within(limits)
-        with_confidence = traced or choice.needs_confidence or self.policy.needs_confidence
-        return replace(choice, context=context, with_confidence=with_confidence)
+        decision = decision if limits is None else decision.within(limits)
+        with_confidence = traced or decision.has_threshold or self.policy.needs_confidence
+        return replace(decision, context=context, with_confidence=with_confidence)
 
-    def _choose(self, requests: Sequence[str], context: float) -> Choice:
+    def _choose(self, requests: Sequence[str], context: float) -> StepDecision:
         """The policy's step for all requests, or for those alone whose own blocks are worth drafting."""
-        choice, alone = self.policy.choose(len(requests), context), len(requests) == 1
+        decision, alone = self.policy.choose(len(requests), context), len(requests) == 1
         # Leaving some of several out saves nothing where they are drafted together.
-        if self.policy.probing or (not alone and (choice.depth == 0 or self.whole_batches)):
-            return choice
+        if self.policy.probing or (not alone and (decision.draft_len == 0 or self.whole_batches)):
+            return decision
         parked, gains = self.policy.parked, self.forecast.gains
-        step = self.policy.resumed(len(requests)) if parked else choice
-        least = self.policy.least_gain(len(requests), step.depth, context)
+        step = self.policy.resumed(len(requests)) if parked else decision
+        least = self.policy.least_gain(len(requests), step.draft_len, context)
         if least == 0:
-            return choice
+            return decision
         if parked:
-            return step if gains.surely_bring(requests[0], least) else choice
+            return step if gains.surely_bring(requests[0], least) else decision
         return step.for_some(gains.worth_drafting(requests, least), len(requests))
 
     @property
     def parked(self) -> bool:
-        """Whether speculation rests because plain steps are faster."""
+        """Return whether speculation rests because plain steps are faster."""
         return self.policy.parked
 
     @property
     def last_time(self) -> TimedStep | None:
-        """How long the step took whose time was taken last; None where there was none to take."""
+        """Return how long the step took whose time was taken last; None where there was none to take."""
         return self._clock.last
 
-    def admit(self, choice: Choice, drafted: Drafted) -> Admitted:
-        """The drafts of a step that are verified. Policies that need live values on the host wait for the device."""
-        return admit(choice, drafted, self.options.confidence_threshold, self.times)
-
-    def done(self, choice: Choice, requests: int, num_tokens: int) -> None:
+    def done(self, decision: StepDecision, requests: int, num_tokens: int) -> None:
         """All stages of the step were called; its time is a whole batch's, unless it drafts or verifies for some only.
 
         Args:
             num_tokens: rows of the verify forward, those of padding included: what a tier costs is known by its size.
         """
         # A plain step is known by its requests, however many rows they are padded to.
-        num_tokens = num_tokens if choice.depth else requests
-        known = is_of_a_kind(choice, requests)
-        self._clock.done(StepKind(requests, num_tokens, choice.depth, choice.context) if known else None)
+        num_tokens = num_tokens if decision.draft_len else requests
+        known = is_of_a_kind(decision, requests)
+        self._clock.done(StepKind(requests, num_tokens, decision.draft_len, decision.context) if known else None)
 
     def processed(self, device_ms: float, waited_ms: float) -> None:
         """What a step took a GPU, and how long the host has waited for it; known when its result is read."""
@@ -205,7 +199,7 @@ class Schedule:
         """Something other than a decode step runs: the time until the next one is not a step's."""
         self._clock.interrupt()
 
-    def observe(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
+    def observe(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
         """Take note of a step's outcome.
 
         Args:
@@ -216,9 +210,7 @@ class Schedule:
         if not drafted:
             self.forecast.note_plain()
             return
-        outcome = Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted])
-        self.policy.observe(outcome)
-        self.forecast.note(outcome)
+        self.forecast.note(Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
 
     def report(self) -> dict[str, Any]:
         """JSON for the statistics."""
@@ -231,11 +223,11 @@ class Schedule:
         }
 
 
-def is_of_a_kind(choice: Choice, requests: int) -> bool:
-    """Whether the time of a step says how long others like it take.
+def is_of_a_kind(decision: StepDecision, requests: int) -> bool:
+    """Return whether the time of a step says how long others like it take.
 
     Not where it drafts for some only, or where drafts are copied. By its rows, a parked server's probe of several
     requests is nearly a plain step; by its time it is not.
     """
-    probe = choice.weight > 1 and requests > 1
-    return choice.drafted is None and not choice.has_copies and not probe
+    probe = decision.weight > 1 and requests > 1
+    return decision.draft_requests is None and not decision.has_copies and not probe

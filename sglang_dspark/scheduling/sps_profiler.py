@@ -9,8 +9,8 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
 from sglang_dspark.scheduling.sps_table import SpsTable
 
 MAX_PASSES = 5
@@ -115,7 +115,7 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
 
 def _medians(
     samples: Mapping[tuple[int, int, int, str], Sequence[float]], requests: Sequence[int], drafts: int, contexts: int
-) -> dict[str, Array]:
+) -> dict[str, NDArray[np.float64]]:
     """[requests, drafts, contexts] medians of ``draft`` and ``verify``; 0 where nothing was timed."""
     times = {kind: np.zeros((len(requests), drafts, contexts)) for kind in ("draft", "verify")}
     for (count, d, c, kind), values in samples.items():
@@ -124,7 +124,7 @@ def _medians(
     return times
 
 
-def _lower_to_larger(values: Array) -> Array:
+def _lower_to_larger(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Each cell at most as large as every cell that is at least as far along all axes."""
     for axis in range(values.ndim):
         values = np.flip(np.minimum.accumulate(np.flip(values, axis), axis), axis)

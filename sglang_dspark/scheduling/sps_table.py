@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import write_text_whole
 
@@ -45,8 +44,8 @@ class SpsTable:
     requests: Sequence[int]
     drafts: Sequence[int]
     contexts: Sequence[int]
-    draft_ms: Array
-    verify_ms: Array
+    draft_ms: NDArray[np.float64]
+    verify_ms: NDArray[np.float64]
     tiers: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -151,7 +150,7 @@ class SpsTable:
 _KEYS_OF_SGLANG = {"sample_batch_tokens", "bias_seconds"}
 
 
-def _array(kind: type, values: list[Any]) -> Array:
+def _array(kind: type, values: list[Any]) -> NDArray[np.float64]:
     return np.asarray(values, dtype=np.float64)
 
 
@@ -171,10 +170,10 @@ class LoadTimes:
 
     num_tokens: NDArray[np.int64]
     budgets: NDArray[np.int64] | slice
-    drafts: Array
+    drafts: NDArray[np.float64]
     contexts: list[int]
-    start_ms: Array
-    slope_ms: Array
+    start_ms: NDArray[np.float64]
+    slope_ms: NDArray[np.float64]
 
     @classmethod
     def of(cls, table: SpsTable, requests: int) -> LoadTimes:
@@ -222,15 +221,15 @@ class LoadTimes:
             return min(after, len(self.drafts) - 1)
         return after if self.drafts[after] - drafts < drafts - self.drafts[after - 1] else after - 1
 
-    def at(self, context: float, step: tuple[int, int] | slice = slice(None)) -> Array:
+    def at(self, context: float, step: tuple[int, int] | slice = slice(None)) -> NDArray[np.float64]:
         """[gamma + 1, n] milliseconds at ``context`` tokens per request; or those of one ``step``, an index into it."""
         segment = bisect_left(self.contexts, context)
         past = context - self.contexts[max(segment - 1, 0)]
-        ms: Array = self.start_ms[segment][step] + past * self.slope_ms[segment][step]
+        ms: NDArray[np.float64] = self.start_ms[segment][step] + past * self.slope_ms[segment][step]
         return ms
 
 
-def _along(values: Array, grid: Sequence[int], at: Array) -> Array:
+def _along(values: NDArray[np.float64], grid: Sequence[int], at: NDArray[np.float64]) -> NDArray[np.float64]:
     """Linear interpolation along the first axis. Beyond the grid the last slope goes on unless it falls."""
     points = np.asarray(grid, dtype=np.float64)
     if len(points) == 1:

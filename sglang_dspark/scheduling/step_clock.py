@@ -46,7 +46,7 @@ class StepClock:
 
     @property
     def overlapped(self) -> bool:
-        """Whether host and device work side by side."""
+        """Return whether host and device work side by side."""
         return len(self._kinds) > 1
 
     def enter(self, times: StepTimes | None) -> None:

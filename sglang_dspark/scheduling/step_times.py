@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
 from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 
 # Standard deviations, of logarithms of measured over predicted time. The machine may be faster or slower than when the
@@ -66,13 +66,13 @@ class StepTimes:
         """Token counts that ``requests`` requests can verify."""
         return self.table.times(requests)
 
-    def step_ms(self, requests: int, context: float) -> Array:
+    def step_ms(self, requests: int, context: float) -> NDArray[np.float64]:
         """[gamma + 1, n] milliseconds by depth and by the token counts of :meth:`load`.
 
         Times of the machine that measured the table: its speed does not change which step is best.
         """
         times = self.table.times(requests)
-        ms: Array = self._corrected(times.at(context), requests, times.drafts)
+        ms: NDArray[np.float64] = self._corrected(times.at(context), requests, times.drafts)
         return ms
 
     def one(self, requests: int, drafts: int, depth: int, context: float) -> float:
@@ -102,14 +102,14 @@ class StepTimes:
             bucket = min(self._host_ms, key=lambda known: abs(known - bucket))
         return self._host_ms[bucket] * math.exp(-self._speed)
 
-    def by_drafts(self, requests: int, depth: int, context: float) -> Array:
+    def by_drafts(self, requests: int, depth: int, context: float) -> NDArray[np.float64]:
         """[requests * depth + 1] milliseconds of a step that drafts to ``depth`` and verifies that many drafts."""
         times = self.table.times(requests)
         tokens = np.arange(requests, requests * (depth + 1) + 1)
-        ms: Array = self.step_ms(requests, context)[depth, times.room_for(tokens)]
+        ms: NDArray[np.float64] = self.step_ms(requests, context)[depth, times.room_for(tokens)]
         return ms
 
-    def doubt(self, requests: int, drafts: int) -> Array:
+    def doubt(self, requests: int, drafts: int) -> NDArray[np.float64]:
         """[gamma + 1] standard deviation, in logarithms, of the time of a step against one of ``drafts`` per request.
 
         By drafts per request; it shrinks with every look, and grows again when there was none for long.
@@ -195,13 +195,13 @@ class _Belief:
         return below + share * (above - below)
 
     def _place(self, drafts: float) -> tuple[int, float]:
-        """Where ``drafts`` lies on the grid: the point below it, and the share of the way to the next."""
+        """Return where ``drafts`` lies on the grid: the point below it, and the share of the way to the next."""
         low = min(int(drafts), len(self._grid) - 2)
         return low, drafts - low
 
-    def doubt(self, drafts: int) -> Array:
+    def doubt(self, drafts: int) -> NDArray[np.float64]:
         variances, shared = self._variances[1:], self._covariance[1 + drafts, 1:]
-        doubt: Array = np.sqrt(np.maximum(variances + variances[drafts] - 2 * shared, 0.0))
+        doubt: NDArray[np.float64] = np.sqrt(np.maximum(variances + variances[drafts] - 2 * shared, 0.0))
         return doubt
 
     def observe(self, drafts: float, log_ratio: float, step: int) -> float:

@@ -38,7 +38,7 @@ class Counters:
 
     Args:
         gamma: drafts per block.
-        predicted: sums over predicted survivals, kept by whoever predicts; None where nobody does.
+        predicted: sums over predicted survivals, kept by the forecast; None without one.
 
     Attributes:
         steps_by_policy: decode steps by the policy that chose them.
@@ -113,7 +113,7 @@ class Counters:
 
     @property
     def looks_miswired(self) -> bool:
-        """Whether enough drafts were verified to say that the drafter does not predict this target."""
+        """Return whether enough drafts were verified to say that the drafter does not predict this target."""
         return self._drafter_rounds()[0] >= LOW_ACCEPT_ROUNDS and self.drafter_accept_length < LOW_ACCEPT_LENGTH
 
     @property

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
-
 
 class PredictedSurvival:
     """Sums over verified drafts whose survival was predicted before the outcome was known.
@@ -22,7 +20,7 @@ class PredictedSurvival:
         self._positions = np.arange(gamma)
         self._sums = np.zeros((3, gamma))
 
-    def observe(self, survival: Array, verified: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
+    def observe(self, survival: NDArray[np.float64], verified: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
         """Add rounds.
 
         Args:
@@ -40,6 +38,6 @@ class PredictedSurvival:
             ]
         )
 
-    def sums(self) -> Array:
+    def sums(self) -> NDArray[np.float64]:
         """[3, gamma] number of drafts, sum of the predictions, drafts that survived; never written to again."""
         return self._sums

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from sglang_dspark.arrays import Array
+from numpy.typing import NDArray
 
 STEPS, PLAIN_STEPS, PARKED_STEPS, DRAFTED, TIMED_STEPS, MEASURED_MS, PREDICTED_MS = range(7)
 COPIED, COPIED_ROUNDS, COPIED_VERIFIED, COPIED_ACCEPTED, NUM_SCALARS = range(7, 12)
@@ -41,8 +40,8 @@ class Sums:
             number, the sum of the predictions, and how many survived. n is at most gamma.
     """
 
-    loads: Array
-    predicted: Array
+    loads: NDArray[np.float64]
+    predicted: NDArray[np.float64]
 
     def __sub__(self, earlier: Sums) -> Sums:
         return Sums(self.loads - earlier.loads, self.predicted - earlier.predicted)
@@ -74,7 +73,7 @@ class Figures:
         predicted: as in :class:`Sums`; needed by :meth:`by_position` alone.
     """
 
-    def __init__(self, row: Array, predicted: Array | None = None) -> None:
+    def __init__(self, row: NDArray[np.float64], predicted: NDArray[np.float64] | None = None) -> None:
         self._row, self._predicted = row, predicted
         self._verified, self._accepted, self._rejected = row[NUM_SCALARS:].reshape(3, -1)
         self.gamma = len(self._verified) - 1
@@ -130,7 +129,7 @@ class Figures:
             "predicted_step_ms": _ratio(row[PREDICTED_MS], timed) if row[PREDICTED_MS] else None,
         }
 
-    def positions(self) -> Array:
+    def positions(self) -> NDArray[np.float64]:
         """[3, gamma] the drafter's drafts by position: verified, with all before them accepted, accepted."""
         verified = self._verified[:0:-1].cumsum()[::-1]
         accepted = self._accepted[:0:-1].cumsum()[::-1]

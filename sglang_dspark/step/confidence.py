@@ -12,9 +12,13 @@ class Confidence:
     """Confidences of a drafted step.
 
     Attributes:
-        logits: [bs, depth] float32 of the confidence head, uncalibrated; None or NaN without one.
+        logits: [bs, depth] float32 of the confidence head, uncalibrated; None without one.
         survival: [bs, depth] float32, calibrated probability that a draft and all drafts before it are accepted.
     """
 
     logits: torch.Tensor | None
     survival: torch.Tensor
+
+    def first(self, bs: int) -> Confidence:
+        """Those of the first ``bs`` requests."""
+        return Confidence(None if self.logits is None else self.logits[:bs], self.survival[:bs])

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from dspark_kernels import Accepted
 
-from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.state import DecodeBatch, Drafted, TargetOutput, VerifyPlan
 
 T = TypeVar("T")
@@ -21,15 +21,15 @@ class Stages(Protocol):
     """The stages of one decode step.
 
     Attributes:
-        in_graphs: whether they are replayed from CUDA graphs, or launched one by one.
+        in_graphs: whether they are replayed from CUDA graphs, or run eagerly.
     """
 
     in_graphs: bool
 
-    def draft(self, step: DecodeBatch, choice: Choice) -> Drafted:
-        """Propose a block for the requests that the choice names; nothing for a plain step."""
+    def draft(self, step: DecodeBatch, decision: StepDecision) -> Drafted:
+        """Propose a block for the requests that the decision names; nothing for a plain step."""
 
-    def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
+    def plan(self, step: DecodeBatch, drafted: Drafted, decision: StepDecision) -> VerifyPlan:
         """Choose which drafts are verified, and lay their tokens out."""
 
     def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
@@ -47,11 +47,11 @@ class Agreement(Protocol):
 
     @property
     def needed(self) -> bool:
-        """Whether there are other ranks."""
+        """Return whether there are other ranks."""
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that the others follow."""
+        """Return whether this is the rank that the others follow."""
 
     def share(self, value: T) -> T:
         """Rank 0's ``value`` on every rank, by way of the host."""
@@ -67,8 +67,8 @@ class OneRank:
     leads = True
 
     def share(self, value: T) -> T:
-        """What rank 0 has is what there is."""
+        """Return ``value``: there is no other rank."""
         return value
 
     def adopt(self, *tensors: torch.Tensor | None) -> None:
-        """There is nobody to follow."""
+        """Do nothing: there is no other rank."""

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from dspark_kernels import DraftBlock, RoundKeys, SamplingRows, StepRequests, VerifyRows
 
-from sglang_dspark.step.choice import Choice
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.transfers import host_index
 
@@ -81,8 +79,8 @@ class Drafted:
 
     Attributes:
         block: the drafts, [bs, depth]; of depth 0 in a plain step.
-        confidence: how sure the drafter is of its drafts; None where nobody asked. A block with copied drafts may be
-            wider.
+        confidence: how sure the drafter is of its drafts; None if neither policy nor request asked. A block
+            with copied drafts may be wider.
         depths: drafts that the drafter proposes per request; rows of requests without any hold fillers.
         copied: drafts that a preset proposes instead, per request; empty where no preset does.
     """
@@ -108,7 +106,7 @@ class Drafted:
 
     @property
     def device(self) -> torch.device:
-        """Where the drafts are."""
+        """Return where the drafts are."""
         return self.block.tokens.device
 
     @property
@@ -150,49 +148,3 @@ class TargetOutput(NamedTuple):
 
     logits_output: Any
     captured: torch.Tensor
-
-
-@dataclass(frozen=True)
-class Rounds:
-    """What a step did, for statistics, calibration and traces. Its tensors are on the host when SGLang has the result.
-
-    Attributes:
-        requests: ids of the step's requests.
-        choice: what the policy had decided.
-        drafted: drafts proposed per request.
-        verify_lens: [bs] int64, drafts verified per request.
-        confidence: as in :class:`Drafted`.
-        traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
-        copied: drafts that a preset proposed, per request; those requests count as not drafted.
-        policy, parked: name of the policy that chose, and whether it let speculation rest.
-    """
-
-    requests: list[str]
-    choice: Choice
-    drafted: list[int]
-    verify_lens: torch.Tensor
-    confidence: Confidence | None
-    traced: torch.Tensor | None
-    copied: Sequence[int]
-    policy: str = "auto"
-    parked: bool = False
-
-    @cached_property
-    def verified(self) -> list[int]:
-        """``verify_lens``, once they are on the host."""
-        lens: list[int] = self.verify_lens.tolist()
-        return lens
-
-    @property
-    def tensors(self) -> list[torch.Tensor | None]:
-        """Lengths, traces, logits and survivals."""
-        confidence = self.confidence
-        scores = (None, None) if confidence is None else (confidence.logits, confidence.survival)
-        return [self.verify_lens, self.traced, *scores]
-
-    def of(self, tensors: Sequence[torch.Tensor | None]) -> Rounds:
-        """The same rounds with other :attr:`tensors`."""
-        verify_lens, traced, logits, survival = tensors
-        assert verify_lens is not None, "every step verifies"
-        confidence = None if survival is None else Confidence(logits, survival)
-        return replace(self, verify_lens=verify_lens, traced=traced, confidence=confidence)

@@ -1,4 +1,4 @@
-"""Copies between host and device that nobody waits for."""
+"""Copies between host and device without a wait."""
 
 from __future__ import annotations
 

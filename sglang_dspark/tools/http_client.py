@@ -36,7 +36,7 @@ class JsonClient:
         """The answer to ``GET path``, or to ``POST path`` with a body.
 
         Raises:
-            ConfigError: nobody answers, or not with JSON.
+            ConfigError: the server does not answer, or not with JSON.
             DSparkError: the server answered with an error.
         """
         data = None if body is None else json.dumps(body).encode()

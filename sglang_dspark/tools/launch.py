@@ -142,7 +142,7 @@ class LaunchedServer:
 
     @property
     def runs(self) -> bool:
-        """Whether the server's first process is there still.
+        """Return whether the server's first process is there still.
 
         Raises:
             LaunchError: the server was never started.
@@ -151,7 +151,7 @@ class LaunchedServer:
 
     @property
     def exit_status(self) -> int | None:
-        """How the server's first process ended, as ``subprocess`` says it; None while it is there still.
+        """Return how the server's first process ended, as ``subprocess`` says it; None while it is there still.
 
         Raises:
             LaunchError: the server was never started.
@@ -310,7 +310,7 @@ def _start_reaper(group: int) -> subprocess.Popen[bytes]:
 
 
 def _group_runs(group: int) -> bool:
-    """Whether a process of the group is there that holds anything still, as far as ``/proc`` tells."""
+    """Return whether a process of the group is there that holds anything still, as far as ``/proc`` tells."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # gone by now
             # A process may have any name, cut in the middle of a letter.
@@ -334,7 +334,7 @@ def _flag_value(flags: tuple[str, ...], name: str) -> str | None:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on.
+    """Return a port of 127.0.0.1 that is not in use.
 
     Raises:
         LaunchError: all are taken.

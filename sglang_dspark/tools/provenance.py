@@ -11,12 +11,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import write_text_whole
 
 PACKAGES = ("sglang-dspark", "sglang", "torch", "transformers", "triton")
@@ -50,23 +48,6 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
-
-
-@cache
-def version_in(python: str, package: str) -> str:
-    """Version of a package in the environment of another interpreter.
-
-    Raises:
-        ConfigError: it does not run, or does not have the package.
-    """
-    if python == sys.executable:
-        return version(package)
-    found = _output(python, "-c", f"import importlib.metadata as m; print(m.version({package!r}))")
-    if not found:
-        raise ConfigError(
-            f"{python} is no Python interpreter that has {package}; name one that runs `import {package}`"
-        )
     return found
 
 

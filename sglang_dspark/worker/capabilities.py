@@ -65,7 +65,7 @@ def capabilities(server_args: Any, model_runner: Any, staging: Staging, max_veri
 
 
 def in_one_line(found: dict[str, Any]) -> str:
-    """What :func:`capabilities` found, for the log."""
+    """Return what :func:`capabilities` found, for the log."""
     features, drafter = found["features"], _drafter_in_words(found["drafter"])
     prefill, decode = ("with" if features[name] else "without" for name in ("prefill_cuda_graphs", "cuda_graphs"))
     available = [name for name, policy in found["policies"].items() if policy["available"]]

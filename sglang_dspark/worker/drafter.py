@@ -189,7 +189,7 @@ class NoDrafter:
     """
 
     drafts = False
-    mask_token_id = 0  # of staged blocks that nobody reads
+    mask_token_id = 0  # of staged blocks that are not read
 
     def __init__(self, options: DSparkConfig) -> None:
         self.gamma = self.num_slots = options.gamma(None)

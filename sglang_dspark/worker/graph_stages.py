@@ -39,12 +39,12 @@ from dspark_kernels import (
 from sglang_dspark.engine.forward.adapters import CapturedAdapters
 from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, logits_buffer, static_verify
 from sglang_dspark.engine.scheduler.future_map import Relay
-from sglang_dspark.step.choice import Choice
 from sglang_dspark.step.confidence import Confidence
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.selected import build_plan
 from sglang_dspark.step.state import DecodeBatch, Drafted, TargetOutput, VerifyPlan
 from sglang_dspark.worker.stages import EagerStages
 from sglang_dspark.worker.tiers import Tiers
-from sglang_dspark.worker.verify_plan import lay_out, plan_numbers
 
 T = TypeVar("T", PreparedStep, VerifyRows)
 V = TypeVar("V")
@@ -56,7 +56,7 @@ class Judged(NamedTuple):
     """What a verification gives whose drafts were judged and committed in the same graph.
 
     Attributes:
-        output: of the target, without logits and hidden states: nobody reads them, and what a graph returns keeps its
+        output: of the target, without logits and hidden states: they are not read, and what a graph returns keeps its
             memory.
         accepted: what became of the drafts.
     """
@@ -69,12 +69,12 @@ class StepGraphs:
     """Captured stages of a server, and the buffers that they read and write.
 
     Args:
-        eager: the same stages launch by launch, which are captured.
+        eager: the same stages, run eagerly, which are captured.
         model_runner: SGLang's, of the target.
         request_slots: batch sizes to capture, ascending.
         depth: drafts per request that captured steps have room for.
         seed: of the engine's noise.
-        relay: where graphs that judge enter the outcome for the next step; None where nobody reads it there.
+        relay: where graphs that judge enter the outcome for the next step; None if it is not read there.
         judges: whether greedy batches are judged and committed in the graph that verifies them. Not where something
             looks at the logits first.
 
@@ -113,8 +113,8 @@ class StepGraphs:
         self.coefficients = forecast.coefficients.clone()
         self._copied_coefficients = forecast.coefficients
         self.drafts = torch.zeros((most, depth), dtype=torch.int64, device=device)
-        # Logits and survivals; without a head, the logits stay as they are.
-        self._scores = torch.full((2, most, depth), torch.nan, device=device).unbind()
+        scores = torch.zeros((2, most, depth), device=device)
+        self._scores = Confidence(None if forecast.calibration is None else scores[0], scores[1])
         self._rows = _zeroed(VerifyRows.empty(most, num_rows, device))
         self._logits = logits_buffer(model_runner, num_rows)
         self.adapters = CapturedAdapters.of(model_runner, most)
@@ -167,10 +167,9 @@ class StepGraphs:
         bs = len(block.tokens)
         self.drafts[:bs] = block.tokens
         if confidence is not None:
-            logits, survival = self._scores
-            survival[:bs] = confidence.survival
-            if confidence.logits is not None:
-                logits[:bs] = confidence.logits
+            for kept, new in zip(vars(self._scores).values(), vars(confidence).values(), strict=True):
+                if new is not None:
+                    kept[:bs] = new
 
     def _capture_verify(self, capture: Capture, rows: int, plain: bool) -> None:
         eager, step = self.eager, self._static_step(self.slots_of(rows), False)
@@ -271,7 +270,7 @@ class StepGraphs:
 
     def confidence_of(self, requests: int) -> Confidence:
         """Of the step's requests; the next draft overwrites it."""
-        return self.once(lambda: Confidence(*(part[:requests] for part in self._scores)), "confidence", requests)
+        return self.once(lambda: self._scores.first(requests), "confidence", requests)
 
     def _refresh_coefficients(self) -> None:
         """Take over what calibration has learned."""
@@ -281,14 +280,14 @@ class StepGraphs:
             self._copied_coefficients = latest
 
     def outcome(self, tier: tuple[int, bool], requests: int) -> Accepted:
-        """What became of a tier's first requests; the next step's replay overwrites it."""
+        """Return what became of a tier's first requests; the next step's replay overwrites it."""
         accepted = self.judged[tier].output.accepted
         found = Accepted(*(part[:requests] for part in vars(accepted).values()))
         if self.relay is not None:
             self.relay.entered(found)
         return found
 
-    def stage(self, step: DecodeBatch, choice: Choice) -> GraphStages | None:
+    def stage(self, step: DecodeBatch, decision: StepDecision) -> GraphStages | None:
         """Copy ``step`` into the buffers.
 
         None when its shape was not captured, when presets propose drafts for it, or when only the device knows how many
@@ -296,14 +295,14 @@ class StepGraphs:
         """
         requests = len(step)
         slots = self.tiers.request_slots(requests)
-        drafts = choice.most_drafts(requests)
-        if slots is None or drafts is None or choice.has_copies:
+        drafts = decision.max_drafts(requests)
+        if slots is None or drafts is None or decision.has_copies:
             return None
-        plain = choice.depth == 0
+        plain = decision.draft_len == 0
         rows = slots if plain else self.tiers.token_rows(requests + drafts)
         if rows is None:
             return None
-        drafter, numbers = self.eager.drafter, None if self.eager.agreement.needed else plan_numbers(choice, requests)
+        drafter, numbers = self.eager.drafter, None if self.eager.agreement.needed else decision.plan_numbers(requests)
         prepare(step.requests, drafter.num_slots, drafter.mask_token_id, self.prepared, numbers or PlanNumbers())
         judged = (rows, plain) in self.judged and step.rows.all_greedy and not step.keeps_logits
         return GraphStages(self, slots, (rows, plain), judged=judged, plans=numbers is not None)
@@ -319,7 +318,7 @@ class GraphStages:
         slots: request slots of the tier that drafts greedy requests.
         tier: rows of the tier that verifies, and whether the step is plain.
         judged: whether the graph that verifies goes on to the commit; of a plain step it begins with the plan.
-        plans: whether a graph that drafts plans as the choice demands.
+        plans: whether a graph that drafts plans as the decision demands.
     """
 
     in_graphs = True
@@ -329,30 +328,30 @@ class GraphStages:
         self._slots, self._tier, self._judged, self._plans = slots, tier, judged, plans
         self._planned = judged and tier[1]
 
-    def draft(self, step: DecodeBatch, choice: Choice) -> Drafted:
+    def draft(self, step: DecodeBatch, decision: StepDecision) -> Drafted:
         """Propose blocks for all requests: on a GPU a few less take no less time."""
         requests, graphs = len(step), self._graphs
         if self._tier[1]:
             return Drafted(DraftBlock.empty(requests, step.anchors.device), None, [0] * requests)
         slots = graphs.draft_slots(step, self._slots)
         if slots is None:
-            block = graphs.launch_draft(step, choice.with_confidence)
+            block = graphs.launch_draft(step, decision.with_confidence)
         else:
             block, self._planned = graphs.replay_draft(step, slots), self._plans
-        confidence = graphs.confidence_of(requests) if choice.with_confidence else None
-        return Drafted(block, confidence, choice.depths(requests))
+        confidence = graphs.confidence_of(requests) if decision.with_confidence else None
+        return Drafted(block, confidence, decision.draft_lens(requests))
 
-    def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
+    def plan(self, step: DecodeBatch, drafted: Drafted, decision: StepDecision) -> VerifyPlan:
         """Choose which drafts are verified, and lay out the rows of the tier, where no graph does so."""
         graphs, slots = self._graphs, self._graphs.slots_of(self._tier[0])
         if self._planned:
             return graphs.plans[self._tier]
-        admitted, tokens = self._eager.schedule.admit(choice, drafted), drafted.block.tokens
-        self._eager.agreement.adopt(tokens, admitted.decisive)
+        selected, tokens = decision.select(drafted), drafted.block.tokens
+        self._eager.agreement.adopt(tokens, selected.synced)
         if tokens.numel() and tokens.data_ptr() != graphs.drafts.data_ptr():  # made elsewhere
             graphs.drafts[: len(tokens), : tokens.shape[1]] = tokens
         drafts = graphs.once(lambda: graphs.drafts[:slots], "drafts", slots)
-        return lay_out(graphs.requests_of(slots), drafts, admitted, graphs.plans[self._tier])
+        return build_plan(graphs.requests_of(slots), drafts, selected, graphs.plans[self._tier])
 
     def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
         """Run the target over the tier, whose buffers hold the plan; judge and commit where nothing forbids it."""
@@ -361,8 +360,6 @@ class GraphStages:
             graphs.adapters.stage(batch)
         if not self._judged:
             return graphs.verify[self._tier].replay()
-        if self._eager.profile is not None:
-            graphs.step_number.fill_(step.keys.step)
         return graphs.judged[self._tier].replay().output
 
     def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> Accepted:
@@ -391,7 +388,7 @@ def _of_requests(plan: VerifyPlan, requests: int) -> VerifyPlan:
 
 
 def _zeroed(buffers: T) -> T:
-    """What a capture's warm-up computes with: no context, no rows, token 0."""
+    """Return what a capture's warm-up computes with: no context, no rows, token 0."""
     for tensor in vars(buffers).values():
         tensor.zero_()
     return buffers

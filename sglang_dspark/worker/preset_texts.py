@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from dspark_kernels import Accepted
 
-from sglang_dspark.engine.scheduler.options import BatchOptions, proposer_of
+from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.proposals.proposer import Proposer, Proposers
 from sglang_dspark.step.state import Copies, DecodeBatch
 from sglang_dspark.step.transfers import host_index
@@ -71,9 +71,9 @@ class PresetTexts:
         self._texts: dict[str, _Text] = {}
         self._before: tuple[Sequence[Any], torch.Tensor] | None = None
 
-    def propose(self, reqs: Sequence[Any], asked: BatchOptions, step: DecodeBatch) -> Copies | None:
-        """What the presets of a batch propose for the step ahead; None when they have nothing to say."""
-        if not asked.presets:
+    def propose(self, reqs: Sequence[Any], options: BatchOptions, step: DecodeBatch) -> Copies | None:
+        """Return what the presets of a batch propose for the step ahead; None when they have nothing to say."""
+        if not options.presets:
             self._texts = {}
             return None
         self._read_last_step()
@@ -82,22 +82,22 @@ class PresetTexts:
         before, self._texts = self._texts, {}
         proposals: list[list[int]] = [[] for _ in reqs]
         units = UNITS_PER_STEP
-        for place in asked.presets:
-            req, options = reqs[place], asked.each[place]
+        for place in options.presets:
+            req, wanted = reqs[place], options.each[place]
             length = prefix_lens[place] + 1 - len(req.origin_input_ids)
             text = before.get(req.rid)
             if text is None or text.req is not req or not text.catch_up(length, anchors[place]):
-                text = _Text(req, proposer_of(self._proposers, req, options))
+                text = _Text(req, self._proposers.make(wanted, req.origin_input_ids))
                 if not text.catch_up(length, anchors[place]):
                     continue
             self._texts[req.rid] = text
             units -= text.proposer.prepare(max(units, _LEAST_UNITS))
-            proposals[place] = text.proposer.propose(options.copy_limit(self._max_verify))
+            proposals[place] = text.proposer.propose(wanted.copy_limit(self._max_verify))
         return _laid_out(proposals, step)
 
-    def took(self, reqs: Sequence[Any], asked: BatchOptions, accepted: Accepted) -> None:
+    def took(self, reqs: Sequence[Any], options: BatchOptions, accepted: Accepted) -> None:
         """Remember what a step commits, which the device may not have computed yet."""
-        self._before = (list(reqs), accepted.out_tokens) if asked.presets else None
+        self._before = (list(reqs), accepted.out_tokens) if options.presets else None
 
     def _read_last_step(self) -> None:
         if self._before is None:

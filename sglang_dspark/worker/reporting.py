@@ -10,7 +10,7 @@ from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.stats.counters import Counters
 from sglang_dspark.stats.history import History
 from sglang_dspark.stats.metrics import Metrics
-from sglang_dspark.step.state import Rounds
+from sglang_dspark.step.record import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _LOG_INTERVAL_S = 30.0
 
 
 class Reporting:
-    """Counts what steps do, and answers those who ask.
+    """Counts what steps do, and reports it.
 
     Args:
         schedule: of the server.
@@ -38,7 +38,7 @@ class Reporting:
         if (timed := self._schedule.last_time) is not None:
             self._counters.record_time(timed.requests, timed.measured_ms, timed.expected_ms)
 
-    def record(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
+    def record(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
         """Count a step, whose tensors are on the host.
 
         Args:

@@ -1,4 +1,4 @@
-"""The stages of a decode step, launched one by one."""
+"""The stages of a decode step, run eagerly."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from dspark_kernels import Accepted, DraftBlock, accept, simulated_accept
 
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.selected import build_plan
 from sglang_dspark.step.stages import Agreement, Verify
 from sglang_dspark.step.state import DecodeBatch, Drafted, TargetOutput, VerifyPlan
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
-from sglang_dspark.worker.verify_plan import lay_out
 
 
 class EagerStages:
@@ -39,26 +39,26 @@ class EagerStages:
         self.drafter, self.schedule, self.agreement, self.profile = drafter, schedule, agreement, profile
         self._verify = verify
 
-    def draft(self, step: DecodeBatch, choice: Choice) -> Drafted:
-        """Propose a block for the requests that the choice names; nothing for a plain step."""
-        bs, depth = len(step), choice.depth
+    def draft(self, step: DecodeBatch, decision: StepDecision) -> Drafted:
+        """Propose a block for the requests that the decision names; nothing for a plain step."""
+        bs, depth = len(step), decision.draft_len
         if depth == 0:
             return Drafted(DraftBlock.empty(bs, step.anchors.device), None, [0] * bs)
-        if choice.drafted is None:
-            block = self.drafter.propose(step, depth, choice.with_confidence)
+        if decision.draft_requests is None:
+            block = self.drafter.propose(step, depth, decision.with_confidence)
         else:
-            part, places = step.drafting(choice.drafted)
-            block = self.drafter.propose(part, depth, choice.with_confidence).spread(places, bs)
+            part, places = step.drafting(decision.draft_requests)
+            block = self.drafter.propose(part, depth, decision.with_confidence).spread(places, bs)
         confidence = None
-        if choice.with_confidence:
+        if decision.with_confidence:
             confidence = self.schedule.forecast.predict(block.confidence_logits, bs, depth)
-        return Drafted(block, confidence, choice.depths(bs))
+        return Drafted(block, confidence, decision.draft_lens(bs))
 
-    def plan(self, step: DecodeBatch, drafted: Drafted, choice: Choice) -> VerifyPlan:
+    def plan(self, step: DecodeBatch, drafted: Drafted, decision: StepDecision) -> VerifyPlan:
         """Choose which drafts are verified, and lay their tokens out."""
-        admitted = self.schedule.admit(choice, drafted)
-        self.agreement.adopt(drafted.block.tokens, admitted.decisive)
-        return lay_out(step.requests, drafted.block.tokens, admitted)
+        selected = decision.select(drafted)
+        self.agreement.adopt(drafted.block.tokens, selected.synced)
+        return build_plan(step.requests, drafted.block.tokens, selected)
 
     def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
         """Run the target over the plan's rows."""
@@ -69,7 +69,7 @@ class EagerStages:
         logits = output.logits_output.next_token_logits
         accepted = accept(drafted.block, plan, logits, step.prefix_lens, step.rows, step.keys)
         if self.profile is not None:
-            accepted = simulated_accept(accepted, drafted.block.tokens, plan.verify_lens, self.profile, step.keys)
+            accepted = simulated_accept(accepted, drafted.block.tokens, plan.verify_lens, self.profile)
         self.agreement.adopt(accepted.accepted_lens, accepted.bonus_tokens, accepted.out_tokens, accepted.new_seq_lens)
         return accepted
 

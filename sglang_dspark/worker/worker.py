@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,14 +22,15 @@ from sglang_dspark.engine.scheduler.batch import (
 )
 from sglang_dspark.engine.scheduler.draft_input import kv_lengths
 from sglang_dspark.engine.scheduler.future_map import Relay, relay_of
-from sglang_dspark.engine.scheduler.options import BatchOptions, OptionsReader
+from sglang_dspark.engine.scheduler.last_batch import LastBatch
+from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
-from sglang_dspark.scheduling.prompt_hold import PromptHold
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.packed import PackedCopies
-from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, Rounds, VerifyPlan
+from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, VerifyPlan
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.graph_stages import StepGraphs
@@ -59,9 +59,7 @@ class DSparkWorker(SpecWorkerBase):
         verify = partial(run_verify, self.target_worker)
         self.eager = EagerStages(self.drafter, self.schedule, verify, self.agreement, self.acceptance_profile())
         self.staging = Staging(self.eager)
-        hold_s = self.options.prompt_hold_ms / 1e3 if self.settled.holds_prompts else 0.0
-        self.prompt_hold = PromptHold(hold_s, lag, time.perf_counter)
-        self.asked = OptionsReader(self.max_verify)
+        self.request_options = LastBatch(partial(BatchOptions.of, max_verify=self.max_verify))
         self.preset_texts = PresetTexts(self.max_verify)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
@@ -108,9 +106,9 @@ class DSparkWorker(SpecWorkerBase):
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
     def capture_graphs(self, slots: list[int]) -> StepGraphs | None:
-        """Decode steps of up to so many requests as CUDA graphs; None where they run launch by launch."""
+        """Decode steps of up to so many requests as CUDA graphs; None where they run eagerly."""
         if not slots:
-            logger.info("DSPARK: decode steps run launch by launch: CUDA graphs are off")
+            logger.info("DSPARK: decode steps run eagerly: CUDA graphs are off")
             return None
         # Copied drafts are launched: without a drafter, captured steps are plain.
         depth = self.max_verify if self.drafter.drafts else 0
@@ -129,17 +127,16 @@ class DSparkWorker(SpecWorkerBase):
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
-        self.prompt_hold.launched(prefill=False)
-        asked, adjusting = self.asked.read(batch.reqs), self.adjustments.of_step(batch)
+        options, adjusting = self.request_options.read(batch.reqs), self.adjustments.of_step(batch)
         step = self.read(batch, adjusted=adjusting.any)
-        copies = self.preset_texts.propose(batch.reqs, asked, step) if self.schedule.speculates else None
-        choice = self.choose(batch, asked, copies)
+        copies = self.preset_texts.propose(batch.reqs, options, step) if self.schedule.speculates else None
+        decision = self.choose(batch, options, copies)
         span = self.timer.begin()
-        stages = self.staging.of(step, choice)
-        if choice.drafted and not stages.in_graphs:  # graphs draft for all
-            step = self.with_drafted_rows(batch, step, choice.drafted)
-        drafted = stages.draft(step, choice).with_copies(copies)
-        plan = stages.plan(step, drafted, choice)
+        stages = self.staging.of(step, decision)
+        if decision.draft_requests and not stages.in_graphs:  # graphs draft for all
+            step = self.with_drafted_rows(batch, step, decision.draft_requests)
+        drafted = stages.draft(step, decision).with_copies(copies)
+        plan = stages.plan(step, drafted, decision)
         adjusting.read(plan)
         output = stages.verify(batch, step, plan)
         if self.check_logits is not None:
@@ -148,10 +145,10 @@ class DSparkWorker(SpecWorkerBase):
         accepted = stages.accept(step, drafted, plan, output)
         publish(accepted.new_seq_lens)
         stages.commit(plan, accepted, output)
-        self.schedule.done(choice, len(step), len(plan.input_ids))
+        self.schedule.done(decision, len(step), len(plan.input_ids))
         adjusting.count(accepted.out_tokens)
-        self.preset_texts.took(batch.reqs, asked, accepted)
-        rounds = self.rounds(batch, asked, step, choice, drafted, plan)
+        self.preset_texts.took(batch.reqs, options, accepted)
+        rounds = self.rounds(batch, options, step, decision, drafted, plan)
         result = decode_result(
             batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=stages.in_graphs
         )
@@ -164,33 +161,39 @@ class DSparkWorker(SpecWorkerBase):
         rows = self.sampling.read(batch.reqs)
         return read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step, adjusted=adjusted)
 
-    def choose(self, batch: Any, asked: BatchOptions, copies: Copies | None) -> Choice:
-        """How deep to draft and how much to verify, and what is known by now of the steps before."""
-        if self.on_gpu and (asked.presets or batch.has_grammar):
+    def choose(self, batch: Any, options: BatchOptions, copies: Copies | None) -> StepDecision:
+        """Return how deep to draft and how much to verify, and what is known by now of the steps before."""
+        if self.on_gpu and (options.presets or batch.has_grammar):
             # The host has waited for the step before: the time between two choices is not an earlier one's.
             self.schedule.interrupt()
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
-        limits = asked.limits_with(copies)
-        choice = self.schedule.choose([req.rid for req in batch.reqs], context, limits, traced=asked.traced)
+        limits = options.limits_with(copies)
+        decision = self.schedule.choose([req.rid for req in batch.reqs], context, limits, traced=options.traced)
         self.reporting.record_time()
-        return self.agreement.share(choice)
+        return self.agreement.share(decision)
 
     def with_drafted_rows(self, batch: Any, step: DecodeBatch, drafted: Sequence[int]) -> DecodeBatch:
         """``step`` with the sampling parameters of the requests that are drafted, which are not all."""
         return replace(step, drafted_rows=self.drafted_sampling.read([batch.reqs[r] for r in drafted]))
 
     def rounds(
-        self, batch: Any, asked: BatchOptions, step: DecodeBatch, choice: Choice, drafted: Drafted, plan: VerifyPlan
-    ) -> Rounds:
-        """What the step did."""
-        return Rounds(
+        self,
+        batch: Any,
+        options: BatchOptions,
+        step: DecodeBatch,
+        decision: StepDecision,
+        drafted: Drafted,
+        plan: VerifyPlan,
+    ) -> StepRecord:
+        """Return what the step did."""
+        return StepRecord(
             requests=[req.rid for req in batch.reqs],
-            choice=choice,
+            decision=decision,
             drafted=drafted.depths,
             verify_lens=plan.verify_lens[: len(step)],
             confidence=drafted.confidence,
-            traced=copy_drafts(step, drafted.block) if asked.traced else None,
+            traced=copy_drafts(step, drafted.block) if options.traced else None,
             copied=drafted.copied or [0] * len(step),
             policy=self.schedule.policy.name,
             parked=self.schedule.parked,
@@ -204,14 +207,7 @@ class DSparkWorker(SpecWorkerBase):
     def before_other_work(self) -> None:
         self.schedule.interrupt()
 
-    def before_prefill(self) -> None:
-        self.prompt_hold.launched(prefill=True)
-
-    def holds_prompts(self, running: int) -> bool:
-        # Clocks differ between ranks.
-        return self.prompt_hold.is_on and self.agreement.share(self.prompt_hold.holds(running))
-
-    def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
+    def on_rounds(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
         self.reporting.record(rounds, running, accept_lens)
         self.schedule.observe(rounds, running, accept_lens)
         self.reporting.log()

@@ -14,9 +14,9 @@ from gpu import CONTEXTS, PARTS, ROOT, STOPPED, Part, Setting
 from serving.configurations import parse_configurations
 
 
-def setting(output, *, rehearses, builtin_python=None):
+def setting(output, *, rehearses, builtin=False):
     pair = ("--target", str(ROOT), "--draft", str(ROOT), "--prompts", str(ROOT / "README.md"))
-    return Setting(pair, output, builtin_python, rehearses)
+    return Setting(pair, output, builtin, rehearses)
 
 
 def click_command(script):
@@ -47,8 +47,8 @@ def test_every_command_can_be_parsed(name, rehearses, tmp_path):
     for read_later in ("sweep.csv", *(f"context_{context}/sweep.csv" for context in CONTEXTS)):
         (tmp_path / read_later).parent.mkdir(exist_ok=True)
         (tmp_path / read_later).touch()
-    for builtin_python in (None, "other/python")[: 1 if rehearses else 2]:
-        commands = PARTS[name].commands(setting(tmp_path, rehearses=rehearses, builtin_python=builtin_python))
+    for builtin in (False, True)[: 1 if rehearses else 2]:
+        commands = PARTS[name].commands(setting(tmp_path, rehearses=rehearses, builtin=builtin))
         assert commands
         for python, script, *words in commands:
             assert python == sys.executable
@@ -59,11 +59,11 @@ def test_every_command_can_be_parsed(name, rehearses, tmp_path):
             options = parse(click_command(ROOT / script), words)
             assert "cuda" in options.get("device", "cuda") or rehearses
             configurations = parse_configurations(options.get("configs", ["plain"]), (), "bfloat16")
-            assert any(c.policy == "builtin" for c in configurations) <= (builtin_python is not None)
+            assert any(c.policy == "builtin" for c in configurations) <= builtin
 
 
 def test_sglangs_own_keeps_as_many_drafts_as_ours(tmp_path):
-    commands = PARTS["shape"].commands(setting(tmp_path, rehearses=False, builtin_python="other/python"))
+    commands = PARTS["shape"].commands(setting(tmp_path, rehearses=False, builtin=True))
     assert len(commands) == 1 + 4 + 2
     (given,) = {word for command in commands for word in command if word.startswith("builtin")}
     assert given == "builtin SGLANG_SIMULATE_ACC_LEN=4.63"
@@ -174,7 +174,6 @@ def test_parts_are_named(run, tmp_path):
     assert Path(tmp_path / "second.log").exists()
 
 
-def test_an_interpreter_without_sglang_is_refused_at_once(run):
-    run(first=("pass", 1))
-    result, _ = run("--builtin-python", "/bin/true", first=("pass", 1))
-    assert result.exit_code == 2 and "/bin/true is no Python interpreter that has sglang" in result.output
+def test_sglangs_own_is_not_rehearsed(run):
+    result, parts = run("--builtin", "--rehearse", first=("pass", 1))
+    assert result.exit_code == 2 and "rehearse without --builtin" in result.output and parts == {}

@@ -1,21 +1,17 @@
-"""Figures of a sweep, and the page about it."""
+"""The figure of a sweep, and the page about it."""
 
 import json
 import re
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
+import plot_sweep
 import pytest
 import report
 from click.testing import CliRunner
-from figures.latency import goodput_vs_load, latency_vs_rate
-from figures.style import DARK, LIGHT, caption, end_labels, spread_out, styles
-from figures.throughput import crossover_text, throughput_vs_concurrency, throughput_vs_user_speed
-from figures.verification import verification_vs_concurrency, waste_vs_load
 from matplotlib.figure import Figure
-from plot_sweep import drawings, main
-from serving.frontier import crossovers, pareto, user_ratios
+from plot_sweep import caption, crossover_text, draw, end_labels, spread_out, styles
+from serving.crossovers import crossovers, user_ratios
 from serving.results import complete, read_sweep
 
 ORIGIN = {
@@ -57,13 +53,10 @@ def sweep():
     return pd.DataFrame(rows)
 
 
-def open_loop():
-    """The same sweep with arrivals, occupancy and a promise."""
-    closed = sweep().assign(rate=np.nan)
-    opened = closed.assign(rate=closed["concurrency"] / 2.0, concurrency=np.nan)
+def arrivals():
+    """The same sweep with arrivals by chance and a promise."""
     kept = {"sla_ttft_ms": 500.0, "sla_tpot_ms": np.nan, "sla_met_share": 0.9, "goodput_req_s": 1.0, "goodput_tok_s": 9}
-    frame = pd.concat([closed, opened], ignore_index=True).assign(**kept, ttft_p95_ms=200.0, tpot_p95_ms=30.0)
-    return frame.assign(in_flight=frame["concurrency"].fillna(3.0) * 0.9)
+    return sweep().assign(rate=sweep()["concurrency"] / 2.0, concurrency=np.nan, **kept)
 
 
 def lines(axes):
@@ -71,7 +64,7 @@ def lines(axes):
 
 
 def test_points_are_medians_with_the_range_as_bars():
-    panel, _ = throughput_vs_concurrency(complete(sweep())).axes
+    panel, _ = draw(complete(sweep())).axes
     line, _, (bars,) = lines(panel)["plain@float32"]
     assert line.get_ydata().tolist() == [20, 80, 320]
     assert line.get_xdata() == pytest.approx(USERS, rel=0.1)
@@ -80,7 +73,7 @@ def test_points_are_medians_with_the_range_as_bars():
 
 
 def test_ratios_are_paired_and_the_crossover_is_marked():
-    _, panel = throughput_vs_concurrency(complete(sweep())).axes
+    _, panel = draw(complete(sweep())).axes
     assert lines(panel)["static:7@float32"][0].get_ydata() == pytest.approx([2, 1, 0.5])
     (text,) = (text.get_text() for text in panel.texts if "plain overtakes" in text.get_text())
     assert "static:7 beyond about 4 users" in text and "auto" not in text
@@ -128,7 +121,7 @@ def with_off(frame):
 
 def test_two_ratios_never_mix():
     """What speculates is divided by off, and off by plain serving, each in a panel of its own."""
-    _, plugin, speculation = throughput_vs_concurrency(complete(with_off(sweep()))).axes
+    _, plugin, speculation = draw(complete(with_off(sweep()))).axes
     assert "Without drafts: times plain SGLang" in plugin.get_title()
     assert set(lines(plugin)) == {"off@float32"}
     assert lines(plugin)["off@float32"][0].get_ydata() == pytest.approx([1.25] * 3)
@@ -136,7 +129,7 @@ def test_two_ratios_never_mix():
     assert set(lines(speculation)) == {"static:7@float32", "auto@float32"}
     assert lines(speculation)["auto@float32"][0].get_ydata() == pytest.approx([2 / 1.25, 1.5 / 1.25, 1.1 / 1.25])
     assert any("off overtakes static:7" in text.get_text() for text in speculation.texts)
-    _, mixed = throughput_vs_concurrency(complete(sweep())).axes
+    _, mixed = draw(complete(sweep())).axes
     assert "the plugin's own step and speculation in one" in mixed.get_title()
 
 
@@ -152,62 +145,6 @@ def test_report_names_both_parts_of_a_gain(tmp_path):
     assert "`off` was not measured" in " ".join(report.findings(read_sweep(path)))
 
 
-def test_pareto_frontier_holds_what_nothing_beats():
-    points = [(1, 5), (2, 4), (2, 5), (3, 3), (1, 1), (3, 3), (4, 0)]
-    assert [points[index] for index in pareto(points)] == [(2, 5), (3, 3), (4, 0)]
-    random = np.random.default_rng(0).random((60, 2))
-    frontier = pareto([tuple(point) for point in random])
-    for index, point in enumerate(random):
-        beaten = any((other >= point).all() and (other > point).any() for other in random)
-        assert (index in frontier) == (not beaten)
-    assert pareto([]) == []
-
-
-def test_user_speed_is_the_other_axis_and_the_frontier_names_its_users():
-    (axes,) = throughput_vs_user_speed(complete(sweep())).axes
-    by_label = {line.get_label(): line for line in axes.lines}
-    assert by_label["static:7"].get_xydata().tolist() == [[40, 40], [20, 80], [10, 160]]
-    frontier = by_label["Pareto frontier"].get_xydata()[1:-1].tolist()
-    assert frontier == [[22, 352], [30, 120], [40, 40]]
-    texts = [text.get_text() for text in axes.texts]
-    assert texts[:3] == ["16 users", "4 users", "1 user"]
-
-
-def test_verification_and_waste_are_shown_for_what_speculates():
-    frame = complete(sweep())
-    panels = verification_vs_concurrency(frame).axes
-    heights = [{line.get_label(): line.get_ydata().tolist() for line in axes.lines} for axes in panels]
-    assert [set(panel) for panel in heights] == 3 * [{"static:7@float32", "auto@float32"}]
-    assert [panel["auto@float32"] for panel in heights] == [[3.0] * 3, [1.75] * 3, [0.25] * 3]
-    (axes,) = waste_vs_load(frame).axes
-    assert axes.lines[0].get_xydata().tolist() == [[users, 0.75] for users in USERS]
-    assert "users" in axes.get_xlabel()
-
-
-def test_waste_is_drawn_over_the_measured_occupancy_of_both_loops():
-    (axes,) = waste_vs_load(complete(open_loop())).axes
-    assert "on average" in axes.get_xlabel()
-    assert axes.lines[0].get_xdata() == pytest.approx([0.9, 2.7, 2.7, 2.7, 3.6, 14.4])
-
-
-def test_open_loop_and_goodput_have_figures_of_their_own():
-    frame = complete(open_loop())
-    ttft, tpot = latency_vs_rate(frame).axes
-    assert lines(ttft)["auto@float32"][0].get_xydata().tolist() == [[0.5, 200], [2, 200], [8, 200]]
-    assert lines(tpot)["auto@float32"][0].get_ydata().tolist() == [30] * 3
-    closed, opened = goodput_vs_load(frame).axes
-    assert "first token within 500 ms" in closed.get_title() and "further" not in closed.get_title()
-    assert [len(lines(axes)["auto@float32"][0].get_xdata()) for axes in (closed, opened)] == [3, 3]
-    assert len(list(drawings(frame))) == 6
-
-
-def test_figures_without_data_are_left_out():
-    plain = complete(sweep()[lambda frame: frame["policy"] == "plain"])
-    assert [draw.__name__ for draw in drawings(plain)] == ["throughput_vs_concurrency", "throughput_vs_user_speed"]
-    only_open = complete(open_loop()[lambda frame: frame["concurrency"].isna()])
-    assert [draw.__name__ for draw in drawings(only_open)] == ["waste_vs_load", "latency_vs_rate", "goodput_vs_load"]
-
-
 def test_labels_keep_their_distance_and_stay_near():
     assert spread_out([0.1, 0.5, 0.9], 0.05) == pytest.approx([0.1, 0.5, 0.9])
     assert spread_out([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
@@ -216,12 +153,10 @@ def test_labels_keep_their_distance_and_stay_near():
     assert top == pytest.approx([0.8, 0.9, 1.0])
 
 
-def test_configurations_keep_their_looks_on_both_grounds():
-    for look in (LIGHT, DARK):
-        with mpl.rc_context(look):
-            found = styles(complete(sweep()))
-        assert found["plain@float32"]["linestyle"] == "--" and found["plain@float32"]["color"] == look["text.color"]
-        assert len({str(style["color"]) for style in found.values()}) == 3
+def test_configurations_keep_their_looks():
+    found = styles(complete(sweep()))
+    assert found["plain@float32"]["linestyle"] == "--" and found["plain@float32"]["color"] == plot_sweep.INK
+    assert len({str(style["color"]) for style in found.values()}) == 3
 
 
 def test_caption_says_what_was_measured_and_where():
@@ -232,19 +167,23 @@ def test_caption_says_what_was_measured_and_where():
 
 
 @pytest.mark.slow
-def test_command_writes_all_figures(tmp_path):
+def test_command_draws_beside_the_sweep(tmp_path):
     sweep().to_csv(tmp_path / "sweep.csv", index=False)
-    result = CliRunner().invoke(main, [str(tmp_path / "sweep.csv")])
+    result = CliRunner().invoke(plot_sweep.main, [str(tmp_path / "sweep.csv")])
     assert result.exit_code == 0, result.output
-    names = ("throughput_vs_concurrency", "throughput_vs_user_speed", "verification_vs_concurrency", "waste_vs_load")
-    for name in names:
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / plot_sweep.FILE).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_without_users_who_wait_has_no_figure(tmp_path):
+    arrivals().to_csv(tmp_path / "sweep.csv", index=False)
+    result = CliRunner().invoke(plot_sweep.main, [str(tmp_path / "sweep.csv")])
+    assert result.exit_code == 1 and "no closed loop" in result.output
+    assert "![" not in report.render(tmp_path)
 
 
 @pytest.mark.slow
-def test_report_has_all_parts_and_loads_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "DPI", 30)
-    open_loop().to_csv(tmp_path / "sweep.csv", index=False)
+def test_report_has_all_parts(tmp_path):
+    pd.concat([sweep(), arrivals()]).to_csv(tmp_path / "sweep.csv", index=False)
     record = {"command": "python sweep.py <&>", "sampling": {"max_tokens": 96}}
     (tmp_path / "provenance.json").write_text(json.dumps(record))
     entry = {
@@ -258,37 +197,33 @@ def test_report_has_all_parts_and_loads_nothing(tmp_path, monkeypatch):
     (tmp_path / "agreement.json").write_text(json.dumps({"agreements": [entry]}))
     result = CliRunner().invoke(report.main, [str(tmp_path)])
     assert result.exit_code == 0, result.output
-    page = (tmp_path / "report.html").read_text()
-    for name, text in report.HOW_TO_READ.items():
-        assert f'id="{name}"' in page and text[:40] in page
-    assert page.count("data:image/png;base64,") == 2 * len(report.HOW_TO_READ)
+    page = (tmp_path / "report.md").read_text()
+    assert f"]({plot_sweep.FILE})" in page and (tmp_path / plot_sweep.FILE).exists()
     for title in ("Speed", "Latency", "Speculation", "Goodput", "Texts", "Where the numbers come from"):
-        assert f">{title}</h2>" in page
-    assert "python sweep.py &lt;&amp;&gt;" in page and "max_tokens 96" in page and "7 of 8" in page
+        assert f"\n## {title}\n" in page
+    assert "python sweep.py <&>" in page and "max_tokens 96" in page and "7 of 8" in page
     assert "auto delivers, in times of plain serving: 2.00 (2.00 to 2.00) at 1 user" in page
     assert "Slower than plain in every round: static:7 at 16 users" in page
     assert "static:7 beyond about 4 users" in page and "3 rounds are too few" in page
-    assert not re.findall(r'(?:src|srcset|href)="(?!data:|#)', page)
-    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+    assert "first token within 500 ms" in page and "further" not in page.split("## Goodput")[1].split("|")[0]
+    assert re.search(r"\| 1 user \| auto \| 40 \| 40 \| - \| 2\.00 \| plain \| 2\.00 to 2\.00 \|", page)
 
 
 @pytest.mark.slow
-def test_report_of_an_older_file_says_what_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "DPI", 30)
+def test_report_of_an_older_file_says_what_is_missing(tmp_path):
     sweep().to_csv(tmp_path / "sweep.csv", index=False)
     old = {"config": "auto", "baseline": "plain", "identical": 1, "compared": 2}
     entries = [old | {"concurrency": 4, "baseline_concurrency": 4}, old | {"concurrency": 4, "baseline_concurrency": 1}]
     (tmp_path / "agreement.json").write_text(json.dumps({"agreements": entries}))
     page = report.render(tmp_path)
-    missing = page.split("measured before these columns existed")[1].split("</p>")[0]
+    missing = page.split("measured before these columns existed")[1]
     assert "goodput_tok_s" in missing and "in_flight" in missing and "ttft_ms" not in missing.split(", ")
-    assert ">Goodput</h2>" not in page
+    assert "## Goodput" not in page
     assert page.count("1 of 2") == 1  # the other entry compared unequal prompts
 
 
 @pytest.mark.slow
-def test_report_of_simulated_acceptance_is_marked(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "DPI", 30)
+def test_report_of_simulated_acceptance_is_marked(tmp_path):
     sweep().to_csv(tmp_path / "sweep.csv", index=False)
     entry = {"config": "auto", "load": "1 user", "baseline": "plain", "baseline_load": "1 user"}
     (tmp_path / "agreement.json").write_text(json.dumps({"agreements": [entry | {"identical": 7, "compared": 8}]}))

@@ -161,7 +161,6 @@ def test_server_admits_all_users(sweep):
         (("--config", "static:3"), "--draft"),
         (("--config", "dflash", "--dflash-draft", "x"), "--device cuda"),
         (("--config", "builtin", "--draft", "x"), "--device cuda"),
-        (("--config", "builtin", "--draft", "x", "--device", "cuda", "--builtin-python", "/none"), "/none"),
         (("--config", "plain", "--rate", "0,1"), "0,1"),
         (("--config", "plain", "--rate", "fast"), "fast"),
         ((), "nothing to measure"),

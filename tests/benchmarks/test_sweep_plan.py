@@ -243,8 +243,7 @@ def test_sglangs_own_dspark_is_asked_for_without_ours():
     static, compact = (parse_configuration(text, "bfloat16") for text in ("builtin", "builtin:compact --a-flag 1"))
     flags = ("--dtype", "bfloat16", "--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", "DRAFT")
     assert (static.server_flags("DRAFT"), compact.server_flags("DRAFT")) == (flags, (*flags, "--a-flag", "1"))
-    assert static.environment["PYTHONPATH"] == "" and static.environment["PYTHONSAFEPATH"] == "1"
-    assert static.environment["SGLANG_DSPARK_ENGINE"] == "builtin"  # where that interpreter has this plugin
+    assert static.environment["SGLANG_DSPARK_ENGINE"] == "builtin"
     modes = [configuration.environment["SGLANG_RAGGED_VERIFY_MODE"] for configuration in (static, compact)]
     assert modes == ["static", "compact"]
     given = parse_configuration("own=static:3 A_VARIABLE=1,2 OTHER= --flag A=B", "bfloat16")

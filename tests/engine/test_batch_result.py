@@ -8,10 +8,10 @@ from dspark_kernels import Accepted
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, SamplingReader, decode_result, most_words
-from sglang_dspark.step.choice import PLAIN
 from sglang_dspark.step.confidence import Confidence
+from sglang_dspark.step.decision import PLAIN
 from sglang_dspark.step.packed import PackedCopies
-from sglang_dspark.step.state import Rounds
+from sglang_dspark.step.record import StepRecord
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def accepted():
 
 
 def result(confidence, traced):
-    rounds = Rounds(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), confidence, traced, [0, 0])
+    rounds = StepRecord(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), confidence, traced, [0, 0])
     batch, plan = SimpleNamespace(return_logprob=False), SimpleNamespace(indptr=None)
     step = SimpleNamespace(rows=SimpleNamespace(law=SimpleNamespace(temperatures=None)))
     output = LogitsProcessorOutput(next_token_logits=None)

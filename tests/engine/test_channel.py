@@ -11,8 +11,8 @@ from sglang.srt.managers import io_struct  # noqa: F401 - imported late by what 
 from sglang.srt.managers.communicator import FanOutCommunicator
 from starlette.testclient import TestClient
 
-from sglang_dspark.engine.front_end import channel, routes
-from sglang_dspark.engine.front_end.channel import KEY, MOST_WAITING, Channel
+from sglang_dspark.engine.api import channel, routes
+from sglang_dspark.engine.api.channel import KEY, MOST_WAITING, Channel
 from sglang_dspark.errors import BusyError, ConfigError
 
 

@@ -114,9 +114,9 @@ def test_dummy_forwards_of_sglang_are_attended(monkeypatch):
     backend.token_to_kv_pool, backend.req_to_token = Pool(8, torch.float32), torch.zeros(2, 16, dtype=torch.int32)
     phased = PhasedBackend.__new__(PhasedBackend)
     phased.decode_backend = backend
-    # What newer releases ask before they ask the backend of decoding.
+    # What SGLang asks before it asks the backend of decoding.
     settings = SimpleNamespace(dllm=SimpleNamespace(dllm_algorithm=None))
-    monkeypatch.setattr(hybrid_attn_backend, "get_exec", lambda: settings, raising=False)
+    monkeypatch.setattr(hybrid_attn_backend, "get_exec", lambda: settings)
     context = phased.get_cuda_graph_seq_len_fill_value()
     batch = SimpleNamespace(
         spec_info=DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=4),

@@ -36,14 +36,6 @@ def test_it_is_the_memory_of_the_cache(cache):
     assert pool.data_strides.tolist() == [HEADS * DIM * 2] * 2 * LAYERS
 
 
-def test_buffers_that_another_server_reads(cache):
-    """Of PD disaggregation: addresses, bytes and bytes of a page, keys of all layers before values."""
-    addresses, lengths, items = DraftPool(cache, SIZE, PAGE).get_contiguous_buf_infos()
-    assert addresses == [layer.data_ptr() for layer in [*cache.k, *cache.v]]
-    assert lengths == [(SIZE + PAGE) * HEADS * DIM * 2] * 2 * LAYERS
-    assert items == [PAGE * HEADS * DIM * 2] * 2 * LAYERS
-
-
 def test_a_cache_of_another_size_is_no_pool_of_these_slots(cache):
     with pytest.raises(AssertionError, match="28 rows of draft K/V for 32 slots"):
         DraftPool(cache, SIZE + 8, PAGE)

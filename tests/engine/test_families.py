@@ -8,7 +8,6 @@ from family_targets import NUM_TOKENS, PROMPTS, TINY, continued, router_margins,
 from target_probe import ON_GPU, TAPS, Text, probing
 
 from sglang_dspark.draft.families import FAMILIES
-from sglang_dspark.engine.compat.targets import loses_residuals
 
 READER = "Qwen2_5_VLForConditionalGeneration"  # of those that read images, too, and take longest
 ATOL = 2e-3  # of values of some tens; a neighbouring layer differs by ones
@@ -30,8 +29,6 @@ def probe():
     ],
 )
 def test_states_and_greedy_texts(probe, architecture, tmp_path):
-    if loses_residuals(architecture):
-        pytest.skip("refused: SGLang returns hidden states that lack a part")
     chosen = TINY[architecture].chosen
     model = write_target(architecture, tmp_path)
     with router_margins(model, chosen) as margins:

@@ -1,12 +1,14 @@
-"""What the front end makes of candidate labels, and what it costs the scheduler."""
+"""The ``speculation`` field from the front end's one check to what the scheduler reads."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from sglang_dspark.engine.scheduler.options import MOST_LABEL_TOKENS, carried, proposer_of, read, settle
+from sglang_dspark.engine.api.request_field import MAX_LABEL_TOKENS, settle
+from sglang_dspark.engine.scheduler.request_options import BatchOptions, request_options
 from sglang_dspark.proposals.proposer import Proposers
-from sglang_dspark.speculation import Speculation
+from sglang_dspark.speculation import RequestOptions
+from sglang_dspark.step.limits import Limits
 
 
 class Tokenizer:
@@ -21,21 +23,75 @@ class Tokenizer:
         return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
 
 
-def manager(tokenizer):
+def manager(tokenizer=None):
     return SimpleNamespace(tokenizer=tokenizer, server_args=SimpleNamespace(_dspark=SimpleNamespace(drafter=None)))
 
 
-def settled(tokenizer, candidates, **entries):
-    field = Speculation.parse({"preset": "classification", "candidates": candidates})
-    request = SimpleNamespace(sampling_params={"custom_params": {**carried(field), **entries}})
-    settle(manager(tokenizer), request)
-    params = SimpleNamespace(custom_params=request.sampling_params["custom_params"])
-    return SimpleNamespace(sampling_params=params, origin_input_ids=[1, 2])
+def settled(custom_params, tokenizer=None):
+    """The scheduler-side request of one with these ``custom_params``."""
+    parameters = SimpleNamespace(custom_params=custom_params)
+    settle(manager(tokenizer), parameters)
+    return SimpleNamespace(sampling_params=parameters, origin_input_ids=[1, 2])
+
+
+def with_labels(tokenizer, candidates):
+    return settled({"dspark": {"preset": "classification", "candidates": candidates}}, tokenizer)
+
+
+@pytest.mark.parametrize("field", ['{"max_verify": 2, "trace": true}', {"max_verify": 2, "trace": True}])
+def test_text_of_a_body_and_an_object_of_a_program_are_the_same(field):
+    req = settled({"dspark": field, "mine": 1})
+    assert req.sampling_params.custom_params["mine"] == 1
+    assert isinstance(req.sampling_params.custom_params["dspark"], str)
+    assert request_options(req) == RequestOptions(max_verify=2, trace=True)
+
+
+@pytest.mark.parametrize("field", [None, {}, "null", "{}", '{"trace": false}', {"enabled": True, "preset": "none"}])
+def test_values_that_ask_for_nothing_leave_no_trace(field):
+    req = settled({"dspark": field, "mine": 1})
+    assert req.sampling_params.custom_params == {"mine": 1}
+    assert request_options(req) == RequestOptions()
+
+
+@pytest.mark.parametrize("custom_params", [None, {}, {"mine": {"max_verify": 2}}])
+def test_requests_without_the_field_are_left_alone(custom_params):
+    req = settled(custom_params)
+    assert req.sampling_params.custom_params is custom_params
+    assert request_options(req) == RequestOptions()
+
+
+def test_requests_that_share_their_custom_params_are_each_checked():
+    """Prompts of a batch do: what is checked once must not be read as a client's own."""
+    shared = {"dspark": '{"preset": "classification", "candidates": ["ab"]}'}
+    first, second = (settled(shared, Tokenizer()) for _ in range(2))
+    assert request_options(first) == request_options(second)
+    assert shared["dspark"].startswith('{"preset"')
+
+
+@pytest.mark.parametrize(
+    ("field", "named"),
+    [
+        ("x", "speculation must be an object, not 'x'"),
+        ('"x"', "speculation must be an object, not 'x'"),
+        ("[]", r"speculation must be an object, not \[\]"),
+        (1, "speculation must be an object, not 1"),
+        ('{"max_verify": -1}', "speculation.max_verify must be an integer from 0 to 65535, not -1"),
+        ('{"max_verify": NaN}', "speculation.max_verify must be an integer"),
+        ({"trace": {}}, "speculation.trace must be true or false"),
+        ('{"labels": [[7, 8]]}', "speculation.labels is not a known option"),
+        ({"confidence_threshold": 0.5}, "speculation.confidence_threshold needs a drafter with a confidence head"),
+        ({"preset": "classification", "candidates": ["a"]}, "speculation.candidates needs a tokenizer"),
+        ('{"x": ' + "[" * 5000 + "]" * 5000 + "}", "speculation is nested too deeply"),
+    ],
+)
+def test_bad_values_are_refused_by_name(field, named):
+    with pytest.raises(ValueError, match=f"^{named}"):
+        settled({"dspark": field})
 
 
 def test_labels_arrive_in_both_spellings():
-    req = settled(Tokenizer(), ["ab"])
-    proposer = proposer_of(Proposers(), req, read(req))
+    req = with_labels(Tokenizer(), ["ab"])
+    proposer = Proposers().make(request_options(req), req.origin_input_ids)
     proposer.extend([ord(" ")])
     assert proposer.propose(9) == [ord("a"), ord("b")]
     proposer.extend([ord("a")])
@@ -45,17 +101,15 @@ def test_labels_arrive_in_both_spellings():
 def test_the_labels_of_a_batch_are_tokenized_once():
     tokenizer = Tokenizer()
     for _ in range(3):
-        settled(tokenizer, ["yes", "no"])
+        with_labels(tokenizer, ["yes", "no"])
     assert tokenizer.calls == 1
 
 
 def test_too_many_tokens_are_refused_by_name():
     candidates = [f"{place:0100d}" for place in range(100)]
-    with pytest.raises(
-        ValueError, match=rf"speculation.candidates are {100 * 201} tokens.*at most {MOST_LABEL_TOKENS}"
-    ):
-        settled(Tokenizer(), candidates)
-    assert settled(Tokenizer(), candidates[:80])
+    with pytest.raises(ValueError, match=rf"speculation.candidates are {100 * 201} tokens.*at most {MAX_LABEL_TOKENS}"):
+        with_labels(Tokenizer(), candidates)
+    assert with_labels(Tokenizer(), candidates[:80])
 
 
 @pytest.mark.parametrize("candidates", [["\N{GRINNING FACE}" * 51], [f"{place:0199d}" for place in range(200)]])
@@ -63,14 +117,17 @@ def test_too_many_bytes_are_refused_before_they_are_tokenized(candidates):
     with pytest.raises(
         ValueError, match=r"speculation.candidates must be strings of at most 200 bytes, and 32768 in all"
     ):
-        settled(None, candidates)
+        with_labels(None, candidates)
 
 
-def test_label_tokens_of_a_client_count_for_nothing():
-    req = settled(Tokenizer(), ["ab"], dspark_labels=[7, 8, -1])
-    proposer = proposer_of(Proposers(), req, read(req))
-    proposer.extend([7])
-    assert proposer.propose(9) == []
-    request = SimpleNamespace(sampling_params={"custom_params": {"dspark_labels": [7] * 1000}})
-    settle(manager(None), request)
-    assert request.sampling_params["custom_params"] == {}
+def test_options_of_a_request_are_read_once():
+    req = settled({"dspark": {"max_verify": 2}})
+    assert request_options(req) is request_options(req)
+
+
+def test_a_batch_has_limits_only_if_a_request_asks_for_less():
+    usual, traced, short = (settled({"dspark": field}) for field in (None, {"trace": True}, {"max_verify": 2}))
+    assert BatchOptions.of([usual, usual], 7).limits is None
+    both = BatchOptions.of([traced, short], 7)
+    assert (both.limits, both.traced, both.presets) == (Limits((7, 2), (0, 0)), True, ())
+    assert BatchOptions.of([usual, short], 2).limits is None

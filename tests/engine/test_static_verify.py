@@ -51,7 +51,7 @@ def test_without_a_buffer_logits_keep_their_dtype(buffered, cap):
 
 
 def test_the_number_of_real_rows_is_known_on_the_device():
-    """A replay reads it anew: routing of experts, for one, leaves out the rows behind it."""
+    """A replay reads it again: routing of experts, for one, leaves out the rows behind it."""
     seen = []
 
     def forward(input_ids, positions, batch):

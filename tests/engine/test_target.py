@@ -74,23 +74,6 @@ def test_the_draft_cache_is_counted_in_layers_of_one_rank(tp_size, layers):
     assert runner.spec_aux_config.dflash_draft_num_layers == layers
 
 
-def test_positions_stay_where_a_model_moves_them():
-    """Draft K/V is written by the tensor that the target was handed."""
-
-    def moving(input_ids, positions, forward_batch):
-        positions += 1
-        return positions
-
-    for architecture, moves in (("Gemma3ForConditionalGeneration", True), ("Qwen3ForCausalLM", False)):
-        model = SimpleNamespace(forward=moving, language_model=SimpleNamespace(set_eagle3_layers_to_capture=None))
-        runner = target_runner(model=model)
-        runner.model_config.hf_config.architectures = [architecture]
-        target_of(runner)
-        positions = torch.arange(3)
-        assert runner.model.forward(None, positions, forward_batch=None).tolist() == [1, 2, 3]
-        assert (positions.tolist() == [0, 1, 2]) == moves
-
-
 def test_the_draft_cache_does_not_follow_the_targets_dtype():
     """Two layers of 16 bits beside a target whose layers have eight."""
     runner = target_runner(dtype=torch.bfloat16, kv_cache_dtype=torch.float8_e4m3fn)

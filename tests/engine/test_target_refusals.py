@@ -7,41 +7,24 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.models.gemma3_causal import Gemma3DecoderLayer
 
 from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of
-from sglang_dspark.engine.startup.target_refusals import target_refusals
+from sglang_dspark.engine.startup.target_refusals import rope_refusal
 from sglang_dspark.errors import UnservedError
 
 
-def refusals(architecture, rope=None, context_len=8192):
+def refusal(rope, context_len=8192):
     text_config = SimpleNamespace(rope_parameters=rope, original_max_position_embeddings=4096)
-    model_config = SimpleNamespace(hf_text_config=text_config, context_len=context_len)
-    return list(target_refusals(family_of([architecture]), model_config, window=8))
-
-
-@pytest.mark.parametrize("hands_on", [True, False])
-def test_hidden_states_that_are_not_summed_up_are_not_drafted_from(hands_on, monkeypatch):
-    def whole(self, hidden_states):
-        return hidden_states
-
-    def halves(self, hidden_states, residual):
-        return hidden_states, residual
-
-    monkeypatch.setattr(Gemma3DecoderLayer, "forward", halves if hands_on else whole)
-    found = refusals("Gemma3ForCausalLM")
-    assert len(found) == hands_on
-    assert all("serve it without --speculative-algorithm" in refusal for refusal in found)
+    return rope_refusal(SimpleNamespace(hf_text_config=text_config, context_len=context_len), window=8)
 
 
 @pytest.mark.parametrize(
     "rope", [{"rope_type": "longrope", "original_max_position_embeddings": 4096}, {"type": "longrope"}]
 )
 def test_a_target_whose_rotation_depends_on_the_batch(rope):
-    [refusal] = refusals("Phi3ForCausalLM", rope)
-    assert "--context-length 4088" in refusal
-    assert refusals("Phi3ForCausalLM", rope, context_len=4088) == []
-    assert refusals("Phi3ForCausalLM", {"rope_type": "default"}) == []
+    assert "--context-length 4088" in refusal(rope)
+    assert refusal(rope, context_len=4088) is None
+    assert refusal({"rope_type": "default"}) is None
 
 
 BUILT_IN = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine builtin"

@@ -13,9 +13,11 @@ from dspark_kernels.sampling.noise import Purpose, RoundKeys
 from enumerated_law import FILTERS, PENALTIES, STATIC, THRESHOLD, half_of, law_error, one_of_a_block
 from toy_pair import GAMMA, ToyLoop
 
-from sglang_dspark.scheduling import admission, schedule
 from sglang_dspark.scheduling.forecast import Forecast
+from sglang_dspark.step import selection
 from sglang_dspark.step.confidence import Confidence
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.selection import TopK
 from sglang_dspark.worker import stages
 from sglang_dspark.worker.drafter import Drafter
 
@@ -36,30 +38,30 @@ def likes_a_token(survival, tokens):
 
 
 def ranked_by_value(monkeypatch):
-    after(monkeypatch, admission, "ranked", lambda order, choice, drafted: likes_a_token(order, drafted.block.tokens))
+    after(monkeypatch, TopK, "_order", lambda order, rule, drafted, *rest: likes_a_token(order, drafted.block.tokens))
 
 
 def budget_by_successor(monkeypatch):
     """The last draft's survival knows the first draft."""
 
-    def change(admitted, choice, drafted, *rest):
-        return replace(admitted, budget=GAMMA if drafted.survival[0, 1] > 0.92 * drafted.survival[0, 0] else 0)
+    def change(selected, decision, drafted):
+        return replace(selected, budget=GAMMA if drafted.survival[0, 1] > 0.92 * drafted.survival[0, 0] else 0)
 
-    after(monkeypatch, schedule, "admit", change)
+    after(monkeypatch, StepDecision, "select", change)
 
 
 def budget_by_value(monkeypatch):
-    def change(admitted, choice, drafted, *rest):
-        return replace(admitted, budget=GAMMA * int(drafted.block.tokens[0, 0] == 0))
+    def change(selected, decision, drafted):
+        return replace(selected, budget=GAMMA * int(drafted.block.tokens[0, 0] == 0))
 
-    after(monkeypatch, schedule, "admit", change)
+    after(monkeypatch, StepDecision, "select", change)
 
 
 def bound_by_value(monkeypatch):
     def change(lens, confidence, threshold):
         return GAMMA * (confidence[:, 1] > 0.92).long()
 
-    after(monkeypatch, admission, "above_threshold", change)
+    after(monkeypatch, selection, "above_threshold", change)
 
 
 def same_noise_in_every_round(monkeypatch):
@@ -236,17 +238,17 @@ def laws_without_their_filter(monkeypatch):
 def forced_by_value(monkeypatch):
     """A request is verified whatever its survival where its draft is a certain token."""
 
-    def change(order, choice, drafted):
+    def change(order, rule, drafted, *rest):
         return torch.where(drafted.block.tokens[:, : order.shape[1]] == 1, 2.0, order)
 
-    after(monkeypatch, admission, "ranked", change)
+    after(monkeypatch, TopK, "_order", change)
 
 
 def rows_in_another_order(monkeypatch):
     """The target reads the drafts in another order than they are judged."""
-    served = stages.lay_out
-    change = lambda requests, tokens, admitted: served(requests, tokens.roll(1, 1), admitted)  # noqa: E731
-    monkeypatch.setattr(stages, "lay_out", change)
+    served = stages.build_plan
+    change = lambda requests, tokens, selected: served(requests, tokens.roll(1, 1), selected)  # noqa: E731
+    monkeypatch.setattr(stages, "build_plan", change)
 
 
 ALL, ONE = PENALTIES["all"], {"schedule": "static", "verify_len": 1}

@@ -12,12 +12,10 @@ from family_targets import NUM_TOKENS, PROMPTS, continued, said, write_target
 from target_probe import TAPS, Text, probing
 
 from sglang_dspark.draft.families import FAMILIES
-from sglang_dspark.engine.compat.targets import loses_residuals
 
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-ARCHITECTURES = [family.architecture for family in FAMILIES if not loses_residuals(family.architecture)]
 ROUNDING = 0.05  # of a row's norm; a neighbouring layer differs by about the whole of it
 MARGIN = 0.5  # of logits that rounding does not swap
 
@@ -28,7 +26,7 @@ def probe():
         yield process
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [family.architecture for family in FAMILIES])
 def test_states_and_tokens(probe, architecture, tmp_path):
     """Nine rows of ten: where two experts stand close, rounding may choose the other one, and the row is another."""
     model = write_target(architecture, tmp_path)

@@ -29,5 +29,5 @@ def poison():
 
 @pytest.fixture
 def device() -> torch.device:
-    """Where Triton kernels run."""
+    """Return where Triton kernels run."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from dspark_kernels import DraftBlock, DraftHeads, RoundKeys, SamplingRows, Windows, accept_ref, draft_block_ref, draw
+from dspark_kernels import (
+    Accepted,
+    DraftBlock,
+    DraftHeads,
+    RoundKeys,
+    SamplingRows,
+    Windows,
+    accept_ref,
+    draft_block_ref,
+    draw,
+    simulated_accept,
+)
 
 BS, GAMMA, VOCAB = 6, 4, 9000
 GREEDY, PLAIN, SEEDED = (0.0, -1, 1.0, 0.0, None), (1.0, -1, 1.0, 0.0, None), (0.8, -1, 0.9, 0.1, 5)
@@ -45,6 +56,12 @@ def test_accepting_reads_nothing_back(batch, gamma):
     block = DraftBlock(ints(BS, gamma), floats(BS, gamma, VOCAB), copied=floats(BS, gamma) > 0)
     accepted = accept_ref(block, Windows(ints(BS), ints(BS + 1)), floats(17, VOCAB), ints(BS), *batch)
     assert accepted.out_tokens.shape == (BS, gamma + 1)
+
+
+def test_simulating_reads_nothing_back():
+    judged = Accepted(ints(BS), ints(BS), ints(BS, GAMMA + 1), ints(BS))
+    accepted = simulated_accept(judged, ints(BS, GAMMA), ints(BS), floats(GAMMA).double())
+    assert accepted.out_tokens.shape == (BS, GAMMA + 1)
 
 
 def test_reading_back_would_raise():

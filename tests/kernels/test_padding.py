@@ -13,7 +13,6 @@ import torch
 from acceptance_cases import make_case
 from draft_heads import as_weights, draft_heads
 from dspark_kernels import (
-    Accepted,
     Adjustment,
     AdjustmentTable,
     CommitRows,
@@ -205,14 +204,6 @@ def prepare(form, case):
     return list(vars(form(real, 4, 77, buffers)).values())
 
 
-def simulated_accept(form, case):
-    judged = Accepted(case.ints(5, most=3), *(case.ints(*shape, most=90, real=3) for shape in ((5,), (5, 5), (5,))))
-    keys = RoundKeys(3, 4, torch.arange(5, device=case.device), torch.zeros(5, dtype=torch.int64))
-    profile = torch.tensor([0.9, 0.5, 0.8, 0.7], dtype=torch.float64, device=case.device)
-    drafts, verify_lens = case.ints(5, 4, most=90, real=3), torch.tensor([4, 2, 3, 0, 0], device=case.device)
-    return [part[:3] for part in vars(form(judged, drafts, verify_lens, profile, keys)).values()]
-
-
 def distribution_loss(form, case):
     """Training has no padding; a position whose teacher is broken must not harm the others."""
     logits, target = case.rand(5, 60, real=3), case.rand(5, 60, real=3)
@@ -235,7 +226,6 @@ CASES = [
     plan_uniform,
     plan_staged,
     prepare,
-    simulated_accept,
     distribution_loss,
 ]
 

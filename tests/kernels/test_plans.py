@@ -23,7 +23,7 @@ from dspark_kernels import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dspark.scheduling.selection import top_prefixes
+from sglang_dspark.step.selected import top_prefixes
 
 SIZES = [(bs, depth) for bs in (1, 3, 17, 130) for depth in (1, 5, 16)]
 FIELDS = [field.name for field in fields(VerifyRows)]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dspark.proposals.candidate_labels import CandidateLabels, LabelTrie, join_labels, spellings, split_labels
+from sglang_dspark.proposals.candidate_labels import CandidateLabels, LabelTrie, spellings
 
 tokens = st.integers(0, 3)
 label_lists = st.lists(st.lists(tokens, max_size=5).map(tuple), max_size=4)
@@ -56,8 +56,3 @@ def test_a_text_costs_the_same_per_token_whatever_the_labels_are(length, output)
     watched = CandidateLabels(trie)
     watched.extend([0] * output + [1])
     assert follows <= 2 * (output + 1)
-
-
-@given(label_lists)
-def test_labels_survive_the_journey(labels):
-    assert split_labels(join_labels(labels)) == labels

@@ -4,26 +4,25 @@ import gc
 
 import pytest
 
-from sglang_dspark.proposals.candidate_labels import join_labels
 from sglang_dspark.proposals.proposer import Proposers
-from sglang_dspark.speculation import Speculation
+from sglang_dspark.speculation import RequestOptions
 
-SUMMARY = Speculation(preset="summarization")
-CLASSES = Speculation(preset="classification", candidates=("a",))
+SUMMARY = RequestOptions(preset="summarization")
+CLASSES = RequestOptions(preset="classification", labels=((1, 2, 3), (4, 5)))
 
 
 def test_samples_of_a_prompt_share_its_index():
     proposers = Proposers()
-    first, second, other = (proposers.make(SUMMARY, prompt, ()) for prompt in ([1, 2, 3], (1, 2, 3), [1, 2, 4]))
+    first, second, other = (proposers.make(SUMMARY, prompt) for prompt in ([1, 2, 3], (1, 2, 3), [1, 2, 4]))
     assert first._prompt is second._prompt
     assert other._prompt is not first._prompt
-    assert proposers.make(Speculation(preset="summarization", max_ngram=4), [1, 2, 3], ())._prompt is not first._prompt
+    assert proposers.make(RequestOptions(preset="summarization", max_ngram=4), [1, 2, 3])._prompt is not first._prompt
 
 
 def test_requests_with_equal_labels_share_a_trie():
     proposers = Proposers()
-    labels = join_labels([(1, 2, 3), (4, 5)])
-    first, second = (proposers.make(CLASSES, [9], list(labels)) for _ in range(2))
+    equal = RequestOptions(preset="classification", labels=((1, 2, 3), (4, 5)))
+    first, second = (proposers.make(options, [9]) for options in (CLASSES, equal))
     assert first._trie is second._trie
     first.extend([1])
     assert first.propose(9) == [2, 3]
@@ -32,7 +31,7 @@ def test_requests_with_equal_labels_share_a_trie():
 
 def test_nothing_is_kept_for_requests_that_are_gone():
     proposers = Proposers()
-    kept = [proposers.make(SUMMARY, [1, 2, 3], ()), proposers.make(CLASSES, [9], [1, 2, -1])]
+    kept = [proposers.make(SUMMARY, [1, 2, 3]), proposers.make(CLASSES, [9])]
     assert len(proposers._prompts) == len(proposers._tries) == 1
     kept.clear()
     gc.collect()
@@ -41,4 +40,4 @@ def test_nothing_is_kept_for_requests_that_are_gone():
 
 def test_a_request_without_a_preset_has_no_proposer():
     with pytest.raises(ValueError, match="proposes nothing"):
-        Proposers().make(Speculation(), [1], ())
+        Proposers().make(RequestOptions(), [1])

@@ -19,9 +19,10 @@ from sglang_dspark.scheduling.auto_policy import (
     draft_depths,
 )
 from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
-from sglang_dspark.scheduling.policies import FixedPolicy, LivePolicy
+from sglang_dspark.scheduling.policies import EarlyStopPolicy, FixedPolicy, ThresholdPolicy
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
-from sglang_dspark.step.choice import PLAIN, Choice, Rule
+from sglang_dspark.step.decision import PLAIN, StepDecision
+from sglang_dspark.step.selection import FixedLength, Threshold, TopK
 
 CONTEXT = 300.0
 GOOD, BAD = 0.9, 0.3  # conditional acceptance
@@ -55,7 +56,7 @@ def run(policy, steps, requests=4):
 def usual(policy, steps, requests=4):
     """Choices that do not serve to learn something."""
     made = [(policy.choose(requests, CONTEXT), policy.probing) for _ in range(steps)]
-    return [choice for choice, probing in made if not probing]
+    return [decision for decision, probing in made if not probing]
 
 
 def sides(policy, steps):
@@ -64,7 +65,7 @@ def sides(policy, steps):
 
 
 def whole(requests):
-    return Choice(Rule.TOP, GAMMA, GAMMA * requests)
+    return StepDecision(GAMMA, TopK(GAMMA * requests))
 
 
 @pytest.mark.parametrize("requests", [1, 4, 12])
@@ -82,10 +83,10 @@ def test_it_speculates_where_drafts_are_good():
 
 def test_it_trims_where_tokens_cost():
     policy = make_policy(compute_bound(), 0.7, depths=draft_depths(compute_bound().draft_ms))
-    choice = policy.choose(32, CONTEXT)
-    assert 0 < choice.budget < 32 * GAMMA
-    assert choice.depth < GAMMA
-    assert choice.budget <= 32 * choice.depth
+    decision = policy.choose(32, CONTEXT)
+    assert 0 < decision.max_drafts(0) < 32 * GAMMA
+    assert decision.draft_len < GAMMA
+    assert decision.max_drafts(0) <= 32 * decision.draft_len
 
 
 def test_it_parks_at_once_where_plain_is_much_faster():
@@ -139,16 +140,21 @@ def test_a_resumption_has_to_be_worth_something():
 
 def at_probes(choices, usual):
     """Steps at which something else was done, and what."""
-    steps = [step for step, choice in enumerate(choices) if choice != usual]
+    steps = [step for step, decision in enumerate(choices) if decision != usual]
     return steps, [choices[step] for step in steps]
 
 
 def test_a_parked_server_probes_one_request_after_the_other():
     policy = make_policy(break_even(BAD, advantage=-0.6), BAD)
     _, probes = at_probes(run(policy, 4000, requests=3), PLAIN)
-    assert probes[0] == Choice(Rule.TOP, GAMMA, GAMMA, forced=1, drafted=(1,), weight=PARKED_PROBE_WEIGHT)
-    assert [probe.drafted for probe in probes[:6]] == [(r,) for r in (1, 2, 0, 1, 2, 0)]
-    assert {replace(probe, forced=0, drafted=(0,)) for probe in probes} == {replace(probes[0], forced=0, drafted=(0,))}
+    assert probes[0] == StepDecision(
+        GAMMA, TopK(GAMMA, probe_request=1), draft_requests=(1,), weight=PARKED_PROBE_WEIGHT
+    )
+    assert [probe.draft_requests for probe in probes[:6]] == [(r,) for r in (1, 2, 0, 1, 2, 0)]
+    assert {replace(probe, selection=TopK(GAMMA, probe.selection.probe_request)) for probe in probes} == set(probes)
+    assert {replace(probe, selection=TopK(0), draft_requests=None) for probe in probes} == {
+        replace(probes[0], selection=TopK(0), draft_requests=None)
+    }
 
 
 def test_a_probe_of_graphs_shows_all_requests():
@@ -156,15 +162,15 @@ def test_a_probe_of_graphs_shows_all_requests():
     policy = make_policy(break_even(BAD, advantage=-0.6), BAD)
     policy.whole_batches = True
     _, probes = at_probes(run(policy, 4000, requests=3), PLAIN)
-    assert probes[0] == Choice(Rule.TOP, GAMMA, GAMMA, forced=1, weight=PARKED_PROBE_WEIGHT)
+    assert probes[0] == StepDecision(GAMMA, TopK(GAMMA, probe_request=1), weight=PARKED_PROBE_WEIGHT)
 
 
 def test_probes_of_a_parked_server_get_rarer_the_more_they_cost():
     def steps_between(extra_ms):
         policy = make_policy(costly_drafts(extra_ms), BAD)
         choices = run(policy, 6000, requests=1)
-        probes = [step for step, choice in enumerate(choices) if choice.forced is not None]
-        assert {choices[step].drafted for step in probes} == {None}  # a lone request's step is a whole batch's
+        probes = [step for step, decision in enumerate(choices) if decision.selection.probe_request is not None]
+        assert {choices[step].draft_requests for step in probes} == {None}  # a lone request's step is a whole batch's
         return np.diff(probes)
 
     for extra_ms in (10 * (tokens(BAD) - 1) * 1.05, 15.0, 30.0, 60.0):
@@ -189,45 +195,45 @@ def test_probes_are_rarer_where_drafting_for_one_drafts_for_all():
 
 
 def run_and_time(policy, steps, truth, requests=4):
-    """Whole-batch steps take ``truth(choice)`` times what the table says."""
+    """Whole-batch steps take ``truth(decision)`` times what the table says."""
     for _ in range(steps):
-        choice = policy.choose(requests, CONTEXT)
-        if choice.drafted is None:
-            kind = StepKind(requests, requests + choice.budget, choice.depth, CONTEXT)
+        decision = policy.choose(requests, CONTEXT)
+        if decision.draft_requests is None:
+            kind = StepKind(requests, requests + decision.max_drafts(0), decision.draft_len, CONTEXT)
             ms = policy.times.table.step_ms(requests, kind.num_tokens, kind.depth, CONTEXT)
-            policy.times.observe(kind, truth(choice) * ms)
-        yield choice
+            policy.times.observe(kind, truth(decision) * ms)
+        yield decision
 
 
 def test_a_step_that_the_table_may_be_wrong_about_is_timed():
     """Parked by a table that takes the drafter for slower than it is: the truth is found, and speculation goes on."""
     policy = make_policy(break_even(BAD, advantage=-0.25), BAD)
-    choices = run_and_time(policy, 3000, lambda choice: 0.6 if choice.depth else 1.0)
-    parked = [choice for choice in choices if policy.parked]
+    choices = run_and_time(policy, 3000, lambda decision: 0.6 if decision.draft_len else 1.0)
+    parked = [decision for decision in choices if policy.parked]
     assert PLAIN in parked
     assert not policy.parked
     assert len(parked) < 2000
-    assert 1 <= sum(choice.depth > 0 and choice.drafted is None for choice in parked) <= 12
+    assert 1 <= sum(decision.draft_len > 0 and decision.draft_requests is None for decision in parked) <= 12
 
 
 def test_the_plain_step_is_timed_while_speculating():
     """By a table that takes plain steps for slower than they are, speculation pays. It does not."""
     policy = make_policy(break_even(GOOD, advantage=0.2), GOOD)
-    choices = list(run_and_time(policy, 1500, lambda choice: 1.0 if choice.depth else 0.7))
+    choices = list(run_and_time(policy, 1500, lambda decision: 1.0 if decision.draft_len else 0.7))
     assert choices[0] == whole(4)
     assert policy.parked
 
 
 def test_a_step_that_is_known_well_and_slower_is_left_alone():
     policy = make_policy(break_even(GOOD, advantage=0.2), GOOD)
-    choices = list(run_and_time(policy, 8000, lambda choice: 1.0))
+    choices = list(run_and_time(policy, 8000, lambda decision: 1.0))
     assert 0 < choices[:4000].count(PLAIN) < 12
     assert choices[4000:].count(PLAIN) < 6
 
 
 def test_a_step_out_of_the_question_is_not_timed():
     policy = make_policy(break_even(GOOD, advantage=1.0), GOOD)
-    assert PLAIN not in run_and_time(policy, 3000, lambda choice: 1.0)
+    assert PLAIN not in run_and_time(policy, 3000, lambda decision: 1.0)
 
 
 def trimming_policy(confidence=0.6):
@@ -241,12 +247,14 @@ def trimming_policy(confidence=0.6):
 def test_a_trimmed_server_verifies_one_request_in_full_now_and_then():
     policy = trimming_policy()
     usual = policy.choose(4, CONTEXT)
-    assert usual == Choice(Rule.TOP, GAMMA, 12)
+    assert usual == StepDecision(GAMMA, TopK(12))
     steps, probes = at_probes(run(policy, 2500), usual)
-    forced = [probe for probe in probes if probe.forced is not None]
-    assert {replace(probe, forced=None) for probe in forced} == {Choice(Rule.TOP, GAMMA, 12 + GAMMA)}
-    assert [probe.forced for probe in forced[:8]] == [1, 2, 3, 0, 1, 2, 3, 0]
-    full = [step for step, probe in zip(steps, probes, strict=True) if probe.forced is not None]
+    forced = [probe for probe in probes if probe.selection.probe_request is not None]
+    assert {replace(probe, selection=TopK(probe.selection.budget)) for probe in forced} == {
+        StepDecision(GAMMA, TopK(12 + GAMMA))
+    }
+    assert [probe.selection.probe_request for probe in forced[:8]] == [1, 2, 3, 0, 1, 2, 3, 0]
+    full = [step for step, probe in zip(steps, probes, strict=True) if probe.selection.probe_request is not None]
     assert min(np.diff(full)) >= PROBE_STEPS
 
 
@@ -254,14 +262,16 @@ def test_a_full_probe_does_not_ask_for_more_drafts_than_there_are():
     policy = make_policy(compute_bound(), 0.6, depths=tuple(range(1, GAMMA + 1)))
     for requests in (1, 2, 3):
         choices = run(policy, 800, requests)
-        assert all(choice.budget <= requests * choice.depth for choice in choices)
-        forced = {choice.forced for choice in choices if choice.forced is not None}
+        assert all(decision.max_drafts(0) <= requests * decision.draft_len for decision in choices)
+        forced = {
+            decision.selection.probe_request for decision in choices if decision.selection.probe_request is not None
+        }
         assert forced == set(range(requests))
 
 
 def test_whole_blocks_need_no_full_probe():
     policy = make_policy(memory_bound(), GOOD)
-    assert all(choice.forced is None for choice in run(policy, 500))
+    assert all(decision.selection.probe_request is None for decision in run(policy, 500))
 
 
 def test_probes_cost_a_small_share():
@@ -271,18 +281,24 @@ def test_probes_cost_a_small_share():
             policy = make_policy(table, confidence)
             run(policy, 200, requests)
             lost = ms = 0.0
-            for choice in run(policy, 4000, requests):
-                depth, budget = choice.depth, choice.budget
-                if choice.drafted is not None:
+            for decision in run(policy, 4000, requests):
+                depth, budget = decision.draft_len, decision.max_drafts(0)
+                if decision.draft_requests is not None:
                     draft = policy.times.one(1, 0, GAMMA, CONTEXT) - policy.times.one(1, 0, 0, CONTEXT)
                     step_ms, gain = policy.times.one(requests, GAMMA, 0, CONTEXT) + draft, 0.0
                 elif depth == 0:
                     step_ms, gain = policy.times.one(requests, 0, 0, CONTEXT), 0.0
                 else:
                     step_ms = policy.times.one(requests, budget, depth, CONTEXT)
-                    gain = policy.survivals.gains(requests)[0, budget] if choice.forced is None else 0.0
+                    gain = (
+                        policy.survivals.gains(requests)[0, budget] if decision.selection.probe_request is None else 0.0
+                    )
                 # A request that is verified in full takes nothing from the others.
-                committed = requests + gain if choice.forced is None or choice.drafted else policy._last.committed
+                committed = (
+                    requests + gain
+                    if decision.selection.probe_request is None or decision.draft_requests
+                    else policy._last.committed
+                )
                 lost += committed - policy._last.tokens_per_ms * step_ms
                 ms += step_ms
             assert lost / ms / policy._last.tokens_per_ms > -1.5 * PROBE_SHARE
@@ -300,10 +316,10 @@ def test_a_little_better_changes_nothing():
     equal = 11 * (1 - tokens(confidence, 2) / tokens(confidence, 3))  # this much faster, two drafts are as good
     policy = make_policy(table(-equal), confidence)
     policy._drafts = 3.0
-    assert policy.choose(4, CONTEXT).budget == 12
+    assert policy.choose(4, CONTEXT).max_drafts(4) == 12
     for faster, budget in ((0.9 * MIN_GAIN, 12), (1.1 * MIN_GAIN, 8)):
         policy.times = StepTimes(table(-equal - faster * (11 - equal) / (1 + faster)))
-        assert run(policy, OUTLOOK_STEPS)[-1].budget == budget
+        assert run(policy, OUTLOOK_STEPS)[-1].max_drafts(0) == budget
 
 
 def test_the_incumbent_keeps_its_drafts_per_request_when_the_load_changes():
@@ -317,11 +333,11 @@ def test_equal_knowledge_gives_equal_choices():
         policy, rng = make_policy(compute_bound(), depths=tuple(range(1, GAMMA + 1))), np.random.default_rng(0)
         for _ in range(600):
             requests = int(rng.choice([1, 2, 5, 30]))
-            choice = policy.choose(requests, CONTEXT)
-            yield choice
+            decision = policy.choose(requests, CONTEXT)
+            yield decision
             policy.survivals.observe(rng.beta(4, 1, size=(requests, GAMMA)).cumprod(1))
-            if choice.drafted is None:
-                kind = StepKind(requests, requests + choice.budget, choice.depth, CONTEXT)
+            if decision.draft_requests is None:
+                kind = StepKind(requests, requests + decision.max_drafts(0), decision.draft_len, CONTEXT)
                 policy.times.observe(kind, float(rng.uniform(10, 50)))
 
     first = list(choices())
@@ -334,9 +350,9 @@ def test_with_tiers_a_step_fills_one(requests):
     """Probes aside, which take what they need."""
     tiers = (8, 16, 24, 32, 48, 64, 96, 128, 160)
     policy = make_policy(compute_bound(tiers=tiers), 0.7)
-    for choice in run(policy, PROBE_STEPS - 1, requests):
-        if choice.depth:
-            assert requests + choice.budget in tiers or choice.budget == requests * GAMMA
+    for decision in run(policy, PROBE_STEPS - 1, requests):
+        if decision.draft_len:
+            assert requests + decision.max_drafts(0) in tiers or decision.max_drafts(0) == requests * GAMMA
 
 
 def test_the_report_is_about_the_last_choice():
@@ -359,13 +375,16 @@ def test_depths_are_told_apart_where_shallow_blocks_are_cheaper():
 
 
 def test_fixed_policies():
-    assert FixedPolicy(3).choose(5, CONTEXT) == Choice(Rule.UNIFORM, 3)
+    assert FixedPolicy(3).choose(5, CONTEXT) == StepDecision(3, FixedLength())
     assert FixedPolicy(0, "off").choose(5, CONTEXT) == PLAIN
     assert FixedPolicy(3).report() == {"verify_len": 3}
 
 
 def test_live_policies_draft_whole_blocks():
-    policy = LivePolicy(Rule.THRESHOLD, 5, 0.4)
-    assert (policy.name, policy.choose(9, CONTEXT)) == ("threshold", Choice(Rule.THRESHOLD, 5))
+    policy = ThresholdPolicy(5, 0.4)
+    assert (policy.name, policy.choose(9, CONTEXT)) == ("threshold", StepDecision(5, Threshold(0.4)))
     assert policy.report() == {"confidence_threshold": 0.4}
-    assert LivePolicy(Rule.EARLY_STOP, 5).report() == {}
+    times = StepTimes(memory_bound())
+    decision = EarlyStopPolicy(GAMMA, times).choose(2, CONTEXT)
+    assert decision.draft_len == GAMMA
+    assert decision.selection.step_ms == tuple(times.by_drafts(2, GAMMA, CONTEXT))

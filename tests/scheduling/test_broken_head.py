@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from sglang_dspark.calibration.online import OnlineCalibration
-from sglang_dspark.scheduling.admission import Best
 from sglang_dspark.scheduling.forecast import Forecast
+from sglang_dspark.step.selected import TopDrafts
 
 GAMMA = 3
 
@@ -23,5 +23,5 @@ def test_a_draft_without_a_confidence_is_not_expected_to_survive(forecast):
 @pytest.mark.parametrize("budget", range(2 * GAMMA + 1))
 def test_as_many_drafts_are_verified_as_the_step_has_rows_for(forecast, budget):
     logits = torch.tensor([[0.0, torch.nan, 5.0], [torch.nan, 5.0, 5.0]])
-    best = Best(forecast.survival(logits, 2, GAMMA), budget)
+    best = TopDrafts(forecast.survival(logits, 2, GAMMA), budget)
     assert int(best.verify_lens.sum()) == budget

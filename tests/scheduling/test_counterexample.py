@@ -14,7 +14,8 @@ import torch
 from dspark_kernels import DraftHeads, RoundKeys, SamplingRows, Windows, accept_ref, draft_block_ref
 from scipy import stats
 
-from sglang_dspark.scheduling.selection import early_stop, top_prefixes
+from sglang_dspark.step.selected import top_prefixes
+from sglang_dspark.step.selection import early_stop
 
 ALPHA = 1e-4
 NUM_TRIALS = 30_000

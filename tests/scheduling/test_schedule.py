@@ -11,10 +11,11 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.forecast import LEARN_STEPS
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.choice import PLAIN, Choice, Rule
 from sglang_dspark.step.confidence import Confidence
-from sglang_dspark.step.limits import Limits
-from sglang_dspark.step.state import Drafted, Rounds
+from sglang_dspark.step.decision import PLAIN, StepDecision
+from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.selection import FixedLength, TopK
+from sglang_dspark.step.state import Drafted
 
 GAMMA = 3
 CPU = torch.device("cpu")
@@ -33,10 +34,10 @@ def schedule(*, gamma=GAMMA, with_head=True, with_table=True, **options):
     return made
 
 
-def rounds(choice, drafted, verify_lens, logits=None, survival=None):
+def rounds(decision, drafted, verify_lens, logits=None, survival=None):
     requests = [f"r{index}" for index in range(len(drafted))]
-    return Rounds(
-        requests, choice, drafted, torch.tensor(verify_lens), confidence(logits, survival), None, [0] * len(drafted)
+    return StepRecord(
+        requests, decision, drafted, torch.tensor(verify_lens), confidence(logits, survival), None, [0] * len(drafted)
     )
 
 
@@ -54,7 +55,6 @@ def tokens(requests, depth):
     ("options", "fields", "complaint"),
     [
         ({"gamma": 0, "with_table": False, "schedule": "off"}, {"policy": "auto"}, "without K/V slots"),
-        ({"gamma": 0, "with_table": False, "schedule": "off"}, {"policy": "adaptive-block"}, "without K/V slots"),
         ({"with_table": False, "schedule": "static"}, {"policy": "auto"}, "measured step times"),
         ({"with_table": False, "schedule": "static"}, {"policy": "early-stop"}, "measured step times"),
         ({"with_head": False}, {"policy": "threshold", "confidence_threshold": 0.5}, "confidence head"),
@@ -71,11 +71,11 @@ def test_policies_that_cannot_be_had_leave_the_old_one(options, fields, complain
 
 def test_a_switch_takes_effect_at_once():
     made = schedule()
-    assert made.choose(["a", "b"], 64.0).rule is Rule.TOP
+    assert made.choose(["a", "b"], 64.0).selection.max_drafts(0) is not None
     made.switch({"policy": "static", "verify_len": 2})
-    assert made.choose(["a", "b"], 64.0) == Choice(Rule.UNIFORM, 2)
+    assert made.choose(["a", "b"], 64.0) == StepDecision(2, FixedLength())
     made.switch({"policy": "off"})
-    assert made.choose(["a", "b"], 64.0).depth == 0
+    assert made.choose(["a", "b"], 64.0).draft_len == 0
 
 
 def test_survival_is_the_product_of_calibrated_confidences():
@@ -87,9 +87,9 @@ def test_survival_is_the_product_of_calibrated_confidences():
 
 def test_without_a_head_survival_follows_the_observed_acceptance():
     made = schedule(with_head=False)
-    choice = Choice(Rule.TOP, GAMMA, 4 * GAMMA)
+    decision = StepDecision(GAMMA, TopK(4 * GAMMA))
     for _ in range(300):  # the first draft always, the second never
-        made.observe(rounds(choice, [GAMMA] * 4, [GAMMA] * 4), [0, 1, 2, 3], [1] * 4)
+        made.observe(rounds(decision, [GAMMA] * 4, [GAMMA] * 4), [0, 1, 2, 3], [1] * 4)
     survival = made.forecast.survival(None, 2, GAMMA)
     assert survival.shape == (2, GAMMA)
     assert survival[0, 0] > 0.99
@@ -98,9 +98,9 @@ def test_without_a_head_survival_follows_the_observed_acceptance():
 
 def test_only_drafted_requests_that_still_run_are_learned_from():
     made = schedule()
-    choice = Choice(Rule.TOP, GAMMA, GAMMA, forced=1, drafted=(1,))
+    decision = StepDecision(GAMMA, TopK(GAMMA, probe_request=1), draft_requests=(1,))
     logits, survival = torch.zeros(3, GAMMA), torch.full((3, GAMMA), 0.5)
-    step = rounds(choice, [0, GAMMA, 0], [0, GAMMA, 0], logits, survival)
+    step = rounds(decision, [0, GAMMA, 0], [0, GAMMA, 0], logits, survival)
     before = made.forecast.positions.conditional().copy()
     made.observe(step, [0, 2], [0, 0])  # the drafted one has ended
     made.forecast.learn()
@@ -113,9 +113,9 @@ def test_only_drafted_requests_that_still_run_are_learned_from():
 
 def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
     made = schedule()
-    choice = Choice(Rule.TOP, 2, 2)
+    decision = StepDecision(2, TopK(2))
     for _ in range(204):
-        made.observe(rounds(choice, [2], [2], torch.zeros(1, 2), torch.tensor([[0.5, 0.25]])), [0], [2])
+        made.observe(rounds(decision, [2], [2], torch.zeros(1, 2), torch.tensor([[0.5, 0.25]])), [0], [2])
     assert made.forecast.calibration.report()["pairs"] == [204, 204, 0]
     survival = made.forecast.survival(torch.zeros(1, GAMMA), 1, GAMMA)[0]
     assert survival[1] > 0.9
@@ -124,19 +124,11 @@ def test_blocks_cut_short_are_learned_from_as_far_as_they_go():
     assert 0 < mean[2] < mean[1]
 
 
-def test_a_forced_request_is_verified_in_full_and_one_alone_excludes_the_others():
-    made = schedule()
-    survival = torch.tensor([[0.9, 0.8, 0.7], [0.3, 0.2, 0.1]])
-    drafted = Drafted(tokens(2, GAMMA), confidence(None, survival), [GAMMA] * 2)
-    assert made.admit(Choice(Rule.TOP, GAMMA, 4, forced=1), drafted).verify_lens.tolist() == [1, 3]
-    assert made.admit(Choice(Rule.TOP, GAMMA, 3, forced=1, drafted=(1,)), drafted).verify_lens.tolist() == [0, 3]
-
-
 def test_calibration_can_be_frozen():
     made = schedule(online_calibration=False)
-    choice = Choice(Rule.TOP, GAMMA, GAMMA)
+    decision = StepDecision(GAMMA, TopK(GAMMA))
     for _ in range(200):
-        made.observe(rounds(choice, [GAMMA], [GAMMA], torch.full((1, GAMMA), 3.0), None), [0], [0])
+        made.observe(rounds(decision, [GAMMA], [GAMMA], torch.full((1, GAMMA), 3.0), None), [0], [0])
     torch.testing.assert_close(
         made.forecast.survival(torch.zeros(1, GAMMA), 1, GAMMA), torch.tensor([[0.5, 0.25, 0.125]])
     )
@@ -146,31 +138,35 @@ def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
     """The blocks of request r1 bring nothing."""
     made = schedule()
     step = rounds(
-        Choice(Rule.TOP, GAMMA, 6), [GAMMA] * 2, [GAMMA] * 2, torch.zeros(2, GAMMA),
+        StepDecision(GAMMA, TopK(6)), [GAMMA] * 2, [GAMMA] * 2, torch.zeros(2, GAMMA),
         torch.tensor([[0.9, 0.8, 0.7], [0.01, 0.0, 0.0]]),
     )  # fmt: skip
     for _ in range(40):
         made.choose(["r0", "r1"], 64.0)
         made.observe(step, [0, 1], [2, 0])
-    usual = [choice for choice in (made.choose(["r0", "r1"], 64.0) for _ in range(100)) if choice.forced is None]
-    assert sum(choice.drafted == (0,) for choice in usual) > 80
-    assert any(choice.drafted is None for choice in usual)
+    usual = [
+        decision
+        for decision in (made.choose(["r0", "r1"], 64.0) for _ in range(100))
+        if decision.selection.probe_request is None
+    ]
+    assert sum(decision.draft_requests == (0,) for decision in usual) > 80
+    assert any(decision.draft_requests is None for decision in usual)
     drafted = Drafted(tokens(2, GAMMA), Confidence(*torch.full((2, 2, GAMMA), 0.5)), [GAMMA, 0])
-    assert made.admit(Choice(Rule.TOP, GAMMA, 2, drafted=(0,)), drafted).verify_lens.tolist() == [2, 0]
-    assert made.choose(["r2", "r3"], 64.0).drafted is None
+    assert StepDecision(GAMMA, TopK(2), draft_requests=(0,)).select(drafted).verify_lens.tolist() == [2, 0]
+    assert made.choose(["r2", "r3"], 64.0).draft_requests is None
 
 
 def serve_alone(made, name, survival, steps):
     """What is chosen in a request's steps, nothing else running; its blocks have these survivals."""
     choices = []
     for _ in range(steps):
-        choice = made.choose([name], 64.0)
+        decision = made.choose([name], 64.0)
         made.interrupt()
-        choices.append(choice)
-        depth = choice.depth
+        choices.append(decision)
+        depth = decision.draft_len
         foretold = confidence(torch.zeros(1, depth), torch.tensor([survival[:depth]])) if depth else None
         lens = torch.tensor([depth])
-        made.observe(Rounds([name], choice, [depth], lens, foretold, None, [0]), [0], [0])
+        made.observe(StepRecord([name], decision, [depth], lens, foretold, None, [0]), [0], [0])
     return choices
 
 
@@ -182,22 +178,22 @@ def test_a_lone_request_beyond_the_drafter_is_left_undrafted(whole_batches):
     """However good the drafts of those before it were; the next one is drafted from its first step on."""
     made = schedule(online_calibration=False)
     made.whole_batches = made.policy.whole_batches = whole_batches
-    assert all(choice.depth for choice in serve_alone(made, "easy", EASY, 200))
-    plain = [choice.depth == 0 for choice in serve_alone(made, "hard", HARD, 100)]
+    assert all(decision.draft_len for decision in serve_alone(made, "easy", EASY, 200))
+    plain = [decision.draft_len == 0 for decision in serve_alone(made, "hard", HARD, 100)]
     assert not made.parked
     assert not any(plain[:LEARN_STEPS])
     assert sum(plain[2 * LEARN_STEPS :]) > 75
     assert not all(plain[LEARN_STEPS:])  # it is tried again
-    assert made.choose(["next"], 64.0).depth > 0
+    assert made.choose(["next"], 64.0).draft_len > 0
 
 
 def test_a_lone_request_that_gets_easier_is_drafted_again():
     made = schedule(online_calibration=False)
     serve_alone(made, "easy", EASY, 100)
     serve_alone(made, "r", HARD, 50)
-    assert made.choose(["r"], 64.0).depth == 0
+    assert made.choose(["r"], 64.0).draft_len == 0
     serve_alone(made, "r", EASY, 100)
-    assert all(choice.depth for choice in serve_alone(made, "r", EASY, 20))
+    assert all(decision.draft_len for decision in serve_alone(made, "r", EASY, 20))
 
 
 def test_a_parked_server_drafts_a_lone_request_that_is_worth_it():
@@ -205,24 +201,24 @@ def test_a_parked_server_drafts_a_lone_request_that_is_worth_it():
     for index in range(20):
         serve_alone(made, f"hard{index}", HARD, 20)
     assert made.parked
-    drafted = [choice.depth > 0 for choice in serve_alone(made, "easy", EASY, 100)]
+    drafted = [decision.draft_len > 0 for decision in serve_alone(made, "easy", EASY, 100)]
     assert sum(drafted) > 60
-    assert made.choose(["next"], 64.0).depth == 0 or not made.parked
+    assert made.choose(["next"], 64.0).draft_len == 0 or not made.parked
 
 
-def outcome(choice, users, accepted=0):
+def outcome(decision, users, accepted=0):
     """A step of so many requests that verified the first one's block."""
     lens = [GAMMA] + [0] * (users - 1)
     return rounds(
-        choice, [GAMMA] * users, lens, survival=torch.full((users, GAMMA), 0.5), logits=torch.zeros(users, GAMMA)
+        decision, [GAMMA] * users, lens, survival=torch.full((users, GAMMA), 0.5), logits=torch.zeros(users, GAMMA)
     )
 
 
 def test_many_requests_are_learned_from_at_once():
     """Of 256 every 16th step is noted, plain ones counted; who should park does not wait for eight of these."""
-    made, choice = schedule(), Choice(Rule.TOP, GAMMA, GAMMA)
+    made, decision = schedule(), StepDecision(GAMMA, TopK(GAMMA))
     seen = made.forecast.lagged
-    note = lambda: made.observe(outcome(choice, 256), list(range(256)), [0] * 256)  # noqa: E731
+    note = lambda: made.observe(outcome(decision, 256), list(range(256)), [0] * 256)  # noqa: E731
     note()
     assert seen.num_observed == 256
     for _ in range(14):
@@ -238,7 +234,7 @@ def test_the_first_rounds_of_a_lone_request_are_learned_from_one_by_one(with_hea
     """Its head tells what kind of text it is; without one it is like any other."""
     made, counts = schedule(with_head=with_head), []
     for _ in range(12):
-        made.observe(outcome(Choice(Rule.TOP, GAMMA, GAMMA), 1), [0], [0])
+        made.observe(outcome(StepDecision(GAMMA, TopK(GAMMA)), 1), [0], [0])
         counts.append(made.forecast.lagged.num_observed)
     assert [counts[step] for step in (0, 1, 2, 3, 8, 11)] == learned
 
@@ -248,14 +244,14 @@ def test_calibration_knows_how_many_steps_have_passed(monkeypatch):
     made, told = schedule(), []
     monkeypatch.setattr(made.forecast.calibration, "observe", lambda *rounds, num_steps: told.append(num_steps))
     for _ in range(33):
-        made.observe(outcome(Choice(Rule.TOP, GAMMA, GAMMA), 256), list(range(256)), [0] * 256)
+        made.observe(outcome(StepDecision(GAMMA, TopK(GAMMA)), 256), list(range(256)), [0] * 256)
     assert told == [1, 16, 16]
 
 
 def test_a_probe_of_a_whole_batch_shows_its_survivals_and_no_time(monkeypatch):
     made, timed = schedule(), []
     monkeypatch.setattr(made._clock, "done", timed.append)
-    probe = Choice(Rule.TOP, GAMMA, GAMMA, forced=0, weight=8)
+    probe = StepDecision(GAMMA, TopK(GAMMA, probe_request=0), weight=8)
     for requests in (4, 1):
         made.done(probe, requests, requests + GAMMA)
     assert timed[0] is None and timed[1] is not None
@@ -273,16 +269,16 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
     parked = []
     for accepts, steps in ((0, 2000), (GAMMA, 4000)):
         for _ in range(steps):
-            choice = made.choose(ids, 64.0)
+            decision = made.choose(ids, 64.0)
             parked.append(made.parked)
             made.interrupt()
-            if choice.depth == 0:
+            if decision.draft_len == 0:
                 continue
-            logits = torch.from_numpy(rng.normal(3.0, 1.0, (users, choice.depth))).float() if with_head else None
-            foretold = made.forecast.predict(logits, users, choice.depth)
-            drafted = Drafted(tokens(users, choice.depth), foretold, choice.depths(users))
-            lens = made.admit(choice, drafted).verify_lens
-            outcome = Rounds(ids, choice, drafted.depths, lens, foretold, None, [0] * users)
+            logits = torch.from_numpy(rng.normal(3.0, 1.0, (users, decision.draft_len))).float() if with_head else None
+            foretold = made.forecast.predict(logits, users, decision.draft_len)
+            drafted = Drafted(tokens(users, decision.draft_len), foretold, decision.draft_lens(users))
+            lens = decision.select(drafted).verify_lens
+            outcome = StepRecord(ids, decision, drafted.depths, lens, foretold, None, [0] * users)
             made.observe(outcome, list(range(users)), np.minimum(lens.numpy(), accepts).tolist())
     bad, good = parked[:2000], parked[2000:]
     assert bad.index(True) <= 64 // users + LEARN_STEPS
@@ -290,80 +286,10 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
     assert not any(good[-1000:])
 
 
-def test_adaptive_blocks_follow_the_last_steps():
-    made = schedule(gamma=7, schedule="adaptive-block")
-    choice = made.choose(["a", "b"], 64.0)
-    assert choice == Choice(Rule.UNIFORM, 7)
-    for accepted, verify_len in [(0, 4), (1, 4), (7, 4), (7, 7), (7, 7), (0, 7), (0, 7), (0, 4)]:
-        made.observe(rounds(choice, [7, 7], [7, 7]), [0, 1], [accepted, accepted])
-        assert made.choose(["a", "b"], 64.0) == Choice(Rule.UNIFORM, verify_len)
-    # What a preset copied says nothing about the drafter.
-    copied = Rounds(["a"], choice, [0], torch.tensor([7]), None, None, [7])
-    before = made.policy.acceptance
-    made.observe(copied, [0], [7])
-    assert made.policy.acceptance == before
-
-
-SURVIVAL = torch.tensor([[0.9, 0.8, 0.7], [0.6, 0.5, 0.4], [0.3, 0.2, 0.1]])
-
-
-def lens_within(made, choice, limits, survival=SURVIVAL):
-    """Lengths of a step of three requests whose blocks have these survivals."""
-    logits = torch.logit(torch.tensor([[0.9, 0.9, 0.9], [0.9, 0.4, 0.9], [0.3, 0.9, 0.9]]))
-    block = DraftBlock(torch.zeros(3, GAMMA, dtype=torch.int64), None, logits)
-    predicted = None if survival is None else confidence(logits, survival)
-    return made.admit(choice.within(limits), Drafted(block, predicted, [GAMMA] * 3)).verify_lens.tolist()
-
-
-def test_a_capped_request_leaves_its_share_to_the_others():
-    made = schedule()
-    top = Choice(Rule.TOP, GAMMA, 4)
-    assert lens_within(made, top, Limits((3, 3, 3), (0, 0, 0))) == [3, 1, 0]
-    assert lens_within(made, top, Limits((1, 3, 3), (0, 0, 0))) == [1, 3, 0]
-    assert lens_within(made, top, Limits((0, 1, 1), (0, 0, 0))) == [0, 1, 1]
-    forced = Choice(Rule.TOP, GAMMA, 4, forced=2)
-    assert lens_within(made, forced, Limits((3, 3, 2), (0, 0, 0))) == [2, 0, 2]
-
-
-def test_a_bound_by_confidence_cuts_blocks_where_it_says():
-    made = schedule()
-    top = Choice(Rule.TOP, GAMMA, 9)
-    assert lens_within(made, top, Limits((3, 3, 3), (0, 0, 0), (0.5, 0.5, 0.0))) == [3, 1, 3]
-    assert lens_within(made, top, Limits((2, 3, 3), (0, 0, 0), (0.0, 0.5, 0.5))) == [2, 1, 0]
-
-
-def test_copied_drafts_are_verified_whatever_else_is():
-    made = schedule()
-    top = Choice(Rule.TOP, GAMMA, 2)
-    assert lens_within(made, top, Limits((3, 3, 2), (0, 0, 2))) == [2, 0, 2]
-    assert lens_within(made, top, Limits((3, 3, 2), (0, 0, 2), (0.99, 0.5, 0.0))) == [0, 1, 2]
-
-
-def test_a_fixed_length_within_limits_needs_no_survivals():
-    made = schedule()
-    assert lens_within(made, Choice(Rule.UNIFORM, 2), Limits((3, 1, 3), (0, 0, 3)), None) == [2, 1, 3]
-
-
-@pytest.mark.parametrize(
-    ("options", "free"),
-    [
-        ({"schedule": "threshold", "confidence_threshold": 0.6}, [3, 1, 0]),
-        ({"schedule": "early-stop"}, [3, 3, 2]),
-    ],
-)
-def test_live_rules_within_limits(options, free):
-    made = schedule(**options)
-    choice = made.choose(["a", "b", "c"], 64.0)
-    assert lens_within(made, choice, Limits((3, 3, 3), (0, 0, 0))) == free
-    assert lens_within(made, choice, Limits((2, 0, 3), (0, 0, 3))) == [min(free[0], 2), 0, 3]
-    bounded = lens_within(made, choice, Limits((3, 3, 3), (0, 0, 0), (0.0, 0.5, 0.5)))
-    assert bounded == [free[0], min(free[1], 1), 0]
-
-
 def test_predicted_survivals_are_kept_with_what_came_of_them():
     made = schedule()
     survival = torch.tensor([[0.9, 0.6, 0.3], [0.8, 0.5, 0.1]])
-    step = rounds(Choice(Rule.TOP, GAMMA, 4), [GAMMA] * 2, [3, 1], torch.zeros(2, GAMMA), survival)
+    step = rounds(StepDecision(GAMMA, TopK(4)), [GAMMA] * 2, [3, 1], torch.zeros(2, GAMMA), survival)
     made.observe(step, [0, 1], [2, 1])
     made.forecast.learn()
     drafts, predicted, survived = made.forecast.predicted.sums()
@@ -375,14 +301,14 @@ def test_predicted_survivals_are_kept_with_what_came_of_them():
 def test_the_time_of_a_step_is_known_when_the_next_one_is_chosen():
     for with_table in (True, False):
         made = schedule(with_table=with_table, schedule="static", verify_len=2)
-        choice = made.choose(["a", "b"], 64.0)
+        decision = made.choose(["a", "b"], 64.0)
         assert made.last_time is None
-        made.done(choice, 2, 6)
+        made.done(decision, 2, 6)
         made.choose(["a", "b"], 64.0)
         assert made.last_time.requests == 2
         assert made.last_time.measured_ms > 0
         assert (made.last_time.expected_ms is None) == (not with_table)
-        made.done(choice, 2, 6)
+        made.done(decision, 2, 6)
         made.interrupt()
         made.choose(["a", "b"], 64.0)
         assert made.last_time is None

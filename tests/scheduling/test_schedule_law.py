@@ -16,11 +16,13 @@ from step_tables import make_table
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.scheduling import admission, policies, ranking
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step import selected, selection
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.limits import Limits
-from sglang_dspark.step.state import Copies, Drafted, Rounds
+from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.selection import TopK
+from sglang_dspark.step.state import Copies, Drafted
 
 pytestmark = pytest.mark.slow
 
@@ -42,19 +44,21 @@ def make_schedule(options):
     return schedule
 
 
-def drafted_by(block, schedule, choice):
+def drafted_by(block, schedule, decision):
     """As the worker's draft stage: cut to the depth, or of one request alone; the head is far from calibrated."""
-    if choice.depth == 0:
+    if decision.draft_len == 0:
         return Drafted(DraftBlock.empty(BS, "cpu"), None, [0] * BS)
     block = DraftBlock(
-        block.tokens[:, : choice.depth], block.probs[:, : choice.depth], 3 * block.confidence_logits[:, : choice.depth]
+        block.tokens[:, : decision.draft_len],
+        block.probs[:, : decision.draft_len],
+        3 * block.confidence_logits[:, : decision.draft_len],
     )
-    if choice.drafted is not None:
-        part = torch.tensor(choice.drafted)
+    if decision.draft_requests is not None:
+        part = torch.tensor(decision.draft_requests)
         some = DraftBlock(block.tokens[part], block.probs[part], block.confidence_logits[part])
         block = some.spread(part, BS)
-    confidence = schedule.forecast.predict(block.confidence_logits, BS, choice.depth)
-    return Drafted(block, confidence, choice.depths(BS))
+    confidence = schedule.forecast.predict(block.confidence_logits, BS, decision.draft_len)
+    return Drafted(block, confidence, decision.draft_lens(BS))
 
 
 def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=lambda anchors: (None, None)):
@@ -68,17 +72,17 @@ def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=l
     for step in range(NUM_STEPS):
         meddle(schedule, step, out_tokens)
         limits, copies = ask(anchors)
-        choice = schedule.choose(REQUESTS, 100.0, limits)
+        decision = schedule.choose(REQUESTS, 100.0, limits)
         block = model.draft(anchors, step)
-        drafted = drafted_by(block, schedule, choice).with_copies(copies)
+        drafted = drafted_by(block, schedule, decision).with_copies(copies)
         block = block if copies is None else block.with_copies(copies.tokens, copies.mask)
-        lens = schedule.admit(choice, drafted).verify_lens
+        lens = decision.select(drafted).verify_lens
         copied = drafted.copied or [0] * BS
-        on_the_way.append(Rounds(REQUESTS, choice, drafted.depths, lens, drafted.confidence, None, copied))
+        on_the_way.append(StepRecord(REQUESTS, decision, drafted.depths, lens, drafted.confidence, None, copied))
         accepted = model.accept(anchors, block, lens, step)
         history.append((anchors, accepted))
         anchors, out_tokens = accepted.bonus_tokens, accepted.out_tokens
-        choices.append((choice, lens))
+        choices.append((decision, lens))
         if len(on_the_way) > 2:
             rounds = on_the_way.pop(0)
             schedule.observe(rounds, list(range(BS)), history[step - 2][1].accepted_lens.tolist())
@@ -98,12 +102,10 @@ def meddling(schedule, step, out_tokens):
         schedule.policy._steps_to_probe = 0
 
 
-MEAN_ACCEPTANCE = 0.6
 OPTIONS = {
     "static": DSparkConfig(schedule="static", verify_len=2),
     "early-stop": DSparkConfig(schedule="early-stop"),
     "threshold": DSparkConfig(schedule="threshold", confidence_threshold=0.6),
-    "adaptive-block": DSparkConfig(schedule="adaptive-block"),
 }
 
 
@@ -113,16 +115,13 @@ def model():
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_text_follows_the_target(model, name, monkeypatch):
-    # Blocks are too short here for the usual short block, and the acceptance in each step is about this.
-    monkeypatch.setattr(policies, "ADAPTIVE_LOW_BLOCK", 1)
-    monkeypatch.setattr(policies, "ADAPTIVE_ACCEPTANCE", MEAN_ACCEPTANCE)
+def test_the_text_follows_the_target(model, name):
     schedule = make_schedule(OPTIONS[name])
     anchors, out_tokens, choices = serve(model, schedule)
     assert model.law_p_value(anchors, out_tokens) > ALPHA
     assert schedule.forecast.calibration.num_refits > 10
     chosen = set(torch.cat([lens for _, lens in choices]).tolist())
-    assert chosen == {"static": {2}, "adaptive-block": {1, GAMMA}}.get(name, set(range(GAMMA + 1)))
+    assert chosen == ({2} if name == "static" else set(range(GAMMA + 1)))
 
 
 def every_kind_of_ask(anchors):
@@ -145,17 +144,17 @@ def test_the_text_follows_the_target_whatever_requests_ask_for(model, name):
     assert model.law_p_value(anchors, out_tokens) > ALPHA
     lens = torch.stack([lens for _, lens in choices])
     assert (lens[:, 1::4] <= 1).all()
-    copied = torch.tensor([choice.limits.copied if choice.limits else (0,) * BS for choice, _ in choices])
+    copied = torch.tensor([decision.limits.copied if decision.limits else (0,) * BS for decision, _ in choices])
     assert (copied > 0).any(1).sum() > NUM_STEPS / 2
     assert (lens[copied > 0] == copied[copied > 0]).all()
     # What a preset proposes says nothing about the drafter.
     if name in ("auto", "off"):
-        assert any(choice.depth == 0 and choice.has_copies for choice, _ in choices)
+        assert any(decision.draft_len == 0 and decision.has_copies for decision, _ in choices)
 
 
 def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
     """The same server with drafts judged by their successor's confidence."""
-    honest = ranking.above_threshold
+    honest = selection.above_threshold
 
     def ahead(confidence, threshold):
         return honest(torch.cat([confidence[:, 1:], confidence[:, -1:]], dim=1), threshold)
@@ -164,19 +163,19 @@ def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
         return Limits((GAMMA,) * BS, (0,) * BS, (0.6,) * BS), None
 
     for rule, exact in ((ahead, False), (honest, True)):
-        monkeypatch.setattr(ranking, "above_threshold", rule)
+        monkeypatch.setattr(selection, "above_threshold", rule)
         anchors, out_tokens, _ = serve(model, make_schedule(DSparkConfig(schedule="static")), ask=bounded)
         assert (model.law_p_value(anchors, out_tokens) > ALPHA) == exact
 
 
 def kinds(choices):
-    """What a step did: the kinds of choice that the policy ``auto`` knows."""
-    for choice, lens in choices:
-        if choice.depth == 0:
+    """What a step did: the kinds of decision that the policy ``auto`` knows."""
+    for decision, lens in choices:
+        if decision.draft_len == 0:
             yield "plain"
-        elif choice.drafted is not None:
+        elif decision.draft_requests is not None:
             yield "one request alone"
-        elif choice.forced is not None:
+        elif decision.selection.probe_request is not None:
             yield "one request forced"
         else:
             yield "trimmed" if lens.sum() < BS * GAMMA else "whole"
@@ -190,24 +189,24 @@ def test_the_text_follows_the_target_while_auto_parks_probes_and_recalibrates(mo
     assert {kind: seen.count(kind) > 5 for kind in set(seen)} == dict.fromkeys(
         ("plain", "one request alone", "one request forced", "trimmed"), True
     )
-    assert len({choice.depth for choice, _ in choices}) > 2
+    assert len({decision.draft_len for decision, _ in choices}) > 2
     toggles = sum(a != b for a, b in itertools.pairwise(kind == "plain" for kind in seen))
     assert toggles > NUM_STEPS / 10
 
 
 def test_a_draft_deciding_about_itself_would_be_noticed(model, monkeypatch):
     """The same server with drafts ranked by their successor's survival."""
-    honest = admission.top_prefixes
+    honest = selected.top_prefixes
 
     def ahead(survival, budget):
         return honest(torch.cat([survival[:, 1:], survival[:, -1:]], dim=1), budget)
 
-    monkeypatch.setattr(admission, "top_prefixes", ahead)
+    monkeypatch.setattr(selected, "top_prefixes", ahead)
     schedule = make_schedule(DSparkConfig())
-    half = Choice(Rule.TOP, GAMMA, BS * GAMMA // 3)
+    half = StepDecision(GAMMA, TopK(BS * GAMMA // 3))
     monkeypatch.setattr(schedule.policy, "choose", lambda requests, context: half)
     anchors, out_tokens, _ = serve(model, schedule)
     assert model.law_p_value(anchors, out_tokens) < ALPHA
-    monkeypatch.setattr(admission, "top_prefixes", honest)
+    monkeypatch.setattr(selected, "top_prefixes", honest)
     anchors, out_tokens, _ = serve(model, schedule)
     assert model.law_p_value(anchors, out_tokens) > ALPHA

@@ -9,7 +9,8 @@ import pytest
 import torch
 from confident_pair import ConfidentPair
 
-from sglang_dspark.scheduling.selection import above_threshold, early_stop, top_prefixes
+from sglang_dspark.step.selected import top_prefixes
+from sglang_dspark.step.selection import above_threshold, early_stop
 
 pytestmark = pytest.mark.slow
 

@@ -59,7 +59,7 @@ def test_without_tiers_every_token_count_is_a_step():
         (1, [8], [7]),  # the first tier holds the whole block
         (5, [8, 16, 24, 40], [3, 11, 19, 35]),
         (16, [16, 24, 40, 100, 200], [0, 8, 24, 84, 112]),  # the last one has more room than there are drafts
-        # The largest tier has less room: what was measured launch by launch comes behind it.
+        # The largest tier has less room: what was measured eagerly comes behind it.
         (50, [100, 200, 250, 300, 350, 400], [50, 150, 200, 250, 300, 350]),
         (300, [300, 600, 900, 1200, 1500, 1800, 2100, 2400], [0, 300, 600, 900, 1200, 1500, 1800, 2100]),  # no tier
     ],

@@ -33,7 +33,6 @@ from int8_target import OF_ROWS, int8_target
 from random_drafter import random_drafter
 from server_pool import EIGHT_BITS, HOST_MEMORY, ON_GPU, SINK_FLAGS, SINKS, Recipe, ServerPool
 
-from sglang_dspark.engine.compat.targets import loses_residuals
 from sglang_dspark.tools.launch import LaunchedServer, dspark_flags
 
 pytestmark = pytest.mark.thorough
@@ -71,7 +70,7 @@ class Form:
 
     @property
     def host_memory(self) -> bool:
-        """Whether prefixes move there."""
+        """Return whether prefixes move there."""
         return HOST_MEMORY[0] in self.flags
 
     def model(self, folder: Path) -> Path:
@@ -108,8 +107,6 @@ FORMS = {
     "phi3": Form("Phi3ForCausalLM", **RANDOM),
     "internlm3": Form("InternLM3ForCausalLM", **RANDOM),
     "apertus": Form("ApertusForCausalLM", **RANDOM),
-    "gemma3": Form("Gemma3ForCausalLM", temperature=1.0, flat=TIED_FLAT),
-    "gemma3-images": Form("Gemma3ForConditionalGeneration", temperature=3.0, flat=TIED_FLAT),
     "qwen2-moe": Form("Qwen2MoeForCausalLM", **RANDOM, env=ROUTED),
     "glm4-moe": Form("Glm4MoeForCausalLM", **RANDOM, env=ROUTED),
     # In one pool: windows and sinks.
@@ -132,10 +129,8 @@ FORMS = {
 
 
 def _needed(name: str) -> list[pytest.MarkDecorator]:
-    """Marks of a form that not every release or machine can serve."""
-    form = FORMS[name]
-    marks = [pytest.mark.skipif(loses_residuals(form.architecture), reason="refused on this release")]
-    return [*marks, EIGHT_BITS] if FP8[0] in form.flags else marks
+    """Marks of a form that not every machine can serve."""
+    return [EIGHT_BITS] if FP8[0] in FORMS[name].flags else []
 
 
 @dataclass(frozen=True)
@@ -260,7 +255,7 @@ def alike(*samples: Counter[tuple[int, ...]]) -> float:
 
 def test_retracted_requests(pair):
     asked = bodies(pair.form, 14, 40, 90)
-    for body in asked:  # newer releases reserve all tokens of a request that ignores the end when it is admitted
+    for body in asked:  # SGLang reserves all tokens of a request that ignores the end when it is admitted
         body["sampling_params"] = body["sampling_params"] | {"ignore_eos": False}
     expected = output_ids(pair.plain, asked, 14)
     with policy(pair.dspark, "random"):

@@ -25,7 +25,6 @@ POLICIES: list[dict[str, Any]] = [
     {"name": "early-stop"},
     {"name": "threshold", "confidence_threshold": 0.6},
     {"name": "static", "verify_len": 1},
-    {"name": "adaptive-block"},
     {"name": "off"},
 ]
 # The policy that waits for a step's own values, and the one that verifies nothing; tests/worker/test_stages.py has all.

@@ -61,7 +61,7 @@ def test_no_page_is_lost_by_retractions(paged, plain):
     shared = rng.choices(VOCAB, k=70)
     prompts = [shared[:66], *(rng.choices(VOCAB, k=k) for k in (2, 9, 30))] * 4
     bodies = [
-        # Not ``ignore_eos``: newer releases reserve all tokens of such a request when it is admitted.
+        # Not ``ignore_eos``: SGLang reserves all tokens of such a request when it is admitted.
         {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 126 - len(prompt)}}
         for prompt in prompts
     ]

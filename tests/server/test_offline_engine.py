@@ -25,7 +25,8 @@ if __name__ == "__main__":
     told = json.load(open(sys.argv[1]))
     engine = Engine(server_args=prepare_server_args(told["flags"]))
     answers = []
-    for custom in ({}, {"dspark": {"max_verify": 2}}, {"dspark": {"max_verify": -2}}):
+    labels = {"preset": "classification", "candidates": ["a"]}
+    for custom in ({}, {"dspark": {"max_verify": 2}}, {"dspark": {"max_verify": -2}}, {"dspark": labels}):
         parameters = told["parameters"] | {"custom_params": custom}
         try:
             answers.append(engine.generate(input_ids=told["prompt"], sampling_params=parameters))
@@ -54,9 +55,10 @@ def test_options_of_the_engine_and_of_a_request(tmp_path):
         env=os.environ | CPU_ENV,
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    whole, short, refused = json.loads(found.read_text())
+    whole, short, refused, labels = json.loads(found.read_text())
     assert whole["output_ids"] == short["output_ids"] == list(case["output_ids"])
     counts, fewer = whole["meta_info"]["dspark"], short["meta_info"]["dspark"]
     assert counts["verified_tokens"] == 7 * counts["rounds"]
     assert fewer["verified_tokens"] <= 2 * fewer["rounds"]
     assert "speculation.max_verify must be an integer" in refused
+    assert "speculation.candidates needs a tokenizer" in labels

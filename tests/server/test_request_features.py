@@ -239,6 +239,16 @@ def test_chats(letters, plain_letters, kind):
         assert_close(*([token["logprob"] for token in c["logprobs"]["content"]] for c in (choice, expected)))
 
 
+def test_a_bad_field_of_a_chat_is_named(letters):
+    messages = [{"role": "user", "content": "a person, please"}]
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        letters.post_json(
+            "/v1/chat/completions", {"model": "m", "messages": messages, "speculation": {"max_verify": -1}}
+        )
+    assert caught.value.code == 400
+    assert "speculation.max_verify" in caught.value.read().decode()
+
+
 SPECULATION: dict[str, dict[str, Any] | None] = {
     "nothing": None,
     "disabled": {"enabled": False},

@@ -32,6 +32,23 @@ def test_a_session_continues_what_was_shown(plain, dspark):
         assert turns(dspark, stops) == expected
 
 
+def turn_without_tokens(server):
+    """Texts of a session's first turn, and of a second one that adds nothing to it."""
+    session = json.loads(call(server, "/open_session", body={"capacity_of_str_len": 10_000})[1])
+    first = server.post_json("/generate", greedy(CASES[0]["prompt_ids"], 12, session_params={"id": session}))
+    parent = {"id": session, "rid": first["meta_info"]["id"]}
+    second = server.post_json("/generate", greedy([], 12, session_params=parent))
+    assert call(server, "/close_session", body={"session_id": session})[0] == 200
+    return first["output_ids"], second["output_ids"]
+
+
+def test_a_turn_of_a_session_may_have_no_tokens(plain, dspark):
+    expected = turn_without_tokens(plain)
+    assert all(expected)
+    with policy(dspark, "static"):
+        assert turn_without_tokens(dspark) == expected
+
+
 def streamed(server, interval):
     """Lengths of the text in every message of its stream."""
     body = greedy(CASES[0]["prompt_ids"], 64, stream=True)

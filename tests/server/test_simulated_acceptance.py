@@ -31,7 +31,7 @@ def accepted_by(server: LaunchedServer, temperature: float, max_new_tokens: int)
 
 
 def test_drafts_are_accepted_by_the_profile(simulated):
-    """Kept as often as they should be: the tests of the kernel."""
+    """Kept as often as they should be: ``tests/kernels/test_simulation.py``."""
     with policy(simulated, "static"):
         accepted = accepted_by(simulated, temperature=0, max_new_tokens=40)
     assert {count for counts in accepted for count in counts} <= {1, 2, 3}

@@ -93,7 +93,7 @@ def test_log_probabilities_are_those_of_launched_steps(graphs):
 
 
 def test_more_requests_than_were_captured(graphs):
-    """Steps that fit no tier run launch by launch."""
+    """Steps that fit no tier run eagerly."""
     assert output_ids(graphs, bodies(), 3) == expected()
 
 

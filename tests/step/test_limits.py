@@ -1,26 +1,27 @@
-"""A policy's choice within what single requests ask for."""
+"""A policy's decision within what single requests ask for."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dspark.step.choice import PLAIN, Choice, Rule
+from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold, TopK
 
 DEPTH = 4
 
 
 @st.composite
 def choices(draw, requests):
-    rule = draw(st.sampled_from(Rule))
+    rule = draw(st.sampled_from([FixedLength, TopK, EarlyStop, Threshold]))
     depth = draw(st.integers(1, DEPTH))
-    if rule is Rule.UNIFORM:
-        return draw(st.sampled_from([PLAIN, Choice(rule, depth, depth * requests)]))
-    if rule is not Rule.TOP:
-        return Choice(rule, depth)
+    if rule is FixedLength:
+        return draw(st.sampled_from([PLAIN, StepDecision(depth, FixedLength())]))
+    if rule is not TopK:
+        return StepDecision(depth, EarlyStop(()) if rule is EarlyStop else Threshold(0.5))
     drafted = draw(st.none() | st.sets(st.integers(0, requests - 1), min_size=1).map(lambda r: tuple(sorted(r))))
     budget = draw(st.integers(0, depth * (requests if drafted is None else len(drafted))))
     forced = draw(st.none() | st.sampled_from(range(requests) if drafted is None else drafted))
-    return Choice(rule, depth, budget, forced=forced, drafted=drafted)
+    return StepDecision(depth, TopK(budget, forced), draft_requests=drafted)
 
 
 @st.composite
@@ -35,71 +36,73 @@ def cases(draw):
 
 @given(cases())
 def test_nobody_gets_more_than_asked_for(case):
-    choice, limits = case
-    within = choice.within(limits)
+    decision, limits = case
+    within = decision.within(limits)
     requests = len(limits.most)
     if within.limits is None:
         # Nothing binds, or nothing is left to verify.
-        assert within in (choice, PLAIN)
-        if within is not PLAIN and choice.depth:
-            drafted = range(requests) if choice.drafted is None else choice.drafted
-            assert all(limits.most[r] >= choice.depth for r in drafted)
+        assert within in (decision, PLAIN)
+        if within is not PLAIN and decision.draft_len:
+            drafted = range(requests) if decision.draft_requests is None else decision.draft_requests
+            assert all(limits.most[r] >= decision.draft_len for r in drafted)
         assert not any(limits.copied)
         return
     most, copied = within.limits.most, within.limits.copied
     assert copied == limits.copied
-    assert not within.is_uniform(requests)
-    drafted = set(range(requests) if within.drafted is None else within.drafted) if within.depth else set()
+    assert not within.is_fixed(requests)
+    drafted = (
+        set(range(requests) if within.draft_requests is None else within.draft_requests) if within.draft_len else set()
+    )
     for r in range(requests):
         assert most[r] <= limits.most[r]
         if copied[r]:
             assert most[r] == copied[r]
             assert r not in drafted
         else:
-            assert most[r] <= (within.depth if r in drafted else 0)
-    assert within.forced is None or within.forced in drafted
-    if within.rule is Rule.TOP:
+            assert most[r] <= (within.draft_len if r in drafted else 0)
+    assert within.selection.probe_request is None or within.selection.probe_request in drafted
+    if isinstance(within.selection, TopK):
         # All copied drafts fit beside what the policy wanted, and the budget never exceeds what is left.
-        assert sum(copied) <= within.budget <= sum(most)
-        if choice.rule is Rule.TOP:
-            assert within.budget - sum(copied) <= choice.budget
+        assert sum(copied) <= within.selection.budget <= sum(most)
+        if isinstance(decision.selection, TopK):
+            assert within.selection.budget - sum(copied) <= decision.selection.budget
 
 
 @given(st.integers(1, 5), st.integers(0, DEPTH))
 def test_limits_that_do_not_bind_change_nothing(requests, depth):
-    choice = Choice(Rule.TOP, depth, requests * depth // 2) if depth else PLAIN
-    assert choice.within(Limits((DEPTH,) * requests, (0,) * requests)) == choice
+    decision = StepDecision(depth, TopK(requests * depth // 2)) if depth else PLAIN
+    assert decision.within(Limits((DEPTH,) * requests, (0,) * requests)) == decision
 
 
 def test_a_fixed_length_becomes_ragged():
-    within = Choice(Rule.UNIFORM, 3).within(Limits((7, 1, 0), (0, 0, 0)))
-    assert (within.rule, within.budget, within.drafted) == (Rule.TOP, 4, (0, 1))
-    assert within.most_drafts(3) == 4
+    within = StepDecision(3, FixedLength()).within(Limits((7, 1, 0), (0, 0, 0)))
+    assert (within.selection, within.draft_requests) == (TopK(4), (0, 1))
+    assert within.max_drafts(3) == 4
 
 
 def test_a_plain_step_verifies_copied_drafts_and_nothing_else():
     within = PLAIN.within(Limits((7, 2), (0, 2), (0.5, 0.0)))
-    assert (within.depth, within.budget, within.drafted) == (0, 2, ())
-    assert (within.limits, within.needs_confidence) == (Limits((0, 2), (0, 2)), False)
+    assert (within.draft_len, within.selection.budget, within.draft_requests) == (0, 2, ())
+    assert (within.limits, within.has_threshold) == (Limits((0, 2), (0, 2)), False)
 
 
 def test_bounds_by_confidence_leave_the_total_open():
-    within = Choice(Rule.TOP, 3, 4).within(Limits((3, 3), (0, 0), (0.5, 0.0)))
-    assert within.needs_confidence
-    assert within.most_drafts(2) == 4
+    within = StepDecision(3, TopK(4)).within(Limits((3, 3), (0, 0), (0.5, 0.0)))
+    assert within.has_threshold
+    assert within.max_drafts(2) == 4
 
 
 def test_a_request_that_may_verify_nothing_is_not_drafted():
-    choice = Choice(Rule.TOP, 3, 6).within(Limits(most=(3, 0), copied=(0, 0)))
-    assert choice.drafted == (0,)
-    assert choice.depths(2) == [3, 0]
+    decision = StepDecision(3, TopK(6)).within(Limits(most=(3, 0), copied=(0, 0)))
+    assert decision.draft_requests == (0,)
+    assert decision.draft_lens(2) == [3, 0]
 
 
 def test_a_step_that_drafts_for_some_verifies_nothing_of_the_others():
     """Whatever the rule said of all of them."""
-    some = Choice(Rule.UNIFORM, 3).for_some([0, 2], 4)
-    assert (some.rule, some.drafted, some.most_drafts(4)) == (Rule.TOP, (0, 2), 6)
-    assert not some.is_uniform(4)
-    assert not Choice(Rule.UNIFORM, 3, drafted=(0,)).is_uniform(2)
-    assert Choice(Rule.TOP, 3, budget=4).for_some([1], 4).most_drafts(4) == 3
-    assert Choice(Rule.UNIFORM, 3).for_some(range(4), 4).is_uniform(4)
+    some = StepDecision(3, FixedLength()).for_some([0, 2], 4)
+    assert (some.selection, some.draft_requests) == (TopK(6), (0, 2))
+    assert not some.is_fixed(4)
+    assert not StepDecision(3, FixedLength(), draft_requests=(0,)).is_fixed(2)
+    assert StepDecision(3, TopK(4)).for_some([1], 4).max_drafts(4) == 3
+    assert StepDecision(3, FixedLength()).for_some(range(4), 4).is_fixed(4)

@@ -1,20 +1,22 @@
-"""A server made of formulas: true step times, true survivals, and the policy ``auto`` that has to find out."""
+"""The simulated server with users who always want more, beside the best step that could be taken."""
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 from step_tables import GAMMA
 
-from sglang_dspark.scheduling.auto_policy import AutoPolicy, draft_depths
+from sglang_dspark.config import DSparkConfig
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.scheduling.step_times import StepKind, StepTimes
-from sglang_dspark.step.choice import Choice
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
+from sglang_dspark.tools.simulator.server import Result, SimulatedServer
+from sglang_dspark.tools.simulator.workload import Request
 
-CONTEXT = 300.0
-LAG = 2  # steps until a step's survivals are known
+CONTEXT = 300
+LAG = 2  # steps until a step's outcome is known
 TIME_NOISE = 0.03
 
 
@@ -26,82 +28,70 @@ def wrong_by(table: SpsTable, error: float, share: float, seed: int) -> SpsTable
     return replace(table, verify_ms=table.verify_ms * off[:, :, None])
 
 
-@dataclass
-class Drafter:
-    """Survivals are known exactly; conditional acceptance varies from draft to draft around ``mean``."""
-
-    mean: float
-    rng: np.random.Generator
-
-    def survivals(self, rounds: int) -> np.ndarray:
-        return self.rng.beta(4 * self.mean, 4 * (1 - self.mean), size=(rounds, GAMMA)).cumprod(1)
-
-
-@dataclass
 class ClosedLoop:
-    """``requests`` users who always want more.
+    """The policy ``auto`` and ``requests`` users, whose context stays as long as it is.
 
-    Attributes:
+    Args:
         truth: how long steps take.
         believed: the table that the server measured.
+        acceptance: of every draft, in the mean.
     """
 
-    truth: SpsTable
-    believed: SpsTable
-    drafter: Drafter
-    requests: int
-    choices: list[Choice] = field(default_factory=list)
-    parked: list[bool] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        survivals = LaggedSurvivals(GAMMA, draft_depths(self.believed.draft_ms))
-        self.policy = AutoPolicy(StepTimes(self.believed), survivals)
-        self._on_the_way: deque[np.ndarray] = deque()
-        many = LaggedSurvivals(GAMMA, tuple(range(1, GAMMA + 1)))
-        estimates = []
-        for _ in range(20):
-            many.observe(self.drafter.survivals(256))
-            estimates.append(many.gains(self.requests))
-        gains = np.mean(estimates, axis=0)
-        self._gains = np.concatenate([np.zeros_like(gains[:1]), gains])  # [depth, budget]
-        self._costs = Costs(self.truth, Prefill(0.0, 0.0))
+    def __init__(self, truth: SpsTable, believed: SpsTable, acceptance: float, requests: int, seed: int) -> None:
+        self.server = SimulatedServer(
+            Costs(truth, Prefill(0.0, 0.0), TIME_NOISE, believed), blocks(acceptance), DSparkConfig(), seed=seed
+        )
+        self.schedule, self.truth = self.server.schedule, truth
+        self.parked: list[bool] = []
+        self.drafts: list[bool] = []
+        self._requests = [Request(index, CONTEXT, 1 << 30) for index in range(requests)]
+        self._on_the_way: deque[Result] = deque()
+        self._gains: dict[tuple[ConditionalAcceptance, int], np.ndarray] = {}
 
     def run(self, steps: int) -> float:
-        """Tokens per millisecond over the next steps."""
+        """Tokens per millisecond over the next steps, as many as are expected of what was chosen."""
         tokens = ms = 0.0
         for _ in range(steps):
-            choice = self.policy.choose(self.requests, CONTEXT)
-            step_tokens, step_ms = self._take(choice)
-            tokens, ms = tokens + step_tokens, ms + step_ms
-            self.choices.append(choice)
-            self.parked.append(self.policy.parked)
+            step_ms, result = self.server.decode(self._requests)
+            tokens += len(self._requests) + self._gain(result.rounds.decision)
+            self.drafts.append(result.rounds.decision.draft_len > 0)
+            ms += step_ms
+            self.parked.append(self.schedule.parked)
+            self._on_the_way.append(result)
+            if len(self._on_the_way) > LAG:
+                known = self._on_the_way.popleft()
+                self.schedule.observe(known.rounds, list(range(len(self._requests))), known.accepted.tolist())
         return tokens / ms
 
     def best(self) -> float:
-        """Tokens per millisecond of the best choice, were it made in every step."""
-        fixed = (self.requests + self._gains[1:]) / self.truth.times(self.requests).at(CONTEXT)[1:]
-        return max(float(fixed.max()), self.plain())
+        """Tokens per millisecond of the best decision, were it made in every step."""
+        count = len(self._requests)
+        fixed = (count + self._gains_of(count)[1:]) / self.truth.times(count).at(CONTEXT)[1:]
+        return max(float(fixed.max()), count / self.truth.step_ms(count, count, 0, CONTEXT))
 
-    def plain(self) -> float:
-        return self.requests / self.truth.step_ms(self.requests, self.requests, 0, CONTEXT)
+    def _gain(self, decision: StepDecision) -> float:
+        drafted = len(self._requests) if decision.draft_requests is None else len(decision.draft_requests)
+        budget = decision.max_drafts(drafted)
+        return float(self._gains_of(drafted)[decision.draft_len, budget])
 
-    def _take(self, choice: Choice) -> tuple[float, float]:
-        step_ms = self._costs.step_ms(
-            choice, self.requests, self.requests + choice.budget, CONTEXT, longest=choice.depth
-        )
-        gain = self._gains[choice.depth, choice.budget]
-        survival = np.full((self.requests, GAMMA), np.nan)
-        survival[:, : choice.depth] = self.drafter.survivals(self.requests)[:, : choice.depth]
-        if choice.drafted is not None:
-            survival = np.repeat(survival[: choice.depth > 0], choice.weight, axis=0)
-            gain /= self.requests
-        else:
-            noise = np.exp(TIME_NOISE * self.drafter.rng.standard_normal())
-            kind = StepKind(self.requests, self.requests + choice.budget, choice.depth, CONTEXT)
-            self.policy.times.observe(kind, step_ms * noise)
-        self._on_the_way.append(survival[:0] if choice.depth == 0 else survival)
-        if len(self._on_the_way) > LAG:
-            known = self._on_the_way.popleft()
-            if len(known):
-                self.policy.survivals.observe(known)
-        return self.requests + gain, step_ms
+    def _gains_of(self, drafted: int) -> np.ndarray:
+        key = self.server.blocks, drafted
+        if key not in self._gains:
+            self._gains[key] = expected_gains(*key)
+        return self._gains[key]
+
+
+def blocks(acceptance: float) -> ConditionalAcceptance:
+    return ConditionalAcceptance((acceptance,) * GAMMA)
+
+
+def expected_gains(source: ConditionalAcceptance, requests: int) -> np.ndarray:
+    """[depth, budget] drafts accepted per step, where the likeliest ones are verified."""
+    many = LaggedSurvivals(GAMMA, tuple(range(1, GAMMA + 1)))
+    rng, estimates = np.random.default_rng(0), []
+    for _ in range(20):
+        logits, _ = source.draw(range(256), rng)
+        many.observe((1 / (1 + np.exp(-logits))).cumprod(1))
+        estimates.append(many.gains(requests))
+    gains = np.mean(estimates, axis=0)
+    return np.concatenate([np.zeros_like(gains[:1]), gains])

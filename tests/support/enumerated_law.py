@@ -13,8 +13,9 @@ from toy_pair import GAMMA, ToyLoop, V, target_law
 
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.selection import FixedLength, TopK
 
 PROMPT, TEMPERATURE = [1, 0], 0.8
 NO_FILTER = (-1, 1.0, 0.0)
@@ -36,7 +37,7 @@ def law_error(
     filters: tuple[int, float, float] = NO_FILTER,
     adjustment: Adjustment | None = None,
     copied_after: Callable[[int, Sequence[int]], list[int]] | None = None,
-    choose: Callable[[ToyLoop, Choice], Choice] = lambda loop, choice: choice,
+    choose: Callable[[ToyLoop, StepDecision], StepDecision] = lambda loop, decision: decision,
     drafter: DraftModel | None = None,
 ) -> float:
     """Largest error of the probability of a joint text of all requests.
@@ -76,7 +77,6 @@ POLICIES = {
     "static-1": {"schedule": "static", "verify_len": 1},
     "threshold": THRESHOLD,
     "early-stop": {"schedule": "early-stop"},
-    "adaptive-block": {"schedule": "adaptive-block"},
     "auto": {},
 }
 
@@ -92,39 +92,39 @@ PENALTIES = {
 }
 
 
-def half_of(loop: ToyLoop, choice: Choice) -> Choice:
+def half_of(loop: ToyLoop, decision: StepDecision) -> StepDecision:
     """Each request has a draft, and the better one is verified."""
-    return Choice(Rule.TOP, 1, len(loop.texts) // 2)
+    return StepDecision(1, TopK(len(loop.texts) // 2))
 
 
-def one_of_a_block(loop: ToyLoop, choice: Choice) -> Choice:
+def one_of_a_block(loop: ToyLoop, decision: StepDecision) -> StepDecision:
     """A whole block is drafted, and its first draft is verified."""
-    return Choice(Rule.TOP, GAMMA, 1)
+    return StepDecision(GAMMA, TopK(1))
 
 
-def one_of_two(loop: ToyLoop, choice: Choice) -> Choice:
+def one_of_two(loop: ToyLoop, decision: StepDecision) -> StepDecision:
     """Only the second request is drafted, as when a parked server probes."""
-    return Choice(Rule.TOP, GAMMA, GAMMA, forced=1, drafted=(1,))
+    return StepDecision(GAMMA, TopK(GAMMA, probe_request=1), draft_requests=(1,))
 
 
-def bounded(loop: ToyLoop, choice: Choice) -> Choice:
+def bounded(loop: ToyLoop, decision: StepDecision) -> StepDecision:
     """The first request wants no draft verified, the second one those before the first of low confidence."""
-    return Choice(Rule.TOP, GAMMA, 2 * GAMMA).within(Limits((0, GAMMA), (0, 0), (0.0, 0.92)))
+    return StepDecision(GAMMA, TopK(2 * GAMMA)).within(Limits((0, GAMMA), (0, 0), (0.0, 0.92)))
 
 
-def third_of(loop: ToyLoop, choice: Choice) -> Choice:
+def third_of(loop: ToyLoop, decision: StepDecision) -> StepDecision:
     """Each of three requests has a draft, and the best one is verified."""
-    return Choice(Rule.TOP, 1, 1)
+    return StepDecision(1, TopK(1))
 
 
-def one_of_three(loop: ToyLoop, choice: Choice) -> Choice:
+def one_of_three(loop: ToyLoop, decision: StepDecision) -> StepDecision:
     """The middle request is drafted, its neighbours take a plain step."""
-    return Choice(Rule.TOP, GAMMA, GAMMA, drafted=(1,))
+    return StepDecision(GAMMA, TopK(GAMMA), draft_requests=(1,))
 
 
-def a_copy_between(loop: ToyLoop, choice: Choice) -> Choice:
+def a_copy_between(loop: ToyLoop, decision: StepDecision) -> StepDecision:
     """The first request wants nothing verified, the second one has a copied draft, the third one is drafted."""
-    return Choice(Rule.UNIFORM, 1).within(Limits((0, 1, 1), (0, 1, 0)))
+    return StepDecision(1, FixedLength()).within(Limits((0, 1, 1), (0, 1, 0)))
 
 
 def copies(request: int, text: Sequence[int]) -> list[int]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +46,6 @@ class Tiny:
         vision: configuration of what reads images.
         router_std: of the routers' weights.
         transposed: whether published checkpoints have the experts of a layer in one tensor, transposed.
-        older_names: whether they have the names that transformers gave the tensors of an image reader before version 5.
     """
 
     model: str
@@ -57,7 +55,6 @@ class Tiny:
     vision: Mapping[str, Any] | None = None
     router_std: float = 1.0
     transposed: bool = False
-    older_names: bool = False
 
 
 _MROPE = {
@@ -76,14 +73,6 @@ _QWEN3_VISION = {
     "out_hidden_size": 64,
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
-}
-
-_GEMMA3 = {
-    "tie_word_embeddings": True,
-    "sliding_window": 8,
-    "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "sliding")],
-    "head_dim": 16,
-    "query_pre_attn_scalar": 24,
 }
 
 TINY: dict[str, Tiny] = {
@@ -140,21 +129,6 @@ TINY: dict[str, Tiny] = {
         {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 1, "head_dim": 16},
         {"num_experts": 8},
         chosen=2,
-    ),
-    "Gemma3ForCausalLM": Tiny("Gemma3ForCausalLM", _GEMMA3),
-    "Gemma3ForConditionalGeneration": Tiny(
-        "Gemma3ForConditionalGeneration",
-        _GEMMA3,
-        vision={
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-            "vision_use_head": False,
-        },
-        older_names=True,
     ),
     "GptOssForCausalLM": Tiny(
         "GptOssForCausalLM",
@@ -235,8 +209,6 @@ SEEDS: dict[str, int] = {
     "Glm4MoeForCausalLM": 18,
     "ApertusForCausalLM": 29,
     "Qwen2MoeForCausalLM": 11,
-    "Gemma3ForCausalLM": 11,
-    "Gemma3ForConditionalGeneration": 11,
     "GptOssForCausalLM": 24,
     "Mistral3ForConditionalGeneration": 12,
     "Qwen2_5_VLForConditionalGeneration": 22,
@@ -274,8 +246,6 @@ def write_target(architecture: str, folder: Path) -> Any:
     model.save_pretrained(folder)
     if tiny.transposed:
         _transpose_experts(folder / "model.safetensors")
-    if tiny.older_names:
-        _rename(folder / "model.safetensors", "vision_tower.", "vision_tower.vision_model.")
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "float32"} | dict(tiny.written)))
     return model
@@ -285,11 +255,6 @@ def _transpose_experts(file: Path) -> None:
     tensors = load_file(file)
     experts = {name: tensor.transpose(1, 2).contiguous() for name, tensor in tensors.items() if ".experts." in name}
     save_file(tensors | experts, file, metadata={"format": "pt"})
-
-
-def _rename(file: Path, now: str, then: str) -> None:
-    tensors = {re.sub(f"^{re.escape(now)}", then, name): tensor for name, tensor in load_file(file).items()}
-    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def written_target(architecture: str, folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """Servers whose processes are forked from one that has imported SGLang: three imports are most of a server's start.
 
 What a server does is the same; but its processes inherit the modules of the one before where they otherwise import
-them anew. Whatever crosses from process to process is tested by the servers that are started as users start them.
+them again. Whatever crosses from process to process is tested by the servers that are started as users start them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Nursery:
         return int(reply)
 
     def run(self, script: str, arguments: list[str], env: dict[str, str], log_path: Path) -> str:
-        """What a script prints; it has to end well."""
+        """Return what a script prints; it has to end well."""
         log_path.write_text("")
         status = _Forked(self.fork(arguments, env, log_path, script), log_path).wait()
         printed = log_path.read_text()
@@ -129,7 +129,7 @@ class ForkedServer(LaunchedServer):
 
 
 def _status_path(log_path: Path) -> Path:
-    """Where the nursery writes the exit status of a server."""
+    """Return where the nursery writes the exit status of a server."""
     return log_path.with_suffix(".status")
 
 
@@ -183,13 +183,13 @@ class _Children:
 
 
 def _is_ours(client: socket.socket) -> bool:
-    """Whether it belongs to the same user: everybody on a machine sees such addresses."""
+    """Return whether it belongs to the same user: everybody on a machine sees such addresses."""
     _, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return bool(user == os.getuid())
 
 
 def _line(replies: IO[str]) -> str:
-    """What a client sent; nothing of one that has gone, however it went."""
+    """Return what a client sent; nothing of one that has gone, however it went."""
     try:
         return replies.readline()
     except ConnectionError:

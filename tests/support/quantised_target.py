@@ -51,7 +51,7 @@ def quantised_target(folder: Path, name: str) -> Path:
 
 
 def is_quantised(key: str) -> bool:
-    """Whether the tensor of this name is a weight of attention or of an MLP."""
+    """Return whether the tensor of this name is a weight of attention or of an MLP."""
     return key.endswith("_proj.weight")
 
 

@@ -15,12 +15,13 @@ from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.reference import Target
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.engine.scheduler.options import BatchOptions
+from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.speculation import Speculation
+from sglang_dspark.speculation import RequestOptions
+from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.stages import OneRank
-from sglang_dspark.step.state import Copies, DecodeBatch, Rounds, TargetOutput
+from sglang_dspark.step.state import Copies, DecodeBatch, TargetOutput
 from sglang_dspark.tools.golden import Golden, load_golden, load_target
 from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.stages import EagerStages
@@ -118,14 +119,14 @@ class StageLoop:
         bs, step = len(self.texts), self._batch(number)
         names = [f"r{request}" for request in range(bs)]
         copies = self._copies()
-        asked = BatchOptions((Speculation(),) * bs, limits=None, traced=False, presets=(), max_verify=self.gamma)
-        limits = () if copies is None else (asked.limits_with(copies),)
+        options = BatchOptions((RequestOptions(),) * bs, None, traced=False, presets=(), max_verify=self.gamma)
+        limits = () if copies is None else (options.limits_with(copies),)
         context = float(step.prefix_lens.double().mean())
-        choice = self.stages.agreement.share(self.schedule.choose(names, context, *limits))
-        if choice.drafted:
-            step = replace(step, drafted_rows=self._rows(choice.drafted))
-        drafted = self.stages.draft(step, choice).with_copies(copies)
-        plan = self.stages.plan(step, drafted, choice)
+        decision = self.stages.agreement.share(self.schedule.choose(names, context, *limits))
+        if decision.draft_requests:
+            step = replace(step, drafted_rows=self._rows(decision.draft_requests))
+        drafted = self.stages.draft(step, decision).with_copies(copies)
+        plan = self.stages.plan(step, drafted, decision)
         output = self.stages.verify(None, step, plan)
         if self._counts is not None:
             logits = output.logits_output.next_token_logits
@@ -134,10 +135,10 @@ class StageLoop:
         self.stages.commit(plan, accepted, output)
         if self._counts is not None:
             self._counts.count(self._counted, accepted.out_tokens)
-        self.schedule.done(choice, bs, len(plan.input_ids))
+        self.schedule.done(decision, bs, len(plan.input_ids))
         copied = drafted.copied or [0] * bs
         lens = plan.verify_lens[:bs]  # behind them the padding of a graph
-        rounds = Rounds(names, choice, drafted.depths, lens, drafted.confidence, None, copied)
+        rounds = StepRecord(names, decision, drafted.depths, lens, drafted.confidence, None, copied)
         self.schedule.observe(rounds, list(range(bs)), accepted.accepted_lens.tolist())
         for request, (text, kept) in enumerate(zip(self.texts, accepted.accepted_lens.tolist(), strict=True)):
             drafts = drafted.block.tokens[request].tolist()

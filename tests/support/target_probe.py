@@ -63,7 +63,7 @@ class Probe:
         self._process = process
 
     def ask(self, folder: Path, texts: Sequence[Text]) -> list[Said]:
-        """What the target of ``folder`` says of these texts, all of them in one batch.
+        """Return what the target of ``folder`` says of these texts, all of them in one batch.
 
         Prompts are prefilled. The rest is verified in windows of unequal sizes, each of which ends with a wrong draft.
         """
@@ -174,10 +174,7 @@ class _Loaded:
             request = Req(str(i), "", prompt, SamplingParams(temperature=0, max_new_tokens=8))
             request.full_untruncated_fill_ids = request.origin_input_ids
             request.logprob_start_len = -1
-            if hasattr(request, "set_extend_range"):
-                request.set_extend_range(0, text.prompt_len)
-            else:
-                request.extend_end = text.prompt_len
+            request.extend_end = text.prompt_len
             requests.append(request)
         pools = {name: getattr(self.runner, name) for name in ("req_to_token_pool", "token_to_kv_pool_allocator")}
         tree = TreeCacheNamespace(
@@ -192,8 +189,7 @@ class _Loaded:
             spec_algorithm=SpeculativeAlgorithm.NONE,
         )
         batch.prepare_for_extend()
-        if batch.input_ids is None:
-            batch.input_ids = batch.prefill_input_ids_cpu.to(DEVICE)
+        batch.input_ids = batch.prefill_input_ids_cpu.to(DEVICE)
         return batch
 
     def _prefill(self, batch: Any, texts: Sequence[Text]) -> tuple[list[Any], list[Any]]:

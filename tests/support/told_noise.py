@@ -36,7 +36,7 @@ class Run:
     _intervals: dict[float, tuple[float, float]] = field(default_factory=dict)
 
     def decide(self, number: float, breakpoints: Sequence[float]) -> int:
-        """Which piece of [0, 1), cut at ascending ``breakpoints``, the random number lies in."""
+        """Return which piece of [0, 1), cut at ascending ``breakpoints``, the random number lies in."""
         low, high = self._intervals.get(number, (0.0, 1.0))
         edges = [low, *(point for point in breakpoints if low < point < high), high]
         pieces = [(a, b) for a, b in pairwise(edges) if b > a]

@@ -17,7 +17,7 @@ NOT_OF_THE_FOLDER = {"PYTHONSAFEPATH": "1"}
 
 
 def run(*command: str | Path) -> str:
-    """What a command prints that has nothing of this repository on its path; it has to end well."""
+    """Return what a command prints that has nothing of this repository on its path; it has to end well."""
     env = {**os.environ, **NOT_OF_THE_FOLDER, "PYTHONPATH": ""}
     done = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -15,13 +15,13 @@ from stage_loop import StageLoop
 from step_tables import make_table
 
 from sglang_dspark.engine.scheduler.future_map import Relay
-from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.selection import FixedLength, Threshold, TopK
 from sglang_dspark.step.state import Drafted, TargetOutput
 from sglang_dspark.worker import graph_stages
 from sglang_dspark.worker.graph_stages import StepGraphs
 from sglang_dspark.worker.staging import Staging
-from sglang_dspark.worker.verify_plan import plan_numbers
 
 NUM_TOKENS = 16
 
@@ -92,10 +92,10 @@ class Chosen:
     def __init__(self, loop, graphs):
         self._loop, self._staging, self.agreement = loop, Staging(loop.eager, graphs), loop.eager.agreement
 
-    def draft(self, step, choice):
-        self._now = self._staging.of(step, choice)
+    def draft(self, step, decision):
+        self._now = self._staging.of(step, decision)
         self._loop.replayed.append(self._now.in_graphs)
-        return self._now.draft(step, choice)
+        return self._now.draft(step, decision)
 
     def accept(self, *given):
         self._loop.outcomes.append(self._now.accept(*given))
@@ -158,27 +158,27 @@ def test_no_plan_of_a_greedy_step_is_launched(monkeypatch, options):
     def launched(*args):
         raise AssertionError("a graph should have planned")
 
-    monkeypatch.setattr(graph_stages, "lay_out", launched)
+    monkeypatch.setattr(graph_stages, "build_plan", launched)
     loop = GraphLoop(monkeypatch, [1, 2, 4], **options)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
 
 
 @pytest.mark.parametrize(
-    ("choice", "numbers"),
+    ("decision", "numbers"),
     [
-        (Choice(Rule.UNIFORM, 3), (0, 3, -1)),
-        (Choice(Rule.TOP, 7, budget=28), (0, 7, -1)),
-        (Choice(Rule.TOP, 7, budget=27), (27, -1, -1)),
-        (Choice(Rule.TOP, 7, budget=9, forced=0), (9, -1, 0)),
-        (Choice(Rule.TOP, 7, budget=9, with_confidence=False), None),
-        (Choice(Rule.TOP, 7, budget=9, drafted=(1, 2)), None),
-        (Choice(Rule.TOP, 7, budget=9, limits=Limits((7, 1, 7, 7), (0, 0, 0, 0))), None),
-        (Choice(Rule.THRESHOLD, 7), None),
+        (StepDecision(3, FixedLength()), (0, 3, -1)),
+        (StepDecision(7, TopK(28)), (0, 7, -1)),
+        (StepDecision(7, TopK(27)), (27, -1, -1)),
+        (StepDecision(7, TopK(9, probe_request=0)), (9, -1, 0)),
+        (StepDecision(7, TopK(9), with_confidence=False), None),
+        (StepDecision(7, TopK(9), draft_requests=(1, 2)), None),
+        (StepDecision(7, TopK(9), limits=Limits((7, 1, 7, 7), (0, 0, 0, 0))), None),
+        (StepDecision(7, Threshold(0.5)), None),
     ],
 )
-def test_what_a_captured_plan_can_do(choice, numbers):
+def test_what_a_captured_plan_can_do(decision, numbers):
     """Everything else is laid out by a launch."""
-    assert plan_numbers(choice, 4) == numbers
+    assert decision.plan_numbers(4) == numbers
 
 
 @pytest.mark.parametrize(
@@ -214,8 +214,17 @@ def test_sampled_text_is_that_of_launched_steps(monkeypatch):
     assert all(loop.replayed)
 
 
+def test_simulated_acceptance_is_replayed_with_new_noise(monkeypatch):
+    torch.manual_seed(0)
+    loop = GraphLoop(monkeypatch, [4], schedule="static")
+    loop.eager.profile = torch.tensor([1.0, 0.5, *[0.0] * 5], dtype=torch.float64)
+    loop.serve(prompts_of(loop), NUM_TOKENS)
+    assert all(loop.replayed)
+    assert {accepted for trace in loop.traces for *_, accepted in trace} == {1, 2}
+
+
 def test_every_switch_of_a_drafter_is_replayed(monkeypatch, tmp_path):
-    """Layers with windows, causal blocks and sinks are laid out anew from the buffers of each replay."""
+    """Layers with windows, causal blocks and sinks are laid out again from the buffers of each replay."""
     folder = random_drafter(tmp_path, "every-switch")
     loop = GraphLoop(monkeypatch, [4], schedule="static", draft=folder)
     launched = StageLoop(schedule="static", draft=folder)
@@ -230,10 +239,10 @@ def test_drafts_that_were_made_elsewhere_are_verified(monkeypatch):
     """Step times are measured with tokens that differ, as those of experts depend on them."""
     loop = GraphLoop(monkeypatch, [4], schedule="static", verify_len=3)
     loop.serve(prompts_of(loop), 2)
-    step, choice = loop._batch(99), Choice(Rule.UNIFORM, 3)
-    stages = loop.stages._staging.of(step, choice)
+    step, decision = loop._batch(99), StepDecision(3, FixedLength())
+    stages = loop.stages._staging.of(step, decision)
     assert stages.in_graphs
     tokens = torch.arange(9).view(3, 3) + 5
-    plan = stages.plan(step, Drafted(DraftBlock(tokens), None, [3] * 3), choice)
+    plan = stages.plan(step, Drafted(DraftBlock(tokens), None, [3] * 3), decision)
     rows = plan.input_ids[: int(plan.indptr[3])].view(3, 4)
     assert torch.equal(rows, torch.cat([step.anchors[:, None], tokens], dim=1))

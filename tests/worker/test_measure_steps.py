@@ -73,7 +73,7 @@ def test_a_cache_that_cannot_be_used_is_measured_anew(tmp_path, caplog, how):
     spoil(path, how)
     with caplog.at_level(logging.WARNING):
         assert sps_cache._load_cached(path, KEY) is None
-    assert "step times are measured anew" in caplog.text
+    assert "step times are measured again" in caplog.text
     assert str(path) in caplog.text
     # And what is measured takes its place.
     sps_cache._save(table(), path, named=False)
@@ -129,10 +129,10 @@ def test_drafts_are_timed_where_they_are_served(monkeypatch):
     """A budget fits into graphs where a whole block of every request does not: 129 blocks of 8 are 1032 rows."""
     tiers, chosen = Tiers.of([1, 64, 128, 160, 256], 7), []
 
-    def staged(step, choice):
-        rows = tiers.token_rows(len(step) + choice.most_drafts(len(step)))
-        chosen.append((choice.depths(len(step)), rows is not None))
-        return SimpleNamespace(draft=lambda step, choice: None)
+    def staged(step, decision):
+        rows = tiers.token_rows(len(step) + decision.max_drafts(len(step)))
+        chosen.append((decision.draft_lens(len(step)), rows is not None))
+        return SimpleNamespace(draft=lambda step, decision: None)
 
     steps = MeasuredSteps.__new__(MeasuredSteps)
     steps._staging = SimpleNamespace(of=staged)

@@ -3,13 +3,15 @@
 from array import array
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dspark.engine.scheduler.options import OptionsReader
-from sglang_dspark.worker import preset_texts
+from sglang_dspark.engine.scheduler.request_options import BatchOptions
+from sglang_dspark.proposals.proposer import Proposers
+from sglang_dspark.speculation import Speculation
 from sglang_dspark.worker.preset_texts import UNITS_PER_STEP, PresetTexts
 
 MAX_VERIFY = 4
@@ -34,8 +36,13 @@ class Recorder:
 
 
 def request(rid="r", **options):
-    params = SimpleNamespace(custom_params={"dspark": options} if options else None)
+    carried = msgspec.json.encode(Speculation.parse(options).for_scheduler(())).decode()
+    params = SimpleNamespace(custom_params={"dspark": carried} if options else None)
     return SimpleNamespace(rid=rid, sampling_params=params, origin_input_ids=array("q", [5, 6]), output_ids=array("q"))
+
+
+def options_of(reqs, max_verify=MAX_VERIFY):
+    return BatchOptions.of(reqs, max_verify)
 
 
 def step_of(reqs, texts):
@@ -51,13 +58,13 @@ def committed(rows):
 
 @pytest.fixture
 def proposers(monkeypatch):
-    made = {}
+    made = []
 
-    def make(proposers, req, options):
-        made[id(req)] = Recorder(req.origin_input_ids)
-        return made[id(req)]
+    def make(proposers, options, prompt):
+        made.append(Recorder(prompt))
+        return made[-1]
 
-    monkeypatch.setattr(preset_texts, "proposer_of", make)
+    monkeypatch.setattr(Proposers, "make", make)
     return made
 
 
@@ -71,18 +78,16 @@ tokens = st.lists(st.integers(0, 9), min_size=1, max_size=MAX_VERIFY + 1)
 def test_all_that_is_committed_is_known_and_nothing_else(rounds, first):
     """Step by step, with SGLang up to a step behind, a request that is retracted, and one that takes over its id."""
     with pytest.MonkeyPatch.context() as patch:
-        made = {}
-        patch.setattr(
-            preset_texts, "proposer_of", lambda proposers, req, options: made.setdefault(len(made), Recorder([]))
-        )
-        texts, asked = PresetTexts(MAX_VERIFY), OptionsReader(MAX_VERIFY)
+        made = []
+        patch.setattr(Proposers, "make", lambda proposers, options, prompt: made.append(Recorder(prompt)) or made[-1])
+        texts = PresetTexts(MAX_VERIFY)
         req, other = request(preset="summarization"), request("plain")
         text = [first]
         for row, event in rounds:
             reqs = [other, req]
-            options = asked.read(reqs)
+            options = options_of(reqs)
             copies = texts.propose(reqs, options, step_of(reqs, [[1], text]))
-            assert made[len(made) - 1].output == text
+            assert made[-1].output == text
             assert copies.lens == (0, min(len(text), MAX_VERIFY))
             assert copies.tokens[1, : copies.lens[1]].tolist() == text[-MAX_VERIFY:]
             assert copies.mask.sum(1).tolist() == list(copies.lens)
@@ -95,7 +100,7 @@ def test_all_that_is_committed_is_known_and_nothing_else(rounds, first):
                 # What was under way is dropped, and the token after the rest is drawn again.
                 text = [*known, 9 - row[0]]
             elif event == "alone":
-                texts.propose([other], asked.read([other]), step_of([other], [[1]]))
+                texts.propose([other], options_of([other]), step_of([other], [[1]]))
                 known = text[:-1]
             elif event == "reused":
                 req, known, text = request(preset="summarization"), [], [3]
@@ -103,21 +108,21 @@ def test_all_that_is_committed_is_known_and_nothing_else(rounds, first):
 
 
 def test_batches_without_presets_hold_nothing(proposers):
-    texts, asked = PresetTexts(MAX_VERIFY), OptionsReader(MAX_VERIFY)
+    texts = PresetTexts(MAX_VERIFY)
     for options in ({}, {"max_verify": 1}, {"preset": "summarization", "enabled": False}):
         reqs = [request(**options)]
-        assert texts.propose(reqs, asked.read(reqs), step_of(reqs, [[4]])) is None
-        texts.took(reqs, asked.read(reqs), committed([[4]]))
-    assert proposers == {}
+        assert texts.propose(reqs, options_of(reqs), step_of(reqs, [[4]])) is None
+        texts.took(reqs, options_of(reqs), committed([[4]]))
+    assert proposers == []
 
 
 def test_copies_stay_within_every_bound(proposers):
-    texts, asked = PresetTexts(MAX_VERIFY), OptionsReader(MAX_VERIFY)
+    texts = PresetTexts(MAX_VERIFY)
     summary = {"preset": "summarization"}
     reqs = [request("a", **summary), request("b", **summary, max_draft=2), request("c", **summary, max_verify=3)]
     for req in reqs:
         req.output_ids = array("q", range(8))
-    options = asked.read(reqs)
+    options = options_of(reqs)
     copies = texts.propose(reqs, options, step_of(reqs, [range(8)] * 3))
     assert copies.lens == (4, 2, 3)
     assert options.limits_with(copies).most == (4, 2, 3)
@@ -125,17 +130,17 @@ def test_copies_stay_within_every_bound(proposers):
 
 
 def test_a_server_without_room_for_drafts_asks_no_preset(proposers):
-    texts, asked = PresetTexts(0), OptionsReader(0)
+    texts = PresetTexts(0)
     reqs = [request(preset="summarization")]
-    assert texts.propose(reqs, asked.read(reqs), step_of(reqs, [[4]])) is None
-    assert proposers == {}
+    assert texts.propose(reqs, options_of(reqs, max_verify=0), step_of(reqs, [[4]])) is None
+    assert proposers == []
 
 
 def test_what_a_step_prepares_is_bounded_however_many_ask(proposers):
-    texts, asked = PresetTexts(MAX_VERIFY), OptionsReader(MAX_VERIFY)
+    texts = PresetTexts(MAX_VERIFY)
     reqs = [request(str(place), preset="summarization") for place in range(6)]
-    texts.propose(reqs, asked.read(reqs), step_of(reqs, [[4]] * 6))
-    prepared = [proposers[id(req)].prepared for req in reqs]
+    texts.propose(reqs, options_of(reqs), step_of(reqs, [[4]] * 6))
+    prepared = [proposer.prepared for proposer in proposers]
     assert prepared[:4] == [UNITS_PER_STEP - 1000 * place for place in range(4)]
     # What the step before has committed of the others is known all the same.
     assert prepared[4] == prepared[5] <= 64

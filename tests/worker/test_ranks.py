@@ -51,10 +51,10 @@ def served(agreement, disturb, options):
     table = make_table(lambda r, d, c: 10 + 2.5 * d * r, lambda r, d, c: 1 + 0 * r, gamma=7)
     loop, plans = StageLoop(table, **options), []
     loop.stages.agreement = agreement
-    lay_out = loop.stages.plan
+    served_plan = loop.stages.plan
 
     def plan(*arguments):
-        plans.append(lay_out(*arguments))
+        plans.append(served_plan(*arguments))
         return plans[-1]
 
     loop.stages.plan = plan

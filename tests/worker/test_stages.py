@@ -58,7 +58,6 @@ def test_kernels_decode_the_golden_rounds():
         {"schedule": "static", "verify_len": 1},
         {"schedule": "threshold", "confidence_threshold": 0.5},
         {"schedule": "early-stop"},
-        {"schedule": "adaptive-block"},
         {},
     ],
     ids=lambda options: options.get("schedule", "auto"),

@@ -8,15 +8,16 @@ import torch
 from stage_loop import StageLoop
 
 from sglang_dspark.engine.scheduler.faults import part_of
-from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
+from sglang_dspark.step.selection import FixedLength
 from sglang_dspark.worker import stages
 from sglang_dspark.worker.worker import DSparkWorker
 
 # What each stage calls.
 CALLED = {
     "draft": lambda loop: (loop.drafter, "propose"),
-    "plan": lambda loop: (loop.schedule, "admit"),
+    "plan": lambda loop: (stages, "build_plan"),
     "verify": lambda loop: (loop.stages, "_verify"),
     "accept": lambda loop: (stages, "accept"),
     "commit": lambda loop: (loop.drafter, "commit"),
@@ -41,14 +42,14 @@ class WorkerLoop(StageLoop):
         worker.step, worker.timer, worker.relay = 0, DeviceTimer(torch.device("cpu")), None
         worker._target_worker = SimpleNamespace(set_hicache_consumer=nothing)
         worker.schedule = self.schedule
-        worker.staging = SimpleNamespace(of=lambda step, choice: self.stages)
-        worker.asked = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))
+        worker.staging = SimpleNamespace(of=lambda step, decision: self.stages)
+        worker.request_options = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))
         adjusting = SimpleNamespace(any=False, read=nothing, apply=nothing, count=nothing)
         worker.adjustments = SimpleNamespace(of_step=lambda batch: adjusting)
         worker.preset_texts = SimpleNamespace(propose=nothing, took=nothing)
-        worker._first_answer = worker.prompt_hold = SimpleNamespace(look=nothing, launched=nothing)
+        worker._first_answer = SimpleNamespace(look=nothing)
         worker.check_logits = None
-        worker.choose = lambda batch, asked, copies: Choice(Rule.UNIFORM, self.gamma)
+        worker.choose = lambda batch, options, copies: StepDecision(self.gamma, FixedLength())
         worker.read = lambda batch, adjusted: self._batch(worker.step)
 
     def _step(self, number):

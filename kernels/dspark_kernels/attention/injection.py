@@ -42,7 +42,7 @@ class CommitRows:
         return in_batch & (self.columns <= self.accepted_lens[self.requests.clamp(0, bs - 1)])
 
     def narrowed(self) -> tuple[slice | torch.Tensor, CommitRows | None]:
-        """Which rows to compute K/V of, and which of those to commit.
+        """Return which rows to compute K/V of, and which of those to commit.
 
         Returns:
             ``(index, rows)``: index [m] int64 of the kept rows and None where the host may read how many these are;
@@ -172,7 +172,7 @@ def kv_inject(
 ) -> None:
     """Write the K/V of the kept rows into the pools. No host sync; safe under graph capture.
 
-    Two kept rows may not share a slot, except slot 0: the padding slot, which nobody reads.
+    Two kept rows may not share a slot, except slot 0: the padding slot, which is not read.
 
     Args:
         projected: K and V of all layers, layer by layer with K before V; float32, float16 or bfloat16.

@@ -45,7 +45,7 @@ class ContextGroup:
         """Keys and values [R, n, kv_heads, hd] of one layer, in memory that the next layer of that form uses again.
 
         An allocation of their size may be handed back to the system when it is freed, and then every layer would pay
-        for its pages anew: up to twice the time of the whole attention.
+        for its pages again: up to twice the time of the whole attention.
         """
         form = (k_pool.shape[1], k_pool.shape[2], k_pool.dtype)
         width = k_pool.shape[1] * k_pool.shape[2]
@@ -64,7 +64,7 @@ class ContextGroup:
 class _Gathered(NamedTuple):
     """One memory in two forms: rows of numbers that torch can gather, and [R, n, kv_heads, hd] in the pool's dtype.
 
-    The forms are made once: views of every layer anew would take as long as its attention where the context is short.
+    The forms are made once: new views for every layer would take as long as its attention where the context is short.
     """
 
     k_rows: torch.Tensor

@@ -145,7 +145,7 @@ def qk_norm_rope(
         positions: absolute positions, contiguous.
 
     Returns:
-        q and k anew, contiguous, in their dtype; statistics and rotation in float32. No host sync; safe under graph
+        new q and k, contiguous, in their dtype; statistics and rotation in float32. No host sync; safe under graph
         capture.
 
     Raises:

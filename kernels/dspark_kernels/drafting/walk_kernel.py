@@ -258,7 +258,7 @@ def choose_kernel(
     own = (group * num_programs + program) * BLOCK_B + tl.arange(0, BLOCK_B)
     _leave(best, best_columns, tops, masses, partial_ptr, partial_columns_ptr, own, plane, SAMPLED)
 
-    # All threads' stores come before the one thread's release; whoever counts last acquires them all.
+    # All threads' stores come before the one thread's release; the thread that counts last acquires them all.
     tl.debug_barrier()
     arrived = tl.atomic_add(counters_ptr + group, 1, sem="acq_rel", scope="gpu")
     if arrived == num_programs - 1:

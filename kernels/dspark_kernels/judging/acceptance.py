@@ -316,7 +316,7 @@ class _Launches:
 
 
 def _draft_args(drafts: torch.Tensor, block: DraftBlock, rules: Rules, vocab_size: int) -> dict[str, Any]:
-    """What kernels read of the drafts."""
+    """Return what kernels read of the drafts."""
     bs, gamma = drafts.shape
     law, copied = (block.law, block.copied) if rules.any_sampled and gamma else (None, None)
     if law is not None:

@@ -39,7 +39,7 @@ _SMALLEST_KEY = tl.constexpr(-0x80000000)
 
 @triton.jit
 def is_kept(logits, tokens, cut, last) -> tl.tensor:
-    """Whether tokens are above the cut of their row, or at it and not too late."""
+    """Return whether tokens are above the cut of their row, or at it and not too late."""
     return (logits > cut) | ((logits == cut) & (tokens <= last))
 
 

@@ -87,7 +87,7 @@ def race_kernel(
     HAS_COPIED: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Grid (bs, tiles): who wins a tile, in the race over p_t and in the one over what is to be drawn from."""
+    """Grid (bs, tiles): the winner of a tile, in the race over p_t and in the one over what is to be drawn from."""
     request = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     source = tl.load(source_ptr + request)
@@ -151,7 +151,7 @@ def finish_kernel(
     vocab_size,
     BLOCK_T: tl.constexpr,  # >= num_tiles
 ) -> None:
-    """Grid (bs,): who wins over all tiles."""
+    """Grid (bs,): the winner over all tiles."""
     request = tl.program_id(0).to(tl.int64)
     if tl.load(source_ptr + request) != NOTHING:
         tiles = tl.arange(0, BLOCK_T)

@@ -51,7 +51,7 @@ def plan_lens(
     requests: StepRequests,
     num_tokens: int,
 ) -> VerifyRows:
-    """Lay out given lengths, in plain torch: only steps that run launch by launch come with them. No host sync.
+    """Lay out given lengths, in plain torch: only steps that run eagerly come with them. No host sync.
 
     Args:
         draft_tokens: the proposals.

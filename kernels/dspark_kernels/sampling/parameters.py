@@ -159,7 +159,7 @@ class SamplingRows:
 
     @property
     def any_filter(self) -> bool:
-        """Whether any request has a top-k, a top-p or a min-p."""
+        """Return whether any request has a top-k, a top-p or a min-p."""
         return self.law.max_kept > 0 or self.law.any_min_p
 
     @cached_property

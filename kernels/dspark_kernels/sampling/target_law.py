@@ -4,7 +4,7 @@ softmax(logits / T) in float32; top-k and top-p jointly on the sorted probabilit
 tokens precede it and their mass is at most p); min-p relative to the most likely token; renormalise.
 
 SGLang leaves it to the sort which of several equally likely tokens survive at the cut. 16-bit logits tie often, and a
-seeded request must not depend on who shares its batch, so here the lowest token id wins.
+seeded request must not depend on the other requests of its batch, so here the lowest token id wins.
 """
 
 import torch
@@ -30,7 +30,7 @@ def target_probs(logits: torch.Tensor, law: LawParams) -> torch.Tensor:
     """
     probs = torch.softmax(logits.float() / law.temperatures[:, None], dim=-1)
     if law.max_kept or law.any_min_p:
-        # Sorting takes several times the memory of what is sorted, and nobody has set it aside.
+        # Sorting takes several times the memory of what is sorted, and that was not reserved.
         num_rows = max(1, _MAX_ELEMENTS // probs.shape[-1])
         for start in range(0, len(probs), num_rows):
             part = slice(start, start + num_rows)

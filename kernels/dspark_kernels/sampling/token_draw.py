@@ -9,7 +9,7 @@ from dspark_kernels.sampling.target_law import reads_are_free, target_probs
 # Values of noise that the CPU draws at once, so that the generator's words stay in cache: 16 rows of 49152 took 4.5 ms
 # each in one piece and 2.4 ms row by row.
 _NOISE_BLOCK = 65536
-# Elsewhere: whole rows would take 56 bytes per row and token, memory that nobody has set aside.
+# Elsewhere: whole rows would take 56 bytes per row and token, memory that was not reserved.
 _DEVICE_NOISE_BLOCK = 1 << 22
 # Noise for single tokens costs twice the dense kind per token, and gathering them as much again.
 _DENSE_SHARE = 4

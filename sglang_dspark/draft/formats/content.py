@@ -1,4 +1,4 @@
-"""A decoded config.json that is read by tables, and that knows which of its keys nobody read."""
+"""A decoded config.json that is read by tables, and that knows which of its keys were not read."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Content:
         self._read.update(keys)
 
     def unread(self) -> tuple[str, ...]:
-        """Keys that nobody read."""
+        """Return the keys that were not read."""
         return tuple(sorted(self._keys.keys() - self._read))
 
     def refuse(self, key: str, reason: str) -> CheckpointError:

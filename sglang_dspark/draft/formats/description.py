@@ -24,7 +24,7 @@ class Switch:
 
 
 def switches(config: DraftConfig) -> list[Switch]:
-    """What the network does that DeepSpec's does not; empty for one of DeepSpec's."""
+    """Return what the network does that DeepSpec's does not; empty for one of DeepSpec's."""
     found = []
     if not config.sample_from_anchor:
         found.append(Switch("layout", f"{config.block_size} slots of which the anchor's does not predict"))
@@ -79,7 +79,7 @@ def new_to(target: Mapping[str, Any], config: DraftConfig) -> list[Switch]:
 
 
 def adjustments(reading: Reading) -> list[str]:
-    """What reading changes in the order of the tensors' rows and columns, and in their names."""
+    """Return what reading changes in the order of the tensors' rows and columns, and in their names."""
     found = []
     if reading.rules.renamed:
         found.append("names of the heads' tensors")

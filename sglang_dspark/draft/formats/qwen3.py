@@ -94,7 +94,7 @@ def attention(content: Content, num_layers: Any, section: str = "") -> dict[str,
 
 
 def causal_layers(content: Content, values: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Which layers look ahead in the block: all alike where a key says so, else those without a window."""
+    """Return which layers look ahead in the block: all alike where a key says so, else those without a window."""
     listed = content.find("causal_layers")
     causal = content.find("is_causal", "dflash_config.causal", "dflash_config.is_causal", "dflash_query_causal")
     num_layers, types = values.get("num_hidden_layers"), values.get("layer_types", ())
@@ -137,7 +137,7 @@ def extras(content: Content, values: Mapping[str, Any], names: Collection[str], 
 
 
 def _switched_on(content: Content, key: str, section: str) -> bool | None:
-    """What the file says, if anything."""
+    """Return what the file says, if anything."""
     value = content.find(*_places(key, section))
     if value not in (None, True, False):
         raise content.refuse(
@@ -179,13 +179,13 @@ def rope(
 
 
 def pairs_are_neighbours(content: Content, section: str = "") -> bool:
-    """Whether RoPE turns channels 2i and 2i + 1 of a head, not i and i + hd / 2."""
+    """Return whether RoPE turns channels 2i and 2i + 1 of a head, not i and i + hd / 2."""
     keys = [place + key for place in {section, "", "dflash_config."} for key in ("rope_is_neox_style", "is_neox_style")]
     return content.find(*keys) is False
 
 
 def pairs_span_head(content: Content) -> bool:
-    """Whether a rotation of some pairs alone leaves out the last pairs of the whole head, as it does here.
+    """Return whether a rotation of some pairs alone leaves out the last pairs of the whole head, as it does here.
 
     Elsewhere (``partial_rotary_factor`` of Hugging Face) it pairs up the first channels and leaves out the others.
     """

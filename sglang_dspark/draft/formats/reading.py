@@ -26,7 +26,7 @@ class Reading:
         format: of the checkpoint.
         config: canonical.
         rules: for the tensors.
-        unknown_keys: of config.json, which nobody knows the meaning of.
+        unknown_keys: of config.json, whose meaning is not known.
     """
 
     format: FormatName

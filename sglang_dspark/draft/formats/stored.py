@@ -67,7 +67,7 @@ class StoredTensors:
 
 
 def has_tensors(folder: Path) -> bool:
-    """Whether there are tensor files at all."""
+    """Return whether there are tensor files at all."""
     return (folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()
 
 

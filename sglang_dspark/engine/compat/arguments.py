@@ -10,8 +10,6 @@ import sglang.srt.runtime_context as runtime_context
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.server_args import ServerArgs
 
-CLASS = "sglang.srt.server_args.ServerArgs"
-
 # SGLang keeps attributes with an underscore beside the fields, also when it sends the object to another process.
 _OURS = "_dspark"
 
@@ -23,7 +21,7 @@ def attach(args: Any, ours: Any) -> None:
 
 
 def attached(args: Any) -> Any:
-    """What :func:`attach` put there; None where DSPARK does not serve."""
+    """Return what :func:`attach` put there; None where DSPARK does not serve."""
     return getattr(args, _OURS, None)
 
 

@@ -87,7 +87,7 @@ class DeviceChoice:
 
 
 def segment_bounds(indptr: torch.Tensor, width: int) -> torch.Tensor:
-    """Where segments begin and end that are no longer than SGLang's kernels want them.
+    """Return where segments begin and end that are no longer than SGLang's kernels want them.
 
     Args:
         indptr: [bs + 1] first row of each request.
@@ -211,7 +211,7 @@ def check_adapters(model_runner: Any) -> None:
 
 
 def adapters_digest(model_runner: Any) -> str:
-    """What of a server's adapters its step times depend on."""
+    """Return what of a server's adapters its step times depend on."""
     manager = manager_of(model_runner)
     if manager is None:
         return "none"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import wraps
 from operator import attrgetter
 from typing import Any
 
@@ -36,16 +35,3 @@ def capturing_forward(batch: Any, runner: Any) -> ForwardBatch:
     return ForwardBatch.init_new(
         batch, runner, capture_hidden_mode=CaptureHiddenMode.FULL, return_hidden_states_before_norm=False
     )
-
-
-def protect_positions(runner: Any) -> None:
-    """Hand a model that moves the positions of its tokens a copy: captured steps write draft K/V by the original."""
-    if not family_of(runner.model_config.hf_config.architectures).moves_positions:
-        return
-    forward = runner.model.forward
-
-    @wraps(forward)
-    def with_a_copy(input_ids: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(input_ids, positions.clone(), *args, **kwargs)
-
-    runner.model.forward = with_a_copy

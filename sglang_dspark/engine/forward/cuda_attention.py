@@ -76,7 +76,7 @@ class CudaVerifyBackend(AttentionBackend):
         is_rounded = pool.dtype != k.dtype
         k_scale, v_scale = (layer.k_scale_float, layer.v_scale_float) if is_rounded else (None, None)
         if save_kv_cache:
-            # Divides k and v themselves: nobody reads these afterwards.
+            # Divides k and v themselves: these are not read afterwards.
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v, k_scale, v_scale)
         attended = window_attention(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),

@@ -92,7 +92,7 @@ def graph_request_slots(model_runner: Any) -> list[int]:
 
 
 def has_prefill_graphs(model_runner: Any) -> bool:
-    """Whether SGLang has captured CUDA graphs of prefill."""
+    """Return whether SGLang has captured CUDA graphs of prefill."""
     return model_runner.prefill_cuda_graph_runner not in (None, model_runner.eager_runner)
 
 

@@ -31,7 +31,7 @@ def prefill_graphs(original: Callable[..., Any], *, model_runner: Any, eager_run
 
 
 def _lose_states() -> bool:
-    """Whether the graphs of prefill that SGLang has chosen return no hidden states; says so."""
+    """Return whether the graphs of prefill that SGLang has chosen return no hidden states; says so."""
     if any(check_cuda_graph_backend(Phase.PREFILL, backend) for backend in (Backend.DISABLED, Backend.BREAKABLE)):
         return False
     logger.warning("DSPARK: prefill without CUDA graphs: those that SGLang has chosen return no hidden states")

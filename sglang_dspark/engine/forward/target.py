@@ -13,7 +13,7 @@ from sglang_dspark.draft.config import EMBEDDING_TAP, DraftConfig
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.pairing import lacks_own
 from sglang_dspark.engine.compat.pools import make_room, request_capture
-from sglang_dspark.engine.forward.capture import make_capturable, protect_positions, text_model
+from sglang_dspark.engine.forward.capture import make_capturable, text_model
 from sglang_dspark.engine.forward.layers import kv_heads_of_rank
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Target:
         return None
 
     def _is_plain(self, weight: torch.Tensor) -> bool:
-        """Whether it is [V / ranks, d] in a dtype that is no code: those of quantised numbers have one byte."""
+        """Return whether it is [V / ranks, d] in a dtype that is no code: those of quantised numbers have one byte."""
         rows = -(-self._vocab_size // self._tp_group.world_size)
         floats = weight.is_floating_point() and weight.element_size() > 1
         return floats and weight.dim() == 2 and weight.shape[0] >= rows and weight.shape[1] == self._hidden_size
@@ -116,7 +116,6 @@ class Target:
         # for no layer at all returns a differently shaped result, so a lone tap -1 captures layer 0 and drops it.
         runner = self._model_runner
         make_capturable(runner)
-        protect_positions(runner)
         request_capture(runner, self._layer_taps or [0])
 
     def _account_for_draft_cache(self, draft: DraftConfig) -> None:

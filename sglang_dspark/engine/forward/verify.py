@@ -31,7 +31,7 @@ class DSparkVerifyInput(DFlashVerifyInput):
 
 
 def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
-    """Run the target over ``plan``'s tokens, launch by launch."""
+    """Run the target over ``plan``'s tokens, eagerly."""
     verify_input = DSparkVerifyInput(
         draft_token=plan.input_ids,
         positions=plan.positions,

@@ -32,7 +32,7 @@ class Adjustments:
         self._index = LastBatch(self._index_of)
 
     def concern_prefill(self, batch: Any) -> bool:
-        """Whether any request of a prefill has its logits adjusted."""
+        """Return whether any request of a prefill has its logits adjusted."""
         return batch.has_grammar or any(map(has_adjustment, batch.reqs))
 
     def of_step(self, batch: Any) -> AdjustedStep:
@@ -131,7 +131,7 @@ class AdjustedStep:
 
 
 def has_adjustment(req: Any) -> bool:
-    """Whether a request has a penalty, a minimum length or a logit bias."""
+    """Return whether a request has a penalty, a minimum length or a logit bias."""
     parameters = req.sampling_params
     return bool(
         parameters.frequency_penalty

@@ -37,12 +37,12 @@ class Agreement:
 
     @property
     def needed(self) -> bool:
-        """Whether there are other ranks."""
+        """Return whether there are other ranks."""
         return bool(self._group.world_size > 1)
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0."""
+        """Return whether this is rank 0."""
         return bool(self._group.rank_in_group == 0)
 
     def share(self, value: T) -> T:

@@ -10,13 +10,14 @@ import torch
 from dspark_kernels import Accepted, DraftBlock, RoundKeys, SamplingRows
 from sglang.srt.managers.utils import GenerationBatchResult
 
-from sglang_dspark.engine.scheduler import options as request_options
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.engine.scheduler.logprobs import with_logprobs
+from sglang_dspark.engine.scheduler.request_options import request_options
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
 from sglang_dspark.step.packed import OnTheWay, Packed, PackedCopies
-from sglang_dspark.step.state import DecodeBatch, Rounds, VerifyPlan
+from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 
 class SamplingReader(LastBatch[SamplingRows]):
@@ -84,7 +85,7 @@ class DSparkBatchResult(GenerationBatchResult):
         copy_done: SGLang's event, which it waits for.
     """
 
-    rounds: Rounds | None = None
+    rounds: StepRecord | None = None
     on_the_way: OnTheWay | None = None
     span: DeviceSpan | None = None
     copy_done: Any = None
@@ -125,16 +126,16 @@ def decode_result(
     plan: VerifyPlan,
     output: Any,
     accepted: Accepted,
-    rounds: Rounds,
+    rounds: StepRecord,
     copies: PackedCopies,
     *,
     in_graphs: bool,
 ) -> DSparkBatchResult:
-    """What the scheduler gets of a decode step.
+    """Return what the scheduler gets of a decode step.
 
     Args:
         output: SGLang's ``LogitsProcessorOutput`` of the verification.
-        accepted: anchors and lengths go to SGLang as they are: where nobody relays them, in memory that stays theirs.
+        accepted: anchors and lengths go to SGLang as they are: without a relay, in memory that stays theirs.
         copies: how the rest comes to the host, which reads nothing that a graph wrote after the next step's replays.
         in_graphs: whether CUDA graphs were replayed.
     """
@@ -161,7 +162,7 @@ def most_words(requests: int, max_verify: int, gamma: int) -> int:
 
 
 def is_running(req: Any) -> bool:
-    """Whether a step's tokens still reach the request."""
+    """Return whether a step's tokens still reach the request."""
     return not (req.finished() or req.is_retracted)
 
 
@@ -170,7 +171,7 @@ def copy_drafts(step: DecodeBatch, block: DraftBlock) -> torch.Tensor:
     return torch.cat([step.prefix_lens[:, None], step.anchors[:, None], block.tokens], dim=1)
 
 
-def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[int]) -> None:
+def record_traces(reqs: Sequence[Any], rounds: StepRecord, committed_lens: Sequence[int]) -> None:
     """Append this step to the trace of every request that asked for one.
 
     ``customized_info`` lists are parallel to a request's output tokens (SGLang slices them so when it streams): the
@@ -182,13 +183,13 @@ def record_traces(reqs: Sequence[Any], rounds: Rounds, committed_lens: Sequence[
     if rounds.traced is None:
         return
     logits = None if rounds.confidence is None else rounds.confidence.logits
-    confidences = [None] * len(reqs) if logits is None or logits.isnan().any() else logits.tolist()
+    confidences = [None] * len(reqs) if logits is None else logits.tolist()
     lens = rounds.verify_lens.tolist()
     columns = (rounds.traced.tolist(), rounds.drafted, rounds.copied, confidences, lens, committed_lens)
     for req, (start, anchor, *draft), depth, copied, confidence, verified, committed in zip(
         reqs, *columns, strict=True
     ):
-        if not request_options.read(req).trace or not is_running(req):
+        if not request_options(req).trace or not is_running(req):
             continue
         if req.customized_info is None:
             req.customized_info = {}

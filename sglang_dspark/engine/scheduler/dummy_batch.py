@@ -47,7 +47,7 @@ class DummyBatch:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """Return where its tensors are."""
         return torch.device(self._runner.device)
 
     def tokens(self, num: int) -> torch.Tensor:

@@ -36,7 +36,7 @@ def report(error: Exception, step: int, requests: int) -> str:
 
 
 def part_of(error: Exception) -> str:
-    """Where in a step ``error`` was raised: ``decode: verify``, or ``prefill: inject_context``."""
+    """Return where in a step ``error`` was raised: ``decode: verify``, or ``prefill: inject_context``."""
     names = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
     place = next((place for place, name in enumerate(names) if name in _PARTS), None)
     if place is None:

@@ -52,7 +52,7 @@ def _token_by_token(req: Any, new_accepted_len: int) -> None:
 
 
 def forget_overshoot(session: Any, *args: Any, **kwargs: Any) -> None:
-    """Hook before SGLang makes a session's next turn out of the turns before: nobody was shown what follows an end.
+    """Hook before SGLang makes a session's next turn out of the turns before: what follows an end was never sent.
 
     A step may commit tokens behind the one that ends a request. They are no part of its answer, and SGLang would put
     them into the next prompt.
@@ -74,7 +74,7 @@ def _ends_otherwise(req: Any, length: int) -> bool:
 
 
 def _holds_stop(req: Any, new_accepted_len: int) -> bool:
-    """Whether a stop string may be in the request's last tokens."""
+    """Return whether a stop string may be in the request's last tokens."""
     stops = req.sampling_params.stop_strs
     if not stops:
         return False

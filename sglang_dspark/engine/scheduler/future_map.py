@@ -15,7 +15,7 @@ class Relay:
 
     A graph enters what became of its step after everything of that step has read the values before. The map skips its
     own writing for tensors that a graph has entered, and records its event behind the replay. Row 0 of the pool is
-    nobody's: what stands in padding goes there.
+    no request's: padding is written there.
 
     Attributes:
         tokens, lens: [rows of req_to_token] int64, last committed token and tokens whose K/V is committed.
@@ -36,7 +36,7 @@ class Relay:
             self._entered[id(tensor)] = tensor  # held, so that its id is never another one's
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is the very one that a graph has entered."""
+        """Return whether ``tensor`` is the very one that a graph has entered."""
         return id(tensor) in self._entered
 
 

@@ -35,7 +35,7 @@ def with_logprobs(
         temperatures: 1 for greedy requests.
 
     Returns:
-        ``output`` itself where nobody asked.
+        ``output`` itself if no request asked.
     """
     if not batch.return_logprob:
         return output
@@ -86,7 +86,7 @@ def leave_committed(output: Any, committed: Sequence[int]) -> None:
 
 @dataclass
 class _Lists:
-    """Log-probabilities and their tokens, one entry per request and slot; empty where nobody asked."""
+    """Log-probabilities and their tokens, one entry per request and slot; empty if the request did not ask."""
 
     values: list[torch.Tensor]
     ids: list[Any]

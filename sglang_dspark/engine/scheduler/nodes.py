@@ -1,7 +1,7 @@
 """Several machines: what their ranks have to have in common, and what becomes of the others when one machine is gone.
 
 A rank that waits for one which has died waits as long as its collective does: minutes under NCCL, for ever where a
-message on the host is awaited. On one machine SGLang's front end sees the dead process. On several, nobody does: each
+message on the host is awaited. On one machine SGLang's front end sees the dead process. On several, each
 front end watches the processes of its own machine, and all but the first have none that watches at all. So every rank
 of another machine keeps a connection to rank 0, over which nothing is ever sent, and which breaks when either dies.
 """
@@ -65,7 +65,7 @@ class Nodes:
         return [other for other in range(len(self.hosts)) if self.of(other) != here] if rank == 0 else []
 
     def farewell(self, rank: int) -> str:
-        """The line for the log of those who outlive ``rank``."""
+        """Return the log line of the ranks that outlive ``rank``."""
         node = self.of(rank)
         return (
             f"DSPARK: node {node} ({self.hosts[rank]}) has ended or cannot be reached: its rank {rank} has closed the "
@@ -132,7 +132,7 @@ def end_server() -> None:
 
 
 def to_have_in_common(settled: Serving) -> dict[str, object]:
-    """What all machines of a server have to agree about, by the name that a user knows."""
+    """Return what all machines of a server have to agree about, by the name that a user knows."""
     names = [knob.name for knob in fields(DSparkConfig) if knob.name not in _OF_EACH_NODE]
     return {
         "sglang-dspark": __version__,

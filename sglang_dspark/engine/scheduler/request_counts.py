@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sglang_dspark.step.state import Rounds
+from sglang_dspark.step.record import StepRecord
 
 
-def count(reqs: Sequence[Any], rounds: Rounds, running: Sequence[int]) -> None:
+def count(reqs: Sequence[Any], rounds: StepRecord, running: Sequence[int]) -> None:
     """Add a step to the requests ``running`` of ``reqs``; a plain one adds nothing."""
     if not (any(rounds.drafted) or any(rounds.verified)):
         return

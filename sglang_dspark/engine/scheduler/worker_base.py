@@ -38,7 +38,7 @@ from sglang_dspark.engine.scheduler.nan_check import nan_check
 from sglang_dspark.engine.scheduler.request_counts import count
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.engine.settled import Serving
-from sglang_dspark.step.state import Rounds
+from sglang_dspark.step.record import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -91,15 +91,7 @@ class SpecWorkerBase(WorkerFace):
         """Called when what comes next is not a decode step."""
 
     @abstractmethod
-    def before_prefill(self) -> None:
-        """Called when prompts are about to be encoded."""
-
-    @abstractmethod
-    def holds_prompts(self, running: int) -> bool:
-        """Whether prompts that wait go on waiting while so many requests decode."""
-
-    @abstractmethod
-    def on_rounds(self, rounds: Rounds, running: list[int], accept_lens: list[int]) -> None:
+    def on_rounds(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
         """Take note of a step, whose tensors have reached the host.
 
         Args:
@@ -172,7 +164,7 @@ class SpecWorkerBase(WorkerFace):
     def forward_batch_generation(self, batch: Any, on_publish: Publish | None = None, **_unused: Any) -> Any:
         """Run one batch of the scheduler: a prefill, a decode step, or nothing.
 
-        An exception goes on to SGLang, which ends the server over it; see docs/limits.md.
+        An exception goes on to SGLang, which ends the server over it; see docs/operating.md.
         """
         publish = on_publish or (lambda new_seq_lens: None)
         self.step += 1
@@ -194,7 +186,6 @@ class SpecWorkerBase(WorkerFace):
 
     @torch.no_grad()
     def _prefill(self, batch: Any, publish: Publish) -> Any:
-        self.before_prefill()
         if batch.return_logprob:
             # SGLang fails on batches of which some requests name tokens and others want logprobs of their prompt alone.
             batch.token_ids_logprobs = named_in_all(batch.token_ids_logprobs)

@@ -54,11 +54,11 @@ def limit_requests(server_args: Any, max_verify: int) -> None:
 
 
 def fill(server_args: Any, max_verify: int) -> None:
-    """Fill the fields that size SGLang's buffers and hold its prefills back."""
+    """Fill the fields that size SGLang's buffers and that hold prefills back."""
     # SGLang's tokens per request and step: the anchor and the drafts that may be verified.
     server_args.speculative_num_draft_tokens = max_verify + 1
     server_args.speculative_num_steps = 1
     server_args.speculative_eagle_topk = 1
-    # SGLang holds prefills of DFLASH servers back until several slots are free; we have a rule of our own.
+    # SGLang holds prefills of DFLASH servers back until several slots are free; a plain server lets them in at once.
     if server_args.min_free_slots_delay is None:
         server_args.min_free_slots_delay = 1

@@ -22,7 +22,7 @@ def is_registered() -> bool:
 
 
 def has_flags() -> bool:
-    """Whether our flags are on the server's command line. Call :func:`is_registered` first."""
+    """Return whether our flags are on the server's command line. Call :func:`is_registered` first."""
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
     return flag_name("engine") in parser.format_help()  # SGLang's own DSPARK has other flags with our prefix

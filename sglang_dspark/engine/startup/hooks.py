@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.fired import Moment, awaited
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
@@ -83,7 +82,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         "resolve-with-dspark",
-        f"{arguments.CLASS}.resolve_once",
+        "sglang.srt.server_args.ServerArgs.resolve_once",
         HookType.AROUND,
         "startup.resolution.resolve_once",
         "flags",
@@ -99,43 +98,13 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
-        "refuse-unserved-requests",
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
-        HookType.AFTER,
-        "front_end.requests.check_request",
-        "front_end",
-        "features that DSPARK does not serve answer HTTP 400",
-    ),
-    Hook(
-        "refuse-wrong-types",
+        "check-requests",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-        HookType.AROUND,
-        "front_end.requests.check_types",
+        HookType.AFTER,
+        "api.requests.check_request",
         "front_end",
-        "a sampling parameter of a wrong type must not get as far as the scheduler",
-    ),
-    Hook(
-        "refuse-unreadable-requests",
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
-        HookType.AROUND,
-        "front_end.requests.refuse_unreadable",
-        "front_end",
-        "fields of a wrong type answer HTTP 400, and not 500 with a traceback",
-    ),
-    *(
-        Hook(
-            f"refuse-unreadable-{name}",
-            f"sglang.srt.entrypoints.openai.{serving}._convert_to_internal_request",
-            HookType.AROUND,
-            "front_end.requests.refuse_unreadable_messages",
-            "front_end",
-            "the same for what the OpenAI routes read before that",
-            Moment.SOME_TIME,
-        )
-        for name, serving in (
-            ("messages", "serving_chat.OpenAIServingChat"),
-            ("prompts", "serving_completions.OpenAIServingCompletion"),
-        )
+        "a bad field speculation, features that DSPARK does not serve, and what the scheduler would not survive answer "
+        "HTTP 400; this makes what travels to the scheduler, for every route and the offline engine",
     ),
     Hook(
         "report-counts",
@@ -149,7 +118,7 @@ HOOKS: tuple[Hook, ...] = (
         "mount-routes",
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
         HookType.BEFORE,
-        "front_end.http.mount",
+        "api.http.mount",
         "routes",
         "SGLang has no plugin interface for routes and middleware",
     ),
@@ -157,7 +126,7 @@ HOOKS: tuple[Hook, ...] = (
         "page-without-key",
         "sglang.srt.utils.auth.decide_request_auth",
         HookType.AFTER,
-        "front_end.routes.page_needs_no_key",
+        "api.routes.page_needs_no_key",
         "routes",
         "a browser has to load the page at /dspark before it can ask for the API key",
         Moment.SOME_TIME,
@@ -228,7 +197,7 @@ HOOKS: tuple[Hook, ...] = (
         "answer-questions",
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         HookType.AROUND,
-        "front_end.channel.answer",
+        "api.channel.answer",
         "scheduler",
         "the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
         Moment.SOME_TIME,
@@ -241,15 +210,6 @@ HOOKS: tuple[Hook, ...] = (
         "scheduler",
         "decoding may go on after a pause without a prefill: the pause is not the time of a step",
         Moment.SOME_TIME,
-    ),
-    Hook(
-        "hold-prompts",
-        "sglang.srt.managers.scheduler.Scheduler.init_schedule_policy",
-        HookType.AFTER,
-        "scheduler.prompt_delayer.install",
-        "scheduler",
-        "SGLang's rule for holding prompts back counts free slots; ours gives decoding as long as a prefill took",
-        Moment.ANSWERED,
     ),
     Hook(
         "export-metrics",

@@ -92,9 +92,4 @@ def _algorithm_class() -> type:
 
             return create_future_map(device, self, req_to_token_pool, **wishes)
 
-        def build_disagg_draft_input(self, batch: Any, last_tokens_tensor: Any, future_map: Any) -> Any:
-            from sglang_dspark.engine.scheduler.disaggregation import first_draft_input
-
-            return first_draft_input(batch, last_tokens_tensor, future_map)
-
     return DSparkAlgorithm

@@ -1,4 +1,4 @@
-"""Who answers to ``--speculative-algorithm DSPARK``, and SGLang's resolution of its arguments when we do."""
+"""Decides between the plugin and SGLang's own DSPARK, and resolves SGLang's arguments for the plugin."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _texts_of_fields(args: Any) -> dict[str, str | None]:
 
 
 def _is_ours(args: Any, texts: Mapping[str, str | None]) -> bool:
-    """Whether DSPARK was asked for, of the plugin and not of SGLang.
+    """Return whether DSPARK was asked for, of the plugin and not of SGLang.
 
     Raises:
         ConfigError: it was asked of both, or of SGLang with options that SGLang's own does not know.

@@ -28,7 +28,7 @@ from sglang_dspark.engine.settled import Serving
 from sglang_dspark.engine.startup import defaults, hooks, served
 from sglang_dspark.engine.startup.adapters import adapter_refusals
 from sglang_dspark.engine.startup.host_cache import host_cache_refusals
-from sglang_dspark.engine.startup.target_refusals import target_refusals
+from sglang_dspark.engine.startup.target_refusals import rope_refusal
 from sglang_dspark.engine.support import gpu_refusal, installed_sglang
 from sglang_dspark.errors import ConfigError, EngineError, UnservedError
 from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
@@ -124,7 +124,7 @@ def find_drafter(args: Any, config: DSparkConfig) -> ResolvedDrafter | None:
 
 
 def _draft_load_format(args: Any) -> str:
-    """How the drafter's weights come, by SGLang's rule.
+    """Return how the drafter's weights come, by SGLang's rule.
 
     Raises:
         ConfigError: a format that drafters do not have was asked for.
@@ -148,12 +148,11 @@ def validate(server_args: Any) -> None:
     options = _options.get(None)
     if options is None:
         raise EngineError(
-            f"sglang {installed_sglang()} resolved its arguments and did not call {arguments.CLASS}.resolve_once, "
-            "so options of DSPARK would be dropped; sglang-dspark cannot serve on this release as it is"
+            f"sglang {installed_sglang()} resolved its arguments and did not call ServerArgs.resolve_once, so options "
+            "of DSPARK would be dropped; sglang-dspark cannot serve on this release as it is"
         )
     dummy = options.drafter is not None and _draft_load_format(server_args) == "dummy"
-    ours = server_args.min_free_slots_delay is None
-    arguments.attach(server_args, Serving(options.config, options.drafter, dummy, holds_prompts=ours))
+    arguments.attach(server_args, Serving(options.config, options.drafter, dummy))
     if (unserved := device_refusal(server_args.device)) is not None:
         raise UnservedError(unserved)
     for refusal in _refusals(server_args):
@@ -161,7 +160,7 @@ def validate(server_args: Any) -> None:
 
 
 def device_refusal(device: str) -> str | None:
-    """What is wrong with the device of a server; None where nothing is."""
+    """Return what is wrong with the device of a server; None where nothing is."""
     if device not in PREFILL_BACKENDS:
         return (
             f"DSPARK cannot run with --device={device}; pass cpu or cuda, or {flag_name('engine')} builtin where "
@@ -249,12 +248,12 @@ def complete(server_args: Any) -> None:
     config, drafter = settled.config, settled.drafter
     server_args.speculative_draft_model_path = None if drafter is None else drafter.path
     target = model_config_of(server_args)
-    family = family_of(target.hf_config.architectures)
+    family_of(target.hf_config.architectures)  # refuses others
     if drafter is not None:
         _check_drafter(server_args, settled, drafter, target)
     gamma = config.gamma(None if drafter is None else drafter.config.gamma)
-    for refusal in target_refusals(family, target, config.max_verify(gamma) + 1):
-        raise UnservedError(refusal)
+    if (unserved := rope_refusal(target, config.max_verify(gamma) + 1)) is not None:
+        raise UnservedError(unserved)
     _check_options(server_args, config, drafter, gamma)
     for refusal in shape_refusals(server_args.device, target, server_args.kv_cache_dtype, config, drafter, gamma):
         raise ConfigError(refusal)

@@ -54,7 +54,7 @@ class TraceClient:
         """``(target, draft)``: the names of what is served, wherever it lies.
 
         Raises:
-            ConfigError: nobody answers, or the server does not decode with DSPARK.
+            ConfigError: the server does not answer, or the server does not decode with DSPARK.
         """
         info = self._request("/server_info")
         if info.get("speculative_algorithm") not in ("DSPARK", "DSPARK_PLUGIN"):
@@ -68,7 +68,7 @@ class TraceClient:
         """Drafts per block of the server.
 
         Raises:
-            ConfigError: nobody answers.
+            ConfigError: the server does not answer.
         """
         return int(self._request("/dspark/stats")["block_size"])
 
@@ -80,7 +80,7 @@ class TraceClient:
             on_answer: called after every answer.
 
         Raises:
-            ConfigError: nobody answers, or no answer has a trace.
+            ConfigError: the server does not answer, or no answer has a trace.
             DSparkError: the server refused a prompt; the others are not sent.
         """
         with ThreadPoolExecutor(concurrency) as pool:

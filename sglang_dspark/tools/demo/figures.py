@@ -37,7 +37,7 @@ def speed(measured: Sequence[Measured], mode: Mode, prompt: int | None = None) -
 
 
 def ratio(measured: Sequence[Measured], faster: Mode, slower: Mode, prompt: int | None = None) -> Spread:
-    """How many times as fast one mode answered as another: the same prompt in the same round makes a pair."""
+    """Return how many times as fast one mode answered as another: the same prompt in the same round makes a pair."""
     speeds = {
         mode: {
             (m.turn.round, m.turn.prompt): m.answer.tokens_per_second

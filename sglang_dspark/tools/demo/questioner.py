@@ -102,7 +102,7 @@ class Questioner:
 
 
 def has_chat_template(target_dir: Path) -> bool:
-    """Whether the target's tokenizer knows how to write a conversation; a base model only continues text."""
+    """Return whether the target's tokenizer knows how to write a conversation; a base model only continues text."""
     if (target_dir / "chat_template.jinja").is_file():
         return True
     settings = target_dir / "tokenizer_config.json"

@@ -1,4 +1,4 @@
-"""Who is asked what, and when: two servers and three ways of decoding take turns on the same prompts."""
+"""Sends the same prompts to two servers, in turns over three ways of decoding."""
 
 from __future__ import annotations
 

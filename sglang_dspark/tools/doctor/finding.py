@@ -20,7 +20,7 @@ class Finding:
 
 
 def failed(findings: Iterable[Finding]) -> bool:
-    """Whether anything stands in the way of serving."""
+    """Return whether anything stands in the way of serving."""
     return any(finding.status == "fail" for finding in findings)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_dspark.errors import CheckpointError, DSparkError, UnservedError
+from sglang_dspark.errors import CheckpointError, DSparkError
 from sglang_dspark.tools.doctor.finding import Finding
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
     from sglang_dspark.draft.formats.description import describe, new_to
     from sglang_dspark.draft.pairing import check_dimensions
     from sglang_dspark.draft.weights import load_draft_model
-    from sglang_dspark.engine.startup.target_refusals import states_refusal
 
     try:
         reading = read(draft_dir)
@@ -40,8 +39,6 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         config = _read_target_config(target_dir)
         target = config.get_text_config()
         family = family_of(config.architectures)
-        if (refusal := states_refusal(family)) is not None:
-            raise UnservedError(refusal)
         check_dimensions(draft, target)
         yield Finding("ok", "target", _describe_target(config.architectures, target))
         if family.remark:
@@ -102,7 +99,7 @@ def _read_target_config(target_dir: Path) -> Any:
 
 
 def _dtype(target: Any) -> torch.dtype:
-    """What the server computes in unless --dtype says otherwise, and with it the drafter."""
+    """Return what the server computes in unless --dtype says otherwise, and with it the drafter."""
     import torch
 
     dtype = target.dtype

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import lines_of
 
@@ -37,7 +36,7 @@ class BlockSource(Protocol):
     @property
     def name(self) -> str: ...
 
-    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[Array | None, Ints]:
+    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[NDArray[np.float64] | None, Ints]:
         """A block for each of ``requests``.
 
         Returns:
@@ -73,7 +72,7 @@ class ConditionalAcceptance:
     def gamma(self) -> int:
         return len(self.conditional)
 
-    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[Array | None, Ints]:
+    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[NDArray[np.float64] | None, Ints]:
         means = np.clip(self.conditional, _EDGE, 1 - _EDGE)
         if np.isinf(self.concentration):
             rates = np.tile(means, (len(requests), 1))
@@ -100,7 +99,7 @@ class RecordedBlocks:
 
     gamma: int
     accepted: Ints
-    logits: Array | None
+    logits: NDArray[np.float64] | None
     answer: Ints
     name: str = "recorded blocks"
     _by_answer: list[Ints] = field(init=False, repr=False)
@@ -109,34 +108,7 @@ class RecordedBlocks:
         rows = [np.flatnonzero(self.answer == answer) for answer in np.unique(self.answer)]
         object.__setattr__(self, "_by_answer", rows)
 
-    @property
-    def survival(self) -> Array:
-        """[gamma] share of blocks that accepted at least so many drafts."""
-        share: Array = (self.accepted[:, None] > np.arange(self.gamma)).mean(0)
-        return share
-
-    def accepting(self, mean: float) -> RecordedBlocks:
-        """These blocks as a weaker drafter's: so many drafts are accepted on average, each of them by chance.
-
-        Raises:
-            ConfigError: fewer are accepted as it is.
-        """
-        kept = np.linspace(0, 1, 1001)
-        expected = self.survival @ kept ** np.arange(1, self.gamma + 1)[:, None]
-        if mean > expected[-1]:
-            raise ConfigError(
-                f"--blocks accept {expected[-1]:.2f} drafts and the sweep {mean:.2f}; give blocks of a drafter as good"
-            )
-        keep = float(np.interp(mean, expected, kept))
-        survivors = np.random.default_rng(0).random((len(self.accepted), self.gamma)) < keep
-        accepted = np.minimum(self.accepted, survivors.cumprod(1).sum(1))
-        logits = self.logits
-        if logits is not None:
-            rates = np.clip(keep / (1 + np.exp(-logits)), _EDGE, 1 - _EDGE)
-            logits = np.log(rates / (1 - rates))
-        return replace(self, accepted=accepted, logits=logits)
-
-    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[Array | None, Ints]:
+    def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[NDArray[np.float64] | None, Ints]:
         rows = [self._by_answer[request % len(self._by_answer)] for request in requests]
         chosen = np.array([row[int(rng.integers(len(row)))] for row in rows], dtype=np.int64)
         return None if self.logits is None else self.logits[chosen], self.accepted[chosen]

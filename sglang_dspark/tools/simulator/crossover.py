@@ -9,15 +9,10 @@ step, ``fixed`` verifies the whole block, ``scheduled`` as many drafts as give t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
-from msgspec import Meta
+from numpy.typing import NDArray
 
-from sglang_dspark.arrays import Array
-from sglang_dspark.declared import check_fields, whole
-
-_SHARE = Meta(gt=0, le=1, description="must lie in (0, 1]")
 POLICIES = ("plain", "fixed", "scheduled")
 
 
@@ -49,22 +44,19 @@ class CrossoverModel:
         capacity: tokens that a step has room for at no extra cost.
     """
 
-    first: Annotated[float, _SHARE] = 0.9
-    decay: Annotated[float, _SHARE] = 0.97
-    block: Annotated[int, whole(1)] = 7
-    capacity: Annotated[int, whole(1)] = 128
-
-    def __post_init__(self) -> None:
-        check_fields(self)
+    first: float = 0.9
+    decay: float = 0.95
+    block: int = 7
+    capacity: int = 128
 
     @property
-    def survival(self) -> Array:
+    def survival(self) -> NDArray[np.float64]:
         """[block] probability that a draft and all before it are accepted."""
-        survival: Array = np.cumprod(self.first * self.decay ** np.arange(self.block))
+        survival: NDArray[np.float64] = np.cumprod(self.first * self.decay ** np.arange(self.block))
         return survival
 
     def point(self, policy: str, users: int) -> ModelPoint:
-        """``policy``, one of :data:`POLICIES`, with this many users."""
+        """Return what ``policy``, one of :data:`POLICIES`, does with this many users."""
         if policy == "scheduled":
             lengths = (self._verifying(length, users) for length in range(self.block + 1))
             return max(lengths, key=lambda point: point.user_speed)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import NamedTuple
 
-from sglang_dspark.step.choice import Choice
 from sglang_dspark.tools.simulator.workload import Request
 
+Lanes = list[list[tuple[int, int, int]]]
+"""[requests][steps] of drafts proposed, verified and accepted."""
 
-@dataclass(frozen=True)
-class Lane:
+
+class Round(NamedTuple):
     """One request in one decode step: drafts proposed, verified and accepted."""
 
     request: int
@@ -48,53 +50,42 @@ class Figures:
 
 @dataclass
 class Outcome:
-    """Sums over a workload.
+    """What happened.
 
     Attributes:
         requests: served ones, in the order of their ends.
-        lanes: the first steps in detail, as many as the server was asked to keep.
         step_ms: of every decode step.
         plain_steps: steps in which nothing was drafted.
-        rounds: requests, summed over the steps.
-        drafted, verified, accepted: drafts.
+        rounds: all requests in all decode steps.
     """
 
     requests: list[Request] = field(default_factory=list)
-    lanes: list[list[Lane]] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     plain_steps: int = 0
-    rounds: int = 0
-    drafted: int = 0
-    verified: int = 0
-    accepted: int = 0
-
-    def add_step(self, ms: float, choice: Choice) -> None:
-        """A decode step ran."""
-        self.step_ms.append(ms)
-        self.plain_steps += choice.depth == 0
-
-    def add_rounds(self, lanes: list[Lane], keep: bool) -> None:
-        """Its result was looked at."""
-        self.rounds += len(lanes)
-        self.drafted += sum(lane.drafted for lane in lanes)
-        self.verified += sum(lane.verified for lane in lanes)
-        self.accepted += sum(lane.accepted for lane in lanes)
-        if keep:
-            self.lanes.append(lanes)
+    rounds: list[Round] = field(default_factory=list)
 
     def figures(self) -> Figures:
-        """Sums as rates. Needs at least one request that was served."""
+        """Sum up. Needs at least one request that was served."""
         wall_ms = max(r.done_ms for r in self.requests) - min(r.sent_ms for r in self.requests)
         tpots = [ms for request in self.requests if (ms := request.tpot_ms) is not None]
-        rounds, verified = max(self.rounds, 1), max(self.verified, 1)
+        rounds = max(len(self.rounds), 1)
+        verified, accepted = (sum(getattr(one, name) for one in self.rounds) for name in ("verified", "accepted"))
         return Figures(
             output_tok_s=1e3 * sum(request.output_tokens for request in self.requests) / wall_ms,
             user_tok_s=fmean(request.user_tok_s for request in self.requests),
             ttft_ms=fmean(request.first_ms - request.sent_ms for request in self.requests),
             tpot_ms=fmean(tpots) if tpots else 0.0,
-            accept_length=1 + self.accepted / rounds,
-            verify_len=self.verified / rounds,
-            wasted=1 - self.accepted / verified if self.verified else 0.0,
+            accept_length=1 + accepted / rounds,
+            verify_len=verified / rounds,
+            wasted=1 - accepted / verified if verified else 0.0,
             parked=self.plain_steps / max(len(self.step_ms), 1),
             step_ms=median(self.step_ms) if self.step_ms else 0.0,
         )
+
+    def lanes(self, requests: int, steps: int) -> Lanes:
+        """Return the first steps of the first requests."""
+        of_request: dict[int, list[tuple[int, int, int]]] = {}
+        for one in self.rounds:
+            if one.request < requests:
+                of_request.setdefault(one.request, []).append(one[1:])
+        return [of_request[request][:steps] for request in sorted(of_request)]

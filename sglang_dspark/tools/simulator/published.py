@@ -40,20 +40,11 @@ TABLE_1: Mapping[tuple[str, str], tuple[float, ...]] = {
     ("Eagle3", "code"): (3.69, 4.16, 3.77),
     ("Eagle3", "chat"): (2.39, 2.26, 2.55),
 }
-# Fig. 5: tokens committed and verified per step by threshold 0, 0.1 ... 0.9; GSM8K, HumanEval and MT-Bench.
+# Fig. 5: tokens committed and verified per step by threshold 0, 0.5, 0.6 ... 0.9; GSM8K, HumanEval and MT-Bench.
 FIGURE_5: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
-    "math": (
-        (6.11, 6.11, 6.11, 6.12, 6.13, 6.13, 6.01, 5.74, 5.48, 4.56),
-        (7.95, 7.95, 7.95, 7.92, 7.87, 7.77, 7.51, 6.99, 6.34, 4.93),
-    ),
-    "code": (
-        (5.38, 5.38, 5.39, 5.40, 5.36, 5.36, 5.24, 5.06, 4.70, 3.73),
-        (7.96, 7.96, 7.94, 7.88, 7.69, 7.44, 7.00, 6.44, 5.58, 4.05),
-    ),
-    "chat": (
-        (3.64, 3.62, 3.64, 3.56, 3.47, 3.27, 3.05, 2.74, 2.33, 1.99),
-        (7.97, 7.95, 7.69, 6.92, 5.93, 4.92, 4.07, 3.32, 2.60, 2.09),
-    ),
+    "math": ((6.11, 6.13, 6.01, 5.74, 5.48, 4.56), (7.95, 7.77, 7.51, 6.99, 6.34, 4.93)),
+    "code": ((5.38, 5.36, 5.24, 5.06, 4.70, 3.73), (7.96, 7.44, 7.00, 6.44, 5.58, 4.05)),
+    "chat": ((3.64, 3.27, 3.05, 2.74, 2.33, 1.99), (7.97, 4.92, 4.07, 3.32, 2.60, 2.09)),
 }
 # Fig. 8, DeepSeek-V4-Flash and -Pro: requests -> mean tokens verified per request with DSpark-5, anchor included.
 FIGURE_8_BUDGET: Mapping[str, Mapping[int, float]] = {
@@ -66,84 +57,71 @@ FIGURE_8_MTP: Mapping[str, Mapping[int, float]] = {
     "V4-Pro": {50: 2.4, 100: 3.8, 150: 4.7, 200: 5.6},
 }
 PRODUCTION_BLOCK = 5
-_THRESHOLDS = tuple(step / 10 for step in range(10))
 _BLOCKS = 20_000
 
 
 @dataclass(frozen=True)
-class AcceptLength:
-    """Fig. 2 multiplied out, beside the mean of Table 1."""
+class Comparison:
+    """A published number beside ours.
 
-    drafter: str
-    domain: str
-    published: float
-    computed: float
-
-
-def accept_lengths() -> list[AcceptLength]:
-    """One plus the survivals that the conditional acceptances of Fig. 2 imply, for each drafter and domain."""
-    return [
-        AcceptLength(*key, float(np.mean(TABLE_1[key])), float(1 + np.cumprod(conditional).sum()))
-        for key, conditional in FIGURE_2.items()
-    ]
-
-
-@dataclass(frozen=True)
-class ThresholdPoint:
-    """Tokens per step at a threshold on the confidence, bonus token and anchor included."""
-
-    domain: str
-    threshold: float
-    published_committed: float
-    published_verified: float
-    committed: float
-    verified: float
-
-
-def threshold_sweep(concentration: float = ConditionalAcceptance.concentration, seed: int = 0) -> list[ThresholdPoint]:
-    """Fig. 5 with blocks drawn by Fig. 2, whose head is right about every draft.
-
-    Args:
-        concentration: how far drafts differ from each other; the paper does not say.
+    Attributes:
+        figure: of the paper.
+        case: what it is the number of.
     """
-    points = []
+
+    figure: str
+    case: str
+    published: float
+    ours: float
+
+
+def accept_lengths() -> list[Comparison]:
+    """Compare Table 1's means with one plus the survivals that the conditional acceptances of Fig. 2 imply."""
+    compared = []
+    for (drafter, domain), conditional in FIGURE_2.items():
+        published, ours = float(np.mean(TABLE_1[drafter, domain])), float(1 + np.cumprod(conditional).sum())
+        compared.append(Comparison("Table 1", f"accept length of {drafter}, {domain}", published, ours))
+    return compared
+
+
+def thresholds() -> list[Comparison]:
+    """Compare Fig. 5 with blocks drawn by Fig. 2, where thresholds on the confidence verify as many tokens.
+
+    Tokens committed are shares of those that whole blocks commit, since Fig. 5 shows one set of a domain, and Fig. 2
+    the mean of its sets.
+    """
+    compared = []
     for domain, (committed, verified) in FIGURE_5.items():
-        source = ConditionalAcceptance(FIGURE_2["DSpark", domain], concentration)
-        logits, accepted = source.draw(range(_BLOCKS), np.random.default_rng(seed))
+        source = ConditionalAcceptance(FIGURE_2["DSpark", domain])
+        logits, accepted = source.draw(range(_BLOCKS), np.random.default_rng(0))
         assert logits is not None
         confidence = 1 / (1 + np.exp(-logits))
-        for place, threshold in enumerate(_THRESHOLDS):
-            lens = (confidence >= threshold).cumprod(1).sum(1)
-            ours = float(np.minimum(lens, accepted).mean() + 1), float(lens.mean() + 1)
-            points.append(ThresholdPoint(domain, threshold, committed[place], verified[place], *ours))
-    return points
+        lens = [(confidence >= threshold).cumprod(1).sum(1) for threshold in np.linspace(1, 0, 21)]
+        tokens = [float(one.mean()) + 1 for one in lens]
+        kept = [float(np.minimum(one, accepted).mean()) + 1 for one in lens]
+        for theirs, place in zip(committed[1:], verified[1:], strict=True):
+            case = f"share committed with {place:.2f} tokens verified, {domain}"
+            ours = float(np.interp(place, tokens, kept)) / kept[-1]
+            compared.append(Comparison("Fig. 5", case, theirs / committed[0], ours))
+    return compared
 
 
-@dataclass(frozen=True)
-class BudgetPoint:
-    """Mean tokens verified per request and step, anchor included."""
-
-    engine: str
-    requests: int
-    published: float
-    simulated: float
-
-
-def production_table(engine: str) -> SpsTable:
-    """Step times of an engine in arbitrary units, as far as Fig. 8 gives them away.
+def step_times(engine: str) -> SpsTable:
+    """Take the step times of an engine from Fig. 8.
 
     MTP-1 commits a fixed number of tokens per request and step, so its step time goes with requests over throughput.
-    The figure's points lie on a line, and it verifies two tokens per request: a step takes ``a + b * tokens``. What
-    comes from requests (attention to their contexts) cannot be told from what comes from tokens. Drafting is free,
-    as in the paper's objective.
+    The unit is a millisecond but for that number and the number of GPUs, which are not published. The figure's points
+    lie on a line, and MTP-1 verifies two tokens per request: a step takes ``a + b * tokens``. What comes from requests
+    (attention to their contexts) cannot be told from what comes from tokens. Drafting is free, as in the paper's
+    objective.
     """
     requests, throughput = (np.array(axis) for axis in zip(*FIGURE_8_MTP[engine].items(), strict=True))
     slope, start = np.polyfit(2 * requests, requests / throughput, 1)
-    counts = geometric_grid(256)
+    counts = geometric_grid(512)
     drafts = np.arange(PRODUCTION_BLOCK + 1.0)
     verify = start + slope * np.array(counts)[:, None] * (1 + drafts)
     return SpsTable(
-        key={"device": engine},
+        key={"target": engine, "draft": f"DSpark-{PRODUCTION_BLOCK}", "device": "the step times of Fig. 8"},
         requests=counts,
         drafts=range(PRODUCTION_BLOCK + 1),
         contexts=[1],
@@ -152,19 +130,19 @@ def production_table(engine: str) -> SpsTable:
     )
 
 
-def budgets(domain: str = "chat", engines: Sequence[str] = tuple(FIGURE_8_BUDGET)) -> list[BudgetPoint]:
-    """Fig. 8's verify budgets: the policy ``auto`` on these step times, with the acceptance of a domain of Fig. 2.
+def acceptance() -> ConditionalAcceptance:
+    """Stand in for the acceptance of the production drafters, which is not published: Fig. 2's chat."""
+    return ConditionalAcceptance(FIGURE_2["DSpark", "chat"][:PRODUCTION_BLOCK], name="the paper's acceptance on chat")
 
-    The acceptance of the production drafters on their traffic is not published.
-    """
-    points = []
+
+def budgets(engines: Sequence[str] = tuple(FIGURE_8_BUDGET)) -> list[Comparison]:
+    """Compare Fig. 8's verify budgets with those of the policy ``auto`` on the step times of the same figure."""
+    compared = []
     for engine in engines:
-        blocks = ConditionalAcceptance(FIGURE_2["DSpark", domain][:PRODUCTION_BLOCK])
-        conditions = Conditions(
-            Costs(production_table(engine), Prefill(0.0, 0.0)), blocks, Lengths(1, 1), Lengths(120, 240)
-        )
+        costs = Costs(step_times(engine), Prefill(0.0, 0.0))
+        conditions = Conditions(costs, acceptance(), Lengths(1, 1), Lengths(120, 240))
         for requests, published in FIGURE_8_BUDGET[engine].items():
-            some = replace(conditions, num_requests=2 * requests)
-            figures = simulate_point(some, "auto", users=requests)[0].figures
-            points.append(BudgetPoint(engine, requests, published, figures.verify_len + 1))
-    return points
+            figures = simulate_point(replace(conditions, num_requests=2 * requests), "auto", requests).figures
+            case = f"tokens verified per request, {engine} with {requests} requests"
+            compared.append(Comparison("Fig. 8", case, published, figures.verify_len + 1))
+    return compared

@@ -13,178 +13,132 @@ from dspark_kernels import DraftBlock
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.scheduling.policies import FixedPolicy
-from sglang_dspark.scheduling.prompt_hold import PromptHold
 from sglang_dspark.scheduling.schedule import Schedule, is_of_a_kind
 from sglang_dspark.scheduling.step_times import StepKind
-from sglang_dspark.step.choice import PLAIN, Choice
-from sglang_dspark.step.state import Drafted, Rounds
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.state import Drafted
 from sglang_dspark.tools.simulator.blocks import BlockSource, Ints
 from sglang_dspark.tools.simulator.costs import Costs
-from sglang_dspark.tools.simulator.outcome import Lane, Outcome
+from sglang_dspark.tools.simulator.outcome import Outcome, Round
 from sglang_dspark.tools.simulator.workload import Request, Workload
 
+MAX_PREFILL_TOKENS = 8192
+"""Prompt tokens of one prefill batch; a longer prompt is prefilled alone."""
 _CPU = torch.device("cpu")
 
 
 @dataclass
-class _Result:
+class Result:
     """A batch that ran: a decode step, or with ``rounds`` None a prefill."""
 
     requests: list[Request]
-    rounds: Rounds | None = None
+    rounds: StepRecord | None = None
     accepted: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 class SimulatedServer:
     """Decides as a server does, and asks the costs how long it took.
 
-    What is simulated: the loop of SGLang's scheduler (waiting prompts are prefilled before the next decode step, unless
-    the plugin holds them back), its overlap (the result of a batch is looked at after the next one has run, so that a
-    request that ended takes part in one more step), and the schedule of the plugin itself, with its statistics, its
-    calibration and its probes.
+    What is simulated: the loop of SGLang's scheduler (waiting prompts are prefilled before the next decode step), its
+    overlap (the result of a batch is looked at after the next one has run, so that a request that ended takes part in
+    one more step), and the schedule of the plugin itself, with its statistics, its calibration and its probes.
 
     Args:
         costs: how long things take, and what the schedule is told of it. It has to find out about the rest.
         blocks: where drafts come from.
         options: the policy.
-        overlap: whether SGLang's overlap scheduling is on.
-        max_running: requests that run at a time.
-        max_prefill_tokens: prompt tokens of one prefill batch; a longer prompt is prefilled alone.
         seed: of everything random.
-        lanes: decode steps to keep in full detail, for pictures.
     """
 
-    def __init__(
-        self,
-        costs: Costs,
-        blocks: BlockSource,
-        options: DSparkConfig,
-        *,
-        overlap: bool = True,
-        max_running: int = 1 << 30,
-        max_prefill_tokens: int = 8192,
-        seed: int = 0,
-        lanes: int = 0,
-    ) -> None:
+    def __init__(self, costs: Costs, blocks: BlockSource, options: DSparkConfig, *, seed: int = 0) -> None:
         gamma = costs.table.gamma
         if blocks.gamma < gamma:
             raise ConfigError(
                 f"blocks have {blocks.gamma} drafts and the SPS table is for {gamma}; give blocks of the same drafter"
             )
-        if costs.believed is not None and costs.believed.gamma != gamma:
-            raise ConfigError(
-                f"the table of true step times is for {gamma} drafts and the scheduler's for {costs.believed.gamma}; "
-                "give two tables of the same pair"
-            )
         self.costs, self.blocks = costs, blocks
-        self.overlap, self.max_running, self.max_prefill_tokens = overlap, max_running, max_prefill_tokens
-        self.num_lanes = lanes
-        self._rng = np.random.default_rng(seed)
-        self._has_head = blocks.draw([0], np.random.default_rng(0))[0] is not None
-        calibration = OnlineCalibration(gamma) if self._has_head else None
+        self._seed, self._rng = seed, np.random.default_rng(seed)
+        has_head = blocks.draw([0], np.random.default_rng(0))[0] is not None
+        calibration = OnlineCalibration(gamma) if has_head else None
         self.schedule = Schedule(options, gamma, calibration, _CPU)
         self.schedule.start(costs.believed or costs.table, whole_batches=bool(costs.table.tiers))
-        self._step = self._workloads = 0
+        self._workloads = 0
         # The step behind, as the schedule is to learn of its time; a prefill in between makes it unmeasurable.
         self._timed: tuple[StepKind, float] | None = None
 
     def serve(self, workload: Workload) -> Outcome:
         """Serve a workload from an empty queue to the last token. What the schedule learned is kept."""
         self._workloads += 1
-        return _Episode(self, workload, self._rng).run()
+        # All policies serve the same requests, whatever they drew before.
+        return _Episode(self, workload, np.random.default_rng(self._seed)).run()
 
-    @property
-    def prompt_hold_ms(self) -> float:
-        """Most milliseconds that waiting prompts are held back at a time."""
-        return self.schedule.options.prompt_hold_ms
-
-    def decode(self, requests: Sequence[Request]) -> tuple[float, _Result]:
-        """One decode step: its milliseconds, and its result."""
+    def decode(self, requests: Sequence[Request]) -> tuple[float, Result]:
+        """Run one decode step, and return its milliseconds and its result."""
         if self._timed is not None and self.schedule.times is not None:
-            kind, ms = self._timed
-            self.schedule.times.observe(kind, ms - self.costs.host_ms, self.costs.host_ms)
-        self._step += 1
+            self.schedule.times.observe(*self._timed)
         bs, context = len(requests), sum(request.context for request in requests) / len(requests)
         # Every workload counts its requests from 0.
         ids = [f"{self._workloads}.{request.index}" for request in requests]
-        choice = self.schedule.choose(ids, context)
+        decision = self.schedule.choose(ids, context)
         logits, whole = self.blocks.draw([request.index for request in requests], self._rng)
-        drafted = self._draft(choice, bs, logits)
-        lens = self.schedule.admit(choice, drafted).verify_lens
+        drafted = self._draft(decision, bs, logits)
+        lens = decision.select(drafted).verify_lens
         num_tokens = bs + int(lens.sum())
-        ms = self.costs.step_ms(choice, bs, num_tokens, context, int(lens.max()))
-        if not isinstance(self.schedule.policy, FixedPolicy):
-            ms += self.costs.decision_ms
+        ms = self.costs.step_ms(decision, bs, num_tokens, context, int(lens.max()))
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
-        kind = StepKind(bs, num_tokens, choice.depth, context)
-        self._timed = (kind, ms) if is_of_a_kind(choice, bs) else None
-        rounds = Rounds(ids, choice, drafted.depths, lens, drafted.confidence, None, copied=[0] * bs)
-        return ms, _Result(list(requests), rounds, np.minimum(whole, lens.numpy()))
+        kind = StepKind(bs, num_tokens, decision.draft_len, context)
+        self._timed = (kind, ms) if is_of_a_kind(decision, bs) else None
+        rounds = StepRecord(ids, decision, drafted.depths, lens, drafted.confidence, None, copied=[0] * bs)
+        return ms, Result(list(requests), rounds, np.minimum(whole, lens.numpy()))
 
-    def prefill(self, requests: Sequence[Request]) -> tuple[float, _Result]:
-        """One prefill batch: its milliseconds, and its result."""
+    def prefill(self, requests: Sequence[Request]) -> tuple[float, Result]:
+        """Run one prefill batch, and return its milliseconds and its result."""
         self._timed = None
-        return self.costs.prefill.ms(sum(request.prompt_tokens for request in requests)), _Result(list(requests))
+        return self.costs.prefill.ms(sum(request.prompt_tokens for request in requests)), Result(list(requests))
 
-    def _draft(self, choice: Choice, bs: int, logits: np.ndarray | None) -> Drafted:
-        """What the draft stage proposes."""
-        depth, head = choice.depth, None if logits is None else torch.from_numpy(logits[:, : choice.depth]).float()
+    def _draft(self, decision: StepDecision, bs: int, logits: np.ndarray | None) -> Drafted:
+        """Return what the draft stage proposes."""
+        depth = decision.draft_len
+        head = None if logits is None else torch.from_numpy(logits[:, :depth]).float()
         block = DraftBlock(torch.zeros((bs, depth), dtype=torch.int64), None, head)
         confidence = None
-        if depth > 0 and choice.with_confidence:
+        if depth > 0 and decision.with_confidence:
             confidence = self.schedule.forecast.predict(head, bs, depth)
-        return Drafted(block, confidence, choice.depths(bs))
+        return Drafted(block, confidence, decision.draft_lens(bs))
 
 
 class _Episode:
     """One workload on its way through a server."""
 
     def __init__(self, server: SimulatedServer, workload: Workload, rng: np.random.Generator) -> None:
-        self._server, self._workload = server, workload
+        self._server = server
         self._now_ms = 0.0
-        self._requests = workload.requests(rng)
-        self._to_come: deque[Request] = deque()  # ascending by queued_ms
+        self._to_send = workload.requests(rng)
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._outcome = Outcome()
-        # A batch is launched when the one before is over, whenever its result is looked at.
-        self._hold = PromptHold(server.prompt_hold_ms / 1e3, 0, lambda: self._now_ms / 1e3)
-        if workload.users is None:
-            for request in self._requests:
-                self._send(request)
-        for _ in range(workload.users or 0):
+        for _ in range(workload.users):
             self._send_next()
 
     def run(self) -> Outcome:
-        behind: _Result | None = None
+        behind: Result | None = None
         while True:
-            self._admit()
             result = self._run_batch()
-            if not self._server.overlap and result is not None:
-                self._deliver(result)
-            else:
-                if behind is not None:
-                    self._deliver(behind)
-                behind = result
-            if result is None and behind is None and not self._waiting:
-                if not self._to_come:
-                    return self._outcome
-                self._now_ms = max(self._now_ms, self._to_come[0].queued_ms)
+            if behind is not None:
+                self._deliver(behind)
+            if result is None and not self._waiting:
+                return self._outcome
+            behind = result
 
-    def _admit(self) -> None:
-        while self._to_come and self._to_come[0].queued_ms <= self._now_ms:
-            self._waiting.append(self._to_come.popleft())
-
-    def _run_batch(self) -> _Result | None:
+    def _run_batch(self) -> Result | None:
         if prompts := self._next_prompts():
-            self._hold.launched(prefill=True)
             ms, result = self._server.prefill(prompts)
             self._running += prompts
         elif self._running:
-            self._hold.launched(prefill=False)
             ms, result = self._server.decode(self._running)
-            self._outcome.add_step(ms, PLAIN if result.rounds is None else result.rounds.choice)
+            self._outcome.step_ms.append(ms)
+            self._outcome.plain_steps += result.rounds is not None and result.rounds.decision.draft_len == 0
         else:
             return None
         self._now_ms += ms
@@ -192,17 +146,15 @@ class _Episode:
 
     def _next_prompts(self) -> list[Request]:
         prompts: list[Request] = []
-        if self._waiting and self._hold.holds(len(self._running)):
-            return prompts
-        room, tokens = self._server.max_running - len(self._running), self._server.max_prefill_tokens
-        while self._waiting and len(prompts) < room:
+        tokens = MAX_PREFILL_TOKENS
+        while self._waiting:
             tokens -= self._waiting[0].prompt_tokens
             if prompts and tokens < 0:
                 break
             prompts.append(self._waiting.popleft())
         return prompts
 
-    def _deliver(self, result: _Result) -> None:
+    def _deliver(self, result: Result) -> None:
         """The host looks at a result: tokens reach their users, and users whose answer is complete go on."""
         rounds = result.rounds
         if rounds is None:
@@ -210,33 +162,21 @@ class _Episode:
                 request.known_tokens, request.first_ms = 1, self._now_ms
         else:
             running = [place for place, request in enumerate(result.requests) if not request.done]
-            accepted = result.accepted[running].tolist()
-            for place, count in zip(running, accepted, strict=True):
-                result.requests[place].known_tokens += count + 1
+            accepted, verified = result.accepted[running].tolist(), rounds.verify_lens.tolist()
             self._server.schedule.observe(rounds, running, accepted)
-            verified = rounds.verify_lens.tolist()
-            lanes = [
-                Lane(result.requests[place].index, rounds.drafted[place], verified[place], count)
-                for place, count in zip(running, accepted, strict=True)
-            ]
-            self._outcome.add_rounds(lanes, keep=len(self._outcome.lanes) < self._server.num_lanes)
+            for place, count in zip(running, accepted, strict=True):
+                request = result.requests[place]
+                request.known_tokens += count + 1
+                self._outcome.rounds.append(Round(request.index, rounds.drafted[place], verified[place], count))
         for request in [request for request in self._running if request.done]:
             request.done_ms = self._now_ms
             self._running.remove(request)
             self._outcome.requests.append(request)
-            if self._workload.users is not None:
-                self._send_next()
+            self._send_next()
 
     def _send_next(self) -> None:
-        """Closed loop: a user sends the next request, if there is one left."""
-        request = next(self._requests, None)
+        """A user sends the next request, if there is one left."""
+        request = next(self._to_send, None)
         if request is not None:
-            request.sent_ms = self._now_ms + (self._workload.turnaround_ms if self._outcome.requests else 0.0)
-            self._send(request)
-
-    def _send(self, request: Request) -> None:
-        workload = self._workload
-        request.queued_ms = request.sent_ms + workload.transit_ms
-        if self._to_come:
-            request.queued_ms = max(request.queued_ms, self._to_come[-1].queued_ms + workload.apart_ms)
-        self._to_come.append(request)
+            request.sent_ms = self._now_ms
+            self._waiting.append(request)

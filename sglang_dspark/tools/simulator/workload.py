@@ -1,4 +1,4 @@
-"""Simulated requests: how long they are, and when they come."""
+"""Simulated requests, and how long they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Request:
     Attributes:
         index: number of the request, which is also that of its text.
         sent_ms: when the user sent it.
-        queued_ms: when it reached the server's queue.
         first_ms, done_ms: when its first and its last token reached the user.
         known_tokens: output tokens that the host knows of.
     """
@@ -25,8 +24,7 @@ class Request:
     index: int
     prompt_tokens: int
     output_tokens: int
-    sent_ms: float
-    queued_ms: float = 0.0
+    sent_ms: float = 0.0
     first_ms: float = 0.0
     done_ms: float = 0.0
     known_tokens: int = 0
@@ -38,7 +36,7 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Whether its last token is known."""
+        """Return whether its last token is known."""
         return self.known_tokens >= self.output_tokens
 
     @property
@@ -80,40 +78,20 @@ class Lengths:
         return lengths
 
     def draw(self, rng: np.random.Generator) -> int:
-        """One token count."""
+        """Draw one token count."""
         return int(rng.geometric(1 / self.low)) if self.geometric else int(rng.integers(self.low, self.high + 1))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests to be served.
-
-    Attributes:
-        num_requests: how many in all.
-        users: closed loop: each user sends the next request when the last answer is complete.
-        rate: open loop: Poisson arrivals per second, instead of users.
-        turnaround_ms: from an answer's end until the user sends the next request.
-        transit_ms: from there to the server's queue: HTTP, tokeniser.
-        apart_ms: between two that reach the queue, at least: an idle server prefills the first one alone.
-    """
+    """Requests of users, each of whom sends the next one when the last answer is complete."""
 
     num_requests: int
     prompt: Lengths
     output: Lengths
-    users: int | None = None
-    rate: float | None = None
-    turnaround_ms: float = 0.0
-    transit_ms: float = 0.0
-    apart_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        if (self.users is None) == (self.rate is None):
-            raise ConfigError("a workload has either users or a rate")
+    users: int
 
     def requests(self, rng: np.random.Generator) -> Iterator[Request]:
-        """The requests in the order of their arrival. The times of a closed loop are set by whoever serves it."""
-        at_ms = 0.0
+        """Draw the requests, in the order in which they are sent."""
         for index in range(self.num_requests):
-            if self.rate is not None:
-                at_ms += float(rng.exponential(1e3 / self.rate))
-            yield Request(index, self.prompt.draw(rng), self.output.draw(rng), at_ms)
+            yield Request(index, self.prompt.draw(rng), self.output.draw(rng))

@@ -15,7 +15,8 @@ from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.scheduling.sps_profiler import measure
 from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
-from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.step.state import Drafted
 from sglang_dspark.worker.staging import Staging
 
@@ -108,15 +109,15 @@ class MeasuredSteps:
     def draft(self, depth: int) -> None:
         """Draft blocks of so many drafts, in a graph where a step of so many requests is served from one."""
         # A budget of 0: with all drafts verified, a step may be too large for the graphs that other budgets fit into.
-        choice = Choice(Rule.TOP, depth, budget=0)
-        self._staging.of(self._step, choice).draft(self._step, choice)
+        decision = StepDecision(depth, TopK(0))
+        self._staging.of(self._step, decision).draft(self._step, decision)
 
     def verify(self, drafts: int) -> None:
         """Plan, verify, accept and commit so many drafts per request."""
-        step, choice = self._step, Choice(Rule.UNIFORM, drafts)
+        step, decision = self._step, StepDecision(drafts, FixedLength())
         drafted = Drafted(DraftBlock(self._tokens[drafts]), None, [drafts] * len(step))
-        stages = self._staging.of(step, choice)
-        plan = stages.plan(step, drafted, choice)
+        stages = self._staging.of(step, decision)
+        plan = stages.plan(step, drafted, decision)
         # Graphs have staged the step already, and need no batch: making one would count as time of the step.
         batch = None if stages.in_graphs else self._dummy.fresh()
         output = stages.verify(batch, step, plan)

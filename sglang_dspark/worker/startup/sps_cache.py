@@ -66,7 +66,7 @@ def load_or_measure(staging: Staging, target_worker: Any, server_args: Any, max_
 
 
 def _cache_folder() -> Path | None:
-    """Where tables are kept; None where another user could put one."""
+    """Return where tables are kept; None where another user could put one."""
     try:
         return CACHE.expanduser()
     except RuntimeError:  # a user without a home, as in some containers
@@ -97,13 +97,13 @@ def _save(table: SpsTable, path: Path | None, named: bool) -> None:
 
 
 def _load_cached(path: Path | None, key: dict[str, str]) -> SpsTable | None:
-    """The table of the cache; None where there is none that can be used, and step times are measured anew."""
+    """The table of the cache; None where there is none that can be used, and step times are measured again."""
     if path is None or not os.access(path, os.R_OK):
         return None
     try:
         return _load(path, key)
     except ConfigError as error:
-        logger.warning("DSPARK: step times are measured anew: %s", error)
+        logger.warning("DSPARK: step times are measured again: %s", error)
         return None
 
 
@@ -119,7 +119,7 @@ def _load_named(path: Path, key: dict[str, str]) -> SpsTable | None:
         return _load(path, key)
     except ConfigError as error:
         raise ConfigError(
-            f"{flag_name('sps_table_path')}={str(path)!r}: {error}; remove the file, and it is measured anew, or name "
+            f"{flag_name('sps_table_path')}={str(path)!r}: {error}; remove the file, and it is measured again, or name "
             "another one"
         ) from error
 
@@ -148,7 +148,7 @@ _METHOD = "3"  # of measuring; another one makes tables of before useless
 
 
 def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int) -> dict[str, str]:
-    """What a table is valid for."""
+    """Return what a table is valid for."""
     runner, graphs = target_worker.model_runner, staging.graphs
     on_gpu = torch.device(target_worker.device).type == "cuda"
     return {
@@ -178,13 +178,13 @@ def _identity(model_path: str, content: bytes) -> str:
 
 
 def _shape(config: Mapping[str, Any]) -> bytes:
-    """What the shape of a target follows from: its configuration as the server runs it, overrides included."""
+    """Return what the shape of a target follows from: its configuration as the server runs it, overrides included."""
     shape = {key: value for key, value in config.items() if key not in _NOT_OF_THE_SHAPE}
     return json.dumps(shape, sort_keys=True, default=str).encode()
 
 
 def _small_files(server_args: Any) -> bytes:
-    """What the shape of a drafter follows from; nothing where there is none."""
+    """Return what the shape of a drafter follows from; nothing where there is none."""
     folder = Path(server_args.speculative_draft_model_path)
     files = [folder / name for name in ("config.json", reduced_vocabulary.FILE)]
     return b"".join(file.read_bytes() for file in files if file.is_file())

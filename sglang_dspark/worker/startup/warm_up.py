@@ -1,8 +1,8 @@
 """Every kernel in every form that a decode step can need, compiled at start-up and in no request.
 
-Triton compiles a kernel anew for other constants, for an argument that is None, and by some properties of numbers and
-addresses. What of that depends on a step: its requests, drafts per request, sampling, and who proposed the drafts. The
-stages run here launch by launch, once for every such difference, on requests that do not exist. CUDA graphs replay the
+Triton compiles a kernel again for other constants, for an argument that is None, and by some properties of numbers and
+addresses. What of that depends on a step: its requests, drafts per request, sampling, and the source of the drafts. The
+stages run here eagerly, once for every such difference, on requests that do not exist. CUDA graphs replay the
 same kernels, and steps that fit into no graph need them all.
 """
 
@@ -36,8 +36,9 @@ from sglang_dspark.engine.scheduler.adjustments import FIRST_SLOTS
 from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.step.choice import PLAIN, Choice, Rule
+from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, TargetOutput, VerifyPlan
 from sglang_dspark.step.transfers import host_index
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
@@ -202,7 +203,7 @@ class _WarmUpSteps:
         self._step(PLAIN, _DRAFT_LAWS)
         if self._stages.drafter.drafts and self._most > 0:
             depth = max(1, min(self._most, _MAX_SAMPLED_DRAFTS // self._requests))
-            self._step(Choice(Rule.TOP, depth, max(1, self._requests * depth // 2)), _DRAFT_LAWS)
+            self._step(StepDecision(depth, TopK(max(1, self._requests * depth // 2))), _DRAFT_LAWS)
 
     def accept(self) -> None:
         """Judge by every law, windows of every width: drafts of the drafter, copied ones, and both side by side."""
@@ -210,39 +211,39 @@ class _WarmUpSteps:
         self._surroundings(*self._step(PLAIN, _LAWS))
         for width in widths(self._most):
             if drafts:
-                self._step(Choice(Rule.UNIFORM, width), _LAWS)
+                self._step(StepDecision(width, FixedLength()), _LAWS)
             tokens = torch.zeros((self._requests, width), dtype=torch.int64, device=self._dummy.device)
             copies = Copies(tokens, (width, *[0] * rest))
             self._step(PLAIN.within(Limits(copies.lens, copies.lens)), _LAWS, copies)
             if rest and drafts:
-                beside = Choice(Rule.UNIFORM, 1).within(Limits((width, *[1] * rest), copies.lens))
+                beside = StepDecision(1, FixedLength()).within(Limits((width, *[1] * rest), copies.lens))
                 self._step(beside, _LAWS, copies)
 
     def fill(self) -> None:
         """The largest step: sampled, with as many drafts as may be verified."""
-        self._step(Choice(Rule.UNIFORM, self._most) if self._stages.drafter.drafts else PLAIN, ((_SAMPLED,),))
+        self._step(StepDecision(self._most, FixedLength()) if self._stages.drafter.drafts else PLAIN, ((_SAMPLED,),))
 
     def verify(self, depth: int) -> None:
-        """Verify drafts that nobody proposed. Attention has kernels for a width, and for few requests and many."""
+        """Verify made-up drafts. Attention has kernels for a width, and for few requests and many."""
         stages, step = self._stages, self._batch((_GREEDY,), PLAIN)
         block = DraftBlock(step.anchors[:, None].repeat(1, depth))
         drafted = Drafted(block, None, [depth] * len(step))
-        plan = stages.plan(step, drafted, Choice(Rule.UNIFORM, depth))
+        plan = stages.plan(step, drafted, StepDecision(depth, FixedLength()))
         output = stages.verify(self._dummy.fresh(), step, plan)
         stages.commit(plan, stages.accept(step, drafted, plan, output), output)
 
     def _step(
-        self, choice: Choice, laws: Sequence[_Law], copies: Copies | None = None
+        self, decision: StepDecision, laws: Sequence[_Law], copies: Copies | None = None
     ) -> tuple[VerifyPlan, TargetOutput]:
         """Draft and judge by each of ``laws``; plan and verify once: the target knows nothing of them."""
-        stages, step = self._stages, self._batch(laws[0], choice)
-        drafted = stages.draft(step, choice).with_copies(copies)
-        plan = stages.plan(step, drafted, choice)
+        stages, step = self._stages, self._batch(laws[0], decision)
+        drafted = stages.draft(step, decision).with_copies(copies)
+        plan = stages.plan(step, drafted, decision)
         output = stages.verify(self._dummy.fresh(), step, plan)
         accepted = stages.accept(step, drafted, plan, output)
         for law in laws[1:]:
-            step = self._batch(law, choice)
-            drafted = stages.draft(step, choice).with_copies(copies)
+            step = self._batch(law, decision)
+            drafted = stages.draft(step, decision).with_copies(copies)
             accepted = stages.accept(step, drafted, plan, output)
         stages.commit(plan, accepted, output)
         return plan, output
@@ -252,12 +253,12 @@ class _WarmUpSteps:
         self._stages.drafter.inject(plan.input_ids, output.captured, plan.positions, plan.slots)
         logits = output.logits_output.next_token_logits
         table = AdjustmentTable.empty(1, logits.shape[1], logits.device)
-        nobody = host_index([-1], logits.device)
-        adjust(logits, table, nobody, plan.requests, plan.columns, plan.input_ids, plan.indptr)
+        no_slot = host_index([-1], logits.device)
+        adjust(logits, table, no_slot, plan.requests, plan.columns, plan.input_ids, plan.indptr)
 
-    def _batch(self, law: _Law, choice: Choice) -> DecodeBatch:
+    def _batch(self, law: _Law, decision: StepDecision) -> DecodeBatch:
         step = read_decode_batch(self._dummy.fresh(), self._rows(law, range(self._requests)), seed=0, step=0)
-        return replace(step, drafted_rows=self._rows(law, choice.drafted)) if choice.drafted else step
+        return replace(step, drafted_rows=self._rows(law, decision.draft_requests)) if decision.draft_requests else step
 
     def _rows(self, law: _Law, requests: Sequence[int]) -> SamplingRows:
         temperatures, top_ks, top_ps, min_ps, seeds = zip(*(law[r % len(law)] for r in requests), strict=True)

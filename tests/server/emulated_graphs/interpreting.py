@@ -1,6 +1,6 @@
 """Triton's interpreter with less work per call.
 
-For the time of a launch it replaces the operations of ``triton.language`` by its own. It does so anew for every
+For the time of a launch it replaces the operations of ``triton.language`` by its own. It does so again for every
 function that a kernel calls, where nothing is left to replace; that takes half of a launch's time.
 """
 

@@ -43,8 +43,8 @@ ON_THE_HOST = {
 WAITING = {
     ("preset_texts.py", "propose"),
     ("preset_texts.py", "_read_last_step"),
-    ("admission.py", "_stopped_early"),
-    ("verify_plan.py", "_sum_on_host"),
+    ("selection.py", "select"),
+    ("selected.py", "_rows_of"),
 }
 EXPECTED = EMULATED | ON_THE_HOST | WAITING
 

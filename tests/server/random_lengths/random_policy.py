@@ -3,8 +3,9 @@
 import numpy as np
 
 from sglang_dspark.scheduling.policies import Policy
-from sglang_dspark.step.choice import Choice, Rule
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.selection import FixedLength
 
 
 class RandomPolicy(Policy):
@@ -18,7 +19,7 @@ class RandomPolicy(Policy):
 
     def choose(self, requests, context):
         lens = self._rng.integers(0, self._most + 1, size=requests).tolist()
-        return Choice(Rule.UNIFORM, self._most).within(Limits(tuple(lens), (0,) * requests))
+        return StepDecision(self._most, FixedLength()).within(Limits(tuple(lens), (0,) * requests))
 
     def report(self):
         return {}

@@ -105,14 +105,6 @@ def test_a_target_family_that_is_not_served(run, target, draft, tmp_path):
 
 
 @pytest.mark.usefixtures("without_sglang")
-def test_a_target_whose_states_sglang_does_not_return(run, tmp_path):
-    target = written_target("Gemma3ForCausalLM", tmp_path / "target")
-    result = run("doctor", "--target", target, "--draft", random_drafter(tmp_path / "draft", "tiny"))
-    assert result.exit_code == 1
-    assert "returns hidden states that are not summed up" in " ".join(result.output.split())
-
-
-@pytest.mark.usefixtures("without_sglang")
 def test_a_target_that_reads_images(run, tmp_path):
     """Its text has a configuration of its own, and tensors with other names."""
     target = written_target("Mistral3ForConditionalGeneration", tmp_path / "target")

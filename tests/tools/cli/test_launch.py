@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("stub_sglang")
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended but was not yet collected does not."""
+    """Return whether the process runs; one that has ended but was not yet collected does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

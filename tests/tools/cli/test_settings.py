@@ -12,8 +12,6 @@ from msgspec import Meta
 
 from sglang_dspark.declared import whole
 from sglang_dspark.tools.cli.settings import setting, taken
-from sglang_dspark.tools.cli.simulate import simulate
-from sglang_dspark.tools.simulator.crossover import CrossoverModel
 
 # What the command decides from other options, or from the target, where the user does not say.
 DECIDED = {"invent", "compute_dtype", "mask_token_id"}
@@ -66,14 +64,12 @@ def test_options_that_another_configuration_takes_are_left_to_it():
     assert taken(Shape, {"size": 1, "form": "round", "colour": "red"}, but=Other) == {"size": 1}
 
 
-@pytest.mark.parametrize(
-    ("command", "config", "least"), [(train, TrainConfig, 12), (train, TextPlan, 8), (simulate, CrossoverModel, 4)]
-)
+@pytest.mark.parametrize(("command", "config", "least"), [(train, TrainConfig, 12), (train, TextPlan, 8)])
 def test_commands_and_configurations_have_the_same_defaults(command, config, least):
     defaults = {field.name: field.default for field in fields(config)}
     options = {option.name for option in command.params} & defaults.keys() - DECIDED
     assert len(options) >= least
-    with command.make_context("command", ["--target", "t", "--output", "o"] if command is train else []) as context:
+    with command.make_context("command", ["--target", "t", "--output", "o"]) as context:
         for name in options:
             expected = defaults[name]
             if not isinstance(expected, int | float | str | tuple | None):

@@ -2,14 +2,13 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from step_tables import GAMMA, make_table
 
-from sglang_dspark.errors import ConfigError
-from sglang_dspark.step.choice import PLAIN, Choice, Rule
+from sglang_dspark.step.decision import PLAIN, StepDecision
+from sglang_dspark.step.selection import FixedLength, TopK
 from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
-from sglang_dspark.tools.simulator.costs import Costs, Prefill, perturbed
+from sglang_dspark.tools.simulator.costs import Costs, Prefill
 from sglang_dspark.tools.simulator.server import SimulatedServer
 from sglang_dspark.tools.simulator.sweep import parse_policy
 from sglang_dspark.tools.simulator.workload import Lengths, Workload
@@ -22,31 +21,32 @@ def table():
     return make_table(lambda r, d, c: 10 + r * (1 + d) + 1e-3 * c, lambda r, d, c: 2 + 0.5 * r)
 
 
-def test_a_step_is_what_the_table_says_and_the_host():
-    costs = Costs(table(), NO_PREFILL, host_ms=3)
-    assert costs.step_ms(PLAIN, 4, 4, 64, 0) == pytest.approx(3 + 10 + 4 + 0.064)
-    assert costs.step_ms(Choice(Rule.TOP, GAMMA, 9), 4, 13, 64, GAMMA) == pytest.approx(3 + 10 + 13 + 0.064 + 2 + 2)
+def test_a_step_is_what_the_table_says():
+    costs = Costs(table(), NO_PREFILL)
+    assert costs.step_ms(PLAIN, 4, 4, 64, 0) == pytest.approx(10 + 4 + 0.064)
+    assert costs.step_ms(StepDecision(GAMMA, TopK(9)), 4, 13, 64, GAMMA) == pytest.approx(10 + 13 + 0.064 + 2 + 2)
 
 
 def test_drafting_for_some_is_paid_for_them_alone():
-    choice = Choice(Rule.TOP, GAMMA, GAMMA, drafted=(2,))
-    ms = Costs(table(), NO_PREFILL).step_ms(choice, 8, 8 + GAMMA, 64, GAMMA)
+    decision = StepDecision(GAMMA, TopK(GAMMA), draft_requests=(2,))
+    ms = Costs(table(), NO_PREFILL).step_ms(decision, 8, 8 + GAMMA, 64, GAMMA)
     assert ms == pytest.approx(10 + 8 + GAMMA + 0.064 + 2 + 0.5)
 
 
-def attention_bound():
+def attention_bound(**options):
     """Every token of the verify forward costs 1 ms, and 0.01 per token of context that it attends to."""
-    return make_table(lambda r, d, c: 10 + r * (1 + d) * (1 + 0.01 * c), lambda r, d, c: 2 + 0 * r)
+    return make_table(lambda r, d, c: 10 + r * (1 + d) * (1 + 0.01 * c), lambda r, d, c: 2 + 0 * r, **options)
 
 
-def test_attention_of_a_ragged_step_is_padded_to_the_longest_request():
+def test_attention_of_a_ragged_step_is_padded_to_the_longest_request_without_tiers():
     """Four requests verify 6, 0, 0 and 0 drafts: 10 tokens, of which attention makes 28."""
-    choice, context = Choice(Rule.TOP, GAMMA, 6), 200.0
-    ragged, padded = (Costs(attention_bound(), NO_PREFILL, padded=padded) for padded in (False, True))
-    exact = ragged.step_ms(choice, 4, 10, context, 6)
+    decision, context = StepDecision(GAMMA, TopK(6)), 200.0
+    ragged = Costs(attention_bound(tiers=range(1, 33)), NO_PREFILL)
+    padded = Costs(attention_bound(), NO_PREFILL)
+    exact = ragged.step_ms(decision, 4, 10, context, 6)
     assert exact == pytest.approx(10 + 10 * (1 + 2.0) + 2)
-    assert padded.step_ms(choice, 4, 10, context, 6) == pytest.approx(exact + 18 * 2.0)
-    uniform = Choice(Rule.UNIFORM, 6)
+    assert padded.step_ms(decision, 4, 10, context, 6) == pytest.approx(exact + 18 * 2.0)
+    uniform = StepDecision(6, FixedLength())
     assert padded.step_ms(uniform, 4, 28, context, 6) == pytest.approx(ragged.step_ms(uniform, 4, 28, context, 6))
 
 
@@ -61,28 +61,6 @@ def test_the_world_may_differ_from_what_the_scheduler_believes():
     assert learned["common_factor"] * learned["correction"]["1"][0] == pytest.approx(2, rel=0.05)
 
 
-def test_a_perturbed_table_is_off_by_the_error_it_was_given():
-    true = perturbed(table(), 0.1, seed=3)
-    logs = np.log(true.verify_ms / table().verify_ms)
-    assert logs.std() == pytest.approx(0.1, rel=0.3)
-    assert abs(logs.mean()) < 0.05
-    assert (perturbed(table(), 0.1, seed=3).verify_ms == true.verify_ms).all()
-    assert (perturbed(table(), 0.1, seed=4).verify_ms != true.verify_ms).all()
-
-
-def test_tables_of_other_pairs_do_not_go_together():
-    longer = make_table(lambda r, d, c: 10 + 0 * r, lambda r, d, c: 2 + 0 * r, gamma=GAMMA - 2)
-    blocks = ConditionalAcceptance((0.5,) * GAMMA)
-    with pytest.raises(ConfigError, match="two tables of the same pair"):
-        SimulatedServer(Costs(table(), NO_PREFILL, believed=longer), blocks, parse_policy("auto"))
-
-
-def test_another_engine_has_plain_steps_of_its_own():
-    costs = Costs(table(), NO_PREFILL, host_ms=3, plain_ms=[(1, 20.0), (4, 50.0)])
-    assert [costs.step_ms(PLAIN, users, users, 64, 0) for users in (1, 2, 4)] == pytest.approx([20, 30, 50])
-    assert costs.step_ms(Choice(Rule.UNIFORM, 1), 4, 8, 64, 1) == pytest.approx(3 + 18 + 0.064 + 4)
-
-
 def test_a_prefill_is_a_plain_step_and_verified_tokens():
     prefill = Prefill.from_table(table())
     assert (prefill.batch_ms, prefill.token_ms) == pytest.approx((11.064, 1.0))
@@ -91,10 +69,9 @@ def test_a_prefill_is_a_plain_step_and_verified_tokens():
 
 def test_the_schedule_is_told_what_steps_took_but_not_prefills():
     blocks = ConditionalAcceptance((0.0,) * GAMMA)
-    server = SimulatedServer(Costs(table(), Prefill(500.0, 0.0), host_ms=9), blocks, parse_policy("auto"))
+    server = SimulatedServer(Costs(table(), Prefill(500.0, 0.0)), blocks, parse_policy("auto"))
     outcome = server.serve(Workload(8, Lengths(64, 64), Lengths(100, 100), users=1))
     learned = server.schedule.report()["schedule"]["step_time"]
     assert outcome.plain_steps > 500
-    assert learned["measured_ms"] == pytest.approx(9 + 11 + 0.114, rel=0.05)
-    assert learned["host_ms"] == {"1": pytest.approx(9)}
+    assert learned["measured_ms"] == pytest.approx(11 + 0.114, rel=0.05)
     assert learned["common_factor"] * learned["correction"]["1"][0] == pytest.approx(1, rel=0.05)

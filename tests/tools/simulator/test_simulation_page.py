@@ -17,11 +17,10 @@ from sglang_dspark.tools.simulator.page import (
     DECAY,
     FIRST,
     MODEL_USERS,
-    crossing,
     crossover_page,
     simulation_page,
 )
-from sglang_dspark.tools.simulator.sweep import Conditions
+from sglang_dspark.tools.simulator.sweep import Conditions, sweep
 from sglang_dspark.tools.simulator.workload import Lengths
 
 pytestmark = pytest.mark.slow
@@ -43,7 +42,8 @@ def server_page():
         Lengths(40, 60),
         num_requests=16,
     )
-    return simulation_page(conditions, (1, 4, 16, 64), "A formula", "</script> is harmless here")
+    points = sweep(conditions, ("off", "static", "auto"), (1, 4, 16, 64))
+    return simulation_page(points, "A formula", "</script> is harmless here")
 
 
 def data_of(page):
@@ -63,7 +63,7 @@ def test_every_setting_is_the_models(model_page):
     ]
     place = ((2 * len(DECAY) + 1) * len(BLOCK) + 1) * len(CAPACITY) + 3
     model, setting = CrossoverModel(FIRST[2], DECAY[1], BLOCK[1], CAPACITY[3]), data["settings"][place]
-    assert setting["crossover"] == pytest.approx(model.crossover)
+    assert setting["crossovers"] == [None, pytest.approx(model.crossover), None]
     for policy, row in zip(data["policies"], setting["points"], strict=True):
         for users, (user, verified, accept, wasted, lanes) in zip(MODEL_USERS, row, strict=True):
             point = model.point(policy, users)
@@ -78,16 +78,11 @@ def test_a_simulated_server_has_its_lanes_and_its_crossover(server_page):
     data = data_of(server_page)
     (setting,) = data["settings"]
     assert [len(row) for row in setting["points"]] == [4, 4, 4]
-    assert 1 < setting["crossover"] < 64
-    assert {step[1] for request in data["lanes"]["fixed 4"] for step in request} == {7}
-    assert {step[0] for request in data["lanes"]["plain 4"] for step in request} == {0}
-
-
-@pytest.mark.parametrize(
-    ("ratios", "users"), [([2.0, 0.5], 2 ** (2 / 3)), ([1.5, 1.2], None), ([0.9, 0.8], None), ([1.0, 0.5], 1.0)]
-)
-def test_where_a_ratio_falls_below_one(ratios, users):
-    assert crossing((1, 2), ratios) == (None if users is None else pytest.approx(users))
+    plain, static, auto = setting["crossovers"]
+    assert (plain, auto) == (None, None)
+    assert 1 < static < 64
+    assert {step[1] for request in data["lanes"]["static 4"] for step in request} == {7}
+    assert {step[0] for request in data["lanes"]["off 4"] for step in request} == {0}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +137,7 @@ def test_sliders_move_the_verdict(shown):
     count = data_of(shown.page_source)["users"][3]
     assert text(shown, "verdict").startswith(f"With {count} users,")
     assert shown.execute_script("return document.querySelectorAll('#figures tr').length") == 4
-    assert shown.execute_script("return document.querySelectorAll('#crossover').length") == 1
+    assert shown.execute_script("return document.querySelectorAll('.crossover').length") == 1
 
 
 def test_lanes_show_the_chosen_policy(shown):

@@ -1,1 +1,0 @@
-"""Figures of a sweep. Every function draws one from the rows of ``serving.results.read_sweep`` and measures nothing."""

@@ -1,1 +1,0 @@
-"""Requests that nobody means well with, and what becomes of a server's other users."""

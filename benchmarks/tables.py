@@ -1,0 +1,217 @@
+"""Writes the tables of measured figures into the documents, computed from the files in ``benchmarks/results``.
+
+    python benchmarks/tables.py
+
+A table stands between two comments, of which the first one names its function in :data:`TABLES`. Beside the table its
+function writes what was measured, and links the file. A test compares the documents with what this script writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import pandas as pd
+from paired_ratio import MIN_ROUNDS, frame_baselines, interval_text, paired_ratios, ratios_to_each, summarise
+from serving.results import config_name, over_rounds, read_sweep
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+DRAFTER = ROOT / "sglang_dspark" / "drafters" / "smollm2-135m-instruct" / "README.md"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "scheduling.md", DRAFTER)
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+WIDTH = 140
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = ["|" + "---|" * len(header), *(f"| {' | '.join(row)} |" for row in rows)]
+    return "\n".join([f"| {' | '.join(header)} |", *lines])
+
+
+def written(document: Path) -> str:
+    """Return the text of ``document`` with all its tables as the results have them."""
+
+    def renew(match: re.Match[str]) -> str:
+        start, name, end = match.groups()
+        content = TABLES[name]().replace("](", f"]({os.path.relpath(RESULTS, document.parent)}/")
+        return f"{start}\n{content}\n\n{end}"
+
+    return MARKED.sub(renew, document.read_text(encoding="utf-8"))
+
+
+def speeds(folder: str) -> str:
+    """Return the speeds of plain serving, ``off`` and ``auto``, and the ratios between them, by number of users."""
+    frame = _sweep(folder)
+    pairs = paired_ratios(frame, "output_tok_s", frame_baselines(frame))
+    ratios = summarise(pairs.assign(config=[config_name(frame, label) for label in pairs["config"]]))
+    rows = []
+    for users, cells in frame.groupby("concurrency"):
+        by_name = {config_name(frame, str(label)): part for label, part in cells.groupby("config")}
+        told = ratios[ratios["load"] == cells["load"].iloc[0]].set_index("config")
+        rows.append(
+            [
+                str(users),
+                *(_speed(over_rounds(by_name[name], "output_tok_s")) for name in ("plain", "off", "auto")),
+                *(f"{told.loc[name, 'ratio']:.2f} ({interval_text(told.loc[name])})" for name in ("off", "auto")),
+                f"{over_rounds(by_name['auto'], 'accept_length'):.2f}",
+            ]
+        )
+    header = ("users", "plain SGLang", "plugin, `off`", "plugin, `auto`", "off / plain", "auto / off", "accept length")
+    what = "Output tokens per second of all users together"
+    return _section(header, rows, _origin(what, frame, folder))
+
+
+def fixed_lengths() -> str:
+    """Return how fast ``auto`` is beside every fixed length, and how many drafts it verifies, by number of users."""
+    frame = _sweep("sweep")
+    (auto,) = frame.loc[frame["policy"] == "auto", "config"].unique()
+    ratios = summarise(ratios_to_each(frame, "output_tok_s", auto))
+    lengths = sorted(label for label in frame["config"].unique() if label.startswith("static:"))
+    rows = []
+    for users, cells in frame.groupby("concurrency"):
+        told = ratios[ratios["load"] == cells["load"].iloc[0]].set_index("baseline")
+        drafts = over_rounds(cells[cells["config"] == auto], "mean_verify_len")
+        beside = [f"{told.loc[label, 'ratio']:.2f} ({interval_text(told.loc[label])})" for label in lengths]
+        rows.append([str(users), *beside, f"{drafts:.1f}"])
+    header = ["users", *(f"`{config_name(frame, label)}`" for label in lengths), "drafts that `auto` verifies"]
+    what = "Throughput of `auto` in multiples of each fixed length"
+    return _section(header, rows, _origin(what, frame, "sweep"))
+
+
+def step_times() -> str:
+    """Return the step times that the server of the sweep measured at its start."""
+    table = _content("sweep/sps.json")
+    depth, key = table["drafts"][-1], table["key"]
+    rows = [
+        [str(users), *(f"{times[0]:.1f}" for times in (verify[0], draft[-1], *verify[1:]))]
+        for users, draft, verify in zip(table["requests"], table["draft_ms"], table["verify_ms"], strict=True)
+    ]
+    header = ["users", "plain step", f"draft {depth}", *(f"verify {drafts}" for drafts in table["drafts"][1:])]
+    note = (
+        f"Milliseconds with {table['contexts'][0]} tokens of context, as the server measured them at its start: "
+        f"{key['dtype']}, {key['threads']} threads of {key['device']}, SGLang {key['sglang']} "
+        "([sps.json](sweep/sps.json))."
+    )
+    return _section(header, rows, note)
+
+
+def kernels() -> str:
+    """Return the time of the kernels of a step of many requests, beside the least possible one and the torch form."""
+    content, rows = _content("h200/kernels.json"), []
+    for case in content["cases"]:
+        shape = case["shape"]
+        requests = shape["bs"] if "bs" in shape else shape["rows"] / 8
+        if requests == 64 and shape.get("V", 151936) == 151936 and shape.get("kept", 0) < shape.get("rows", 1):
+            floor = f"{case['floor_us']:.1f}" if case["floor_us"] >= 0.1 else "-"
+            rows.append([f"`{case['case']}`", f"{case['median_us']:.1f}", floor, f"{case['reference_us']:,.0f}"])
+    note = (
+        "Microseconds for 64 requests with blocks of 7 drafts and a vocabulary of 151,936 tokens on an "
+        f"{content['hardware']['gpu']}; the floor is the least that memory bandwidth and arithmetic allow "
+        f"([kernels.json](h200/kernels.json), commit {content['commit']}, Triton {content['versions']['triton']})."
+    )
+    return _section(("kernel", "median", "floor", "torch"), rows, note)
+
+
+def calibration() -> str:
+    """Return the calibration error of the bundled drafter's confidences, before and after calibration."""
+    rows = []
+    for temperature in (0, 1):
+        content = _content(f"calibration/sts_t{temperature}.json")
+        for kind, key in (("raw head", "before"), ("STS", "after"), ("scale and shift", "shifted")):
+            rows.append([str(temperature), kind, *(f"{100 * error:.1f}" for error in content[f"ece_{key}"])])
+    header = ("temperature", "calibration", *map(str, range(1, len(rows[0]) - 1)))
+    note = (
+        "Expected calibration error of the prefix survival in percent, by draft, for the bundled pair on 200 prompts "
+        "of GSM8K, HumanEval and MT-Bench that were not fitted ([provenance.json](calibration/provenance.json))."
+    )
+    return _section(header, rows, note)
+
+
+def accept_lengths() -> str:
+    """Return what the target accepts of the bundled drafter, by prompt set, and of it without its parts."""
+    content = _content("h200/accept_length.json")
+    sets = {"gsm8k": "GSM8K", "humaneval": "HumanEval", "mt-bench": "MT-Bench, first turn"}
+    found = {
+        (result["set"], result["temperature"], result["proposed_tokens"], result["markov"]): result
+        for result in content["results"]
+    }
+    rows = []
+    for key, title in sets.items():
+        usual = found[key, 0, 12288, True]
+        others = [found[key, 0, 12288, False], found[key, 0, 49152, True], found[key, 1, 12288, True]]
+        survival = " ".join(f"{share:.3f}".lstrip("0") for share in usual["survival"])
+        unlooped = f"{usual['loops']['accept_length_of_other_texts']:.2f}"
+        lengths = [f"{result['accept_length']:.2f}" for result in others]
+        rows.append([title, f"{usual['accept_length']:.2f}", survival, unlooped, *lengths])
+    header = (
+        *("prompts", "accept length", "survival by position", "without texts that loop"),
+        *("without Markov head", "whole vocabulary", "at temperature 1"),
+    )
+    note = (
+        f"{content['protocol'].capitalize()}, on an {content['gpu']} "
+        f"([accept_length.json](h200/accept_length.json), commit {content['commit']})."
+    )
+    return _section(header, rows, note)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "sweep": lambda: speeds("sweep"),
+    "h200_sweep": lambda: speeds("h200/sweep"),
+    "fixed_lengths": fixed_lengths,
+    "step_times": step_times,
+    "kernels": kernels,
+    "calibration": calibration,
+    "accept_lengths": accept_lengths,
+}
+
+
+def _sweep(folder: str) -> pd.DataFrame:
+    frame = read_sweep(RESULTS / folder / "sweep.csv")
+    return frame[frame["concurrency"].notna()]
+
+
+def _content(file: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    return content
+
+
+def _origin(what: str, frame: pd.DataFrame, folder: str) -> str:
+    """Return a sentence on what was measured, where, and how often."""
+    first, rounds = frame.iloc[0], frame["round"].nunique()
+    versions = dict(version.split("=") for version in first["versions"].split())
+    hardware = first["gpu"] if isinstance(first["gpu"], str) else first["cpu"]
+    spread = "95 % intervals" if rounds >= MIN_ROUNDS else "the range of the rounds"
+    commits = ", ".join(sorted({str(commit)[:7] for commit in frame["commit"]}))
+    return (
+        f"{what}: {first['model']}, {first['dtype']}, {hardware}, SGLang {versions['sglang']}; prompts of "
+        f"{first['prompt_set'].replace('+', ', ')}, {round(frame['num_tokens'].sum() / frame['num_requests'].sum())} "
+        f"tokens per answer; medians of {rounds} rounds, ratios as geometric means with {spread} "
+        f"([sweep.csv]({folder}/sweep.csv), commit {commits})."
+    )
+
+
+def _section(header: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> str:
+    filled = textwrap.fill(note, WIDTH, break_long_words=False, break_on_hyphens=False)
+    return f"{markdown_table(header, rows)}\n\n{filled}"
+
+
+def _speed(tokens_per_second: float) -> str:
+    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 100 else f"{tokens_per_second:.1f}"
+
+
+@click.command(help="Writes the tables of measured figures into the documents.")
+def main() -> None:
+    """Command line; see the module."""
+    for document in DOCUMENTS:
+        document.write_text(written(document), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

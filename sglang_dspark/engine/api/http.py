@@ -1,0 +1,137 @@
+"""Our additions to SGLang's HTTP server: the routes, and the ``speculation`` field of request bodies."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from starlette.middleware import Middleware
+
+from sglang_dspark.engine import fired
+from sglang_dspark.engine.api import routes
+from sglang_dspark.engine.api.served_requests import is_refused
+from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.settled import TargetOnly
+from sglang_dspark.speculation import KEY
+
+FIELD = "speculation"
+_MAY_HOLD_FIELD = re.compile(rb"speculation|\\u00[67]|\0")
+"""The field as it is, with a letter of it escaped, or in an encoding of several bytes per letter."""
+ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
+
+
+def mount(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Add our routes and the middleware for the ``speculation`` field to SGLang's application.
+
+    Hooked before the application starts, thus inside SGLang's own API-key middleware. Where the target decodes alone,
+    only the routes: requests are served as without the plugin.
+    """
+    from sglang.srt.entrypoints.http_server import app
+
+    settled = attached(server_args)
+    target_only = settled.reason if isinstance(settled, TargetOnly) else None
+    routes.add(app, target_only)
+    if target_only is None:
+        # Innermost: inside the decompression of bodies, and inside CORS, whose headers belong on our errors too.
+        app.user_middleware.append(Middleware(SpeculationMiddleware))
+
+
+class SpeculationMiddleware:
+    """Moves ``speculation`` of a request body, as JSON text, into ``custom_params``, which SGLang carries on.
+
+    It is checked where SGLang makes the request (:mod:`~sglang_dspark.engine.api.request_field`): SGLang itself ignores
+    unknown fields of a body silently. Bodies without the field pass through untouched.
+
+    Args:
+        app: what it wraps.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self._checked = False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = routes.without_root(scope["path"], scope.get("root_path", "")) if scope["type"] == "http" else ""
+        if scope["type"] == "http" and is_refused(path, scope["method"]):
+            message = f"DSPARK does not serve {path} yet; restart the server instead"
+            await routes.error_response(400, message, None)(scope, receive, send)
+            return
+        if path not in ROUTES or scope["method"] not in ("POST", "PUT"):
+            await self.app(scope, receive, send)
+            return
+        body = await _read_body(receive)
+        if body is None:
+            return
+        body = _moved(body, path)
+        headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
+        scope = dict(scope, headers=[*headers, (b"content-length", str(len(body)).encode())])
+        await self.app(scope, _replay(body, receive), send if self._checked else self._checking(send))
+
+    def _checking(self, send: Any) -> Any:
+        """``send`` that looks for our hooks before the first whole answer."""
+
+        async def checked(message: Any) -> None:
+            # Requests that came before it have this ``send``, too.
+            if not self._checked and _is_whole_answer(message):
+                fired.check(fired.Moment.ANSWERED)
+                self._checked = True
+            await send(message)
+
+        return checked
+
+
+def _is_whole_answer(message: Any) -> bool:
+    if message["type"] != "http.response.start" or message["status"] != 200:
+        return False
+    return not any(name == b"content-type" and b"event-stream" in value for name, value in message["headers"])
+
+
+async def _read_body(receive: Any) -> bytes | None:
+    chunks = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunks.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _replay(body: bytes, receive: Any) -> Any:
+    pending = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Any:
+        return pending.pop() if pending else await receive()
+
+    return replay
+
+
+def _moved(body: bytes, path: str) -> bytes:
+    """Return the body with ``speculation`` moved; the same bytes if it has none, or cannot be read."""
+    if not _MAY_HOLD_FIELD.search(body):
+        return body
+    try:
+        document = json.loads(body)
+        if not isinstance(document, dict) or FIELD not in document:
+            return body
+        text = json.dumps(document.pop(FIELD))
+        carriers = [document]
+        if path == "/generate":
+            if document.get("sampling_params") is None:
+                document["sampling_params"] = {}
+            parameters = document["sampling_params"]
+            carriers = parameters if isinstance(parameters, list) else [parameters]
+        for carrier in carriers:
+            _put(carrier, text)
+        return json.dumps(document).encode()
+    except (ValueError, RecursionError):
+        return body  # not JSON, or nested too deeply: SGLang's own parser answers, which has less room still
+
+
+def _put(carrier: Any, text: str) -> None:
+    """Add the field to the ``custom_params`` of ``carrier``. What is no object is refused as such later on."""
+    if isinstance(carrier, dict):
+        custom_params = carrier.get("custom_params")
+        if custom_params is None or isinstance(custom_params, dict):
+            carrier["custom_params"] = {**(custom_params or {}), KEY: text}

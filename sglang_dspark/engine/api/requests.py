@@ -1,0 +1,129 @@
+"""What a request may ask for, and what the scheduler would not survive."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from sglang.srt.managers.io_struct import (
+    GenerateReqInput,
+    TokenizedGenerateReqInput,
+    msgpack_decode,
+    msgpack_encode,
+)
+
+from sglang_dspark.declared import shown
+from sglang_dspark.draft.families import family_of
+from sglang_dspark.engine.api import request_field
+from sglang_dspark.engine.api.served_requests import REFUSED_FIELDS, REFUSED_PARAMETERS
+
+_INT32_MAX, _FLOAT32_MAX = 2**31 - 1, 3.4028234663852886e38
+_MEDIA = ("image_data", "video_data", "audio_data")
+_PLACE = re.compile(r"\$\[(\d+)\](?:\[(\d+)\])?")
+
+
+def check_request(tokenized: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuse a generation request that DSPARK would answer differently from the target alone, or not survive.
+
+    Runs after SGLang has made what travels to the scheduler, for every route and the offline engine.
+
+    Raises:
+        ValueError: names the field and its value; SGLang answers HTTP 400.
+    """
+    if not isinstance(tokenized, TokenizedGenerateReqInput):
+        return
+    for refusal in _not_served(request, tokenized.sampling_params, manager.model_config):
+        raise ValueError(refusal)
+    request_field.settle(manager, tokenized.sampling_params)
+    check_types(tokenized)
+    vocab_size = manager.model_config.vocab_size
+    if tokenized.input_ids is not None:
+        session = tokenized.session_params
+        check_ids(tokenized.input_ids, vocab_size, in_session=session is not None and bool(session.id))
+    for refusal in _out_of_range(tokenized, vocab_size):
+        raise ValueError(refusal)
+    _drop_impossible_stops(tokenized.sampling_params, vocab_size)
+
+
+def _not_served(request: GenerateReqInput, parameters: Any, target: Any) -> Iterator[str]:
+    for name in REFUSED_FIELDS:
+        value = getattr(request, name, None)
+        if value:
+            yield f"DSPARK does not serve {name}={shown(value)} yet; drop the field or use a server without DSPARK"
+    for name in REFUSED_PARAMETERS:
+        if (value := getattr(parameters, name)) not in (None, False, 1):
+            yield f"DSPARK does not serve sampling_params.{name}={shown(value)} yet; drop it"
+    # SGLang takes these targets for text models, as it was told to, and would drop images in silence.
+    for name in _MEDIA if family_of(target.hf_config.architectures).reads_images else ():
+        if getattr(request, name, None):
+            yield f"DSPARK serves the text of this target, and not {name} yet; use a server without DSPARK"
+
+
+def check_types(tokenized: TokenizedGenerateReqInput) -> None:
+    """Refuse values of a type that the scheduler cannot decode: it would end, plain SGLang's too.
+
+    Raises:
+        ValueError: names the field.
+    """
+    travelling = copy.copy(tokenized)
+    travelling.time_stats = None  # SGLang's own, and a pickle
+    try:
+        msgpack_decode(msgpack_encode(travelling))
+    except msgspec.ValidationError as error:
+        raise ValueError(_with_names(str(error), tokenized)) from error
+
+
+def _with_names(message: str, tokenized: TokenizedGenerateReqInput) -> str:
+    """Return msgspec's message with names of fields, which travel by their numbers."""
+
+    def name_of(place: re.Match[str]) -> str:
+        name: str = tokenized.__struct_fields__[int(place[1]) - 1]  # the first entry names the struct
+        inner = getattr(tokenized, name)
+        if place[2] and isinstance(inner, msgspec.Struct):
+            return f"{name}.{inner.__struct_fields__[int(place[2])]}"
+        return name
+
+    return _PLACE.sub(name_of, message)
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, *, in_session: bool) -> None:
+    """Refuse a prompt without a token, and ids that no embedding has: the scheduler would end, plain SGLang's too.
+
+    Args:
+        in_session: whether tokens of earlier turns come before them; SGLang looks at what is then there.
+
+    Raises:
+        ValueError: names the first wrong one.
+    """
+    if len(ids) == 0:
+        if in_session:
+            return
+        raise ValueError("the prompt has no token; pass a text or input_ids of at least one")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise ValueError(f"input_ids holds {wrong}, which is no token id; pass integers from 0 to {vocab_size - 1}")
+
+
+def _out_of_range(tokenized: TokenizedGenerateReqInput, vocab_size: int) -> Iterator[str]:
+    """Yield what no tensor of the scheduler can hold, or be drawn from: it would end, plain SGLang's too."""
+    parameters, number = tokenized.sampling_params, tokenized.top_logprobs_num
+    if tokenized.return_logprob and not 0 <= number <= vocab_size:
+        yield f"top_logprobs_num={number} is out of range; pass 0 to {vocab_size}"
+    for name in ("top_k", "min_new_tokens"):
+        if (value := getattr(parameters, name)) > _INT32_MAX:
+            yield f"sampling_params.{name}={value} is out of range; pass at most {_INT32_MAX}"
+    for token, bias in (parameters.logit_bias or {}).items():
+        if not bias <= _FLOAT32_MAX:  # NaN is refused, -inf forbids a token
+            yield f"sampling_params.logit_bias of token {token} is {bias}; pass a number that float32 holds"
+
+
+def _drop_impossible_stops(parameters: Any, vocab_size: int) -> None:
+    """Leave only stop tokens that can come.
+
+    SGLang looks others up in a row of the vocabulary if any request of the batch asks for a minimum length, and ends.
+    """
+    if stops := parameters.stop_token_ids:
+        parameters.stop_token_ids = {token for token in stops if 0 <= token < vocab_size}

@@ -1,0 +1,117 @@
+"""What a policy decides about a step, before anything is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from dspark_kernels import PlanNumbers
+
+from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.selected import FixedLens, SelectedDrafts
+from sglang_dspark.step.selection import FixedLength, Selection
+from sglang_dspark.step.state import Drafted
+
+
+@dataclass(frozen=True)
+class StepDecision:
+    """A decision about one step, made before the step's noise is drawn.
+
+    Attributes:
+        draft_len: drafts proposed per request, 0 for a plain step.
+        selection: which of them are verified.
+        draft_requests: requests that are drafted, ascending; None drafts all.
+        weight: rounds that this step's outcome stands for in what is learned.
+        limits: what requests ask for themselves, see :meth:`within`; None if no request asks for anything.
+        with_confidence: whether the drafter's confidences are computed.
+        context: mean context tokens per request, which the decision was made for. All ranks of a server take rank 0's.
+    """
+
+    draft_len: int
+    selection: Selection
+    draft_requests: tuple[int, ...] | None = None
+    weight: int = 1
+    limits: Limits | None = None
+    with_confidence: bool = field(default=True, compare=False)
+    context: float = field(default=0.0, compare=False)
+
+    def draft_lens(self, requests: int) -> list[int]:
+        """Return the drafts that the drafter proposes for each of the step's requests."""
+        if self.draft_requests is None:
+            return [self.draft_len] * requests
+        drafted = set(self.draft_requests)
+        return [self.draft_len if request in drafted else 0 for request in range(requests)]
+
+    def max_drafts(self, requests: int) -> int | None:
+        """Return how many drafts are verified, at most if requests have bounds; None if only the device knows."""
+        return self.selection.max_drafts(requests * self.draft_len)
+
+    def is_fixed(self, requests: int) -> bool:
+        """Return whether every request verifies its whole block, whatever the confidences."""
+        if self.limits is not None or self.draft_requests is not None:
+            return False
+        return self.max_drafts(requests) == requests * self.draft_len
+
+    @property
+    def has_threshold(self) -> bool:
+        """Return whether a request asks for a bound by confidence."""
+        return self.limits is not None and self.limits.thresholds is not None
+
+    @property
+    def has_copies(self) -> bool:
+        """Return whether presets propose drafts of this step."""
+        return self.limits is not None and any(self.limits.copied)
+
+    def within(self, limits: Limits) -> StepDecision:
+        """Return the same step within what single requests ask for.
+
+        Requests that may not verify anything, and those with copied drafts, are not drafted. What a request may not
+        verify is left to others as far as the budget goes; copied drafts come on top of the budget.
+        """
+        requests, copied = len(limits.most), sum(limits.copied)
+        candidates = range(requests if self.draft_len else 0) if self.draft_requests is None else self.draft_requests
+        drafted = tuple(r for r in candidates if limits.most[r] and not limits.copied[r])
+        if not drafted and not copied:
+            return PLAIN
+        draft_len = self.draft_len if drafted else 0
+        most = tuple(
+            limits.copied[r] or (min(limits.most[r], draft_len) if r in drafted else 0) for r in range(requests)
+        )
+        left = sum(most) - copied
+        bounds = limits.thresholds
+        thresholds = bounds if bounds is not None and any(bounds[r] for r in drafted) else None
+        if not copied and left == len(candidates) * draft_len and thresholds is None:
+            return self
+        return replace(
+            self,
+            draft_len=draft_len,
+            selection=self.selection.bounded(drafted, left, copied),
+            draft_requests=None if len(drafted) == requests else drafted,
+            limits=Limits(most, limits.copied, thresholds),
+        )
+
+    def for_some(self, drafted: Sequence[int], requests: int) -> StepDecision:
+        """Return the same step with only ``drafted`` of the ``requests`` requests drafted."""
+        if len(drafted) == requests:
+            return self
+        if not drafted:
+            return PLAIN
+        selection = self.selection.bounded(drafted, len(drafted) * self.draft_len)
+        return replace(self, selection=selection, draft_requests=tuple(drafted))
+
+    def select(self, drafted: Drafted) -> SelectedDrafts:
+        """Return the drafts that are verified. Only :class:`~.selection.EarlyStop` waits for the device here."""
+        if self.is_fixed(len(drafted)):
+            return FixedLens(self.draft_len, len(drafted), drafted.device)
+        return self.selection.select(drafted, self.draft_requests, self.limits)
+
+    def plan_numbers(self, requests: int) -> PlanNumbers | None:
+        """Return what a captured plan does; None if requests have bounds, or not all are ranked."""
+        if self.is_fixed(requests):
+            return PlanNumbers(verify_len=self.draft_len)
+        if self.limits or self.draft_requests or not self.with_confidence:
+            return None
+        return self.selection.plan_numbers()
+
+
+PLAIN = StepDecision(0, FixedLength())

@@ -1,0 +1,58 @@
+"""What a decode step did, for statistics, calibration and traces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from sglang_dspark.step.confidence import Confidence
+from sglang_dspark.step.decision import StepDecision
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step did, for statistics, calibration and traces. Its tensors are on the host when SGLang has the result.
+
+    Attributes:
+        requests: ids of the step's requests.
+        decision: what the policy had decided.
+        drafted: drafts proposed per request.
+        verify_lens: [bs] int64, drafts verified per request.
+        confidence: as in :class:`~.state.Drafted`.
+        traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
+        copied: drafts that a preset proposed, per request; those requests count as not drafted.
+        policy, parked: name of the policy that chose, and whether it let speculation rest.
+    """
+
+    requests: list[str]
+    decision: StepDecision
+    drafted: list[int]
+    verify_lens: torch.Tensor
+    confidence: Confidence | None
+    traced: torch.Tensor | None
+    copied: Sequence[int]
+    policy: str = "auto"
+    parked: bool = False
+
+    @cached_property
+    def verified(self) -> list[int]:
+        """``verify_lens``, once they are on the host."""
+        lens: list[int] = self.verify_lens.tolist()
+        return lens
+
+    @property
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Lengths, traces, logits and survivals."""
+        confidence = self.confidence
+        scores = (None, None) if confidence is None else (confidence.logits, confidence.survival)
+        return [self.verify_lens, self.traced, *scores]
+
+    def of(self, tensors: Sequence[torch.Tensor | None]) -> StepRecord:
+        """Return the same record with other :attr:`tensors`."""
+        verify_lens, traced, logits, survival = tensors
+        assert verify_lens is not None, "every step verifies"
+        confidence = None if survival is None else Confidence(logits, survival)
+        return replace(self, verify_lens=verify_lens, traced=traced, confidence=confidence)

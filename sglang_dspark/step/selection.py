@@ -1,0 +1,233 @@
+"""Rules by which a step's verify lengths follow from its drafts.
+
+No rule lets the value of a draft, or of a later one, decide about that draft.
+
+A draft's survival is the probability that it and all drafts before it in its block are accepted: the running product of
+the calibrated confidences (DSpark, Eq. 9). Survivals never grow along a block, so ranking them respects prefixes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from dspark_kernels import FORCED, PlanNumbers
+from numpy.typing import NDArray
+
+from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.selected import DeviceLens, SelectedDrafts, TopDrafts
+from sglang_dspark.step.state import Drafted
+from sglang_dspark.step.transfers import host_floats, host_index
+
+_EXCLUDED = -1.0
+"""Survival of a draft that must not be verified."""
+
+
+class Selection(ABC):
+    """A rule that is fixed before the step's noise is drawn.
+
+    Attributes:
+        probe_request: request that is verified in full, whatever its survivals; None for none.
+    """
+
+    probe_request: int | None = None
+
+    @abstractmethod
+    def max_drafts(self, drafts: int) -> int | None:
+        """Return how many of ``drafts`` proposed drafts are verified at most; None if only the device knows."""
+
+    @abstractmethod
+    def bounded(self, drafted: Sequence[int], num_drafts: int, num_copied: int = 0) -> Selection:
+        """Return the rule for a step in which some requests have bounds.
+
+        Args:
+            drafted: requests that are drafted.
+            num_drafts: drafts of the drafter that may be verified in all.
+            num_copied: copied drafts, which are verified besides.
+        """
+
+    @abstractmethod
+    def select(self, drafted: Drafted, draft_requests: tuple[int, ...] | None, limits: Limits | None) -> SelectedDrafts:
+        """Return the drafts that are verified.
+
+        Args:
+            draft_requests: requests that are drafted; None for all.
+            limits: cut to what the step drafts; None if no request asks for any.
+        """
+
+    def plan_numbers(self) -> PlanNumbers | None:
+        """Return what a captured plan does for all requests; None if none can be captured."""
+        return None
+
+
+@dataclass(frozen=True)
+class FixedLength(Selection):
+    """Every request verifies its whole block."""
+
+    def max_drafts(self, drafts: int) -> int:
+        return drafts
+
+    def bounded(self, drafted: Sequence[int], num_drafts: int, num_copied: int = 0) -> Selection:
+        return TopK(num_drafts + num_copied)
+
+    def select(self, drafted: Drafted, draft_requests: tuple[int, ...] | None, limits: Limits | None) -> SelectedDrafts:
+        raise AssertionError("whole blocks need no selection, and bounded ones have another rule")
+
+
+@dataclass(frozen=True)
+class TopK(Selection):
+    """The drafts with the largest survivals are verified.
+
+    Attributes:
+        budget: drafts verified in all.
+    """
+
+    budget: int
+    probe_request: int | None = None
+
+    def max_drafts(self, drafts: int) -> int:
+        return self.budget
+
+    def bounded(self, drafted: Sequence[int], num_drafts: int, num_copied: int = 0) -> Selection:
+        return TopK(
+            min(self.budget, num_drafts) + num_copied, self.probe_request if self.probe_request in drafted else None
+        )
+
+    def select(self, drafted: Drafted, draft_requests: tuple[int, ...] | None, limits: Limits | None) -> SelectedDrafts:
+        order = self._order(drafted, draft_requests)
+        if limits is not None:
+            order = _Bounds.of(limits, drafted).apply(order)
+        row_count_known = limits is None or limits.thresholds is None
+        return TopDrafts(order, self.budget, row_count_known)
+
+    def _order(self, drafted: Drafted, draft_requests: tuple[int, ...] | None) -> torch.Tensor:
+        """Return [bs, width of the block] what drafts rank by."""
+        bs, width, device = len(drafted), drafted.width, drafted.device
+        # A policy without confidences ranks drafts only to keep them within limits, which leave no decision.
+        survival = torch.ones((bs, width), device=device) if drafted.confidence is None else drafted.survival
+        if survival.shape[1] < width:
+            survival = torch.nn.functional.pad(survival, (0, width - survival.shape[1]), value=_EXCLUDED)
+        if draft_requests is not None:
+            left_out = host_index([r for r in range(bs) if r not in draft_requests], device)
+            survival = survival.index_fill(0, left_out, _EXCLUDED)
+        if self.probe_request is not None:
+            survival = survival.clone()
+            survival[self.probe_request] = FORCED
+        return survival
+
+    def plan_numbers(self) -> PlanNumbers:
+        return PlanNumbers(self.budget, forced=-1 if self.probe_request is None else self.probe_request)
+
+
+class _LiveRule(Selection):
+    """A rule over live confidences, which gives each request its length; only the device knows their sum."""
+
+    def max_drafts(self, drafts: int) -> None:
+        return None
+
+    def bounded(self, drafted: Sequence[int], num_drafts: int, num_copied: int = 0) -> Selection:
+        return self if drafted else TopK(num_copied)
+
+
+@dataclass(frozen=True)
+class EarlyStop(_LiveRule):
+    """Algorithm 1 of DSpark: drafts are admitted best first while the expected throughput grows.
+
+    Attributes:
+        step_ms: [bs * draft_len + 1] predicted time of a step that verifies so many drafts.
+    """
+
+    step_ms: tuple[float, ...]
+
+    def select(self, drafted: Drafted, draft_requests: tuple[int, ...] | None, limits: Limits | None) -> SelectedDrafts:
+        """Return the lengths of :func:`early_stop`, which reads the survivals on the host."""
+        bounds = None if limits is None else _Bounds.of(limits, drafted)
+        survival = drafted.survival if bounds is None else bounds.drafted(drafted.survival)
+        lens = early_stop(survival.double().cpu().numpy(), np.array(self.step_ms))
+        found = torch.tensor(lens, device=survival.device)
+        return DeviceLens(found if bounds is None else bounds.cut(found))
+
+
+@dataclass(frozen=True)
+class Threshold(_LiveRule):
+    """Drafts are verified up to the first one whose raw confidence lies below ``confidence`` (DSpark, 4.4)."""
+
+    confidence: float
+
+    def select(self, drafted: Drafted, draft_requests: tuple[int, ...] | None, limits: Limits | None) -> SelectedDrafts:
+        lens = above_threshold(drafted.raw_confidence, self.confidence)
+        return DeviceLens(lens if limits is None else _Bounds.of(limits, drafted).cut(lens))
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Limits of a step's requests as they turn out for its drafts.
+
+    Attributes:
+        most: [bs] int64 leading drafts of a block that may be verified; of copied drafts, all are.
+        copied: [bs] bool, whether the drafts are a preset's and not the drafter's.
+    """
+
+    most: torch.Tensor
+    copied: torch.Tensor
+
+    @classmethod
+    def of(cls, limits: Limits, drafted: Drafted) -> _Bounds:
+        """Apply ``limits``, which :meth:`StepDecision.within` has cut to what the step drafts, to the drafts."""
+        device = drafted.device
+        most, num_copied = host_index((limits.most, limits.copied), device)
+        copied = num_copied > 0
+        if limits.thresholds is not None:
+            sure = above_threshold(drafted.raw_confidence, host_floats(limits.thresholds, device)[:, None])
+            most = torch.where(copied, most, torch.minimum(most, sure))
+        return cls(most, copied)
+
+    def cut(self, lens: torch.Tensor) -> torch.Tensor:
+        """Return the lengths [bs] of a rule that knows no bounds, within these."""
+        return torch.where(self.copied, self.most, torch.minimum(lens, self.most))
+
+    def apply(self, survival: torch.Tensor) -> torch.Tensor:
+        """Return [bs, width] what drafts rank by: copied ones come first, those past the bounds never."""
+        slots = torch.arange(survival.shape[1], device=survival.device)
+        return survival.masked_fill(self.copied[:, None], FORCED).masked_fill(slots >= self.most[:, None], _EXCLUDED)
+
+    def drafted(self, survival: torch.Tensor) -> torch.Tensor:
+        """Return [bs, draft_len] survivals of the drafter's drafts within the bounds, negative ones elsewhere."""
+        return self.apply(survival).masked_fill(self.copied[:, None], _EXCLUDED)
+
+
+def early_stop(survival: NDArray[np.float64], step_ms: NDArray[np.float64]) -> list[int]:
+    """Return verify lengths by Algorithm 1 of DSpark (3.2.2): admit drafts best first while expected throughput grows.
+
+    Stopping at the first candidate that does not improve is what keeps the output exact: a search over all lengths
+    would let a draft's own value decide about it (DSpark, Appendix A).
+
+    Args:
+        survival: [bs, depth] live survivals.
+        step_ms: [bs * depth + 1] time of a step that verifies that many drafts.
+    """
+    bs = len(survival)
+    # As in top_prefixes: ties to the smaller position, then to the smaller request.
+    by_position = survival.T.reshape(-1)
+    order = np.argsort(-by_position, kind="stable")
+    expected = bs + np.cumsum(by_position[order])
+    rates = np.concatenate([[bs / step_ms[0]], expected / step_ms[1:]])
+    worse = np.flatnonzero((rates[1:] <= rates[:-1]) | (by_position[order] <= 0))
+    admitted = int(worse[0]) if len(worse) else len(order)
+    lens: list[int] = np.bincount(order[:admitted] % bs, minlength=bs).tolist()
+    return lens
+
+
+def above_threshold(confidence: torch.Tensor, threshold: float | torch.Tensor) -> torch.Tensor:
+    """Return [bs] int64 drafts before the first one whose confidence lies below ``threshold`` (DSpark, 4.4).
+
+    The confidence of a draft is known before the draft is drawn, so it may decide about it. No host sync.
+
+    Args:
+        confidence: [bs, depth] per-step acceptance probabilities.
+        threshold: one for all, or one per request, [bs, 1].
+    """
+    return (confidence >= threshold).to(torch.int64).cumprod(1).sum(1)

@@ -1,0 +1,92 @@
+"""Flattening of the tokens to be verified."""
+
+import pytest
+import torch
+from dspark_kernels import RoundKeys, SamplingRows, kernels_anywhere
+
+from sglang_dspark.step.selected import DeviceLens, FixedLens, TopDrafts, build_plan
+from sglang_dspark.step.state import DecodeBatch
+
+GAMMA = 3
+PREFIXES = [10, 0, 200]
+DRAFTS = torch.tensor([[11, 12, 13], [21, 22, 23], [31, 32, 33]])
+
+
+@pytest.fixture
+def step():
+    prefix_lens = torch.tensor(PREFIXES)
+    requests = torch.tensor([4, 1, 2])
+    return DecodeBatch(
+        anchors=torch.tensor([10, 20, 30]),
+        prefix_lens=prefix_lens,
+        req_pool_indices=requests,
+        req_to_token=(1000 * torch.arange(5)[:, None] + torch.arange(300)).int(),
+        rows=SamplingRows.from_lists([0.0] * 3, [-1] * 3, [1.0] * 3, [0.0] * 3, [None] * 3),
+        keys=RoundKeys(seed=1, step=1, request_keys=requests, positions=prefix_lens + 1),
+    )
+
+
+def uniform_plan(step, tokens, verify_len):
+    return build_plan(step.requests, tokens, FixedLens(verify_len, len(step), tokens.device))
+
+
+def ragged_plan(step, lens):
+    return build_plan(step.requests, DRAFTS, DeviceLens(torch.tensor(lens)))
+
+
+def rows_of(plan, request):
+    start, end = plan.indptr[request], plan.indptr[request + 1]
+    return [t[start:end].tolist() for t in (plan.input_ids, plan.positions, plan.slots, plan.columns)]
+
+
+def test_uniform(step):
+    plan = uniform_plan(step, DRAFTS, 2)
+    assert plan.width == 3
+    assert plan.verify_lens.tolist() == [2, 2, 2]
+    assert rows_of(plan, 2) == [[30, 31, 32], [200, 201, 202], [2200, 2201, 2202], [0, 1, 2]]
+    assert plan.requests.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("lens", [[0, 3, 1], [3, 0, 0], [1, 2, 3], [0, 0, 0]])
+def test_ragged(step, lens):
+    plan = ragged_plan(step, lens)
+    assert plan.width == GAMMA + 1
+    assert plan.indptr.tolist() == [0, 1 + lens[0], 2 + lens[0] + lens[1], 3 + sum(lens)]
+    for request, verify_len in enumerate(lens):
+        ids, positions, slots, columns = rows_of(plan, request)
+        assert ids == [10 * (request + 1), *DRAFTS[request, :verify_len].tolist()]
+        assert positions == [PREFIXES[request] + j for j in range(verify_len + 1)]
+        row = int(step.req_pool_indices[request])
+        assert slots == [1000 * row + position for position in positions]
+        assert columns == list(range(verify_len + 1))
+
+
+def test_uniform_is_the_ragged_plan_of_equal_lengths(step):
+    uniform, ragged = uniform_plan(step, DRAFTS, 3), ragged_plan(step, [3, 3, 3])
+    for name in ("verify_lens", "indptr", "requests", "columns", "input_ids", "positions", "slots"):
+        assert torch.equal(getattr(uniform, name), getattr(ragged, name)), name
+
+
+def test_verifying_nothing_needs_no_drafts(step):
+    assert uniform_plan(step, DRAFTS[:, :0], 0).input_ids.tolist() == [10, 20, 30]
+
+
+@pytest.mark.parametrize("budget", [1, 4, 7])
+def test_top_is_the_ragged_plan_of_the_best_drafts(step, budget):
+    """A draft that must not be verified, and one that must."""
+    best = TopDrafts(torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]]), budget)
+    top, ragged = build_plan(step.requests, DRAFTS, best), ragged_plan(step, best.verify_lens.tolist())
+    for name in ("verify_lens", "indptr", "requests", "columns", "input_ids", "positions", "slots"):
+        assert torch.equal(getattr(top, name), getattr(ragged, name)), name
+    assert top.width == 4
+
+
+@pytest.mark.slow
+def test_on_a_gpu_the_best_drafts_are_laid_out_in_one_launch(step):
+    """Here by Triton's interpreter."""
+    best = TopDrafts(torch.tensor([[0.9, 0.5, 0.1], [2.0, 2.0, -1.0], [0.6, 0.5, 0.4]]), 4)
+    on_host = build_plan(step.requests, DRAFTS, best)
+    with kernels_anywhere():
+        on_kernels = build_plan(step.requests, DRAFTS, best)
+    for name, rows in vars(on_kernels).items():
+        assert torch.equal(torch.as_tensor(rows), torch.as_tensor(getattr(on_host, name))), name

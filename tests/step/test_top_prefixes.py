@@ -1,0 +1,159 @@
+"""The drafts that fill a budget: the best there are, with their predecessors, chosen without a look at their value."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_dspark.step.selected import top_prefixes
+
+NUM_INSTANCES = 2000
+FORCED, EXCLUDED = 2.0, -1.0  # as step/selection.py marks them
+
+
+def random_survivals(rng, most_requests=4, most_drafts=4):
+    """[bs, gamma] running products; often of a few equal factors, so that ties abound."""
+    shape = rng.integers(1, most_requests + 1), rng.integers(1, most_drafts + 1)
+    factors = [(0.5, 1.0), (0.0, 0.5, 1.0), (1.0,), None][rng.integers(4)]
+    conditional = rng.random(shape) if factors is None else rng.choice(factors, size=shape)
+    return conditional.cumprod(1).astype(np.float32)
+
+
+def instances(seed=0, count=NUM_INSTANCES):
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        survival = random_survivals(rng)
+        yield rng, survival, int(rng.integers(survival.size + 1))
+
+
+def admit(survival, budget):
+    return top_prefixes(torch.from_numpy(survival), budget).tolist()
+
+
+def ranked(survival):
+    """All drafts (r, j), best first, ties by position and then by request."""
+    cells = itertools.product(range(survival.shape[0]), range(survival.shape[1]))
+    return sorted(cells, key=lambda cell: (-survival[cell], cell[1], cell[0]))
+
+
+def test_no_allocation_of_the_budget_is_better():
+    for _, survival, budget in instances():
+        bs, gamma = survival.shape
+        worth = np.pad(survival.astype(np.float64), ((0, 0), (1, 0))).cumsum(1)
+        best = max(
+            sum(worth[r, n] for r, n in enumerate(lens))
+            for lens in itertools.product(range(gamma + 1), repeat=bs)
+            if sum(lens) == budget
+        )
+        lens = admit(survival, budget)
+        assert sum(lens) == budget
+        assert sum(worth[r, n] for r, n in enumerate(lens)) == pytest.approx(best, abs=1e-9)
+
+
+def test_ties_go_to_the_smaller_position_and_then_to_the_smaller_request():
+    for _, survival, budget in instances():
+        admitted = ranked(survival)[:budget]
+        lens = admit(survival, budget)
+        assert sorted(admitted) == [(r, j) for r, n in enumerate(lens) for j in range(n)]
+        assert lens == admit(survival, budget)
+
+
+@pytest.mark.parametrize("confidence", [1.0, 0.0])
+def test_equal_survivals_fill_position_by_position(confidence):
+    survival = np.full((3, 4), confidence, dtype=np.float32)
+    assert [admit(survival, budget) for budget in (0, 1, 3, 4, 7, 12)] == [
+        [0, 0, 0],
+        [1, 0, 0],
+        [1, 1, 1],
+        [2, 1, 1],
+        [3, 2, 2],
+        [4, 4, 4],
+    ]
+
+
+def admitted_by_looking_ahead_one_draft(survival, budget):
+    """The same decision made without anticipation: reads a draft's survival only after its predecessor was admitted."""
+    bs, gamma = survival.shape
+    lens = [0] * bs
+    for _ in range(budget):
+        frontier = [(-survival[r, n], n, r) for r, n in enumerate(lens) if n < gamma]
+        lens[min(frontier)[2]] += 1
+    return lens
+
+
+def test_the_choice_can_be_made_without_knowing_any_later_survival():
+    """A survival depends on the drafts before it: whoever reads a_(r,j+1) knows x_(r,j)."""
+    for _, survival, budget in instances(seed=1):
+        assert admit(survival, budget) == admitted_by_looking_ahead_one_draft(survival, budget)
+
+
+def rewritten(rng, survival, request, position):
+    """``survival`` with other values after ``position`` of ``request``; rows still fall."""
+    other = survival.copy()
+    tail = rng.choice([0.0, 0.5, 0.9, 1.0, rng.random()], size=survival.shape[1] - position - 1)
+    other[request, position + 1 :] = survival[request, position] * tail.cumprod()
+    return other
+
+
+@pytest.mark.slow
+def test_later_drafts_of_a_block_do_not_decide_about_a_draft():
+    for rng, survival, budget in instances(seed=2):
+        lens = admit(survival, budget)
+        for request, position in itertools.product(range(survival.shape[0]), range(survival.shape[1])):
+            other = admit(rewritten(rng, survival, request, position), budget)
+            assert (lens[request] > position) == (other[request] > position)
+
+
+def test_drafts_that_rank_behind_do_not_decide_about_a_draft():
+    """Also those of other requests: they may change as they like as long as they stay behind."""
+    for rng, survival, budget in instances(seed=3):
+        lens = admit(survival, budget)
+        order = ranked(survival)
+        place = int(rng.integers(len(order)))
+        request, position = order[place]
+        other = survival.copy()
+        for cell in order[place + 1 :]:
+            other[cell] *= 0.5
+        assert (lens[request] > position) == (admit(other, budget)[request] > position)
+
+
+def test_deciding_by_the_next_survival_would_be_noticed():
+    """The check above has power: a rule that looks one draft further fails it."""
+
+    def leaky(survival, budget):
+        shifted = np.concatenate([survival[:, 1:], survival[:, -1:]], axis=1)
+        return admit(shifted, budget)
+
+    changed = 0
+    for rng, survival, budget in instances(seed=2, count=200):
+        lens = leaky(survival, budget)
+        for request, position in itertools.product(range(survival.shape[0]), range(survival.shape[1])):
+            other = leaky(rewritten(rng, survival, request, position), budget)
+            changed += (lens[request] > position) != (other[request] > position)
+    assert changed > 50
+
+
+def test_a_forced_request_is_verified_whole_and_the_rest_fills_up():
+    for rng, survival, _ in instances(seed=4):
+        bs, gamma = survival.shape
+        forced = int(rng.integers(bs))
+        budget = gamma + int(rng.integers((bs - 1) * gamma + 1))
+        marked = survival.copy()
+        marked[forced] = FORCED
+        lens = admit(marked, budget)
+        assert lens[forced] == gamma
+        others = [r for r in range(bs) if r != forced]
+        if others:
+            assert [lens[r] for r in others] == admit(survival[others], budget - gamma)
+
+
+def test_a_forced_block_may_be_cut_by_the_budget():
+    assert admit(np.full((1, 4), FORCED, dtype=np.float32), 3) == [3]
+
+
+@pytest.mark.parametrize("budget", [0, 2, 3, 5, 9])
+def test_excluded_requests_are_not_verified(budget):
+    survival = np.full((3, 3), EXCLUDED, dtype=np.float32)
+    survival[1] = FORCED
+    assert admit(survival, budget) == [0, min(budget, 3), 0]
