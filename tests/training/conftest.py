@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from dspark_training.settings import TrainConfig
 from dspark_training.target import Target
 from dspark_training.texts import StoredText, keep_states
@@ -17,6 +18,12 @@ from sglang_dspark.draft.model import DraftModel
 
 TAP_IDS = (0, 2)
 STOP_ID = 1
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate() -> None:
+    """Forget the precision of the last run: accelerate keeps one per process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")

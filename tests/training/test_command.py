@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from click.testing import CliRunner
 from dspark_training import command
 from dspark_training.target import Target
@@ -52,6 +53,7 @@ def train(chat_target, prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
 
     def run(name, *options, target=chat_target, prompts=("--prompts", prompts), small=SMALL):
+        AcceleratorState._reset_state(reset_partial_state=True)  # one precision per process, and each run has its own
         fixed = ("train", "--target", target, "--output", tmp_path / name, *prompts, "--device", "cpu")
         return CliRunner().invoke(main, [str(argument) for argument in (*fixed, *small, *options)])
 
