@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglang_dspark.stats.counters import Counters
-from sglang_dspark.stats.sums import Figures, Sums
+from sglang_dspark.metrics.counters import Counters
+from sglang_dspark.metrics.sums import Figures, Sums
 
 RECENT_S = 60
 """Seconds that recent figures cover."""

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_dspark.config import POLICY_NAMES
-from sglang_dspark.stats.counters import Counters
-from sglang_dspark.stats.history import History
-from sglang_dspark.stats.sums import MEASURED_MS, PREDICTED_MS, STEPS, TIMED_STEPS, Figures, Sums, requests_of
+from sglang_dspark.metrics.counters import Counters
+from sglang_dspark.metrics.history import History
+from sglang_dspark.metrics.sums import MEASURED_MS, PREDICTED_MS, STEPS, TIMED_STEPS, Figures, Sums, requests_of
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

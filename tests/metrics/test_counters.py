@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from sglang_dspark.stats.counters import LOW_ACCEPT_ROUNDS, Counters
-from sglang_dspark.stats.predicted import PredictedSurvival
-from sglang_dspark.stats.sums import load_of, requests_of
+from sglang_dspark.calibration.predicted_survival import PredictedSurvival
+from sglang_dspark.metrics.counters import LOW_ACCEPT_ROUNDS, Counters
+from sglang_dspark.metrics.sums import load_of, requests_of
 
 
 def record(counters, draft_lens, verify_lens, accept_lens, policy="auto", **fields):

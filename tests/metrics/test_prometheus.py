@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from sglang_dspark.stats.counters import Counters
-from sglang_dspark.stats.history import History
-from sglang_dspark.stats.metrics import Metrics
-from sglang_dspark.stats.predicted import PredictedSurvival
+from sglang_dspark.calibration.predicted_survival import PredictedSurvival
+from sglang_dspark.metrics.counters import Counters
+from sglang_dspark.metrics.history import History
+from sglang_dspark.metrics.prometheus import Metrics
 
 GRAFANA = Path(__file__).parents[2] / "docker" / "grafana" / "dspark.json"
 LABELS = {"model_name": "m", "tp_rank": 0}
@@ -109,7 +109,7 @@ def test_the_dashboard_tells_instances_apart():
 
 def test_metrics_outlive_a_full_disk(exporter, monkeypatch, caplog):
     """Those of several processes are files; what cannot be written now is written later."""
-    monkeypatch.setattr("sglang_dspark.stats.metrics.PERIOD_S", 0.001)
+    monkeypatch.setattr("sglang_dspark.metrics.prometheus.PERIOD_S", 0.001)
     update, calls, again = exporter.metrics.update, [], threading.Event()
 
     def now_and_then():

@@ -6,10 +6,10 @@ import logging
 import time
 from typing import Any
 
+from sglang_dspark.metrics.counters import Counters
+from sglang_dspark.metrics.history import History
+from sglang_dspark.metrics.prometheus import Metrics
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.stats.counters import Counters
-from sglang_dspark.stats.history import History
-from sglang_dspark.stats.metrics import Metrics
 from sglang_dspark.step.record import StepRecord
 
 logger = logging.getLogger(__name__)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from sglang_dspark.stats.counters import Counters
-from sglang_dspark.stats.history import HISTORY_S, History
+from sglang_dspark.metrics.counters import Counters
+from sglang_dspark.metrics.history import HISTORY_S, History
 
 
 class Server:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sglang_dspark.stats.predicted import PredictedSurvival
-from sglang_dspark.stats.sums import (
+from sglang_dspark.calibration.predicted_survival import PredictedSurvival
+from sglang_dspark.metrics.sums import (
     COPIED,
     COPIED_ACCEPTED,
     COPIED_ROUNDS,
