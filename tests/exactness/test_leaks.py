@@ -8,7 +8,7 @@ import pytest
 import stage_loop
 import torch
 from dspark_kernels import AdjustmentTable, DraftBlock
-from dspark_kernels.judging import acceptance_reference
+from dspark_kernels.acceptance import acceptance_reference
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
 from enumerated_law import FILTERS, PENALTIES, STATIC, THRESHOLD, half_of, law_error, one_of_a_block
 from toy_pair import GAMMA, ToyLoop

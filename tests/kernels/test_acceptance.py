@@ -10,7 +10,7 @@ from dspark_kernels import (
     RoundKeys,
     accept,
 )
-from dspark_kernels.judging.acceptance import Rules, judge
+from dspark_kernels.acceptance.acceptance import Rules, judge
 from scipy import stats
 
 SHAPES = [

@@ -4,8 +4,8 @@ import pytest
 import torch
 import triton
 from dspark_kernels import SamplingRows, target_probs
-from dspark_kernels.judging.acceptance_filters import filter_kernel
-from dspark_kernels.judging.acceptance_kernels import row_stats_kernel
+from dspark_kernels.acceptance.acceptance_filters import filter_kernel
+from dspark_kernels.acceptance.acceptance_kernels import row_stats_kernel
 
 # Where a mass is this close to p, or a weight to min-p, the rounding of float32 decides.
 NEAR = 3e-6

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from dspark_kernels import DraftBlock, RoundKeys, Windows, accept_ref, draw
-from dspark_kernels.judging import acceptance_reference
+from dspark_kernels.acceptance import acceptance_reference
 from literal import Request, batch_of, literal_accept
 
 GREEDY = Request(temperature=0.0)

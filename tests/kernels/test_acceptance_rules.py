@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from acceptance_cases import STEP, Case, assert_same, check_sampled, law_of, make_case, reference
 from dspark_kernels import RoundKeys, SamplingRows, accept, accept_ref, target_probs
-from dspark_kernels.judging.acceptance import Rules, judge
+from dspark_kernels.acceptance.acceptance import Rules, judge
 from dspark_kernels.sampling import noise
 from dspark_kernels.sampling.noise_device import seeded_noise, unit_exponential_52
 from scipy import stats

@@ -2,7 +2,7 @@
 
 import pytest
 from dspark_kernels import Purpose, RoundKeys
-from dspark_kernels.judging import acceptance_reference
+from dspark_kernels.acceptance import acceptance_reference
 from pairwise import pairwise
 from token_law import Rule, SyntheticPair, law_p_values, mean_distance, run_trials
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from dspark_kernels.judging import acceptance_reference
+from dspark_kernels.acceptance import acceptance_reference
 from dspark_kernels.sampling import noise, token_draw
 
 

@@ -21,7 +21,7 @@ def emulate(module):
     import torch
     from dspark_kernels import kernels_anywhere
     from dspark_kernels.drafting import walk
-    from dspark_kernels.laying_out import plans
+    from dspark_kernels.planning import plans
     from launches import counting
     from replays import Emulated
     from waits import watching

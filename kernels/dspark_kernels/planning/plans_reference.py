@@ -6,8 +6,8 @@ from dataclasses import fields
 
 import torch
 
-from dspark_kernels.laying_out.preparation import StepRequests
-from dspark_kernels.laying_out.windows import VerifyRows
+from dspark_kernels.planning.preparation import StepRequests
+from dspark_kernels.planning.windows import VerifyRows
 
 FORCED = 2.0
 """What drafts rank by that are admitted before all others: survivals are probabilities."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark_kernels.judging.acceptance_filters import is_kept
+from dspark_kernels.acceptance.acceptance_filters import is_kept
 from dspark_kernels.sampling.noise_device import seeded_noise
 
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import torch
 
+from dspark_kernels.acceptance.outcome import Accepted
 from dspark_kernels.drafting.drafted_block import DraftBlock
-from dspark_kernels.judging.outcome import Accepted
-from dspark_kernels.laying_out.windows import Windows
+from dspark_kernels.planning.windows import Windows
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
 from dspark_kernels.sampling.parameters import SamplingRows
 from dspark_kernels.sampling.target_law import reads_are_free, target_probs

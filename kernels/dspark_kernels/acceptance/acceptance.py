@@ -29,16 +29,16 @@ from typing import Any
 import torch
 import triton
 
+from dspark_kernels.acceptance.acceptance_filters import filter_kernel
+from dspark_kernels.acceptance.acceptance_kernels import judge_kernel, row_stats_kernel
+from dspark_kernels.acceptance.acceptance_race import finish_kernel, race_kernel
+from dspark_kernels.acceptance.acceptance_reference import accept_ref
+from dspark_kernels.acceptance.acceptance_seeds import seeded_kernel
+from dspark_kernels.acceptance.outcome import Accepted
 from dspark_kernels.dispatch import on_kernels
 from dspark_kernels.drafting.draft_law import DraftLaw
 from dspark_kernels.drafting.drafted_block import DraftBlock
-from dspark_kernels.judging.acceptance_filters import filter_kernel
-from dspark_kernels.judging.acceptance_kernels import judge_kernel, row_stats_kernel
-from dspark_kernels.judging.acceptance_race import finish_kernel, race_kernel
-from dspark_kernels.judging.acceptance_reference import accept_ref
-from dspark_kernels.judging.acceptance_seeds import seeded_kernel
-from dspark_kernels.judging.outcome import Accepted
-from dspark_kernels.laying_out.windows import Windows
+from dspark_kernels.planning.windows import Windows
 from dspark_kernels.sampling.noise import RoundKeys
 from dspark_kernels.sampling.parameters import LawParams, SamplingRows
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark_kernels.judging.acceptance_kernels import FROM_DIFFERENCE, NOTHING, target_mass
-from dspark_kernels.judging.acceptance_reference import MIN_RESIDUAL_MASS
+from dspark_kernels.acceptance.acceptance_kernels import FROM_DIFFERENCE, NOTHING, target_mass
+from dspark_kernels.acceptance.acceptance_reference import MIN_RESIDUAL_MASS
 from dspark_kernels.sampling.noise import Purpose
 from dspark_kernels.sampling.noise_device import race_noise
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from dspark_kernels.judging.outcome import Accepted
+from dspark_kernels.acceptance.outcome import Accepted
 
 
 def simulated_accept(

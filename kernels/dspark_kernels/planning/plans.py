@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from dspark_kernels.dispatch import on_kernels
-from dspark_kernels.laying_out.plans_reference import FORCED, plan_staged_ref, plan_top_ref, plan_uniform_ref
-from dspark_kernels.laying_out.preparation import StepRequests
-from dspark_kernels.laying_out.windows import VerifyRows
+from dspark_kernels.planning.plans_reference import FORCED, plan_staged_ref, plan_top_ref, plan_uniform_ref
+from dspark_kernels.planning.preparation import StepRequests
+from dspark_kernels.planning.windows import VerifyRows
 
 # Survivals of one program's tile, at 16 per thread of 16 warps; more are planned by the torch form.
 _MAX_CANDIDATES = 8192
