@@ -9,7 +9,7 @@ from dspark_kernels.acceptance.acceptance import accept
 from dspark_kernels.acceptance.acceptance_reference import accept_ref
 from dspark_kernels.acceptance.adjustment import Adjustment, AdjustmentTable, adjust, adjust_ref
 from dspark_kernels.acceptance.bitmasks import mask_tokens
-from dspark_kernels.acceptance.outcome import Accepted
+from dspark_kernels.acceptance.outcome import AcceptResult
 from dspark_kernels.acceptance.simulation import simulated_accept
 from dspark_kernels.attention.blocks import (
     BlockAttention,
@@ -66,7 +66,7 @@ from dspark_kernels.transfers import to_device
 
 __all__ = [
     "FORCED",
-    "Accepted",
+    "AcceptResult",
     "Adjustment",
     "AdjustmentTable",
     "BlockAttention",

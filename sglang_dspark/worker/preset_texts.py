@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dspark_kernels import Accepted
+from dspark_kernels import AcceptResult
 
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.proposals.proposer import Proposer, Proposers
@@ -95,7 +95,7 @@ class PresetTexts:
             proposals[place] = text.proposer.propose(wanted.copy_limit(self._max_verify))
         return _laid_out(proposals, step)
 
-    def took(self, reqs: Sequence[Any], options: BatchOptions, accepted: Accepted) -> None:
+    def took(self, reqs: Sequence[Any], options: BatchOptions, accepted: AcceptResult) -> None:
         """Remember what a step commits, which the device may not have computed yet."""
         self._before = (list(reqs), accepted.out_tokens) if options.presets else None
 

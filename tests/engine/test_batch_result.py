@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_kernels import Accepted
+from dspark_kernels import AcceptResult
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, SamplingReader, decode_result, most_words
@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 
 
 def accepted():
-    return Accepted(
-        accepted_lens=torch.tensor([2, 0]),
+    return AcceptResult(
+        accept_lens=torch.tensor([2, 0]),
         bonus_tokens=torch.tensor([9, 4]),
         out_tokens=torch.tensor([[7, 8, 9], [4, -1, -1]]),
         new_seq_lens=torch.tensor([13, 21]),

@@ -10,7 +10,7 @@ from dspark_kernels import (
     RoundKeys,
     accept,
 )
-from dspark_kernels.acceptance.acceptance import Rules, judge
+from dspark_kernels.acceptance.acceptance import Rules, verify_drafts
 from scipy import stats
 
 SHAPES = [
@@ -28,12 +28,12 @@ def test_greedy_equals_the_reference(device, shape, dtype):
     case = make_case(device, [0.0] * bs, gamma, vocab_size, dtype=dtype)
     expected = reference(case)
     assert_same(case.accept(verify_lens=case.verify_lens.int(), indptr=case.indptr.int()), expected)
-    assert torch.equal(case.accept().new_seq_lens, torch.arange(bs, device=device) * 10 + expected.accepted_lens + 1)
+    assert torch.equal(case.accept().new_seq_lens, torch.arange(bs, device=device) * 10 + expected.accept_lens + 1)
 
 
 def test_greedy_cases_keep_drafts_at_every_depth(device):
     case = make_case(device, [0.0] * 17, 5, 23)
-    outcomes = set(zip(case.verify_lens.tolist(), case.accept().accepted_lens.tolist(), strict=True))
+    outcomes = set(zip(case.verify_lens.tolist(), case.accept().accept_lens.tolist(), strict=True))
     assert (0, 0) in outcomes
     assert any(verified == kept > 1 for verified, kept in outcomes)
     assert len({kept for verified, kept in outcomes if kept < verified}) >= 2
@@ -53,7 +53,7 @@ def test_what_lies_past_the_rows_is_not_read(device, temperature):
     for accepted in (tight, tier):
         assert torch.equal(accepted.out_tokens[:3], alone.out_tokens)
         assert accepted.out_tokens[3:].tolist() == [[0, -1, -1, -1, -1]] * 2
-        assert accepted.accepted_lens[3:].tolist() == accepted.bonus_tokens[3:].tolist() == [0, 0]
+        assert accepted.accept_lens[3:].tolist() == accepted.bonus_tokens[3:].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -76,7 +76,7 @@ def test_ties_go_to_the_lowest_token(device):
     case.logits[1, [8999, 4100]] = 1.0
     case.drafts[0] = 4095
     accepted = case.accept()
-    assert accepted.accepted_lens.tolist() == [1, 0]
+    assert accepted.accept_lens.tolist() == [1, 0]
     assert accepted.bonus_tokens.tolist() == [4100, 0]
 
 
@@ -90,12 +90,12 @@ def test_sampled_equals_the_race_in_float64(device, shape, dtype):
         accepted = case.accept()
         assert check_sampled(case, accepted, range(bs)) >= bs - 1
         # The decisions do not depend on the kind of noise behind the draw that follows.
-        assert torch.equal(accepted.accepted_lens, reference(case).accepted_lens)
+        assert torch.equal(accepted.accept_lens, reference(case).accept_lens)
 
 
 def test_sampled_cases_reach_every_outcome(device):
     case = make_case(device, [1.0] * 17, 5, 23)
-    outcomes = set(zip(case.verify_lens.tolist(), case.accept().accepted_lens.tolist(), strict=True))
+    outcomes = set(zip(case.verify_lens.tolist(), case.accept().accept_lens.tolist(), strict=True))
     assert any(verified == kept > 1 for verified, kept in outcomes)
     assert len({kept for verified, kept in outcomes if kept < verified}) >= 3
 
@@ -154,9 +154,9 @@ def test_the_coldest_requests_follow_their_law(device, temperature):
         RoundKeys(SEED, STEP, requests, requests),
     )
     accepted, expected = case.accept(), reference(case)
-    assert torch.equal(accepted.accepted_lens, expected.accepted_lens)
+    assert torch.equal(accepted.accept_lens, expected.accept_lens)
     assert stats.binomtest(int((accepted.out_tokens[:, 0] == 3).sum()), bs, 0.5).pvalue > 1e-4
-    bonus = accepted.out_tokens[accepted.accepted_lens == 1, 1]  # drawn from the tie itself
+    bonus = accepted.out_tokens[accepted.accept_lens == 1, 1]  # drawn from the tie itself
     assert stats.binomtest(int((bonus == 3).sum()), len(bonus), 0.5).pvalue > 1e-4
     assert {3, 9} == set(bonus.tolist())
 
@@ -191,7 +191,7 @@ def test_a_vanished_residual_falls_back_to_the_target(device):
     # Rejects whatever the uniform is, and leaves a residual of 0 everywhere.
     case.law.log_norms[:] = -80.0
     accepted = case.accept()
-    assert accepted.accepted_lens.tolist() == [0, 0, 0]
+    assert accepted.accept_lens.tolist() == [0, 0, 0]
     assert (accepted.bonus_tokens >= 11).all()
 
 
@@ -241,7 +241,7 @@ def test_a_captured_graph_serves_other_batches(device):
     keys = replace(case.keys, step=step)
 
     def run():
-        return judge(*case.given, Rules(temperatures, any_sampled=True), keys)
+        return verify_drafts(*case.given, Rules(temperatures, any_sampled=True), keys)
 
     run()
     torch.cuda.synchronize()

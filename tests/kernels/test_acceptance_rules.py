@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from acceptance_cases import STEP, Case, assert_same, check_sampled, law_of, make_case, reference
 from dspark_kernels import RoundKeys, SamplingRows, accept, accept_ref, target_probs
-from dspark_kernels.acceptance.acceptance import Rules, judge
+from dspark_kernels.acceptance.acceptance import Rules, verify_drafts
 from dspark_kernels.sampling import noise
 from dspark_kernels.sampling.noise_device import seeded_noise, unit_exponential_52
 from scipy import stats
@@ -63,7 +63,7 @@ def check_exact(case, accepted):
         assert (best[:, 1] < best[:, 0] * (1 - NEAR)).all(), "choose a case without near-ties"
     for r in [*case.rows.greedy_index.tolist(), *case.rows.seeded_index.tolist()]:
         assert accepted.out_tokens[r].tolist() == expected.out_tokens[r].tolist()
-        assert accepted.accepted_lens[r] == expected.accepted_lens[r]
+        assert accepted.accept_lens[r] == expected.accept_lens[r]
         assert accepted.bonus_tokens[r] == expected.bonus_tokens[r]
     return expected
 
@@ -81,9 +81,9 @@ def test_filtered_requests_run_the_race_over_what_is_kept(device, bs, gamma, voc
     case = rules_case(device, rules, gamma, vocab_size, dtype=dtype, reduced=vocab_size == 111)
     accepted = case.accept()
     assert check_sampled(case, accepted, range(bs)) >= bs - 1
-    assert torch.equal(accepted.accepted_lens, reference(case).accepted_lens)
+    assert torch.equal(accepted.accept_lens, reference(case).accept_lens)
     if bs == 9:
-        assert len(set(accepted.accepted_lens.tolist())) >= 3
+        assert len(set(accepted.accept_lens.tolist())) >= 3
 
 
 def test_copied_tokens_of_filtered_requests(device):
@@ -99,7 +99,7 @@ def test_seeded_requests_equal_the_reference(device, bs, gamma, vocab_size, dtyp
     case = rules_case(device, rules, gamma, vocab_size, dtype=dtype)
     expected = check_exact(case, case.accept())
     if bs == 8:
-        assert len(set(expected.accepted_lens.tolist())) >= 3
+        assert len(set(expected.accept_lens.tolist())) >= 3
     plain = replace(case, rows=rows_without_filters(case))
     check_exact(with_seeded_drafts(plain), plain.accept())
 
@@ -141,7 +141,7 @@ def test_neutral_filters_and_nobodys_seeds_change_nothing(device):
     plain = Rules.of(case.rows)
     law = SamplingRows.by_temperature(3, case.rows.draw_temperatures, device).law
     whatever = replace(plain, filters=law, seeds=case.rows.seeds, is_seeded=case.rows.is_seeded)
-    assert_same(judge(*case.given, whatever, case.keys), judge(*case.given, plain, case.keys))
+    assert_same(verify_drafts(*case.given, whatever, case.keys), verify_drafts(*case.given, plain, case.keys))
 
 
 def test_rows_that_are_no_law_give_some_token(device):
@@ -193,7 +193,7 @@ def test_a_captured_graph_serves_other_rules(device):
     keys = replace(case.keys, step=step)
 
     def run():
-        return judge(*case.given, Rules(temperatures, filters, *seeds, any_sampled=True), keys)
+        return verify_drafts(*case.given, Rules(temperatures, filters, *seeds, any_sampled=True), keys)
 
     run()
     torch.cuda.synchronize()

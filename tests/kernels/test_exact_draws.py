@@ -18,7 +18,7 @@ def one_draft(target, draft, tokens, copied=None):
     windows = Windows(torch.ones(num, dtype=torch.int64), torch.arange(0, 2 * num + 1, 2))
     logits = target.log().expand(2 * num, -1)
     accepted = accept_ref(block, windows, logits, keys.positions, sampled_rows(num), keys)
-    return accepted.accepted_lens, accepted.bonus_tokens, keys.block_uniform(1, Purpose.ACCEPT)[:, 0]
+    return accepted.accept_lens, accepted.bonus_tokens, keys.block_uniform(1, Purpose.ACCEPT)[:, 0]
 
 
 def test_a_copied_draft_is_kept_with_the_targets_probability():

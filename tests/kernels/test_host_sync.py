@@ -3,7 +3,7 @@
 import pytest
 import torch
 from dspark_kernels import (
-    Accepted,
+    AcceptResult,
     DraftBlock,
     DraftHeads,
     RoundKeys,
@@ -59,7 +59,7 @@ def test_accepting_reads_nothing_back(batch, gamma):
 
 
 def test_simulating_reads_nothing_back():
-    judged = Accepted(ints(BS), ints(BS), ints(BS, GAMMA + 1), ints(BS))
+    judged = AcceptResult(ints(BS), ints(BS), ints(BS, GAMMA + 1), ints(BS))
     accepted = simulated_accept(judged, ints(BS, GAMMA), ints(BS), floats(GAMMA).double())
     assert accepted.out_tokens.shape == (BS, GAMMA + 1)
 

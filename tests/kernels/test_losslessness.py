@@ -27,14 +27,14 @@ def pair():
 def test_the_text_follows_the_target(pair, rule):
     trials = run_trials(pair, rule, ENOUGH)
     assert min(mean_distance(pair, rule, trials)) > MIN_DISTANCE
-    assert (trials.accepted_lens == pair.gamma).sum() > 500  # the bonus after a full block is tested too
+    assert (trials.accept_lens == pair.gamma).sum() > 500  # the bonus after a full block is tested too
     assert min(law_p_values(pair, rule, trials)) > ALPHA
 
 
 @pytest.mark.parametrize("rule", [Rule(1.0, seeded=True), Rule(0.5, 5, 0.8, 0.1, seeded=True)])
 def test_the_text_of_seeded_requests_follows_the_target_over_seeds(pair, rule):
     trials = run_trials(pair, rule, ENOUGH)
-    assert (trials.accepted_lens == pair.gamma).sum() > 500
+    assert (trials.accept_lens == pair.gamma).sum() > 500
     assert min(law_p_values(pair, rule, trials)) > ALPHA
 
 

@@ -30,7 +30,7 @@ def generate(pair, parameters, *, drafter="good", verify_len=lambda step: 3, eng
             chain = torch.cat([anchors[:, None], block.tokens], dim=1)[:, : length + 1]
             windows = Windows(torch.full((bs,), length), torch.arange(bs + 1) * (length + 1))
             accepted = accept_ref(block, windows, pair.target_logits[chain.flatten()], keys.positions, rows, keys)
-            emitted, num_accepted = accepted.out_tokens, num_accepted + int(accepted.accepted_lens.sum())
+            emitted, num_accepted = accepted.out_tokens, num_accepted + int(accepted.accept_lens.sum())
         for text, tokens in zip(texts, emitted.tolist(), strict=True):
             text.extend(token for token in tokens if token >= 0)
         step += 1

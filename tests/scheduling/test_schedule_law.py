@@ -85,7 +85,7 @@ def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=l
         choices.append((decision, lens))
         if len(on_the_way) > 2:
             rounds = on_the_way.pop(0)
-            schedule.observe(rounds, list(range(BS)), history[step - 2][1].accepted_lens.tolist())
+            schedule.observe(rounds, list(range(BS)), history[step - 2][1].accept_lens.tolist())
     return (
         torch.cat([anchors for anchors, _ in history]),
         torch.cat([accepted.out_tokens for _, accepted in history]),

@@ -56,7 +56,7 @@ def p_value(model, rule, ties="none", num_pairs=NUM_PAIRS):
     done = first.accept(model, requests % (model.gamma + 1))
     now = Round(model, done.bonus_tokens, 2, ties)
     # Calibration moved after the first round, by what it saw; some pairs are parked.
-    exponent = torch.tensor([0.5, 1.0, 2.0])[(done.accepted_lens[::2] + first.block.tokens[::2, 2]) % 3]
+    exponent = torch.tensor([0.5, 1.0, 2.0])[(done.accept_lens[::2] + first.block.tokens[::2, 2]) % 3]
     parked = (first.block.tokens[1::2, 1] + done.bonus_tokens[::2]) % 4 == 0
     before, live = first.survival(), now.survival(exponent)
     lens = torch.tensor([[0, 0] if parked[i] else list(rule(now, live[i], before[i], i)) for i in range(num_pairs)])

@@ -107,7 +107,7 @@ def make_case(
 
 
 def assert_same(accepted, expected):
-    assert torch.equal(accepted.accepted_lens, expected.accepted_lens)
+    assert torch.equal(accepted.accept_lens, expected.accept_lens)
     assert torch.equal(accepted.bonus_tokens, expected.bonus_tokens)
     assert torch.equal(accepted.out_tokens, expected.out_tokens)
 
@@ -165,6 +165,6 @@ def check_sampled(case, accepted, requests):
             compared += 1
             padding = [-1] * (accepted.out_tokens.shape[1] - len(expected))
             assert accepted.out_tokens[r].tolist() == expected + padding
-            assert accepted.accepted_lens[r] == len(expected) - 1
+            assert accepted.accept_lens[r] == len(expected) - 1
             assert accepted.bonus_tokens[r] == expected[-1]
     return compared

@@ -5,7 +5,7 @@ reports exactly this reveals as much about the draft before as any head could: w
 """
 
 import torch
-from dspark_kernels import Accepted, DraftBlock, RoundKeys, Windows, accept_ref, draft_block_ref
+from dspark_kernels import AcceptResult, DraftBlock, RoundKeys, Windows, accept_ref, draft_block_ref
 from scipy import stats
 from token_law import Rule, SyntheticPair
 
@@ -51,7 +51,7 @@ class ConfidentPair:
     def keys(self, bs: int, step: int) -> RoundKeys:
         return RoundKeys(11, step, torch.arange(bs), torch.zeros(bs, dtype=torch.int64))
 
-    def accept(self, anchors: torch.Tensor, block: DraftBlock, lens: torch.Tensor, step: int) -> Accepted:
+    def accept(self, anchors: torch.Tensor, block: DraftBlock, lens: torch.Tensor, step: int) -> AcceptResult:
         """Verify the first ``lens`` drafts."""
         chain = torch.cat([anchors[:, None], block.tokens], dim=1)
         logits = self.pair.target_logits[chain[torch.arange(chain.shape[1]) <= lens[:, None]]]

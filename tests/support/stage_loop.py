@@ -139,8 +139,8 @@ class StageLoop:
         copied = drafted.copied or [0] * bs
         lens = plan.verify_lens[:bs]  # behind them the padding of a graph
         rounds = StepRecord(names, decision, drafted.depths, lens, drafted.confidence, None, copied)
-        self.schedule.observe(rounds, list(range(bs)), accepted.accepted_lens.tolist())
-        for request, (text, kept) in enumerate(zip(self.texts, accepted.accepted_lens.tolist(), strict=True)):
+        self.schedule.observe(rounds, list(range(bs)), accepted.accept_lens.tolist())
+        for request, (text, kept) in enumerate(zip(self.texts, accepted.accept_lens.tolist(), strict=True)):
             drafts = drafted.block.tokens[request].tolist()
             self.traces[request].append((len(text) - 1, text[-1], drafts, kept))
             text.extend(accepted.out_tokens[request, : kept + 1].tolist())

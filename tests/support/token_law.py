@@ -85,7 +85,7 @@ class Trials:
 
     anchors: torch.Tensor
     out_tokens: torch.Tensor
-    accepted_lens: torch.Tensor
+    accept_lens: torch.Tensor
 
 
 def run_trials(
@@ -123,7 +123,7 @@ def _run_chunk(pair, rule, num_trials, first, anchor, full_blocks, stored_law):
         block = replace(block, probs=stored_law[torch.arange(gamma), chain[:, :-1]])
     windows = Windows(verify_lens, torch.nn.functional.pad((verify_lens + 1).cumsum(0), (1, 0)))
     accepted = accept_ref(block, windows, pair.target_logits[chain[verified]], keys.positions, rows, keys)
-    return anchors, accepted.out_tokens, accepted.accepted_lens
+    return anchors, accepted.out_tokens, accepted.accept_lens
 
 
 def law_p_values(pair: SyntheticPair, rule: Rule, trials: Trials) -> list[float]:

@@ -34,7 +34,7 @@ from dspark_kernels.acceptance.acceptance_kernels import judge_kernel, row_stats
 from dspark_kernels.acceptance.acceptance_race import finish_kernel, race_kernel
 from dspark_kernels.acceptance.acceptance_reference import accept_ref
 from dspark_kernels.acceptance.acceptance_seeds import seeded_kernel
-from dspark_kernels.acceptance.outcome import Accepted
+from dspark_kernels.acceptance.outcome import AcceptResult
 from dspark_kernels.dispatch import on_kernels
 from dspark_kernels.drafting.draft_law import DraftLaw
 from dspark_kernels.drafting.drafted_block import DraftBlock
@@ -64,7 +64,7 @@ def accept(
     prefix_lens: torch.Tensor,  # [bs] int64
     rows: SamplingRows,
     keys: RoundKeys,
-) -> Accepted:
+) -> AcceptResult:
     """Judge the drafts of every request.
 
     Args:
@@ -86,7 +86,7 @@ def accept(
         ValueError: draft and target disagree on the vocabulary or the block, or the law of sampled drafts is written
             out, as only torch reads it.
     """
-    return judge(block, windows, target_logits, prefix_lens, Rules.of(rows), keys)
+    return verify_drafts(block, windows, target_logits, prefix_lens, Rules.of(rows), keys)
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,14 @@ class Rules:
         )
 
 
-def judge(
+def verify_drafts(
     block: DraftBlock,
     windows: Windows,
     target_logits: torch.Tensor,  # [N, V]
     prefix_lens: torch.Tensor,  # [bs] int64
     rules: Rules,
     keys: RoundKeys,
-) -> Accepted:
+) -> AcceptResult:
     """:func:`accept` by rules that are tensors, so that a CUDA graph of the launches serves any batch of a kind."""
     launches = _Launches(block, windows, target_logits, rules, keys)
     launches.read_rows()
@@ -136,7 +136,7 @@ def judge(
         launches.cut(rules.filters)
     if rules.seeds is not None:
         launches.draw_seeded(rules.seeds, keys.positions)
-    accepted = launches.judge(prefix_lens)
+    accepted = launches.verify_drafts(prefix_lens)
     if rules.temperatures is not None:
         launches.draw(accepted)
     return accepted
@@ -251,11 +251,11 @@ class _Launches:
             BLOCK_T=triton.next_power_of_2(self._num_tiles),
         )
 
-    def judge(self, prefix_lens: torch.Tensor) -> Accepted:
+    def verify_drafts(self, prefix_lens: torch.Tensor) -> AcceptResult:
         """The outcome, but for the next tokens of sampled requests."""
         drafts, bs = self._drafts, self.bs
         lens, bonus, new_seq_lens = (drafts.new_empty(bs) for _ in range(3))
-        accepted = Accepted(lens, bonus, drafts.new_empty(bs, self.gamma + 1), new_seq_lens)
+        accepted = AcceptResult(lens, bonus, drafts.new_empty(bs, self.gamma + 1), new_seq_lens)
         judge_kernel[(bs,)](
             **self._row_args,
             **self._tile_args,
@@ -279,7 +279,7 @@ class _Launches:
         )
         return accepted
 
-    def draw(self, accepted: Accepted) -> None:
+    def draw(self, accepted: AcceptResult) -> None:
         """The next tokens of sampled requests, by a race over the row that the verdict names."""
         bs, vocab_size = self.bs, self._row_args["vocab_size"]
         tile = _tile(_RACE_TILE, vocab_size)
@@ -299,12 +299,12 @@ class _Launches:
             **self._draw_args,
             **self._cut_args,
             **winners,
-            lens_ptr=accepted.accepted_lens,
+            lens_ptr=accepted.accept_lens,
             HAS_FILTER=self._rules.filters is not None,
             TILE=tile,
         )
         finish_kernel[(bs,)](
-            lens_ptr=accepted.accepted_lens,
+            lens_ptr=accepted.accept_lens,
             source_ptr=self._draw_args["source_ptr"],
             **winners,
             bonus_ptr=accepted.bonus_tokens,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from dspark_kernels.acceptance.outcome import Accepted
+from dspark_kernels.acceptance.outcome import AcceptResult
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.planning.windows import Windows
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
@@ -35,7 +35,7 @@ def accept_ref(
     prefix_lens: torch.Tensor,  # [bs] int64
     rows: SamplingRows,
     keys: RoundKeys,
-) -> Accepted:
+) -> AcceptResult:
     """Judge the drafts of every request in plain torch; :func:`dspark_kernels.accept` says what is what.
 
     Returns:
@@ -79,7 +79,7 @@ def accept_ref(
         )
     out_tokens = torch.nn.functional.pad(drafts, (0, 1), value=-1).masked_fill_(slots >= lens[:, None], -1)
     out_tokens.scatter_(1, lens[:, None], bonus[:, None])
-    return Accepted(lens, bonus, out_tokens, prefix_lens + lens + 1)
+    return AcceptResult(lens, bonus, out_tokens, prefix_lens + lens + 1)
 
 
 def keeps(uniforms: torch.Tensor, draft_mass: torch.Tensor, target_mass: torch.Tensor) -> torch.Tensor:

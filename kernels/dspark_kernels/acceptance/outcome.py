@@ -8,17 +8,17 @@ import torch
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AcceptResult:
     """What one verification leaves.
 
     Attributes:
-        accepted_lens: [bs] int64, number of drafts kept, 0..verify_len.
+        accept_lens: [bs] int64, number of drafts kept, 0..verify_len.
         bonus_tokens: [bs] int64, the token after them: correction or bonus, the next round's anchor.
         out_tokens: [bs, gamma + 1] int64: the kept drafts, the bonus token, then -1.
         new_seq_lens: [bs] int64, committed tokens after this round.
     """
 
-    accepted_lens: torch.Tensor
+    accept_lens: torch.Tensor
     bonus_tokens: torch.Tensor
     out_tokens: torch.Tensor
     new_seq_lens: torch.Tensor

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import torch
 
-from dspark_kernels.acceptance.outcome import Accepted
+from dspark_kernels.acceptance.outcome import AcceptResult
 
 
 def simulated_accept(
-    accepted: Accepted,
+    accepted: AcceptResult,
     draft_tokens: torch.Tensor,  # [bs, gamma] int64
     verify_lens: torch.Tensor,  # [bs] int
     probabilities: torch.Tensor,  # [>= gamma] float64
-) -> Accepted:
+) -> AcceptResult:
     """Keep drafts by chance, in place of what was judged. Safe under graph capture, no host sync.
 
     Args:
@@ -36,4 +36,4 @@ def simulated_accept(
     drafts = torch.nn.functional.pad(draft_tokens, (0, 1))
     out_tokens = torch.where(slots < lens[:, None], drafts, -1)
     out_tokens = torch.where(slots == lens[:, None], bonus[:, None], out_tokens)
-    return Accepted(lens, bonus, out_tokens, accepted.new_seq_lens - accepted.accepted_lens + lens)
+    return AcceptResult(lens, bonus, out_tokens, accepted.new_seq_lens - accepted.accept_lens + lens)

@@ -28,18 +28,18 @@ class CommitRows:
     Attributes:
         columns: [n] int, place of a row in its request's window; 0 is the anchor.
         requests: [n] int, request of a row. A row of a request outside ``0..bs-1`` is padding and never committed.
-        accepted_lens: [bs] int; a row is committed when its column is at most this. -1 commits nothing of a request.
+        accept_lens: [bs] int; a row is committed when its column is at most this. -1 commits nothing of a request.
     """
 
     columns: torch.Tensor
     requests: torch.Tensor
-    accepted_lens: torch.Tensor
+    accept_lens: torch.Tensor
 
     def kept(self) -> torch.Tensor:
         """[n] bool. No host sync."""
-        bs = self.accepted_lens.shape[0]
+        bs = self.accept_lens.shape[0]
         in_batch = (self.requests >= 0) & (self.requests < bs)
-        return in_batch & (self.columns <= self.accepted_lens[self.requests.clamp(0, bs - 1)])
+        return in_batch & (self.columns <= self.accept_lens[self.requests.clamp(0, bs - 1)])
 
     def narrowed(self) -> tuple[slice | torch.Tensor, CommitRows | None]:
         """Return which rows to compute K/V of, and which of those to commit.
@@ -209,12 +209,12 @@ def kv_inject(
         slots,
         None if rows is None else rows.columns,
         None if rows is None else rows.requests,
-        None if rows is None else rows.accepted_lens,
+        None if rows is None else rows.accept_lens,
         k_pool,
         v_pool,
         projected.stride(0),
         num_slots * num_kv_heads * head_dim,
-        0 if rows is None else rows.accepted_lens.shape[0],
+        0 if rows is None else rows.accept_lens.shape[0],
         eps,
         HAS_ROWS=rows is not None,
         NUM_HEADS=num_kv_heads,

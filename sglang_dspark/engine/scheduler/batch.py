@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dspark_kernels import Accepted, DraftBlock, RoundKeys, SamplingRows
+from dspark_kernels import AcceptResult, DraftBlock, RoundKeys, SamplingRows
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
@@ -114,8 +114,8 @@ class DSparkBatchResult(GenerationBatchResult):
             return
         assert self.rounds is not None, "a step has rounds"
         packed, self._arriving = self._arriving, None
-        self.next_token_ids, accepted_lens, *arrived = Packed(packed.flat.clone(), packed.shapes).read()
-        self.accept_lens = accepted_lens + 1
+        self.next_token_ids, accept_lens, *arrived = Packed(packed.flat.clone(), packed.shapes).read()
+        self.accept_lens = accept_lens + 1  # SGLang counts the bonus token too
         parts = iter(arrived)
         self.rounds = self.rounds.of([None if tensor is None else next(parts) for tensor in self.rounds.tensors])
 
@@ -125,7 +125,7 @@ def decode_result(
     step: DecodeBatch,
     plan: VerifyPlan,
     output: Any,
-    accepted: Accepted,
+    accepted: AcceptResult,
     rounds: StepRecord,
     copies: PackedCopies,
     *,
@@ -149,7 +149,7 @@ def decode_result(
         speculative_num_draft_tokens=accepted.out_tokens.shape[1],
         new_seq_lens=accepted.new_seq_lens,
         rounds=rounds,
-        on_the_way=copies.pack([tokens, accepted.accepted_lens, *sent]),
+        on_the_way=copies.pack([tokens, accepted.accept_lens, *sent]),
     )
 
 
