@@ -6,7 +6,7 @@ import math
 from functools import partial
 
 import torch
-from dspark_kernels import DraftBlock, DraftLaw, RoundKeys, SamplingRows, Windows, accept, accept_ref
+from dspark_kernels import DraftBlock, DraftLaw, RoundKeys, SamplingBatch, Windows, accept, accept_ref
 from harness import Case
 
 _GAMMA = 7
@@ -56,7 +56,7 @@ def _case(device: torch.device, rule: str, bs: int, vocab_size: int) -> Case:
         law = DraftLaw(scores, scores.logsumexp(-1))
     verify_lens = torch.full((bs,), _GAMMA, dtype=torch.int64, device=device)
     indptr = torch.arange(0, num_rows + 1, _GAMMA + 1, device=device)
-    rows = SamplingRows.from_lists(
+    rows = SamplingBatch.from_lists(
         [float(drawn)] * bs, [top_k] * bs, [top_p] * bs, [0.0] * bs, [seed] * bs, device=device
     )
     requests = torch.arange(bs, device=device)

@@ -58,7 +58,7 @@ from dspark_kernels.sampling.noise import (
     race_exponential,
     uniform,
 )
-from dspark_kernels.sampling.parameters import LawParams, SamplingRows
+from dspark_kernels.sampling.parameters import LawParams, SamplingBatch
 from dspark_kernels.sampling.target_law import target_probs
 from dspark_kernels.sampling.token_draw import draw, inverse_cdf, seeded_argmax
 from dspark_kernels.training.losses import distribution_loss, distribution_loss_ref
@@ -87,7 +87,7 @@ __all__ = [
     "PreparedStep",
     "Purpose",
     "RoundKeys",
-    "SamplingRows",
+    "SamplingBatch",
     "StepRequests",
     "VerifyRows",
     "VisibleKeys",

@@ -28,7 +28,7 @@ from dspark_kernels import (
     PlanNumbers,
     PreparedStep,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     StepRequests,
     VerifyRows,
     plan_staged,
@@ -231,7 +231,7 @@ class StepGraphs:
             prefix_lens=requests.prefix_lens,
             req_pool_indices=requests.req_pool_indices,
             req_to_token=requests.req_to_token,
-            rows=SamplingRows.by_temperature(slots, temperatures, self._req_to_token.device),
+            rows=SamplingBatch.by_temperature(slots, temperatures, self._req_to_token.device),
             # The kernels key their noise by slot; positions matter to seeded requests only.
             keys=RoundKeys(self._seed, self.step_number, requests.req_pool_indices, requests.prefix_lens),
         )

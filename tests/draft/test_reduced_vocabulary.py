@@ -9,7 +9,7 @@ from dspark_kernels import (
     DraftVocabulary,
     MarkovWalk,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     Windows,
     accept_ref,
     draft_block_ref,
@@ -24,7 +24,7 @@ IDS = [3, 5, 8, 21, 40]
 
 
 def rows(bs, temperature, seed=None):
-    return SamplingRows.from_lists([temperature] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [seed] * bs)
+    return SamplingBatch.from_lists([temperature] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [seed] * bs)
 
 
 def keys(bs, step=1):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import triton
-from dspark_kernels import SamplingRows, target_probs
+from dspark_kernels import SamplingBatch, target_probs
 from dspark_kernels.acceptance.acceptance_filters import filter_kernel
 from dspark_kernels.acceptance.acceptance_kernels import row_stats_kernel
 
@@ -32,7 +32,7 @@ COMBINATIONS = [
 
 def rows_of(combinations, device="cpu"):
     columns = [list(column) for column in zip(*combinations, strict=True)]
-    return SamplingRows.from_lists(*columns, [None] * len(combinations), device)
+    return SamplingBatch.from_lists(*columns, [None] * len(combinations), device)
 
 
 def cut(logits, rows, tile=None, room=ROOM):

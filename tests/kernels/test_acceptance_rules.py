@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from acceptance_cases import STEP, Case, assert_same, check_sampled, law_of, make_case, reference
-from dspark_kernels import RoundKeys, SamplingRows, accept, accept_ref, target_probs
+from dspark_kernels import RoundKeys, SamplingBatch, accept, accept_ref, target_probs
 from dspark_kernels.acceptance.acceptance import Rules, verify_drafts
 from dspark_kernels.sampling import noise
 from dspark_kernels.sampling.noise_device import seeded_noise, unit_exponential_52
@@ -31,7 +31,7 @@ def rules_case(device, rules, gamma, vocab_size, **options):
     """``make_case`` with these requests; drafts of seeded ones are mostly what their seeds draw."""
     case = make_case(device, [rule[0] for rule in rules], gamma, vocab_size, **options)
     padding = len(case.drafts) - len(rules)
-    case.rows = SamplingRows.from_lists(
+    case.rows = SamplingBatch.from_lists(
         *(list(column) for column in zip(*rules, *[PLAIN] * padding, strict=True)), device
     )
     positions = torch.arange(len(case.drafts), device=device) * 1000 + 2**31
@@ -106,7 +106,7 @@ def test_seeded_requests_equal_the_reference(device, bs, gamma, vocab_size, dtyp
 
 def rows_without_filters(case):
     bs, seeds = len(case.rows), case.rows.seeds.tolist()
-    return SamplingRows.from_lists([0.8] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, seeds, case.logits.device)
+    return SamplingBatch.from_lists([0.8] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, seeds, case.logits.device)
 
 
 def test_all_rules_in_one_batch(device):
@@ -129,7 +129,7 @@ def test_a_request_does_not_see_its_batch(device, r):
         case.logits[int(case.indptr[r]) : int(case.indptr[r + 1])],
         case.indptr[:2],
         type(case.law)(case.law.scores[r : r + 1], case.law.log_norms[r : r + 1], case.law.columns),
-        SamplingRows.from_lists(*([value] for value in ALL[r]), device),
+        SamplingBatch.from_lists(*([value] for value in ALL[r]), device),
         case.keys.take(torch.tensor([r], device=device)),
     ).accept()
     assert torch.equal(alone.out_tokens[0], together.out_tokens[r])
@@ -139,7 +139,7 @@ def test_neutral_filters_and_nobodys_seeds_change_nothing(device):
     """As in a CUDA graph that is captured for whatever comes."""
     case = make_case(device, [0.0, 1.0, 0.7], 4, 111)
     plain = Rules.of(case.rows)
-    law = SamplingRows.by_temperature(3, case.rows.draw_temperatures, device).law
+    law = SamplingBatch.by_temperature(3, case.rows.draw_temperatures, device).law
     whatever = replace(plain, filters=law, seeds=case.rows.seeds, is_seeded=case.rows.is_seeded)
     assert_same(verify_drafts(*case.given, whatever, case.keys), verify_drafts(*case.given, plain, case.keys))
 
@@ -158,7 +158,7 @@ def test_emitted_tokens_follow_the_filtered_law(device):
     vocab_size, bs = 8, 30_000 if device.type == "cuda" else 40  # the interpreter takes 120 ms per request
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(5))
     rule = (0.8, 6, 0.9, 0.02)
-    rows = SamplingRows.from_lists(*([value] * bs for value in rule), [None] * bs, device)
+    rows = SamplingBatch.from_lists(*([value] * bs for value in rule), [None] * bs, device)
     law = make_case(device, [1.0] * bs, 1, vocab_size).law
     law.scores.zero_()
     law.log_norms.fill_(torch.tensor(float(vocab_size)).log())

@@ -9,7 +9,7 @@ from dspark_kernels import (
     AdjustmentTable,
     DraftBlock,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     Windows,
     accept_ref,
     adjust,
@@ -159,7 +159,7 @@ def test_law_of_sampled_text_under_penalties():
     slots = torch.zeros(trials, dtype=torch.int64)
     adjust_ref(logits, table, slots, row // window, row % window, tokens.view(-1), indptr)
     neutral = [1.0] * trials, [-1] * trials, [1.0] * trials, [0.0] * trials, [None] * trials
-    rows, keys = SamplingRows.from_lists(*neutral), RoundKeys(9, 0, torch.arange(trials), torch.zeros(trials).long())
+    rows, keys = SamplingBatch.from_lists(*neutral), RoundKeys(9, 0, torch.arange(trials), torch.zeros(trials).long())
     proposal = torch.full((trials, gamma, vocab_size), 1 / vocab_size)
     block, windows = DraftBlock(drafts, proposal), Windows(torch.full((trials,), gamma), indptr)
     emitted = accept_ref(block, windows, logits, keys.positions, rows, keys).out_tokens

@@ -1,13 +1,13 @@
 """Draws at the probabilities and sizes of real servers, where an error is too small for a law of a small vocabulary."""
 
 import torch
-from dspark_kernels import DraftBlock, Purpose, RoundKeys, SamplingRows, Windows, accept_ref, inverse_cdf, target_probs
+from dspark_kernels import DraftBlock, Purpose, RoundKeys, SamplingBatch, Windows, accept_ref, inverse_cdf, target_probs
 
 VOCAB_SIZE = 152_064
 
 
 def sampled_rows(num, top_p=1.0):
-    return SamplingRows.from_lists([1.0] * num, [-1] * num, [top_p] * num, [0.0] * num, [None] * num)
+    return SamplingBatch.from_lists([1.0] * num, [-1] * num, [top_p] * num, [0.0] * num, [None] * num)
 
 
 def one_draft(target, draft, tokens, copied=None):

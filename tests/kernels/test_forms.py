@@ -10,7 +10,7 @@ from dspark_kernels import (
     DraftHeads,
     DraftLaw,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     accept,
     draft_block,
 )
@@ -33,7 +33,7 @@ def launched(monkeypatch):
 
 def step(seed, device):
     keys = torch.arange(BS, device=device)
-    rows = SamplingRows.from_lists([1.0] * BS, [-1] * BS, [1.0] * BS, [0.0] * BS, [None] * BS, device)
+    rows = SamplingBatch.from_lists([1.0] * BS, [-1] * BS, [1.0] * BS, [0.0] * BS, [None] * BS, device)
     return rows, RoundKeys(seed, 5, keys, keys)
 
 

@@ -7,7 +7,7 @@ from dspark_kernels import (
     DraftBlock,
     DraftHeads,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     Windows,
     accept_ref,
     draft_block_ref,
@@ -38,7 +38,7 @@ def ints(*shape):
 
 @pytest.fixture(params=BATCHES.values(), ids=BATCHES)
 def batch(request):
-    rows = SamplingRows.from_lists(*(list(column) for column in zip(*request.param, strict=True)), device="meta")
+    rows = SamplingBatch.from_lists(*(list(column) for column in zip(*request.param, strict=True)), device="meta")
     return rows, RoundKeys(1, ints(), ints(BS), ints(BS))
 
 

@@ -20,7 +20,7 @@ from dspark_kernels import (
     PagedWindows,
     PreparedStep,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     StepRequests,
     VerifyRows,
 )
@@ -136,7 +136,7 @@ def draft_block(form, case):
         case.rand(5, 3, 6, real=3),
         case.ints(5, most=150),
         heads(case),
-        SamplingRows.by_temperature(5, temperatures, case.device),
+        SamplingBatch.by_temperature(5, temperatures, case.device),
         keys,
     )
     assert ((block.tokens >= 0) & (block.tokens < 150)).all()
@@ -149,7 +149,7 @@ def accept(form, case):
     found = make_case(case.device, [0.0, 1.0, 0.7, 0.9, 0.0], 4, 111, slots=2)
     block, windows, logits, prefix_lens = found.given
     rules = [[0.0, 1.0, 0.7, 0.9, 0.0, 1.0, 1.0], [-1, -1, 20, -1, -1, -1, -1], [1.0, 1.0, 0.9, *[1.0] * 4], [0.0] * 7]
-    rows = SamplingRows.from_lists(*rules, [None, None, None, 11, None, None, None], case.device)
+    rows = SamplingBatch.from_lists(*rules, [None, None, None, 11, None, None, None], case.device)
     for part in (block.law.scores, block.law.log_norms):
         part.copy_(case.spoilt(part.cpu(), 5))
     logits = torch.cat([logits, case.rand(4, 111, real=0)])

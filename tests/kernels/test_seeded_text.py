@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dspark_kernels import RoundKeys, SamplingRows, Windows, accept_ref, draft_block_ref, draw
+from dspark_kernels import RoundKeys, SamplingBatch, Windows, accept_ref, draft_block_ref, draw
 from token_law import SyntheticPair
 
 NUM_TOKENS = 40
@@ -12,7 +12,7 @@ MATES = [(0.0, -1, 1.0, 0.0, None), (1.0, -1, 1.0, 0.0, None), (0.8, 5, 1.0, 0.0
 
 def generate(pair, parameters, *, drafter="good", verify_len=lambda step: 3, engine_seed=1, first_step=0):
     """Texts of the requests ``parameters`` from anchor 0, and how many drafts were accepted in all."""
-    rows = SamplingRows.from_lists(*(list(column) for column in zip(*parameters, strict=True)))
+    rows = SamplingBatch.from_lists(*(list(column) for column in zip(*parameters, strict=True)))
     bs, gamma = len(parameters), pair.gamma
     base_logits = pair.base_logits.expand(bs, -1, -1)
     if drafter == "damaged":

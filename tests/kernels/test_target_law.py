@@ -8,7 +8,7 @@ from typing import Optional
 
 import pytest
 import torch
-from dspark_kernels import SamplingRows, target_probs
+from dspark_kernels import SamplingBatch, target_probs
 from dspark_kernels.sampling import target_law
 
 TEMPERATURES = (0.5, 1.0, 1.7)
@@ -24,7 +24,7 @@ MAX_TV = 5e-7
 
 def law(temperature, top_k, top_p, min_p, num_rows):
     columns = ([value] * num_rows for value in (temperature, top_k, top_p, min_p, None))
-    return SamplingRows.from_lists(*columns).law
+    return SamplingBatch.from_lists(*columns).law
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +71,14 @@ def test_law_is_sglangs(monkeypatch, sglang_sample, vocab_size):
 
 def test_mixed_rows_each_keep_their_own_law():
     logits = torch.randn(len(MATRIX), 333, generator=torch.Generator().manual_seed(1)) * 3
-    mixed = SamplingRows.from_lists(*(list(column) for column in zip(*MATRIX, strict=True)), [None] * len(MATRIX))
+    mixed = SamplingBatch.from_lists(*(list(column) for column in zip(*MATRIX, strict=True)), [None] * len(MATRIX))
     together = target_probs(logits, mixed.law)
     for row, combination in enumerate(MATRIX):
         assert torch.equal(together[row], target_probs(logits[row : row + 1], law(*combination, 1))[0])
 
 
 def test_greedy_neighbours_do_not_switch_filters_on(monkeypatch):
-    rows = SamplingRows.from_lists([0.0, 1.0], [4, -1], [0.5, 1.0], [0.3, 0.0], [None, None])
+    rows = SamplingBatch.from_lists([0.0, 1.0], [4, -1], [0.5, 1.0], [0.3, 0.0], [None, None])
     monkeypatch.setattr(torch.Tensor, "topk", None)
     monkeypatch.setattr(torch.Tensor, "sort", None)
     logits = torch.randn(2, 50)
@@ -115,7 +115,7 @@ def test_every_route_to_the_cut_agrees(monkeypatch, top_p, top_k):
 def test_the_survivors_do_not_depend_on_batch_mates():
     logits = (torch.randn(2, 5003, generator=torch.Generator().manual_seed(6)) * 8).round() / 4
     alone = target_probs(logits[:1], law(0.8, 20, 0.95, 0.0, 1))
-    mates = SamplingRows.from_lists([0.8, 1.0], [20, -1], [0.95, 0.999], [0, 0.01], [None, None])
+    mates = SamplingBatch.from_lists([0.8, 1.0], [20, -1], [0.95, 0.999], [0, 0.01], [None, None])
     torch.testing.assert_close(target_probs(logits, mates.law)[:1], alone, **FLOAT32_TOL)
     assert torch.equal(target_probs(logits, mates.law)[:1] > 0, alone > 0)
 
@@ -151,7 +151,7 @@ def test_rows_are_filtered_block_by_block_to_the_same_bits(monkeypatch, elements
     """Blocks of one row and of several, the last one shorter."""
     logits = torch.randn(len(MATRIX), 1111, generator=torch.Generator().manual_seed(0))
     columns = [*(list(column) for column in zip(*MATRIX, strict=True)), [None] * len(MATRIX)]
-    params = SamplingRows.from_lists(*columns).law
+    params = SamplingBatch.from_lists(*columns).law
     whole = target_probs(logits, params)
     monkeypatch.setattr(target_law, "_MAX_ELEMENTS", elements)
     assert torch.equal(target_probs(logits, params), whole)

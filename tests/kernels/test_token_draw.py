@@ -5,7 +5,7 @@ import torch
 from dspark_kernels import (
     Purpose,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     draw,
     exponential,
     inverse_cdf,
@@ -89,7 +89,7 @@ def test_seeded_argmax_law():
 def test_each_request_of_a_mixed_batch_is_drawn_by_its_own_rule():
     temperatures, top_ks = [0, 1.0, 0.6, 1.0, 0, 1.3], [-1, -1, 5, -1, -1, 3]
     seeds = [None, None, 8, None, 4, 9]
-    rows = SamplingRows.from_lists(temperatures, top_ks, [1, 0.9, 1, 1, 1, 1], [0, 0, 0, 0.1, 0, 0], seeds)
+    rows = SamplingBatch.from_lists(temperatures, top_ks, [1, 0.9, 1, 1, 1, 1], [0, 0, 0, 0.1, 0, 0], seeds)
     logits = torch.randn(6, 111, generator=torch.Generator().manual_seed(4)) * 2
     keys = RoundKeys(7, 8, torch.tensor([50, 60, 70, 80, 90, 100]), torch.arange(6) + 20)
     tokens = draw(logits, rows, keys)
@@ -106,6 +106,6 @@ def test_each_request_of_a_mixed_batch_is_drawn_by_its_own_rule():
 
 
 def test_greedy_takes_the_first_maximum():
-    rows = SamplingRows.from_lists([0.0], [-1], [1], [0], [None])
+    rows = SamplingBatch.from_lists([0.0], [-1], [1], [0], [None])
     keys = RoundKeys(0, 0, torch.tensor([0]), torch.tensor([0]))
     assert draw(torch.tensor([[1.0, 5.0, 5.0, 5.0]]), rows, keys).tolist() == [1]

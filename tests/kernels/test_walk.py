@@ -12,7 +12,7 @@ from dspark_kernels import (
     DraftVocabulary,
     Purpose,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     draft_block,
     draft_block_ref,
     draw,
@@ -71,7 +71,7 @@ class Case:
     @property
     def rows(self):
         bs = len(self.seeds)
-        return SamplingRows.from_lists(
+        return SamplingBatch.from_lists(
             self.temperatures, [-1] * bs, [1.0] * bs, [0.0] * bs, self.seeds, device=self.device
         )
 
@@ -316,7 +316,7 @@ def test_a_graph_replays_with_new_steps_temperatures_and_anchors(device):
         pytest.skip("CUDA graphs need a GPU")
     case = Case(device, bs=5, gamma=4, temperatures=MIXED)
     temperatures = case.rows.draw_temperatures
-    rows = SamplingRows.by_temperature(5, temperatures, device)
+    rows = SamplingBatch.by_temperature(5, temperatures, device)
     case.run(rows=rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -11,7 +11,7 @@ tests/kernels/test_noise_reuse.py has the other way to 0.85: a lagged budget, an
 import numpy as np
 import pytest
 import torch
-from dspark_kernels import DraftHeads, RoundKeys, SamplingRows, Windows, accept_ref, draft_block_ref
+from dspark_kernels import DraftHeads, RoundKeys, SamplingBatch, Windows, accept_ref, draft_block_ref
 from scipy import stats
 
 from sglang_dspark.step.selected import top_prefixes
@@ -55,7 +55,7 @@ def exact_law(length_of):
 def simulated_law(length_of):
     """Relative frequency of A through the real drafting and acceptance."""
     trials = torch.arange(NUM_TRIALS)
-    rows = SamplingRows.from_lists(*([value] * NUM_TRIALS for value in (1.0, -1, 1.0, 0.0, None)))
+    rows = SamplingBatch.from_lists(*([value] * NUM_TRIALS for value in (1.0, -1, 1.0, 0.0, None)))
     keys = RoundKeys(7, 1, trials, torch.zeros_like(trials))
     logits = torch.from_numpy(DRAFT).float().log().expand(NUM_TRIALS, 2, 2)
     block = draft_block_ref(logits, logits, torch.zeros_like(trials), DraftHeads(), rows, keys)

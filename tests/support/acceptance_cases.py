@@ -9,7 +9,7 @@ from dspark_kernels import (
     LawParams,
     Purpose,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     Windows,
     accept,
     accept_ref,
@@ -24,7 +24,7 @@ NEAR = 1e-5
 
 def rows_of(temperatures, device="cpu"):
     bs = len(temperatures)
-    return SamplingRows.from_lists(temperatures, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
+    return SamplingBatch.from_lists(temperatures, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Case:
     logits: torch.Tensor
     indptr: torch.Tensor
     law: DraftLaw | None
-    rows: SamplingRows
+    rows: SamplingBatch
     keys: RoundKeys
     copied: torch.Tensor | None = None
 

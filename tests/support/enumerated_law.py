@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from dspark_kernels import Adjustment, SamplingRows
+from dspark_kernels import Adjustment, SamplingBatch
 from told_noise import every_run
 from toy_pair import GAMMA, ToyLoop, V, target_law
 
@@ -62,7 +62,7 @@ def law_error(
         first = texts[0][0]
         law[tuple(tuple(text[1:]) for text in texts)] += weight
     assert sum(law.values()) == pytest.approx(1, abs=1e-12)
-    rows = SamplingRows.from_lists([TEMPERATURE], *([value] for value in filters), [None])
+    rows = SamplingBatch.from_lists([TEMPERATURE], *([value] for value in filters), [None])
     one = target_law(PROMPT, first, length, rows.law, adjustment)
     joint = {(): 1.0}
     for _ in range(requests):

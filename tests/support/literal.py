@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from dspark_kernels import Purpose, RoundKeys, SamplingRows, exponential, uniform
+from dspark_kernels import Purpose, RoundKeys, SamplingBatch, exponential, uniform
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Request:
         return self.temperature == 0 or self.top_k == 1
 
 
-def batch_of(requests: list[Request], seed: int, step: int) -> tuple[SamplingRows, RoundKeys]:
-    rows = SamplingRows.from_lists(
+def batch_of(requests: list[Request], seed: int, step: int) -> tuple[SamplingBatch, RoundKeys]:
+    rows = SamplingBatch.from_lists(
         [r.temperature for r in requests],
         [r.top_k for r in requests],
         [r.top_p for r in requests],

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from dspark_kernels import Adjustment, AdjustmentTable, RoundKeys, SamplingRows, adjust
+from dspark_kernels import Adjustment, AdjustmentTable, RoundKeys, SamplingBatch, adjust
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.model import DraftModel
@@ -153,8 +153,8 @@ class StageLoop:
         tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in proposed])
         return Copies(tokens, tuple(map(len, proposed))) if width else None
 
-    def _rows(self, requests: Sequence[int]) -> SamplingRows:
-        return SamplingRows.from_lists(*zip(*(self._parameters[request] for request in requests), strict=True))
+    def _rows(self, requests: Sequence[int]) -> SamplingBatch:
+        return SamplingBatch.from_lists(*zip(*(self._parameters[request] for request in requests), strict=True))
 
     def _verify(self, batch, step, plan) -> TargetOutput:
         """The target over every request's whole text: no K/V, so none can be wrong."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import scipy.stats
 import torch
-from dspark_kernels import SamplingRows, target_probs
+from dspark_kernels import SamplingBatch, target_probs
 from transformers import AutoModelForCausalLM
 
 Tokens = tuple[int, ...]
@@ -49,7 +49,7 @@ class TargetLaw:
     def _next_probs(self, prefixes: list[Tokens]) -> torch.Tensor:
         logits = self._next_logits(prefixes)
         columns = {f"{name}s": [value] * len(prefixes) for name, value in self._parameters.items()}
-        rows = SamplingRows.from_lists(**columns, seeds=[None] * len(prefixes))
+        rows = SamplingBatch.from_lists(**columns, seeds=[None] * len(prefixes))
         return target_probs(logits, rows.law).double()
 
     def _next_logits(self, prefixes: list[Tokens]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from dspark_kernels import (
     DraftHeads,
     LawParams,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     Windows,
     accept_ref,
     draft_block_ref,
@@ -38,10 +38,10 @@ class Rule:
     min_p: float = 0.0
     seeded: bool = False
 
-    def rows(self, num_trials: int, first_seed: int = 0) -> SamplingRows:
+    def rows(self, num_trials: int, first_seed: int = 0) -> SamplingBatch:
         seeds = range(first_seed, first_seed + num_trials) if self.seeded else [None] * num_trials
         columns = ([value] * num_trials for value in (self.temperature, self.top_k, self.top_p, self.min_p))
-        return SamplingRows.from_lists(*columns, list(seeds))
+        return SamplingBatch.from_lists(*columns, list(seeds))
 
     def law(self, num_rows: int) -> LawParams:
         return self.rows(num_rows).law

@@ -40,7 +40,7 @@ from dspark_kernels.drafting.draft_law import DraftLaw
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.planning.windows import Windows
 from dspark_kernels.sampling.noise import RoundKeys
-from dspark_kernels.sampling.parameters import LawParams, SamplingRows
+from dspark_kernels.sampling.parameters import LawParams, SamplingBatch
 
 # 8 KiB of bfloat16: 8 rows of 151936 tokens make 304 programs, two for each multiprocessor of an H200.
 _STATS_TILE = 4096
@@ -62,7 +62,7 @@ def accept(
     windows: Windows,
     target_logits: torch.Tensor,  # [N, V]
     prefix_lens: torch.Tensor,  # [bs] int64
-    rows: SamplingRows,
+    rows: SamplingBatch,
     keys: RoundKeys,
 ) -> AcceptResult:
     """Judge the drafts of every request.
@@ -108,7 +108,7 @@ class Rules:
     any_sampled: bool = False
 
     @staticmethod
-    def of(rows: SamplingRows) -> Rules:
+    def of(rows: SamplingBatch) -> Rules:
         """The rules of ``rows``."""
         if rows.all_greedy:
             return Rules()

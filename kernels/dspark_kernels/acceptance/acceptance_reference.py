@@ -19,7 +19,7 @@ from dspark_kernels.acceptance.outcome import AcceptResult
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.planning.windows import Windows
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
-from dspark_kernels.sampling.parameters import SamplingRows
+from dspark_kernels.sampling.parameters import SamplingBatch
 from dspark_kernels.sampling.target_law import reads_are_free, target_probs
 from dspark_kernels.sampling.token_draw import inverse_cdf, seeded_argmax
 
@@ -33,7 +33,7 @@ def accept_ref(
     windows: Windows,
     target_logits: torch.Tensor,  # [N, V]
     prefix_lens: torch.Tensor,  # [bs] int64
-    rows: SamplingRows,
+    rows: SamplingBatch,
     keys: RoundKeys,
 ) -> AcceptResult:
     """Judge the drafts of every request in plain torch; :func:`dspark_kernels.accept` says what is what.
@@ -113,7 +113,7 @@ def _seeded_choices(
     verify_lens: torch.Tensor,  # [m]
     target_logits: torch.Tensor,  # [N, V]
     grid: torch.Tensor,  # [m, gamma + 1] rows of target_logits
-    rows: SamplingRows,
+    rows: SamplingBatch,
     positions: torch.Tensor,  # [m] of slot 0
 ) -> torch.Tensor:
     """[m, gamma + 1] the seeded draws from p_t, slot by slot because the noise costs more than anything else here."""
@@ -134,7 +134,7 @@ def _sampled_target_probs(
     target_logits: torch.Tensor,  # [N, V]
     indptr: torch.Tensor,  # [bs + 1]
     grid: torch.Tensor,  # [bs, gamma + 1]
-    rows: SamplingRows,
+    rows: SamplingBatch,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """p_t of the sampled requests' rows [R, V] float32, and where in it each slot lies [m, gamma + 1]."""
     index, num_rows = rows.sampled_index, target_logits.shape[0]

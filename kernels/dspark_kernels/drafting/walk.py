@@ -28,7 +28,7 @@ from dspark_kernels.drafting.walk_kernel import choose_kernel
 from dspark_kernels.drafting.walk_reference import draft_block_ref
 from dspark_kernels.hardware import num_processors, shared_bytes
 from dspark_kernels.sampling.noise import RoundKeys
-from dspark_kernels.sampling.parameters import SamplingRows
+from dspark_kernels.sampling.parameters import SamplingBatch
 
 _MIN_DOT = 16  # smallest tile side of tl.dot
 _MAX_BLOCK_B = 64  # requests that share one reading of a W2 tile; registers and shared memory end here
@@ -45,7 +45,7 @@ def draft_block(
     hidden: torch.Tensor,  # [bs, gamma, d]
     anchors: torch.Tensor,  # [bs] int64
     heads: DraftHeads,
-    rows: SamplingRows,
+    rows: SamplingBatch,
     keys: RoundKeys,
     *,
     with_confidence: bool = True,
@@ -96,7 +96,7 @@ class _Launches:
     """The launches of one block: what they share, and the memory in which programs leave partial results."""
 
     def __init__(
-        self, base_logits: torch.Tensor, heads: DraftHeads, law: DraftLaw | None, rows: SamplingRows, keys: RoundKeys
+        self, base_logits: torch.Tensor, heads: DraftHeads, law: DraftLaw | None, rows: SamplingBatch, keys: RoundKeys
     ) -> None:
         bs, gamma, v = base_logits.shape
         self._base_logits, self._law, self._sizes = base_logits, law, (bs, v)

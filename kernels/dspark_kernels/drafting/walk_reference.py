@@ -12,7 +12,7 @@ from dspark_kernels.drafting.confidence import block_confidence_ref
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.drafting.heads import DraftHeads, MarkovWalk
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
-from dspark_kernels.sampling.parameters import SamplingRows
+from dspark_kernels.sampling.parameters import SamplingBatch
 from dspark_kernels.sampling.token_draw import draw_by_rule
 
 
@@ -21,7 +21,7 @@ def draft_block_ref(
     hidden: torch.Tensor,  # [bs, gamma, d]
     anchors: torch.Tensor,  # [bs] int64
     heads: DraftHeads,
-    rows: SamplingRows,
+    rows: SamplingBatch,
     keys: RoundKeys,
     *,
     with_confidence: bool = True,
@@ -59,7 +59,7 @@ def draft_block_ref(
     return DraftBlock(tokens, probs, confidence_logits)
 
 
-def _by_request(sampled_probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+def _by_request(sampled_probs: torch.Tensor, rows: SamplingBatch) -> torch.Tensor:
     """Spread the sampled requests' [num_sampled, gamma, V] over the batch, [bs, gamma, V]."""
     if sampled_probs.shape[0] == len(rows):
         return sampled_probs

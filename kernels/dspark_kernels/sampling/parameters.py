@@ -54,7 +54,7 @@ class LawParams:
 
 
 @dataclass(frozen=True)
-class SamplingRows:
+class SamplingBatch:
     """Sampling parameters of a batch of ``bs`` requests.
 
     Every request follows exactly one rule; the three index tensors partition the batch, and their lengths are host
@@ -83,7 +83,7 @@ class SamplingRows:
         min_ps: Sequence[float],
         seeds: Sequence[int | None],
         device: torch.device | str = "cpu",
-    ) -> "SamplingRows":
+    ) -> "SamplingBatch":
         """Build the rows from host values, in SGLang's conventions, with two asynchronous copies to the device.
 
         A request is greedy when its temperature is below ``GREEDY_TEMPERATURE`` or its top-k is 1, otherwise seeded
@@ -114,7 +114,7 @@ class SamplingRows:
         return cls(law, ints[1], greedy, sampled, seeded)
 
     @classmethod
-    def by_temperature(cls, bs: int, temperatures: torch.Tensor | None, device: torch.device | str) -> "SamplingRows":
+    def by_temperature(cls, bs: int, temperatures: torch.Tensor | None, device: torch.device | str) -> "SamplingBatch":
         """Rows of requests whose rule the device knows and the host does not, as a CUDA graph needs them.
 
         Args:

@@ -3,7 +3,7 @@
 import torch
 
 from dspark_kernels.sampling.noise import Purpose, RoundKeys, exponential, exponential_at
-from dspark_kernels.sampling.parameters import SamplingRows
+from dspark_kernels.sampling.parameters import SamplingBatch
 from dspark_kernels.sampling.target_law import reads_are_free, target_probs
 
 # Values of noise that the CPU draws at once, so that the generator's words stay in cache: 16 rows of 49152 took 4.5 ms
@@ -65,7 +65,7 @@ def _seeded_scores(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
 
 def draw_by_rule(
     logits: torch.Tensor,
-    rows: SamplingRows,
+    rows: SamplingBatch,
     uniforms: torch.Tensor | None,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -94,7 +94,7 @@ def draw_by_rule(
     return tokens, sampled_probs
 
 
-def draw(logits: torch.Tensor, rows: SamplingRows, keys: RoundKeys) -> torch.Tensor:
+def draw(logits: torch.Tensor, rows: SamplingBatch, keys: RoundKeys) -> torch.Tensor:
     """One token per request: the first after the prompt, or a decode step without drafts.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dspark_kernels import AcceptResult, DraftBlock, RoundKeys, SamplingRows
+from dspark_kernels import AcceptResult, DraftBlock, RoundKeys, SamplingBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
@@ -20,21 +20,21 @@ from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 
-class SamplingReader(LastBatch[SamplingRows]):
+class SamplingReader(LastBatch[SamplingBatch]):
     """Sampling parameters of a batch, rebuilt only when its requests change."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(self._rows_of)
         self._device = device
-        self._greedy: dict[int, SamplingRows] = {}  # by size: greedy requests are all alike
+        self._greedy: dict[int, SamplingBatch] = {}  # by size: greedy requests are all alike
 
-    def _rows_of(self, reqs: Sequence[Any]) -> SamplingRows:
+    def _rows_of(self, reqs: Sequence[Any]) -> SamplingBatch:
         parameters = [req.sampling_params for req in reqs]
         if all(p.top_k == 1 for p in parameters):  # what SGLang makes of temperature 0
             if len(reqs) not in self._greedy:
-                self._greedy[len(reqs)] = SamplingRows.by_temperature(len(reqs), None, self._device)
+                self._greedy[len(reqs)] = SamplingBatch.by_temperature(len(reqs), None, self._device)
             return self._greedy[len(reqs)]
-        return SamplingRows.from_lists(
+        return SamplingBatch.from_lists(
             temperatures=[p.temperature for p in parameters],
             top_ks=[p.top_k for p in parameters],
             top_ps=[p.top_p for p in parameters],
@@ -55,7 +55,7 @@ def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> 
     return RoundKeys(seed=seed, step=step, request_keys=batch.req_pool_indices.to(torch.int64), positions=positions)
 
 
-def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int, adjusted: bool = False) -> DecodeBatch:
+def read_decode_batch(batch: Any, rows: SamplingBatch, *, seed: int, step: int, adjusted: bool = False) -> DecodeBatch:
     """The tensors of a decode step out of a ``ScheduleBatch``.
 
     Args:

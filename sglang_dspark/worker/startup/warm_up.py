@@ -19,7 +19,7 @@ import torch
 from dspark_kernels import (
     AdjustmentTable,
     DraftBlock,
-    SamplingRows,
+    SamplingBatch,
     StepRequests,
     VerifyRows,
     adjust,
@@ -260,6 +260,6 @@ class _WarmUpSteps:
         step = read_decode_batch(self._dummy.fresh(), self._rows(law, range(self._requests)), seed=0, step=0)
         return replace(step, drafted_rows=self._rows(law, decision.draft_requests)) if decision.draft_requests else step
 
-    def _rows(self, law: _Law, requests: Sequence[int]) -> SamplingRows:
+    def _rows(self, law: _Law, requests: Sequence[int]) -> SamplingBatch:
         temperatures, top_ks, top_ps, min_ps, seeds = zip(*(law[r % len(law)] for r in requests), strict=True)
-        return SamplingRows.from_lists(temperatures, top_ks, top_ps, min_ps, seeds, device=self._dummy.device)
+        return SamplingBatch.from_lists(temperatures, top_ks, top_ps, min_ps, seeds, device=self._dummy.device)
