@@ -30,7 +30,7 @@ from dspark_kernels.attention.window import (
 )
 from dspark_kernels.dispatch import Dispatched, kernels_anywhere, on_kernels, runs_kernels
 from dspark_kernels.drafting.confidence import block_confidence, block_confidence_ref
-from dspark_kernels.drafting.draft_law import DraftLaw
+from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.drafting.heads import (
     ConfidenceWeights,
@@ -58,8 +58,8 @@ from dspark_kernels.sampling.noise import (
     race_exponential,
     uniform,
 )
-from dspark_kernels.sampling.parameters import LawParams, SamplingBatch
-from dspark_kernels.sampling.target_law import target_probs
+from dspark_kernels.sampling.parameters import FilterParams, SamplingBatch
+from dspark_kernels.sampling.target_distribution import target_probs
 from dspark_kernels.sampling.token_draw import draw, inverse_cdf, seeded_argmax
 from dspark_kernels.training.losses import distribution_loss, distribution_loss_ref
 from dspark_kernels.transfers import to_device
@@ -75,11 +75,11 @@ __all__ = [
     "ContextGroup",
     "Dispatched",
     "DraftBlock",
+    "DraftDistribution",
     "DraftHeads",
-    "DraftLaw",
     "DraftVocabulary",
+    "FilterParams",
     "LatentHead",
-    "LawParams",
     "MarkovWalk",
     "MarkovWeights",
     "PagedWindows",

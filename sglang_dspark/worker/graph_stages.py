@@ -128,7 +128,7 @@ class StepGraphs:
         """Capture every tier; takes seconds."""
         began = time.monotonic()
         with torch.no_grad(), capturing(self._runner) as capture:
-            # Drafts first: the law of sampled drafts is read after the verification was replayed.
+            # Drafts first: the distribution of sampled drafts is read after the verification was replayed.
             if self.depth > 0:
                 for slots in reversed(self.tiers.requests):
                     self._capture_draft(capture, slots, sampled=False)

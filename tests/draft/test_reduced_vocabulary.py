@@ -1,4 +1,4 @@
-"""Drafting from a part of the vocabulary: the same numbers for its tokens, and the target's law in the end."""
+"""Drafting from a part of the vocabulary: the same numbers for its tokens, and the target's distribution in the end."""
 
 import json
 

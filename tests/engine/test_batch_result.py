@@ -28,7 +28,7 @@ def accepted():
 def result(confidence, traced):
     rounds = StepRecord(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), confidence, traced, [0, 0])
     batch, plan = SimpleNamespace(return_logprob=False), SimpleNamespace(indptr=None)
-    step = SimpleNamespace(rows=SimpleNamespace(law=SimpleNamespace(temperatures=None)))
+    step = SimpleNamespace(rows=SimpleNamespace(filter_params=SimpleNamespace(temperatures=None)))
     output = LogitsProcessorOutput(next_token_logits=None)
     made = decode_result(batch, step, plan, output, accepted(), rounds, PackedCopies(0, CPU), in_graphs=True)
     made.copy_done = SimpleNamespace(record=lambda: None)

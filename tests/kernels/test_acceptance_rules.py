@@ -1,4 +1,4 @@
-"""Filtered and seeded requests in the kernels of verification: against the references, by law, and in mixed batches."""
+"""Filtered and seeded requests in the kernels of verification: by references, by distribution, in mixed batches."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from acceptance_cases import STEP, Case, assert_same, check_sampled, law_of, make_case, reference
+from acceptance_cases import STEP, Case, assert_same, check_sampled, make_case, params_of, reference
 from dspark_kernels import RoundKeys, SamplingBatch, accept, accept_ref, target_probs
 from dspark_kernels.acceptance.acceptance import Rules, verify_drafts
 from dspark_kernels.sampling import noise
@@ -43,7 +43,7 @@ def seeded_scores(case, r):
     """Scores p / E of every verify row of request r, float64."""
     num_rows, first = int(case.verify_lens[r]) + 1, int(case.indptr[r])
     positions = (case.keys.positions[r] + torch.arange(num_rows, device=case.keys.positions.device)).cpu()
-    probs = target_probs(case.logits[first : first + num_rows].cpu(), law_of(case, r, num_rows))
+    probs = target_probs(case.logits[first : first + num_rows].cpu(), params_of(case, r, num_rows))
     return probs / noise.exponential(case.rows.seeds[r].cpu().expand(num_rows), positions, probs.shape[1])
 
 
@@ -128,7 +128,9 @@ def test_a_request_does_not_see_its_batch(device, r):
         case.verify_lens[r : r + 1],
         case.logits[int(case.indptr[r]) : int(case.indptr[r + 1])],
         case.indptr[:2],
-        type(case.law)(case.law.scores[r : r + 1], case.law.log_norms[r : r + 1], case.law.columns),
+        type(case.distribution)(
+            case.distribution.scores[r : r + 1], case.distribution.log_norms[r : r + 1], case.distribution.columns
+        ),
         SamplingBatch.from_lists(*([value] for value in ALL[r]), device),
         case.keys.take(torch.tensor([r], device=device)),
     ).accept()
@@ -139,12 +141,12 @@ def test_neutral_filters_and_nobodys_seeds_change_nothing(device):
     """As in a CUDA graph that is captured for whatever comes."""
     case = make_case(device, [0.0, 1.0, 0.7], 4, 111)
     plain = Rules.of(case.rows)
-    law = SamplingBatch.by_temperature(3, case.rows.draw_temperatures, device).law
-    whatever = replace(plain, filters=law, seeds=case.rows.seeds, is_seeded=case.rows.is_seeded)
+    params = SamplingBatch.by_temperature(3, case.rows.draw_temperatures, device).filter_params
+    whatever = replace(plain, filters=params, seeds=case.rows.seeds, is_seeded=case.rows.is_seeded)
     assert_same(verify_drafts(*case.given, whatever, case.keys), verify_drafts(*case.given, plain, case.keys))
 
 
-def test_rows_that_are_no_law_give_some_token(device):
+def test_rows_that_are_no_distribution_give_some_token(device):
     case = rules_case(device, [QWEN, SEEDED, SEEDED_QWEN, NUCLEUS] * 3, 1, 200, verify_lens=[1] * 12)
     case.logits[:8] = torch.nan
     case.logits[8:16] = -torch.inf
@@ -153,27 +155,27 @@ def test_rows_that_are_no_law_give_some_token(device):
     assert ((accepted.bonus_tokens >= 0) & (accepted.bonus_tokens < 200)).all()
 
 
-def test_emitted_tokens_follow_the_filtered_law(device):
-    """Drafts of a flat law, of which many are not possible."""
+def test_emitted_tokens_follow_the_filtered_distribution(device):
+    """Drafts of a flat distribution, of which many are not possible."""
     vocab_size, bs = 8, 30_000 if device.type == "cuda" else 40  # the interpreter takes 120 ms per request
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(5))
     rule = (0.8, 6, 0.9, 0.02)
     rows = SamplingBatch.from_lists(*([value] * bs for value in rule), [None] * bs, device)
-    law = make_case(device, [1.0] * bs, 1, vocab_size).law
-    law.scores.zero_()
-    law.log_norms.fill_(torch.tensor(float(vocab_size)).log())
+    distribution = make_case(device, [1.0] * bs, 1, vocab_size).distribution
+    distribution.scores.zero_()
+    distribution.log_norms.fill_(torch.tensor(float(vocab_size)).log())
     requests = torch.arange(bs, device=device)
     case = Case(
         drafts=torch.randint(vocab_size, (bs, 1), generator=torch.Generator().manual_seed(6)).to(device),
         verify_lens=torch.ones_like(requests),
         logits=logits.expand(2 * bs, vocab_size).contiguous().to(device),
         indptr=torch.arange(bs + 1, device=device) * 2,
-        law=law,
+        distribution=distribution,
         rows=rows,
         keys=RoundKeys(11, 12, requests, requests),
     )
     emitted = case.accept().out_tokens[:, 0].cpu()
-    expected = target_probs(logits[None].cpu(), law_of(case, 0, 1))[0].double()
+    expected = target_probs(logits[None].cpu(), params_of(case, 0, 1))[0].double()
     possible = expected > 0
     assert 3 <= possible.sum() < 6
     counts = torch.bincount(emitted, minlength=vocab_size).double()
@@ -189,7 +191,7 @@ def test_a_captured_graph_serves_other_rules(device):
         for seed, rules in enumerate((ALL, ALL[::-1]))
     )
     temperatures, step = case.rows.draw_temperatures.clone(), torch.tensor(STEP, device=device)
-    filters, seeds = case.rows.law, (case.rows.seeds, case.rows.is_seeded)
+    filters, seeds = case.rows.filter_params, (case.rows.seeds, case.rows.is_seeded)
     keys = replace(case.keys, step=step)
 
     def run():
@@ -201,11 +203,18 @@ def test_a_captured_graph_serves_other_rules(device):
     with torch.cuda.graph(graph):
         accepted = run()
     temperatures.copy_(other.rows.draw_temperatures)
-    static = [case.drafts, case.logits, case.law.scores, case.law.log_norms, *seeds]
-    fresh = [other.drafts, other.logits, other.law.scores, other.law.log_norms, other.rows.seeds, other.rows.is_seeded]
+    static = [case.drafts, case.logits, case.distribution.scores, case.distribution.log_norms, *seeds]
+    fresh = [
+        other.drafts,
+        other.logits,
+        other.distribution.scores,
+        other.distribution.log_norms,
+        other.rows.seeds,
+        other.rows.is_seeded,
+    ]
     for name in ("top_ks", "top_ps", "min_ps"):
         static.append(getattr(filters, name))
-        fresh.append(getattr(other.rows.law, name))
+        fresh.append(getattr(other.rows.filter_params, name))
     for target, source in zip(static, fresh, strict=True):
         target.copy_(source)
     graph.replay()

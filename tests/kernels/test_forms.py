@@ -7,8 +7,8 @@ import pytest
 import torch
 from dspark_kernels import (
     DraftBlock,
+    DraftDistribution,
     DraftHeads,
-    DraftLaw,
     RoundKeys,
     SamplingBatch,
     accept,
@@ -49,8 +49,8 @@ def judge(device, v=64, depth=4, seed=0):
     rows, keys = step(seed, device)
     lens = torch.full((BS,), depth, device=device)
     windows = SimpleNamespace(verify_lens=lens, indptr=torch.arange(BS + 1, device=device) * (depth + 1))
-    law = DraftLaw(torch.zeros(BS, depth, v, device=device), torch.zeros(BS, depth, device=device))
-    block = DraftBlock(torch.zeros(BS, depth, dtype=torch.int64, device=device), law=law)
+    distribution = DraftDistribution(torch.zeros(BS, depth, v, device=device), torch.zeros(BS, depth, device=device))
+    block = DraftBlock(torch.zeros(BS, depth, dtype=torch.int64, device=device), distribution=distribution)
     logits = torch.zeros(BS * (depth + 1), v, device=device)
     accept(block, windows, logits, keys.positions, rows, keys)
 

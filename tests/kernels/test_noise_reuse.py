@@ -51,7 +51,7 @@ def p_value(frequency: float) -> float:
     return stats.binomtest(round(frequency * NUM_TRIALS), NUM_TRIALS, 0.7).pvalue
 
 
-def test_a_lagged_budget_leaves_the_law_alone():
+def test_a_lagged_budget_leaves_the_distribution_alone():
     assert p_value(probability_of_token_0()) > ALPHA
 
 

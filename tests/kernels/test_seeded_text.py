@@ -3,7 +3,7 @@
 import pytest
 import torch
 from dspark_kernels import RoundKeys, SamplingBatch, Windows, accept_ref, draft_block_ref, draw
-from token_law import SyntheticPair
+from token_distribution import SyntheticPair
 
 NUM_TOKENS = 40
 SUBJECT = (0.9, -1, 0.95, 0.0, 1234)

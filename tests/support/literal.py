@@ -38,7 +38,7 @@ def batch_of(requests: list[Request], seed: int, step: int) -> tuple[SamplingBat
     )
 
 
-def literal_law(logits: torch.Tensor, request: Request) -> list[float]:
+def literal_distribution(logits: torch.Tensor, request: Request) -> list[float]:
     """Probabilities of one row [V] of logits."""
     scaled = [value / request.temperature for value in logits.tolist()]
     top = max(scaled)
@@ -67,7 +67,7 @@ def literal_choice(logits: torch.Tensor, request: Request, offset: int) -> int:
     if request.greedy:
         values = logits.tolist()
         return values.index(max(values))
-    probs = literal_law(logits, request)
+    probs = literal_distribution(logits, request)
     noise = exponential(torch.tensor([request.seed]), torch.tensor([request.position + offset]), len(probs))[0].tolist()
     scores = [math.log(p) - math.log(e) if p > 0 else -math.inf for p, e in zip(probs, noise, strict=True)]
     return scores.index(max(scores))
@@ -76,7 +76,7 @@ def literal_choice(logits: torch.Tensor, request: Request, offset: int) -> int:
 def literal_draw(logits: torch.Tensor, request: Request, u: float, offset: int) -> int:
     if request.greedy or request.seed is not None:
         return literal_choice(logits, request, offset)
-    return literal_inverse_cdf(literal_law(logits, request), u)
+    return literal_inverse_cdf(literal_distribution(logits, request), u)
 
 
 def literal_uniform(keys: RoundKeys, request: Request, slot: int, purpose: Purpose) -> float:
@@ -98,7 +98,7 @@ def literal_accept(
             if drafts[i] != choice:
                 return [*drafts[:i], choice]
             continue
-        target = literal_law(logits[i], request)
+        target = literal_distribution(logits[i], request)
         ratio = target[drafts[i]] / draft_probs[i][drafts[i]]
         if literal_uniform(keys, request, i, Purpose.ACCEPT) >= min(1.0, ratio):
             residual = [max(t - d, 0.0) for t, d in zip(target, draft_probs[i], strict=True)]

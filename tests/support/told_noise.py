@@ -1,10 +1,10 @@
 """Noise that can be told its outcomes: every random number becomes a choice, and all choices are gone through.
 
 A random number of the served code is a uniform u, and a decision about it is where u lies among some breakpoints: the
-cumulative law of a token, or the ratio by which a draft is kept. Here a number is known by its value and starts as the
-interval [0, 1). Every decision cuts the interval at its breakpoints; one piece is taken, with its length as weight, and
-another one in another run. A number that is used a second time starts from the piece that the first use has left: that
-is what makes reused noise visible.
+cumulative distribution of a token, or the ratio by which a draft is kept. Here a number is known by its value and
+starts as the interval [0, 1). Every decision cuts the interval at its breakpoints; one piece is taken, with its length
+as weight, and another one in another run. A number that is used a second time starts from the piece that the first use
+has left: that is what makes reused noise visible.
 """
 
 from __future__ import annotations

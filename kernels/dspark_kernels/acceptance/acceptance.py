@@ -16,9 +16,9 @@ exponential E_y, and the first one wins. It needs no sum before the draw, so tha
 (p_t - p_d)+ no normalisation.
 
 What has to be moved: the logits once, N * V values; for sampled requests one row of them again, and after a rejection
-one row of the draft's law. For 256 requests with 7 drafts each, 151936 tokens and bfloat16 logits that is 0.62 GB, or
-0.86 GB when all are sampled and rejected. A filter reads the tiles of its rows again that reach the bound of the cut
-(with top-k = 20 about 20 of 75), and once more where it cuts a tie; seeds read their rows once more.
+one row of the draft's distribution. For 256 requests with 7 drafts each, 151936 tokens and bfloat16 logits that is 0.62
+GB, or 0.86 GB when all are sampled and rejected. A filter reads the tiles of its rows again that reach the bound of the
+cut (with top-k = 20 about 20 of 75), and once more where it cuts a tie; seeds read their rows once more.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from dspark_kernels.acceptance.acceptance_reference import accept_ref
 from dspark_kernels.acceptance.acceptance_seeds import seeded_kernel
 from dspark_kernels.acceptance.outcome import AcceptResult
 from dspark_kernels.dispatch import on_kernels
-from dspark_kernels.drafting.draft_law import DraftLaw
+from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.planning.windows import Windows
 from dspark_kernels.sampling.noise import RoundKeys
-from dspark_kernels.sampling.parameters import LawParams, SamplingBatch
+from dspark_kernels.sampling.parameters import FilterParams, SamplingBatch
 
 # 8 KiB of bfloat16: 8 rows of 151936 tokens make 304 programs, two for each multiprocessor of an H200.
 _STATS_TILE = 4096
@@ -69,7 +69,7 @@ def accept(
 
     Args:
         block: the proposals; from slot ``verify_lens`` on any filler will do. A depth of 0 is a plain decode step. Its
-            law is read for sampled requests only, and may be missing where all their drafts are copied.
+            distribution is read for sampled requests only, and may be missing where all their drafts are copied.
         windows: rows of the requests. A slot of the batch without a request has no rows, or one row of anything; it
             keeps 0 drafts and gets some valid token.
         target_logits: float32, float16 or bfloat16, rows contiguous, not modified. Row indptr[r] + i predicts draft i
@@ -83,8 +83,8 @@ def accept(
         The outcome. No host sync; safe under graph capture where ``rows`` are.
 
     Raises:
-        ValueError: draft and target disagree on the vocabulary or the block, or the law of sampled drafts is written
-            out, as only torch reads it.
+        ValueError: draft and target disagree on the vocabulary or the block, or the distribution of sampled drafts is
+            written out, as only torch reads it.
     """
     return verify_drafts(block, windows, target_logits, prefix_lens, Rules.of(rows), keys)
 
@@ -102,7 +102,7 @@ class Rules:
     """
 
     temperatures: torch.Tensor | None = None
-    filters: LawParams | None = None
+    filters: FilterParams | None = None
     seeds: torch.Tensor | None = None
     is_seeded: torch.Tensor | None = None
     any_sampled: bool = False
@@ -114,7 +114,7 @@ class Rules:
             return Rules()
         return Rules(
             temperatures=rows.draw_temperatures,
-            filters=rows.law if rows.any_filter else None,
+            filters=rows.filter_params if rows.any_filter else None,
             seeds=rows.seeds if rows.any_seeded else None,
             is_seeded=rows.is_seeded if rows.any_seeded else None,
             any_sampled=rows.any_sampled,
@@ -212,7 +212,7 @@ class _Launches:
             BLOCK_B=_OWNERS_BLOCK,
         )
 
-    def cut(self, filters: LawParams) -> None:
+    def cut(self, filters: FilterParams) -> None:
         """What top-k, top-p and min-p leave of the rows."""
         filter_kernel[self.bs, self.gamma + 1](
             **self._row_args,
@@ -318,39 +318,44 @@ class _Launches:
 def _draft_args(drafts: torch.Tensor, block: DraftBlock, rules: Rules, vocab_size: int) -> dict[str, Any]:
     """Return what kernels read of the drafts."""
     bs, gamma = drafts.shape
-    law, copied = (block.law, block.copied) if rules.any_sampled and gamma else (None, None)
-    if law is not None:
-        _check_law(law, bs, gamma, vocab_size)
+    distribution, copied = (block.distribution, block.copied) if rules.any_sampled and gamma else (None, None)
+    if distribution is not None:
+        _check_distribution(distribution, bs, gamma, vocab_size)
     elif block.probs is not None and rules.any_sampled:
         raise ValueError(
-            "the kernels read the law of drafts as scores, and these have probabilities; draft them on this device too"
+            "the kernels read the distribution of drafts as scores, and these have probabilities; draft them on this "
+            "device too"
         )
-    copied = None if law is None else copied
+    copied = None if distribution is None else copied
     return {
         "draft_tokens_ptr": drafts,
         "drafts_stride": drafts.stride(0),
         "gamma": gamma,
-        "scores_ptr": None if law is None else law.scores,
-        "scores_stride": 0 if law is None else law.scores.shape[2],
-        "log_norms_ptr": None if law is None else law.log_norms.contiguous(),
-        "columns_ptr": None if law is None else law.columns,
+        "scores_ptr": None if distribution is None else distribution.scores,
+        "scores_stride": 0 if distribution is None else distribution.scores.shape[2],
+        "log_norms_ptr": None if distribution is None else distribution.log_norms.contiguous(),
+        "columns_ptr": None if distribution is None else distribution.columns,
         "copied_ptr": None if copied is None else copied.contiguous().view(torch.uint8),
-        "HAS_LAW": law is not None,
-        "HAS_COLUMNS": law is not None and law.columns is not None,
+        "HAS_DISTRIBUTION": distribution is not None,
+        "HAS_COLUMNS": distribution is not None and distribution.columns is not None,
         "HAS_COPIED": copied is not None,
     }
 
 
-def _check_law(law: DraftLaw, bs: int, gamma: int, vocab_size: int) -> None:
-    law_vocab_size = law.scores.shape[2] if law.columns is None else law.columns.shape[0]
-    if law.scores.shape[:2] != (bs, gamma) or law.log_norms.shape != (bs, gamma) or law_vocab_size != vocab_size:
+def _check_distribution(distribution: DraftDistribution, bs: int, gamma: int, vocab_size: int) -> None:
+    draft_vocab_size = distribution.scores.shape[2] if distribution.columns is None else distribution.columns.shape[0]
+    if (
+        distribution.scores.shape[:2] != (bs, gamma)
+        or distribution.log_norms.shape != (bs, gamma)
+        or draft_vocab_size != vocab_size
+    ):
         raise ValueError(
-            f"the draft law has scores {tuple(law.scores.shape)} over {law_vocab_size} tokens where [bs, gamma] and V "
-            f"of the drafts and the target are {(bs, gamma)} and {vocab_size}; use a draft model with the target's "
-            "vocabulary"
+            f"the distribution of the drafts has scores {tuple(distribution.scores.shape)} over {draft_vocab_size} "
+            f"tokens where [bs, gamma] and V of the drafts and the target are {(bs, gamma)} and {vocab_size}; use a "
+            "draft model with the target's vocabulary"
         )
-    if not law.scores.is_contiguous():
-        raise ValueError("the scores of the draft law must be contiguous; call .contiguous()")
+    if not distribution.scores.is_contiguous():
+        raise ValueError("the scores of the distribution of the drafts must be contiguous; call .contiguous()")
 
 
 def _tile(most: int, vocab_size: int) -> int:

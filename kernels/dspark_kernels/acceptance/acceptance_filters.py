@@ -1,9 +1,9 @@
 """Top-k, top-p and min-p as a cut through each row of logits.
 
-What ``target_law`` keeps of a row is a prefix of its tokens in descending order of logit, ties by lowest id. So a
-filter is a pair: a token is kept when its logit exceeds ``cut``, or equals it and the id is at most ``last``; and the
-law needs the logarithm of the sum of exp((logit - base) / T) over the kept tokens, base being the largest logit. The
-kernel finds these three without sorting:
+What ``target_distribution`` keeps of a row is a prefix of its tokens in descending order of logit, ties by lowest id.
+So a filter is a pair: a token is kept when its logit exceeds ``cut``, or equals it and the id is at most ``last``; and
+the distribution needs the logarithm of the sum of exp((logit - base) / T) over the kept tokens, base being the largest
+logit. The kernel finds these three without sorting:
 
 1. the maxima and sums of the tiles bound the cut from below: the k-th largest maximum of a tile is at most the k-th
    largest logit, and tokens of relative weight below (1 - p) / V cannot be needed to reach p;
@@ -17,8 +17,8 @@ values, which suit the bulk of a row, and at quarters of keys, of which 16 passe
 and two or three for a row that keeps thousands. One program has a row to itself and sums in a fixed order: who shares
 the batch does not matter.
 
-Masses are summed in another order than in ``target_law``, and logits may differ whose float32 probabilities do not: a
-cut may fall differently where a mass is within some 1e-6 of p, or a weight within as much of min-p.
+Masses are summed in another order than in ``target_distribution``, and logits may differ whose float32 probabilities do
+not: a cut may fall differently where a mass is within some 1e-6 of p, or a weight within as much of min-p.
 """
 
 from __future__ import annotations
@@ -286,8 +286,8 @@ def filter_kernel(
 ) -> None:
     """Grid (bs, gamma + 1): what is kept of the row of a slot, and the logarithm of its mass.
 
-    Slots of greedy requests and slots without a row are left out; rows without a filter, or that are no law (NaN, +inf,
-    nothing but -inf), are kept whole.
+    Slots of greedy requests and slots without a row are left out; rows without a filter, or that are no distribution
+    (NaN, +inf, nothing but -inf), are kept whole.
     """
     request = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1)
@@ -313,8 +313,8 @@ def filter_kernel(
         top_p = tl.load(top_ps_ptr + request)
         min_p = tl.load(min_ps_ptr + request)
         is_filtered = (top_k < _NO_TOP_K) | (top_p < 1.0) | (min_p > 0.0)
-        is_law = (largest < float("inf")) & (largest > float("-inf")) & (total > 0)
-        if is_filtered & is_law:
+        is_distribution = (largest < float("inf")) & (largest > float("-inf")) & (total > 0)
+        if is_filtered & is_distribution:
             found_ptr = candidates_ptr + row * ROOM
             most_mass = tl.where(top_p < 1.0, top_p * total, float("inf"))
             bound = _lower_bound(

@@ -3,8 +3,8 @@
 Letters: bs slots of the batch, N verify rows, V tokens, gamma drafts per request. The vocabulary is cut into tiles;
 what a tile contributes lies at [row, tile] or [request, tile].
 
-The law of a row is exp((logit - base) / T - log_mass), with base its largest logit and log_mass the logarithm of the
-sum. Differences of logits come first: at a temperature of 1e-5 a float32 holds no logit / T to within 1.
+The distribution of a row is exp((logit - base) / T - log_mass), with base its largest logit and log_mass the logarithm
+of the sum. Differences of logits come first: at a temperature of 1e-5 a float32 holds no logit / T to within 1.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ def _draft_mass(
     tokens,
     mask,
     scores_stride,
-    HAS_LAW: tl.constexpr,
+    HAS_DISTRIBUTION: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
     HAS_COPIED: tl.constexpr,
 ):
     """p_d of the drafts ``tokens`` in ``slots``; 1 for copied ones."""
     mass = tl.full(slots.shape, 1.0, tl.float32)
-    if HAS_LAW:
+    if HAS_DISTRIBUTION:
         columns = tokens
         if HAS_COLUMNS:
             columns = tl.load(columns_ptr + tokens, mask=mask, other=-1).to(tl.int64)
@@ -113,7 +113,7 @@ def _draft_mass(
 
 @triton.jit
 def _seeded_choices(speed_ptr, token_ptr, offsets, mask, choices, vocab_size):
-    """The tokens that seeds draw; a row without a winner is no law (NaN), and keeps its argmax."""
+    """The tokens that seeds draw; a row without a winner is no distribution (NaN), and keeps its argmax."""
     speeds = tl.load(speed_ptr + offsets, mask=mask, other=-1.0)
     fastest = tl.max(speeds, 1)
     tokens = tl.load(token_ptr + offsets, mask=mask, other=0)
@@ -161,7 +161,7 @@ def judge_kernel(
     SAMPLED: tl.constexpr,
     HAS_FILTER: tl.constexpr,
     HAS_SEEDS: tl.constexpr,
-    HAS_LAW: tl.constexpr,
+    HAS_DISTRIBUTION: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
     HAS_COPIED: tl.constexpr,
     BLOCK_S: tl.constexpr,  # > gamma
@@ -211,15 +211,15 @@ def judge_kernel(
             logits, base, temperature, log_masses, tokens, cut_ptr, last_ptr, rows, filtered, HAS_FILTER
         )
         draft_mass = _draft_mass(
-            scores_ptr + request * gamma * scores_stride if HAS_LAW else None,
-            log_norms_ptr + request * gamma if HAS_LAW else None,
+            scores_ptr + request * gamma * scores_stride if HAS_DISTRIBUTION else None,
+            log_norms_ptr + request * gamma if HAS_DISTRIBUTION else None,
             columns_ptr,
             copied_ptr + request * gamma if HAS_COPIED else None,
             slots,
             tokens,
             judged,
             scores_stride,
-            HAS_LAW,
+            HAS_DISTRIBUTION,
             HAS_COLUMNS,
             HAS_COPIED,
         )

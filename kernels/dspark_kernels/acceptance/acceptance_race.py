@@ -27,7 +27,7 @@ def _removed_mass(
     tokens,
     in_vocab,
     subtract,
-    HAS_LAW: tl.constexpr,
+    HAS_DISTRIBUTION: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
     HAS_COPIED: tl.constexpr,
 ):
@@ -37,7 +37,7 @@ def _removed_mass(
     """
     rejected = tl.load(draft_tokens_ptr + slot, mask=subtract, other=-1)
     removed = tl.where(tokens == rejected, target, 0.0)  # a copied token has p_d = 1
-    if HAS_LAW:
+    if HAS_DISTRIBUTION:
         columns = tokens
         if HAS_COLUMNS:
             columns = tl.load(columns_ptr + tokens, mask=in_vocab & subtract, other=-1)
@@ -82,7 +82,7 @@ def race_kernel(
     drafts_stride,
     gamma,
     HAS_FILTER: tl.constexpr,
-    HAS_LAW: tl.constexpr,
+    HAS_DISTRIBUTION: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
     HAS_COPIED: tl.constexpr,
     TILE: tl.constexpr,
@@ -105,15 +105,15 @@ def race_kernel(
         removed = _removed_mass(
             target,
             draft_tokens_ptr + request * drafts_stride,
-            scores_ptr + (request * gamma + slot) * scores_stride if HAS_LAW else None,
-            log_norms_ptr + request * gamma if HAS_LAW else None,
+            scores_ptr + (request * gamma + slot) * scores_stride if HAS_DISTRIBUTION else None,
+            log_norms_ptr + request * gamma if HAS_DISTRIBUTION else None,
             columns_ptr,
             copied_ptr + request * gamma if HAS_COPIED else None,
             slot,
             tokens,
             in_vocab,
             subtract,
-            HAS_LAW,
+            HAS_DISTRIBUTION,
             HAS_COLUMNS,
             HAS_COPIED,
         )
@@ -167,7 +167,7 @@ def finish_kernel(
         tokens = tl.where(from_weights, tokens, target_tokens)
         fastest = tl.max(speeds, 0)
         token = tl.min(tl.where(speeds == fastest, tokens, vocab_size), 0)
-        # Without a winner the row is not a law (NaN); the argmax that is there already is a token at least.
+        # Without a winner the row is not a distribution (NaN); the argmax that is there already is a token at least.
         if fastest > 0:
             tl.store(bonus_ptr + request, token)
             tl.store(out_tokens_ptr + request * (gamma + 1) + tl.load(lens_ptr + request), token)

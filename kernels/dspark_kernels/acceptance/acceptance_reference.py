@@ -20,7 +20,7 @@ from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.planning.windows import Windows
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
 from dspark_kernels.sampling.parameters import SamplingBatch
-from dspark_kernels.sampling.target_law import reads_are_free, target_probs
+from dspark_kernels.sampling.target_distribution import reads_are_free, target_probs
 from dspark_kernels.sampling.token_draw import inverse_cdf, seeded_argmax
 
 # Where p_t and p_d agree up to float32 rounding, the residual is rounding noise. Below this mass the row's p_t is drawn
@@ -46,11 +46,11 @@ def accept_ref(
     """
     drafts, verify_lens, indptr = block.tokens, windows.verify_lens, windows.indptr
     bs, gamma = drafts.shape
-    draft_probs = block.written_law() if rows.any_sampled and gamma else None
+    draft_probs = block.written_distribution() if rows.any_sampled and gamma else None
     if draft_probs is not None and draft_probs.shape != (bs, gamma, target_logits.shape[1]):
         raise ValueError(
-            f"the draft's law has shape {tuple(draft_probs.shape)} where [bs, gamma, V] of the drafts and the target "
-            f"is {(bs, gamma, target_logits.shape[1])}; use a draft model with the target's vocabulary"
+            f"the draft's distribution has shape {tuple(draft_probs.shape)} where [bs, gamma, V] of the drafts and the "
+            f"target is {(bs, gamma, target_logits.shape[1])}; use a draft model with the target's vocabulary"
         )
     slots = torch.arange(gamma + 1, device=drafts.device)
     # Rows of target_logits by request and slot; slots past a request's bonus row point astray and are never used.
@@ -121,7 +121,7 @@ def _seeded_choices(
     choices = torch.full_like(grid, -1)
     undecided = torch.ones_like(verify_lens, dtype=torch.bool)
     for slot in range(grid.shape[1]):
-        probs = target_probs(target_logits[grid[:, slot]], rows.seeded_law)
+        probs = target_probs(target_logits[grid[:, slot]], rows.seeded_params)
         choices[:, slot] = seeded_argmax(probs, seeds, positions + slot)
         if slot < draft_tokens.shape[1] and reads_are_free(probs):
             undecided &= (draft_tokens[:, slot] == choices[:, slot]) & (slot < verify_lens)
@@ -142,9 +142,9 @@ def _sampled_target_probs(
     if group_grid.numel() >= num_rows:
         row_ids = torch.arange(num_rows, device=grid.device)
         owners = (torch.searchsorted(indptr, row_ids, right=True) - 1).clamp_max_(len(rows) - 1)
-        return target_probs(target_logits, rows.law.expand(owners)), group_grid
+        return target_probs(target_logits, rows.filter_params.expand(owners)), group_grid
     owners = index.repeat_interleave(grid.shape[1])
-    probs = target_probs(target_logits[group_grid.flatten()], rows.law.expand(owners))
+    probs = target_probs(target_logits[group_grid.flatten()], rows.filter_params.expand(owners))
     return probs, torch.arange(probs.shape[0], device=grid.device).view_as(group_grid)
 
 

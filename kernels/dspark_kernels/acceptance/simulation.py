@@ -2,8 +2,8 @@
 
 A model with random weights has the step times of its shape, and its drafts are never accepted. Here draft i is kept
 with a given probability if all before it are, so that steps commit as many tokens as those of a trained pair would.
-The outcome has nothing to do with the target's law: it is for measuring times. So its noise is torch's own, which
-takes one launch where the keyed noise of real verdicts takes hundreds in plain torch.
+The outcome has nothing to do with the target's distribution: it is for measuring times. So its noise is torch's own,
+which takes one launch where the keyed noise of real verdicts takes hundreds in plain torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The torch walk through a draft block: base logits plus the Markov head's bias, token by token.
 
-logits_k = U_k + B_k(x_{k-1}) and x_k is drawn from the locally normalised p_d = law(logits_k), so the exact p_d that
-verification divides by is the very tensor the token was drawn from (DSpark, section 3.1 and Eqs. 4-7).
+logits_k = U_k + B_k(x_{k-1}) and x_k is drawn from the locally normalised p_d = softmax(logits_k / T), so the exact p_d
+that verification divides by is the very tensor the token was drawn from (DSpark, section 3.1 and Eqs. 4-7).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def draft_block_ref(
         if vocabulary is not None and rows.all_greedy:
             previous = vocabulary.token_ids[logits.argmax(-1)]
         else:
-            # The laws of sampled and seeded requests, and their noise, are over all tokens.
+            # The distributions of sampled and seeded requests, and their noise, are over all tokens.
             whole = logits if vocabulary is None else vocabulary.spread(logits)
             slot_uniforms = None if uniforms is None else uniforms[:, k]
             previous, sampled_probs = draw_by_rule(whole, rows, slot_uniforms, keys.positions + k)

@@ -4,7 +4,7 @@ import torch
 
 from dspark_kernels.sampling.noise import Purpose, RoundKeys, exponential, exponential_at
 from dspark_kernels.sampling.parameters import SamplingBatch
-from dspark_kernels.sampling.target_law import reads_are_free, target_probs
+from dspark_kernels.sampling.target_distribution import reads_are_free, target_probs
 
 # Values of noise that the CPU draws at once, so that the generator's words stay in cache: 16 rows of 49152 took 4.5 ms
 # each in one piece and 2.4 ms row by row.
@@ -85,11 +85,11 @@ def draw_by_rule(
     sampled_probs = None
     if uniforms is not None:
         index = rows.sampled_index
-        sampled_probs = target_probs(rows.select(logits, index), rows.sampled_law)
+        sampled_probs = target_probs(rows.select(logits, index), rows.sampled_params)
         tokens[index] = inverse_cdf(sampled_probs, rows.select(uniforms, index))
     if rows.any_seeded:
         index = rows.seeded_index
-        probs = target_probs(rows.select(logits, index), rows.seeded_law)
+        probs = target_probs(rows.select(logits, index), rows.seeded_params)
         tokens[index] = seeded_argmax(probs, rows.seeds[index], positions[index])
     return tokens, sampled_probs
 

@@ -142,7 +142,9 @@ def decode_result(
     tokens = accepted.out_tokens.reshape(-1)
     sent = [tensor for tensor in rounds.tensors if tensor is not None]
     return DSparkBatchResult(
-        logits_output=with_logprobs(batch, output, plan.indptr, accepted.out_tokens, step.rows.law.temperatures),
+        logits_output=with_logprobs(
+            batch, output, plan.indptr, accepted.out_tokens, step.rows.filter_params.temperatures
+        ),
         next_token_ids=tokens,
         can_run_cuda_graph=in_graphs,
         next_draft_input=DSparkDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),

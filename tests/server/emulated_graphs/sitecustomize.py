@@ -94,8 +94,8 @@ def note_draft_kernels():
             return on_gpu(*args, **kwargs)
         with forms.noted_only():
             block = on_gpu(*args, **kwargs)
-        law = () if block.law is None else (block.law.scores, block.law.log_norms)
-        for written in (block.tokens, block.confidence_logits, *law):
+        distribution = () if block.distribution is None else (block.distribution.scores, block.distribution.log_norms)
+        for written in (block.tokens, block.confidence_logits, *distribution):
             if written is not None:
                 written.zero_()
         return block

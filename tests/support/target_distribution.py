@@ -1,4 +1,4 @@
-"""The exact law of a few sampled tokens of the golden target, by enumeration, and the test of a sample against it."""
+"""The exact distribution of a few sampled tokens of the golden target, by enumeration, and a test of samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIN_EXPECTED = 8  # for the chi-square approximation
 IMPOSSIBLE = 1e-7  # mass that float32 rounding may leave to tokens which a filter rules out
 
 
-class TargetLaw:
+class TargetDistribution:
     """Probabilities of continuations under one set of sampling parameters."""
 
     def __init__(self, target: Path, prompt: Sequence[int], **parameters: float) -> None:
@@ -50,7 +50,7 @@ class TargetLaw:
         logits = self._next_logits(prefixes)
         columns = {f"{name}s": [value] * len(prefixes) for name, value in self._parameters.items()}
         rows = SamplingBatch.from_lists(**columns, seeds=[None] * len(prefixes))
-        return target_probs(logits, rows.law).double()
+        return target_probs(logits, rows.filter_params).double()
 
     def _next_logits(self, prefixes: list[Tokens]) -> torch.Tensor:
         logits: torch.Tensor = self._model(torch.tensor([[*self._prompt, *prefix] for prefix in prefixes])).logits

@@ -12,7 +12,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class DraftLaw:
+class DraftDistribution:
     """p_d(token) = exp(scores[column of token] - log_norms), 0 for a token without a column.
 
     Attributes:
@@ -28,27 +28,27 @@ class DraftLaw:
     columns: torch.Tensor | None = None
 
     def probs(self) -> torch.Tensor:
-        """[bs, gamma, V] float32: the law written out. For references and tests; no host sync."""
+        """[bs, gamma, V] float32: the distribution written out. For references and tests; no host sync."""
         proposed = torch.exp(self.scores - self.log_norms[..., None])
         if self.columns is None:
             return proposed
         known = self.columns >= 0
         return proposed[..., self.columns.clamp_min(0).long()].masked_fill_(~known, 0.0)
 
-    def spread(self, index: torch.Tensor, bs: int) -> DraftLaw:
-        """The law of a batch of ``bs`` requests in which ``index`` [m] int64 have these rows, the others fillers."""
+    def spread(self, index: torch.Tensor, bs: int) -> DraftDistribution:
+        """Return these rows as the requests ``index`` [m] int64 of a batch of ``bs``; the others get fillers."""
         scores, log_norms = (
             part.new_zeros((bs, *part.shape[1:])).index_copy_(0, index, part) for part in (self.scores, self.log_norms)
         )
-        return DraftLaw(scores, log_norms, self.columns)
+        return DraftDistribution(scores, log_norms, self.columns)
 
-    def first(self, bs: int) -> DraftLaw:
-        """The law of the first ``bs`` requests; no copy."""
-        return DraftLaw(self.scores[:bs], self.log_norms[:bs], self.columns)
+    def first(self, bs: int) -> DraftDistribution:
+        """The distribution of the first ``bs`` requests; no copy."""
+        return DraftDistribution(self.scores[:bs], self.log_norms[:bs], self.columns)
 
-    def widened(self, more: int) -> DraftLaw:
-        """The law of blocks with ``more`` fillers at their ends."""
+    def widened(self, more: int) -> DraftDistribution:
+        """The distribution of blocks with ``more`` fillers at their ends."""
         if more == 0:
             return self
         pad = torch.nn.functional.pad
-        return DraftLaw(pad(self.scores, (0, 0, 0, more)), pad(self.log_norms, (0, more)), self.columns)
+        return DraftDistribution(pad(self.scores, (0, 0, 0, more)), pad(self.log_norms, (0, more)), self.columns)

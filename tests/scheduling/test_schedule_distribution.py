@@ -118,7 +118,7 @@ def model():
 def test_the_text_follows_the_target(model, name):
     schedule = make_schedule(OPTIONS[name])
     anchors, out_tokens, choices = serve(model, schedule)
-    assert model.law_p_value(anchors, out_tokens) > ALPHA
+    assert model.distribution_p_value(anchors, out_tokens) > ALPHA
     assert schedule.forecast.calibration.num_refits > 10
     chosen = set(torch.cat([lens for _, lens in choices]).tolist())
     assert chosen == ({2} if name == "static" else set(range(GAMMA + 1)))
@@ -141,7 +141,7 @@ def test_the_text_follows_the_target_whatever_requests_ask_for(model, name):
     schedule = make_schedule(OPTIONS.get(name) or DSparkConfig(schedule=name))
     meddle = {"meddle": meddling} if name == "auto" else {}
     anchors, out_tokens, choices = serve(model, schedule, ask=every_kind_of_ask, **meddle)
-    assert model.law_p_value(anchors, out_tokens) > ALPHA
+    assert model.distribution_p_value(anchors, out_tokens) > ALPHA
     lens = torch.stack([lens for _, lens in choices])
     assert (lens[:, 1::4] <= 1).all()
     copied = torch.tensor([decision.limits.copied if decision.limits else (0,) * BS for decision, _ in choices])
@@ -165,7 +165,7 @@ def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
     for rule, exact in ((ahead, False), (honest, True)):
         monkeypatch.setattr(selection, "above_threshold", rule)
         anchors, out_tokens, _ = serve(model, make_schedule(DSparkConfig(schedule="static")), ask=bounded)
-        assert (model.law_p_value(anchors, out_tokens) > ALPHA) == exact
+        assert (model.distribution_p_value(anchors, out_tokens) > ALPHA) == exact
 
 
 def kinds(choices):
@@ -184,7 +184,7 @@ def kinds(choices):
 def test_the_text_follows_the_target_while_auto_parks_probes_and_recalibrates(model):
     schedule = make_schedule(DSparkConfig())
     anchors, out_tokens, choices = serve(model, schedule, meddling)
-    assert model.law_p_value(anchors, out_tokens) > ALPHA
+    assert model.distribution_p_value(anchors, out_tokens) > ALPHA
     seen = list(kinds(choices))
     assert {kind: seen.count(kind) > 5 for kind in set(seen)} == dict.fromkeys(
         ("plain", "one request alone", "one request forced", "trimmed"), True
@@ -206,7 +206,7 @@ def test_a_draft_deciding_about_itself_would_be_noticed(model, monkeypatch):
     half = StepDecision(GAMMA, TopK(BS * GAMMA // 3))
     monkeypatch.setattr(schedule.policy, "choose", lambda requests, context: half)
     anchors, out_tokens, _ = serve(model, schedule)
-    assert model.law_p_value(anchors, out_tokens) < ALPHA
+    assert model.distribution_p_value(anchors, out_tokens) < ALPHA
     monkeypatch.setattr(selected, "top_prefixes", honest)
     anchors, out_tokens, _ = serve(model, schedule)
-    assert model.law_p_value(anchors, out_tokens) > ALPHA
+    assert model.distribution_p_value(anchors, out_tokens) > ALPHA

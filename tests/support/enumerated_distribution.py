@@ -1,4 +1,4 @@
-"""The law of the texts that the toy pair is served, summed over every outcome of the noise, beside the target's."""
+"""The distribution of the toy pair's served texts, summed over every outcome of the noise, beside the target's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dspark_kernels import Adjustment, SamplingBatch
 from told_noise import every_run
-from toy_pair import GAMMA, ToyLoop, V, target_law
+from toy_pair import GAMMA, ToyLoop, V, target_distribution
 
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.scheduling.sps_table import SpsTable
@@ -28,7 +28,7 @@ def table() -> SpsTable:
     return SpsTable({}, [1, 4], range(GAMMA + 1), [64], draft[..., None], verify[..., None])
 
 
-def law_error(
+def distribution_error(
     monkeypatch: pytest.MonkeyPatch,
     options: dict,
     length: int,
@@ -48,7 +48,7 @@ def law_error(
         choose: changes what the policy chose.
         drafter: in place of the usual one.
     """
-    law: dict[tuple, float] = defaultdict(float)
+    distribution: dict[tuple, float] = defaultdict(float)
     first = 0
 
     def serve():
@@ -60,14 +60,14 @@ def law_error(
 
     for weight, texts in every_run(monkeypatch, serve):
         first = texts[0][0]
-        law[tuple(tuple(text[1:]) for text in texts)] += weight
-    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+        distribution[tuple(tuple(text[1:]) for text in texts)] += weight
+    assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
     rows = SamplingBatch.from_lists([TEMPERATURE], *([value] for value in filters), [None])
-    one = target_law(PROMPT, first, length, rows.law, adjustment)
+    one = target_distribution(PROMPT, first, length, rows.filter_params, adjustment)
     joint = {(): 1.0}
     for _ in range(requests):
         joint = {(*texts, text): p * q for texts, p in joint.items() for text, q in one.items()}
-    return max(abs(law[texts] - probability) for texts, probability in joint.items())
+    return max(abs(distribution[texts] - probability) for texts, probability in joint.items())
 
 
 STATIC, THRESHOLD = {"schedule": "static"}, {"schedule": "threshold", "confidence_threshold": 0.92}

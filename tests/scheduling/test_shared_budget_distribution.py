@@ -61,7 +61,7 @@ def p_value(model, rule, ties="none", num_pairs=NUM_PAIRS):
     before, live = first.survival(), now.survival(exponent)
     lens = torch.tensor([[0, 0] if parked[i] else list(rule(now, live[i], before[i], i)) for i in range(num_pairs)])
     assert len(lens.unique()) > 1
-    return model.law_p_value(now.anchors, now.accept(model, lens.view(-1)).out_tokens)
+    return model.distribution_p_value(now.anchors, now.accept(model, lens.view(-1)).out_tokens)
 
 
 def budget_of(survival):

@@ -1,4 +1,4 @@
-"""Rounds of a head whose law is known."""
+"""Rounds of a head whose distribution is known."""
 
 from __future__ import annotations
 

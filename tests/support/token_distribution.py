@@ -1,4 +1,4 @@
-"""Does the emitted text follow the target's law? A synthetic pair, many one-round trials, and a test with power.
+"""Tests that the emitted text follows the target's distribution: a synthetic pair and many one-round trials.
 
 Given the tokens before it, the token a round emits at slot j (kept draft, correction or bonus) must be distributed as
 p_t(. | previous token), whatever was drafted. Each emitted token is mapped to a uniform number by the randomised
@@ -13,7 +13,7 @@ import torch
 from draft_heads import as_weights, draft_heads
 from dspark_kernels import (
     DraftHeads,
-    LawParams,
+    FilterParams,
     RoundKeys,
     SamplingBatch,
     Windows,
@@ -43,8 +43,8 @@ class Rule:
         columns = ([value] * num_trials for value in (self.temperature, self.top_k, self.top_p, self.min_p))
         return SamplingBatch.from_lists(*columns, list(seeds))
 
-    def law(self, num_rows: int) -> LawParams:
-        return self.rows(num_rows).law
+    def filter_params(self, num_rows: int) -> FilterParams:
+        return self.rows(num_rows).filter_params
 
 
 class SyntheticPair:
@@ -69,14 +69,14 @@ class SyntheticPair:
         """[gamma, previous, V] corrected logits."""
         return self.base_logits[:, None] + self.markov.markov_w2.weight.T
 
-    def draft_law(self, rule: Rule) -> torch.Tensor:
+    def draft_distribution(self, rule: Rule) -> torch.Tensor:
         """[gamma, previous, V] p_d."""
         logits = self.draft_logits().flatten(0, 1)
-        return target_probs(logits, rule.law(len(logits))).view(self.gamma, self.vocab_size, self.vocab_size)
+        return target_probs(logits, rule.filter_params(len(logits))).view(self.gamma, self.vocab_size, self.vocab_size)
 
-    def target_law(self, rule: Rule) -> torch.Tensor:
+    def target_distribution(self, rule: Rule) -> torch.Tensor:
         """[previous, V] p_t."""
-        return target_probs(self.target_logits, rule.law(self.vocab_size))
+        return target_probs(self.target_logits, rule.filter_params(self.vocab_size))
 
 
 @dataclass(frozen=True)
@@ -95,21 +95,21 @@ def run_trials(
     *,
     anchor: int | None = None,
     full_blocks: bool = False,
-    stored_law: torch.Tensor | None = None,
+    stored_distribution: torch.Tensor | None = None,
 ) -> Trials:
     """One round per trial, through ``draft_block_ref`` and ``accept_ref``.
 
     Verify lengths cycle through 0..gamma unless ``full_blocks``; anchors cycle through the vocabulary unless given.
-    ``stored_law`` [gamma, previous, V] replaces the p_d that verification is told.
+    ``stored_distribution`` [gamma, previous, V] replaces the p_d that verification is told.
     """
     chunks = [
-        _run_chunk(pair, rule, min(CHUNK, num_trials - first), first, anchor, full_blocks, stored_law)
+        _run_chunk(pair, rule, min(CHUNK, num_trials - first), first, anchor, full_blocks, stored_distribution)
         for first in range(0, num_trials, CHUNK)
     ]
     return Trials(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
 
 
-def _run_chunk(pair, rule, num_trials, first, anchor, full_blocks, stored_law):
+def _run_chunk(pair, rule, num_trials, first, anchor, full_blocks, stored_distribution):
     gamma, vocab_size = pair.gamma, pair.vocab_size
     trial = torch.arange(num_trials)
     anchors = trial % vocab_size if anchor is None else torch.full_like(trial, anchor)
@@ -119,19 +119,19 @@ def _run_chunk(pair, rule, num_trials, first, anchor, full_blocks, stored_law):
     chain = torch.cat([anchors[:, None], block.tokens], dim=1)
     verify_lens = torch.full_like(trial, gamma) if full_blocks else (trial // vocab_size) % (gamma + 1)
     verified = torch.arange(gamma + 1) <= verify_lens[:, None]
-    if stored_law is not None:
-        block = replace(block, probs=stored_law[torch.arange(gamma), chain[:, :-1]])
+    if stored_distribution is not None:
+        block = replace(block, probs=stored_distribution[torch.arange(gamma), chain[:, :-1]])
     windows = Windows(verify_lens, torch.nn.functional.pad((verify_lens + 1).cumsum(0), (1, 0)))
     accepted = accept_ref(block, windows, pair.target_logits[chain[verified]], keys.positions, rows, keys)
     return anchors, accepted.out_tokens, accepted.accept_lens
 
 
-def law_p_values(pair: SyntheticPair, rule: Rule, trials: Trials) -> list[float]:
-    """p-values under the hypothesis that the emitted tokens follow the target's law: one per slot, one for all drafts.
+def distribution_p_values(pair: SyntheticPair, rule: Rule, trials: Trials) -> list[float]:
+    """Return p-values of the hypothesis that emitted tokens follow the target's distribution: per slot, and for all.
 
     The last one counts how often the drafted slots emit a token with p_t < p_d, which only acceptance can emit.
     """
-    target, draft = pair.target_law(rule).double(), pair.draft_law(rule).double()
+    target, draft = pair.target_distribution(rule).double(), pair.draft_distribution(rule).double()
     strata = torch.zeros_like(trials.anchors)
     p_values, excess, variance = [], 0.0, 0.0
     for slot in range(pair.gamma + 1):
@@ -154,7 +154,7 @@ def law_p_values(pair: SyntheticPair, rule: Rule, trials: Trials) -> list[float]
 
 def mean_distance(pair: SyntheticPair, rule: Rule, trials: Trials) -> list[float]:
     """Total variation between p_d and p_t at each drafted slot, averaged over the tokens that preceded it."""
-    distance = (pair.draft_law(rule) - pair.target_law(rule)).abs().sum(-1) / 2
+    distance = (pair.draft_distribution(rule) - pair.target_distribution(rule)).abs().sum(-1) / 2
     previous = torch.cat([trials.anchors[:, None], trials.out_tokens[:, :-1]], dim=1)
     return [distance[slot, previous[previous[:, slot] >= 0, slot]].mean().item() for slot in range(pair.gamma)]
 
