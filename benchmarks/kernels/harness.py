@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Floors:
-    """What the device can do at best, measured here.
+    """The best rates of the device, measured here.
 
     Attributes:
         copy_gb_per_s: bytes read and written by a large device-to-device copy.

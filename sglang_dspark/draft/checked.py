@@ -57,7 +57,7 @@ def check(
 
 @functools.cache
 def _schema(cls: type) -> type[pydantic.BaseModel]:
-    """The dataclass as pydantic sees it: no conversion of types, no other fields."""
+    """Return the dataclass as pydantic sees it: no conversion of types, no other fields."""
     hints = get_type_hints(cls, include_extras=True)
     columns: dict[str, Any] = {}
     for field in fields(cls):

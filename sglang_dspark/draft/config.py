@@ -87,12 +87,12 @@ class DraftConfig:
 
     @property
     def gamma(self) -> int:
-        """Drafts of a block."""
+        """Return the number of drafts of a block."""
         return self.block_size - self.first_slot
 
     @property
     def first_slot(self) -> int:
-        """The first slot that predicts."""
+        """Return the first slot that predicts."""
         return 0 if self.sample_from_anchor else 1
 
     @property
@@ -102,12 +102,12 @@ class DraftConfig:
 
     @property
     def confidence_input_size(self) -> int:
-        """Width of the confidence head's input: d, plus r when it reads the Markov embedding."""
+        """Return the width of the confidence head's input: d, plus r when it reads the Markov embedding."""
         return self.hidden_size + (self.markov_rank if self.confidence_head_with_markov else 0)
 
     @property
     def num_proposed(self) -> int:
-        """Rows of the LM head and of the Markov biases."""
+        """Return the number of rows of the LM head and of the Markov biases."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
@@ -135,7 +135,7 @@ class DraftConfig:
         return self.sink_layers or (False,) * self.num_hidden_layers
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``config.json`` content in DeepSpec's form; keys that it lacks are written where they say something."""
+        """Return config.json in DeepSpec's form; keys that DeepSpec lacks are written only if they say something."""
         rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
         if self.rope_scaling is not None:
             rope |= self.rope_scaling.to_dict()

@@ -187,7 +187,7 @@ UNSERVED: tuple[Unserved, ...] = (
 
 
 def family_of(architectures: Sequence[str] | None) -> Family:
-    """The family of a target.
+    """Return the family of a target.
 
     Args:
         architectures: of its config.json.

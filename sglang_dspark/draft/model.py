@@ -207,7 +207,7 @@ class DraftModel(nn.Module):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> "DraftModel":
-        """As in torch; a frozen model that is to be trained again loses its constant stacks."""
+        """Switch gradients as in torch; a frozen model that is to be trained again loses its constant stacks."""
         self._thaw()
         super().requires_grad_(requires_grad)
         return self

@@ -103,7 +103,7 @@ class ProposalHeads:
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
-        """The tokens that are proposed; None stands for all."""
+        """Return the tokens that are proposed; None stands for all."""
         return self.weights.vocabulary
 
     def base_logits(self, hidden: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class ProposalHeads:
 
 
 def _markov_weights(head: MarkovHead | None, vocabulary: DraftVocabulary | None) -> MarkovWeights | None:
-    """The bias covers the proposed tokens only; what the head remembers of the last token covers all."""
+    """Return the head's weights: biases cover the proposed tokens only, embeddings of the last token cover all."""
     if head is None:
         return None
     w2 = head.markov_w2.weight if vocabulary is None else head.markov_w2.weight[vocabulary.token_ids]

@@ -27,7 +27,7 @@ class ResolvedDrafter:
 
     @property
     def config(self) -> DraftConfig:
-        """The configuration, whatever the format."""
+        """Return the configuration, whatever the format."""
         return self.reading.config
 
     @classmethod

@@ -68,7 +68,7 @@ def _check_range(name: str, stored: Tensor, cast: Tensor, origin: str) -> None:
 
 
 def random_draft_model(config: DraftConfig, *, dtype: torch.dtype, device: torch.device | str) -> DraftModel:
-    """A frozen drafter of this shape with random weights, which reads the target's embedding and LM head.
+    """Make a frozen drafter of this shape with random weights, which reads the target's embedding and LM head.
 
     For measuring times: what it proposes is noise. All ranks of a server make the same one.
     """
@@ -177,11 +177,11 @@ class _Checkpoint:
         self._check()
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of the model, as stored."""
+        """Return a tensor of the model, as stored."""
         return self.reading.rules.order(name, self._stored.read(self._names[name]))
 
     def token_ids(self) -> Tensor | None:
-        """Ids of the proposed tokens of a reduced vocabulary, ascending; None for all.
+        """Return the ids of the proposed tokens of a reduced vocabulary, ascending; None for all.
 
         Raises:
             CheckpointError: the checkpoint lacks them or contradicts itself.

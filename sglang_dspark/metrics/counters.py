@@ -103,12 +103,12 @@ class Counters:
         row[PREDICTED_MS] += predicted_ms or 0.0
 
     def sums(self) -> Sums:
-        """All sums up to now, a copy."""
+        """Return a copy of all sums up to now."""
         return Sums(np.array(self._loads), self._predicted.sums())
 
     @property
     def accept_length(self) -> float | None:
-        """Mean tokens per round since the start, bonus included; None before the first round."""
+        """Return the mean tokens per round since the start, bonus included; None before the first round."""
         return self._total().accept_length
 
     @property
@@ -118,7 +118,7 @@ class Counters:
 
     @property
     def drafter_accept_length(self) -> float:
-        """Mean tokens per round in which drafts of the drafter were verified; 1 before the first."""
+        """Return the mean tokens per round in which drafts of the drafter were verified; 1 before the first."""
         rounds, accepted = self._drafter_rounds()
         return (accepted + rounds) / rounds if rounds else 1.0
 

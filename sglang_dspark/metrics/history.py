@@ -24,7 +24,7 @@ HISTORY_S = 300
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a scheduler hands over when it is asked: sums, out of which another process makes the figures.
+    """The sums that a scheduler hands over when it is asked; another process makes the figures.
 
     Attributes:
         uptime_s: since the server's start.
@@ -48,13 +48,13 @@ class Snapshot:
     rows: bytes
 
     def packed(self) -> dict[str, Any]:
-        """The same as numbers, texts, lists and bytes, which travel between processes."""
+        """Return the snapshot as numbers, texts, lists and bytes, which travel between processes."""
         packed: dict[str, Any] = msgspec.to_builtins(self, builtin_types=(bytes,), enc_hook=np.ndarray.tolist)
         return packed
 
     @classmethod
     def unpacked(cls, packed: dict[str, Any]) -> Snapshot:
-        """The inverse of :meth:`packed`."""
+        """Invert :meth:`packed`."""
         return msgspec.convert(packed, cls, builtin_types=(bytes,), dec_hook=lambda kind, values: np.asarray(values))
 
     def report(self) -> dict[str, Any]:
@@ -102,11 +102,11 @@ class History:
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return self._clock() - self._start
 
     def tick(self) -> None:
-        """To be called before a step is counted."""
+        """Keep the sums if a new second has begun; call this before a step is counted."""
         second = int(self._clock())
         if second != self._seconds[-1][0]:
             self._keep(second)
@@ -116,7 +116,7 @@ class History:
         self._seconds.append((second, sums, _row(sums)))
 
     def snapshot(self, history_s: int = 0) -> Snapshot:
-        """The sums up to now, in microseconds however long the history is.
+        """Return the sums up to now, in microseconds however long the history is.
 
         Args:
             history_s: seconds to list one by one, at most :data:`HISTORY_S`.
@@ -141,7 +141,7 @@ class History:
         )
 
     def _at(self, second: int, now: Sums) -> Sums:
-        """The sums at the start of ``second``."""
+        """Return the sums at the start of ``second``."""
         index = bisect_left(self._seconds, second, key=lambda entry: entry[0])
         return self._seconds[index][1] if index < len(self._seconds) else now
 

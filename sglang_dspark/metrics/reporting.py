@@ -1,4 +1,4 @@
-"""What a running server counts and says of itself: statistics, metrics and the log."""
+"""Reports of a running server: statistics, metrics and the log."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Reporting:
             )
 
     def report(self, history_s: int = 0) -> dict[str, Any]:
-        """What ``GET /dspark/stats`` is made of, see ``full_report``; ``history_s``: seconds to list one by one."""
+        """Return the parts of ``GET /dspark/stats``, see ``full_report``; ``history_s``: seconds to list one by one."""
         known = {"block_size": self._gamma, "max_running_requests": self._max_running_requests}
         # The schedule first: it learns from what it has only noted so far.
         known |= self._schedule.report()
@@ -87,5 +87,5 @@ class Reporting:
         return {"uptime_s": self._history.uptime_s, **self._counters.sums().total().counts()}
 
     def _state(self) -> tuple[str, bool]:
-        """Name of the policy, and whether speculation rests."""
+        """Return the name of the policy, and whether speculation rests."""
         return self._schedule.policy.name, self._schedule.parked

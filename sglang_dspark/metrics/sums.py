@@ -1,4 +1,4 @@
-"""What decode steps add up to, and the figures that follow from the sums.
+"""Sums over decode steps, and the figures that follow from them.
 
 Everything reported is a function of sums, so that any span of time is a difference of two: since the start, the last
 minute, one second.
@@ -24,7 +24,7 @@ def load_of(requests: int) -> int:
 
 
 def requests_of(load: int) -> tuple[int, int]:
-    """Fewest and most requests of a row of :attr:`Sums.loads`."""
+    """Return the fewest and the most requests of a row of :attr:`Sums.loads`."""
     return (1 << load - 1) + 1 if load else 1, 1 << load
 
 
@@ -66,7 +66,7 @@ class Sums:
 
 
 class Figures:
-    """What follows from one row of sums.
+    """The figures that follow from one row of sums.
 
     Args:
         row: [NUM_SCALARS + 3 * (gamma + 1)] of :attr:`Sums.loads`.
@@ -88,12 +88,12 @@ class Figures:
 
     @property
     def committed(self) -> int:
-        """Tokens gained: accepted drafts, and one correction or bonus token per round."""
+        """Return the tokens gained: accepted drafts, and one correction or bonus token per round."""
         return self.accepted + self.rounds
 
     @property
     def accept_length(self) -> float | None:
-        """Mean tokens per round, bonus included; None before the first round."""
+        """Return the mean tokens per round, bonus included; None before the first round."""
         return _ratio(self.committed, self.rounds)
 
     def counts(self) -> dict[str, int]:

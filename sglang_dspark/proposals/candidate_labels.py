@@ -35,7 +35,7 @@ class LabelTrie:
                 self._at_its_end[beginning] = self.follow(self._at_its_end[shorter], token)
 
     def follow(self, beginning: int, token: int) -> int:
-        """The longest beginning at the end of a text that ended with ``beginning`` before ``token``."""
+        """Return the longest beginning at the end of a text that ended with ``beginning`` before ``token``."""
         while (longer := self._longer.get((beginning, token))) is None:
             if beginning == ROOT:
                 return ROOT
@@ -69,10 +69,10 @@ class CandidateLabels:
             self._beginning = self._trie.follow(self._beginning, token)
 
     def propose(self, most: int) -> list[int]:
-        """Up to ``most`` tokens of the rest of the label whose longest beginning the output ends with."""
+        """Return up to ``most`` tokens of the rest of the label whose longest beginning the output ends with."""
         return list(self._trie.rest(self._beginning)[:most])
 
 
 def spellings(label: str) -> list[str]:
-    """A label as it stands, and after a space: tokens of what follows other text."""
+    """Return a label as it stands, and after a space, as it is tokenised behind other text."""
     return [label] if label[0].isspace() else [label, f" {label}"]

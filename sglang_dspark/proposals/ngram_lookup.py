@@ -43,7 +43,7 @@ class NgramIndex:
         return stop - start
 
     def find(self, ngram: bytes) -> int | None:
-        """The place after the last occurrence."""
+        """Return the place after the last occurrence."""
         for segment in reversed(self._segments):
             place = segment.get(ngram)
             if place is not None:
@@ -93,7 +93,7 @@ class NgramLookup:
         self._text.extend(tokens)
 
     def propose(self, most: int) -> list[int]:
-        """Up to ``most`` tokens that followed the most recent earlier match of the text's longest matching suffix.
+        """Return up to ``most`` tokens that followed the latest earlier match of the text's longest matching suffix.
 
         Where the match runs into the end of the text, the proposal goes on with itself: a text that repeats a period
         is expected to keep repeating it. Only what is indexed is found.
@@ -112,5 +112,5 @@ class NgramLookup:
 
 
 def as_bytes(tokens: Sequence[int]) -> bytes:
-    """Tokens as :class:`Prompt` takes them."""
+    """Return the tokens in the form that :class:`Prompt` takes."""
     return np.asarray(tokens, dtype=np.int32).tobytes()

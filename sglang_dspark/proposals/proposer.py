@@ -25,7 +25,7 @@ class Proposer(Protocol):
         """Append committed tokens of the output."""
 
     def propose(self, most: int) -> list[int]:
-        """Up to ``most`` drafts for what comes next; none where the preset has nothing to say."""
+        """Return up to ``most`` drafts for what comes next; none if the preset has no proposal."""
 
 
 class Proposers:
@@ -36,7 +36,7 @@ class Proposers:
         self._tries: WeakValueDictionary[tuple[Tokens, ...], LabelTrie] = WeakValueDictionary()
 
     def make(self, options: RequestOptions, prompt: Sequence[int]) -> Proposer:
-        """The proposer of a request.
+        """Return the proposer of a request.
 
         Args:
             options: with a preset.

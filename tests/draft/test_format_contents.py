@@ -1,4 +1,4 @@
-"""What formats say and leave open: read, asked for, or refused by name, whatever a file holds."""
+"""Everything that formats say and leave open: read, asked for, or refused by name, whatever a file holds."""
 
 import format_exports as exports
 import pytest

@@ -79,7 +79,7 @@ def kept_tokens(logits, cuts, last):
 
 
 def is_near(logits, combination):
-    """Whether rounding decides the cut of a row [V]."""
+    """Return whether rounding decides the cut of a row [V]."""
     temperature, _, top_p, min_p = combination
     probs = (logits.double() / temperature).softmax(-1).sort(descending=True).values
     before = probs.cumsum(-1) - probs

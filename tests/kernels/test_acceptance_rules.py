@@ -138,7 +138,7 @@ def test_a_request_does_not_see_its_batch(device, r):
 
 
 def test_neutral_filters_and_nobodys_seeds_change_nothing(device):
-    """As in a CUDA graph that is captured for whatever comes."""
+    """A CUDA graph that is captured for whatever comes reads rules as tensors."""
     case = make_case(device, [0.0, 1.0, 0.7], 4, 111)
     plain = Rules.of(case.rows)
     params = SamplingBatch.by_temperature(3, case.rows.draw_temperatures, device).filter_params

@@ -51,7 +51,7 @@ def test_no_token_of_a_large_vocabulary_is_out_of_reach():
 
 
 def test_what_is_kept_is_divided_by_its_mass():
-    """To the last bit: it decides between tokens of a seeded request."""
+    """The result is equal to the last bit, which decides between tokens of a seeded request."""
     logits = torch.randn(8, 50_000, generator=torch.Generator().manual_seed(2))
     probs = torch.softmax(logits, -1)
     kept = target_probs(logits, sampled_rows(8, top_p=0.9).filter_params)

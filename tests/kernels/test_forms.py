@@ -1,4 +1,4 @@
-"""What serving changes from step to step compiles no kernel again, by Triton's own rule."""
+"""Values that change from step to step compile no kernel again, by Triton's own rule."""
 
 from types import SimpleNamespace
 

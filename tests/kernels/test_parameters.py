@@ -1,4 +1,4 @@
-"""Which rule each request follows, and what the host remembers about the batch."""
+"""The rule that each request follows, and what the host remembers about the batch."""
 
 from types import SimpleNamespace
 

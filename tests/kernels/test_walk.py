@@ -279,7 +279,7 @@ def test_no_counter_serves_twice(monkeypatch):
 @pytest.mark.parametrize("token_ids", [None, range(1, 150, 3)], ids=["all", "reduced"])
 @pytest.mark.parametrize("head_type", ["vanilla", "rnn", None])
 def test_seeded_requests_draw_with_their_own_noise(device, head_type, token_ids, any_sampled):
-    """In a batch with greedy ones, and with sampled ones or without."""
+    """Seeded requests share a batch with greedy ones, and with sampled ones or without."""
     case = Case(device, bs=6, head_type=head_type, temperatures=MIXED).propose(token_ids)
     seeds = [None, 2**62 + 5, None if any_sampled else 9, None, None if any_sampled else 17, -3]
     case.seeds = seeds
@@ -291,7 +291,7 @@ def test_seeded_requests_draw_with_their_own_noise(device, head_type, token_ids,
 
 
 def test_a_seeded_draft_is_the_token_that_the_same_logits_draw(device):
-    """By drafts that agree with the target in all but the noise, seeded requests accept everything."""
+    """If drafts agree with the target in all but the noise, seeded requests accept everything."""
     bs, v = 5, 41
     case = Case(device, bs=bs, gamma=2, v=v, head_type=None, temperatures=(0.9,))
     case.seeds = [3, 1, 4, 1, 5]

@@ -1,1 +1,1 @@
-"""What becomes of the drafts: the target's logits, adjusted and masked, and what is accepted by them."""
+"""Acceptance of drafts: the target's logits, adjusted and masked, and the drafts that they accept."""

@@ -91,7 +91,7 @@ def accept(
 
 @dataclass(frozen=True)
 class Rules:
-    """What of the requests' sampling parameters the kernels read; what no request has is None, and costs nothing.
+    """The sampling parameters that the kernels read; a parameter that no request has is None, and costs nothing.
 
     Attributes:
         temperatures: [bs] float32, 0 for greedy requests; None when all are greedy.
@@ -109,7 +109,7 @@ class Rules:
 
     @staticmethod
     def of(rows: SamplingBatch) -> Rules:
-        """The rules of ``rows``."""
+        """Return the rules of ``rows``."""
         if rows.all_greedy:
             return Rules()
         return Rules(
@@ -202,7 +202,7 @@ class _Launches:
         return torch.empty(shape, dtype=torch.int32, device=self._logits.device)
 
     def read_rows(self) -> None:
-        """Statistics of the tiles."""
+        """Compute the statistics of the tiles."""
         row_stats_kernel[len(self._logits), self._num_tiles](
             **self._row_args,
             **self._tile_args,
@@ -213,7 +213,7 @@ class _Launches:
         )
 
     def cut(self, filters: FilterParams) -> None:
-        """What top-k, top-p and min-p leave of the rows."""
+        """Find the cuts of top-k, top-p and min-p in the rows."""
         filter_kernel[self.bs, self.gamma + 1](
             **self._row_args,
             **self._cut_args,
@@ -235,7 +235,7 @@ class _Launches:
         )
 
     def draw_seeded(self, seeds: torch.Tensor, positions: torch.Tensor) -> None:
-        """The draws of seeded requests in all their rows."""
+        """Draw the tokens of seeded requests in all their rows."""
         seeded_kernel[self.bs, self.gamma + 1, self._num_tiles](
             **self._row_args,
             **self._cut_args,
@@ -252,7 +252,7 @@ class _Launches:
         )
 
     def verify_drafts(self, prefix_lens: torch.Tensor) -> AcceptResult:
-        """The outcome, but for the next tokens of sampled requests."""
+        """Return the outcome, but for the next tokens of sampled requests."""
         drafts, bs = self._drafts, self.bs
         lens, bonus, new_seq_lens = (drafts.new_empty(bs) for _ in range(3))
         accepted = AcceptResult(lens, bonus, drafts.new_empty(bs, self.gamma + 1), new_seq_lens)
@@ -280,7 +280,7 @@ class _Launches:
         return accepted
 
     def draw(self, accepted: AcceptResult) -> None:
-        """The next tokens of sampled requests, by a race over the row that the verdict names."""
+        """Draw the next tokens of sampled requests, by a race over the row that the verdict names."""
         bs, vocab_size = self.bs, self._row_args["vocab_size"]
         tile = _tile(_RACE_TILE, vocab_size)
         tiles = triton.cdiv(vocab_size, tile)
@@ -359,5 +359,5 @@ def _check_distribution(distribution: DraftDistribution, bs: int, gamma: int, vo
 
 
 def _tile(most: int, vocab_size: int) -> int:
-    """Tokens of a tile."""
+    """Return the number of tokens of a tile."""
     return max(_MIN_TILE, min(most, triton.next_power_of_2(vocab_size)))

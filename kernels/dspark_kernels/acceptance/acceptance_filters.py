@@ -52,14 +52,14 @@ def _order_key(logits):
 
 @triton.jit
 def _value(key):
-    """The float32 of a scalar key."""
+    """Return the float32 of a scalar key."""
     key = key.to(tl.int32)
     return (key ^ ((key >> 31) & _LARGEST_KEY)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _tile_logits(logits_ptr, tile, vocab_size, TILE: tl.constexpr):
-    """Tokens and float32 logits of a tile of a row; -inf past the vocabulary."""
+    """Return the tokens and float32 logits of a tile of a row; -inf past the vocabulary."""
     tokens = tile * TILE + tl.arange(0, TILE)
     return tokens, tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=float("-inf")).to(tl.float32)
 
@@ -78,7 +78,7 @@ def _lower_bound(
     vocab_size,
     BLOCK_T: tl.constexpr,
 ):
-    """A value at or below the cut."""
+    """Return a value at or below the cut."""
     bound = tl.maximum(largest - _DEPTH * temperature, _LEAST)
     if top_k <= num_tiles:
         reaching = tl.zeros([BLOCK_T], tl.int32)  # tiles that reach a tile's maximum, itself included
@@ -98,7 +98,7 @@ def _lower_bound(
 def _collect(
     logits_ptr, tile_max_ptr, candidates_ptr, low, high, vocab_size, num_tiles, TILE: tl.constexpr, ROOM: tl.constexpr
 ):
-    """How many logits of the row have keys in [low, high]; the first ROOM of them are written out."""
+    """Count the logits of the row with keys in [low, high], and write the first ROOM of them out."""
     count = 0
     least = _value(low)
     low = low.to(tl.int32)
@@ -119,7 +119,7 @@ def _collect(
 
 @triton.jit
 def _quarter(low, high, part, by_value):
-    """The key a quarter, half or three quarters of the way up, in [low, high); by value or by key."""
+    """Return the key a quarter, half or three quarters of the way up, in [low, high); by value or by key."""
     fraction = part * 0.25
     value = _value(low) * (1.0 - fraction) + _value(high) * fraction
     key = tl.where(by_value, _order_key(value).to(tl.int64), low + ((high - low) * part >> 2))
@@ -128,7 +128,7 @@ def _quarter(low, high, part, by_value):
 
 @triton.jit
 def _reaches(key, min_p, largest, temperature):
-    """Whether what has this key is likely enough for min-p: otherwise the cut is above it."""
+    """Return whether logits of this key are likely enough for min-p; otherwise the cut is above the key."""
     return tl.exp((_value(key) - largest) / temperature) >= min_p
 
 
@@ -213,7 +213,7 @@ def _bisect(
     temperature,
     ROOM: tl.constexpr,
 ):
-    """The key of the cut among all tokens of [low, high], what is above it, and how many tokens have it."""
+    """Return the key of the cut among all tokens of [low, high], what is above it, and how many tokens have it."""
     places = tl.arange(0, ROOM)
     known = places < count
     values = tl.load(candidates_ptr + places, mask=known, other=0.0)
@@ -242,7 +242,7 @@ def _bisect(
 
 @triton.jit
 def _last_tied(logits_ptr, tile_max_ptr, cut, room, vocab_size, num_tiles, TILE: tl.constexpr):
-    """The ``room``-th token of the row, in order of ids, whose key is ``cut``."""
+    """Return the ``room``-th token of the row, in order of ids, whose key is ``cut``."""
     last = vocab_size
     seen = 0
     value = _value(cut)

@@ -113,7 +113,7 @@ def _draft_mass(
 
 @triton.jit
 def _seeded_choices(speed_ptr, token_ptr, offsets, mask, choices, vocab_size):
-    """The tokens that seeds draw; a row without a winner is no distribution (NaN), and keeps its argmax."""
+    """Return the tokens that seeds draw; a row without a winner is no distribution (NaN), and keeps its argmax."""
     speeds = tl.load(speed_ptr + offsets, mask=mask, other=-1.0)
     fastest = tl.max(speeds, 1)
     tokens = tl.load(token_ptr + offsets, mask=mask, other=0)

@@ -31,7 +31,7 @@ def _removed_mass(
     HAS_COLUMNS: tl.constexpr,
     HAS_COPIED: tl.constexpr,
 ):
-    """What a rejection takes off p_t at ``tokens``: p_d, or all of a copied token; 0 where nothing was rejected.
+    """Return what a rejection takes off p_t at ``tokens``: p_d, or all of a copied token; 0 without a rejection.
 
     What belongs to a draft is read after a rejection only, where slot < gamma.
     """

@@ -103,7 +103,7 @@ def _keep_matches(
     verify_lens: torch.Tensor,  # [m]
     choices: torch.Tensor,  # [m, gamma + 1] the target's own token at every slot
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lengths and next tokens [m] of requests whose target has exactly one choice per slot."""
+    """Return the lengths and next tokens [m] of requests whose target has exactly one choice per slot."""
     lens = _leading_run(draft_tokens == choices[:, :-1], verify_lens)
     return lens, choices.gather(1, lens[:, None]).squeeze(1)
 
@@ -157,7 +157,7 @@ def _keep_by_ratio(
     copied: torch.Tensor | None,  # [m, gamma]
     keys: RoundKeys,  # of the m requests
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lengths and next tokens [m] of sampled requests."""
+    """Return the lengths and next tokens [m] of sampled requests."""
     gamma = draft_tokens.shape[1]
     tokens = draft_tokens.clamp_min(0)  # fillers must be valid indices
     target_mass = probs[grid[:, :-1], tokens].double()

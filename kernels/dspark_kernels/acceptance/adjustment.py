@@ -34,7 +34,7 @@ _FREQUENCY, _PRESENCE, _REPETITION, _MIN_NEW_TOKENS = range(4)
 
 @dataclass(frozen=True)
 class Adjustment:
-    """What one request asks for.
+    """The adjustments that one request asks for.
 
     Attributes:
         frequency: subtracted from a token's logit for each of its occurrences in the output.
@@ -73,7 +73,7 @@ class AdjustmentTable:
 
     @classmethod
     def empty(cls, num_slots: int, vocab_size: int, device: torch.device | str) -> AdjustmentTable:
-        """A table of ``num_slots`` slots, none of which is set."""
+        """Return a table of ``num_slots`` slots, none of which is set."""
         return cls(
             counts=torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device),
             num_outputs=torch.zeros(num_slots, dtype=torch.int64, device=device),
@@ -86,7 +86,7 @@ class AdjustmentTable:
         return self.num_outputs.shape[0]
 
     def grown(self, num_slots: int) -> AdjustmentTable:
-        """A larger table that starts with the slots of this one."""
+        """Return a larger table that starts with the slots of this one."""
         larger = AdjustmentTable.empty(num_slots, self.counts.shape[1], self.counts.device)
         for part in fields(self):
             getattr(larger, part.name)[: len(self)] = getattr(self, part.name)
@@ -135,7 +135,7 @@ def adjust_ref(
     input_ids: torch.Tensor,  # [N] int64
     indptr: torch.Tensor,  # [bs + 1] int64
 ) -> None:
-    """The same as :func:`adjust` in plain torch; finds the rows to adjust on the host."""
+    """Compute the same as :func:`adjust` in plain torch; finds the rows to adjust on the host."""
     bs, vocab_size = slots.shape[0], logits.shape[1]
     is_row = torch.arange(logits.shape[0], device=logits.device) < indptr[bs]
     row_slots = torch.where(is_row, slots[requests.clamp_max(bs - 1)], -1)

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class AcceptResult:
-    """What one verification leaves.
+    """The outcome of one verification.
 
     Attributes:
         accept_lens: [bs] int64, number of drafts kept, 0..verify_len.

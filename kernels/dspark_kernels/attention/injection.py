@@ -23,7 +23,7 @@ _PADDING_SLOT = 0
 
 @dataclass(frozen=True)
 class CommitRows:
-    """Which rows of a verified batch are committed: the anchor and the accepted drafts of each request.
+    """The rows of a verified batch that are committed: the anchor and the accepted drafts of each request.
 
     Attributes:
         columns: [n] int, place of a row in its request's window; 0 is the anchor.
@@ -63,7 +63,7 @@ def kv_inject_ref(
     pool: tuple[torch.Tensor, torch.Tensor],  # K and V, [L, slots, kv_heads, hd] each
     rows: CommitRows | None = None,
 ) -> None:
-    """The same as :func:`kv_inject` in plain torch; rows that are not kept land in slot 0. No host sync."""
+    """Compute the same as :func:`kv_inject` in plain torch; rows that are not kept land in slot 0. No host sync."""
     k_pool, v_pool = pool
     num_layers, _, num_kv_heads, head_dim = k_pool.shape
     k, v = projected.unflatten(-1, (num_layers, 2, num_kv_heads, head_dim)).permute(2, 1, 0, 3, 4).unbind(0)

@@ -42,7 +42,7 @@ class ContextGroup:
     _gathered: dict[tuple[int, int, torch.dtype], _Gathered] = field(default_factory=dict, repr=False, compare=False)
 
     def gathered(self, k_pool: torch.Tensor, v_pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [R, n, kv_heads, hd] of one layer, in memory that the next layer of that form uses again.
+        """Return K and V [R, n, kv_heads, hd] of one layer, in memory that the next layer of that form uses again.
 
         An allocation of their size may be handed back to the system when it is freed, and then every layer would pay
         for its pages again: up to twice the time of the whole attention.
@@ -74,12 +74,12 @@ class _Gathered(NamedTuple):
 
 
 def _bits(pool: torch.Tensor) -> torch.Tensor:
-    """A pool as numbers that torch can gather: those of eight bits it cannot."""
+    """Return a pool as numbers that torch can gather, which it cannot do with those of eight bits."""
     return pool.view(torch.uint8) if pool.element_size() == 1 else pool
 
 
 class VisibleKeys(NamedTuple):
-    """Which keys of the pool a query sees.
+    """The keys of the pool that a query sees.
 
     Attributes:
         causal: queries are the last positions among the keys and see no later key; otherwise all see all.

@@ -32,7 +32,7 @@ def qk_norm_rope_ref(
     inv_freq: torch.Tensor,  # [hd / 2] float32
     positions: torch.Tensor,  # [T] int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as :func:`qk_norm_rope` in plain torch."""
+    """Compute the same as :func:`qk_norm_rope` in plain torch."""
     angles = positions.to(torch.float32)[:, None, None] * inv_freq
     cos, sin = angles.cos(), angles.sin()
 

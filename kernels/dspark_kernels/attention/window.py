@@ -81,7 +81,7 @@ def window_attention_ref(
     sinks: torch.Tensor | None = None,  # [heads]
     splits: int | None = None,
 ) -> torch.Tensor:
-    """The same as :func:`window_attention` in plain torch. Syncs with the host."""
+    """Compute the same as :func:`window_attention` in plain torch. Syncs with the host."""
     out = torch.zeros_like(q)
     for request, (start, end) in enumerate(itertools.pairwise(windows.indptr.tolist())):
         if start == end:
@@ -184,7 +184,7 @@ def window_attention(
 
 @dataclass(frozen=True)
 class _Parts:
-    """What programs that share a context leave to be combined.
+    """Partial results of the programs that share a context, still to be combined.
 
     Attributes:
         rows: [splits, N, heads, hd] float32, attention to a part of the keys.
@@ -275,7 +275,7 @@ def _block_d(head_dim: int) -> int:
 
 
 def _heads_per_program(group: int, width: int, head_bytes: int) -> int:
-    """Query heads of a K/V head that share a tile: all of them, unless it were too large."""
+    """Return how many query heads of a K/V head share a tile: all, unless it were too large."""
     share = group
     while share > 1 and triton.next_power_of_2(width * share) * head_bytes > _MAX_TILE:
         share = triton.cdiv(share, 2)
@@ -283,12 +283,12 @@ def _heads_per_program(group: int, width: int, head_bytes: int) -> int:
 
 
 def widest_window(head_dim: int, dtype: torch.dtype) -> int:
-    """Most rows of a request that the kernel can be built for, which its reference knows no limit of."""
+    """Return the most rows of a request that the kernel can be built for; its reference has no limit."""
     return _MAX_TILE // (_block_d(head_dim) * dtype.itemsize)
 
 
 def num_splits(bs: int, num_kv_heads: int, num_processors: int) -> int:
-    """Splits of the contexts that give every multiprocessor of the GPU about two programs.
+    """Return the number of splits of the contexts that gives every multiprocessor of the GPU about two programs.
 
     Args:
         bs: requests of the batch.

@@ -10,7 +10,7 @@ _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
 
 @triton.jit
 def _attend_tile(q, k, v, visible, row_max, row_sum, acc, scale):
-    """One step of the online softmax over a tile of keys, of which a row may see none: ``row_max`` is finite."""
+    """Take one step of the online softmax over a tile of keys; a row may see none, so ``row_max`` is finite."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -40,7 +40,7 @@ def _attend_context(
     HEAD_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """The online softmax over the context's positions ``first..last-1``."""
+    """Continue the online softmax over the context's positions ``first..last-1``."""
     for begin in range(first, last, BLOCK_N):
         positions = begin + tl.arange(0, BLOCK_N)
         visible = positions < last
@@ -76,7 +76,7 @@ def _attend_window(
     HEAD_DIM: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """The online softmax over the request's own rows."""
+    """Continue the online softmax over the request's own rows."""
     columns = tl.arange(0, BLOCK_W)
     is_column = columns < length
     mask = is_column[:, None] & (dims < HEAD_DIM)[None, :]

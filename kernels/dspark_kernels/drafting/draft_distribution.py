@@ -43,11 +43,11 @@ class DraftDistribution:
         return DraftDistribution(scores, log_norms, self.columns)
 
     def first(self, bs: int) -> DraftDistribution:
-        """The distribution of the first ``bs`` requests; no copy."""
+        """Return the distribution of the first ``bs`` requests; no copy."""
         return DraftDistribution(self.scores[:bs], self.log_norms[:bs], self.columns)
 
     def widened(self, more: int) -> DraftDistribution:
-        """The distribution of blocks with ``more`` fillers at their ends."""
+        """Return the distribution of blocks with ``more`` fillers at their ends."""
         if more == 0:
             return self
         pad = torch.nn.functional.pad

@@ -41,7 +41,7 @@ class DraftBlock:
         return self.probs if self.distribution is None else self.distribution.probs()
 
     def spread(self, index: torch.Tensor, bs: int) -> DraftBlock:
-        """A batch of ``bs`` requests in which ``index`` [m] int64 have these blocks, the others fillers."""
+        """Return a batch of ``bs`` requests in which ``index`` [m] int64 have these blocks, the others fillers."""
 
         def place(part: torch.Tensor | None) -> torch.Tensor | None:
             return None if part is None else part.new_zeros((bs, *part.shape[1:])).index_copy_(0, index, part)
@@ -52,7 +52,7 @@ class DraftBlock:
         return DraftBlock(tokens, place(self.probs), place(self.confidence_logits), distribution)
 
     def first(self, bs: int) -> DraftBlock:
-        """The first ``bs`` requests; no copy."""
+        """Return the first ``bs`` requests; no copy."""
         distribution = None if self.distribution is None else self.distribution.first(bs)
         probs, logits = (None if part is None else part[:bs] for part in (self.probs, self.confidence_logits))
         return DraftBlock(self.tokens[:bs], probs, logits, distribution)

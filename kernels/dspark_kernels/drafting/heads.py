@@ -80,7 +80,7 @@ class DraftVocabulary:
 
 @dataclass(frozen=True)
 class DraftHeads:
-    """What turns base logits into a block of tokens; each part is None where the drafter has none.
+    """The weights that turn base logits into a block of tokens; each part is None if the drafter has none.
 
     Attributes:
         markov: corrects the logits of a slot by the token before it.

@@ -156,7 +156,7 @@ class _Launches:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """How the work of a slot is divided: groups of requests, and programs that share the vocabulary."""
+    """The division of a slot's work: groups of requests, and programs that share the vocabulary."""
 
     groups: int
     programs: int
@@ -184,7 +184,7 @@ class _Tiles:
         )
 
     def options(self, room: int) -> dict[str, int | bool]:
-        """Of the launches, on a GPU with ``room`` bytes of shared memory for a program."""
+        """Return the division of the launches on a GPU with ``room`` bytes of shared memory for a program."""
         return {
             "BLOCK_B": self.block_b,
             "BLOCK_V": _BLOCK_V,

@@ -88,7 +88,7 @@ def _finish_group(
 
 @triton.jit
 def _bias(latents, in_batch, w2_rows, is_column, RANK: tl.constexpr, BLOCK_R: tl.constexpr) -> tl.tensor:
-    """Latents times W2, [BLOCK_B, BLOCK_V] float32.
+    """Return the product of latents and W2, [BLOCK_B, BLOCK_V] float32.
 
     ``latents`` are values [BLOCK_B, BLOCK_R], or pointers to the requests' rows [BLOCK_B] where the rank is too wide
     for one tile.

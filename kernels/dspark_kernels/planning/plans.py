@@ -1,4 +1,4 @@
-"""From survivals to the flattened batch of verification, in one launch.
+"""Plans: the flattened batch of verification from survivals, in one launch.
 
 Every program selects for itself, then writes the rows of its own share of the requests: the selection is a few
 microseconds of arithmetic on at most 32 KiB, and repeating it costs nothing while a second launch would. The smallest

@@ -21,7 +21,7 @@ def plan_top_ref(
     num_tokens: int,
     out: VerifyRows | None = None,
 ) -> VerifyRows:
-    """The same as :func:`plan_top` in plain torch. No host sync."""
+    """Compute the same as :func:`plan_top` in plain torch. No host sync."""
     real, num_real = _real_requests(requests, survival.device)
     survival = torch.nn.functional.pad(survival, (0, 0, 0, len(requests) - survival.shape[0]))
     lens = _top_lens_ref(survival, real, (num_tokens - num_real).clamp(max=budget))
@@ -35,7 +35,7 @@ def plan_staged_ref(
     requests: StepRequests,
     out: VerifyRows,
 ) -> VerifyRows:
-    """The same as :func:`plan_staged` in plain torch. No host sync."""
+    """Compute the same as :func:`plan_staged` in plain torch. No host sync."""
     (bs, depth), device, num_tokens = survival.shape, survival.device, len(out.input_ids)
     budget, verify_len, forced = numbers.unbind()
     real, num_real = _real_requests(requests, device)
@@ -69,7 +69,7 @@ def plan_uniform_ref(
     num_tokens: int,
     out: VerifyRows | None = None,
 ) -> VerifyRows:
-    """The same as :func:`plan_uniform` in plain torch. No host sync."""
+    """Compute the same as :func:`plan_uniform` in plain torch. No host sync."""
     real, _ = _real_requests(requests, requests.anchors.device)
     return _flatten_ref(real * verify_len, real, draft_tokens[:, :verify_len], requests, num_tokens, out)
 

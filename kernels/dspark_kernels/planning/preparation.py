@@ -1,4 +1,4 @@
-"""What a decode step starts from, in one launch: the requests, their draft blocks and the positions of these.
+"""The start of a decode step in one launch: the requests, their draft blocks and the positions of these.
 
 The outputs may be longer than the batch: a CUDA graph is captured for a number of request slots, and the step's
 requests are staged into its buffers. What stands behind them is padding that is safe to compute with: context length 0,
@@ -66,7 +66,7 @@ class PreparedStep:
 
     @classmethod
     def empty(cls, num_slots: int, gamma: int, device: torch.device | str) -> PreparedStep:
-        """Buffers that :func:`prepare` fills."""
+        """Return buffers that :func:`prepare` fills."""
 
         def int64(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int64, device=device)
@@ -82,11 +82,11 @@ class PreparedStep:
         )
 
     def block(self, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids and positions [num_slots, gamma] of the first blocks."""
+        """Return the ids and positions [num_slots, gamma] of the first blocks."""
         return self.block_ids[:num_slots], self.positions[:num_slots]
 
     def requests(self, req_to_token: torch.Tensor, num_slots: int | None = None) -> StepRequests:
-        """The same requests as the input of what follows, in the first ``num_slots`` slots; None takes all."""
+        """Return the same requests as the input of what follows, in the first ``num_slots`` slots; None takes all."""
         return StepRequests(
             self.anchors[:num_slots],
             self.prefix_lens[:num_slots],
@@ -97,7 +97,7 @@ class PreparedStep:
 
 
 class PlanNumbers(NamedTuple):
-    """What the host decides of a plan before anything is drafted.
+    """The numbers of a plan that the host decides before anything is drafted.
 
     Attributes:
         budget: drafts verified in all, those that rank highest.
@@ -120,7 +120,7 @@ def prepare_ref(
     out: PreparedStep | None = None,
     numbers: PlanNumbers = NOTHING,
 ) -> PreparedStep:
-    """The same as :func:`prepare` in plain torch. No host sync."""
+    """Compute the same as :func:`prepare` in plain torch. No host sync."""
     bs, device = len(requests), requests.anchors.device
     out = PreparedStep.empty(bs, gamma, device) if out is None else out
     for column in (out.anchors, out.prefix_lens, out.req_pool_indices):

@@ -1,4 +1,4 @@
-"""Which rows of a flattened batch belong to which request."""
+"""Ownership of rows: the rows of a flattened batch by request."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ class VerifyRows(Windows):
 
     @staticmethod
     def empty(bs: int, num_tokens: int, device: torch.device | str) -> VerifyRows:
-        """Buffers that planning fills."""
+        """Return buffers that planning fills."""
         sizes = (bs, bs + 1, *[num_tokens] * 5)
         return VerifyRows(*(torch.empty(size, dtype=torch.int64, device=device) for size in sizes))

@@ -115,7 +115,7 @@ class SamplingBatch:
 
     @classmethod
     def by_temperature(cls, bs: int, temperatures: torch.Tensor | None, device: torch.device | str) -> "SamplingBatch":
-        """Rows of requests whose rule the device knows and the host does not, as a CUDA graph needs them.
+        """Return parameters whose rule the device knows and the host does not, as a CUDA graph needs them.
 
         Args:
             temperatures: [bs] float32, 0 for a greedy request; None when all are greedy.
@@ -146,7 +146,7 @@ class SamplingBatch:
 
     @property
     def any_sampled(self) -> bool:
-        """Whether any request is drawn with the engine's noise, so that verification needs the draft probabilities."""
+        """Return whether any request draws with the engine's noise: its verification needs draft probabilities."""
         return self.sampled_index.shape[0] > 0
 
     @property
@@ -154,7 +154,7 @@ class SamplingBatch:
         return self.seeded_index.shape[0] > 0
 
     def select(self, per_request: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Rows ``index`` (one of the index tensors) of a [bs, ...] tensor; no copy when that is the whole batch."""
+        """Return rows ``index`` (one of the index tensors) of a [bs, ...] tensor; no copy of the whole batch."""
         return per_request if index.shape[0] == len(self) else per_request.index_select(0, index)
 
     @property
@@ -213,5 +213,5 @@ class _Request:
 def _columns(
     rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device | str
 ) -> tuple[torch.Tensor, ...]:
-    """Rows of three host values as three [n] device tensors, in one copy."""
+    """Copy rows of three host values to three [n] device tensors at once."""
     return to_device(torch.tensor(rows, dtype=dtype).view(-1, 3).t().contiguous(), device).unbind(0)

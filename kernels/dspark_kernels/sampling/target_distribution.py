@@ -53,7 +53,7 @@ def _filter_(probs: torch.Tensor, params: FilterParams) -> None:
 
 
 def reads_are_free(tensor: torch.Tensor) -> bool:
-    """Whether the host may branch on this tensor's values: on an accelerator it would have to wait for the stream."""
+    """Return whether the host may branch on this tensor's values; on an accelerator it would wait for the stream."""
     return tensor.device.type == "cpu"
 
 

@@ -16,7 +16,7 @@ _DENSE_SHARE = 4
 
 
 def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative weight exceeds ``uniforms`` times the total.
+    """Return the first token whose cumulative weight exceeds ``uniforms`` times the total.
 
     Args:
         weights: [n, V] float32 >= 0 with a positive sum; need not be normalised.
@@ -34,7 +34,7 @@ def inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def seeded_argmax(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The draw of a seeded request: argmax(log p + g(seed, position)) with Gumbel noise g.
+    """Return the draw of a seeded request: argmax(log p + g(seed, position)) with Gumbel noise g.
 
     It depends on nothing but the seed, the position and p, so it repeats whatever was drafted.
 

@@ -21,7 +21,7 @@ _QUANTISED_FILE = "hf_quant_config.json"
 
 
 def read_config(folder: str | Path) -> DraftConfig:
-    """The configuration of the checkpoint in ``folder``; see :func:`read`."""
+    """Read the configuration of the checkpoint in ``folder``; see :func:`read`."""
     return read(folder).config
 
 

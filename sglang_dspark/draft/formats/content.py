@@ -40,7 +40,7 @@ class Content:
         return key in self._keys
 
     def find(self, *keys: str, default: Any = None) -> Any:
-        """Value of the keys, ``default`` where none of them is present or all are null.
+        """Return the value of the keys; ``default`` if none of them is present or all are null.
 
         Raises:
             CheckpointError: two of them contradict each other.
@@ -56,7 +56,7 @@ class Content:
         return self._keys[present[0]] if present else default
 
     def collect(self, table: Table, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Values of the fields of ``table``; a field that is absent and has no default is left out."""
+        """Return the values of the fields of ``table``; a field that is absent and has no default is left out."""
         values: dict[str, Any] = {}
         for field, keys in table.items():
             value = self.find(*keys, default=(defaults or {}).get(field, _REQUIRED))
@@ -89,6 +89,6 @@ class Content:
         return tuple(sorted(self._keys.keys() - self._read))
 
     def refuse(self, key: str, reason: str) -> CheckpointError:
-        """An error about one key."""
+        """Return an error about one key."""
         shown = f"{key}={self._keys[key]!r}" if key in self else f"key {key!r} is missing"
         return CheckpointError(f"{self.origin}: {shown} {reason}")

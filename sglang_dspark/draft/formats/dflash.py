@@ -47,7 +47,7 @@ _ATTENTION_MODES = ("gqa", "mha")
 
 @dataclass(frozen=True)
 class Variant:
-    """What one of these formats takes for granted.
+    """The conventions that one of these formats assumes.
 
     Attributes:
         sample_from_anchor: layout of the slots where no key gives it; None where both are in use.
@@ -99,7 +99,7 @@ def read(name: FormatName, content: Content, shapes: Shapes) -> Found:
 
 
 def _depth(values: Mapping[str, Any]) -> Any:
-    """Depth of the target. Some trainers write the number of taps under this name, which then is too small."""
+    """Return the depth of the target. Some trainers write the number of taps there, which then is too small."""
     depth, taps = values.get("num_target_layers"), values.get("target_layer_ids")
     if type(depth) is int and isinstance(taps, tuple) and all(type(tap) is int for tap in taps):
         return None if depth <= max(taps, default=-1) else depth

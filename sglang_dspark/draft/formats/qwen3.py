@@ -59,7 +59,7 @@ _ROPE_SILENT = {
 
 
 def shape(content: Content, section: str = "", defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Sizes of the layers, and whether their attention has biases.
+    """Read the sizes of the layers, and whether their attention has biases.
 
     Args:
         section: where the keys are, with its dot; empty for the top level.
@@ -74,7 +74,7 @@ def shape(content: Content, section: str = "", defaults: Mapping[str, Any] | Non
 
 
 def attention(content: Content, num_layers: Any, section: str = "") -> dict[str, Any]:
-    """Kind of attention of each layer. What ``layer_types`` says counts, whatever ``use_sliding_window`` says."""
+    """Read the attention of each layer. ``layer_types`` decides, whatever ``use_sliding_window`` says."""
     types = content.find(f"{section}layer_types")
     window = content.find(f"{section}sliding_window")
     sliding = content.find(f"{section}use_sliding_window", default=False)
@@ -109,7 +109,7 @@ def causal_layers(content: Content, values: Mapping[str, Any]) -> tuple[bool, ..
 
 
 def extras(content: Content, values: Mapping[str, Any], names: Collection[str], section: str = "") -> dict[str, Any]:
-    """Attention sinks of each layer, and what its values are multiplied with.
+    """Read the attention sinks of each layer, and the factor of its values.
 
     Args:
         values: what was read of the layers.
@@ -153,7 +153,7 @@ def _places(key: str, section: str) -> tuple[str, ...]:
 def rope(
     content: Content, layer_types: tuple[str, ...], section: str = "", *, kind: str | None = None
 ) -> dict[str, Any]:
-    """The rotary embedding.
+    """Read the rotary embedding.
 
     Args:
         layer_types: of the draft's layers; empty stands for full attention.
@@ -194,7 +194,7 @@ def pairs_span_head(content: Content) -> bool:
 
 
 def _parameters(content: Content, section: str, kinds: set[str]) -> dict[str, Any]:
-    """The keys of ``rope_parameters`` (transformers 5) and ``rope_scaling`` (transformers 4) that are set."""
+    """Return the keys of ``rope_parameters`` (transformers 5) and ``rope_scaling`` (transformers 4) that are set."""
     found: dict[str, Any] = {}
     for key in ("rope_parameters", "rope_scaling"):
         parameters = content.find(section + key)
@@ -209,7 +209,7 @@ def _parameters(content: Content, section: str, kinds: set[str]) -> dict[str, An
 
 
 def _of_kind(content: Content, key: str, parameters: Mapping[str, Any], kinds: set[str]) -> Mapping[str, Any]:
-    """The parameters themselves, or those of one kind of attention."""
+    """Return the parameters themselves, or those of one kind of attention."""
     nested = {kind: value for kind, value in parameters.items() if isinstance(value, Mapping)}
     if not nested:
         return parameters

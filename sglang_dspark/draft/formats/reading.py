@@ -1,4 +1,4 @@
-"""What a reader of a format finds, and how it becomes a configuration."""
+"""The values that a reader of a format finds, and how they become a configuration."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def finish(name: FormatName, content: Content, found: Found, shapes: Shapes) -> 
 
 
 def _check_columns(content: Content, num_taps: int, hidden_size: Any, shapes: Shapes) -> None:
-    """A drafter may read a layer that its list of taps does not name: the shape of its projection tells."""
+    """Refuse a drafter that reads a layer which its list of taps does not name, by the shape of its projection."""
     columns = next((shape[1] for name, shape in shapes.items() if name.endswith("fc.weight") and len(shape) == 2), None)
     if columns is None or type(hidden_size) is not int or columns == num_taps * hidden_size:
         return
@@ -137,7 +137,7 @@ def _check_columns(content: Content, num_taps: int, hidden_size: Any, shapes: Sh
 
 
 def layout_question(content: Content) -> CheckpointError:
-    """The file does not say which slots predict."""
+    """Return the error of a file that does not say which slots predict."""
     return CheckpointError(
         f"{content.origin}: does the slot of the anchor predict? The file does not say (no key sample_from_anchor), "
         "and both answers are in use. Ask who trained the drafter, write the answer with `python -m sglang_dspark "

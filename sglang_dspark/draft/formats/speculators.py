@@ -114,7 +114,7 @@ def _class_defaults(content: Content) -> dict[str, Any]:
 
 
 def _sample_from_anchor(content: Content, kind: str, block_size: Any) -> Any:
-    """The key, or else what the number of drafts says; the library's default for a missing key has changed."""
+    """Return the key, or else what the number of drafts says; the library's default for a missing key has changed."""
     given = content.find("sample_from_anchor")
     if given is not None:
         return given
@@ -139,6 +139,6 @@ def _check_target_width(content: Content, values: Mapping[str, Any]) -> None:
 
 
 def _rope_kind(content: Content) -> str | None:
-    """All layers of a drafter use the target's set for sliding attention, where there is one."""
+    """Return the kind of attention whose set all layers use: the target's for sliding attention if there is one."""
     parameters = content.find(f"{_LAYERS}rope_parameters", default={})
     return SLIDING if isinstance(parameters, Mapping) and SLIDING in parameters else None
