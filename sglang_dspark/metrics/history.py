@@ -79,9 +79,9 @@ class Snapshot:
         # A second without a step has no row: its sums are those of the next second that has one.
         starts = rows[[bisect_left(self.ticks, second) for second in range(self.first, self.last + 1)]]
         points = []
-        for place, row in enumerate(starts[1:] - starts[:-1]):
+        for index, row in enumerate(starts[1:] - starts[:-1]):
             figures = Figures(row)
-            point = {"second": self.first + place, **_rates(figures, 1.0), **figures.counts(), **figures.means()}
+            point = {"second": self.first + index, **_rates(figures, 1.0), **figures.counts(), **figures.means()}
             points.append(point)
         return points
 

@@ -51,7 +51,7 @@ POSITION_COUNTERS = {
     "position_predicted_survival_total": "The sum of these predictions.",
     "position_predicted_survivors_total": "Those of them that survived.",
 }
-"""By label ``position``: place in the block, 0 first."""
+"""By label ``position``: index in the block, 0 first."""
 POLICY_COUNTERS = {"policy_steps_total": "Decode steps chosen by the policy."}
 GAUGES = {
     "tokens_per_second": ("tokens_per_s", "Tokens committed per second, last minute."),

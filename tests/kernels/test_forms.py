@@ -73,7 +73,7 @@ def test_no_seed_of_a_server_compiles_a_kernel(launch, launched, device):
 @pytest.mark.parametrize("v", [12288, 12290, 12292, 12296, 12297])
 def test_no_depth_compiles_the_walk(v, launched, device):
     """Rows lie depth * v apart, which is a multiple of 16 for some depths only where v is a multiple of 2, 4 or 8."""
-    # Of an odd vocabulary, the slots' first columns lie at odd places.
+    # Of an odd vocabulary, the slots' first columns have odd addresses.
     most = 2 if v % 4 else 1
     counts = distinct(launched, draft, *({"device": device, "v": v, "depth": depth} for depth in range(1, 9)))
     assert counts == {"choose_kernel": most}

@@ -67,11 +67,11 @@ def test_a_schedule_that_changes_every_step_does_not_matter(pair, text):
     assert speculative == text
 
 
-@pytest.mark.parametrize("place", [0, 2, 4])
-def test_the_batch_does_not_matter(pair, text, place):
-    batch = [*MATES[:place], SUBJECT, *MATES[place:]]
+@pytest.mark.parametrize("index", [0, 2, 4])
+def test_the_batch_does_not_matter(pair, text, index):
+    batch = [*MATES[:index], SUBJECT, *MATES[index:]]
     texts, _ = generate(pair, batch, engine_seed=5, first_step=1000)
-    assert texts[place] == text
+    assert texts[index] == text
 
 
 def test_another_seed_gives_another_text(pair, text):

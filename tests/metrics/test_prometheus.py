@@ -99,7 +99,7 @@ def test_the_dashboard_tells_instances_apart():
     selectors = [selector for query in queries for selector in re.findall(r"sglang:\w+(\{.*?\})", query)]
     assert len(selectors) == sum(query.count("sglang:") for query in queries) > 20
     assert set(selectors) == {'{model_name=~"$model", instance=~"$instance"}'}
-    [row] = [place for place, panel in enumerate(panels) if panel["type"] == "row"]
+    [row] = [index for index, panel in enumerate(panels) if panel["type"] == "row"]
     apart = [target for panel in panels[row + 1 :] for target in panel["targets"]]
     assert apart and all("by (instance)" in target["expr"] for target in apart)
     assert {target["legendFormat"] for target in apart} == {"{{instance}}"}

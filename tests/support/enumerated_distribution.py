@@ -129,4 +129,4 @@ def a_copy_between(loop: ToyLoop, decision: StepDecision) -> StepDecision:
 
 def copies(request: int, text: Sequence[int]) -> list[int]:
     """Two drafts, one or none, by the text so far."""
-    return [(text[-1] + place) % V for place in range(GAMMA - text[-1] % (GAMMA + 1))]
+    return [(text[-1] + index) % V for index in range(GAMMA - text[-1] % (GAMMA + 1))]

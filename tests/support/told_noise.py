@@ -42,9 +42,9 @@ class Run:
         pieces = [(a, b) for a, b in pairwise(edges) if b > a]
         taken = 0
         if len(pieces) > 1:
-            place = len(self.found)
-            taken = self.script[place] if place < len(self.script) else 0
-            self.script[place:] = [taken] if place >= len(self.script) else self.script[place:]
+            index = len(self.found)
+            taken = self.script[index] if index < len(self.script) else 0
+            self.script[index:] = [taken] if index >= len(self.script) else self.script[index:]
             self.found.append(len(pieces))
         a, b = pieces[taken]
         self.weight *= (b - a) / (high - low)

@@ -83,8 +83,8 @@ def target_distribution(
     probabilities = {}
     for text in itertools.product(range(V), repeat=length):
         probability = 1.0
-        for place, token in enumerate(text):
-            output = [first, *text[:place]]
+        for index, token in enumerate(text):
+            output = [first, *text[:index]]
             logits = toy_target([*prompt, *output])[0][-1].clone()
             if adjustment is not None:
                 _adjust(logits, adjustment, output)

@@ -214,9 +214,9 @@ def _bisect(
     ROOM: tl.constexpr,
 ):
     """Return the key of the cut among all tokens of [low, high], what is above it, and how many tokens have it."""
-    places = tl.arange(0, ROOM)
-    known = places < count
-    values = tl.load(candidates_ptr + places, mask=known, other=0.0)
+    indices = tl.arange(0, ROOM)
+    known = indices < count
+    values = tl.load(candidates_ptr + indices, mask=known, other=0.0)
     keys = _order_key(values)
     weights = tl.where(known, tl.exp((values - largest) / temperature), 0.0)
     # Min-p is a bound like others; below, top-k and top-p alone decide.

@@ -121,8 +121,8 @@ class AdjustmentTable:
         """
         is_new = (tokens >= 0) & (slots >= 0)[:, None]
         owners = slots.clamp_min(0)
-        places = owners[:, None] * self.counts.shape[1] + tokens.clamp_min(0)
-        self.counts.view(-1).scatter_add_(0, places.view(-1), is_new.view(-1).to(torch.int32))
+        entries = owners[:, None] * self.counts.shape[1] + tokens.clamp_min(0)
+        self.counts.view(-1).scatter_add_(0, entries.view(-1), is_new.view(-1).to(torch.int32))
         self.num_outputs.scatter_add_(0, owners, is_new.sum(-1))
 
 
@@ -197,13 +197,13 @@ def _adjust_kernel(
     stops = tl.load(stops_ptr + entry, mask=mask, other=0) != 0
     bias = tl.load(bias_ptr + entry, mask=mask, other=0.0)
 
-    place = logits_ptr + row * logits_stride + tokens
-    given = tl.load(place, mask=mask, other=0.0)
+    pointers = logits_ptr + row * logits_stride + tokens
+    given = tl.load(pointers, mask=mask, other=0.0)
     logit = given.to(tl.float32) - (frequency * count.to(tl.float32) + tl.where(occurs, presence, 0.0))
     logit = tl.where(stops, tl.where(too_short, float("-inf"), logit), logit)
     scale = tl.where(occurs, repetition, 1.0)
     logit = tl.where(logit < 0, logit * scale, tl.div_rn(logit, scale)) + bias
-    tl.store(place, logit.to(given.dtype), mask=mask)
+    tl.store(pointers, logit.to(given.dtype), mask=mask)
 
 
 @on_kernels(adjust_ref)
@@ -223,7 +223,7 @@ def adjust(
         table: adjustments by slot; outputs up to the anchors included.
         slots: slot of each request, -1 for requests whose rows stay as they are.
         requests: request of each row.
-        columns: place of each row in its request's window; 0 is the anchor.
+        columns: index of each row in its request's window; 0 is the anchor.
         input_ids: the tokens verified, window by window: x_j stands in the row of column j.
         indptr: first row of each request; rows from ``indptr[bs]`` on are padding and stay as they are.
     """

@@ -43,13 +43,13 @@ class DraftBlock:
     def spread(self, index: torch.Tensor, bs: int) -> DraftBlock:
         """Return a batch of ``bs`` requests in which ``index`` [m] int64 have these blocks, the others fillers."""
 
-        def place(part: torch.Tensor | None) -> torch.Tensor | None:
+        def scatter(part: torch.Tensor | None) -> torch.Tensor | None:
             return None if part is None else part.new_zeros((bs, *part.shape[1:])).index_copy_(0, index, part)
 
-        tokens = place(self.tokens)
+        tokens = scatter(self.tokens)
         assert tokens is not None
         distribution = None if self.distribution is None else self.distribution.spread(index, bs)
-        return DraftBlock(tokens, place(self.probs), place(self.confidence_logits), distribution)
+        return DraftBlock(tokens, scatter(self.probs), scatter(self.confidence_logits), distribution)
 
     def first(self, bs: int) -> DraftBlock:
         """Return the first ``bs`` requests; no copy."""

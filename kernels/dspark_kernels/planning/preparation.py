@@ -129,8 +129,8 @@ def prepare_ref(
     out.prefix_lens[:bs] = requests.prefix_lens
     out.req_pool_indices[:bs] = requests.req_pool_indices
     out.num_requests.fill_(bs)
-    for place, number in enumerate(numbers):
-        out.numbers[place] = number
+    for index, number in enumerate(numbers):
+        out.numbers[index] = number
 
     out.block_ids.fill_(mask_token_id)
     out.block_ids[:bs, 0] = requests.anchors
@@ -179,10 +179,10 @@ def _prepare_kernel(
     columns = tl.arange(0, BLOCK_C)
     is_anchor = real[:, None] & (columns == 0)[None, :]
     ids = tl.where(is_anchor, anchors[:, None], mask_token_id)
-    places = requests[:, None].to(tl.int64) * GAMMA + columns[None, :]
+    offsets = requests[:, None].to(tl.int64) * GAMMA + columns[None, :]
     in_block = in_slots[:, None] & (columns < GAMMA)[None, :]
-    tl.store(block_ids_ptr + places, ids, mask=in_block)
-    tl.store(positions_ptr + places, prefix_lens[:, None] + columns[None, :], mask=in_block)
+    tl.store(block_ids_ptr + offsets, ids, mask=in_block)
+    tl.store(positions_ptr + offsets, prefix_lens[:, None] + columns[None, :], mask=in_block)
 
 
 @on_kernels(prepare_ref)

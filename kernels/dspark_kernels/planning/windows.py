@@ -31,7 +31,7 @@ class VerifyRows(Windows):
         verify_lens: [bs] int64, drafts verified.
         indptr: [bs + 1] int64, first row of each request.
         requests: [N] int64, request of each row.
-        columns: [N] int64, place of each row in its request's window: 0 is the anchor; depth + 1 in padding.
+        columns: [N] int64, index of each row in its request's window: 0 is the anchor; depth + 1 in padding.
         input_ids: [N] int64.
         positions: [N] int64.
         slots: [N] int64, K/V slots.
