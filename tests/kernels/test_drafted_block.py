@@ -41,4 +41,4 @@ def test_a_block_without_randomness_stays_without():
     mixed = DraftBlock(torch.ones(2, 3, dtype=torch.int64), None, None).with_copies(
         torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)
     )
-    assert (mixed.probs, mixed.filter_params, mixed.confidence_logits) == (None, None, None)
+    assert (mixed.probs, mixed.distribution, mixed.confidence_logits) == (None, None, None)
