@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sglang_dspark.draft.formats.content import Shapes
 from sglang_dspark.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ class TensorRules:
             if name.startswith(prefix):
                 name = replacement + name.removeprefix(prefix)
         return None if name.startswith(_DROPPED) else name
+
+    def shapes(self, stored: Shapes) -> Shapes:
+        """Return the shapes of the network's tensors, by its names."""
+        return {here: shape for name, shape in stored.items() if (here := self.name(name)) is not None}
 
     def names(self, stored: Iterable[str], origin: str) -> dict[str, str]:
         """Return the name in the file by the network's name.
