@@ -87,18 +87,14 @@ class ProposalHeads:
             token_ids: ascending; None proposes all tokens that the model has heads for. A model with a reduced
                 vocabulary of its own proposes that.
         """
-        self._rows = model.lm_head_weight
-        vocabulary, markov = None, None
-        if model.markov_head is not None:
-            markov = _markov_weights(model.markov_head, None)
-        if model.token_ids is not None:
-            vocabulary = DraftVocabulary(model.token_ids, model.config.vocab_size)
-        elif token_ids is not None:
-            ids = torch.tensor(token_ids, device=model.lm_head_weight.device)
-            vocabulary = DraftVocabulary(ids, model.config.vocab_size)
-            self._rows = model.lm_head_weight[ids]
-            if model.markov_head is not None:
-                markov = _markov_weights(model.markov_head, vocabulary)
+        # Rows of heads that cover more than is proposed.
+        chosen = None
+        if model.token_ids is None and token_ids is not None:
+            chosen = torch.tensor(token_ids, device=model.lm_head_weight.device)
+        ids = model.token_ids if chosen is None else chosen
+        vocabulary = None if ids is None else DraftVocabulary(ids, model.config.vocab_size)
+        markov = _markov_weights(model.markov_head, chosen)
+        self._rows = model.lm_head_weight if chosen is None else model.lm_head_weight[chosen]
         self.weights = DraftHeads(markov, _confidence_weights(model.confidence_head), vocabulary)
 
     @property
@@ -111,11 +107,11 @@ class ProposalHeads:
         return F.linear(hidden.to(self._rows.dtype), self._rows)
 
 
-def _markov_weights(head: MarkovHead | None, vocabulary: DraftVocabulary | None) -> MarkovWeights | None:
+def _markov_weights(head: MarkovHead | None, rows: Tensor | None) -> MarkovWeights | None:
     """Return the head's weights: biases cover the proposed tokens only, embeddings of the last token cover all."""
     if head is None:
         return None
-    w2 = head.markov_w2.weight if vocabulary is None else head.markov_w2.weight[vocabulary.token_ids]
+    w2 = head.markov_w2.weight if rows is None else head.markov_w2.weight[rows]
     return MarkovWeights(head.markov_w1.weight, w2, None if isinstance(head, VanillaMarkovHead) else head)
 
 
