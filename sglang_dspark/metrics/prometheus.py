@@ -54,31 +54,24 @@ POSITION_COUNTERS = {
 """By label ``position``: index in the block, 0 first."""
 POLICY_COUNTERS = {"policy_steps_total": "Decode steps chosen by the policy."}
 GAUGES = {
-    "tokens_per_second": ("tokens_per_s", "Tokens committed per second, last minute."),
-    "accept_length": ("accept_length", "Tokens committed per request and step, bonus token included, last minute."),
-    "verify_length": ("verify_length", "Drafts verified per request and step, last minute."),
-    "wasted_verify_fraction": ("wasted_verify_fraction", "Share of verified drafts that were not kept, last minute."),
-    "running_requests": ("running_requests", "Requests per decode step, last minute."),
-    "parked_share": ("parked_share", "Share of decode steps while speculation rested, last minute."),
+    "tokens_per_second": "Tokens committed per second, last minute.",
+    "accept_length": "Tokens committed per request and step, bonus token included, last minute.",
+    "verify_length": "Drafts verified per request and step, last minute.",
+    "wasted_verify_fraction": "Share of verified drafts that were not kept, last minute.",
+    "running_requests": "Requests per decode step, last minute.",
+    "occupancy": "Requests per decode step over the most that may run, last minute.",
+    "parked_share": "Share of decode steps while speculation rested, last minute.",
+    "parked": "1 while speculation rests because plain steps are faster.",
+    "measured_step_seconds": "Mean time of a decode step, last minute.",
+    "predicted_step_seconds": "What was expected of the same steps, last minute.",
 }
 POSITION_GAUGES = {
-    "survival": ("survival", "Share of verified drafts that were kept, and with them all before, last minute."),
-    "conditional_acceptance": (
-        "conditional_acceptance",
-        "The same of drafts whose predecessors were kept.",
-    ),
-    "predicted_survival": ("predicted_survival", "Mean predicted survival of verified drafts, last minute."),
-    "calibration_error": ("calibration_error", "Predicted survival less the observed one, same drafts, last minute."),
+    "survival": "Share of verified drafts that were kept, and with them all before, last minute.",
+    "conditional_acceptance": "The same of drafts whose predecessors were kept.",
+    "predicted_survival": "Mean predicted survival of verified drafts, last minute.",
+    "calibration_error": "Predicted survival less the observed one, same drafts, last minute.",
 }
-STEP_GAUGES = {
-    "measured_step_seconds": ("measured_step_ms", "Mean time of a decode step, last minute."),
-    "predicted_step_seconds": ("predicted_step_ms", "What was expected of the same steps, last minute."),
-}
-STATE_GAUGES = {
-    "occupancy": "Requests per decode step over the most that may run, last minute.",
-    "parked": "1 while speculation rests because plain steps are faster.",
-    "policy": "1 for the policy in force, by label `policy`.",
-}
+POLICY_GAUGES = {"policy": "1 for the policy in force, by label `policy`."}
 
 
 class Metrics:
@@ -110,20 +103,18 @@ class Metrics:
         self._exported: dict[tuple[str, ...], float] = {}
         registry = prometheus_client.REGISTRY if registry is None else registry
         self._families: dict[str, Any] = {}
-        counted = {"load": LOAD_COUNTERS, "position": POSITION_COUNTERS, "policy": POLICY_COUNTERS}
-        for label, described in counted.items():
+        counters = {"load": LOAD_COUNTERS, "position": POSITION_COUNTERS, "policy": POLICY_COUNTERS}
+        for label, described in counters.items():
             for name, text in described.items():
                 names = [*self._labels, label]
                 self._families[name] = prometheus_client.Counter(PREFIX + name, text, names, registry=registry)
-        levels: list[tuple[str, str, list[str]]]
-        levels = [(name, text, []) for name, (_, text) in (GAUGES | STEP_GAUGES).items()]
-        levels += [(name, text, ["position"]) for name, (_, text) in POSITION_GAUGES.items()]
-        levels += [(name, text, ["policy"] if name == "policy" else []) for name, text in STATE_GAUGES.items()]
-        for name, text, extra in levels:
-            names = [*self._labels, *extra]
-            self._families[name] = prometheus_client.Gauge(
-                PREFIX + name, text, names, registry=registry, multiprocess_mode="mostrecent"
-            )
+        gauges = {"": GAUGES, "position": POSITION_GAUGES, "policy": POLICY_GAUGES}
+        for label, described in gauges.items():
+            for name, text in described.items():
+                names = [*self._labels, *filter(None, [label])]
+                self._families[name] = prometheus_client.Gauge(
+                    PREFIX + name, text, names, registry=registry, multiprocess_mode="mostrecent"
+                )
 
     def start(self) -> None:
         """Update now and once a second, until the process ends."""
@@ -171,15 +162,19 @@ class Metrics:
 
     def _levels(self) -> Iterator[tuple[str, float | None, dict[str, str]]]:
         recent, (policy, parked) = self._history.snapshot().recent_report(), self._state()
-        for name, (key, _) in GAUGES.items():
-            yield name, recent[key], {}
-        for name, (key, _) in STEP_GAUGES.items():
-            yield name, None if recent[key] is None else recent[key] / 1e3, {}
-        for name, (key, _) in POSITION_GAUGES.items():
-            for position, value in enumerate(recent[key]):
-                yield name, value, {"position": str(position)}
         running = recent["running_requests"]
-        yield "occupancy", None if running is None else running / self._max_running_requests, {}
-        yield "parked", float(parked), {}
+        levels = recent | {
+            "tokens_per_second": recent["tokens_per_s"],
+            "occupancy": None if running is None else running / self._max_running_requests,
+            "parked": float(parked),
+        }
+        for step in ("measured_step", "predicted_step"):
+            milliseconds = recent[f"{step}_ms"]
+            levels[f"{step}_seconds"] = None if milliseconds is None else milliseconds / 1e3
+        for name in GAUGES:
+            yield name, levels[name], {}
+        for name in POSITION_GAUGES:
+            for position, value in enumerate(recent[name]):
+                yield name, value, {"position": str(position)}
         for known in POLICY_NAMES:
             yield "policy", float(known == policy), {"policy": known}
