@@ -28,7 +28,7 @@ def cases(device: torch.device) -> list[Case]:
 
     The floor counts the logits once, and the row that is drawn from once more. A filter reads tiles of its rows again
     that can hold kept tokens (logits of a normal distribution: with top-k = 20 about 20 of 75, without top-k all of
-    them), once to collect them and once more where it cuts a tie; a seed reads its rows once more. Rows that keep more
+    them), once to collect them and once more if it cuts a tie; a seed reads its rows once more. Rows that keep more
     than 2048 tokens near the cut are passed over some three times before: nucleus keeps thousands of these flat rows.
     """
     return [

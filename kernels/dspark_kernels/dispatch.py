@@ -1,6 +1,6 @@
 """The choice between kernels on a GPU and references in plain torch elsewhere. Callers never ask.
 
-The rule: kernels run where the first tensor of the arguments is on CUDA, or everywhere inside :func:`kernels_anywhere`.
+The rule: kernels run if the first tensor of the arguments is on CUDA, or everywhere inside :func:`kernels_anywhere`.
 """
 
 from __future__ import annotations

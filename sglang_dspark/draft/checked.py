@@ -34,7 +34,7 @@ def check(
     Args:
         values: by field; a field that has a default may be left out.
         origin: the file that they are from; it opens the message.
-        names: of the keys in that file, where they are not those of the fields.
+        names: of the keys in that file, if they are not those of the fields.
         remedy: closes the message.
 
     Raises:

@@ -31,7 +31,7 @@ class DraftConfig:
         sample_from_anchor: the anchor's slot predicts too, so that a block has as many drafts as slots. Otherwise (the
             layout of DFlash, 1 + N slots) its output is not used and the other slots predict.
         target_layer_ids: 0-based target decoder layers whose *output* is tapped, ascending; -1 is the embedding output.
-        num_target_layers: depth of the target; None where the checkpoint does not say.
+        num_target_layers: depth of the target; None if the checkpoint does not say.
         vocab_size: of the target.
         draft_vocab_size: tokens that the drafter proposes; LM head and Markov biases have rows for them alone. None
             stands for all.

@@ -19,10 +19,10 @@ class Family:
         models: published models of this class.
         capture: the method of SGLang's class that is told which layers' outputs to return: ``dflash`` is
             ``set_dflash_layers_to_capture``; ``eagle3`` is ``set_eagle3_layers_to_capture``, for classes that lack it.
-        text: path of the model that reads text inside SGLang's class, where that one reads images, too, and leaves
+        text: path of the model that reads text inside SGLang's class, if that one also reads images and leaves
             everything about text to it.
-        reads_images: the class reads images, too; served is its text.
-        embedding: path of the embedding, where the class has no ``get_input_embeddings``.
+        reads_images: the class also reads images; its text is served.
+        embedding: path of the embedding, if the class has no ``get_input_embeddings``.
         tried: what tests compare with transformers in float32: ``model``, hidden states and greedy texts of SGLang's
             own model; ``server``, texts and rounds of a server, or with those of a plain one.
         remark: what users of the family should know.

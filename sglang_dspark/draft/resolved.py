@@ -18,7 +18,7 @@ class ResolvedDrafter:
     Attributes:
         path: its folder.
         reading: its format and its configuration.
-        token_ids: tokens that it proposes, ascending; None where no file beside the checkpoint lists them.
+        token_ids: tokens that it proposes, ascending; None if no file beside the checkpoint lists them.
     """
 
     path: str

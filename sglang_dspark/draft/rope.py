@@ -72,7 +72,7 @@ def inverse_frequencies(
         head_dim: channels of a head; channel i is paired with channel i + head_dim / 2.
         scaling: None for the plain frequencies.
         partial_rotary_factor: share of the pairs that rotate, which are the first ones.
-        max_position_embeddings: YaRN's original context length where ``scaling`` gives none.
+        max_position_embeddings: YaRN's original context length if ``scaling`` gives none.
     """
     rotated = rotary_dim(head_dim, partial_rotary_factor)
     plain = [theta ** (-2 * i / rotated) for i in range(rotated // 2)]

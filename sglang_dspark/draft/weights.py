@@ -31,7 +31,7 @@ def load_draft_model(
     The embedding and the LM head may be absent: the model then needs ``bind_target`` before use.
 
     Args:
-        reading: of the checkpoint, where it has been read already.
+        reading: of the checkpoint, if it has been read already.
 
     Raises:
         CheckpointError: config.json is unfit, a file is missing or damaged, or tensors are missing, unexpected,
@@ -93,7 +93,7 @@ def check_draft_model(path: str | Path, reading: Reading | None = None) -> None:
     """Look at a checkpoint without reading its weights; what this accepts, :func:`load_draft_model` loads.
 
     Args:
-        reading: of the checkpoint, where it has been read already.
+        reading: of the checkpoint, if it has been read already.
 
     Raises:
         CheckpointError: as there.

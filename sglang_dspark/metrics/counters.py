@@ -69,7 +69,7 @@ class Counters:
             accept_lens: drafts accepted per request (bonus not included).
             policy: name of the policy that chose the step.
             parked: whether speculation rested when it was chosen.
-            copied_lens: drafts that presets proposed per request, 0 where the drafter was asked; None for none.
+            copied_lens: drafts that presets proposed per request, 0 if the drafter was asked; None for none.
         """
         row, width = self._loads[load_of(len(verify_lens))], self._width
         by_verified, by_accepted, by_rejected = range(NUM_SCALARS, NUM_SCALARS + 3 * width, width)

@@ -29,7 +29,7 @@ class Snapshot:
     Attributes:
         uptime_s: since the server's start.
         sums: since the start.
-        recent: of the last :data:`RECENT_S` seconds, or since the start where that is shorter.
+        recent: of the last :data:`RECENT_S` seconds, or since the start if that is shorter.
         recent_s: how long that is.
         steps_by_policy: decode steps by the policy that chose them.
         first: the first second to be listed, counted from the start; ``last`` is under way and not listed.

@@ -1,6 +1,6 @@
 """The statistics as Prometheus metrics, beside SGLang's own.
 
-Counters are sums since the start, by load where the load matters; figures over any span follow from their rates. Gauges
+Counters are sums since the start, by load if the load matters; figures over any span follow from their rates. Gauges
 are the figures of the last minute ready-made.
 
 A step costs nothing here: a thread copies the sums once a second.

@@ -34,7 +34,7 @@ class Reporting:
         self._warned = False
 
     def record_time(self) -> None:
-        """Count the time of the step behind, where it was taken."""
+        """Count the time of the step behind, if it was taken."""
         if (timed := self._schedule.last_time) is not None:
             self._counters.record_time(timed.requests, timed.measured_ms, timed.expected_ms)
 

@@ -113,7 +113,7 @@ class Figures:
         }
 
     def means(self) -> dict[str, float | None]:
-        """JSON: ratios of the counts, and mean step times; None where nothing was counted.
+        """JSON: ratios of the counts, and mean step times; None if nothing was counted.
 
         ``wasted_verify_fraction`` is (k - (tau - 1)) / k with k drafts verified per round and accept length tau.
         """

@@ -3,7 +3,7 @@
 Greedy batches take two launches, others four, with top-k, top-p or min-p one more and with seeds one more; nothing is
 read back, and no tensor of probabilities is written:
 
-1. statistics of every row by tiles of the vocabulary: largest logit, its token and, where anything is sampled, the sum
+1. statistics of every row by tiles of the vocabulary: largest logit, its token and, if anything is sampled, the sum
    of the exponentials at the request's temperature;
 2. rows of filtered requests: where top-k, top-p and min-p cut them (``acceptance_filters``);
 3. rows of seeded requests, by tiles: their draws (``acceptance_seeds``);
@@ -18,7 +18,7 @@ exponential E_y, and the first one wins. It needs no sum before the draw, so tha
 What has to be moved: the logits once, N * V values; for sampled requests one row of them again, and after a rejection
 one row of the draft's distribution. For 256 requests with 7 drafts each, 151936 tokens and bfloat16 logits that is 0.62
 GB, or 0.86 GB when all are sampled and rejected. A filter reads the tiles of its rows again that reach the bound of the
-cut (with top-k = 20 about 20 of 75), and once more where it cuts a tie; seeds read their rows once more.
+cut (with top-k = 20 about 20 of 75), and once more if it cuts a tie; seeds read their rows once more.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def accept(
 
     Args:
         block: the proposals; from slot ``verify_lens`` on any filler will do. A depth of 0 is a plain decode step. Its
-            distribution is read for sampled requests only, and may be missing where all their drafts are copied.
+            distribution is read for sampled requests only, and may be missing if all their drafts are copied.
         windows: rows of the requests. A slot of the batch without a request has no rows, or one row of anything; it
             keeps 0 drafts and gets some valid token.
         target_logits: float32, float16 or bfloat16, rows contiguous, not modified. Row indptr[r] + i predicts draft i
@@ -80,7 +80,7 @@ def accept(
             int ``step`` costs a launch and is frozen in a CUDA graph.
 
     Returns:
-        The outcome. No host sync; safe under graph capture where ``rows`` are.
+        The outcome. No host sync; safe under graph capture if ``rows`` are.
 
     Raises:
         ValueError: draft and target disagree on the vocabulary or the block, or the distribution of sampled drafts is

@@ -10,15 +10,15 @@ logit. The kernel finds these three without sorting:
 2. what lies above the bound is collected from the tiles that hold such tokens: some dozen tokens of a row, as a rule;
 3. the cut is found among them by bisection over integers that are ordered like float32, from one that occurs to
    another;
-4. where top-k or top-p ends within a tie, a pass over the tiles that reach the cut finds the last token of it.
+4. if top-k or top-p ends within a tie, a pass over the tiles that reach the cut finds the last token of it.
 
 When more is collected than there is room for, passes over the row narrow the interval first, in turn at quarters of
 values, which suit the bulk of a row, and at quarters of keys, of which 16 passes reach any value: 32 passes at most,
-and two or three for a row that keeps thousands. One program has a row to itself and sums in a fixed order: who shares
-the batch does not matter.
+and two or three for a row that keeps thousands. One program has a row to itself and sums in a fixed order: the other
+requests of the batch do not matter.
 
 Masses are summed in another order than in ``target_distribution``, and logits may differ whose float32 probabilities do
-not: a cut may fall differently where a mass is within some 1e-6 of p, or a weight within as much of min-p.
+not: a cut may fall differently if a mass is within some 1e-6 of p, or a weight within as much of min-p.
 """
 
 from __future__ import annotations

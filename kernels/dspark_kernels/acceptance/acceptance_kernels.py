@@ -167,7 +167,7 @@ def judge_kernel(
     BLOCK_S: tl.constexpr,  # > gamma
     BLOCK_T: tl.constexpr,  # >= num_tiles
 ) -> None:
-    """Grid (bs,): how many drafts are kept; the next token where it is the argmax, otherwise what it is drawn from."""
+    """Grid (bs,): how many drafts are kept; the next token if it is the argmax, otherwise what it is drawn from."""
     request = tl.program_id(0).to(tl.int64)
     first = tl.load(indptr_ptr + request).to(tl.int64)
     num_rows = tl.load(indptr_ptr + request + 1).to(tl.int64) - first

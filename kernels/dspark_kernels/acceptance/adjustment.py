@@ -38,7 +38,7 @@ class Adjustment:
 
     Attributes:
         frequency: subtracted from a token's logit for each of its occurrences in the output.
-        presence: subtracted once where a token occurs.
+        presence: subtracted once if a token occurs.
         repetition: > 0; divides positive logits of tokens that occur and multiplies negative ones.
         min_new_tokens: output tokens before ``stop_token_ids`` are possible.
         stop_token_ids: tokens that end the text.

@@ -45,7 +45,7 @@ class CommitRows:
         """Return which rows to compute K/V of, and which of those to commit.
 
         Returns:
-            ``(index, rows)``: index [m] int64 of the kept rows and None where the host may read how many these are;
+            ``(index, rows)``: index [m] int64 of the kept rows and None if the host may read how many these are;
             all rows and this on a GPU, which would have to be waited for.
         """
         if runs_kernels(self.columns):

@@ -25,10 +25,10 @@ class ContextGroup:
     Attributes:
         num_requests, num_queries, num_keys: R, m and n after padding; n counts keys from the pool.
         slots: [R * n] int64 pool rows of the keys.
-        queries: [R * m] int64 query rows, padding repeats a row; None where the group is the whole batch unpadded.
+        queries: [R * m] int64 query rows, padding repeats a row; None if the group is the whole batch unpadded.
         kept: int64 indices among R * m whose outputs are no padding; None with ``queries``.
-        rows: int64 query rows of these indices; None where the group is the whole batch, whose rows are in order.
-        mask: [R, 1, heads per K/V head * m, n + extra] added to the scores; None where every query sees every key.
+        rows: int64 query rows of these indices; None if the group is the whole batch, whose rows are in order.
+        mask: [R, 1, heads per K/V head * m, n + extra] added to the scores; None if every query sees every key.
     """
 
     num_requests: int
@@ -64,7 +64,7 @@ class ContextGroup:
 class _Gathered(NamedTuple):
     """One memory in two forms: rows of numbers that torch can gather, and [R, n, kv_heads, hd] in the pool's dtype.
 
-    The forms are made once: new views for every layer would take as long as its attention where the context is short.
+    The forms are made once: new views for every layer would take as long as its attention if the context is short.
     """
 
     k_rows: torch.Tensor

@@ -13,7 +13,7 @@ All query heads that share a K/V head, and all rows of a request, are one tile: 
 where a kernel that works head by head reads it once per query head. A group of heads whose tile would be too large is
 shared out among programs. Few requests with long contexts would leave most of a GPU idle, so the context is split over
 several programs and their parts are combined afterwards (flash-decoding). The host, which launches for contexts of any
-length, says how many splits there may be. How many a request uses follows from its own context: where that is short,
+length, says how many splits there may be. How many a request uses follows from its own context: if that is short,
 one program writes its rows, its other programs end at once, and there is nothing to combine.
 
 Bytes moved: 2 * kv_heads * hd * (context + rows) of K and V, and twice the queries; the floor is that over the memory
@@ -217,7 +217,7 @@ def _attend(
     causal: bool,
     scale: float,
 ) -> None:
-    """Write the attention of q, k and v into ``out``, or into ``parts`` where several programs share a context."""
+    """Write the attention of q, k and v into ``out``, or into ``parts`` if several programs share a context."""
     q, k, v = rows
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = pool[0].shape[1]

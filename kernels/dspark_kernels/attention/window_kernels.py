@@ -156,7 +156,7 @@ def window_attention_kernel(
 ) -> None:
     """Grid (bs, K/V heads times shares of their groups, splits): a program's query rows are all of the request's.
 
-    A request uses as many splits as its context has work for; where that is one, ``out_ptr`` gets its rows. Else
+    A request uses as many splits as its context has work for; if that is one, ``out_ptr`` gets its rows. Else
     ``parts_ptr`` gets its parts. ``used_ptr`` gets the number, for every row.
     """
     shares: tl.constexpr = (GROUP + SHARE - 1) // SHARE
@@ -269,7 +269,7 @@ def window_attention_kernel(
         out_offsets = row_heads[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out_ptr + out_offsets, out.to(out_ptr.dtype.element_ty), mask=q_mask & (used == 1))
         if IS_SPLIT:
-            # As a weighted part where other programs have the rest of the context.
+            # As a weighted part if other programs have the rest of the context.
             is_part = used > 1
             lse = tl.where(row_sum > 0, row_max + tl.log(tl.where(row_sum > 0, row_sum, 1.0)), float("-inf"))
             part = row_heads + split * num_rows * (NUM_KV_HEADS * GROUP)
@@ -292,7 +292,7 @@ def combine_kernel(
     BLOCK_S: tl.constexpr,  # splits at a time
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Grid (N * heads,): the parts of a row and head, joined where there are several; 0 in rows of no request."""
+    """Grid (N * heads,): the parts of a row and head, joined if there are several; 0 in rows of no request."""
     row_head = tl.program_id(0).to(tl.int64)
     row = row_head // NUM_HEADS
     used = tl.load(used_ptr + row, mask=row < tl.load(last_ptr), other=0)

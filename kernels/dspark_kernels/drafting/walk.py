@@ -4,7 +4,7 @@ Per slot the kernels compute logits = U_k + W2 u in float32, with u = W1[x_{k-1}
 argmax(logits) for a greedy request, argmax(logits / T - log E_k) for a sampled or seeded one, with the engine's noise
 or that of its own seed. Their distribution is softmax(logits / T): temperature alone, no top-k, top-p or min-p, for a
 filter needs the whole row before the first token can be drawn. Verification is exact for every distribution that the
-drafts were really drawn from, so the price is some acceptance where the target's filters are narrow.
+drafts were really drawn from, so the price is some acceptance if the target's filters are narrow.
 
 What one block must move: W2 and the base logits once per slot, gamma * v * (r * sizeof(W2) + bs * sizeof(U)) bytes,
 plus gamma * bs * v * 4 for the scores of sampled requests. W2 of 151,936 tokens and rank 256 in bfloat16 is 78 MB, more
@@ -64,7 +64,7 @@ def draft_block(
         keys: noise keys of this round; slot k is drawn at position ``keys.positions + k``. For kernels,
             ``request_keys`` must lie in [0, 2**32); under graph capture ``step`` must be a tensor, and the seed becomes
             a constant of the graph. The engine's noise is keyed by column, that of a seed by token.
-        with_confidence: whether to compute confidence logits, where the drafter has that head.
+        with_confidence: whether to compute confidence logits, if the drafter has that head.
 
     Returns:
         The block; what sampled requests were drawn from is in ``distribution`` from kernels, in ``probs`` from torch.

@@ -90,7 +90,7 @@ def _finish_group(
 def _bias(latents, in_batch, w2_rows, is_column, RANK: tl.constexpr, BLOCK_R: tl.constexpr) -> tl.tensor:
     """Return the product of latents and W2, [BLOCK_B, BLOCK_V] float32.
 
-    ``latents`` are values [BLOCK_B, BLOCK_R], or pointers to the requests' rows [BLOCK_B] where the rank is too wide
+    ``latents`` are values [BLOCK_B, BLOCK_R], or pointers to the requests' rows [BLOCK_B] if the rank is too wide
     for one tile.
     """
     dims = tl.arange(0, BLOCK_R)

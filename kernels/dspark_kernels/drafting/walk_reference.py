@@ -31,7 +31,7 @@ def draft_block_ref(
     Arguments and errors are those of :func:`dspark_kernels.draft_block`.
 
     Returns:
-        The block, with ``probs`` where a request is sampled. Corrected logits are float32; no host sync.
+        The block, with ``probs`` if a request is sampled. Corrected logits are float32; no host sync.
     """
     gamma, vocabulary = base_logits.shape[1], heads.vocabulary
     uniforms = keys.block_uniform(gamma, Purpose.DRAFT) if rows.any_sampled else None

@@ -31,7 +31,7 @@ class StepRequests:
         prefix_lens: [bs] int, tokens whose K/V is committed; the anchor's position.
         req_pool_indices: [bs] int, rows of ``req_to_token``.
         req_to_token: [rows, columns] int, K/V slot of every position of every request; columns are contiguous.
-        num_requests: [1] int64 on the device, or None where all of them are real. Requests from there on are padding.
+        num_requests: [1] int64 on the device, or None if all of them are real. Requests from there on are padding.
     """
 
     anchors: torch.Tensor

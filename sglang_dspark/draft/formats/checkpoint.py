@@ -50,7 +50,7 @@ def read_content(content: Mapping[str, Any], *, origin: str, shapes: Shapes | No
     Args:
         content: the config.json.
         origin: its name, for messages.
-        shapes: of the tensors in the checkpoint's files; None or empty where there are none.
+        shapes: of the tensors in the checkpoint's files; None or empty if there are none.
 
     Raises:
         CheckpointError: a key is missing, malformed, contradictory or unsupported, or the format is not known.

@@ -50,8 +50,8 @@ class Variant:
     """The conventions that one of these formats assumes.
 
     Attributes:
-        sample_from_anchor: layout of the slots where no key gives it; None where both are in use.
-        defaults: of the heads, where neither a key nor the tensors decide.
+        sample_from_anchor: layout of the slots if no key gives it; None if both are in use.
+        defaults: of the heads, if neither a key nor the tensors decide.
         renamed: tensors.
     """
 

@@ -52,7 +52,7 @@ def recognise(config: Mapping[str, Any], tensors: Collection[str], origin: str) 
 
     Args:
         config: decoded config.json.
-        tensors: names in its files; empty where there are none.
+        tensors: names in its files; empty if there are none.
         origin: the file, for messages.
 
     Raises:

@@ -104,7 +104,7 @@ def rotary_order(head_dim: int, rotated: int, *, neighbours: bool, span_head: bo
         span_head: the file pairs channels as it is done here.
 
     Returns:
-        Empty where nothing changes.
+        Empty if nothing changes.
     """
     if span_head or (rotated == head_dim and not neighbours):
         return ()
