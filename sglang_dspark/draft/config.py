@@ -148,33 +148,24 @@ class DraftConfig:
             "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
             "hidden_act": "silu",
-            **{name: getattr(self, name) for name in _PLAIN_KEYS},
             "layer_types": list(self.layer_types or (FULL,) * self.num_hidden_layers),
             "rope_parameters": rope,
-            "target_layer_ids": list(self.target_layer_ids),
         }
-        if self.markov_rank:
-            content["markov_head_type"] = self.markov_head_type
-        if self.enable_confidence_head:
-            content["confidence_head_with_markov"] = self.confidence_head_with_markov
+        apart = {"rope_theta", "rope_scaling", "partial_rotary_factor", "layer_types", "causal_layers", "origin"}
+        if not self.markov_rank:
+            apart.add("markov_head_type")
+        if not self.enable_confidence_head:
+            apart.add("confidence_head_with_markov")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name not in apart and value != f.default:
+                content[f.name] = list(value) if isinstance(value, tuple) else value
         if self.causal_layers or self.sliding_window is not None:
             # Without the list, readers take sliding layers for causal ones.
             content["causal_layers"] = [visibility.causal for visibility in self.visibilities]
         if self.sliding_window is not None:
             content["use_sliding_window"] = True
-        if self.sink_layers:
-            content["sink_layers"] = list(self.sink_layers)
-        defaults = {f.name: f.default for f in fields(self) if f.name in _KEYS_WITH_DEFAULT}
-        return content | {n: getattr(self, n) for n, value in defaults.items() if getattr(self, n) != value}
-
-
-_PLAIN_KEYS = (
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
-    "rms_norm_eps max_position_embeddings block_size mask_token_id num_target_layers markov_rank enable_confidence_head"
-).split()
-_KEYS_WITH_DEFAULT = (
-    "sample_from_anchor draft_vocab_size sliding_window window_from_anchor attention_value_scale num_anchors"
-).split()
+        return content
 
 
 def _check_rules(config: DraftConfig) -> None:

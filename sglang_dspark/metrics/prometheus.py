@@ -103,8 +103,8 @@ class Metrics:
         self._exported: dict[tuple[str, ...], float] = {}
         registry = prometheus_client.REGISTRY if registry is None else registry
         self._families: dict[str, Any] = {}
-        counters = {"load": LOAD_COUNTERS, "position": POSITION_COUNTERS, "policy": POLICY_COUNTERS}
-        for label, described in counters.items():
+        counted = {"load": LOAD_COUNTERS, "position": POSITION_COUNTERS, "policy": POLICY_COUNTERS}
+        for label, described in counted.items():
             for name, text in described.items():
                 names = [*self._labels, label]
                 self._families[name] = prometheus_client.Counter(PREFIX + name, text, names, registry=registry)
