@@ -1,4 +1,4 @@
-"""Counts decode steps as they are observed. Pure host code, fed from results that SGLang copies to the host anyway."""
+"""Counters of decode steps. Pure host code, fed from results that SGLang copies to the host anyway."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from sglang_dspark.metrics.sums import (
 )
 
 LOW_ACCEPT_LENGTH = 1.15
-"""Mean tokens per round below which a drafter is as good as noise. A drafter that was wired with a wrong convention
-(taps off by one, anchor misplaced) reaches about 1.1; a weak but sound one is above 1.3."""
+"""Mean tokens per round below which a drafter is as good as noise. A drafter with a wrong convention (taps off by
+one, anchor misplaced) reaches about 1.1; a weak but sound one is above 1.3."""
 LOW_ACCEPT_ROUNDS = 2000
 
 
@@ -68,7 +68,7 @@ class Counters:
             verify_lens: drafts verified per request.
             accept_lens: drafts accepted per request (bonus not included).
             policy: name of the policy that chose the step.
-            parked: whether speculation rested when it was chosen.
+            parked: whether speculation rested when the step was chosen.
             copied_lens: drafts that presets proposed per request, 0 if the drafter was asked; None for none.
         """
         row, width = self._loads[load_of(len(verify_lens))], self._width

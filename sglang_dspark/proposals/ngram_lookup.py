@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last time that the text ended like this (preset ``summarization``)."""
+"""Prompt lookup: drafts copied from behind the last place where the text ended alike (preset ``summarization``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SEGMENT = 1 << 14  # n-grams: a dictionary of about this size is enlarged in we
 
 
 class NgramIndex:
-    """The n-grams of a growing text by what follows them, indexed in bounded steps.
+    """An index of the n-grams of a growing text, built in bounded steps.
 
     Args:
         text: int32 tokens; may grow while they are indexed.
@@ -25,9 +25,9 @@ class NgramIndex:
         # Position after the last occurrence of every n-gram that something follows, the latest occurrences last.
         self._segments: list[dict[bytes, int]] = [{}]
 
-    def advance(self, most: int) -> int:
-        """Index up to ``most`` more positions of the text; return how many there were."""
-        start, stop = self._next, min(self._next + most, len(self._text))
+    def advance(self, max_positions: int) -> int:
+        """Index up to ``max_positions`` more positions of the text; return how many there were."""
+        start, stop = self._next, min(self._next + max_positions, len(self._text))
         if stop <= start:
             return 0
         if len(self._segments[-1]) >= _SEGMENT:
@@ -73,7 +73,7 @@ class NgramLookup:
     what a prompt costs is spread over steps by :meth:`prepare`.
 
     Args:
-        prompt: what the text begins with.
+        prompt: the beginning of the text.
     """
 
     def __init__(self, prompt: Prompt) -> None:
@@ -82,9 +82,9 @@ class NgramLookup:
         # The n-gram at the end of the prompt is followed by the output, as all later ones are.
         self._output = NgramIndex(self._text, max(1, len(self._text)), prompt.lengths)
 
-    def prepare(self, most: int) -> int:
-        """Index up to ``most`` more n-grams, those of the output first; how many it were."""
-        positions = most // len(self._prompt.lengths)
+    def prepare(self, max_units: int) -> int:
+        """Index up to ``max_units`` more n-grams, those of the output first; return how many there were."""
+        positions = max_units // len(self._prompt.lengths)
         done = self._output.advance(positions)
         return len(self._prompt.lengths) * (done + self._prompt.index.advance(positions - done))
 
@@ -92,11 +92,11 @@ class NgramLookup:
         """Append committed tokens."""
         self._text.extend(tokens)
 
-    def propose(self, most: int) -> list[int]:
-        """Return up to ``most`` tokens that followed the latest earlier match of the text's longest matching suffix.
+    def propose(self, max_tokens: int) -> list[int]:
+        """Return up to ``max_tokens`` tokens that followed the latest match of the text's longest matching suffix.
 
-        Where the match runs into the end of the text, the proposal goes on with itself: a text that repeats a period
-        is expected to keep repeating it. Only what is indexed is found.
+        If the match runs into the end of the text, copying restarts at its beginning: a text that repeats a period is
+        expected to keep repeating it. Only indexed n-grams are found.
         """
         text = self._text
         for length in self._prompt.lengths:
@@ -107,7 +107,7 @@ class NgramLookup:
                     start = self._prompt.index.find(suffix)
                 if start is not None:
                     period = len(text) - start
-                    return [text[start + position % period] for position in range(most)]
+                    return [text[start + position % period] for position in range(max_tokens)]
         return []
 
 

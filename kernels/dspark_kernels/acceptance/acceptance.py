@@ -358,6 +358,6 @@ def _check_distribution(distribution: DraftDistribution, bs: int, gamma: int, vo
         raise ValueError("the scores of the distribution of the drafts must be contiguous; call .contiguous()")
 
 
-def _tile(most: int, vocab_size: int) -> int:
+def _tile(max_tile: int, vocab_size: int) -> int:
     """Return the number of tokens of a tile."""
-    return max(_MIN_TILE, min(most, triton.next_power_of_2(vocab_size)))
+    return max(_MIN_TILE, min(max_tile, triton.next_power_of_2(vocab_size)))

@@ -254,9 +254,9 @@ def _launch(
     out: VerifyRows | None,
 ) -> VerifyRows:
     bs = len(requests)
-    least = bs if survival is not None else bs * (depth + 1)
-    if requests.num_requests is None and num_tokens < least:
-        raise ValueError(f"num_tokens={num_tokens} where {bs} requests need {least} rows")
+    min_rows = bs if survival is not None else bs * (depth + 1)
+    if requests.num_requests is None and num_tokens < min_rows:
+        raise ValueError(f"num_tokens={num_tokens} where {bs} requests need {min_rows} rows")
     out = VerifyRows.empty(bs, num_tokens, requests.anchors.device) if out is None else out
     if out.verify_lens.shape[0] < bs or out.input_ids.shape[0] != num_tokens:
         raise ValueError(
