@@ -47,7 +47,7 @@ def _top(bs: int, gamma: int, device: torch.device) -> Case:
 
 
 def _staged(bs: int, gamma: int, device: torch.device) -> Case:
-    """As :func:`_top`, in the buffers of a captured step."""
+    """Return the case of :func:`_top` in the buffers of a captured step."""
     budget = bs * gamma // 2
     survival, numbers = torch.rand(bs, gamma, device=device).cumprod(1), torch.tensor([budget, -1, -1], device=device)
     inputs = survival, numbers, _drafts(bs, gamma, device), step_requests(bs, gamma, device)

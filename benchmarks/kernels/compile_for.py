@@ -79,7 +79,7 @@ class Compiled:
 
 
 class _AbsentGpu:
-    """As much of a Triton driver as compiling asks for."""
+    """A Triton driver with as much as compiling asks for."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability

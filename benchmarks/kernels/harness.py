@@ -33,9 +33,9 @@ class Case:
         name: what runs, e.g. ``kv_inject``; the same at all sizes.
         shape: sizes by letter, e.g. ``{"bs": 64, "gamma": 7}``.
         run: one launch on the current stream, without a host sync. May be called any number of times.
-        reference: the torch form of the same, timed eagerly; None where there is none.
+        reference: the torch form of the same, timed eagerly; None if there is none.
         bytes_moved: what has to be read and written at least, each byte once.
-        flops: matrix arithmetic; 0 where memory decides.
+        flops: matrix arithmetic; 0 if memory decides.
         capability: compute capability that it needs, e.g. 89.
     """
 
@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Floors:
-    """What the device can do at best, measured here.
+    """The best rates of the device, measured here.
 
     Attributes:
         copy_gb_per_s: bytes read and written by a large device-to-device copy.
@@ -119,7 +119,7 @@ def time_eagerly(run: Callable[[], object], num_samples: int, note: str = "") ->
 
 
 def time_captured(run: Callable[[], object], num_samples: int) -> Timing:
-    """Time runs back to back in a CUDA graph; eagerly where they cannot be captured."""
+    """Time runs back to back in a CUDA graph; eagerly if they cannot be captured."""
     for _ in range(_WARM_UP_RUNS):
         run()
     torch.cuda.synchronize()

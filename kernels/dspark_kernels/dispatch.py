@@ -1,6 +1,6 @@
-"""Where a function runs: as kernels on a GPU, as its reference in plain torch elsewhere. Callers never ask.
+"""The choice between kernels on a GPU and references in plain torch elsewhere. Callers never ask.
 
-The rule: kernels run where the first tensor of the arguments is on CUDA, or everywhere inside :func:`kernels_anywhere`.
+The rule: kernels run if the first tensor of the arguments is on CUDA, or everywhere inside :func:`kernels_anywhere`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def on_kernels(reference: Callable[P, R]) -> Callable[[Callable[P, R]], Dispatch
 
 
 def runs_kernels(tensor: torch.Tensor | None) -> bool:
-    """The rule. For what is arranged in another way around kernels, too, as where the host must not wait."""
+    """Return whether kernels run for this tensor, for callers that arrange other things around them."""
     return bool(_anywhere) or (tensor is not None and tensor.is_cuda)
 
 

@@ -1,4 +1,4 @@
-"""What launches need to know of the GPU; on other devices, what suits Triton's interpreter."""
+"""Properties of the GPU that launches need; on other devices, values that suit Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INTERPRETED_SHARED_BYTES = 232_448  # as an H100 has
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of the GPU."""
+    """Return the number of multiprocessors of the GPU."""
     if device.type != "cuda":
         return _INTERPRETED_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -21,7 +21,7 @@ def num_processors(device: torch.device) -> int:
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program can have: 99 KB on an L4 or an RTX 4090, more than twice that on an H100."""
+    """Return the shared memory of a program in bytes: 99 KB on an L4 or an RTX 4090, over twice that on an H100."""
     if device.type != "cuda":
         return _INTERPRETED_SHARED_BYTES
     properties: Any = torch.cuda.get_device_properties(device)  # the stub lacks the attribute

@@ -10,7 +10,7 @@ from importlib.resources import files
 
 @cache
 def page(needs_key: bool) -> tuple[str, str]:
-    """The document, and the ``Content-Security-Policy`` to serve it with.
+    """Return the document, and the ``Content-Security-Policy`` to serve it with.
 
     Args:
         needs_key: whether the server answers only with an API key: the page then asks for it first.

@@ -25,7 +25,7 @@ class DraftCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pool in bytes."""
+        """Return the memory of the pool in bytes."""
         return 2 * self.k.numel() * self.k.element_size()
 
     def inject(
@@ -49,5 +49,5 @@ class DraftCache:
 
 
 def bytes_per_token(config: DraftConfig, dtype: torch.dtype) -> int:
-    """Pool memory of one token in bytes."""
+    """Return the pool memory of one token in bytes."""
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize

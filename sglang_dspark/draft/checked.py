@@ -34,7 +34,7 @@ def check(
     Args:
         values: by field; a field that has a default may be left out.
         origin: the file that they are from; it opens the message.
-        names: of the keys in that file, where they are not those of the fields.
+        names: of the keys in that file, if they are not those of the fields.
         remedy: closes the message.
 
     Raises:
@@ -57,7 +57,7 @@ def check(
 
 @functools.cache
 def _schema(cls: type) -> type[pydantic.BaseModel]:
-    """The dataclass as pydantic sees it: no conversion of types, no other fields."""
+    """Return the dataclass as pydantic sees it: no conversion of types, no other fields."""
     hints = get_type_hints(cls, include_extras=True)
     columns: dict[str, Any] = {}
     for field in fields(cls):

@@ -20,7 +20,7 @@ class ConfidenceHead(nn.Module):
         self.proj = nn.Linear(config.confidence_input_size, 1)
 
     def forward(self, hidden: Tensor, w1_embedding: Tensor | None) -> Tensor:
-        """Raw (uncalibrated) confidence logits.
+        """Return the raw (uncalibrated) confidence logits.
 
         Args:
             hidden: ``[..., d]`` post-norm backbone hidden of the slot.

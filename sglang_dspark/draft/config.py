@@ -31,7 +31,7 @@ class DraftConfig:
         sample_from_anchor: the anchor's slot predicts too, so that a block has as many drafts as slots. Otherwise (the
             layout of DFlash, 1 + N slots) its output is not used and the other slots predict.
         target_layer_ids: 0-based target decoder layers whose *output* is tapped, ascending; -1 is the embedding output.
-        num_target_layers: depth of the target; None where the checkpoint does not say.
+        num_target_layers: depth of the target; None if the checkpoint does not say.
         vocab_size: of the target.
         draft_vocab_size: tokens that the drafter proposes; LM head and Markov biases have rows for them alone. None
             stands for all.
@@ -87,12 +87,12 @@ class DraftConfig:
 
     @property
     def gamma(self) -> int:
-        """Drafts of a block."""
+        """Return the number of drafts of a block."""
         return self.block_size - self.first_slot
 
     @property
     def first_slot(self) -> int:
-        """The first slot that predicts."""
+        """Return the first slot that predicts."""
         return 0 if self.sample_from_anchor else 1
 
     @property
@@ -102,12 +102,12 @@ class DraftConfig:
 
     @property
     def confidence_input_size(self) -> int:
-        """Width of the confidence head's input: d, plus r when it reads the Markov embedding."""
+        """Return the width of the confidence head's input: d, plus r when it reads the Markov embedding."""
         return self.hidden_size + (self.markov_rank if self.confidence_head_with_markov else 0)
 
     @property
     def num_proposed(self) -> int:
-        """Rows of the LM head and of the Markov biases."""
+        """Return the number of rows of the LM head and of the Markov biases."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
@@ -135,7 +135,7 @@ class DraftConfig:
         return self.sink_layers or (False,) * self.num_hidden_layers
 
     def to_dict(self) -> dict[str, Any]:
-        """The ``config.json`` content in DeepSpec's form; keys that it lacks are written where they say something."""
+        """Return config.json in DeepSpec's form; keys that DeepSpec lacks are written only if they say something."""
         rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
         if self.rope_scaling is not None:
             rope |= self.rope_scaling.to_dict()
@@ -148,33 +148,24 @@ class DraftConfig:
             "attention_bias": self.attention_bias,
             "attention_dropout": 0.0,
             "hidden_act": "silu",
-            **{name: getattr(self, name) for name in _PLAIN_KEYS},
             "layer_types": list(self.layer_types or (FULL,) * self.num_hidden_layers),
             "rope_parameters": rope,
-            "target_layer_ids": list(self.target_layer_ids),
         }
-        if self.markov_rank:
-            content["markov_head_type"] = self.markov_head_type
-        if self.enable_confidence_head:
-            content["confidence_head_with_markov"] = self.confidence_head_with_markov
+        apart = {"rope_theta", "rope_scaling", "partial_rotary_factor", "layer_types", "causal_layers", "origin"}
+        if not self.markov_rank:
+            apart.add("markov_head_type")
+        if not self.enable_confidence_head:
+            apart.add("confidence_head_with_markov")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name not in apart and value != f.default:
+                content[f.name] = list(value) if isinstance(value, tuple) else value
         if self.causal_layers or self.sliding_window is not None:
             # Without the list, readers take sliding layers for causal ones.
             content["causal_layers"] = [visibility.causal for visibility in self.visibilities]
         if self.sliding_window is not None:
             content["use_sliding_window"] = True
-        if self.sink_layers:
-            content["sink_layers"] = list(self.sink_layers)
-        defaults = {f.name: f.default for f in fields(self) if f.name in _KEYS_WITH_DEFAULT}
-        return content | {n: getattr(self, n) for n, value in defaults.items() if getattr(self, n) != value}
-
-
-_PLAIN_KEYS = (
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
-    "rms_norm_eps max_position_embeddings block_size mask_token_id num_target_layers markov_rank enable_confidence_head"
-).split()
-_KEYS_WITH_DEFAULT = (
-    "sample_from_anchor draft_vocab_size sliding_window window_from_anchor attention_value_scale num_anchors"
-).split()
+        return content
 
 
 def _check_rules(config: DraftConfig) -> None:

@@ -19,10 +19,10 @@ class Family:
         models: published models of this class.
         capture: the method of SGLang's class that is told which layers' outputs to return: ``dflash`` is
             ``set_dflash_layers_to_capture``; ``eagle3`` is ``set_eagle3_layers_to_capture``, for classes that lack it.
-        text: path of the model that reads text inside SGLang's class, where that one reads images, too, and leaves
+        text: path of the model that reads text inside SGLang's class, if that one also reads images and leaves
             everything about text to it.
-        reads_images: the class reads images, too; served is its text.
-        embedding: path of the embedding, where the class has no ``get_input_embeddings``.
+        reads_images: the class also reads images; its text is served.
+        embedding: path of the embedding, if the class has no ``get_input_embeddings``.
         tried: what tests compare with transformers in float32: ``model``, hidden states and greedy texts of SGLang's
             own model; ``server``, texts and rounds of a server, or with those of a plain one.
         remark: what users of the family should know.
@@ -87,107 +87,98 @@ class Unserved:
     """Targets that DSPARK does not serve.
 
     Attributes:
-        architectures: as config.json names them.
+        names: of their architectures, as config.json has them, separated by spaces.
         reason: what is missing for them.
         instead: how they are served.
         own_dspark: whether SGLang's own DSPARK does as well, with a drafter for them.
     """
 
-    architectures: tuple[str, ...]
+    names: str
     reason: str
     instead: str
     own_dspark: bool = False
+
+    @property
+    def architectures(self) -> list[str]:
+        """Return the names one by one."""
+        return self.names.split()
 
 
 _STATE = "some of its layers keep a recurrent state, which verification cannot take back yet"
 _LATENT = "it attends over latent K/V (MLA), for which verification has no kernel yet"
 
+_DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
+    f"SGLang's own --speculative-algorithm {name} serves it {how}"
+    for name, how in (
+        ("DFLASH", "with a DFlash drafter"),
+        ("EAGLE3", "with an EAGLE-3 drafter"),
+        ("EAGLE", "with an EAGLE drafter"),
+        ("EAGLE", "with the draft layer of its own checkpoint"),
+        ("NGRAM", "without a drafter"),
+    )
+)
 _OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine builtin"
 
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
-        (
-            *("Qwen3NextForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
-            *("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "InternS2PreviewForConditionalGeneration"),
-        ),
+        "Qwen3NextForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration Qwen3_5ForCausalLM "
+        "Qwen3_5MoeForCausalLM InternS2PreviewForConditionalGeneration",
         _STATE,
-        "SGLang's own --speculative-algorithm DFLASH serves it with a DFlash drafter",
+        _DFLASH,
         own_dspark=True,
     ),
     Unserved(
-        (*("NemotronHForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "KimiLinearForCausalLM"),),
+        "NemotronHForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM KimiLinearForCausalLM",
         _STATE,
-        "SGLang's own --speculative-algorithm NGRAM serves it without a drafter",
+        _NGRAM,
         own_dspark=True,
     ),
     Unserved(
-        (
-            *("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM", "JetNemotronForCausalLM", "ZayaForCausalLM"),
-            "BailingMoeV2_5ForCausalLM",
-        ),
+        "FalconH1ForCausalLM GraniteMoeHybridForCausalLM JetNemotronForCausalLM ZayaForCausalLM "
+        "BailingMoeV2_5ForCausalLM",
         _STATE,
-        "SGLang's own --speculative-algorithm NGRAM serves it without a drafter",
+        _NGRAM,
     ),
     Unserved(
-        (
-            *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Glm4MoeLiteForCausalLM"),
-            "GlmMoeDsaForCausalLM",
-        ),
+        "DeepseekV3ForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM Glm4MoeLiteForCausalLM "
+        "GlmMoeDsaForCausalLM",
         _LATENT,
-        "SGLang's own --speculative-algorithm EAGLE serves it with the draft layer of its own checkpoint",
+        _OWN_LAYER,
         own_dspark=True,
     ),
+    Unserved("LongcatFlashForCausalLM", _LATENT, _OWN_LAYER),
+    Unserved("DeepseekV2ForCausalLM KimiK25ForConditionalGeneration", _LATENT, _EAGLE3, own_dspark=True),
+    Unserved("MistralLarge3ForCausalLM", _LATENT, _EAGLE, own_dspark=True),
+    Unserved("KimiVLForConditionalGeneration MiniCPM3ForCausalLM", _LATENT, _NGRAM),
     Unserved(
-        ("LongcatFlashForCausalLM",),
-        _LATENT,
-        "SGLang's own --speculative-algorithm EAGLE serves it with the draft layer of its own checkpoint",
-    ),
-    Unserved(
-        ("DeepseekV2ForCausalLM", "KimiK25ForConditionalGeneration"),
-        _LATENT,
-        "SGLang's own --speculative-algorithm EAGLE3 serves it with an EAGLE-3 drafter",
-        own_dspark=True,
-    ),
-    Unserved(
-        ("MistralLarge3ForCausalLM",),
-        _LATENT,
-        "SGLang's own --speculative-algorithm EAGLE serves it with an EAGLE drafter",
-        own_dspark=True,
-    ),
-    Unserved(
-        ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        "Gemma3ForCausalLM Gemma3ForConditionalGeneration",
         "SGLang returns hidden states of its layers that are not summed up, from which drafts would hardly ever be "
         "right",
         "serve it without --speculative-algorithm",
     ),
     Unserved(
-        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        "Gemma4ForCausalLM Gemma4ForConditionalGeneration",
         "layers that see a window of the context have heads of another size than its other layers, and verification "
         "reads K/V of one layout yet",
-        "SGLang's own --speculative-algorithm DFLASH serves it with a DFlash drafter",
+        _DFLASH,
         own_dspark=True,
     ),
     Unserved(
-        ("LagunaForCausalLM",),
+        "LagunaForCausalLM",
         "its layers have unequal numbers of heads, with which verification is not tried yet",
-        "SGLang's own --speculative-algorithm EAGLE3 serves it with an EAGLE-3 drafter",
+        _EAGLE3,
         own_dspark=True,
     ),
     Unserved(
-        ("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
+        "Llama4ForConditionalGeneration Llama4ForCausalLM",
         "three of four layers see a chunk of the context only, and verification would show them all of it",
-        "SGLang's own --speculative-algorithm EAGLE3 serves it with an EAGLE-3 drafter",
-    ),
-    Unserved(
-        ("KimiVLForConditionalGeneration", "MiniCPM3ForCausalLM"),
-        _LATENT,
-        "SGLang's own --speculative-algorithm NGRAM serves it without a drafter",
+        _EAGLE3,
     ),
 )
 
 
 def family_of(architectures: Sequence[str] | None) -> Family:
-    """The family of a target.
+    """Return the family of a target.
 
     Args:
         architectures: of its config.json.

@@ -110,7 +110,7 @@ _HEADS: dict[str, type[MarkovHead]] = {"vanilla": VanillaMarkovHead, "gated": Ga
 
 
 def build_markov_head(config: DraftConfig) -> MarkovHead | None:
-    """The head that ``config.markov_head_type`` names, or None when ``markov_rank`` is 0."""
+    """Return the head that ``config.markov_head_type`` names, or None when ``markov_rank`` is 0."""
     if config.markov_head_type is None:
         return None
     return _HEADS[config.markov_head_type](config)

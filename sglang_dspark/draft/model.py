@@ -28,7 +28,7 @@ class DraftModel(nn.Module):
     own (``own_embedding``, ``own_lm_head``) or the target's, see :meth:`bind_target`.
 
     Attributes:
-        markov_head, confidence_head: None where the checkpoint has none.
+        markov_head, confidence_head: None if the checkpoint has none.
         token_ids: [v] int64, ascending, the tokens that LM head and Markov biases have rows for; None for all of them.
     """
 
@@ -151,7 +151,7 @@ class DraftModel(nn.Module):
         shared.
 
         Args:
-            embed_weight: ``[V, d]``, without padding rows; on the model's device. None where the target's cannot be
+            embed_weight: ``[V, d]``, without padding rows; on the model's device. None if the target's cannot be
                 read: the model's own is.
             lm_head_weight: ``[V, d]``, likewise.
 
@@ -207,7 +207,7 @@ class DraftModel(nn.Module):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> "DraftModel":
-        """As in torch; a frozen model that is to be trained again loses its constant stacks."""
+        """Switch gradients as in torch; a frozen model that is to be trained again loses its constant stacks."""
         self._thaw()
         super().requires_grad_(requires_grad)
         return self

@@ -1,8 +1,8 @@
 """Drafting from a part of the vocabulary: the tokens that the target really uses in its text.
 
 The product with the LM head is most of a small drafter's work, and most of its rows are tokens that hardly ever occur.
-Proposals may come from any set of tokens: verification is exact for every law the drafts are drawn from, and a token
-outside the set is simply never proposed. The set lies beside the checkpoint, in ``draft_vocabulary.json``::
+Proposals may come from any set of tokens: verification is exact for every distribution the drafts are drawn from, and a
+token outside the set is simply never proposed. The set lies beside the checkpoint, in ``draft_vocabulary.json``::
 
     {"version": 1, "token_ids": [0, 2, 3, ...]}
 
@@ -87,23 +87,19 @@ class ProposalHeads:
             token_ids: ascending; None proposes all tokens that the model has heads for. A model with a reduced
                 vocabulary of its own proposes that.
         """
-        self._rows = model.lm_head_weight
-        vocabulary, markov = None, None
-        if model.markov_head is not None:
-            markov = _markov_weights(model.markov_head, None)
-        if model.token_ids is not None:
-            vocabulary = DraftVocabulary(model.token_ids, model.config.vocab_size)
-        elif token_ids is not None:
-            ids = torch.tensor(token_ids, device=model.lm_head_weight.device)
-            vocabulary = DraftVocabulary(ids, model.config.vocab_size)
-            self._rows = model.lm_head_weight[ids]
-            if model.markov_head is not None:
-                markov = _markov_weights(model.markov_head, vocabulary)
+        # Rows of heads that cover more than is proposed.
+        chosen = None
+        if model.token_ids is None and token_ids is not None:
+            chosen = torch.tensor(token_ids, device=model.lm_head_weight.device)
+        ids = model.token_ids if chosen is None else chosen
+        vocabulary = None if ids is None else DraftVocabulary(ids, model.config.vocab_size)
+        markov = _markov_weights(model.markov_head, chosen)
+        self._rows = model.lm_head_weight if chosen is None else model.lm_head_weight[chosen]
         self.weights = DraftHeads(markov, _confidence_weights(model.confidence_head), vocabulary)
 
     @property
     def vocabulary(self) -> DraftVocabulary | None:
-        """The tokens that are proposed; None stands for all."""
+        """Return the tokens that are proposed; None stands for all."""
         return self.weights.vocabulary
 
     def base_logits(self, hidden: Tensor) -> Tensor:
@@ -111,11 +107,11 @@ class ProposalHeads:
         return F.linear(hidden.to(self._rows.dtype), self._rows)
 
 
-def _markov_weights(head: MarkovHead | None, vocabulary: DraftVocabulary | None) -> MarkovWeights | None:
-    """The bias covers the proposed tokens only; what the head remembers of the last token covers all."""
+def _markov_weights(head: MarkovHead | None, rows: Tensor | None) -> MarkovWeights | None:
+    """Return the head's weights: biases cover the proposed tokens only, embeddings of the last token cover all."""
     if head is None:
         return None
-    w2 = head.markov_w2.weight if vocabulary is None else head.markov_w2.weight[vocabulary.token_ids]
+    w2 = head.markov_w2.weight if rows is None else head.markov_w2.weight[rows]
     return MarkovWeights(head.markov_w1.weight, w2, None if isinstance(head, VanillaMarkovHead) else head)
 
 

@@ -150,7 +150,7 @@ class Decoded:
 def accept_greedy(
     target_logits: Tensor, draft: Sequence[int], stop_token_ids: Collection[int] = ()
 ) -> tuple[int, int | None]:
-    """Longest prefix of ``draft`` that the target would have chosen itself.
+    """Return the longest prefix of ``draft`` that the target would have chosen itself.
 
     Args:
         target_logits: ``[len(draft) + 1, V]`` after the anchor and after each draft.

@@ -18,7 +18,7 @@ class ResolvedDrafter:
     Attributes:
         path: its folder.
         reading: its format and its configuration.
-        token_ids: tokens that it proposes, ascending; None where no file beside the checkpoint lists them.
+        token_ids: tokens that it proposes, ascending; None if no file beside the checkpoint lists them.
     """
 
     path: str
@@ -27,7 +27,7 @@ class ResolvedDrafter:
 
     @property
     def config(self) -> DraftConfig:
-        """The configuration, whatever the format."""
+        """Return the configuration, whatever the format."""
         return self.reading.config
 
     @classmethod

@@ -22,7 +22,7 @@ _NEEDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How frequencies are stretched; a key that the type does not use is None.
+    """The stretching of the frequencies; a key that the type does not use is None.
 
     ``factor`` is the ratio of the new context length to ``original_max_position_embeddings``, the one of the training.
     ``attention_factor``, ``mscale`` and ``mscale_all_dim`` say what YaRN multiplies the attention's scores with.
@@ -53,7 +53,7 @@ class RopeScaling:
             )
 
     def to_dict(self) -> dict[str, object]:
-        """The keys that are set."""
+        """Return the keys that are set."""
         return {key: value for key, value in vars(self).items() if value is not None and key != "origin"}
 
 
@@ -65,14 +65,14 @@ def inverse_frequencies(
     partial_rotary_factor: float = 1.0,
     max_position_embeddings: int | None = None,
 ) -> list[float]:
-    """Angles per position of the ``head_dim / 2`` channel pairs; pairs that do not rotate have 0.
+    """Return the angles per position of the ``head_dim / 2`` channel pairs; pairs that do not rotate have 0.
 
     Args:
         theta: base of the frequencies.
         head_dim: channels of a head; channel i is paired with channel i + head_dim / 2.
         scaling: None for the plain frequencies.
         partial_rotary_factor: share of the pairs that rotate, which are the first ones.
-        max_position_embeddings: YaRN's original context length where ``scaling`` gives none.
+        max_position_embeddings: YaRN's original context length if ``scaling`` gives none.
     """
     rotated = rotary_dim(head_dim, partial_rotary_factor)
     plain = [theta ** (-2 * i / rotated) for i in range(rotated // 2)]
@@ -88,12 +88,12 @@ def inverse_frequencies(
 
 
 def rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
-    """Channels of a head that rotate."""
+    """Return the number of channels of a head that rotate."""
     return int(head_dim * partial_rotary_factor)
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
-    """What the attention's scores are multiplied with: YaRN scales cosines and sines, of queries and keys alike."""
+    """Return the factor of the attention's scores: YaRN scales cosines and sines, of queries and keys alike."""
     if scaling is None or scaling.rope_type != "yarn":
         return 1.0
     if scaling.attention_factor is not None:

@@ -1,4 +1,4 @@
-"""Which rows the attention of a draft layer sees: full or sliding context, and a block that looks ahead or does not.
+"""Rows that the attention of a draft layer sees: full or sliding context, and a block that is causal or not.
 
 Slot k of a block stands at position p + k, p being the anchor's. ``age`` of a context row is its distance before the
 anchor, p - j >= 1 for the row at position j.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Visibility:
-    """What one layer sees.
+    """The rows that one layer sees.
 
     Attributes:
         window: width of a sliding window; None sees the whole context.
@@ -41,7 +41,7 @@ class Visibility:
 
     @property
     def reach(self) -> int | None:
-        """Age of the oldest context row that any slot sees; None without a limit."""
+        """Return the age of the oldest context row that any slot sees; None without a limit."""
         return self.window if self.window is None or self.from_anchor else self.window - 1
 
     def sees_context(self, ages: Tensor, slots: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def load_draft_model(
     The embedding and the LM head may be absent: the model then needs ``bind_target`` before use.
 
     Args:
-        reading: of the checkpoint, where it has been read already.
+        reading: of the checkpoint, if it has been read already.
 
     Raises:
         CheckpointError: config.json is unfit, a file is missing or damaged, or tensors are missing, unexpected,
@@ -68,7 +68,7 @@ def _check_range(name: str, stored: Tensor, cast: Tensor, origin: str) -> None:
 
 
 def random_draft_model(config: DraftConfig, *, dtype: torch.dtype, device: torch.device | str) -> DraftModel:
-    """A frozen drafter of this shape with random weights, which reads the target's embedding and LM head.
+    """Make a frozen drafter of this shape with random weights, which reads the target's embedding and LM head.
 
     For measuring times: what it proposes is noise. All ranks of a server make the same one.
     """
@@ -93,7 +93,7 @@ def check_draft_model(path: str | Path, reading: Reading | None = None) -> None:
     """Look at a checkpoint without reading its weights; what this accepts, :func:`load_draft_model` loads.
 
     Args:
-        reading: of the checkpoint, where it has been read already.
+        reading: of the checkpoint, if it has been read already.
 
     Raises:
         CheckpointError: as there.
@@ -177,11 +177,11 @@ class _Checkpoint:
         self._check()
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of the model, as stored."""
+        """Return a tensor of the model, as stored."""
         return self.reading.rules.order(name, self._stored.read(self._names[name]))
 
     def token_ids(self) -> Tensor | None:
-        """Ids of the proposed tokens of a reduced vocabulary, ascending; None for all.
+        """Return the ids of the proposed tokens of a reduced vocabulary, ascending; None for all.
 
         Raises:
             CheckpointError: the checkpoint lacks them or contradicts itself.

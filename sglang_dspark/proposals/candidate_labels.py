@@ -10,9 +10,9 @@ ROOT = 0
 
 
 class LabelTrie:
-    """All beginnings of labels, which requests with the same labels share.
+    """All prefixes of labels, which requests with the same labels share.
 
-    Beginnings are numbered, :data:`ROOT` being the empty one. Each knows the longest one that its own end is, so that
+    Prefixes are numbered, :data:`ROOT` being the empty one. Each knows the longest one that its own end is, so that
     a text is followed at constant cost per token (Aho and Corasick, 1975).
 
     Args:
@@ -20,36 +20,36 @@ class LabelTrie:
     """
 
     def __init__(self, labels: Sequence[Tokens]) -> None:
-        self._longer: dict[tuple[int, int], int] = {}  # by beginning and next token
+        self._longer: dict[tuple[int, int], int] = {}  # by prefix and next token
         self._first: list[tuple[Tokens, int]] = [((), 0)]  # label and length
         for label in labels:
-            beginning = ROOT
+            prefix = ROOT
             for length, token in enumerate(label[:-1], start=1):
-                beginning = self._longer.setdefault((beginning, token), len(self._first))
-                if beginning == len(self._first):
+                prefix = self._longer.setdefault((prefix, token), len(self._first))
+                if prefix == len(self._first):
                     self._first.append((label, length))
-        self._at_its_end = [ROOT] * len(self._first)
+        self._fallbacks = [ROOT] * len(self._first)
         # The short ones first: those of the long ones are found through them.
-        for (shorter, token), beginning in sorted(self._longer.items(), key=lambda item: self._first[item[1]][1]):
+        for (shorter, token), prefix in sorted(self._longer.items(), key=lambda item: self._first[item[1]][1]):
             if shorter != ROOT:
-                self._at_its_end[beginning] = self.follow(self._at_its_end[shorter], token)
+                self._fallbacks[prefix] = self.follow(self._fallbacks[shorter], token)
 
-    def follow(self, beginning: int, token: int) -> int:
-        """The longest beginning at the end of a text that ended with ``beginning`` before ``token``."""
-        while (longer := self._longer.get((beginning, token))) is None:
-            if beginning == ROOT:
+    def follow(self, prefix: int, token: int) -> int:
+        """Return the longest prefix at the end of a text that ended with ``prefix`` before ``token``."""
+        while (longer := self._longer.get((prefix, token))) is None:
+            if prefix == ROOT:
                 return ROOT
-            beginning = self._at_its_end[beginning]
+            prefix = self._fallbacks[prefix]
         return longer
 
-    def rest(self, beginning: int) -> Tokens:
-        """Return what is left of the first label with this beginning."""
-        label, length = self._first[beginning]
+    def rest(self, prefix: int) -> Tokens:
+        """Return what is left of the first label with this prefix."""
+        label, length = self._first[prefix]
         return label[length:]
 
 
 class CandidateLabels:
-    """Recognises the beginning of a label at the end of one request's output.
+    """Recognises the prefix of a label at the end of one request's output.
 
     Args:
         trie: of the labels.
@@ -57,22 +57,22 @@ class CandidateLabels:
 
     def __init__(self, trie: LabelTrie) -> None:
         self._trie = trie
-        self._beginning = ROOT
+        self._prefix = ROOT
 
-    def prepare(self, most: int) -> int:
-        """Nothing is left to be done."""
+    def prepare(self, max_units: int) -> int:
+        """Return 0: there is nothing to prepare."""
         return 0
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens of the output; those of the prompt begin no label."""
         for token in tokens:
-            self._beginning = self._trie.follow(self._beginning, token)
+            self._prefix = self._trie.follow(self._prefix, token)
 
-    def propose(self, most: int) -> list[int]:
-        """Up to ``most`` tokens of the rest of the label whose longest beginning the output ends with."""
-        return list(self._trie.rest(self._beginning)[:most])
+    def propose(self, max_tokens: int) -> list[int]:
+        """Return up to ``max_tokens`` tokens of the rest of the label whose longest prefix the output ends with."""
+        return list(self._trie.rest(self._prefix)[:max_tokens])
 
 
 def spellings(label: str) -> list[str]:
-    """A label as it stands, and after a space: tokens of what follows other text."""
+    """Return a label as it stands, and after a space, as it is tokenised behind other text."""
     return [label] if label[0].isspace() else [label, f" {label}"]

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last time that the text ended like this (preset ``summarization``)."""
+"""Prompt lookup: drafts copied from behind the last place where the text ended alike (preset ``summarization``)."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _SEGMENT = 1 << 14  # n-grams: a dictionary of about this size is enlarged in we
 
 
 class NgramIndex:
-    """The n-grams of a growing text by what follows them, indexed in bounded steps.
+    """An index of the n-grams of a growing text, built in bounded steps.
 
     Args:
         text: int32 tokens; may grow while they are indexed.
-        first: place before which n-grams do not end.
+        first: position before which n-grams do not end.
         lengths: of the n-grams.
     """
 
     def __init__(self, text: array[int], first: int, lengths: range) -> None:
         self._text, self._lengths = text, lengths
         self._next = first
-        # Place after the last occurrence of every n-gram that something follows, the latest occurrences last.
+        # Position after the last occurrence of every n-gram that something follows, the latest occurrences last.
         self._segments: list[dict[bytes, int]] = [{}]
 
-    def advance(self, most: int) -> int:
-        """Index up to ``most`` more places of the text; how many it were."""
-        start, stop = self._next, min(self._next + most, len(self._text))
+    def advance(self, max_positions: int) -> int:
+        """Index up to ``max_positions`` more positions of the text; return how many there were."""
+        start, stop = self._next, min(self._next + max_positions, len(self._text))
         if stop <= start:
             return 0
         if len(self._segments[-1]) >= _SEGMENT:
@@ -35,19 +35,19 @@ class NgramIndex:
         before = max(0, start - self._lengths[0])
         tokens, size = self._text[before:stop].tobytes(), self._text.itemsize
         for length in self._lengths:
-            places = range(max(start, length), stop)
-            ends = range((places.start - before) * size, (stop - before) * size, size)
+            positions = range(max(start, length), stop)
+            ends = range((positions.start - before) * size, (stop - before) * size, size)
             ngrams = [tokens[end - length * size : end] for end in ends]
-            self._segments[-1].update(zip(ngrams, places, strict=True))
+            self._segments[-1].update(zip(ngrams, positions, strict=True))
         self._next = stop
         return stop - start
 
     def find(self, ngram: bytes) -> int | None:
-        """The place after the last occurrence."""
+        """Return the position after the last occurrence."""
         for segment in reversed(self._segments):
-            place = segment.get(ngram)
-            if place is not None:
-                return place
+            position = segment.get(ngram)
+            if position is not None:
+                return position
         return None
 
 
@@ -73,7 +73,7 @@ class NgramLookup:
     what a prompt costs is spread over steps by :meth:`prepare`.
 
     Args:
-        prompt: what the text begins with.
+        prompt: the beginning of the text.
     """
 
     def __init__(self, prompt: Prompt) -> None:
@@ -82,21 +82,21 @@ class NgramLookup:
         # The n-gram at the end of the prompt is followed by the output, as all later ones are.
         self._output = NgramIndex(self._text, max(1, len(self._text)), prompt.lengths)
 
-    def prepare(self, most: int) -> int:
-        """Index up to ``most`` more n-grams, those of the output first; how many it were."""
-        places = most // len(self._prompt.lengths)
-        done = self._output.advance(places)
-        return len(self._prompt.lengths) * (done + self._prompt.index.advance(places - done))
+    def prepare(self, max_units: int) -> int:
+        """Index up to ``max_units`` more n-grams, those of the output first; return how many there were."""
+        positions = max_units // len(self._prompt.lengths)
+        done = self._output.advance(positions)
+        return len(self._prompt.lengths) * (done + self._prompt.index.advance(positions - done))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens."""
         self._text.extend(tokens)
 
-    def propose(self, most: int) -> list[int]:
-        """Up to ``most`` tokens that followed the most recent earlier match of the text's longest matching suffix.
+    def propose(self, max_tokens: int) -> list[int]:
+        """Return up to ``max_tokens`` tokens that followed the latest match of the text's longest matching suffix.
 
-        Where the match runs into the end of the text, the proposal goes on with itself: a text that repeats a period
-        is expected to keep repeating it. Only what is indexed is found.
+        If the match runs into the end of the text, copying restarts at its beginning: a text that repeats a period is
+        expected to keep repeating it. Only indexed n-grams are found.
         """
         text = self._text
         for length in self._prompt.lengths:
@@ -107,10 +107,10 @@ class NgramLookup:
                     start = self._prompt.index.find(suffix)
                 if start is not None:
                     period = len(text) - start
-                    return [text[start + place % period] for place in range(most)]
+                    return [text[start + position % period] for position in range(max_tokens)]
         return []
 
 
 def as_bytes(tokens: Sequence[int]) -> bytes:
-    """Tokens as :class:`Prompt` takes them."""
+    """Return the tokens in the form that :class:`Prompt` takes."""
     return np.asarray(tokens, dtype=np.int32).tobytes()

@@ -1,4 +1,4 @@
-"""Presets by name."""
+"""Proposers of drafts, by the name of the preset."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from sglang_dspark.speculation import CLASSIFICATION, SUMMARIZATION, RequestOpti
 class Proposer(Protocol):
     """Proposes drafts for one request from its committed tokens alone.
 
-    That keeps sampled requests exact: where a draft comes from, and what it is, is fixed before any noise of its step
-    is drawn, so its proposal is one-hot at the draft itself.
+    That keeps sampled requests exact: the draft and its source are fixed before any noise of the step is drawn, so
+    the proposal is one-hot at the draft itself.
     """
 
-    def prepare(self, most: int) -> int:
-        """Do up to ``most`` units of work that is not done yet, of about 0.3 us each; how many it were."""
+    def prepare(self, max_units: int) -> int:
+        """Do up to ``max_units`` units of pending work, of about 0.3 us each; return how many there were."""
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens of the output."""
 
-    def propose(self, most: int) -> list[int]:
-        """Up to ``most`` drafts for what comes next; none where the preset has nothing to say."""
+    def propose(self, max_tokens: int) -> list[int]:
+        """Return up to ``max_tokens`` drafts for what comes next; none if the preset has no proposal."""
 
 
 class Proposers:
-    """Makes proposers. What several requests have in common, as samples of one prompt do, they share."""
+    """Makes proposers; requests with the same prompt or labels share their index."""
 
     def __init__(self) -> None:
         self._prompts: WeakValueDictionary[tuple[bytes, int, int], Prompt] = WeakValueDictionary()
         self._tries: WeakValueDictionary[tuple[Tokens, ...], LabelTrie] = WeakValueDictionary()
 
     def make(self, options: RequestOptions, prompt: Sequence[int]) -> Proposer:
-        """The proposer of a request.
+        """Return the proposer of a request.
 
         Args:
             options: with a preset.

@@ -1,4 +1,4 @@
-"""The texts of requests with a preset, as far as they are committed, and what their presets propose next."""
+"""Committed texts of the requests with a preset, and the drafts that their presets propose."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dspark_kernels import Accepted
+from dspark_kernels import AcceptResult
 
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.proposals.proposer import Proposer, Proposers
@@ -15,8 +15,9 @@ from sglang_dspark.step.state import Copies, DecodeBatch
 from sglang_dspark.step.transfers import host_index
 
 UNITS_PER_STEP = 3072
-"""Of preparing, see :class:`Proposer`: about a millisecond. An n-gram is one: 1024 tokens of a prompt, by default."""
-_LEAST_UNITS = 64  # for each text: what the step before has committed is known at once
+"""Units of preparation, see :class:`Proposer`: about a millisecond. An n-gram is one unit; by default these are 1024
+tokens of a prompt."""
+_MIN_UNITS = 64  # for each text, so that the tokens of the last step are known at once
 
 
 @dataclass
@@ -26,7 +27,7 @@ class _Text:
     Attributes:
         req: the request itself: a client may use its id again.
         num_tokens: output tokens that the proposer knows.
-        last: what the step before committed to it.
+        last: tokens that the last step committed.
     """
 
     req: Any
@@ -35,7 +36,7 @@ class _Text:
     last: list[int] = field(default_factory=list)
 
     def catch_up(self, length: int, anchor: int) -> bool:
-        """Take over what was committed since; whether all ``length`` output tokens are known now.
+        """Take over what was committed since; return whether all ``length`` output tokens are known now.
 
         Args:
             anchor: the last of them.
@@ -82,20 +83,20 @@ class PresetTexts:
         before, self._texts = self._texts, {}
         proposals: list[list[int]] = [[] for _ in reqs]
         units = UNITS_PER_STEP
-        for place in options.presets:
-            req, wanted = reqs[place], options.each[place]
-            length = prefix_lens[place] + 1 - len(req.origin_input_ids)
+        for row in options.presets:
+            req, wanted = reqs[row], options.each[row]
+            length = prefix_lens[row] + 1 - len(req.origin_input_ids)
             text = before.get(req.rid)
-            if text is None or text.req is not req or not text.catch_up(length, anchors[place]):
+            if text is None or text.req is not req or not text.catch_up(length, anchors[row]):
                 text = _Text(req, self._proposers.make(wanted, req.origin_input_ids))
-                if not text.catch_up(length, anchors[place]):
+                if not text.catch_up(length, anchors[row]):
                     continue
             self._texts[req.rid] = text
-            units -= text.proposer.prepare(max(units, _LEAST_UNITS))
-            proposals[place] = text.proposer.propose(wanted.copy_limit(self._max_verify))
+            units -= text.proposer.prepare(max(units, _MIN_UNITS))
+            proposals[row] = text.proposer.propose(wanted.copy_limit(self._max_verify))
         return _laid_out(proposals, step)
 
-    def took(self, reqs: Sequence[Any], options: BatchOptions, accepted: Accepted) -> None:
+    def took(self, reqs: Sequence[Any], options: BatchOptions, accepted: AcceptResult) -> None:
         """Remember what a step commits, which the device may not have computed yet."""
         self._before = (list(reqs), accepted.out_tokens) if options.presets else None
 

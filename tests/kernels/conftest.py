@@ -22,7 +22,7 @@ def kernels():
 
 @pytest.fixture(autouse=True)
 def poison():
-    """What is allocated and not written is found out."""
+    """Poison memory that is allocated, so that reading it unwritten fails."""
     with poisoned_memory():
         yield
 

@@ -22,7 +22,7 @@ def kernels() -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("forms", [["--first-forms"], pytest.param([], marks=pytest.mark.thorough)], ids=["one", "all"])
 def test_every_kernel_compiles_and_fits(forms, tmp_path):
-    """Where a block has the least shared memory that SGLang serves with; `make evidence` compiles for the others."""
+    """Kernels compile for the least shared memory that SGLang serves with; `make evidence` tries the others."""
     command = [sys.executable, str(ROOT / "benchmarks" / "kernels" / "compile_for.py")]
     options = ["--capability", "89", *forms, "--output", str(tmp_path / "compiled.json")]
     result = subprocess.run(

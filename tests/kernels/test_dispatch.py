@@ -17,14 +17,14 @@ class Held:
 
 @pytest.fixture
 def nowhere():
-    """As outside of these tests."""
+    """Dispatch runs as it does outside of these tests."""
     with patch.object(dispatch, "_anywhere", []):
         yield
 
 
 @on_kernels(lambda *args, **kwargs: "reference")
 def form(*args, **kwargs):
-    """Which form runs."""
+    """Return the name of the form that runs."""
     return "kernel"
 
 

@@ -1,7 +1,8 @@
-"""Every kernel's reference, wrapper, test and benchmark are found under one name, and nobody asks for the device.
+"""Every kernel's reference, wrapper, test and benchmark share one name, and callers never ask for the device.
 
 A file is a part of another one in its folder whose name it continues: ``walk_kernel.py`` belongs to ``walk.py``, and
-what both hold is found in ``test_walk*.py`` and ``bench_walk.py``. Device code that nobody launches needs no benchmark.
+what both hold is found in ``test_walk*.py`` and ``bench_walk.py``. Device code that is never launched needs no
+benchmark.
 """
 
 import ast
@@ -41,7 +42,7 @@ def dispatched(source):
 
 
 def missing_partners(path, source):
-    """What a stem lacks."""
+    """Return what a stem lacks."""
     tests = "\n".join(test.read_text() for test in (ROOT / "tests" / "kernels").glob(f"test_{path.stem}*.py"))
     if not tests:
         return [f"tests/kernels/test_{path.stem}.py"]
@@ -92,7 +93,7 @@ def test_a_missing_partner_is_named(stem, change, lacking):
 
 
 def test_parts_are_found():
-    assert stem_of(KERNELS / "judging" / "acceptance_race.py").name == "acceptance.py"
+    assert stem_of(KERNELS / "acceptance" / "acceptance_race.py").name == "acceptance.py"
     assert stem_of(KERNELS / "drafting" / "walk.py").name == "walk.py"
 
 

@@ -111,7 +111,7 @@ def padded_slots(rows, spare):
 @pytest.mark.parametrize(("bs", "depth"), [(1, 1), (3, 5), (17, 5), (130, 16)])
 @pytest.mark.parametrize("spare", [0, 1, 300])
 def test_a_staged_plan_does_what_its_numbers_say(bs, depth, spare, device):
-    """By rank, by rank behind one request, or the same for everyone: as the scheduler selects, and as is launched."""
+    """Lengths by rank, by rank behind one request, or equal for all, as the scheduler selects, and as is launched."""
     num_real = max(1, bs - 2)
     requests, drafts = step_requests(bs, depth, device, num_real), drafts_of(bs, depth, device)
     survival, num_tokens = survivals(bs, depth, device, 4), bs * (depth + 1) + 3

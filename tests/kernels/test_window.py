@@ -77,7 +77,7 @@ SIGHTS = {
 
 
 def sees(row, key, prefix, sliding_window, from_anchor, causal):
-    """Whether a row of the window sees a position, by the two rules of windows."""
+    """Return whether a row of the window sees a position, by the two rules of windows."""
     if causal and key > prefix + row:
         return False
     if from_anchor:
@@ -158,7 +158,7 @@ def test_more_splits_than_are_combined_at_a_time(splits, device, monkeypatch):
 
 
 def test_programs_without_work_leave_no_parts(device, monkeypatch):
-    """Of a context of n tiles, as many splits are used as have four of them; what others would write stays as it is."""
+    """A context of n tiles uses as many splits as have four of them; what others would write stays as it is."""
     made = []
     monkeypatch.setattr(module._Parts, "empty", spying(module._Parts.empty, made))
     case = window_case((64 * 9, 64 * 4, 64 * 40), (2, 1, 3), (2, 1, 16), device, padding=0)
@@ -213,7 +213,7 @@ def test_kernel_in_16_bit(device, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(("window", "splits"), pairwise(list(WINDOWS), [1, 2]))
 def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, device, monkeypatch):
-    """In the pool's dtype, behind the contexts, as later steps will find it."""
+    """K/V is stored in the pool's dtype, behind the contexts, as later steps will find it."""
     monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     prefix_lens, query_lens, shape = WINDOWS[window]
     q, _, _, windows = window_case(prefix_lens, query_lens, shape, device)
@@ -238,7 +238,7 @@ def test_a_window_that_is_stored_is_read_from_the_pool(window, splits, dtype, de
 @pytest.mark.parametrize("padding", [1, 9, 40])
 @pytest.mark.parametrize("splits", [1, 4])
 def test_rows_of_no_request_are_zero(padding, splits, device, monkeypatch):
-    """What follows computes with them, and quantises by the largest value that it sees."""
+    """Later layers compute with these rows, and quantise by the largest value that they see."""
     monkeypatch.setattr(module, "_TILES_PER_SPLIT", 1)
     case = window_case((33, 0, 70), (4, 0, 1), (6, 2, 24), device, padding=padding)
     out = window_attention(*case, causal=True, scale=0.125, splits=splits)

@@ -1,4 +1,4 @@
-"""What requests with the same text or labels share."""
+"""Sharing between requests with the same text or labels."""
 
 import gc
 

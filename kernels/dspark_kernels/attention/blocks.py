@@ -9,7 +9,7 @@ import torch
 from dspark_kernels.attention.ragged import ContextGroup, VisibleKeys, attend_groups, group_contexts
 from dspark_kernels.attention.window import PagedWindows, window_attention
 from dspark_kernels.dispatch import on_kernels
-from dspark_kernels.laying_out.preparation import StepRequests
+from dspark_kernels.planning.preparation import StepRequests
 
 Pool = tuple[torch.Tensor, torch.Tensor]
 
@@ -19,7 +19,7 @@ attention sinks [heads] where it has any."""
 
 
 def block_groups(requests: StepRequests, rows: int, *, heads_per_kv: int, dtype: torch.dtype) -> list[ContextGroup]:
-    """The layout of ``attend_groups`` for blocks of so many rows, which see all of their context and of their block.
+    """Return the layout of ``attend_groups`` for blocks of so many rows, which see all of their context and block.
 
     Reads lengths on the host.
     """
@@ -38,7 +38,7 @@ def block_groups(requests: StepRequests, rows: int, *, heads_per_kv: int, dtype:
 def block_windows(
     requests: StepRequests, rows: int, *, sliding_window: int | None = None, from_anchor: bool = False
 ) -> PagedWindows:
-    """The layout of ``window_attention`` for blocks of so many rows. No host sync."""
+    """Return the layout of ``window_attention`` for blocks of so many rows. No host sync."""
     indptr = torch.arange(0, (len(requests) + 1) * rows, rows, device=requests.anchors.device)
     contexts = requests.req_to_token, requests.req_pool_indices, requests.prefix_lens
     return PagedWindows(*contexts, indptr, rows, sliding_window=sliding_window, from_anchor=from_anchor)
@@ -47,7 +47,7 @@ def block_windows(
 def block_attention_ref(
     requests: StepRequests, gamma: int, *, heads_per_kv: int, dtype: torch.dtype, scale: float
 ) -> BlockAttention:
-    """The same as :func:`block_attention` in plain torch. Reads lengths on the host."""
+    """Compute the same as :func:`block_attention` in plain torch. Reads lengths on the host."""
     groups = block_groups(requests, gamma, heads_per_kv=heads_per_kv, dtype=dtype)
     return lambda q, k, v, pool, sinks: attend_groups(q, *pool, groups, scale, extra_kv=(k, v), sinks=sinks)
 

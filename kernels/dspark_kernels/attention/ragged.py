@@ -25,10 +25,10 @@ class ContextGroup:
     Attributes:
         num_requests, num_queries, num_keys: R, m and n after padding; n counts keys from the pool.
         slots: [R * n] int64 pool rows of the keys.
-        queries: [R * m] int64 query rows, padding repeats a row; None where the group is the whole batch unpadded.
-        kept: int64 places among R * m whose outputs are no padding; None with ``queries``.
-        rows: int64 query rows of these places; None where the group is the whole batch, whose rows are in order.
-        mask: [R, 1, heads per K/V head * m, n + extra] added to the scores; None where every query sees every key.
+        queries: [R * m] int64 query rows, padding repeats a row; None if the group is the whole batch unpadded.
+        kept: int64 indices among R * m whose outputs are no padding; None with ``queries``.
+        rows: int64 query rows of these indices; None if the group is the whole batch, whose rows are in order.
+        mask: [R, 1, heads per K/V head * m, n + extra] added to the scores; None if every query sees every key.
     """
 
     num_requests: int
@@ -42,7 +42,7 @@ class ContextGroup:
     _gathered: dict[tuple[int, int, torch.dtype], _Gathered] = field(default_factory=dict, repr=False, compare=False)
 
     def gathered(self, k_pool: torch.Tensor, v_pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [R, n, kv_heads, hd] of one layer, in memory that the next layer of that form uses again.
+        """Return K and V [R, n, kv_heads, hd] of one layer, in memory that the next layer of that form uses again.
 
         An allocation of their size may be handed back to the system when it is freed, and then every layer would pay
         for its pages again: up to twice the time of the whole attention.
@@ -64,7 +64,7 @@ class ContextGroup:
 class _Gathered(NamedTuple):
     """One memory in two forms: rows of numbers that torch can gather, and [R, n, kv_heads, hd] in the pool's dtype.
 
-    The forms are made once: new views for every layer would take as long as its attention where the context is short.
+    The forms are made once: new views for every layer would take as long as its attention if the context is short.
     """
 
     k_rows: torch.Tensor
@@ -74,12 +74,12 @@ class _Gathered(NamedTuple):
 
 
 def _bits(pool: torch.Tensor) -> torch.Tensor:
-    """A pool as numbers that torch can gather: those of eight bits it cannot."""
+    """Return a pool as numbers that torch can gather, which it cannot do with those of eight bits."""
     return pool.view(torch.uint8) if pool.element_size() == 1 else pool
 
 
 class VisibleKeys(NamedTuple):
-    """Which keys of the pool a query sees.
+    """The keys of the pool that a query sees.
 
     Attributes:
         causal: queries are the last positions among the keys and see no later key; otherwise all see all.
@@ -125,11 +125,11 @@ def group_contexts(
         keys = torch.tensor([key_lens[request] for request in members])
         queries = torch.tensor([query_lens[request] for request in members])
         n, m = int(keys.max()), int(queries.max())
-        places = torch.arange(m)
+        steps = torch.arange(m)
         padded = len(members) < len(rows) or bool((queries < m).any())
         first = torch.tensor([starts[request] for request in members])
-        rows_of_queries = (first[:, None] + torch.minimum(places, queries[:, None] - 1)).view(-1)
-        kept = (places < queries[:, None]).view(-1).nonzero().squeeze(1) if padded else None
+        rows_of_queries = (first[:, None] + torch.minimum(steps, queries[:, None] - 1)).view(-1)
+        kept = (steps < queries[:, None]).view(-1).nonzero().squeeze(1) if padded else None
         groups.append(
             ContextGroup(
                 num_requests=len(members),

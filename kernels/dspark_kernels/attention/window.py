@@ -13,7 +13,7 @@ All query heads that share a K/V head, and all rows of a request, are one tile: 
 where a kernel that works head by head reads it once per query head. A group of heads whose tile would be too large is
 shared out among programs. Few requests with long contexts would leave most of a GPU idle, so the context is split over
 several programs and their parts are combined afterwards (flash-decoding). The host, which launches for contexts of any
-length, says how many splits there may be. How many a request uses follows from its own context: where that is short,
+length, says how many splits there may be. How many a request uses follows from its own context: if that is short,
 one program writes its rows, its other programs end at once, and there is nothing to combine.
 
 Bytes moved: 2 * kv_heads * hd * (context + rows) of K and V, and twice the queries; the floor is that over the memory
@@ -56,7 +56,7 @@ class PagedWindows:
             last request.
         width: bound on the rows of a request.
         sliding_window: rows that are seen of a context and its window; None for all. The window slides with its row,
-            which counts as one of them: the row at place i sees positions above ``prefix_lens + i - sliding_window``.
+            which counts as one of them: row i sees positions above ``prefix_lens + i - sliding_window``.
         from_anchor: all rows see what is seen before the first one: the last ``sliding_window`` rows of the context,
             and the window.
     """
@@ -81,7 +81,7 @@ def window_attention_ref(
     sinks: torch.Tensor | None = None,  # [heads]
     splits: int | None = None,
 ) -> torch.Tensor:
-    """The same as :func:`window_attention` in plain torch. Syncs with the host."""
+    """Compute the same as :func:`window_attention` in plain torch. Syncs with the host."""
     out = torch.zeros_like(q)
     for request, (start, end) in enumerate(itertools.pairwise(windows.indptr.tolist())):
         if start == end:
@@ -184,7 +184,7 @@ def window_attention(
 
 @dataclass(frozen=True)
 class _Parts:
-    """What programs that share a context leave to be combined.
+    """Partial results of the programs that share a context, still to be combined.
 
     Attributes:
         rows: [splits, N, heads, hd] float32, attention to a part of the keys.
@@ -217,7 +217,7 @@ def _attend(
     causal: bool,
     scale: float,
 ) -> None:
-    """Write the attention of q, k and v into ``out``, or into ``parts`` where several programs share a context."""
+    """Write the attention of q, k and v into ``out``, or into ``parts`` if several programs share a context."""
     q, k, v = rows
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = pool[0].shape[1]
@@ -275,7 +275,7 @@ def _block_d(head_dim: int) -> int:
 
 
 def _heads_per_program(group: int, width: int, head_bytes: int) -> int:
-    """Query heads of a K/V head that share a tile: all of them, unless it were too large."""
+    """Return how many query heads of a K/V head share a tile: all, unless it were too large."""
     share = group
     while share > 1 and triton.next_power_of_2(width * share) * head_bytes > _MAX_TILE:
         share = triton.cdiv(share, 2)
@@ -283,12 +283,12 @@ def _heads_per_program(group: int, width: int, head_bytes: int) -> int:
 
 
 def widest_window(head_dim: int, dtype: torch.dtype) -> int:
-    """Most rows of a request that the kernel can be built for, which its reference knows no limit of."""
+    """Return the most rows of a request that the kernel can be built for; its reference has no limit."""
     return _MAX_TILE // (_block_d(head_dim) * dtype.itemsize)
 
 
 def num_splits(bs: int, num_kv_heads: int, num_processors: int) -> int:
-    """Splits of the contexts that give every multiprocessor of the GPU about two programs.
+    """Return the number of splits of the contexts that gives every multiprocessor of the GPU about two programs.
 
     Args:
         bs: requests of the batch.

@@ -20,7 +20,7 @@ def block_confidence_ref(
     weights: ConfidenceWeights,
     w1: torch.Tensor | None,  # [V, r]
 ) -> torch.Tensor:
-    """The same as :func:`block_confidence` in plain torch."""
+    """Compute the same as :func:`block_confidence` in plain torch."""
     _check(hidden, weights, w1)
     features = hidden.float()
     if weights.weight.shape[0] > hidden.shape[-1]:
@@ -74,7 +74,7 @@ def block_confidence(
     weights: ConfidenceWeights,
     w1: torch.Tensor | None,  # [V, r]
 ) -> torch.Tensor:
-    """Raw confidence logits of a whole block in one launch.
+    """Compute the raw confidence logits of a whole block in one launch.
 
     Args:
         hidden: post-norm hidden states, any float dtype.
@@ -110,7 +110,7 @@ def block_confidence(
 
 
 def _check(hidden: torch.Tensor, weights: ConfidenceWeights, w1: torch.Tensor | None) -> int:
-    """The rank of the Markov embeddings that the head reads, 0 for none."""
+    """Return the rank of the Markov embeddings that the head reads, 0 for none."""
     width = hidden.shape[-1]
     rank = weights.weight.shape[0] - width
     if rank != 0 and (w1 is None or w1.shape[1] != rank):

@@ -31,7 +31,7 @@ class MarkovWeights:
     Attributes:
         w1: [V, r], contiguous.
         w2: [v, r] of the same dtype, contiguous; a row per column of the draft logits.
-        head: forms the latent; None where that is the embedding itself (vanilla).
+        head: forms the latent; None if that is the embedding itself (vanilla).
     """
 
     w1: torch.Tensor
@@ -54,7 +54,7 @@ class ConfidenceWeights:
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The tokens that a drafter proposes, where these are not all.
+    """The tokens that a drafter proposes, if these are not all.
 
     Attributes:
         token_ids: [v] int64, ascending: column i of the draft logits is token ``token_ids[i]``.
@@ -80,7 +80,7 @@ class DraftVocabulary:
 
 @dataclass(frozen=True)
 class DraftHeads:
-    """What turns base logits into a block of tokens; each part is None where the drafter has none.
+    """The weights that turn base logits into a block of tokens; each part is None if the drafter has none.
 
     Attributes:
         markov: corrects the logits of a slot by the token before it.

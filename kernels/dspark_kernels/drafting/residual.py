@@ -25,7 +25,7 @@ def add_norm_ref(
     weight: torch.Tensor,  # [d]
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as :func:`add_norm` in plain torch."""
+    """Compute the same as :func:`add_norm` in plain torch."""
     total = hidden + update
     return total, F.rms_norm(total, weight.shape, weight, eps)
 

@@ -19,7 +19,7 @@ _BLOCK = 512
 
 
 def silu_mul_ref(gate_up: torch.Tensor) -> torch.Tensor:
-    """The same as :func:`silu_mul` in plain torch."""
+    """Compute the same as :func:`silu_mul` in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

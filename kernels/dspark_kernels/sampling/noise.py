@@ -38,7 +38,7 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Purpose(IntEnum):
-    """What a random number decides; part of its key."""
+    """The decision that a random number is for; part of its key."""
 
     DRAFT = 0  # which token the drafter proposes in a slot
     ACCEPT = 1  # whether the target keeps it
@@ -48,7 +48,7 @@ class Purpose(IntEnum):
 
 
 def signed64(value: int) -> int:
-    """The low 64 bits of ``value`` as a signed integer, which int64 tensors and kernels hold."""
+    """Return the low 64 bits of ``value`` as a signed integer, which int64 tensors and kernels hold."""
     return (value + 2**63) % 2**64 - 2**63
 
 
@@ -122,7 +122,10 @@ def exponential(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -
 
 
 def exponential_at(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """The noise of ``exponential`` for single tokens: three int64 tensors that broadcast, float64 of their shape."""
+    """Return the noise of ``exponential`` for single tokens.
+
+    Takes three int64 tensors that broadcast, and returns float64 of their common shape.
+    """
     even, odd = _token_bits(seeds, positions, token_ids >> 1)
     return _to_exponential(torch.where(token_ids & 1 == 0, even, odd))
 
@@ -130,7 +133,7 @@ def exponential_at(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torc
 def race_bits(
     seed: int, step: Word, request_keys: torch.Tensor, slots: Word, purpose: Word, num_columns: int
 ) -> torch.Tensor:
-    """The 32 random bits of every column, int64 [..., num_columns]; see ``race_exponential``."""
+    """Return the 32 random bits of every column, int64 [..., num_columns]; see ``race_exponential``."""
     quads = torch.arange((num_columns + 3) // 4, device=request_keys.device)
     first = slots | (purpose << 16) | (((step >> 32) & 0xFF) << 24)
     first = first[..., None] if isinstance(first, torch.Tensor) and first.ndim > 0 else first
@@ -181,12 +184,12 @@ class RoundKeys:
 
     @property
     def signed_seed(self) -> int:
-        """The seed as kernels take it: the signed integer of its low 64 bits."""
+        """Return the seed as kernels take it: the signed integer of its low 64 bits."""
         return signed64(self.seed)
 
     @property
     def device_step(self) -> torch.Tensor:
-        """The step as a 0-dim int64 tensor: of an int by a fill, because a copy from the host would wait."""
+        """Return the step as a 0-dim int64 tensor: of an int by a fill, because a copy from the host would wait."""
         if isinstance(self.step, torch.Tensor):
             return self.step
         return torch.full((), self.step, dtype=torch.int64, device=self.request_keys.device)
@@ -205,7 +208,7 @@ class RoundKeys:
         return race_exponential(self.seed, self.step, self.request_keys, slot, purpose, num_columns)
 
     def take(self, index: torch.Tensor) -> "RoundKeys":
-        """Keys of the requests ``index`` [m] int64."""
+        """Return the keys of the requests ``index`` [m] int64."""
         return RoundKeys(self.seed, self.step, self.request_keys[index], self.positions[index])
 
 
@@ -221,7 +224,7 @@ def _split64(value: Word) -> tuple[Word, Word]:
 
 
 def _join_bits(high: torch.Tensor, low: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """The top bits of two words as one integer of ``num_bits`` (52 or 53) bits."""
+    """Return the top bits of two words as one integer of ``num_bits`` (52 or 53) bits."""
     return ((high >> (58 - num_bits)) << 26) | (low >> 6)
 
 

@@ -30,7 +30,7 @@ def distribution_loss_ref(
     ce_weight: float,
     tv_weight: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The same as :func:`distribution_loss`; float64 logits are computed in float64."""
+    """Compute the same as :func:`distribution_loss`; float64 logits are computed in float64."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     draft, target = logits.to(dtype), target_logits.to(dtype)
     if log_weight is not None:

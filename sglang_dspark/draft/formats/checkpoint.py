@@ -10,8 +10,8 @@ from typing import Any
 
 from sglang_dspark.draft.config import DraftConfig
 from sglang_dspark.draft.formats import deepspec, dflash, speculators
-from sglang_dspark.draft.formats.content import Content
-from sglang_dspark.draft.formats.reading import Reading, Shapes, finish
+from sglang_dspark.draft.formats.content import Content, Shapes
+from sglang_dspark.draft.formats.reading import Reading
 from sglang_dspark.draft.formats.recognition import recognise
 from sglang_dspark.draft.formats.stored import StoredTensors, has_tensors
 from sglang_dspark.errors import CheckpointError
@@ -21,7 +21,7 @@ _QUANTISED_FILE = "hf_quant_config.json"
 
 
 def read_config(folder: str | Path) -> DraftConfig:
-    """The configuration of the checkpoint in ``folder``; see :func:`read`."""
+    """Read the configuration of the checkpoint in ``folder``; see :func:`read`."""
     return read(folder).config
 
 
@@ -50,21 +50,18 @@ def read_content(content: Mapping[str, Any], *, origin: str, shapes: Shapes | No
     Args:
         content: the config.json.
         origin: its name, for messages.
-        shapes: of the tensors in the checkpoint's files; None or empty where there are none.
+        shapes: of the tensors in the checkpoint's files; None or empty if there are none.
 
     Raises:
         CheckpointError: a key is missing, malformed, contradictory or unsupported, or the format is not known.
     """
-    shapes = shapes or {}
-    name = recognise(content, shapes.keys(), origin)
-    keys = Content(content, origin)
+    keys = Content(content, origin, shapes)
+    name = recognise(content, keys.shapes.keys(), origin)
     if name == "DeepSpec":
-        found = deepspec.read(keys, shapes)
-    elif name == "speculators":
-        found = speculators.read(keys, shapes)
-    else:
-        found = dflash.read(name, keys, shapes)
-    return finish(name, keys, found, shapes)
+        return deepspec.read(keys)
+    if name == "speculators":
+        return speculators.read(keys)
+    return dflash.read(name, keys)
 
 
 def _decode(file: Path) -> dict[str, Any]:

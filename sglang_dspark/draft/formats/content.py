@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_dspark.draft.checked import REMEDY
@@ -11,22 +11,26 @@ from sglang_dspark.errors import CheckpointError
 SECTIONS = ("dflash_config", "dspark_config", "transformer_layer_config", "speculators_config")
 """Objects in config.json whose keys are read like those of the top level, with the section's name and a dot before."""
 
-_REQUIRED = object()
-
+Shapes = Mapping[str, Sequence[int]]
+"""Shapes of tensors by their names."""
 Table = Mapping[str, tuple[str, ...]]
 """Field of the canonical configuration -> keys that hold it. Several keys that are present must agree."""
 
 
 class Content:
-    """The keys of one config.json.
+    """The keys of one config.json, and the values that readers have found so far.
 
     Attributes:
         origin: the file, for messages.
+        shapes: of the tensors in the checkpoint's files; empty without files.
+        section: prefix of the keys of the layers, with its dot; empty for the top level.
+        values: by field of :class:`DraftConfig`.
         names: field -> key that it was, or would have been, read from.
     """
 
-    def __init__(self, content: Mapping[str, Any], origin: str) -> None:
-        self.origin = origin
+    def __init__(self, content: Mapping[str, Any], origin: str, shapes: Shapes | None = None) -> None:
+        self.origin, self.shapes, self.section = origin, shapes or {}, ""
+        self.values: dict[str, Any] = {}
         self.names: dict[str, str] = {}
         self._keys: dict[str, Any] = {}
         self._read: set[str] = set()
@@ -40,7 +44,7 @@ class Content:
         return key in self._keys
 
     def find(self, *keys: str, default: Any = None) -> Any:
-        """Value of the keys, ``default`` where none of them is present or all are null.
+        """Return the value of the keys; ``default`` if none of them is present or all are null.
 
         Raises:
             CheckpointError: two of them contradict each other.
@@ -55,17 +59,16 @@ class Content:
                 )
         return self._keys[present[0]] if present else default
 
-    def collect(self, table: Table, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Values of the fields of ``table``; a field that is absent and has no default is left out."""
-        values: dict[str, Any] = {}
+    def collect(self, table: Table, defaults: Mapping[str, Any] | None = None, *, optional: bool = False) -> None:
+        """Set the values of the fields of ``table``.
+
+        A field that is absent and has no default is left out, an ``optional`` one also if its key is null.
+        """
         for field, keys in table.items():
-            value = self.find(*keys, default=(defaults or {}).get(field, _REQUIRED))
+            value = self.find(*keys, default=(defaults or {}).get(field))
             self.names[field] = next((key for key in keys if key in self), keys[0])
-            if value is not _REQUIRED:
-                values[field] = tuple(value) if isinstance(value, list) else value
-            elif self.names[field] in self:
-                values[field] = None
-        return values
+            if value is not None or (self.names[field] in self and not optional):
+                self.values[field] = tuple(value) if isinstance(value, list) else value
 
     def require(self, key: str, served: Any) -> None:
         """Read a key that has only one value that is served, and may be absent.
@@ -81,7 +84,7 @@ class Content:
         self._read.add(key)
 
     def skip(self, *keys: str) -> None:
-        """These keys say nothing about the network."""
+        """Pass over keys that say nothing about the network."""
         self._read.update(keys)
 
     def unread(self) -> tuple[str, ...]:
@@ -89,6 +92,6 @@ class Content:
         return tuple(sorted(self._keys.keys() - self._read))
 
     def refuse(self, key: str, reason: str) -> CheckpointError:
-        """An error about one key."""
+        """Return an error about one key."""
         shown = f"{key}={self._keys[key]!r}" if key in self else f"key {key!r} is missing"
         return CheckpointError(f"{self.origin}: {shown} {reason}")

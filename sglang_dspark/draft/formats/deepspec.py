@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from sglang_dspark.draft.formats import qwen3
 from sglang_dspark.draft.formats.content import Content, Table
-from sglang_dspark.draft.formats.reading import Found, Shapes
+from sglang_dspark.draft.formats.reading import Reading, finish, heads
+from sglang_dspark.draft.formats.tensors import TensorRules
 
 _SECTIONS = ("", "dflash_config.", "dspark_config.")
 _NESTED = (
@@ -17,33 +18,26 @@ _NESTED = (
     "confidence_head_with_markov"
 ).split()
 _TABLE: Table = {field: tuple(section + field for section in _SECTIONS) for field in _NESTED}
-_OPTIONAL = ("sample_from_anchor", "draft_vocab_size", "window_from_anchor", "num_anchors")
+_OPTIONAL: Table = {
+    field: (field,) for field in ("sample_from_anchor", "draft_vocab_size", "window_from_anchor", "num_anchors")
+}
 _SILENT = (
     "target_model_type target_text_model_type dflash_config.projector_type dflash_config.attention_mode "
     "dflash_config.confidence_head_alpha"
 ).split()
 
 
-def read(content: Content, shapes: Shapes) -> Found:
-    """Everything has to be in the file; tensors decide nothing."""
-    values = qwen3.shape(content)
+def read(content: Content) -> Reading:
+    """Read a file that has to say everything; tensors decide nothing."""
+    rules = TensorRules()
+    qwen3.shape(content)
     content.require("tie_word_embeddings", False)
     content.skip(*_SILENT)
-    values |= content.collect(_TABLE)
-    for key in _OPTIONAL:
-        if key in content and (value := content.find(key)) is not None:
-            values[key] = value
-    if values.get("markov_rank") == 0:
-        values["markov_head_type"] = None
-    if values.get("enable_confidence_head") is False:
-        values["confidence_head_with_markov"] = False
-    values |= qwen3.attention(content, values.get("num_hidden_layers"))
-    values["causal_layers"] = qwen3.causal_layers(content, values)
-    values |= qwen3.extras(content, values, names=())
-    values |= qwen3.rope(content, values.get("layer_types", ()))
-    return Found(
-        values,
-        any_tap_order=False,
-        neighbours=qwen3.pairs_are_neighbours(content),
-        span_head=qwen3.pairs_span_head(content),
-    )
+    content.collect(_TABLE)
+    content.collect(_OPTIONAL, optional=True)
+    heads(content, {}, {})
+    qwen3.attention(content)
+    qwen3.causal_layers(content)
+    qwen3.extras(content, {})
+    qwen3.rope(content)
+    return finish("DeepSpec", content, rules)

@@ -61,19 +61,21 @@ def new_to(target: Mapping[str, Any], config: DraftConfig) -> list[Switch]:
         target: content of its text configuration.
     """
     content = Content(target, "the target's config.json")
+    content.values["num_hidden_layers"] = target.get("num_hidden_layers")
     try:
-        attention = qwen3.attention(content, target.get("num_hidden_layers"))
-        rope = qwen3.rope(content, attention.get("layer_types", ()))
+        qwen3.attention(content)
+        qwen3.rope(content)
     except CheckpointError:
         return switches(config)  # its layers differ in RoPE, which no drafter's do
+    layers = content.values
     has = {
-        "window": attention.get("sliding_window") == config.sliding_window,
-        "RoPE": rope.get("rope_scaling") == config.rope_scaling
-        and rope.get("partial_rotary_factor", 1.0) == config.partial_rotary_factor,
+        "window": layers.get("sliding_window") == config.sliding_window,
+        "RoPE": layers.get("rope_scaling") == config.rope_scaling
+        and layers.get("partial_rotary_factor", 1.0) == config.partial_rotary_factor,
         "bias": bool(target.get("attention_bias")) or target.get("model_type") in _BIASED,
     }
     found = [switch for switch in switches(config) if not has.get(switch.name)]
-    if (theta := rope.get("rope_theta", config.rope_theta)) != config.rope_theta:
+    if (theta := layers.get("rope_theta", config.rope_theta)) != config.rope_theta:
         found.append(Switch("RoPE", f"RoPE of base {config.rope_theta:g}, the target's is {theta:g}"))
     return found
 

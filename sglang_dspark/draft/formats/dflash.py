@@ -9,8 +9,8 @@ from typing import Any
 from sglang_dspark.draft.formats import qwen3
 from sglang_dspark.draft.formats.content import Content, Table
 from sglang_dspark.draft.formats.reading import (
-    Found,
-    Shapes,
+    Reading,
+    finish,
     heads,
     layout_question,
     own_embedding,
@@ -47,11 +47,11 @@ _ATTENTION_MODES = ("gqa", "mha")
 
 @dataclass(frozen=True)
 class Variant:
-    """What one of these formats takes for granted.
+    """The conventions that one of these formats assumes.
 
     Attributes:
-        sample_from_anchor: layout of the slots where no key gives it; None where both are in use.
-        defaults: of the heads, where neither a key nor the tensors decide.
+        sample_from_anchor: layout of the slots if no key gives it; None if both are in use.
+        defaults: of the heads, if neither a key nor the tensors decide.
         renamed: tensors.
     """
 
@@ -69,37 +69,33 @@ VARIANTS: Mapping[FormatName, Variant] = {
 }
 
 
-def read(name: FormatName, content: Content, shapes: Shapes) -> Found:
+def read(name: FormatName, content: Content) -> Reading:
     """Read one of :data:`VARIANTS`."""
     variant = VARIANTS[name]
-    values = qwen3.shape(content)
-    own_embedding(content, shapes)
+    rules = TensorRules(renamed=variant.renamed)
+    tensors = rules.shapes(content.shapes)
+    qwen3.shape(content)
+    own_embedding(content)
     content.skip(*_SILENT)
-    values |= content.collect(_TABLE)
-    values |= content.collect(_OPTIONAL, dict.fromkeys(_OPTIONAL))
-    values = {key: value for key, value in values.items() if value is not None or key not in _OPTIONAL}
+    content.collect(_TABLE)
+    content.collect(_OPTIONAL, optional=True)
     alpha = content.find(*_anywhere("confidence_head_alpha"))
     if isinstance(alpha, int | float):
-        values.setdefault("enable_confidence_head", alpha > 0)
-    rules = TensorRules(renamed=variant.renamed)
-    heads(values, shapes, rules, variant.defaults)
-    reduced_vocabulary(values, shapes)
-    values["num_target_layers"] = _depth(values)
-    values["sample_from_anchor"] = _sample_from_anchor(content, variant)
+        content.values.setdefault("enable_confidence_head", alpha > 0)
+    heads(content, tensors, variant.defaults)
+    reduced_vocabulary(content)
+    content.values["num_target_layers"] = _depth(content.values)
+    content.values["sample_from_anchor"] = _sample_from_anchor(content, variant)
     _check_attention_mode(content)
-    values |= qwen3.attention(content, values.get("num_hidden_layers"))
-    values["causal_layers"] = qwen3.causal_layers(content, values)
-    values |= qwen3.extras(content, values, names={name for name in map(rules.name, shapes) if name})
-    values |= qwen3.rope(content, values.get("layer_types", ()))
-    return Found(
-        values,
-        renamed=variant.renamed,
-        neighbours=qwen3.pairs_are_neighbours(content),
-    )
+    qwen3.attention(content)
+    qwen3.causal_layers(content)
+    qwen3.extras(content, tensors)
+    qwen3.rope(content)
+    return finish(name, content, rules)
 
 
 def _depth(values: Mapping[str, Any]) -> Any:
-    """Depth of the target. Some trainers write the number of taps under this name, which then is too small."""
+    """Return the depth of the target. Some trainers write the number of taps there, which then is too small."""
     depth, taps = values.get("num_target_layers"), values.get("target_layer_ids")
     if type(depth) is int and isinstance(taps, tuple) and all(type(tap) is int for tap in taps):
         return None if depth <= max(taps, default=-1) else depth

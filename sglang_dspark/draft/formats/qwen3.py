@@ -58,110 +58,105 @@ _ROPE_SILENT = {
 }
 
 
-def shape(content: Content, section: str = "", defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Sizes of the layers, and whether their attention has biases.
+def shape(content: Content, defaults: Mapping[str, Any] | None = None) -> None:
+    """Read the sizes of the layers, and whether their attention has biases.
 
     Args:
-        section: where the keys are, with its dot; empty for the top level.
         defaults: of keys that may be absent.
     """
+    section = content.section
     for key, served in NEUTRAL.items():
-        for place in {section + key, key, f"dflash_config.{key}"}:
-            content.require(place, served)
+        for name in _spellings(content, key):
+            content.require(name, served)
     content.skip(*SILENT, *(section + key for key in SILENT))
     table = {field: (section + field,) for field in (*SHAPE, "attention_bias")}
-    return content.collect(table, {"attention_bias": False, **(defaults or {})})
+    content.collect(table, {"attention_bias": False, **(defaults or {})})
 
 
-def attention(content: Content, num_layers: Any, section: str = "") -> dict[str, Any]:
-    """Kind of attention of each layer. What ``layer_types`` says counts, whatever ``use_sliding_window`` says."""
+def attention(content: Content) -> None:
+    """Read the attention of each layer. ``layer_types`` decides, whatever ``use_sliding_window`` says."""
+    section, num_layers = content.section, content.values.get("num_hidden_layers")
     types = content.find(f"{section}layer_types")
     window = content.find(f"{section}sliding_window")
     sliding = content.find(f"{section}use_sliding_window", default=False)
     first = content.find(f"{section}max_window_layers", default=_MAX_WINDOW_LAYERS)
     content.names |= {"layer_types": f"{section}layer_types", "sliding_window": f"{section}sliding_window"}
     if type(num_layers) is not int:
-        return {}
+        return
     if content.find("dflash_config.use_swa") is True:
         types, window = [SLIDING] * num_layers, content.find("dflash_config.swa_window_size", "sliding_window")
     elif types is None and sliding is True and type(first) is int:
         types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     if types is None or types == [FULL] * num_layers:
-        return {}
+        return
     if not isinstance(types, list):
         raise content.refuse(f"{section}layer_types", "should be a list of kinds of attention, one for each layer")
-    return {"layer_types": tuple(types), "sliding_window": window}
+    content.values |= {"layer_types": tuple(types), "sliding_window": window}
 
 
-def causal_layers(content: Content, values: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Return which layers look ahead in the block: all alike where a key says so, else those without a window."""
+def causal_layers(content: Content) -> None:
+    """Read which layers are causal in the block: all alike if a key says so, otherwise those with a window."""
     listed = content.find("causal_layers")
     causal = content.find("is_causal", "dflash_config.causal", "dflash_config.is_causal", "dflash_query_causal")
-    num_layers, types = values.get("num_hidden_layers"), values.get("layer_types", ())
+    num_layers, types = content.values.get("num_hidden_layers"), content.values.get("layer_types", ())
+    layers: Any = ()
     if listed is not None:
         layers = tuple(listed) if isinstance(listed, list) else listed
-        return () if isinstance(layers, tuple) and not any(layers) else layers
-    if causal is not None or type(num_layers) is not int:
-        return (True,) * num_layers if causal is True and type(num_layers) is int else ()
-    if content.find("dflash_config.use_swa") is True:
-        return ()
-    return tuple(layer_type == SLIDING for layer_type in types) if SLIDING in types else ()
+    elif type(num_layers) is int and causal is not None:
+        layers = (causal is True,) * num_layers
+    elif type(num_layers) is int and content.find("dflash_config.use_swa") is not True:
+        layers = tuple(layer_type == SLIDING for layer_type in types)
+    content.values["causal_layers"] = () if isinstance(layers, tuple) and not any(layers) else layers
 
 
-def extras(content: Content, values: Mapping[str, Any], names: Collection[str], section: str = "") -> dict[str, Any]:
-    """Attention sinks of each layer, and what its values are multiplied with.
+def extras(content: Content, tensors: Collection[str]) -> None:
+    """Read the attention sinks of each layer, and the factor of its values.
 
     Args:
-        values: what was read of the layers.
-        names: tensors of the network that the files hold; where no key speaks of sinks, they decide.
-        section: as for :func:`shape`.
+        tensors: names of the network's tensors in the files; they decide if no key speaks of sinks.
     """
-    num_layers = values.get("num_hidden_layers")
+    num_layers = content.values.get("num_hidden_layers")
     if type(num_layers) is not int:
-        return {}
-    types = values.get("layer_types") or (FULL,) * num_layers
+        return
+    types = content.values.get("layer_types") or (FULL,) * num_layers
     listed = content.find("sink_layers")
-    of_kind = {kind: _switched_on(content, key, section) for kind, key in _SINKS_OF_KIND.items()}
-    of_all = _switched_on(content, "attention_sink_bias", section)
+    of_kind = {kind: _switched_on(content, key) for kind, key in _SINKS_OF_KIND.items()}
+    of_all = _switched_on(content, "attention_sink_bias")
     if isinstance(listed, list):
         layers = tuple(listed)
     elif listed is not None:
         raise content.refuse("sink_layers", "should be a list of true and false, one for each layer")
     elif of_all is None and not any(value is not None for value in of_kind.values()):
-        layers = tuple(f"layers.{layer}.self_attn.attention_sink_bias" in names for layer in range(num_layers))
+        layers = tuple(f"layers.{layer}.self_attn.attention_sink_bias" in tensors for layer in range(num_layers))
     else:
         layers = tuple(bool(of_all or of_kind.get(str(layer_type))) for layer_type in types)
-    found: dict[str, Any] = {"sink_layers": layers if any(layers) else ()}
-    scale = content.find(*_places("attention_value_scale", section))
-    return found if scale is None else found | {"attention_value_scale": scale}
+    content.values["sink_layers"] = layers if any(layers) else ()
+    if (scale := content.find(*_spellings(content, "attention_value_scale"))) is not None:
+        content.values["attention_value_scale"] = scale
 
 
-def _switched_on(content: Content, key: str, section: str) -> bool | None:
+def _switched_on(content: Content, key: str) -> bool | None:
     """Return what the file says, if anything."""
-    value = content.find(*_places(key, section))
+    names = _spellings(content, key)
+    value = content.find(*names)
     if value not in (None, True, False):
-        raise content.refuse(
-            next(place for place in _places(key, section) if place in content), "should be true or false"
-        )
+        raise content.refuse(next(name for name in names if name in content), "should be true or false")
     return None if value is None else bool(value)
 
 
-def _places(key: str, section: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((section + key, key, f"dflash_config.{key}")))
+def _spellings(content: Content, key: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((content.section + key, key, f"dflash_config.{key}")))
 
 
-def rope(
-    content: Content, layer_types: tuple[str, ...], section: str = "", *, kind: str | None = None
-) -> dict[str, Any]:
-    """The rotary embedding.
+def rope(content: Content, *, kind: str | None = None) -> None:
+    """Read the rotary embedding.
 
     Args:
-        layer_types: of the draft's layers; empty stands for full attention.
-        kind: whose parameters count where ``rope_parameters`` has a set per kind of attention; None takes those of the
-            kinds that occur.
+        kind: of attention, whose set counts if ``rope_parameters`` has one per kind; None takes the kinds that occur.
     """
-    parameters = _parameters(content, section, {kind} if kind else {FULL, SLIDING} & {*map(str, layer_types)} or {FULL})
-    values: dict[str, Any] = {}
+    section, values = content.section, content.values
+    occurring = {FULL, SLIDING} & {*map(str, values.get("layer_types", ()))} or {FULL}
+    parameters = _parameters(content, {kind} if kind else occurring)
     for field in ("rope_theta", "partial_rotary_factor"):
         top = content.find(section + field)
         content.names[field] = section + field
@@ -175,13 +170,12 @@ def rope(
         values["rope_scaling"] = _scaling(content, types, given)
     elif unknown := given.keys() - {"factor"}:
         raise content.refuse(section + "rope_parameters", f"has keys that only a rope_type explains: {sorted(unknown)}")
-    return values
 
 
-def pairs_are_neighbours(content: Content, section: str = "") -> bool:
+def pairs_are_neighbours(content: Content) -> bool:
     """Return whether RoPE turns channels 2i and 2i + 1 of a head, not i and i + hd / 2."""
-    keys = [place + key for place in {section, "", "dflash_config."} for key in ("rope_is_neox_style", "is_neox_style")]
-    return content.find(*keys) is False
+    keys = ("rope_is_neox_style", "is_neox_style")
+    return content.find(*(name for key in keys for name in _spellings(content, key))) is False
 
 
 def pairs_span_head(content: Content) -> bool:
@@ -193,23 +187,23 @@ def pairs_span_head(content: Content) -> bool:
     return bool(parameters.get("rotary_pairs") == "whole_head")
 
 
-def _parameters(content: Content, section: str, kinds: set[str]) -> dict[str, Any]:
-    """The keys of ``rope_parameters`` (transformers 5) and ``rope_scaling`` (transformers 4) that are set."""
+def _parameters(content: Content, kinds: set[str]) -> dict[str, Any]:
+    """Return the keys of ``rope_parameters`` (transformers 5) and ``rope_scaling`` (transformers 4) that are set."""
     found: dict[str, Any] = {}
-    for key in ("rope_parameters", "rope_scaling"):
-        parameters = content.find(section + key)
+    for key in (content.section + "rope_parameters", content.section + "rope_scaling"):
+        parameters = content.find(key)
         if parameters is None:
             continue
         if not isinstance(parameters, Mapping):
-            raise content.refuse(section + key, "should be an object or null")
-        for name, value in _of_kind(content, section + key, parameters, kinds).items():
+            raise content.refuse(key, "should be an object or null")
+        for name, value in _of_kind(content, key, parameters, kinds).items():
             if value is not None and found.setdefault(name, value) != value:
-                raise content.refuse(section + key, f"contradicts {name}={found[name]!r} in rope_parameters")
+                raise content.refuse(key, f"contradicts {name}={found[name]!r} in rope_parameters")
     return found
 
 
 def _of_kind(content: Content, key: str, parameters: Mapping[str, Any], kinds: set[str]) -> Mapping[str, Any]:
-    """The parameters themselves, or those of one kind of attention."""
+    """Return the parameters themselves, or those of one kind of attention."""
     nested = {kind: value for kind, value in parameters.items() if isinstance(value, Mapping)}
     if not nested:
         return parameters

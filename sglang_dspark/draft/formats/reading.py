@@ -1,21 +1,19 @@
-"""What a reader of a format finds, and how it becomes a configuration."""
+"""The values that a reader of a format finds, and how they become a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_dspark.draft.checked import check
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.formats.content import Content
+from sglang_dspark.draft.formats import qwen3
+from sglang_dspark.draft.formats.content import Content, Shapes
 from sglang_dspark.draft.formats.recognition import FormatName
 from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, TensorRules, rotary_order
 from sglang_dspark.draft.rope import rotary_dim
 from sglang_dspark.errors import CheckpointError
-
-Shapes = Mapping[str, Sequence[int]]
-"""Name -> shape of the tensors of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -35,28 +33,14 @@ class Reading:
     unknown_keys: tuple[str, ...]
 
 
-@dataclass
-class Found:
-    """Values by field of :class:`DraftConfig`, and what else a format says of its tensors.
+def heads(content: Content, tensors: Shapes, defaults: Mapping[str, Any]) -> None:
+    """Fill in what the file does not say about the heads: by its tensors, or by the format's defaults without any.
 
-    Attributes:
-        first_layer: number that the format gives to the output of the target's first layer.
-        any_tap_order: the taps may be listed in any order, which the columns of ``fc`` follow.
-        renamed: names of tensors, see :class:`TensorRules`.
-        neighbours, span_head: pairs of RoPE, see :func:`rotary_order`.
+    Args:
+        tensors: shapes by the network's names.
     """
-
-    values: dict[str, Any]
-    first_layer: int = 0
-    any_tap_order: bool = True
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    neighbours: bool = False
-    span_head: bool = False
-
-
-def heads(values: dict[str, Any], shapes: Shapes, rules: TensorRules, defaults: Mapping[str, Any]) -> None:
-    """Fill in what the file does not say about the heads: by its tensors, or by the format's defaults without any."""
-    stored = {rules.name(name): shape for name, shape in shapes.items() if shape}
+    values = content.values
+    stored = {name: shape for name, shape in tensors.items() if shape}
     if stored:
         w1, confidence = stored.get("markov_head.markov_w1.weight"), stored.get("confidence_head.proj.weight")
         defaults = {"markov_rank": 0 if w1 is None else w1[-1], "enable_confidence_head": confidence is not None}
@@ -73,62 +57,60 @@ def heads(values: dict[str, Any], shapes: Shapes, rules: TensorRules, defaults: 
         values["confidence_head_with_markov"] = False
 
 
-def reduced_vocabulary(values: dict[str, Any], shapes: Shapes, default: int | None = None) -> None:
-    """Set ``draft_vocab_size``: None where it is the target's."""
+def reduced_vocabulary(content: Content, default: int | None = None) -> None:
+    """Set ``draft_vocab_size``: None if it is the target's."""
+    values, shapes = content.values, content.shapes
     size = values.get("draft_vocab_size")
     if size is None:
         size = next(iter(shapes.get(DRAFT_TO_TARGET, ())), None if shapes else default)
     values["draft_vocab_size"] = None if size == values.get("vocab_size") else size
 
 
-def own_embedding(content: Content, shapes: Shapes) -> None:
+def own_embedding(content: Content) -> None:
     """Refuse a drafter whose LM head is its own embedding: an LM head that is absent is the target's."""
     tied = content.find("tie_word_embeddings", default=False)
-    names = {name.removeprefix("model.") for name in shapes}
+    names = {name.removeprefix("model.") for name in content.shapes}
     if tied is not False and "embed_tokens.weight" in names and "lm_head.weight" not in names:
         raise content.refuse(
             "tie_word_embeddings", "beside an own embed_tokens.weight is not supported; store lm_head.weight as well"
         )
 
 
-def finish(name: FormatName, content: Content, found: Found, shapes: Shapes) -> Reading:
+def finish(name: FormatName, content: Content, rules: TensorRules, *, first_layer: int = 0) -> Reading:
     """Put the taps in order and check everything.
+
+    Args:
+        rules: names of the tensors.
+        first_layer: number that the format gives to the output of the target's first layer.
 
     Raises:
         CheckpointError: a key is missing, malformed, contradictory or unsupported.
     """
-    values = found.values
-    order: tuple[int, ...] = ()
+    values, canonical = content.values, name == "DeepSpec"
     taps = values.get("target_layer_ids")
     if isinstance(taps, tuple) and all(type(tap) is int for tap in taps):
-        places = sorted(range(len(taps)), key=taps.__getitem__) if found.any_tap_order else list(range(len(taps)))
-        values["target_layer_ids"] = tuple(taps[place] - found.first_layer for place in places)
-        order = () if places == sorted(places) else tuple(places)
-        _check_columns(content, len(taps), values.get("hidden_size"), shapes)
-    known = {f.name for f in fields(DraftConfig)}
-    values = {key: value for key, value in values.items() if key in known} | {"origin": content.origin}
+        in_order = tuple(range(len(taps)))
+        order = in_order if canonical else tuple(sorted(in_order, key=taps.__getitem__))
+        values["target_layer_ids"] = tuple(taps[index] - first_layer for index in order)
+        rules = replace(rules, tap_order=() if order == in_order else order)
+        _check_columns(content, len(taps))
+    values["origin"] = content.origin
     check(DraftConfig, values, origin=content.origin, names=content.names)
     config = DraftConfig(**values)
-    rules = TensorRules(
-        renamed=found.renamed,
-        tap_order=order,
-        rotary_order=rotary_order(
-            config.head_dim,
-            rotary_dim(config.head_dim, config.partial_rotary_factor),
-            neighbours=found.neighbours,
-            span_head=found.span_head,
-        ),
-        head_dim=config.head_dim,
+    channels = rotary_order(
+        config.head_dim,
+        rotary_dim(config.head_dim, config.partial_rotary_factor),
+        neighbours=qwen3.pairs_are_neighbours(content),
+        span_head=canonical and qwen3.pairs_span_head(content),
     )
-    return Reading(name, config, rules, content.unread())
+    return Reading(name, config, replace(rules, rotary_order=channels, head_dim=config.head_dim), content.unread())
 
 
-def _check_columns(content: Content, num_taps: int, hidden_size: Any, shapes: Shapes) -> None:
-    """A drafter may read a layer that its list of taps does not name: the shape of its projection tells."""
-    columns = next((shape[1] for name, shape in shapes.items() if name.endswith("fc.weight") and len(shape) == 2), None)
-    if columns is None or type(hidden_size) is not int or columns == num_taps * hidden_size:
-        return
-    if columns == (num_taps + 1) * hidden_size:
+def _check_columns(content: Content, num_taps: int) -> None:
+    """Refuse a drafter that reads a layer which its list of taps does not name, by the shape of its projection."""
+    hidden_size, shapes = content.values.get("hidden_size"), content.shapes.items()
+    columns = next((shape[1] for name, shape in shapes if name.endswith("fc.weight") and len(shape) == 2), None)
+    if type(hidden_size) is int and columns == (num_taps + 1) * hidden_size:
         key = content.names.get("target_layer_ids", "target_layer_ids")
         raise CheckpointError(
             f"{content.origin}: fc.weight reads {num_taps + 1} layers of the target, but {key} names {num_taps}: the "
@@ -137,7 +119,7 @@ def _check_columns(content: Content, num_taps: int, hidden_size: Any, shapes: Sh
 
 
 def layout_question(content: Content) -> CheckpointError:
-    """The file does not say which slots predict."""
+    """Return the error of a file that does not say which slots predict."""
     return CheckpointError(
         f"{content.origin}: does the slot of the anchor predict? The file does not say (no key sample_from_anchor), "
         "and both answers are in use. Ask who trained the drafter, write the answer with `python -m sglang_dspark "

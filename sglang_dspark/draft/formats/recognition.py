@@ -1,4 +1,4 @@
-"""Which format a checkpoint has, by what is in it: architectures' names alone are shared between formats."""
+"""Recognition of a checkpoint's format by its content: formats share the names of architectures."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _SPECULATORS_KINDS = {
 
 
 def recognise(config: Mapping[str, Any], tensors: Collection[str], origin: str) -> FormatName:
-    """Format of a checkpoint.
+    """Return the format of a checkpoint.
 
     Args:
         config: decoded config.json.
-        tensors: names in its files; empty where there are none.
+        tensors: names in its files; empty if there are none.
         origin: the file, for messages.
 
     Raises:

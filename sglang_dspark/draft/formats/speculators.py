@@ -9,8 +9,8 @@ from sglang_dspark.draft.config import SLIDING
 from sglang_dspark.draft.formats import qwen3
 from sglang_dspark.draft.formats.content import Content, Table
 from sglang_dspark.draft.formats.reading import (
-    Found,
-    Shapes,
+    Reading,
+    finish,
     heads,
     layout_question,
     own_embedding,
@@ -75,30 +75,32 @@ _SILENT = (
 ).split()
 
 
-def read(content: Content, shapes: Shapes) -> Found:
-    """Absent keys mean the defaults of the library, unless the tensors say otherwise."""
-    kind = content.find("speculators_model_type")
-    own_embedding(content, shapes)
-    content.skip(*_SILENT)
-    values = qwen3.shape(content, _LAYERS, _class_defaults(content))
-    values |= content.collect(_TABLE)
-    values |= content.collect(_OPTIONAL, dict.fromkeys(_OPTIONAL))
-    values = {key: value for key, value in values.items() if value is not None or key not in _OPTIONAL}
+def read(content: Content) -> Reading:
+    """Read a file whose absent keys mean the defaults of the library, unless the tensors say otherwise."""
+    kind, values = content.find("speculators_model_type"), content.values
+    content.section = _LAYERS
     rules = TensorRules()
-    heads(values, shapes, rules, _DEFAULTS[kind])
-    reduced_vocabulary(values, shapes, _DRAFT_VOCAB_SIZE)
+    tensors = rules.shapes(content.shapes)
+    own_embedding(content)
+    content.skip(*_SILENT)
+    qwen3.shape(content, _class_defaults(content))
+    content.collect(_TABLE)
+    content.collect(_OPTIONAL, optional=True)
+    heads(content, tensors, _DEFAULTS[kind])
+    reduced_vocabulary(content, _DRAFT_VOCAB_SIZE)
     values["num_target_layers"] = None
-    values["sample_from_anchor"] = _sample_from_anchor(content, kind, values.get("block_size"))
-    _check_target_width(content, values)
-    values |= qwen3.attention(content, values.get("num_hidden_layers"), _LAYERS)
-    types, window_looks_ahead = values.get("layer_types", ()), content.find("sliding_window_non_causal", default=False)
+    values["sample_from_anchor"] = _sample_from_anchor(content, kind)
+    _check_target_width(content)
+    qwen3.attention(content)
+    window_looks_ahead = content.find("sliding_window_non_causal", default=False)
     content.names["causal_layers"] = "sliding_window_non_causal"
-    if SLIDING in types:
+    if SLIDING in (types := values.get("layer_types", ())):
         values["window_from_anchor"] = True
         values["causal_layers"] = () if window_looks_ahead else tuple(layer == SLIDING for layer in types)
-    values |= qwen3.extras(content, values, {name for name in map(rules.name, shapes) if name}, _LAYERS)
-    values |= {"rope_theta": _ROPE_THETA} | qwen3.rope(content, types, _LAYERS, kind=_rope_kind(content))
-    return Found(values, first_layer=1, neighbours=qwen3.pairs_are_neighbours(content, _LAYERS))
+    qwen3.extras(content, tensors)
+    values["rope_theta"] = _ROPE_THETA
+    qwen3.rope(content, kind=_rope_kind(content))
+    return finish("speculators", content, rules, first_layer=1)
 
 
 def _class_defaults(content: Content) -> dict[str, Any]:
@@ -113,12 +115,13 @@ def _class_defaults(content: Content) -> dict[str, Any]:
     return defaults
 
 
-def _sample_from_anchor(content: Content, kind: str, block_size: Any) -> Any:
-    """The key, or else what the number of drafts says; the library's default for a missing key has changed."""
+def _sample_from_anchor(content: Content, kind: str) -> Any:
+    """Return the key, or else what the number of drafts says; the library's default for a missing key has changed."""
     given = content.find("sample_from_anchor")
     if given is not None:
         return given
     methods = content.find("speculators_config.proposal_methods", default=[])
+    block_size = content.values.get("block_size")
     first = methods[0] if isinstance(methods, list) and methods else None
     drafts = first.get("speculative_tokens") if isinstance(first, Mapping) else None
     if type(block_size) is not int or drafts == block_size - 1 or (drafts is None and kind == "dflash"):
@@ -128,17 +131,17 @@ def _sample_from_anchor(content: Content, kind: str, block_size: Any) -> Any:
     raise layout_question(content)
 
 
-def _check_target_width(content: Content, values: Mapping[str, Any]) -> None:
-    width = content.find("target_hidden_size")
-    if width not in (None, values.get("hidden_size")):
+def _check_target_width(content: Content) -> None:
+    hidden_size = content.values.get("hidden_size")
+    if content.find("target_hidden_size") not in (None, hidden_size):
         raise content.refuse(
             "target_hidden_size",
-            f"differs from the drafter's hidden_size={values.get('hidden_size')}, which is not supported. Use another "
+            f"differs from the drafter's hidden_size={hidden_size}, which is not supported. Use another "
             "drafter of this target",
         )
 
 
 def _rope_kind(content: Content) -> str | None:
-    """All layers of a drafter use the target's set for sliding attention, where there is one."""
+    """Return the kind of attention whose set all layers use: the target's for sliding attention if there is one."""
     parameters = content.find(f"{_LAYERS}rope_parameters", default={})
     return SLIDING if isinstance(parameters, Mapping) and SLIDING in parameters else None

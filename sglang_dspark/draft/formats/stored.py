@@ -54,15 +54,15 @@ class StoredTensors:
 
     @property
     def shapes(self) -> dict[str, list[int]]:
-        """Name -> shape."""
+        """Return the shape of every tensor by its name."""
         return {name: file.get_slice(name).get_shape() for name, file in self._files.items()}
 
     def dtype(self, name: str) -> str:
-        """In safetensors' own terms, such as BF16."""
+        """Return the dtype in the terms of safetensors, such as BF16."""
         return str(self._files[name].get_slice(name).get_dtype())
 
     def read(self, name: str) -> Any:
-        """The tensor, on the CPU."""
+        """Read the tensor to the CPU."""
         return self._files[name].get_tensor(name)
 
 

@@ -1,4 +1,4 @@
-"""From the tensors of a file to those of the network: names, and orders of rows and columns. No value changes."""
+"""Rules that turn the tensors of a file into the network's: names, orders of rows and columns. No value changes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sglang_dspark.draft.formats.content import Shapes
 from sglang_dspark.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -33,13 +34,13 @@ _DROPPED = ("verifier_lm_head.", "verifier_norm.", DRAFT_TO_TARGET, IS_DRAFTED)
 
 @dataclass(frozen=True)
 class TensorRules:
-    """How the tensors of one file become those of the network.
+    """Names and orders that turn the tensors of one file into those of the network.
 
     Attributes:
         renamed: name in the file -> name here, of tensors that common prefixes do not explain.
-        tap_order: for each tap of the configuration its place among the blocks of columns of ``fc``; empty for the same
+        tap_order: for each tap of the configuration its index among the blocks of columns of ``fc``; empty for the same
             order.
-        rotary_order: for each channel of a head its place in the rows of queries and keys; empty for the same order.
+        rotary_order: for each channel of a head its index in the rows of queries and keys; empty for the same order.
         head_dim: channels of a head.
     """
 
@@ -49,7 +50,7 @@ class TensorRules:
     head_dim: int = 0
 
     def name(self, name: str) -> str | None:
-        """Name here of a tensor of the file; None for one that the network does not need."""
+        """Return the network's name of a tensor of the file; None if the network does not need it."""
         if name in self.renamed:
             return self.renamed[name]
         for prefix, replacement in _PREFIXES.items():
@@ -57,8 +58,12 @@ class TensorRules:
                 name = replacement + name.removeprefix(prefix)
         return None if name.startswith(_DROPPED) else name
 
+    def shapes(self, stored: Shapes) -> Shapes:
+        """Return the shapes of the network's tensors, by its names."""
+        return {here: shape for name, shape in stored.items() if (here := self.name(name)) is not None}
+
     def names(self, stored: Iterable[str], origin: str) -> dict[str, str]:
-        """Name here -> name in the file.
+        """Return the name in the file by the network's name.
 
         Raises:
             CheckpointError: two tensors of the file have the same name here.
@@ -76,7 +81,7 @@ class TensorRules:
         return found
 
     def order(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor ``name`` (of the network) of the file, its rows and columns in the network's order."""
+        """Return the tensor ``name`` (of the network) of the file, its rows and columns in the network's order."""
         if name == "fc.weight" and self.tap_order:
             return tensor.unflatten(1, (len(self.tap_order), -1))[:, list(self.tap_order)].flatten(1)
         if not self.rotary_order or ".self_attn." not in name:
@@ -90,7 +95,7 @@ class TensorRules:
 
 
 def rotary_order(head_dim: int, rotated: int, *, neighbours: bool, span_head: bool) -> tuple[int, ...]:
-    """Places of the channels such that channel i rotates with channel i + head_dim / 2, the first pairs alone.
+    """Return an order of the channels in which i rotates with i + head_dim / 2, the first pairs alone.
 
     Args:
         head_dim: channels of a head.
@@ -99,7 +104,7 @@ def rotary_order(head_dim: int, rotated: int, *, neighbours: bool, span_head: bo
         span_head: the file pairs channels as it is done here.
 
     Returns:
-        Empty where nothing changes.
+        Empty if nothing changes.
     """
     if span_head or (rotated == head_dim and not neighbours):
         return ()
