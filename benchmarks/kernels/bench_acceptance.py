@@ -6,7 +6,7 @@ import math
 from functools import partial
 
 import torch
-from dspark_kernels import DraftBlock, DraftLaw, RoundKeys, SamplingRows, Windows, accept, accept_ref
+from dspark_kernels import DraftBlock, DraftDistribution, RoundKeys, SamplingBatch, Windows, accept, accept_ref
 from harness import Case
 
 _GAMMA = 7
@@ -27,9 +27,9 @@ def cases(device: torch.device) -> list[Case]:
     """Batches of one rule, of 1 to 256 requests over two vocabularies, every block verified whole.
 
     The floor counts the logits once, and the row that is drawn from once more. A filter reads tiles of its rows again
-    that can hold kept tokens (logits of a normal law: with top-k = 20 about 20 of 75, without top-k all of them), once
-    to collect them and once more where it cuts a tie; a seed reads its rows once more. Rows that keep more than 2048
-    tokens near the cut are passed over some three times before: nucleus keeps thousands of these flat rows.
+    that can hold kept tokens (logits of a normal distribution: with top-k = 20 about 20 of 75, without top-k all of
+    them), once to collect them and once more where it cuts a tie; a seed reads its rows once more. Rows that keep more
+    than 2048 tokens near the cut are passed over some three times before: nucleus keeps thousands of these flat rows.
     """
     return [
         _case(device, rule, bs, vocab_size)
@@ -49,22 +49,30 @@ def _case(device: torch.device, rule: str, bs: int, vocab_size: int) -> Case:
     # The others, of mean weight exp(1/2), make half of p_t; the draft is surer of itself: half of its tokens are kept.
     half = math.log(vocab_size) + 0.5
     logits.view(bs, _GAMMA + 1, vocab_size)[:, :_GAMMA].scatter_(2, drafts[..., None], half if drawn else 6.0)
-    law = None
+    distribution = None
     if sampled:
         scores = torch.randn(bs, _GAMMA, vocab_size, device=device)
         scores.scatter_(2, drafts[..., None], half + 3.0)
-        law = DraftLaw(scores, scores.logsumexp(-1))
+        distribution = DraftDistribution(scores, scores.logsumexp(-1))
     verify_lens = torch.full((bs,), _GAMMA, dtype=torch.int64, device=device)
     indptr = torch.arange(0, num_rows + 1, _GAMMA + 1, device=device)
-    rows = SamplingRows.from_lists(
+    rows = SamplingBatch.from_lists(
         [float(drawn)] * bs, [top_k] * bs, [top_p] * bs, [0.0] * bs, [seed] * bs, device=device
     )
     requests = torch.arange(bs, device=device)
     keys = RoundKeys(1, torch.zeros((), dtype=torch.int64, device=device), requests, requests)
 
-    arguments = DraftBlock(drafts, law=law), Windows(verify_lens, indptr), logits, requests, rows, keys
+    arguments = (
+        DraftBlock(drafts, distribution=distribution),
+        Windows(verify_lens, indptr),
+        logits,
+        requests,
+        rows,
+        keys,
+    )
     row = vocab_size * logits.element_size()
-    redrawn = bs * (row + vocab_size * 4) if sampled else 0  # the row to draw from, and the draft's law of its slot
+    # The row to draw from, and the distribution of the draft in its slot.
+    redrawn = bs * (row + vocab_size * 4) if sampled else 0
     return Case(
         name=f"accept_{rule}",
         shape={"bs": bs, "gamma": _GAMMA, "V": vocab_size},

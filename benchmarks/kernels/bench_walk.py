@@ -14,7 +14,7 @@ from dspark_kernels import (
     DraftHeads,
     MarkovWeights,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     draft_block,
     draft_block_ref,
 )
@@ -40,7 +40,7 @@ def _case(bs: int, v: int, heads: DraftHeads, sampled: bool, seeded: int = 0) ->
     hidden = torch.randn(bs, GAMMA, HIDDEN, device=device, dtype=_DTYPE)
     anchors = torch.arange(bs, device=device)
     seeds = [7] * seeded + [None] * (bs - seeded)
-    rows = SamplingRows.from_lists([float(sampled)] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, seeds, device)
+    rows = SamplingBatch.from_lists([float(sampled)] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, seeds, device)
     keys = RoundKeys(1, torch.zeros((), dtype=torch.int64, device=device), anchors, anchors)
     arguments = (base_logits, hidden, anchors, heads, rows, keys)
     logits = bs * GAMMA * v

@@ -5,6 +5,12 @@ No serving engine is imported.
 A function with kernels is called without regard to the device (``dispatch``); its reference is named ``*_ref``.
 """
 
+from dspark_kernels.acceptance.acceptance import accept
+from dspark_kernels.acceptance.acceptance_reference import accept_ref
+from dspark_kernels.acceptance.adjustment import Adjustment, AdjustmentTable, adjust, adjust_ref
+from dspark_kernels.acceptance.bitmasks import mask_tokens
+from dspark_kernels.acceptance.outcome import AcceptResult
+from dspark_kernels.acceptance.simulation import simulated_accept
 from dspark_kernels.attention.blocks import (
     BlockAttention,
     block_attention,
@@ -24,7 +30,7 @@ from dspark_kernels.attention.window import (
 )
 from dspark_kernels.dispatch import Dispatched, kernels_anywhere, on_kernels, runs_kernels
 from dspark_kernels.drafting.confidence import block_confidence, block_confidence_ref
-from dspark_kernels.drafting.draft_law import DraftLaw
+from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.drafting.heads import (
     ConfidenceWeights,
@@ -39,16 +45,10 @@ from dspark_kernels.drafting.swiglu import silu_mul, silu_mul_ref
 from dspark_kernels.drafting.walk import draft_block
 from dspark_kernels.drafting.walk_reference import draft_block_ref
 from dspark_kernels.hardware import num_processors
-from dspark_kernels.judging.acceptance import accept
-from dspark_kernels.judging.acceptance_reference import accept_ref
-from dspark_kernels.judging.adjustment import Adjustment, AdjustmentTable, adjust, adjust_ref
-from dspark_kernels.judging.bitmasks import mask_tokens
-from dspark_kernels.judging.outcome import Accepted
-from dspark_kernels.judging.simulation import simulated_accept
-from dspark_kernels.laying_out.plans import plan_staged, plan_top, plan_uniform
-from dspark_kernels.laying_out.plans_reference import FORCED, plan_lens, plan_staged_ref, plan_top_ref, plan_uniform_ref
-from dspark_kernels.laying_out.preparation import PlanNumbers, PreparedStep, StepRequests, prepare, prepare_ref
-from dspark_kernels.laying_out.windows import VerifyRows, Windows
+from dspark_kernels.planning.plans import plan_staged, plan_top, plan_uniform
+from dspark_kernels.planning.plans_reference import FORCED, plan_lens, plan_staged_ref, plan_top_ref, plan_uniform_ref
+from dspark_kernels.planning.preparation import PlanNumbers, PreparedStep, StepRequests, prepare, prepare_ref
+from dspark_kernels.planning.windows import VerifyRows, Windows
 from dspark_kernels.sampling.noise import (
     Purpose,
     RoundKeys,
@@ -58,15 +58,15 @@ from dspark_kernels.sampling.noise import (
     race_exponential,
     uniform,
 )
-from dspark_kernels.sampling.parameters import LawParams, SamplingRows
-from dspark_kernels.sampling.target_law import target_probs
+from dspark_kernels.sampling.parameters import FilterParams, SamplingBatch
+from dspark_kernels.sampling.target_distribution import target_probs
 from dspark_kernels.sampling.token_draw import draw, inverse_cdf, seeded_argmax
 from dspark_kernels.training.losses import distribution_loss, distribution_loss_ref
 from dspark_kernels.transfers import to_device
 
 __all__ = [
     "FORCED",
-    "Accepted",
+    "AcceptResult",
     "Adjustment",
     "AdjustmentTable",
     "BlockAttention",
@@ -75,11 +75,11 @@ __all__ = [
     "ContextGroup",
     "Dispatched",
     "DraftBlock",
+    "DraftDistribution",
     "DraftHeads",
-    "DraftLaw",
     "DraftVocabulary",
+    "FilterParams",
     "LatentHead",
-    "LawParams",
     "MarkovWalk",
     "MarkovWeights",
     "PagedWindows",
@@ -87,7 +87,7 @@ __all__ = [
     "PreparedStep",
     "Purpose",
     "RoundKeys",
-    "SamplingRows",
+    "SamplingBatch",
     "StepRequests",
     "VerifyRows",
     "VisibleKeys",

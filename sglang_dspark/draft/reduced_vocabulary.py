@@ -1,8 +1,8 @@
 """Drafting from a part of the vocabulary: the tokens that the target really uses in its text.
 
 The product with the LM head is most of a small drafter's work, and most of its rows are tokens that hardly ever occur.
-Proposals may come from any set of tokens: verification is exact for every law the drafts are drawn from, and a token
-outside the set is simply never proposed. The set lies beside the checkpoint, in ``draft_vocabulary.json``::
+Proposals may come from any set of tokens: verification is exact for every distribution the drafts are drawn from, and a
+token outside the set is simply never proposed. The set lies beside the checkpoint, in ``draft_vocabulary.json``::
 
     {"version": 1, "token_ids": [0, 2, 3, ...]}
 

@@ -15,18 +15,18 @@ class NgramIndex:
 
     Args:
         text: int32 tokens; may grow while they are indexed.
-        first: place before which n-grams do not end.
+        first: position before which n-grams do not end.
         lengths: of the n-grams.
     """
 
     def __init__(self, text: array[int], first: int, lengths: range) -> None:
         self._text, self._lengths = text, lengths
         self._next = first
-        # Place after the last occurrence of every n-gram that something follows, the latest occurrences last.
+        # Position after the last occurrence of every n-gram that something follows, the latest occurrences last.
         self._segments: list[dict[bytes, int]] = [{}]
 
     def advance(self, most: int) -> int:
-        """Index up to ``most`` more places of the text; how many it were."""
+        """Index up to ``most`` more positions of the text; return how many there were."""
         start, stop = self._next, min(self._next + most, len(self._text))
         if stop <= start:
             return 0
@@ -35,19 +35,19 @@ class NgramIndex:
         before = max(0, start - self._lengths[0])
         tokens, size = self._text[before:stop].tobytes(), self._text.itemsize
         for length in self._lengths:
-            places = range(max(start, length), stop)
-            ends = range((places.start - before) * size, (stop - before) * size, size)
+            positions = range(max(start, length), stop)
+            ends = range((positions.start - before) * size, (stop - before) * size, size)
             ngrams = [tokens[end - length * size : end] for end in ends]
-            self._segments[-1].update(zip(ngrams, places, strict=True))
+            self._segments[-1].update(zip(ngrams, positions, strict=True))
         self._next = stop
         return stop - start
 
     def find(self, ngram: bytes) -> int | None:
         """The place after the last occurrence."""
         for segment in reversed(self._segments):
-            place = segment.get(ngram)
-            if place is not None:
-                return place
+            position = segment.get(ngram)
+            if position is not None:
+                return position
         return None
 
 
@@ -84,9 +84,9 @@ class NgramLookup:
 
     def prepare(self, most: int) -> int:
         """Index up to ``most`` more n-grams, those of the output first; how many it were."""
-        places = most // len(self._prompt.lengths)
-        done = self._output.advance(places)
-        return len(self._prompt.lengths) * (done + self._prompt.index.advance(places - done))
+        positions = most // len(self._prompt.lengths)
+        done = self._output.advance(positions)
+        return len(self._prompt.lengths) * (done + self._prompt.index.advance(positions - done))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append committed tokens."""
@@ -107,7 +107,7 @@ class NgramLookup:
                     start = self._prompt.index.find(suffix)
                 if start is not None:
                     period = len(text) - start
-                    return [text[start + place % period] for place in range(most)]
+                    return [text[start + position % period] for position in range(most)]
         return []
 
 

@@ -8,12 +8,12 @@ from dspark_kernels import to_device
 from numpy.typing import NDArray
 
 from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.calibration.predicted_survival import PredictedSurvival
 from sglang_dspark.calibration.survival import prefix_survival, sigmoid
 from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
 from sglang_dspark.scheduling.outcomes import Note, outcomes_of, weighted
 from sglang_dspark.scheduling.position_acceptance import PositionAcceptance
 from sglang_dspark.scheduling.request_gains import RequestGains
-from sglang_dspark.stats.predicted import PredictedSurvival
 from sglang_dspark.step.confidence import Confidence
 
 # Learning from a step costs 0.1 ms however few requests it had: so many steps are taken together, or so many rounds. Of

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
-from dspark_kernels import Accepted
+from dspark_kernels import AcceptResult
 
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.state import DecodeBatch, Drafted, TargetOutput, VerifyPlan
@@ -35,10 +35,10 @@ class Stages(Protocol):
     def verify(self, batch: Any, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
         """Run the target over the plan's rows; ``batch`` is the engine's."""
 
-    def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> Accepted:
+    def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> AcceptResult:
         """Keep the drafts that the target agrees with and draw the token after them."""
 
-    def commit(self, plan: VerifyPlan, accepted: Accepted, output: TargetOutput) -> None:
+    def commit(self, plan: VerifyPlan, accepted: AcceptResult, output: TargetOutput) -> None:
         """Write the draft K/V of the anchor and the accepted drafts of every request."""
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from dspark_kernels import DraftBlock, RoundKeys, SamplingRows, StepRequests, VerifyRows
+from dspark_kernels import DraftBlock, RoundKeys, SamplingBatch, StepRequests, VerifyRows
 
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.transfers import host_index
@@ -25,10 +25,10 @@ class DecodeBatch:
     prefix_lens: torch.Tensor  # [bs] int64, tokens whose K/V is committed
     req_pool_indices: torch.Tensor  # [bs] int64, rows of req_to_token
     req_to_token: torch.Tensor  # [rows, columns] int32, K/V slot of every position of every request
-    rows: SamplingRows
+    rows: SamplingBatch
     keys: RoundKeys
     keeps_logits: bool = False  # whether the target's logits are adjusted before acceptance, or read after it
-    drafted_rows: SamplingRows | None = None  # of the requests that are drafted, where these are not all
+    drafted_rows: SamplingBatch | None = None  # of the requests that are drafted, where these are not all
 
     def __len__(self) -> int:
         return self.anchors.shape[0]

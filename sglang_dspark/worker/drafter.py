@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from dspark_kernels import Accepted, CommitRows, DraftBlock, draft_block, prepare
+from dspark_kernels import AcceptResult, CommitRows, DraftBlock, draft_block, prepare
 
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.sts import StsCalibration
@@ -147,9 +147,9 @@ class Drafter:
         """Ids and positions [bs, num_slots] of the blocks: the anchor, and masks after it."""
         return prepare(step.requests, self.num_slots, self.mask_token_id).block(len(step))
 
-    def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
+    def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
         """Write the K/V of the anchor and the accepted drafts of every request."""
-        kept, rows = CommitRows(plan.columns, plan.requests, accepted.accepted_lens).narrowed()
+        kept, rows = CommitRows(plan.columns, plan.requests, accepted.accept_lens).narrowed()
         self.inject(plan.input_ids[kept], captured[kept], plan.positions[kept], plan.slots[kept], rows)
 
     def inject(
@@ -205,7 +205,7 @@ class NoDrafter:
         """Never asked for: the policies of such a server choose plain steps."""
         raise AssertionError("a server without a drafter cannot draft")
 
-    def commit(self, plan: VerifyPlan, accepted: Accepted, captured: torch.Tensor) -> None:
+    def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
         """The target's K/V is all there is."""
 
     def inject(self, *rows: Any) -> None:

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from dspark_kernels import (
-    Accepted,
+    AcceptResult,
     DraftBlock,
     PlanNumbers,
     PreparedStep,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     StepRequests,
     VerifyRows,
     plan_staged,
@@ -62,7 +62,7 @@ class Judged(NamedTuple):
     """
 
     output: TargetOutput
-    accepted: Accepted
+    accepted: AcceptResult
 
 
 class StepGraphs:
@@ -128,7 +128,7 @@ class StepGraphs:
         """Capture every tier; takes seconds."""
         began = time.monotonic()
         with torch.no_grad(), capturing(self._runner) as capture:
-            # Drafts first: the law of sampled drafts is read after the verification was replayed.
+            # Drafts first: the distribution of sampled drafts is read after the verification was replayed.
             if self.depth > 0:
                 for slots in reversed(self.tiers.requests):
                     self._capture_draft(capture, slots, sampled=False)
@@ -231,7 +231,7 @@ class StepGraphs:
             prefix_lens=requests.prefix_lens,
             req_pool_indices=requests.req_pool_indices,
             req_to_token=requests.req_to_token,
-            rows=SamplingRows.by_temperature(slots, temperatures, self._req_to_token.device),
+            rows=SamplingBatch.by_temperature(slots, temperatures, self._req_to_token.device),
             # The kernels key their noise by slot; positions matter to seeded requests only.
             keys=RoundKeys(self._seed, self.step_number, requests.req_pool_indices, requests.prefix_lens),
         )
@@ -279,10 +279,10 @@ class StepGraphs:
             self.coefficients.copy_(latest)
             self._copied_coefficients = latest
 
-    def outcome(self, tier: tuple[int, bool], requests: int) -> Accepted:
+    def outcome(self, tier: tuple[int, bool], requests: int) -> AcceptResult:
         """Return what became of a tier's first requests; the next step's replay overwrites it."""
         accepted = self.judged[tier].output.accepted
-        found = Accepted(*(part[:requests] for part in vars(accepted).values()))
+        found = AcceptResult(*(part[:requests] for part in vars(accepted).values()))
         if self.relay is not None:
             self.relay.entered(found)
         return found
@@ -362,7 +362,7 @@ class GraphStages:
             return graphs.verify[self._tier].replay()
         return graphs.judged[self._tier].replay().output
 
-    def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> Accepted:
+    def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> AcceptResult:
         """Judge the drafts, where verifying has not done so."""
         requests, graphs, tier = len(step), self._graphs, self._tier
         if self._judged:
@@ -371,13 +371,13 @@ class GraphStages:
         part = graphs.once(partial(_of_requests, plan, requests), "plan", *tier, requests)
         return self._eager.accept(step, drafted, part, output)
 
-    def commit(self, plan: VerifyPlan, accepted: Accepted, output: TargetOutput) -> None:
+    def commit(self, plan: VerifyPlan, accepted: AcceptResult, output: TargetOutput) -> None:
         """Write the draft K/V of the committed rows, where verifying has not done so."""
         if not self._judged:
             self._eager.commit(plan, accepted, output)
 
 
-def _kept(accepted: Accepted) -> Accepted:
+def _kept(accepted: AcceptResult) -> AcceptResult:
     """The outcome, with what SGLang hands to the next step and its replays in memory that they do not write to."""
     return replace(accepted, bonus_tokens=accepted.bonus_tokens.clone(), new_seq_lens=accepted.new_seq_lens.clone())
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dspark_kernels import Accepted
+from dspark_kernels import AcceptResult
 
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.proposals.proposer import Proposer, Proposers
@@ -82,20 +82,20 @@ class PresetTexts:
         before, self._texts = self._texts, {}
         proposals: list[list[int]] = [[] for _ in reqs]
         units = UNITS_PER_STEP
-        for place in options.presets:
-            req, wanted = reqs[place], options.each[place]
-            length = prefix_lens[place] + 1 - len(req.origin_input_ids)
+        for row in options.presets:
+            req, wanted = reqs[row], options.each[row]
+            length = prefix_lens[row] + 1 - len(req.origin_input_ids)
             text = before.get(req.rid)
-            if text is None or text.req is not req or not text.catch_up(length, anchors[place]):
+            if text is None or text.req is not req or not text.catch_up(length, anchors[row]):
                 text = _Text(req, self._proposers.make(wanted, req.origin_input_ids))
-                if not text.catch_up(length, anchors[place]):
+                if not text.catch_up(length, anchors[row]):
                     continue
             self._texts[req.rid] = text
             units -= text.proposer.prepare(max(units, _LEAST_UNITS))
-            proposals[place] = text.proposer.propose(wanted.copy_limit(self._max_verify))
+            proposals[row] = text.proposer.propose(wanted.copy_limit(self._max_verify))
         return _laid_out(proposals, step)
 
-    def took(self, reqs: Sequence[Any], options: BatchOptions, accepted: Accepted) -> None:
+    def took(self, reqs: Sequence[Any], options: BatchOptions, accepted: AcceptResult) -> None:
         """Remember what a step commits, which the device may not have computed yet."""
         self._before = (list(reqs), accepted.out_tokens) if options.presets else None
 

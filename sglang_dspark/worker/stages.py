@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from dspark_kernels import Accepted, DraftBlock, accept, simulated_accept
+from dspark_kernels import AcceptResult, DraftBlock, accept, simulated_accept
 
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision
@@ -64,15 +64,15 @@ class EagerStages:
         """Run the target over the plan's rows."""
         return self._verify(batch, step, plan)
 
-    def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> Accepted:
+    def accept(self, step: DecodeBatch, drafted: Drafted, plan: VerifyPlan, output: TargetOutput) -> AcceptResult:
         """Keep the drafts that the target agrees with and draw the token after them."""
         logits = output.logits_output.next_token_logits
         accepted = accept(drafted.block, plan, logits, step.prefix_lens, step.rows, step.keys)
         if self.profile is not None:
             accepted = simulated_accept(accepted, drafted.block.tokens, plan.verify_lens, self.profile)
-        self.agreement.adopt(accepted.accepted_lens, accepted.bonus_tokens, accepted.out_tokens, accepted.new_seq_lens)
+        self.agreement.adopt(accepted.accept_lens, accepted.bonus_tokens, accepted.out_tokens, accepted.new_seq_lens)
         return accepted
 
-    def commit(self, plan: VerifyPlan, accepted: Accepted, output: TargetOutput) -> None:
+    def commit(self, plan: VerifyPlan, accepted: AcceptResult, output: TargetOutput) -> None:
         """Write the draft K/V of the anchor and the accepted drafts of every request."""
         self.drafter.commit(plan, accepted, output.captured)

@@ -25,6 +25,7 @@ from sglang_dspark.engine.scheduler.future_map import Relay, relay_of
 from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
+from sglang_dspark.metrics.reporting import Reporting
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
@@ -35,7 +36,6 @@ from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.graph_stages import StepGraphs
 from sglang_dspark.worker.preset_texts import PresetTexts
-from sglang_dspark.worker.reporting import Reporting
 from sglang_dspark.worker.stages import EagerStages
 from sglang_dspark.worker.staging import Staging
 from sglang_dspark.worker.startup.late_kernels import report_late_kernels

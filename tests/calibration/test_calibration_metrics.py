@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from head_law import draw_rounds
+from head_distribution import draw_rounds
 
 from sglang_dspark.calibration.metrics import auc, brier, ece, reliability_bins
 from sglang_dspark.calibration.survival import prefix_survival, reached, sigmoid, survived

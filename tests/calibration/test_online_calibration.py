@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from head_law import DISTORTIONS, GAMMA, draw_rounds, survival_eces
+from head_distribution import DISTORTIONS, GAMMA, draw_rounds, survival_eces
 
 from sglang_dspark.calibration import online
 from sglang_dspark.calibration.logistic import SCALE_BOUNDS, SHIFT_BOUNDS

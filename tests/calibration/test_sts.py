@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from head_law import GAMMA, draw_rounds, survival_eces
+from head_distribution import GAMMA, draw_rounds, survival_eces
 
 from sglang_dspark.calibration.metrics import ece
 from sglang_dspark.calibration.sts import StsCalibration, fit_sts

@@ -46,9 +46,9 @@ def test_speculators_files_of_dflash_need_no_answer():
 
 
 def forget_heads(content):
-    for place in (content, content.get("dflash_config", {})):
+    for section in (content, content.get("dflash_config", {})):
         for key in (*exports.HEAD_KEYS, "confidence_head_alpha"):
-            place.pop(key, None)
+            section.pop(key, None)
 
 
 @pytest.mark.parametrize("overrides", [{}, {"markov_head_type": "rnn"}, BARE_CONFIDENCE, NO_HEADS])

@@ -90,7 +90,7 @@ def neighbours(config, tensors):
 def leading_pairs(config, tensors):
     """Half of the channels rotate, the first ones of a head: pairs (0, 2) and (1, 3), the other four stand still."""
     content, tensors = exports.specforge(config, tensors)
-    order = [0, 1, 4, 5, 2, 3, 6, 7]  # places here of the channels there
+    order = [0, 1, 4, 5, 2, 3, 6, 7]  # index here of the channels there
     for name in [n for n in tensors if "self_attn" in n and any(part in n for part in ("q_", "k_"))]:
         tensors[name] = torch.cat([head[order] for head in tensors[name].split(8)])
     return content | {"partial_rotary_factor": 0.5}, tensors

@@ -1,4 +1,4 @@
-"""Drafting from a part of the vocabulary: the same numbers for its tokens, and the target's law in the end."""
+"""Drafting from a part of the vocabulary: the same numbers for its tokens, and the target's distribution in the end."""
 
 import json
 
@@ -9,7 +9,7 @@ from dspark_kernels import (
     DraftVocabulary,
     MarkovWalk,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     Windows,
     accept_ref,
     draft_block_ref,
@@ -24,7 +24,7 @@ IDS = [3, 5, 8, 21, 40]
 
 
 def rows(bs, temperature, seed=None):
-    return SamplingRows.from_lists([temperature] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [seed] * bs)
+    return SamplingBatch.from_lists([temperature] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [seed] * bs)
 
 
 def keys(bs, step=1):
@@ -79,7 +79,7 @@ def test_the_text_follows_the_target_though_most_of_it_is_never_proposed():
     block = draft_block_ref(logits, hidden, anchors, heads, group, keys(bs))
     windows = Windows(torch.ones(bs, dtype=torch.int64), torch.arange(0, 2 * bs + 1, 2))
     accepted = accept_ref(block, windows, target.log().expand(2 * bs, -1), anchors, group, keys(bs))
-    assert 0.5 < accepted.accepted_lens.double().mean() < 0.8
+    assert 0.5 < accepted.accept_lens.double().mean() < 0.8
     counts = torch.bincount(accepted.out_tokens[:, 0], minlength=len(target)).numpy()
     assert chisquare(counts, target.numpy() / target.sum().item() * bs).pvalue > 1e-4
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_kernels import Accepted
+from dspark_kernels import AcceptResult
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, SamplingReader, decode_result, most_words
@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 
 
 def accepted():
-    return Accepted(
-        accepted_lens=torch.tensor([2, 0]),
+    return AcceptResult(
+        accept_lens=torch.tensor([2, 0]),
         bonus_tokens=torch.tensor([9, 4]),
         out_tokens=torch.tensor([[7, 8, 9], [4, -1, -1]]),
         new_seq_lens=torch.tensor([13, 21]),
@@ -28,7 +28,7 @@ def accepted():
 def result(confidence, traced):
     rounds = StepRecord(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), confidence, traced, [0, 0])
     batch, plan = SimpleNamespace(return_logprob=False), SimpleNamespace(indptr=None)
-    step = SimpleNamespace(rows=SimpleNamespace(law=SimpleNamespace(temperatures=None)))
+    step = SimpleNamespace(rows=SimpleNamespace(filter_params=SimpleNamespace(temperatures=None)))
     output = LogitsProcessorOutput(next_token_logits=None)
     made = decode_result(batch, step, plan, output, accepted(), rounds, PackedCopies(0, CPU), in_graphs=True)
     made.copy_done = SimpleNamespace(record=lambda: None)

@@ -3,14 +3,14 @@
 from types import SimpleNamespace
 
 import torch
-from dspark_kernels import SamplingRows
+from dspark_kernels import SamplingBatch
 
 from sglang_dspark.engine.scheduler.batch import read_decode_batch, round_keys
 
 
 def test_the_first_token_of_a_step_stands_behind_the_anchor():
     """A seeded draw depends on its position: the prefill has drawn the anchor with that of the anchor."""
-    prompt_len, rows = 5, SamplingRows.from_lists([1.0], [-1], [1.0], [0.0], [7])
+    prompt_len, rows = 5, SamplingBatch.from_lists([1.0], [-1], [1.0], [0.0], [7])
     batch = SimpleNamespace(
         seq_lens=torch.tensor([prompt_len], dtype=torch.int32),
         req_pool_indices=torch.tensor([3], dtype=torch.int32),

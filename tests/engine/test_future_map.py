@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_kernels import Accepted
+from dspark_kernels import AcceptResult
 
 from sglang_dspark.engine.scheduler.future_map import create_future_map, relay_of
 
@@ -37,7 +37,7 @@ def future_map(pool):
 
 
 def accepted(lens, tokens):
-    return Accepted(torch.zeros(2), torch.tensor(tokens), torch.zeros(2, 3), torch.tensor(lens))
+    return AcceptResult(torch.zeros(2), torch.tensor(tokens), torch.zeros(2, 3), torch.tensor(lens))
 
 
 def payload(tokens):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_kernels import RoundKeys, SamplingRows, VerifyRows
+from dspark_kernels import RoundKeys, SamplingBatch, VerifyRows
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.model_executor.forward_context import get_forward_context
 
@@ -24,7 +24,9 @@ def buffers():
     """A tier of 8 rows and 3 request slots."""
     zeros = torch.zeros(REQUESTS, dtype=torch.int64)
     keys = RoundKeys(0, 0, zeros, zeros)
-    step = DecodeBatch(zeros, zeros, zeros, zeros.view(1, -1), SamplingRows.by_temperature(REQUESTS, None, "cpu"), keys)
+    step = DecodeBatch(
+        zeros, zeros, zeros, zeros.view(1, -1), SamplingBatch.by_temperature(REQUESTS, None, "cpu"), keys
+    )
     return step, VerifyPlan.of(VerifyRows.empty(REQUESTS, ROWS, torch.device("cpu")), width=4)
 
 

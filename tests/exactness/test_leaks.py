@@ -1,4 +1,4 @@
-"""Planted leaks: each lets something decide about a draft that it must not, or draws from a wrong law, and is found."""
+"""Planted leaks: each uses what it must not know about a draft, or draws from a wrong distribution, and is found."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import stage_loop
 import torch
 from dspark_kernels import AdjustmentTable, DraftBlock
-from dspark_kernels.judging import acceptance_reference
+from dspark_kernels.acceptance import acceptance_reference
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
-from enumerated_law import FILTERS, PENALTIES, STATIC, THRESHOLD, half_of, law_error, one_of_a_block
+from enumerated_distribution import FILTERS, PENALTIES, STATIC, THRESHOLD, distribution_error, half_of, one_of_a_block
 from toy_pair import GAMMA, ToyLoop
 
 from sglang_dspark.scheduling.forecast import Forecast
@@ -110,8 +110,8 @@ def correction_forgets_the_draft(monkeypatch):
     after(monkeypatch, acceptance_reference, "_residual", change)
 
 
-def law_of(change):
-    """The drafter's law is reported otherwise than it was drawn from."""
+def distribution_of(change):
+    """The drafter's distribution is reported otherwise than it was drawn from."""
 
     def leak(monkeypatch):
         after(monkeypatch, Drafter, "propose", lambda block, *_, **__: replace(block, probs=change(block.probs)))
@@ -120,23 +120,23 @@ def law_of(change):
     return leak
 
 
-def law_of_another_temperature(probs):
+def distribution_of_another_temperature(probs):
     return probs.sqrt() / probs.sqrt().sum(-1, keepdim=True)
 
 
-def law_of_the_slot_before(probs):
+def distribution_of_the_slot_before(probs):
     return probs.roll(1, dims=1)
 
 
-def law_that_is_one_hot(probs):
+def distribution_that_is_one_hot(probs):
     return torch.nn.functional.one_hot(probs.argmax(-1), probs.shape[-1]).float()
 
 
-def uniform_law(probs):
+def uniform_distribution(probs):
     return torch.full_like(probs, 1 / probs.shape[-1])
 
 
-def tokens_changed_behind_the_law(monkeypatch):
+def tokens_changed_behind_the_distribution(monkeypatch):
     after(monkeypatch, Drafter, "propose", lambda block, *_, **__: replace(block, tokens=(block.tokens + 1) % 3))
 
 
@@ -202,7 +202,7 @@ def penalties_on_the_wrong_rows(monkeypatch):
     monkeypatch.setattr(stage_loop, "adjust", change)
 
 
-def copies_weighed_by_the_drafters_law(monkeypatch):
+def copies_weighed_by_the_drafters_distribution(monkeypatch):
     after(monkeypatch, DraftBlock, "with_copies", lambda block, *_: replace(block, copied=None))
 
 
@@ -223,14 +223,14 @@ def copies_that_are_never_corrected(monkeypatch):
     after(monkeypatch, acceptance_reference, "_residual", change)
 
 
-def laws_at_another_temperature(monkeypatch):
+def distributions_at_another_temperature(monkeypatch):
     served = acceptance_reference.target_probs
-    monkeypatch.setattr(acceptance_reference, "target_probs", lambda logits, law: served(logits * 0.97, law))
+    monkeypatch.setattr(acceptance_reference, "target_probs", lambda logits, params: served(logits * 0.97, params))
 
 
-def laws_without_their_filter(monkeypatch):
-    def change(probs, logits, law):
-        return (logits / law.temperatures[:, None]).softmax(-1)
+def distributions_without_their_filter(monkeypatch):
+    def change(probs, logits, params):
+        return (logits / params.temperatures[:, None]).softmax(-1)
 
     after(monkeypatch, acceptance_reference, "target_probs", change)
 
@@ -257,14 +257,14 @@ LEAKS = [
     (penalties_of_the_step_before, {"schedule": "off"}, {"length": 2, "adjustment": ALL}),
     (penalties_on_the_wrong_rows, STATIC, {"length": 2, "adjustment": ALL}),
     (
-        copies_weighed_by_the_drafters_law,
+        copies_weighed_by_the_drafters_distribution,
         ONE,
         {"requests": 2, "copied_after": lambda request, text: [1] * (request == 0)},
     ),
     (drafts_judged_as_copies, ONE, {}),
     (copies_that_are_never_corrected, {"schedule": "off"}, {"copied_after": lambda request, text: [1]}),
-    (laws_at_another_temperature, STATIC, {}),
-    (laws_without_their_filter, STATIC, {"filters": FILTERS["top-k"]}),
+    (distributions_at_another_temperature, STATIC, {}),
+    (distributions_without_their_filter, STATIC, {"filters": FILTERS["top-k"]}),
     (forced_by_value, {}, {"requests": 2, "choose": half_of}),
     (rows_in_another_order, STATIC, {"length": 2}),
     (ranked_by_value, {}, {"requests": 2, "choose": half_of}),
@@ -281,11 +281,11 @@ LEAKS = [
     (correction_against_a_uniform_draft, STATIC, {}),
     (correction_of_the_whole_difference, STATIC, {}),
     (correction_forgets_the_draft, STATIC, {}),
-    (law_of(law_of_another_temperature), STATIC, {}),
-    (law_of(law_of_the_slot_before), STATIC, {}),
-    (law_of(law_that_is_one_hot), STATIC, {}),
-    (law_of(uniform_law), STATIC, {}),
-    (tokens_changed_behind_the_law, STATIC, {}),
+    (distribution_of(distribution_of_another_temperature), STATIC, {}),
+    (distribution_of(distribution_of_the_slot_before), STATIC, {}),
+    (distribution_of(distribution_that_is_one_hot), STATIC, {}),
+    (distribution_of(uniform_distribution), STATIC, {}),
+    (tokens_changed_behind_the_distribution, STATIC, {}),
     (rows_of_the_next_draft, STATIC, {}),
     (rows_of_the_draft_before, STATIC, {}),
     (first_draft_always_kept, STATIC, {}),
@@ -302,4 +302,4 @@ def test_many_leaks_are_planted():
 @pytest.mark.parametrize(("leak", "options", "how"), LEAKS, ids=[leak.__name__ for leak, _, _ in LEAKS])
 def test_a_leak_is_found(monkeypatch, leak, options, how):
     leak(monkeypatch)
-    assert law_error(monkeypatch, options, **{"length": 1, **how}) > LEAK
+    assert distribution_error(monkeypatch, options, **{"length": 1, **how}) > LEAK

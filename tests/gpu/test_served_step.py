@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 PROMPTS = [case["prompt_ids"] for case in CASES]
-LAWS: dict[str, dict[str, Any]] = {
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 1.0},
     "filtered": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
@@ -22,9 +22,9 @@ LAWS: dict[str, dict[str, Any]] = {
 }
 
 
-def asked(law: str, count: int, max_new_tokens: int = 24, **fields: Any) -> list[dict[str, Any]]:
+def asked(distribution: str, count: int, max_new_tokens: int = 24, **fields: Any) -> list[dict[str, Any]]:
     """Bodies of so many requests."""
-    parameters = {"max_new_tokens": max_new_tokens, "ignore_eos": True, **LAWS[law]}
+    parameters = {"max_new_tokens": max_new_tokens, "ignore_eos": True, **DISTRIBUTIONS[distribution]}
     return [{"input_ids": PROMPTS[i % len(PROMPTS)], "sampling_params": parameters, **fields} for i in range(count)]
 
 
@@ -50,22 +50,25 @@ def test_drafts_are_what_the_pair_was_trained_to_accept(server):
 
 
 @pytest.mark.parametrize("name", ["static", "auto", "off"])
-@pytest.mark.parametrize("law", LAWS)
-def test_no_step_waits_for_the_device(server, name, law):
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_no_step_waits_for_the_device(server, name, distribution):
     """Captured sizes and larger ones."""
     with policy(server, name):
         for count in (3, 16, 40):
-            assert logged(server, "waits for the device", partial(generate, server, asked(law, count), count)) == []
+            assert (
+                logged(server, "waits for the device", partial(generate, server, asked(distribution, count), count))
+                == []
+            )
 
 
 def test_nothing_is_compiled_while_serving(server):
-    """Every law in every size, mixtures, and the request options."""
-    mixed = [body for law in LAWS for body in asked(law, 12)]
+    """Every distribution in every size, mixtures, and the request options."""
+    mixed = [body for distribution in DISTRIBUTIONS for body in asked(distribution, 12)]
 
     def act() -> None:
         for count in (1, 2, 5, 13, 33, 48):
-            for law in LAWS:
-                generate(server, asked(law, count, 8), count)
+            for distribution in DISTRIBUTIONS:
+                generate(server, asked(distribution, count, 8), count)
         generate(server, mixed, len(mixed))
         generate(server, with_options([greedy(prompt, 8) for prompt in PROMPTS * len(OPTIONS)]), 12)
 

@@ -1,4 +1,4 @@
-"""The kernels of verification: greedy against ``accept_ref``, sampled against the same races in float64, and by law."""
+"""The kernels of verification against ``accept_ref``, against the same races in float64, and by distribution."""
 
 from dataclasses import replace
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from acceptance_cases import SEED, STEP, Case, assert_same, check_sampled, make_case, reference, rows_of
 from dspark_kernels import (
-    DraftLaw,
+    DraftDistribution,
     RoundKeys,
     accept,
 )
-from dspark_kernels.judging.acceptance import Rules, judge
+from dspark_kernels.acceptance.acceptance import Rules, verify_drafts
 from scipy import stats
 
 SHAPES = [
@@ -28,12 +28,12 @@ def test_greedy_equals_the_reference(device, shape, dtype):
     case = make_case(device, [0.0] * bs, gamma, vocab_size, dtype=dtype)
     expected = reference(case)
     assert_same(case.accept(verify_lens=case.verify_lens.int(), indptr=case.indptr.int()), expected)
-    assert torch.equal(case.accept().new_seq_lens, torch.arange(bs, device=device) * 10 + expected.accepted_lens + 1)
+    assert torch.equal(case.accept().new_seq_lens, torch.arange(bs, device=device) * 10 + expected.accept_lens + 1)
 
 
 def test_greedy_cases_keep_drafts_at_every_depth(device):
     case = make_case(device, [0.0] * 17, 5, 23)
-    outcomes = set(zip(case.verify_lens.tolist(), case.accept().accepted_lens.tolist(), strict=True))
+    outcomes = set(zip(case.verify_lens.tolist(), case.accept().accept_lens.tolist(), strict=True))
     assert (0, 0) in outcomes
     assert any(verified == kept > 1 for verified, kept in outcomes)
     assert len({kept for verified, kept in outcomes if kept < verified}) >= 2
@@ -53,11 +53,11 @@ def test_what_lies_past_the_rows_is_not_read(device, temperature):
     for accepted in (tight, tier):
         assert torch.equal(accepted.out_tokens[:3], alone.out_tokens)
         assert accepted.out_tokens[3:].tolist() == [[0, -1, -1, -1, -1]] * 2
-        assert accepted.accepted_lens[3:].tolist() == accepted.bonus_tokens[3:].tolist() == [0, 0]
+        assert accepted.accept_lens[3:].tolist() == accepted.bonus_tokens[3:].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_rows_that_are_no_law_give_some_token(device, temperature):
+def test_rows_that_are_no_distribution_give_some_token(device, temperature):
     case = make_case(device, [temperature] * 4, 2, 5000, verify_lens=[2] * 4)
     case.logits[:3] = torch.nan
     case.logits[3:6] = -torch.inf
@@ -76,7 +76,7 @@ def test_ties_go_to_the_lowest_token(device):
     case.logits[1, [8999, 4100]] = 1.0
     case.drafts[0] = 4095
     accepted = case.accept()
-    assert accepted.accepted_lens.tolist() == [1, 0]
+    assert accepted.accept_lens.tolist() == [1, 0]
     assert accepted.bonus_tokens.tolist() == [4100, 0]
 
 
@@ -90,12 +90,12 @@ def test_sampled_equals_the_race_in_float64(device, shape, dtype):
         accepted = case.accept()
         assert check_sampled(case, accepted, range(bs)) >= bs - 1
         # The decisions do not depend on the kind of noise behind the draw that follows.
-        assert torch.equal(accepted.accepted_lens, reference(case).accepted_lens)
+        assert torch.equal(accepted.accept_lens, reference(case).accept_lens)
 
 
 def test_sampled_cases_reach_every_outcome(device):
     case = make_case(device, [1.0] * 17, 5, 23)
-    outcomes = set(zip(case.verify_lens.tolist(), case.accept().accepted_lens.tolist(), strict=True))
+    outcomes = set(zip(case.verify_lens.tolist(), case.accept().accept_lens.tolist(), strict=True))
     assert any(verified == kept > 1 for verified, kept in outcomes)
     assert len({kept for verified, kept in outcomes if kept < verified}) >= 3
 
@@ -110,7 +110,7 @@ def test_copied_tokens_are_one_hot_proposals(device, reduced):
     case.copied = torch.ones_like(case.copied)
     all_copied = case.accept()
     assert check_sampled(case, all_copied, range(9)) >= 8
-    assert_same(case.accept(law=None, copied=None), all_copied)
+    assert_same(case.accept(distribution=None, copied=None), all_copied)
 
 
 def test_a_request_does_not_see_its_batch(device):
@@ -124,16 +124,16 @@ def test_a_request_does_not_see_its_batch(device):
     assert check_sampled(case, together, [1, 3, 4]) == 3
 
 
-def test_greedy_requests_ignore_the_law(device):
+def test_greedy_requests_ignore_the_distribution(device):
     case = make_case(device, [0.0, 1.0], 3, 23, verify_lens=[3, 3])
     expected = case.accept()
-    case.law.scores[0] = torch.nan
-    case.law.log_norms[0] = torch.nan
+    case.distribution.scores[0] = torch.nan
+    case.distribution.log_norms[0] = torch.nan
     assert_same(case.accept(), expected)
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6])
-def test_the_coldest_requests_follow_their_law(device, temperature):
+def test_the_coldest_requests_follow_their_distribution(device, temperature):
     """The drafter is sure of token 3, the target has a tie of 3 and 9: both come out, as often as in the reference.
 
     Logits of 20 over 1e-6 are so large that float32 counts them in steps of 2.
@@ -149,24 +149,24 @@ def test_the_coldest_requests_follow_their_law(device, temperature):
         torch.ones_like(requests),
         logits,
         torch.arange(bs + 1, device=device) * 2,
-        DraftLaw(scores, torch.zeros(bs, 1, device=device)),
+        DraftDistribution(scores, torch.zeros(bs, 1, device=device)),
         rows_of([temperature] * bs, device),
         RoundKeys(SEED, STEP, requests, requests),
     )
     accepted, expected = case.accept(), reference(case)
-    assert torch.equal(accepted.accepted_lens, expected.accepted_lens)
+    assert torch.equal(accepted.accept_lens, expected.accept_lens)
     assert stats.binomtest(int((accepted.out_tokens[:, 0] == 3).sum()), bs, 0.5).pvalue > 1e-4
-    bonus = accepted.out_tokens[accepted.accepted_lens == 1, 1]  # drawn from the tie itself
+    bonus = accepted.out_tokens[accepted.accept_lens == 1, 1]  # drawn from the tie itself
     assert stats.binomtest(int((bonus == 3).sum()), len(bonus), 0.5).pvalue > 1e-4
     assert {3, 9} == set(bonus.tolist())
 
 
-def test_a_law_that_is_written_out_is_refused(device):
+def test_a_distribution_that_is_written_out_is_refused(device):
     """It would go unread, and drafts would pass for copies."""
     case = make_case(device, [1.0] * 3, 4, 23)
     block, *given = case.given
     with pytest.raises(ValueError, match="draft them on this device"):
-        accept(replace(block, probs=case.law.probs(), law=None), *given, case.rows, case.keys)
+        accept(replace(block, probs=case.distribution.probs(), distribution=None), *given, case.rows, case.keys)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -185,24 +185,24 @@ def test_steps_on_the_device_and_on_the_host_agree(device):
 def test_a_vanished_residual_falls_back_to_the_target(device):
     """p_t = p_d up to rounding: whatever a rejection by rounding leaves, the token is a possible one."""
     case = make_case(device, [1.0] * 3, 1, 23, verify_lens=[1] * 3)
-    case.logits[0::2] = case.law.scores[:, 0]
+    case.logits[0::2] = case.distribution.scores[:, 0]
     case.logits[0::2, :11] = -torch.inf
-    case.law.scores[:, 0, :11] = -torch.inf
+    case.distribution.scores[:, 0, :11] = -torch.inf
     # Rejects whatever the uniform is, and leaves a residual of 0 everywhere.
-    case.law.log_norms[:] = -80.0
+    case.distribution.log_norms[:] = -80.0
     accepted = case.accept()
-    assert accepted.accepted_lens.tolist() == [0, 0, 0]
+    assert accepted.accept_lens.tolist() == [0, 0, 0]
     assert (accepted.bonus_tokens >= 11).all()
 
 
 def test_another_vocabulary_is_refused(device):
     case = make_case(device, [1.0] * 3, 4, 23)
-    narrow = DraftLaw(case.law.scores[..., :22], case.law.log_norms)
+    narrow = DraftDistribution(case.distribution.scores[..., :22], case.distribution.log_norms)
     with pytest.raises(ValueError, match=r"22 tokens.*\(3, 4\) and 23"):
-        case.accept(law=narrow)
+        case.accept(distribution=narrow)
 
 
-def test_emitted_tokens_follow_the_target_law(device):
+def test_emitted_tokens_follow_the_target_distribution(device):
     """One slot, by kinds: plain steps, drafts of a reduced vocabulary, copied tokens."""
     vocab_size, bs = 6, 30_000 if device.type == "cuda" else 180  # the interpreter takes 30 ms per request
     generator = torch.Generator().manual_seed(5)
@@ -211,7 +211,7 @@ def test_emitted_tokens_follow_the_target_law(device):
     scores = torch.randn(4, generator=generator)
     columns = torch.full((vocab_size,), -1, dtype=torch.int32)
     columns[token_ids] = torch.arange(4, dtype=torch.int32)
-    law = DraftLaw(scores.expand(bs, 1, 4), scores.logsumexp(-1).expand(bs, 1), columns)
+    distribution = DraftDistribution(scores.expand(bs, 1, 4), scores.logsumexp(-1).expand(bs, 1), columns)
     kind = torch.arange(bs) % 3
     verify_lens = (kind > 0).long()
     drawn = token_ids[torch.multinomial(scores.softmax(-1).expand(bs, 4), 1, generator=generator)]
@@ -220,7 +220,9 @@ def test_emitted_tokens_follow_the_target_law(device):
         verify_lens=verify_lens.to(device),
         logits=logits.expand(int((verify_lens + 1).sum()), vocab_size).contiguous().to(device),
         indptr=torch.nn.functional.pad((verify_lens + 1).cumsum(0), (1, 0)).to(device),
-        law=DraftLaw(law.scores.contiguous().to(device), law.log_norms.to(device), columns.to(device)),
+        distribution=DraftDistribution(
+            distribution.scores.contiguous().to(device), distribution.log_norms.to(device), columns.to(device)
+        ),
         rows=rows_of([0.8] * bs, device),
         keys=RoundKeys(SEED, STEP, torch.arange(bs, device=device), torch.zeros(bs, dtype=torch.int64, device=device)),
         copied=(kind == 2)[:, None].to(device),
@@ -237,11 +239,18 @@ def test_a_captured_graph_serves_other_batches(device):
     """Captured for 5 slots, replayed with other requests, lengths, temperatures and another step."""
     temperatures, step = torch.zeros(5, device=device), torch.zeros((), dtype=torch.int64, device=device)
     case = make_case(device, [1.0] * 5, 4, 9001, verify_lens=[4] * 5)
-    static = [case.drafts, case.verify_lens, case.logits, case.indptr, case.law.scores, case.law.log_norms]
+    static = [
+        case.drafts,
+        case.verify_lens,
+        case.logits,
+        case.indptr,
+        case.distribution.scores,
+        case.distribution.log_norms,
+    ]
     keys = replace(case.keys, step=step)
 
     def run():
-        return judge(*case.given, Rules(temperatures, any_sampled=True), keys)
+        return verify_drafts(*case.given, Rules(temperatures, any_sampled=True), keys)
 
     run()
     torch.cuda.synchronize()
@@ -250,7 +259,14 @@ def test_a_captured_graph_serves_other_batches(device):
         accepted = run()
     for seed in (1, 2):
         other = make_case(device, [0.0, 1.0, 0.5], 4, 9001, seed=seed, slots=2)
-        fresh = [other.drafts, other.verify_lens, other.logits, other.indptr, other.law.scores, other.law.log_norms]
+        fresh = [
+            other.drafts,
+            other.verify_lens,
+            other.logits,
+            other.indptr,
+            other.distribution.scores,
+            other.distribution.log_norms,
+        ]
         for target, source in zip(static, fresh, strict=True):
             target[: len(source)].copy_(source)
         temperatures.copy_(other.rows.draw_temperatures)

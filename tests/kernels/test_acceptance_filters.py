@@ -1,11 +1,11 @@
-"""The cut of top-k, top-p and min-p, row by row, against ``target_law`` and against sums in float64."""
+"""The cut of top-k, top-p and min-p, row by row, against ``target_distribution`` and against sums in float64."""
 
 import pytest
 import torch
 import triton
-from dspark_kernels import SamplingRows, target_probs
-from dspark_kernels.judging.acceptance_filters import filter_kernel
-from dspark_kernels.judging.acceptance_kernels import row_stats_kernel
+from dspark_kernels import SamplingBatch, target_probs
+from dspark_kernels.acceptance.acceptance_filters import filter_kernel
+from dspark_kernels.acceptance.acceptance_kernels import row_stats_kernel
 
 # Where a mass is this close to p, or a weight to min-p, the rounding of float32 decides.
 NEAR = 3e-6
@@ -32,7 +32,7 @@ COMBINATIONS = [
 
 def rows_of(combinations, device="cpu"):
     columns = [list(column) for column in zip(*combinations, strict=True)]
-    return SamplingRows.from_lists(*columns, [None] * len(combinations), device)
+    return SamplingBatch.from_lists(*columns, [None] * len(combinations), device)
 
 
 def cut(logits, rows, tile=None, room=ROOM):
@@ -48,13 +48,13 @@ def cut(logits, rows, tile=None, room=ROOM):
     row_stats_kernel[(bs, num_tiles)](
         *given, tile_max, tile_token, tile_sum, *sizes, bs, SAMPLED=True, TILE=tile, BLOCK_B=64
     )
-    law = rows.law
+    params = rows.filter_params
     filter_kernel[(bs, 1)](
         torch.zeros(bs, dtype=torch.int64, device=device),
         *given,
-        law.top_ks,
-        law.top_ps,
-        law.min_ps,
+        params.top_ks,
+        params.top_ps,
+        params.min_ps,
         tile_max,
         tile_sum,
         torch.full((bs, room), torch.nan, device=device),
@@ -68,7 +68,7 @@ def cut(logits, rows, tile=None, room=ROOM):
         ROOM=room,
     )
     top = logits.float().amax(-1)
-    return cuts, last, log_norms + top / law.temperatures
+    return cuts, last, log_norms + top / params.temperatures
 
 
 def kept_tokens(logits, cuts, last):
@@ -92,7 +92,7 @@ def check(logits, combinations, **options):
     rows = rows_of(combinations, logits.device)
     cuts, last, log_norms = cut(logits, rows, **options)
     kept = kept_tokens(logits, cuts, last).cpu()
-    expected = target_probs(logits, rows.law).cpu() > 0
+    expected = target_probs(logits, rows.filter_params).cpu() > 0
     compared = 0
     for row, combination in enumerate(combinations):
         weights = logits[row].double().cpu() / combination[0]
@@ -184,7 +184,7 @@ def test_forbidden_tokens_stay_forbidden(device, room):
     assert check(logits.to(device), combinations, tile=64, room=room) >= 3
 
 
-def test_rows_that_are_no_law_are_kept_whole(device):
+def test_rows_that_are_no_distribution_are_kept_whole(device):
     logits = torch.zeros(4, 200, device=device)
     logits[0] = torch.nan
     logits[1] = -torch.inf

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from dspark_kernels import DraftBlock, RoundKeys, Windows, accept_ref, draw
-from dspark_kernels.judging import acceptance_reference
+from dspark_kernels.acceptance import acceptance_reference
 from literal import Request, batch_of, literal_accept
 
 GREEDY = Request(temperature=0.0)
@@ -70,7 +70,7 @@ class Case:
 def assert_outcome(accepted, r, expected):
     padding = [-1] * (accepted.out_tokens.shape[1] - len(expected))
     assert accepted.out_tokens[r].tolist() == expected + padding
-    assert accepted.accepted_lens[r] == len(expected) - 1
+    assert accepted.accept_lens[r] == len(expected) - 1
     assert accepted.bonus_tokens[r] == expected[-1]
 
 
@@ -90,7 +90,7 @@ def test_the_cases_reach_every_outcome(kind):
     outcomes = set()
     for seed in range(6):
         case = Case(kind, 13, 5, 41, seed)
-        outcomes |= set(zip(case.verify_lens.tolist(), case.accept().accepted_lens.tolist(), strict=True))
+        outcomes |= set(zip(case.verify_lens.tolist(), case.accept().accept_lens.tolist(), strict=True))
     assert (0, 0) in outcomes
     assert any(verified == kept > 1 for verified, kept in outcomes)
     assert len({kept for verified, kept in outcomes if kept < verified}) >= 3
@@ -161,7 +161,7 @@ def test_a_vanished_residual_falls_back_to_the_target(monkeypatch):
         Windows(torch.tensor([1]), torch.tensor([0, 2])),
     )
     accepted = accept_ref(block, windows, probs.log().expand(2, 4), keys.positions, rows, keys)
-    assert accepted.accepted_lens.tolist() == [0]
+    assert accepted.accept_lens.tolist() == [0]
     assert probs[accepted.bonus_tokens[0]] > 0
 
 

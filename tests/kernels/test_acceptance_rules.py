@@ -1,4 +1,4 @@
-"""Filtered and seeded requests in the kernels of verification: against the references, by law, and in mixed batches."""
+"""Filtered and seeded requests in the kernels of verification: by references, by distribution, in mixed batches."""
 
 from dataclasses import replace
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from acceptance_cases import STEP, Case, assert_same, check_sampled, law_of, make_case, reference
-from dspark_kernels import RoundKeys, SamplingRows, accept, accept_ref, target_probs
-from dspark_kernels.judging.acceptance import Rules, judge
+from acceptance_cases import STEP, Case, assert_same, check_sampled, make_case, params_of, reference
+from dspark_kernels import RoundKeys, SamplingBatch, accept, accept_ref, target_probs
+from dspark_kernels.acceptance.acceptance import Rules, verify_drafts
 from dspark_kernels.sampling import noise
 from dspark_kernels.sampling.noise_device import seeded_noise, unit_exponential_52
 from scipy import stats
@@ -31,7 +31,7 @@ def rules_case(device, rules, gamma, vocab_size, **options):
     """``make_case`` with these requests; drafts of seeded ones are mostly what their seeds draw."""
     case = make_case(device, [rule[0] for rule in rules], gamma, vocab_size, **options)
     padding = len(case.drafts) - len(rules)
-    case.rows = SamplingRows.from_lists(
+    case.rows = SamplingBatch.from_lists(
         *(list(column) for column in zip(*rules, *[PLAIN] * padding, strict=True)), device
     )
     positions = torch.arange(len(case.drafts), device=device) * 1000 + 2**31
@@ -43,7 +43,7 @@ def seeded_scores(case, r):
     """Scores p / E of every verify row of request r, float64."""
     num_rows, first = int(case.verify_lens[r]) + 1, int(case.indptr[r])
     positions = (case.keys.positions[r] + torch.arange(num_rows, device=case.keys.positions.device)).cpu()
-    probs = target_probs(case.logits[first : first + num_rows].cpu(), law_of(case, r, num_rows))
+    probs = target_probs(case.logits[first : first + num_rows].cpu(), params_of(case, r, num_rows))
     return probs / noise.exponential(case.rows.seeds[r].cpu().expand(num_rows), positions, probs.shape[1])
 
 
@@ -63,7 +63,7 @@ def check_exact(case, accepted):
         assert (best[:, 1] < best[:, 0] * (1 - NEAR)).all(), "choose a case without near-ties"
     for r in [*case.rows.greedy_index.tolist(), *case.rows.seeded_index.tolist()]:
         assert accepted.out_tokens[r].tolist() == expected.out_tokens[r].tolist()
-        assert accepted.accepted_lens[r] == expected.accepted_lens[r]
+        assert accepted.accept_lens[r] == expected.accept_lens[r]
         assert accepted.bonus_tokens[r] == expected.bonus_tokens[r]
     return expected
 
@@ -81,9 +81,9 @@ def test_filtered_requests_run_the_race_over_what_is_kept(device, bs, gamma, voc
     case = rules_case(device, rules, gamma, vocab_size, dtype=dtype, reduced=vocab_size == 111)
     accepted = case.accept()
     assert check_sampled(case, accepted, range(bs)) >= bs - 1
-    assert torch.equal(accepted.accepted_lens, reference(case).accepted_lens)
+    assert torch.equal(accepted.accept_lens, reference(case).accept_lens)
     if bs == 9:
-        assert len(set(accepted.accepted_lens.tolist())) >= 3
+        assert len(set(accepted.accept_lens.tolist())) >= 3
 
 
 def test_copied_tokens_of_filtered_requests(device):
@@ -99,14 +99,14 @@ def test_seeded_requests_equal_the_reference(device, bs, gamma, vocab_size, dtyp
     case = rules_case(device, rules, gamma, vocab_size, dtype=dtype)
     expected = check_exact(case, case.accept())
     if bs == 8:
-        assert len(set(expected.accepted_lens.tolist())) >= 3
+        assert len(set(expected.accept_lens.tolist())) >= 3
     plain = replace(case, rows=rows_without_filters(case))
     check_exact(with_seeded_drafts(plain), plain.accept())
 
 
 def rows_without_filters(case):
     bs, seeds = len(case.rows), case.rows.seeds.tolist()
-    return SamplingRows.from_lists([0.8] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, seeds, case.logits.device)
+    return SamplingBatch.from_lists([0.8] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, seeds, case.logits.device)
 
 
 def test_all_rules_in_one_batch(device):
@@ -128,8 +128,10 @@ def test_a_request_does_not_see_its_batch(device, r):
         case.verify_lens[r : r + 1],
         case.logits[int(case.indptr[r]) : int(case.indptr[r + 1])],
         case.indptr[:2],
-        type(case.law)(case.law.scores[r : r + 1], case.law.log_norms[r : r + 1], case.law.columns),
-        SamplingRows.from_lists(*([value] for value in ALL[r]), device),
+        type(case.distribution)(
+            case.distribution.scores[r : r + 1], case.distribution.log_norms[r : r + 1], case.distribution.columns
+        ),
+        SamplingBatch.from_lists(*([value] for value in ALL[r]), device),
         case.keys.take(torch.tensor([r], device=device)),
     ).accept()
     assert torch.equal(alone.out_tokens[0], together.out_tokens[r])
@@ -139,12 +141,12 @@ def test_neutral_filters_and_nobodys_seeds_change_nothing(device):
     """As in a CUDA graph that is captured for whatever comes."""
     case = make_case(device, [0.0, 1.0, 0.7], 4, 111)
     plain = Rules.of(case.rows)
-    law = SamplingRows.by_temperature(3, case.rows.draw_temperatures, device).law
-    whatever = replace(plain, filters=law, seeds=case.rows.seeds, is_seeded=case.rows.is_seeded)
-    assert_same(judge(*case.given, whatever, case.keys), judge(*case.given, plain, case.keys))
+    params = SamplingBatch.by_temperature(3, case.rows.draw_temperatures, device).filter_params
+    whatever = replace(plain, filters=params, seeds=case.rows.seeds, is_seeded=case.rows.is_seeded)
+    assert_same(verify_drafts(*case.given, whatever, case.keys), verify_drafts(*case.given, plain, case.keys))
 
 
-def test_rows_that_are_no_law_give_some_token(device):
+def test_rows_that_are_no_distribution_give_some_token(device):
     case = rules_case(device, [QWEN, SEEDED, SEEDED_QWEN, NUCLEUS] * 3, 1, 200, verify_lens=[1] * 12)
     case.logits[:8] = torch.nan
     case.logits[8:16] = -torch.inf
@@ -153,27 +155,27 @@ def test_rows_that_are_no_law_give_some_token(device):
     assert ((accepted.bonus_tokens >= 0) & (accepted.bonus_tokens < 200)).all()
 
 
-def test_emitted_tokens_follow_the_filtered_law(device):
-    """Drafts of a flat law, of which many are not possible."""
+def test_emitted_tokens_follow_the_filtered_distribution(device):
+    """Drafts of a flat distribution, of which many are not possible."""
     vocab_size, bs = 8, 30_000 if device.type == "cuda" else 40  # the interpreter takes 120 ms per request
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(5))
     rule = (0.8, 6, 0.9, 0.02)
-    rows = SamplingRows.from_lists(*([value] * bs for value in rule), [None] * bs, device)
-    law = make_case(device, [1.0] * bs, 1, vocab_size).law
-    law.scores.zero_()
-    law.log_norms.fill_(torch.tensor(float(vocab_size)).log())
+    rows = SamplingBatch.from_lists(*([value] * bs for value in rule), [None] * bs, device)
+    distribution = make_case(device, [1.0] * bs, 1, vocab_size).distribution
+    distribution.scores.zero_()
+    distribution.log_norms.fill_(torch.tensor(float(vocab_size)).log())
     requests = torch.arange(bs, device=device)
     case = Case(
         drafts=torch.randint(vocab_size, (bs, 1), generator=torch.Generator().manual_seed(6)).to(device),
         verify_lens=torch.ones_like(requests),
         logits=logits.expand(2 * bs, vocab_size).contiguous().to(device),
         indptr=torch.arange(bs + 1, device=device) * 2,
-        law=law,
+        distribution=distribution,
         rows=rows,
         keys=RoundKeys(11, 12, requests, requests),
     )
     emitted = case.accept().out_tokens[:, 0].cpu()
-    expected = target_probs(logits[None].cpu(), law_of(case, 0, 1))[0].double()
+    expected = target_probs(logits[None].cpu(), params_of(case, 0, 1))[0].double()
     possible = expected > 0
     assert 3 <= possible.sum() < 6
     counts = torch.bincount(emitted, minlength=vocab_size).double()
@@ -189,11 +191,11 @@ def test_a_captured_graph_serves_other_rules(device):
         for seed, rules in enumerate((ALL, ALL[::-1]))
     )
     temperatures, step = case.rows.draw_temperatures.clone(), torch.tensor(STEP, device=device)
-    filters, seeds = case.rows.law, (case.rows.seeds, case.rows.is_seeded)
+    filters, seeds = case.rows.filter_params, (case.rows.seeds, case.rows.is_seeded)
     keys = replace(case.keys, step=step)
 
     def run():
-        return judge(*case.given, Rules(temperatures, filters, *seeds, any_sampled=True), keys)
+        return verify_drafts(*case.given, Rules(temperatures, filters, *seeds, any_sampled=True), keys)
 
     run()
     torch.cuda.synchronize()
@@ -201,11 +203,18 @@ def test_a_captured_graph_serves_other_rules(device):
     with torch.cuda.graph(graph):
         accepted = run()
     temperatures.copy_(other.rows.draw_temperatures)
-    static = [case.drafts, case.logits, case.law.scores, case.law.log_norms, *seeds]
-    fresh = [other.drafts, other.logits, other.law.scores, other.law.log_norms, other.rows.seeds, other.rows.is_seeded]
+    static = [case.drafts, case.logits, case.distribution.scores, case.distribution.log_norms, *seeds]
+    fresh = [
+        other.drafts,
+        other.logits,
+        other.distribution.scores,
+        other.distribution.log_norms,
+        other.rows.seeds,
+        other.rows.is_seeded,
+    ]
     for name in ("top_ks", "top_ps", "min_ps"):
         static.append(getattr(filters, name))
-        fresh.append(getattr(other.rows.law, name))
+        fresh.append(getattr(other.rows.filter_params, name))
     for target, source in zip(static, fresh, strict=True):
         target.copy_(source)
     graph.replay()

@@ -9,13 +9,13 @@ from dspark_kernels import (
     AdjustmentTable,
     DraftBlock,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     Windows,
     accept_ref,
     adjust,
     adjust_ref,
 )
-from literal import Request, literal_law
+from literal import Request, literal_distribution
 from scipy import stats
 
 RTOL = 2e-6  # float32 against float64; a logit passes four roundings
@@ -136,8 +136,8 @@ def test_output_that_was_counted_equals_output_that_was_given():
     assert torch.equal(fresh.num_outputs, case.table.num_outputs)
 
 
-def test_law_of_sampled_text_under_penalties():
-    """Rows adjusted along the drafts give the very law of decoding one token at a time.
+def test_distribution_of_sampled_text_under_penalties():
+    """Rows adjusted along the drafts give the very distribution of decoding one token at a time.
 
     The target is one row of logits, so a text of three tokens has 4 ** 3 outcomes with known probabilities; the drafts
     are uniform, hence mostly wrong and often repeating.
@@ -159,26 +159,26 @@ def test_law_of_sampled_text_under_penalties():
     slots = torch.zeros(trials, dtype=torch.int64)
     adjust_ref(logits, table, slots, row // window, row % window, tokens.view(-1), indptr)
     neutral = [1.0] * trials, [-1] * trials, [1.0] * trials, [0.0] * trials, [None] * trials
-    rows, keys = SamplingRows.from_lists(*neutral), RoundKeys(9, 0, torch.arange(trials), torch.zeros(trials).long())
+    rows, keys = SamplingBatch.from_lists(*neutral), RoundKeys(9, 0, torch.arange(trials), torch.zeros(trials).long())
     proposal = torch.full((trials, gamma, vocab_size), 1 / vocab_size)
     block, windows = DraftBlock(drafts, proposal), Windows(torch.full((trials,), gamma), indptr)
     emitted = accept_ref(block, windows, logits, keys.positions, rows, keys).out_tokens
 
-    def law(seen):
+    def distribution(seen):
         return torch.tensor(
-            literal_law(torch.tensor(literal_adjust(base, adjustment, seen)), Request()), dtype=torch.float64
+            literal_distribution(torch.tensor(literal_adjust(base, adjustment, seen)), Request()), dtype=torch.float64
         )
 
     first = torch.bincount(emitted[:, 0], minlength=vocab_size).double()
-    expected = law(output)
+    expected = distribution(output)
     assert expected[3] == 0 and first[3] == 0  # ends the text, which is too short
     assert stats.chisquare(first[:3], expected[:3] * trials).pvalue > 1e-4
     for token in range(3):
         second = emitted[(emitted[:, 0] == token) & (emitted[:, 1] >= 0), 1]
         observed = torch.bincount(second, minlength=vocab_size).double()
         assert observed.sum() > 1000
-        assert stats.chisquare(observed, law([*output, token]) * len(second)).pvalue > 1e-4
+        assert stats.chisquare(observed, distribution([*output, token]) * len(second)).pvalue > 1e-4
     third = emitted[(emitted[:, :2] == 2).all(-1) & (emitted[:, 2] >= 0), 2]
     observed = torch.bincount(third, minlength=vocab_size).double()
     assert observed.sum() > 300
-    assert stats.chisquare(observed, law([*output, 2, 2]) * len(third)).pvalue > 1e-4
+    assert stats.chisquare(observed, distribution([*output, 2, 2]) * len(third)).pvalue > 1e-4

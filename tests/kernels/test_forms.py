@@ -7,10 +7,10 @@ import pytest
 import torch
 from dspark_kernels import (
     DraftBlock,
+    DraftDistribution,
     DraftHeads,
-    DraftLaw,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     accept,
     draft_block,
 )
@@ -33,7 +33,7 @@ def launched(monkeypatch):
 
 def step(seed, device):
     keys = torch.arange(BS, device=device)
-    rows = SamplingRows.from_lists([1.0] * BS, [-1] * BS, [1.0] * BS, [0.0] * BS, [None] * BS, device)
+    rows = SamplingBatch.from_lists([1.0] * BS, [-1] * BS, [1.0] * BS, [0.0] * BS, [None] * BS, device)
     return rows, RoundKeys(seed, 5, keys, keys)
 
 
@@ -49,8 +49,8 @@ def judge(device, v=64, depth=4, seed=0):
     rows, keys = step(seed, device)
     lens = torch.full((BS,), depth, device=device)
     windows = SimpleNamespace(verify_lens=lens, indptr=torch.arange(BS + 1, device=device) * (depth + 1))
-    law = DraftLaw(torch.zeros(BS, depth, v, device=device), torch.zeros(BS, depth, device=device))
-    block = DraftBlock(torch.zeros(BS, depth, dtype=torch.int64, device=device), law=law)
+    distribution = DraftDistribution(torch.zeros(BS, depth, v, device=device), torch.zeros(BS, depth, device=device))
+    block = DraftBlock(torch.zeros(BS, depth, dtype=torch.int64, device=device), distribution=distribution)
     logits = torch.zeros(BS * (depth + 1), v, device=device)
     accept(block, windows, logits, keys.positions, rows, keys)
 
@@ -73,7 +73,7 @@ def test_no_seed_of_a_server_compiles_a_kernel(launch, launched, device):
 @pytest.mark.parametrize("v", [12288, 12290, 12292, 12296, 12297])
 def test_no_depth_compiles_the_walk(v, launched, device):
     """Rows lie depth * v apart, which is a multiple of 16 for some depths only where v is a multiple of 2, 4 or 8."""
-    # Of an odd vocabulary, the slots' first columns lie at odd places.
+    # Of an odd vocabulary, the slots' first columns have odd addresses.
     most = 2 if v % 4 else 1
     counts = distinct(launched, draft, *({"device": device, "v": v, "depth": depth} for depth in range(1, 9)))
     assert counts == {"choose_kernel": most}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dspark_kernels import DraftBlock, DraftHeads, RoundKeys, SamplingRows, Windows, accept_ref, draft_block_ref, draw
+from dspark_kernels import DraftBlock, DraftHeads, RoundKeys, SamplingBatch, Windows, accept_ref, draft_block_ref, draw
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +26,7 @@ class VocabularySizedResults(TorchFunctionMode):
 
 
 def batch(temperature):
-    rows = SamplingRows.from_lists([temperature] * BS, [-1] * BS, [1] * BS, [0] * BS, [None] * BS)
+    rows = SamplingBatch.from_lists([temperature] * BS, [-1] * BS, [1] * BS, [0] * BS, [None] * BS)
     return rows, RoundKeys(1, 2, torch.arange(BS), torch.arange(BS))
 
 

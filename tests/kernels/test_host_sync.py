@@ -3,11 +3,11 @@
 import pytest
 import torch
 from dspark_kernels import (
-    Accepted,
+    AcceptResult,
     DraftBlock,
     DraftHeads,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     Windows,
     accept_ref,
     draft_block_ref,
@@ -38,7 +38,7 @@ def ints(*shape):
 
 @pytest.fixture(params=BATCHES.values(), ids=BATCHES)
 def batch(request):
-    rows = SamplingRows.from_lists(*(list(column) for column in zip(*request.param, strict=True)), device="meta")
+    rows = SamplingBatch.from_lists(*(list(column) for column in zip(*request.param, strict=True)), device="meta")
     return rows, RoundKeys(1, ints(), ints(BS), ints(BS))
 
 
@@ -59,7 +59,7 @@ def test_accepting_reads_nothing_back(batch, gamma):
 
 
 def test_simulating_reads_nothing_back():
-    judged = Accepted(ints(BS), ints(BS), ints(BS, GAMMA + 1), ints(BS))
+    judged = AcceptResult(ints(BS), ints(BS), ints(BS, GAMMA + 1), ints(BS))
     accepted = simulated_accept(judged, ints(BS, GAMMA), ints(BS), floats(GAMMA).double())
     assert accepted.out_tokens.shape == (BS, GAMMA + 1)
 

@@ -1,4 +1,4 @@
-"""Pools of more than two thousand million elements: places in them are computed in 64 bits."""
+"""Pools of more than two thousand million elements: offsets in them are computed in 64 bits."""
 
 import math
 import mmap

@@ -1,10 +1,10 @@
-"""The text follows the target's law under every combination of filters, and the test notices when it does not."""
+"""The text follows the target's distribution under all combinations of filters, and the test notices if it does not."""
 
 import pytest
 from dspark_kernels import Purpose, RoundKeys
-from dspark_kernels.judging import acceptance_reference
+from dspark_kernels.acceptance import acceptance_reference
 from pairwise import pairwise
-from token_law import Rule, SyntheticPair, law_p_values, mean_distance, run_trials
+from token_distribution import Rule, SyntheticPair, distribution_p_values, mean_distance, run_trials
 
 pytestmark = pytest.mark.slow
 
@@ -27,24 +27,24 @@ def pair():
 def test_the_text_follows_the_target(pair, rule):
     trials = run_trials(pair, rule, ENOUGH)
     assert min(mean_distance(pair, rule, trials)) > MIN_DISTANCE
-    assert (trials.accepted_lens == pair.gamma).sum() > 500  # the bonus after a full block is tested too
-    assert min(law_p_values(pair, rule, trials)) > ALPHA
+    assert (trials.accept_lens == pair.gamma).sum() > 500  # the bonus after a full block is tested too
+    assert min(distribution_p_values(pair, rule, trials)) > ALPHA
 
 
 @pytest.mark.parametrize("rule", [Rule(1.0, seeded=True), Rule(0.5, 5, 0.8, 0.1, seeded=True)])
 def test_the_text_of_seeded_requests_follows_the_target_over_seeds(pair, rule):
     trials = run_trials(pair, rule, ENOUGH)
-    assert (trials.accepted_lens == pair.gamma).sum() > 500
-    assert min(law_p_values(pair, rule, trials)) > ALPHA
+    assert (trials.accept_lens == pair.gamma).sum() > 500
+    assert min(distribution_p_values(pair, rule, trials)) > ALPHA
 
 
 def test_the_powerful_run_passes_unharmed(pair):
     trials = run_trials(pair, PLAIN, POWERFUL, full_blocks=True)
-    assert min(law_p_values(pair, PLAIN, trials)) > ALPHA
+    assert min(distribution_p_values(pair, PLAIN, trials)) > ALPHA
 
 
 def rejected(pair, rule, trials):
-    return min(law_p_values(pair, rule, trials)) < ALPHA
+    return min(distribution_p_values(pair, rule, trials)) < ALPHA
 
 
 @pytest.mark.parametrize("factor", [0.98, 1.02])
@@ -79,14 +79,16 @@ def test_one_noise_for_drafting_and_accepting_is_noticed(pair, monkeypatch):
         (Rule(1.7, min_p=0.1), Rule(1.7)),
     ],
 )
-def test_a_stored_law_of_other_parameters_is_noticed(pair, drafted, stored):
-    trials = run_trials(pair, drafted, ENOUGH, full_blocks=True, stored_law=pair.draft_law(stored))
+def test_a_stored_distribution_of_other_parameters_is_noticed(pair, drafted, stored):
+    trials = run_trials(pair, drafted, ENOUGH, full_blocks=True, stored_distribution=pair.draft_distribution(stored))
     assert rejected(pair, drafted, trials)
 
 
-def test_a_stored_law_of_bfloat16_logits_is_noticed():
+def test_a_stored_distribution_of_bfloat16_logits_is_noticed():
     """At the magnitude of real logits bfloat16 rounds by several percent of a probability."""
     pair = SyntheticPair(gamma=1, logit_offset=40.0)
     coarse = pair.draft_logits().bfloat16().float().softmax(-1)
-    assert rejected(pair, PLAIN, run_trials(pair, PLAIN, POWERFUL, anchor=3, full_blocks=True, stored_law=coarse))
+    assert rejected(
+        pair, PLAIN, run_trials(pair, PLAIN, POWERFUL, anchor=3, full_blocks=True, stored_distribution=coarse)
+    )
     assert not rejected(pair, PLAIN, run_trials(pair, PLAIN, POWERFUL, anchor=3, full_blocks=True))

@@ -103,7 +103,7 @@ def test_exponential_at_is_the_same_noise():
     assert torch.equal(exponential_at(seeds[:, None], positions[:, None], tokens), wide.gather(1, tokens))
 
 
-def test_exponential_law_and_independence_across_positions():
+def test_exponential_distribution_and_independence_across_positions():
     noise = exponential(torch.full((100,), 77), torch.arange(100), 1000)
     assert (noise > 0).all() and noise.isfinite().all()
     assert stats.kstest(noise.flatten().numpy(), "expon").pvalue > ALPHA

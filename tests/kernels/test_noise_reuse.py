@@ -12,7 +12,7 @@ from dspark_kernels import (
     DraftHeads,
     Purpose,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     Windows,
     accept_ref,
     draft_block_ref,
@@ -30,7 +30,7 @@ TARGET = torch.tensor([0.7, 0.3])
 def probability_of_token_0() -> float:
     """Relative frequency of token 0 at the position that round 1 drafted second and round 2 decides."""
     trials = torch.arange(NUM_TRIALS)
-    rows = SamplingRows.from_lists(*([value] * NUM_TRIALS for value in (1.0, -1, 1.0, 0.0, None)))
+    rows = SamplingBatch.from_lists(*([value] * NUM_TRIALS for value in (1.0, -1, 1.0, 0.0, None)))
 
     def draft(keys):
         base_logits = torch.zeros(NUM_TRIALS, 2, 2)
@@ -51,7 +51,7 @@ def p_value(frequency: float) -> float:
     return stats.binomtest(round(frequency * NUM_TRIALS), NUM_TRIALS, 0.7).pvalue
 
 
-def test_a_lagged_budget_leaves_the_law_alone():
+def test_a_lagged_budget_leaves_the_distribution_alone():
     assert p_value(probability_of_token_0()) > ALPHA
 
 
@@ -80,7 +80,7 @@ def test_no_counter_occurs_twice_while_serving(monkeypatch):
     monkeypatch.setattr(noise, "philox4x32", record)
     bs, gamma, vocab_size = 4, 3, 7
     generator = torch.Generator().manual_seed(0)
-    rows = SamplingRows.from_lists(*([value] * bs for value in (1.0, -1, 1.0, 0.0, None)))
+    rows = SamplingBatch.from_lists(*([value] * bs for value in (1.0, -1, 1.0, 0.0, None)))
     for step in range(12):
         keys = RoundKeys(1, step, torch.randperm(9, generator=generator)[:bs], torch.zeros(bs, dtype=torch.long))
         logits = torch.randn(bs * (gamma + 1), vocab_size, generator=generator)

@@ -20,7 +20,7 @@ from dspark_kernels import (
     PagedWindows,
     PreparedStep,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     StepRequests,
     VerifyRows,
 )
@@ -136,12 +136,12 @@ def draft_block(form, case):
         case.rand(5, 3, 6, real=3),
         case.ints(5, most=150),
         heads(case),
-        SamplingRows.by_temperature(5, temperatures, case.device),
+        SamplingBatch.by_temperature(5, temperatures, case.device),
         keys,
     )
     assert ((block.tokens >= 0) & (block.tokens < 150)).all()
-    law = block.law.probs() if block.probs is None else block.probs
-    return [block.tokens[:3], block.confidence_logits[:3], law[1:3]]
+    distribution = block.distribution.probs() if block.probs is None else block.probs
+    return [block.tokens[:3], block.confidence_logits[:3], distribution[1:3]]
 
 
 def accept(form, case):
@@ -149,8 +149,8 @@ def accept(form, case):
     found = make_case(case.device, [0.0, 1.0, 0.7, 0.9, 0.0], 4, 111, slots=2)
     block, windows, logits, prefix_lens = found.given
     rules = [[0.0, 1.0, 0.7, 0.9, 0.0, 1.0, 1.0], [-1, -1, 20, -1, -1, -1, -1], [1.0, 1.0, 0.9, *[1.0] * 4], [0.0] * 7]
-    rows = SamplingRows.from_lists(*rules, [None, None, None, 11, None, None, None], case.device)
-    for part in (block.law.scores, block.law.log_norms):
+    rows = SamplingBatch.from_lists(*rules, [None, None, None, 11, None, None, None], case.device)
+    for part in (block.distribution.scores, block.distribution.log_norms):
         part.copy_(case.spoilt(part.cpu(), 5))
     logits = torch.cat([logits, case.rand(4, 111, real=0)])
     judged = form(block, windows, logits, prefix_lens, rows, found.keys)

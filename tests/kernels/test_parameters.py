@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_kernels import DraftBlock, DraftHeads, RoundKeys, SamplingRows, accept, draft_block
+from dspark_kernels import DraftBlock, DraftHeads, RoundKeys, SamplingBatch, accept, draft_block
 from dspark_kernels.sampling.parameters import NO_TOP_K
-from dspark_kernels.sampling.target_law import target_probs
+from dspark_kernels.sampling.target_distribution import target_probs
 
 
 def one(temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, seed=None):
-    return SamplingRows.from_lists([temperature], [top_k], [top_p], [min_p], [seed])
+    return SamplingBatch.from_lists([temperature], [top_k], [top_p], [min_p], [seed])
 
 
 def rule(rows):
@@ -33,19 +33,19 @@ def test_each_request_follows_one_rule(values, expected):
 
 @pytest.mark.parametrize("temperature", [1e20, 1e30, 3e38, 1e39, 1e300])
 def test_a_forbidden_token_stays_forbidden_however_hot_the_others_are(temperature, device):
-    """All others are equally likely: in drafting, whose law is exact for them, and in verification."""
+    """All others are equally likely: in drafting, whose distribution is exact for them, and in verification."""
     allowed = torch.arange(0, 64, 2, device=device)
     logits = torch.full((1, 64), -torch.inf, device=device)
     logits[:, allowed] = torch.linspace(-30, 30, 32, device=device)
-    rows = SamplingRows.from_lists([temperature], [-1], [1.0], [0.0], [None], device)
+    rows = SamplingBatch.from_lists([temperature], [-1], [1.0], [0.0], [None], device)
     uniform = torch.zeros_like(logits).index_fill_(1, allowed, 1 / 32)
-    torch.testing.assert_close(target_probs(logits, rows.law), uniform)
+    torch.testing.assert_close(target_probs(logits, rows.filter_params), uniform)
     keys = torch.zeros(1, dtype=torch.int64, device=device)
     for step in range(8):
         hidden = torch.zeros(1, 1, 4, device=device)
         noise = RoundKeys(1, step, keys, keys)
         block = draft_block(logits[None], hidden, keys, DraftHeads(None, None, None), rows, noise)
-        torch.testing.assert_close(block.law.probs()[0], uniform, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(block.distribution.probs()[0], uniform, atol=1e-5, rtol=1e-5)
         assert int(block.tokens) in allowed
         windows = SimpleNamespace(verify_lens=keys, indptr=torch.arange(2, device=device))
         drawn = accept(DraftBlock.empty(1, device), windows, logits, keys, rows, noise).bonus_tokens
@@ -53,16 +53,16 @@ def test_a_forbidden_token_stays_forbidden_however_hot_the_others_are(temperatur
 
 
 def test_the_groups_partition_a_mixed_batch():
-    rows = SamplingRows.from_lists(
+    rows = SamplingBatch.from_lists(
         [1.0, 0.0, 0.5, 0.9, 1.0], [-1, -1, 4, 1, 7], [0.9, 0.3, 1, 1, 1], [0, 0.2, 0, 0, 0], [None, 5, None, 6, -8]
     )
     assert rows.greedy_index.tolist() == [1, 3]
     assert rows.sampled_index.tolist() == [0, 2]
     assert rows.seeded_index.tolist() == [4]
     assert rows.seeds[4] == -8
-    assert rows.law.temperatures.tolist() == [1.0, 1.0, 0.5, 1.0, 1.0]
-    assert not rows.law.any_min_p  # the only min-p belongs to a greedy request
-    assert rows.sampled_law.top_ks.tolist() == [NO_TOP_K, 4]
+    assert rows.filter_params.temperatures.tolist() == [1.0, 1.0, 0.5, 1.0, 1.0]
+    assert not rows.filter_params.any_min_p  # the only min-p belongs to a greedy request
+    assert rows.sampled_params.top_ks.tolist() == [NO_TOP_K, 4]
     assert (rows.any_greedy, rows.all_greedy, rows.any_sampled, rows.any_seeded) == (True, False, True, True)
 
 
@@ -77,7 +77,7 @@ def test_the_groups_partition_a_mixed_batch():
     ],
 )
 def test_max_kept_bounds_what_the_cuts_leave(top_ks, top_ps, expected):
-    assert SamplingRows.from_lists([1.0, 1.0], top_ks, top_ps, [0, 0], [None, None]).law.max_kept == expected
+    assert SamplingBatch.from_lists([1.0, 1.0], top_ks, top_ps, [0, 0], [None, None]).filter_params.max_kept == expected
 
 
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**64 - 1, -(2**63)])
@@ -105,17 +105,17 @@ def test_values_out_of_range_are_named(values, name):
 
 def test_lists_of_different_lengths_are_named():
     with pytest.raises(ValueError, match="top_ps has 1 values for 2 temperatures"):
-        SamplingRows.from_lists([1, 1], [-1, -1], [1], [0, 0], [None, None])
+        SamplingBatch.from_lists([1, 1], [-1, -1], [1], [0, 0], [None, None])
 
 
 def test_select_copies_only_when_it_must():
-    rows = SamplingRows.from_lists([1, 1], [-1, -1], [1, 1], [0, 0], [None, None])
+    rows = SamplingBatch.from_lists([1, 1], [-1, -1], [1, 1], [0, 0], [None, None])
     values = torch.arange(6).view(2, 3)
     assert rows.select(values, rows.sampled_index) is values
-    mixed = SamplingRows.from_lists([1, 0], [-1, -1], [1, 1], [0, 0], [None, None])
+    mixed = SamplingBatch.from_lists([1, 0], [-1, -1], [1, 1], [0, 0], [None, None])
     assert mixed.select(values, mixed.greedy_index).tolist() == [[3, 4, 5]]
 
 
 def test_an_empty_batch_is_legal():
-    rows = SamplingRows.from_lists([], [], [], [], [])
+    rows = SamplingBatch.from_lists([], [], [], [], [])
     assert len(rows) == 0 and rule(rows) == [0, 0, 0]

@@ -92,7 +92,7 @@ def test_a_missing_partner_is_named(stem, change, lacking):
 
 
 def test_parts_are_found():
-    assert stem_of(KERNELS / "judging" / "acceptance_race.py").name == "acceptance.py"
+    assert stem_of(KERNELS / "acceptance" / "acceptance_race.py").name == "acceptance.py"
     assert stem_of(KERNELS / "drafting" / "walk.py").name == "walk.py"
 
 

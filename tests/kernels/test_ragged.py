@@ -37,8 +37,8 @@ def test_ragged_attention_is_causal_from_the_right(key_lens, query_lens, window,
     start = 0
     for row, num_keys, num_queries in zip(rows, key_lens, query_lens, strict=True):
         k, v = (pool[table[row, :num_keys].long()] for pool in pools)
-        places = num_keys - num_queries + torch.arange(num_queries)[:, None]
-        ages = places - torch.arange(num_keys)
+        positions = num_keys - num_queries + torch.arange(num_queries)[:, None]
+        ages = positions - torch.arange(num_keys)
         mask = (ages >= 0) & (ages < (num_keys if window is None else window))
         part = slice(start, start + num_queries)
         torch.testing.assert_close(out[part].double(), dense_attention(q[part], k, v, mask, sinks), **FP32_TOL)

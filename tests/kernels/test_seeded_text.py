@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from dspark_kernels import RoundKeys, SamplingRows, Windows, accept_ref, draft_block_ref, draw
-from token_law import SyntheticPair
+from dspark_kernels import RoundKeys, SamplingBatch, Windows, accept_ref, draft_block_ref, draw
+from token_distribution import SyntheticPair
 
 NUM_TOKENS = 40
 SUBJECT = (0.9, -1, 0.95, 0.0, 1234)
@@ -12,7 +12,7 @@ MATES = [(0.0, -1, 1.0, 0.0, None), (1.0, -1, 1.0, 0.0, None), (0.8, 5, 1.0, 0.0
 
 def generate(pair, parameters, *, drafter="good", verify_len=lambda step: 3, engine_seed=1, first_step=0):
     """Texts of the requests ``parameters`` from anchor 0, and how many drafts were accepted in all."""
-    rows = SamplingRows.from_lists(*(list(column) for column in zip(*parameters, strict=True)))
+    rows = SamplingBatch.from_lists(*(list(column) for column in zip(*parameters, strict=True)))
     bs, gamma = len(parameters), pair.gamma
     base_logits = pair.base_logits.expand(bs, -1, -1)
     if drafter == "damaged":
@@ -30,7 +30,7 @@ def generate(pair, parameters, *, drafter="good", verify_len=lambda step: 3, eng
             chain = torch.cat([anchors[:, None], block.tokens], dim=1)[:, : length + 1]
             windows = Windows(torch.full((bs,), length), torch.arange(bs + 1) * (length + 1))
             accepted = accept_ref(block, windows, pair.target_logits[chain.flatten()], keys.positions, rows, keys)
-            emitted, num_accepted = accepted.out_tokens, num_accepted + int(accepted.accepted_lens.sum())
+            emitted, num_accepted = accepted.out_tokens, num_accepted + int(accepted.accept_lens.sum())
         for text, tokens in zip(texts, emitted.tolist(), strict=True):
             text.extend(token for token in tokens if token >= 0)
         step += 1
@@ -67,11 +67,11 @@ def test_a_schedule_that_changes_every_step_does_not_matter(pair, text):
     assert speculative == text
 
 
-@pytest.mark.parametrize("place", [0, 2, 4])
-def test_the_batch_does_not_matter(pair, text, place):
-    batch = [*MATES[:place], SUBJECT, *MATES[place:]]
+@pytest.mark.parametrize("index", [0, 2, 4])
+def test_the_batch_does_not_matter(pair, text, index):
+    batch = [*MATES[:index], SUBJECT, *MATES[index:]]
     texts, _ = generate(pair, batch, engine_seed=5, first_step=1000)
-    assert texts[place] == text
+    assert texts[index] == text
 
 
 def test_another_seed_gives_another_text(pair, text):

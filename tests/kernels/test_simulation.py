@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dspark_kernels import Accepted, simulated_accept
+from dspark_kernels import AcceptResult, simulated_accept
 from scipy import stats
 
 PROFILE = (0.9, 0.4, 1.0, 0.5, 0.7, 0.0, 0.8)
@@ -16,12 +16,12 @@ def case(bs, gamma, device):
         return torch.randint(0, most, shape, generator=generator)
 
     verify_lens = ints(bs, most=gamma + 1)
-    accepted_lens = (torch.rand(bs, generator=generator) * (verify_lens + 1)).long()
-    judged = Accepted(
-        accepted_lens.to(device),
+    accept_lens = (torch.rand(bs, generator=generator) * (verify_lens + 1)).long()
+    judged = AcceptResult(
+        accept_lens.to(device),
         ints(bs).to(device),
         ints(bs, gamma + 1).to(device),
-        (500 + accepted_lens + 1).to(device),
+        (500 + accept_lens + 1).to(device),
     )
     # A part of a wider buffer, as the drafts of a captured step are.
     drafts = ints(bs, gamma + 3).to(device)[:, :gamma]
@@ -36,7 +36,7 @@ def test_drafts_are_kept_up_to_the_first_unlucky_one(bs, gamma, unlucky, device)
     profile[unlucky] = 0
     lens = [min(unlucky, length) for length in verify_lens.tolist()]
     accepted = simulated_accept(judged, drafts, verify_lens, profile)
-    assert accepted.accepted_lens.tolist() == lens
+    assert accepted.accept_lens.tolist() == lens
     bonus = judged.bonus_tokens.tolist()
     expected = [
         [*block[:length], token, *[-1] * (gamma - length)]
@@ -53,7 +53,7 @@ def test_positions_are_kept_as_often_as_they_should_be(device):
     judged, drafts, _ = case(2000, 7, device)
     profile = torch.tensor(PROFILE, dtype=torch.float64, device=device)
     accepted = simulated_accept(judged, drafts, torch.full((2000,), 7, device=device), profile)
-    lens = accepted.accepted_lens
+    lens = accepted.accept_lens
     for slot, probability in enumerate(PROFILE):
         reached, kept = int((lens >= slot).sum()), int((lens > slot).sum())
         if reached and 0 < probability < 1:

@@ -5,7 +5,7 @@ import torch
 from dspark_kernels import (
     Purpose,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     draw,
     exponential,
     inverse_cdf,
@@ -18,10 +18,10 @@ from scipy import stats
 ALPHA = 1e-4
 
 
-def fits(tokens, law):
-    counts = torch.bincount(tokens, minlength=len(law)).tolist()
-    possible = [i for i, p in enumerate(law) if p > 0]
-    expected = [law[i] * len(tokens) for i in possible]
+def fits(tokens, distribution):
+    counts = torch.bincount(tokens, minlength=len(distribution)).tolist()
+    possible = [i for i, p in enumerate(distribution) if p > 0]
+    expected = [distribution[i] * len(tokens) for i in possible]
     observed = [counts[i] for i in possible]
     return sum(observed) == len(tokens) and stats.chisquare(observed, expected).pvalue > ALPHA
 
@@ -49,7 +49,7 @@ def test_broken_logits_give_an_id_of_the_vocabulary():
     assert (inverse_cdf(weights, torch.tensor([0.0, 0.9], dtype=torch.float64)) < 9).all()
 
 
-def test_inverse_cdf_law():
+def test_inverse_cdf_distribution():
     weights = torch.tensor([0.5, 3.0, 0.0, 1.5, 1.0])
     keys = RoundKeys(1, 1, torch.arange(200_000), torch.zeros(200_000, dtype=torch.int64))
     tokens = inverse_cdf(weights.expand(200_000, -1), keys.uniform(0, Purpose.BONUS))
@@ -80,7 +80,7 @@ def test_blocks_sparse_rows_and_the_accelerators_route_agree(monkeypatch, densit
     assert rows == [4, 4, 1]
 
 
-def test_seeded_argmax_law():
+def test_seeded_argmax_distribution():
     probs = torch.tensor([0.1, 0.4, 0.0, 0.3, 0.2])
     tokens = seeded_argmax(probs.expand(100_000, -1), torch.arange(100_000), torch.full((100_000,), 9))
     assert fits(tokens, [0.1, 0.4, 0.0, 0.3, 0.2])
@@ -89,13 +89,13 @@ def test_seeded_argmax_law():
 def test_each_request_of_a_mixed_batch_is_drawn_by_its_own_rule():
     temperatures, top_ks = [0, 1.0, 0.6, 1.0, 0, 1.3], [-1, -1, 5, -1, -1, 3]
     seeds = [None, None, 8, None, 4, 9]
-    rows = SamplingRows.from_lists(temperatures, top_ks, [1, 0.9, 1, 1, 1, 1], [0, 0, 0, 0.1, 0, 0], seeds)
+    rows = SamplingBatch.from_lists(temperatures, top_ks, [1, 0.9, 1, 1, 1, 1], [0, 0, 0, 0.1, 0, 0], seeds)
     logits = torch.randn(6, 111, generator=torch.Generator().manual_seed(4)) * 2
     keys = RoundKeys(7, 8, torch.tensor([50, 60, 70, 80, 90, 100]), torch.arange(6) + 20)
     tokens = draw(logits, rows, keys)
     uniforms = keys.uniform(0, Purpose.BONUS)
     for r in range(6):
-        probs = target_probs(logits[r : r + 1], rows.law.expand(torch.tensor([r])))
+        probs = target_probs(logits[r : r + 1], rows.filter_params.expand(torch.tensor([r])))
         if temperatures[r] == 0:
             expected = logits[r].argmax()
         elif seeds[r] is None:
@@ -106,6 +106,6 @@ def test_each_request_of_a_mixed_batch_is_drawn_by_its_own_rule():
 
 
 def test_greedy_takes_the_first_maximum():
-    rows = SamplingRows.from_lists([0.0], [-1], [1], [0], [None])
+    rows = SamplingBatch.from_lists([0.0], [-1], [1], [0], [None])
     keys = RoundKeys(0, 0, torch.tensor([0]), torch.tensor([0]))
     assert draw(torch.tensor([[1.0, 5.0, 5.0, 5.0]]), rows, keys).tolist() == [1]

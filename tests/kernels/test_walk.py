@@ -1,4 +1,4 @@
-"""The kernels' walk against plain torch, and the law of what it draws."""
+"""The kernels' walk against plain torch, and the distribution of what it draws."""
 
 import itertools
 from dataclasses import replace
@@ -12,7 +12,7 @@ from dspark_kernels import (
     DraftVocabulary,
     Purpose,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     draft_block,
     draft_block_ref,
     draw,
@@ -71,7 +71,7 @@ class Case:
     @property
     def rows(self):
         bs = len(self.seeds)
-        return SamplingRows.from_lists(
+        return SamplingBatch.from_lists(
             self.temperatures, [-1] * bs, [1.0] * bs, [0.0] * bs, self.seeds, device=self.device
         )
 
@@ -85,11 +85,17 @@ class Case:
         assert found.probs is None
         torch.testing.assert_close(found.confidence_logits, expected.confidence_logits, **FLOAT32_TOL)
         sampled = rows.sampled_index
-        assert (found.law is None) == (expected.law is None) == (not rows.any_sampled)
-        if found.law is not None:
-            torch.testing.assert_close(found.law.scores[sampled], expected.law.scores[sampled], **FLOAT32_TOL)
-            torch.testing.assert_close(found.law.log_norms[sampled], expected.law.log_norms[sampled], **FLOAT32_TOL)
-            torch.testing.assert_close(found.law.probs()[sampled], expected.law.probs()[sampled], **FLOAT32_TOL)
+        assert (found.distribution is None) == (expected.distribution is None) == (not rows.any_sampled)
+        if found.distribution is not None:
+            torch.testing.assert_close(
+                found.distribution.scores[sampled], expected.distribution.scores[sampled], **FLOAT32_TOL
+            )
+            torch.testing.assert_close(
+                found.distribution.log_norms[sampled], expected.distribution.log_norms[sampled], **FLOAT32_TOL
+            )
+            torch.testing.assert_close(
+                found.distribution.probs()[sampled], expected.distribution.probs()[sampled], **FLOAT32_TOL
+            )
         return found
 
 
@@ -132,14 +138,14 @@ def test_greedy_requests_draft_what_the_reference_drafts(device, head_type):
     case = Case(device, bs=5, gamma=4, head_type=head_type, temperatures=GREEDY)
     found, expected = case.run(), case.run(draft_block_ref)
     assert torch.equal(found.tokens, expected.tokens)
-    assert found.probs is None and found.law is None
+    assert found.probs is None and found.distribution is None
     torch.testing.assert_close(found.confidence_logits, expected.confidence_logits, **FLOAT32_TOL)
 
 
-def test_the_stored_law_is_that_of_the_reference(device):
+def test_the_stored_distribution_is_that_of_the_reference(device):
     """Scores are softmax(corrected logits / T) of the tokens that were drafted: feed both walks the same block."""
     case = Case(device, bs=2, gamma=1, temperatures=(0.7,))
-    torch.testing.assert_close(case.run().law.probs(), case.run(draft_block_ref).probs, **FLOAT32_TOL)
+    torch.testing.assert_close(case.run().distribution.probs(), case.run(draft_block_ref).probs, **FLOAT32_TOL)
 
 
 @pytest.mark.parametrize("finish_tile", [16, 64])
@@ -151,12 +157,12 @@ def test_many_programs_are_merged_in_rounds(device, monkeypatch, finish_tile):
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-5, 1e-6])
-def test_the_coldest_drafts_are_drawn_from_the_law_that_is_stored(device, temperature):
+def test_the_coldest_drafts_are_drawn_from_the_distribution_that_is_stored(device, temperature):
     """Scores of 2e7 would have left a tie of two tokens with the probability 1 each."""
     case = Case(device, bs=2, gamma=1, v=70, head_type=None, temperatures=(temperature,))
     case.base.zero_()
     case.base[:, :, [3, 9]] = 20.0
-    probs = case.run().law.probs()
+    probs = case.run().distribution.probs()
     torch.testing.assert_close(probs[..., [3, 9]], torch.full_like(probs[..., :2], 0.5), atol=1e-3, rtol=0)
 
 
@@ -224,7 +230,7 @@ def test_the_noise_is_precise_from_end_to_end(device):
 
 
 def test_sampled_tokens_follow_their_scores(device):
-    """1280 draws of one law by five launches, in a chi-square; two slots at a time, independent of each other."""
+    """1280 draws from one distribution by five launches, in a chi-square; two independent slots at a time."""
     v, bs = 11, 128
     case = Case(device, bs=bs, gamma=2, v=v, head_type=None, temperatures=(0.7,))
     case.base[:] = torch.linspace(-1.5, 1.5, v, device=device)
@@ -235,7 +241,7 @@ def test_sampled_tokens_follow_their_scores(device):
         counts += torch.bincount(block.tokens.flatten(), minlength=v).cpu()
         high = (block.tokens >= v - 2).long()
         pairs += torch.bincount(2 * high[:, 0] + high[:, 1], minlength=4).cpu()
-        torch.testing.assert_close(block.law.probs(), probs.expand(bs, 2, v), **FLOAT32_TOL)
+        torch.testing.assert_close(block.distribution.probs(), probs.expand(bs, 2, v), **FLOAT32_TOL)
     assert stats.chisquare(counts, probs.double().cpu() * counts.sum() / probs.double().cpu().sum()).pvalue > ALPHA
     assert stats.chi2_contingency(pairs.view(2, 2)).pvalue > ALPHA
 
@@ -290,25 +296,25 @@ def test_a_seeded_draft_is_the_token_that_the_same_logits_draw(device):
     case = Case(device, bs=bs, gamma=2, v=v, head_type=None, temperatures=(0.9,))
     case.seeds = [3, 1, 4, 1, 5]
     block = case.run()
-    assert block.law is None and block.probs is None
+    assert block.distribution is None and block.probs is None
     for slot in range(2):
         keys = RoundKeys(0, 0, case.keys.request_keys, case.keys.positions + slot)
         assert torch.equal(block.tokens[:, slot], draw(case.base[:, slot], case.rows, keys))
 
 
-def test_the_reference_writes_the_law_out(device):
+def test_the_reference_writes_the_distribution_out(device):
     case = Case(device, bs=4, gamma=2, temperatures=(0.0, 0.8))
     found, in_torch = case.run(), case.run(draft_block_ref)
-    assert found.law is not None and found.probs is None
-    assert in_torch.law is None and in_torch.probs is not None
+    assert found.distribution is not None and found.probs is None
+    assert in_torch.distribution is None and in_torch.probs is not None
 
 
-def test_spreading_a_block_keeps_its_law(device):
+def test_spreading_a_block_keeps_its_distribution(device):
     block = Case(device, bs=2, temperatures=(0.8,)).propose([1, 5, 44]).run()
     spread = block.spread(torch.tensor([3, 0], device=device), 4)
     assert torch.equal(spread.tokens[[3, 0]], block.tokens)
-    assert torch.equal(spread.law.probs()[[3, 0]], block.law.probs())
-    assert spread.law.probs().isfinite().all()
+    assert torch.equal(spread.distribution.probs()[[3, 0]], block.distribution.probs())
+    assert spread.distribution.probs().isfinite().all()
 
 
 def test_a_graph_replays_with_new_steps_temperatures_and_anchors(device):
@@ -316,7 +322,7 @@ def test_a_graph_replays_with_new_steps_temperatures_and_anchors(device):
         pytest.skip("CUDA graphs need a GPU")
     case = Case(device, bs=5, gamma=4, temperatures=MIXED)
     temperatures = case.rows.draw_temperatures
-    rows = SamplingRows.by_temperature(5, temperatures, device)
+    rows = SamplingBatch.by_temperature(5, temperatures, device)
     case.run(rows=rows)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -330,7 +336,9 @@ def test_a_graph_replays_with_new_steps_temperatures_and_anchors(device):
         expected = case.run(raced_walk, rows=rows)
         assert torch.equal(block.tokens, expected.tokens)
         sampled = temperatures > 0
-        torch.testing.assert_close(block.law.log_norms[sampled], expected.law.log_norms[sampled], **FLOAT32_TOL)
+        torch.testing.assert_close(
+            block.distribution.log_norms[sampled], expected.distribution.log_norms[sampled], **FLOAT32_TOL
+        )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from draft_heads import as_weights, draft_heads
 from dspark_kernels import DraftHeads, MarkovWeights, Purpose, draft_block_ref, target_probs
-from literal import Request, batch_of, literal_draw, literal_law, literal_uniform
+from literal import Request, batch_of, literal_distribution, literal_draw, literal_uniform
 
 VOCAB, HIDDEN = 37, 6
 RULES = {
@@ -78,7 +78,7 @@ def test_the_walk_matches_the_literal_loop(kind, head_type, bs, gamma):
 
 
 @pytest.mark.parametrize("head_type", ["vanilla", "rnn", None])
-def test_probs_are_the_law_of_the_corrected_logits(head_type):
+def test_probs_are_the_distribution_of_the_corrected_logits(head_type):
     case = Case("mixed", 13, 5, head_type, confidence_with_markov=head_type is not None)
     block = case.sample()
     for r, request in enumerate(case.requests):
@@ -86,16 +86,16 @@ def test_probs_are_the_law_of_the_corrected_logits(head_type):
             continue
         _, corrected, _ = case.literal(r)
         for k in range(5):
-            torch.testing.assert_close(block.probs[r, k], torch.tensor(literal_law(corrected[k], request)))
+            torch.testing.assert_close(block.probs[r, k], torch.tensor(literal_distribution(corrected[k], request)))
             assert block.probs[r, k, block.tokens[r, k]] > 0
 
 
-def test_the_stored_law_is_bitwise_the_drawn_one(monkeypatch):
+def test_the_stored_distribution_is_bitwise_the_drawn_one(monkeypatch):
     """Verification divides by the numbers the draw used, not by a recomputation of them."""
     drawn = []
 
-    def spy(logits, law):
-        drawn.append(target_probs(logits, law))
+    def spy(logits, params):
+        drawn.append(target_probs(logits, params))
         return drawn[-1]
 
     monkeypatch.setattr("dspark_kernels.sampling.token_draw.target_probs", spy)

@@ -17,10 +17,10 @@ def test_proposals_complete_the_longest_beginning_at_the_end(labels, steps, most
         watched.extend(step)
         output += step
         begun = [
-            (place, label)
-            for place in range(len(output), 0, -1)
+            (length, label)
+            for length in range(len(output), 0, -1)
             for label in labels
-            if place < len(label) and tuple(output[-place:]) == label[:place]
+            if length < len(label) and tuple(output[-length:]) == label[:length]
         ]
         assert watched.propose(most) == (list(begun[0][1][begun[0][0] :][:most]) if begun else [])
 
@@ -43,7 +43,7 @@ def test_labels_are_spelt_with_and_without_a_space_before_them():
 
 @given(st.integers(2, 40), st.integers(1, 400))
 def test_a_text_costs_the_same_per_token_whatever_the_labels_are(length, output):
-    """A text of one token that is a label of one token, many times: every place in it begins the label."""
+    """A text of one token that is a label of one token, many times: every position in it begins the label."""
     trie, follows = LabelTrie([(0,) * length]), 0
 
     class Counted(dict):

@@ -29,8 +29,8 @@ def by_search(text, min_ngram, max_ngram, most):
         for start in range(len(text) - length - 1, -1, -1):
             if length <= len(text) and text[start : start + length] == suffix:
                 longer = list(text)
-                for place in range(start + length, start + length + most):
-                    longer.append(longer[place])
+                for position in range(start + length, start + length + most):
+                    longer.append(longer[position])
                 return longer[len(text) :]
     return []
 

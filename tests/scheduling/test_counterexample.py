@@ -11,7 +11,7 @@ tests/kernels/test_noise_reuse.py has the other way to 0.85: a lagged budget, an
 import numpy as np
 import pytest
 import torch
-from dspark_kernels import DraftHeads, RoundKeys, SamplingRows, Windows, accept_ref, draft_block_ref
+from dspark_kernels import DraftHeads, RoundKeys, SamplingBatch, Windows, accept_ref, draft_block_ref
 from scipy import stats
 
 from sglang_dspark.step.selected import top_prefixes
@@ -38,24 +38,24 @@ def lagged(budget):
     return lambda first_draft: int(top_prefixes(torch.from_numpy(SURVIVAL[first_draft : first_draft + 1]), budget)[0])
 
 
-def exact_law(length_of):
-    """[2] law of the first token out: all drafts, all outcomes of acceptance."""
-    law = np.zeros(2)
+def exact_distribution(length_of):
+    """[2] distribution of the first token out: all drafts, all outcomes of acceptance."""
+    distribution = np.zeros(2)
     for draft, drawn in enumerate(DRAFT):
         if length_of(draft) == 0:
-            law += drawn * TARGET
+            distribution += drawn * TARGET
             continue
         kept = min(1.0, TARGET[draft] / DRAFT[draft])
         residual = np.maximum(TARGET - DRAFT, 0)
-        law[draft] += drawn * kept
-        law += drawn * (1 - kept) * residual / residual.sum()
-    return law
+        distribution[draft] += drawn * kept
+        distribution += drawn * (1 - kept) * residual / residual.sum()
+    return distribution
 
 
-def simulated_law(length_of):
+def simulated_distribution(length_of):
     """Relative frequency of A through the real drafting and acceptance."""
     trials = torch.arange(NUM_TRIALS)
-    rows = SamplingRows.from_lists(*([value] * NUM_TRIALS for value in (1.0, -1, 1.0, 0.0, None)))
+    rows = SamplingBatch.from_lists(*([value] * NUM_TRIALS for value in (1.0, -1, 1.0, 0.0, None)))
     keys = RoundKeys(7, 1, trials, torch.zeros_like(trials))
     logits = torch.from_numpy(DRAFT).float().log().expand(NUM_TRIALS, 2, 2)
     block = draft_block_ref(logits, logits, torch.zeros_like(trials), DraftHeads(), rows, keys)
@@ -83,13 +83,13 @@ def test_the_numbers_are_those_of_the_paper():
 
 
 @pytest.mark.parametrize("rule", EXACT_RULES)
-def test_rules_without_anticipation_keep_the_law(rule):
-    assert exact_law(EXACT_RULES[rule]) == pytest.approx(TARGET)
-    assert p_value(simulated_law(EXACT_RULES[rule])) > ALPHA
+def test_rules_without_anticipation_keep_the_distribution(rule):
+    assert exact_distribution(EXACT_RULES[rule]) == pytest.approx(TARGET)
+    assert p_value(simulated_distribution(EXACT_RULES[rule])) > ALPHA
 
 
-def test_hindsight_bends_the_law():
-    assert exact_law(retrospective_len) == pytest.approx([0.85, 0.15])
-    frequency = simulated_law(retrospective_len)
+def test_hindsight_bends_the_distribution():
+    assert exact_distribution(retrospective_len) == pytest.approx([0.85, 0.15])
+    frequency = simulated_distribution(retrospective_len)
     assert frequency == pytest.approx(0.85, abs=0.01)
     assert p_value(frequency) < ALPHA

@@ -19,7 +19,7 @@ from golden_server import (
 )
 from lora_adapters import RANKS, merged_target, written_adapter
 from sampled_text import ALPHA, DEPTH, PROMPT, sample
-from target_law import TargetLaw, p_value
+from target_distribution import TargetDistribution, p_value
 
 NAMES = [*RANKS, None]
 
@@ -105,7 +105,7 @@ def test_retracted_requests_keep_their_adapters(adapters, plain_adapters):
 
 
 @pytest.mark.thorough
-def test_law_of_text_with_an_adapter(adapters, tmp_path):
+def test_distribution_of_text_with_an_adapter(adapters, tmp_path):
     """That of a target which has the adapter in its weights; the sample is told from the target alone.
 
     Greedy requests of other adapters share the steps.
@@ -113,7 +113,9 @@ def test_law_of_text_with_an_adapter(adapters, tmp_path):
     num, parameters = 1024, {"temperature": 1.0, "top_k": 6}
     adapter = written_adapter(tmp_path / "red", RANKS["red"], seed=0)
     targets = {"red": merged_target(tmp_path / "merged", adapter), None: TARGET}
-    laws = {name: TargetLaw(path, PROMPT, **parameters).cells(DEPTH, 10 / num) for name, path in targets.items()}
+    distributions = {
+        name: TargetDistribution(path, PROMPT, **parameters).cells(DEPTH, 10 / num) for name, path in targets.items()
+    }
     others = with_adapters(mixed_bodies(40, seed=12))[1:]
     with policy(adapters, "static"):
         beside = in_background(lambda: output_ids(adapters, others, 4))
@@ -121,8 +123,8 @@ def test_law_of_text_with_an_adapter(adapters, tmp_path):
         drawn = sample(adapters, parameters, num, lora_path="red")
         after = adapters.get_json("/dspark/stats")
         beside.join()
-    assert p_value(drawn, laws["red"]) > ALPHA
-    assert p_value(drawn, laws[None]) < ALPHA
+    assert p_value(drawn, distributions["red"]) > ALPHA
+    assert p_value(drawn, distributions[None]) < ALPHA
     assert after["accepted_tokens"] - before["accepted_tokens"] > num / 8  # else every draft would have been rejected
 
 

@@ -1,4 +1,4 @@
-"""Penalties, biases and grammars together, against a literal token-by-token decoder and against the law of its text."""
+"""Penalties, biases and grammars together, against a literal decoder and against the distribution of its text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import xgrammar
 from golden_server import CASES, TARGET, greedy, output_ids, policy
 from sampled_text import ALPHA, HOT, PROMPT, sample
-from target_law import TargetLaw, p_value
+from target_distribution import TargetDistribution, p_value
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PROMPTS = [case["prompt_ids"] for case in CASES[:2]]
@@ -83,21 +83,24 @@ def test_everything_together_equals_a_literal_loop(dspark, name):
 
 
 @pytest.mark.thorough
-def test_sampled_text_under_adjustments_follows_the_law(dspark):
-    """The first two tokens of many samples, against the law of the target after a literal adjustment."""
+def test_sampled_text_under_adjustments_follows_the_distribution(dspark):
+    """The first two tokens of many samples, against the distribution of the target after a literal adjustment."""
     decoder, num, depth = LiteralDecoder(), 2048, 3
     parameters = {"temperature": HOT, "frequency_penalty": 1.5, "repetition_penalty": 1.4, "logit_bias": {"39": 8.0}}
     with policy(dspark, "random"):
         drawn = sample(dspark, parameters, num, depth)
-    cells = PenalisedLaw(TARGET, PROMPT, decoder, parameters).cells(depth, min_prob=10 / num)
+    cells = PenalisedDistribution(TARGET, PROMPT, decoder, parameters).cells(depth, min_prob=10 / num)
     assert len(cells) > 20
     assert p_value(drawn, cells) > ALPHA
     unpenalised = {"temperature": HOT, "logit_bias": {"39": 8.0}}
-    assert p_value(drawn, PenalisedLaw(TARGET, PROMPT, decoder, unpenalised).cells(depth, min_prob=10 / num)) < ALPHA
+    assert (
+        p_value(drawn, PenalisedDistribution(TARGET, PROMPT, decoder, unpenalised).cells(depth, min_prob=10 / num))
+        < ALPHA
+    )
 
 
-class PenalisedLaw(TargetLaw):
-    """The law of continuations under adjustments."""
+class PenalisedDistribution(TargetDistribution):
+    """The distribution of continuations under adjustments."""
 
     def __init__(self, target: Path, prompt: list[int], decoder: LiteralDecoder, parameters: dict[str, Any]) -> None:
         super().__init__(target, prompt, temperature=parameters["temperature"])

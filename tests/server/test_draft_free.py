@@ -18,7 +18,7 @@ from golden_server import (
     with_options,
 )
 from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
-from target_law import TargetLaw, p_value
+from target_distribution import TargetDistribution, p_value
 
 NUM_SAMPLES = 1024
 
@@ -60,11 +60,11 @@ def test_only_presets_speculate(draft_free):
 
 
 @pytest.mark.thorough
-def test_law_of_the_text(draft_free):
-    law = TargetLaw(TARGET, PROMPT, temperature=HOT).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
+def test_distribution_of_the_text(draft_free):
+    distribution = TargetDistribution(TARGET, PROMPT, temperature=HOT).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
     before = draft_free.get_json("/dspark/stats")["copied_tokens"]
     options = {"preset": "summarization", "min_ngram": 1}
-    assert p_value(sample(draft_free, {"temperature": HOT}, NUM_SAMPLES, speculation=options), law) > ALPHA
+    assert p_value(sample(draft_free, {"temperature": HOT}, NUM_SAMPLES, speculation=options), distribution) > ALPHA
     assert draft_free.get_json("/dspark/stats")["copied_tokens"] > before
 
 

@@ -1,7 +1,8 @@
 """Forms of targets and caches, one after the other, against plain servers of the same flags.
 
-Each is asked for the same: greedy texts and what became of every draft, seeded texts whose drafts are accepted, the law
-of sampled texts with drafts and with copies, requests that are retracted, and a prefix that is found again.
+Each is asked for the same: greedy texts and what became of every draft, seeded texts whose drafts are accepted, the
+distribution of sampled texts with drafts and with copies, requests that are retracted, and a prefix that is found
+again.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def assert_trace_tells_the_text(text: Sequence[int], trace: Sequence[dict[str, A
             assert entry["draft"][accepted] != written[accepted]
 
 
-def test_law_of_sampled_texts(pair):
+def test_distribution_of_sampled_texts(pair):
     """Three tokens, of which two are drafted, or copied; as the plain server's, and not as those of fewer tokens.
 
     A greedy text repeats itself before long: what is copied from it is likely, not certain.

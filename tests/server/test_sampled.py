@@ -1,4 +1,4 @@
-"""Sampled and seeded requests through a real server: the law of the text, and its reproducibility."""
+"""Sampled and seeded requests through a real server: the distribution of the text, and its reproducibility."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from golden_server import CASES, TARGET, greedy, in_background, output_ids, policy
 from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
-from target_law import TargetLaw, p_value
+from target_distribution import TargetDistribution, p_value
 
 NUM_SAMPLES = 2048
 
@@ -21,47 +21,47 @@ KINDS: dict[str, dict[str, float]] = {
 }
 
 
-def law(parameters: dict[str, float]) -> dict[Any, float]:
-    return TargetLaw(TARGET, PROMPT, **parameters).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
+def distribution(parameters: dict[str, float]) -> dict[Any, float]:
+    return TargetDistribution(TARGET, PROMPT, **parameters).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
 
 
-def test_law_of_filtered_text(dspark):
+def test_distribution_of_filtered_text(dspark):
     """Every filter at once; the same sample is told from one without filters, and of half the temperature."""
-    assert len(law(KINDS["all"])) > 20
+    assert len(distribution(KINDS["all"])) > 20
     with policy(dspark, "static"):
         before = dspark.get_json("/dspark/stats")
         drawn = sample(dspark, KINDS["all"], NUM_SAMPLES)
         after = dspark.get_json("/dspark/stats")
-    assert p_value(drawn, law(KINDS["all"])) > ALPHA
+    assert p_value(drawn, distribution(KINDS["all"])) > ALPHA
     rejected = 1 - (after["accepted_tokens"] - before["accepted_tokens"]) / (
         after["verified_tokens"] - before["verified_tokens"]
     )
     assert rejected > 0.05  # the pair disagrees enough for a wrong rule to show
     for wrong in ({"temperature": 0.5 * HOT}, {"top_k": -1, "top_p": 1.0, "min_p": 0.0}):
-        assert p_value(drawn, law(KINDS["all"] | wrong)) < ALPHA
+        assert p_value(drawn, distribution(KINDS["all"] | wrong)) < ALPHA
 
 
 @pytest.mark.thorough
-def test_law_under_a_policy_that_looks_at_the_step(dspark):
+def test_distribution_under_a_policy_that_looks_at_the_step(dspark):
     """Verify lengths follow from confidences, and these from drafts: none of that may show in the text.
 
     The same sample is told from one of a temperature 8 % off.
     """
     with policy(dspark, "early-stop"):
         drawn = sample(dspark, KINDS["temperature"], NUM_SAMPLES)
-    assert p_value(drawn, law(KINDS["temperature"])) > ALPHA
-    assert p_value(drawn, law({"temperature": 0.92 * HOT})) < ALPHA
+    assert p_value(drawn, distribution(KINDS["temperature"])) > ALPHA
+    assert p_value(drawn, distribution({"temperature": 0.92 * HOT})) < ALPHA
 
 
 def test_greedy_and_sampled_requests_share_batches(dspark, plain):
-    """Greedy text is not disturbed by sampled neighbours, nor their law by it."""
+    """Greedy text is not disturbed by sampled neighbours, nor their distribution by it."""
     bodies = [greedy(case["prompt_ids"], 64) for case in CASES] * 2
     texts: list[list[int]] = []
     thread = in_background(lambda: texts.extend(output_ids(dspark, bodies, 4)))
     drawn = sample(dspark, KINDS["temperature"], NUM_SAMPLES // 2)
     thread.join()
     assert texts == output_ids(plain, bodies, 4)
-    assert p_value(drawn, law(KINDS["temperature"])) > ALPHA
+    assert p_value(drawn, distribution(KINDS["temperature"])) > ALPHA
 
 
 def seeded_bodies() -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from golden_server import (
     with_options,
 )
 from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
-from target_law import TargetLaw, p_value
+from target_distribution import TargetDistribution, p_value
 
 
 def traced(server, body, **options):
@@ -154,14 +154,14 @@ def test_presets_of_the_openai_routes(dspark):
 
 
 @pytest.mark.thorough
-def test_law_of_copied_text(dspark):
+def test_distribution_of_copied_text(dspark):
     """Copied drafts are judged as what they are: proposals without any randomness."""
     num_samples = 2048
-    law = TargetLaw(TARGET, PROMPT, temperature=HOT).cells(DEPTH, min_prob=10 / num_samples)
+    distribution = TargetDistribution(TARGET, PROMPT, temperature=HOT).cells(DEPTH, min_prob=10 / num_samples)
     before = dspark.get_json("/dspark/stats")
     options = {"preset": "summarization", "min_ngram": 1, "max_ngram": 3}
     drawn = sample(dspark, {"temperature": HOT}, num_samples, speculation=options)
     after = dspark.get_json("/dspark/stats")
-    assert p_value(drawn, law) > ALPHA
+    assert p_value(drawn, distribution) > ALPHA
     copied, accepted = (after[key] - before[key] for key in ("copied_tokens", "copied_accepted_tokens"))
     assert 0 < accepted < copied

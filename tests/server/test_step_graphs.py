@@ -134,11 +134,11 @@ def test_every_step_draws_with_noise_of_its_own(graphs):
 
 def test_nothing_is_read_back_in_a_step(graphs):
     """In none of the tests above, nor here: whatever waits for the device is named in emulated_graphs/waits.py."""
-    laws: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}]
-    for name, served in {"static": laws, "auto": laws[1:], "off": laws[:1]}.items():
+    distributions: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}]
+    for name, served in {"static": distributions, "auto": distributions[1:], "off": distributions[:1]}.items():
         with policy(graphs, name):
-            for law in served:
-                body = {"input_ids": CASES[0]["prompt_ids"], "sampling_params": {"max_new_tokens": 3, **law}}
+            for distribution in served:
+                body = {"input_ids": CASES[0]["prompt_ids"], "sampling_params": {"max_new_tokens": 3, **distribution}}
                 output_ids(graphs, [body, greedy(CASES[1]["prompt_ids"], 3)], 2)
     log = graphs.log_path.read_text()
     assert [line for line in log.splitlines() if "reads values" in line or "compiled while serving" in line] == []
@@ -147,14 +147,17 @@ def test_nothing_is_read_back_in_a_step(graphs):
 @pytest.mark.thorough
 def test_nothing_is_compiled_in_a_request(graphs):
     """In none of the tests above, nor here: more requests than were captured, of every kind, and copied drafts."""
-    laws: list[dict[str, Any]] = [
+    distributions: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.7, "top_k": 5, "top_p": 0.9},
         {"temperature": 1.0, "sampling_seed": 7},
         {"temperature": 0},
     ]
     prompt = CASES[0]["prompt_ids"]
-    mixed = [{"input_ids": prompt, "sampling_params": {"max_new_tokens": 3, **law}} for law in laws]
+    mixed = [
+        {"input_ids": prompt, "sampling_params": {"max_new_tokens": 3, **distribution}}
+        for distribution in distributions
+    ]
     copying = {"speculation": {"preset": "summarization", "min_ngram": 1}}
     output_ids(graphs, mixed[:1] * 4, 4)
     output_ids(graphs, mixed, 4)

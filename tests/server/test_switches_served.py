@@ -17,7 +17,7 @@ from sampled_text import ALPHA, DEPTH, PROMPT, sample
 from server_pool import Recipe
 from switched_drafter import switched_drafter
 from switches import SWITCHES
-from target_law import Cell, TargetLaw, p_value
+from target_distribution import Cell, TargetDistribution, p_value
 
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.tools.golden import load_target
@@ -42,23 +42,23 @@ HEAT = 1.5
 
 
 @pytest.fixture(scope="module")
-def laws() -> dict[str, dict[Cell, float]]:
+def distributions() -> dict[str, dict[Cell, float]]:
     """Of the target, and of one that is 10 % cooler."""
     return {
-        name: TargetLaw(TARGET, PROMPT, temperature=heat).cells(DEPTH, min_prob=0.02)
+        name: TargetDistribution(TARGET, PROMPT, temperature=heat).cells(DEPTH, min_prob=0.02)
         for name, heat in (("target", HEAT), ("cooler", 0.9 * HEAT))
     }
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", SWITCHES)
-def test_every_switch(kind, laws, server_pool, tmp_path):
+def test_every_switch(kind, distributions, server_pool, tmp_path):
     """Greedy and sampled requests in batches, and no K/V slot is lost.
 
-    The law is of three drafted tokens, of which some are kept and most are not. It is biased where drafts are judged by
-    another law than they were drawn from, as by columns of a reduced vocabulary that are off by one; where too many are
-    kept; and where the token after a rejection may be any of the target's. A sample of this size is told from a target
-    10 % cooler.
+    The distribution is of three drafted tokens, of which some are kept and most are not. It is biased where drafts are
+    judged by another distribution than they were drawn from, as by columns of a reduced vocabulary that are off by one;
+    where too many are kept; and where the token after a rejection may be any of the target's. A sample of this size is
+    told from a target 10 % cooler.
     """
     folder = switched_drafter(tmp_path, kind, proposed=PROPOSED, likely=LIKELY, **SHAPE)
     recipe = Recipe(lambda _: (*dspark_flags(folder), "--speculative-dspark-schedule", "static"))
@@ -69,7 +69,7 @@ def test_every_switch(kind, laws, server_pool, tmp_path):
         before = server.get_json("/dspark/stats")
         drawn = sample(server, {"temperature": HEAT}, NUM_SAMPLES)
         after = server.get_json("/dspark/stats")
-        assert p_value(drawn, laws["target"]) > ALPHA > p_value(drawn, laws["cooler"])
+        assert p_value(drawn, distributions["target"]) > ALPHA > p_value(drawn, distributions["cooler"])
         accepted, rounds = (after[name] - before[name] for name in ("accepted_tokens", "rounds"))
         assert accepted > 0.08 * rounds
         assert_pool_is_whole(server)

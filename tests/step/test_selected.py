@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dspark_kernels import RoundKeys, SamplingRows, kernels_anywhere
+from dspark_kernels import RoundKeys, SamplingBatch, kernels_anywhere
 
 from sglang_dspark.step.selected import DeviceLens, FixedLens, TopDrafts, build_plan
 from sglang_dspark.step.state import DecodeBatch
@@ -21,7 +21,7 @@ def step():
         prefix_lens=prefix_lens,
         req_pool_indices=requests,
         req_to_token=(1000 * torch.arange(5)[:, None] + torch.arange(300)).int(),
-        rows=SamplingRows.from_lists([0.0] * 3, [-1] * 3, [1.0] * 3, [0.0] * 3, [None] * 3),
+        rows=SamplingBatch.from_lists([0.0] * 3, [-1] * 3, [1.0] * 3, [0.0] * 3, [None] * 3),
         keys=RoundKeys(seed=1, step=1, request_keys=requests, positions=prefix_lens + 1),
     )
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import torch
 from dspark_kernels import (
     DraftBlock,
-    DraftLaw,
-    LawParams,
+    DraftDistribution,
+    FilterParams,
     Purpose,
     RoundKeys,
-    SamplingRows,
+    SamplingBatch,
     Windows,
     accept,
     accept_ref,
@@ -24,7 +24,7 @@ NEAR = 1e-5
 
 def rows_of(temperatures, device="cpu"):
     bs = len(temperatures)
-    return SamplingRows.from_lists(temperatures, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
+    return SamplingBatch.from_lists(temperatures, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
 
 
 @dataclass
@@ -35,15 +35,15 @@ class Case:
     verify_lens: torch.Tensor
     logits: torch.Tensor
     indptr: torch.Tensor
-    law: DraftLaw | None
-    rows: SamplingRows
+    distribution: DraftDistribution | None
+    rows: SamplingBatch
     keys: RoundKeys
     copied: torch.Tensor | None = None
 
     @property
     def given(self):
         """Block, windows, logits and lengths, as verification takes them."""
-        block = DraftBlock(self.drafts, law=self.law, copied=self.copied)
+        block = DraftBlock(self.drafts, distribution=self.distribution, copied=self.copied)
         prefix_lens = torch.arange(len(self.drafts), device=self.drafts.device) * 10
         return block, Windows(self.verify_lens, self.indptr), self.logits, prefix_lens
 
@@ -67,8 +67,8 @@ def make_case(
     columns = torch.full((vocab_size,), -1, dtype=torch.int32)
     columns[token_ids] = torch.arange(len(token_ids), dtype=torch.int32)
     scores = torch.randn(bs, gamma, len(token_ids), generator=generator) * 2
-    law = DraftLaw(scores, scores.logsumexp(-1), columns if reduced else None)
-    probs = law.probs()
+    distribution = DraftDistribution(scores, scores.logsumexp(-1), columns if reduced else None)
+    probs = distribution.probs()
     drafts = torch.empty(bs, gamma, dtype=torch.int64)
     if gamma:
         drafts = torch.multinomial(probs.flatten(0, 1), 1, generator=generator).view(bs, gamma)
@@ -83,10 +83,10 @@ def make_case(
     def padded(tensor):
         return torch.cat([tensor, tensor.new_zeros(slots, *tensor.shape[1:])])
 
-    law = DraftLaw(
+    distribution = DraftDistribution(
         padded(scores).to(device),
-        padded(law.log_norms).to(device),
-        law.columns if law.columns is None else columns.to(device),
+        padded(distribution.log_norms).to(device),
+        distribution.columns if distribution.columns is None else columns.to(device),
     )
     rows = rows_of([*temperatures, *[1.0 if any(temperatures) else 0.0] * slots], device)
     keys = RoundKeys(
@@ -100,14 +100,14 @@ def make_case(
         torch.cat([verify_lens, nothing]).to(device),
         logits.to(dtype).to(device),
         torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(device),
-        law,
+        distribution,
         rows,
         keys,
     )
 
 
 def assert_same(accepted, expected):
-    assert torch.equal(accepted.accepted_lens, expected.accepted_lens)
+    assert torch.equal(accepted.accept_lens, expected.accept_lens)
     assert torch.equal(accepted.bonus_tokens, expected.bonus_tokens)
     assert torch.equal(accepted.out_tokens, expected.out_tokens)
 
@@ -116,23 +116,23 @@ def reference(case):
     return accept_ref(*case.given, case.rows, case.keys)
 
 
-def law_of(case, r, num_rows):
-    """The law of request r for so many rows, on the CPU."""
-    law = case.rows.law.expand(torch.full((num_rows,), r, device=case.logits.device))
-    columns = (getattr(law, name).cpu() for name in ("temperatures", "top_ks", "top_ps", "min_ps"))
-    return LawParams(*columns, law.max_kept, law.any_min_p)
+def params_of(case, r, num_rows):
+    """Return the filters of request r for so many rows, on the CPU."""
+    params = case.rows.filter_params.expand(torch.full((num_rows,), r, device=case.logits.device))
+    columns = (getattr(params, name).cpu() for name in ("temperatures", "top_ks", "top_ps", "min_ps"))
+    return FilterParams(*columns, params.max_kept, params.any_min_p)
 
 
 def by_race(case, r):
     """Tokens of the sampled request r, in float64; None where float32 may decide otherwise."""
     length, first = int(case.verify_lens[r]), int(case.indptr[r])
-    temperature = case.rows.law.temperatures[r].double().item()
+    temperature = case.rows.filter_params.temperatures[r].double().item()
     logits = case.logits[first : first + length + 1].cpu()
-    removed = target_probs(logits, law_of(case, r, length + 1)) == 0
+    removed = target_probs(logits, params_of(case, r, length + 1)) == 0
     target = (logits.double() / temperature).masked_fill(removed, -torch.inf).softmax(-1)
-    scores, log_norms = case.law.scores.double().cpu(), case.law.log_norms.double().cpu()
-    columns = None if case.law.columns is None else case.law.columns.cpu()
-    proposal = DraftLaw(scores, log_norms, columns).probs()[r]
+    scores, log_norms = case.distribution.scores.double().cpu(), case.distribution.log_norms.double().cpu()
+    columns = None if case.distribution.columns is None else case.distribution.columns.cpu()
+    proposal = DraftDistribution(scores, log_norms, columns).probs()[r]
     if case.copied is not None:
         one_hot = torch.nn.functional.one_hot(case.drafts[r].cpu().clamp_min(0), target.shape[1]).double()
         proposal = torch.where(case.copied[r].cpu()[:, None], one_hot, proposal)
@@ -165,6 +165,6 @@ def check_sampled(case, accepted, requests):
             compared += 1
             padding = [-1] * (accepted.out_tokens.shape[1] - len(expected))
             assert accepted.out_tokens[r].tolist() == expected + padding
-            assert accepted.accepted_lens[r] == len(expected) - 1
+            assert accepted.accept_lens[r] == len(expected) - 1
             assert accepted.bonus_tokens[r] == expected[-1]
     return compared

@@ -1,13 +1,13 @@
 """The synthetic pair of the kernel tests with a confidence head that knows everything.
 
-The probability that a draft is accepted, given the token before it, is the overlap of the two laws there. A head that
-reports exactly this reveals as much about the draft before as any head could: what a leaky rule needs.
+The probability that a draft is accepted, given the token before it, is the overlap of the two distributions there. A
+head that reports exactly this reveals as much about the draft before as any head could: what a leaky rule needs.
 """
 
 import torch
-from dspark_kernels import Accepted, DraftBlock, RoundKeys, Windows, accept_ref, draft_block_ref
+from dspark_kernels import AcceptResult, DraftBlock, RoundKeys, Windows, accept_ref, draft_block_ref
 from scipy import stats
-from token_law import Rule, SyntheticPair
+from token_distribution import Rule, SyntheticPair
 
 _MIN_EXPECTED = 5  # of a cell of a chi-square test; tokens that are rarer share one
 
@@ -21,7 +21,8 @@ class ConfidentPair:
 
     def __init__(self, *, temperature=1.0, vocab_size=6, gamma=3):
         self.pair = SyntheticPair(vocab_size=vocab_size, gamma=gamma, error=1.0, seed=1)
-        # Flat laws, so that every token comes up; and a drafter that is good after even tokens and bad after odd ones.
+        # Flat distributions, so that every token comes up; and a drafter that is good after even tokens and bad after
+        # odd ones.
         self.pair.base_logits *= 0.3
         bias = self.pair.markov.markov_w2.weight.data.T  # [previous, V]
         errors = bias - self.pair.target_logits
@@ -30,7 +31,7 @@ class ConfidentPair:
         bias.copy_(self.pair.target_logits + errors)
         self.sampling = Rule(temperature)
         self.gamma, self.vocab_size = gamma, vocab_size
-        draft, target = self.pair.draft_law(self.sampling), self.pair.target_law(self.sampling)
+        draft, target = self.pair.draft_distribution(self.sampling), self.pair.target_distribution(self.sampling)
         self.overlap = torch.minimum(draft, target).sum(-1)
 
     def draft(self, anchors: torch.Tensor, step: int) -> DraftBlock:
@@ -51,7 +52,7 @@ class ConfidentPair:
     def keys(self, bs: int, step: int) -> RoundKeys:
         return RoundKeys(11, step, torch.arange(bs), torch.zeros(bs, dtype=torch.int64))
 
-    def accept(self, anchors: torch.Tensor, block: DraftBlock, lens: torch.Tensor, step: int) -> Accepted:
+    def accept(self, anchors: torch.Tensor, block: DraftBlock, lens: torch.Tensor, step: int) -> AcceptResult:
         """Verify the first ``lens`` drafts."""
         chain = torch.cat([anchors[:, None], block.tokens], dim=1)
         logits = self.pair.target_logits[chain[torch.arange(chain.shape[1]) <= lens[:, None]]]
@@ -59,12 +60,12 @@ class ConfidentPair:
         rows, keys = self.sampling.rows(len(lens)), self.keys(len(lens), step)
         return accept_ref(block, Windows(lens, indptr), logits, keys.positions, rows, keys)
 
-    def law_p_value(self, anchors: torch.Tensor, out_tokens: torch.Tensor) -> float:
+    def distribution_p_value(self, anchors: torch.Tensor, out_tokens: torch.Tensor) -> float:
         """Chi-square: does every emitted token [n, gamma + 1] follow the target, given the token before it?
 
         One cell per slot, token before and token: what a scheduler favours differs between tokens.
         """
-        target = self.pair.target_law(self.sampling).double()
+        target = self.pair.target_distribution(self.sampling).double()
         chain = torch.cat([anchors[:, None], out_tokens], dim=1)
         statistic, freedom = 0.0, 0
         for before, tokens in zip(chain.T, out_tokens.T, strict=False):

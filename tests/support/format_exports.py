@@ -66,7 +66,7 @@ def shuffled_taps(ids: list[int], tensors: Tensors) -> tuple[list[int], Tensors]
 def neighbouring_pairs(config: Config, tensors: Tensors) -> Tensors:
     """Rows of queries and keys such that RoPE turns channels 2i and 2i + 1 of a head."""
     head_dim, changed = config["head_dim"], {}
-    order = [place for i in range(head_dim // 2) for place in (i, i + head_dim // 2)]
+    order = [channel for i in range(head_dim // 2) for channel in (i, i + head_dim // 2)]
     for name, tensor in tensors.items():
         if "_norm" in name and "self_attn" in name:
             changed[name] = tensor[order]

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from dspark_kernels import Purpose, RoundKeys, SamplingRows, exponential, uniform
+from dspark_kernels import Purpose, RoundKeys, SamplingBatch, exponential, uniform
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Request:
         return self.temperature == 0 or self.top_k == 1
 
 
-def batch_of(requests: list[Request], seed: int, step: int) -> tuple[SamplingRows, RoundKeys]:
-    rows = SamplingRows.from_lists(
+def batch_of(requests: list[Request], seed: int, step: int) -> tuple[SamplingBatch, RoundKeys]:
+    rows = SamplingBatch.from_lists(
         [r.temperature for r in requests],
         [r.top_k for r in requests],
         [r.top_p for r in requests],
@@ -38,7 +38,7 @@ def batch_of(requests: list[Request], seed: int, step: int) -> tuple[SamplingRow
     )
 
 
-def literal_law(logits: torch.Tensor, request: Request) -> list[float]:
+def literal_distribution(logits: torch.Tensor, request: Request) -> list[float]:
     """Probabilities of one row [V] of logits."""
     scaled = [value / request.temperature for value in logits.tolist()]
     top = max(scaled)
@@ -67,7 +67,7 @@ def literal_choice(logits: torch.Tensor, request: Request, offset: int) -> int:
     if request.greedy:
         values = logits.tolist()
         return values.index(max(values))
-    probs = literal_law(logits, request)
+    probs = literal_distribution(logits, request)
     noise = exponential(torch.tensor([request.seed]), torch.tensor([request.position + offset]), len(probs))[0].tolist()
     scores = [math.log(p) - math.log(e) if p > 0 else -math.inf for p, e in zip(probs, noise, strict=True)]
     return scores.index(max(scores))
@@ -76,7 +76,7 @@ def literal_choice(logits: torch.Tensor, request: Request, offset: int) -> int:
 def literal_draw(logits: torch.Tensor, request: Request, u: float, offset: int) -> int:
     if request.greedy or request.seed is not None:
         return literal_choice(logits, request, offset)
-    return literal_inverse_cdf(literal_law(logits, request), u)
+    return literal_inverse_cdf(literal_distribution(logits, request), u)
 
 
 def literal_uniform(keys: RoundKeys, request: Request, slot: int, purpose: Purpose) -> float:
@@ -98,7 +98,7 @@ def literal_accept(
             if drafts[i] != choice:
                 return [*drafts[:i], choice]
             continue
-        target = literal_law(logits[i], request)
+        target = literal_distribution(logits[i], request)
         ratio = target[drafts[i]] / draft_probs[i][drafts[i]]
         if literal_uniform(keys, request, i, Purpose.ACCEPT) >= min(1.0, ratio):
             residual = [max(t - d, 0.0) for t, d in zip(target, draft_probs[i], strict=True)]

@@ -1,11 +1,11 @@
 """What the kernels of ``draft_block`` compute, in plain torch: the same noise, hence the same tokens up to rounding."""
 
 import torch
-from dspark_kernels import DraftBlock, DraftLaw, MarkovWalk, Purpose, block_confidence_ref, exponential_at
+from dspark_kernels import DraftBlock, DraftDistribution, MarkovWalk, Purpose, block_confidence_ref, exponential_at
 
 
 def raced_walk(base_logits, hidden, anchors, heads, rows, keys):
-    """As ``draft_block``; laws by temperature alone."""
+    """As ``draft_block``; distributions by temperature alone."""
     vocabulary, temperatures = heads.vocabulary, rows.draw_temperatures
     is_drawn = temperatures[:, None] > 0
     walk = None if heads.markov is None else MarkovWalk(heads.markov, hidden)
@@ -24,11 +24,13 @@ def raced_walk(base_logits, hidden, anchors, heads, rows, keys):
         columns = torch.where(is_drawn, scores[-1] - noise.log(), values.double()).argmax(-1)
         previous = columns if vocabulary is None else vocabulary.token_ids[columns]
         slots.append(previous)
-    tokens, law = torch.stack(slots, dim=1), None
+    tokens, distribution = torch.stack(slots, dim=1), None
     if rows.any_sampled:
         stacked = torch.stack(scores, dim=1)
-        law = DraftLaw(stacked, stacked.logsumexp(-1), None if vocabulary is None else vocabulary.columns)
+        distribution = DraftDistribution(
+            stacked, stacked.logsumexp(-1), None if vocabulary is None else vocabulary.columns
+        )
     confidence = None
     if heads.confidence is not None:
         confidence = block_confidence_ref(hidden, anchors, tokens, heads.confidence, heads.w1)
-    return DraftBlock(tokens, None, confidence, law)
+    return DraftBlock(tokens, None, confidence, distribution)

@@ -1,4 +1,4 @@
-"""Short sampled texts of the golden target, many of them, to be tested against their law."""
+"""Short sampled texts of the golden target, many of them, to be tested against their distribution."""
 
 from __future__ import annotations
 

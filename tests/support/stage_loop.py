@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from dspark_kernels import Adjustment, AdjustmentTable, RoundKeys, SamplingRows, adjust
+from dspark_kernels import Adjustment, AdjustmentTable, RoundKeys, SamplingBatch, adjust
 
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.model import DraftModel
@@ -139,8 +139,8 @@ class StageLoop:
         copied = drafted.copied or [0] * bs
         lens = plan.verify_lens[:bs]  # behind them the padding of a graph
         rounds = StepRecord(names, decision, drafted.depths, lens, drafted.confidence, None, copied)
-        self.schedule.observe(rounds, list(range(bs)), accepted.accepted_lens.tolist())
-        for request, (text, kept) in enumerate(zip(self.texts, accepted.accepted_lens.tolist(), strict=True)):
+        self.schedule.observe(rounds, list(range(bs)), accepted.accept_lens.tolist())
+        for request, (text, kept) in enumerate(zip(self.texts, accepted.accept_lens.tolist(), strict=True)):
             drafts = drafted.block.tokens[request].tolist()
             self.traces[request].append((len(text) - 1, text[-1], drafts, kept))
             text.extend(accepted.out_tokens[request, : kept + 1].tolist())
@@ -153,8 +153,8 @@ class StageLoop:
         tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in proposed])
         return Copies(tokens, tuple(map(len, proposed))) if width else None
 
-    def _rows(self, requests: Sequence[int]) -> SamplingRows:
-        return SamplingRows.from_lists(*zip(*(self._parameters[request] for request in requests), strict=True))
+    def _rows(self, requests: Sequence[int]) -> SamplingBatch:
+        return SamplingBatch.from_lists(*zip(*(self._parameters[request] for request in requests), strict=True))
 
     def _verify(self, batch, step, plan) -> TargetOutput:
         """The target over every request's whole text: no K/V, so none can be wrong."""

@@ -1,10 +1,10 @@
 """Noise that can be told its outcomes: every random number becomes a choice, and all choices are gone through.
 
 A random number of the served code is a uniform u, and a decision about it is where u lies among some breakpoints: the
-cumulative law of a token, or the ratio by which a draft is kept. Here a number is known by its value and starts as the
-interval [0, 1). Every decision cuts the interval at its breakpoints; one piece is taken, with its length as weight, and
-another one in another run. A number that is used a second time starts from the piece that the first use has left: that
-is what makes reused noise visible.
+cumulative distribution of a token, or the ratio by which a draft is kept. Here a number is known by its value and
+starts as the interval [0, 1). Every decision cuts the interval at its breakpoints; one piece is taken, with its length
+as weight, and another one in another run. A number that is used a second time starts from the piece that the first use
+has left: that is what makes reused noise visible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from dspark_kernels.judging import acceptance_reference
+from dspark_kernels.acceptance import acceptance_reference
 from dspark_kernels.sampling import noise, token_draw
 
 
@@ -42,9 +42,9 @@ class Run:
         pieces = [(a, b) for a, b in pairwise(edges) if b > a]
         taken = 0
         if len(pieces) > 1:
-            place = len(self.found)
-            taken = self.script[place] if place < len(self.script) else 0
-            self.script[place:] = [taken] if place >= len(self.script) else self.script[place:]
+            index = len(self.found)
+            taken = self.script[index] if index < len(self.script) else 0
+            self.script[index:] = [taken] if index >= len(self.script) else self.script[index:]
             self.found.append(len(pieces))
         a, b = pieces[taken]
         self.weight *= (b - a) / (high - low)

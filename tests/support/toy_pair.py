@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from dspark_kernels import Adjustment, LawParams
-from dspark_kernels.sampling.target_law import target_probs
+from dspark_kernels import Adjustment, FilterParams
+from dspark_kernels.sampling.target_distribution import target_probs
 from golden_server import DRAFT
 from stage_loop import StageLoop
 
@@ -23,7 +23,7 @@ TAPS = (-1, 1)
 
 
 def toy_drafter(switches: Mapping[str, Any]) -> DraftModel:
-    """Random weights, so spread out that its law is far from the target's; the confidence head says something.
+    """Random weights, so spread out that its distribution is far from the target's; the confidence head says something.
 
     Args:
         switches: of its network, as keys of config.json; ``...`` leaves a key out. They are for two layers.
@@ -76,19 +76,19 @@ class ToyLoop(StageLoop):
         self._set_up(drafter or _usual(), toy_target, table, options)
 
 
-def target_law(
-    prompt: Sequence[int], first: int, length: int, law: LawParams, adjustment: Adjustment | None = None
+def target_distribution(
+    prompt: Sequence[int], first: int, length: int, params: FilterParams, adjustment: Adjustment | None = None
 ) -> dict[tuple[int, ...], float]:
     """Probability of every continuation of ``prompt`` and ``first`` by ``length`` tokens, token by token."""
     probabilities = {}
     for text in itertools.product(range(V), repeat=length):
         probability = 1.0
-        for place, token in enumerate(text):
-            output = [first, *text[:place]]
+        for index, token in enumerate(text):
+            output = [first, *text[:index]]
             logits = toy_target([*prompt, *output])[0][-1].clone()
             if adjustment is not None:
                 _adjust(logits, adjustment, output)
-            probability *= float(target_probs(logits[None], law)[0, token])
+            probability *= float(target_probs(logits[None], params)[0, token])
         probabilities[text] = probability
     return probabilities
 

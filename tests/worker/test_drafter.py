@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dspark_kernels import RoundKeys, SamplingRows
+from dspark_kernels import RoundKeys, SamplingBatch
 from dspark_kernels.dispatch import kernels_anywhere
 
 from sglang_dspark.draft.formats import read_config
@@ -84,7 +84,7 @@ def test_a_batch_is_drafted_as_the_reference_drafts_each_request(name, on_gpu):
         prefix_lens=lens,
         req_pool_indices=requests,
         req_to_token=table,
-        rows=SamplingRows.from_lists([0.0] * 2, [-1] * 2, [1.0] * 2, [0.0] * 2, [None] * 2),
+        rows=SamplingBatch.from_lists([0.0] * 2, [-1] * 2, [1.0] * 2, [0.0] * 2, [None] * 2),
         keys=RoundKeys(0, 0, torch.arange(2), lens),
     )
     for depth in (2,) if on_gpu else (config.gamma, 2):

@@ -138,9 +138,9 @@ def test_a_server_without_room_for_drafts_asks_no_preset(proposers):
 
 def test_what_a_step_prepares_is_bounded_however_many_ask(proposers):
     texts = PresetTexts(MAX_VERIFY)
-    reqs = [request(str(place), preset="summarization") for place in range(6)]
+    reqs = [request(str(index), preset="summarization") for index in range(6)]
     texts.propose(reqs, options_of(reqs), step_of(reqs, [[4]] * 6))
     prepared = [proposer.prepared for proposer in proposers]
-    assert prepared[:4] == [UNITS_PER_STEP - 1000 * place for place in range(4)]
+    assert prepared[:4] == [UNITS_PER_STEP - 1000 * index for index in range(4)]
     # What the step before has committed of the others is known all the same.
     assert prepared[4] == prepared[5] <= 64

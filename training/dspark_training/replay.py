@@ -3,8 +3,8 @@
 At temperature 0 the committed tokens are the target's own greedy text, so decoding is replayed along that text: draft
 at the anchor, count the drafts that agree, move on. At temperature 1 the accepted prefix is drawn given a text y that
 was sampled from the target: speculative sampling accepts y_k with probability ``min(1, p_d(y_k) / p_t(y_k))`` when the
-text went through y_k, and the text itself supplies the correction or bonus token. Both replays have exactly the law of
-the real decoding loop.
+text went through y_k, and the text itself supplies the correction or bonus token. Both replays have exactly the
+distribution of the real decoding loop.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from dspark_kernels.attention.ragged import ContextGroup, VisibleKeys, attend_groups, group_contexts
 from dspark_kernels.attention.window import PagedWindows, window_attention
 from dspark_kernels.dispatch import on_kernels
-from dspark_kernels.laying_out.preparation import StepRequests
+from dspark_kernels.planning.preparation import StepRequests
 
 Pool = tuple[torch.Tensor, torch.Tensor]
 

@@ -26,20 +26,20 @@ class CommitRows:
     """Which rows of a verified batch are committed: the anchor and the accepted drafts of each request.
 
     Attributes:
-        columns: [n] int, place of a row in its request's window; 0 is the anchor.
+        columns: [n] int, index of a row in its request's window; 0 is the anchor.
         requests: [n] int, request of a row. A row of a request outside ``0..bs-1`` is padding and never committed.
-        accepted_lens: [bs] int; a row is committed when its column is at most this. -1 commits nothing of a request.
+        accept_lens: [bs] int; a row is committed when its column is at most this. -1 commits nothing of a request.
     """
 
     columns: torch.Tensor
     requests: torch.Tensor
-    accepted_lens: torch.Tensor
+    accept_lens: torch.Tensor
 
     def kept(self) -> torch.Tensor:
         """[n] bool. No host sync."""
-        bs = self.accepted_lens.shape[0]
+        bs = self.accept_lens.shape[0]
         in_batch = (self.requests >= 0) & (self.requests < bs)
-        return in_batch & (self.columns <= self.accepted_lens[self.requests.clamp(0, bs - 1)])
+        return in_batch & (self.columns <= self.accept_lens[self.requests.clamp(0, bs - 1)])
 
     def narrowed(self) -> tuple[slice | torch.Tensor, CommitRows | None]:
         """Return which rows to compute K/V of, and which of those to commit.
@@ -122,14 +122,14 @@ def _kv_inject_kernel(
         dims = tl.arange(0, BLOCK_D)
         in_half = dims < half
         mask = (heads < NUM_HEADS)[:, None] & in_half[None, :]
-        places = heads[:, None] * HEAD_DIM + dims[None, :]
+        offsets = heads[:, None] * HEAD_DIM + dims[None, :]
 
         k_ptr = projected_ptr + row * projected_stride + layer * (2 * NUM_HEADS * HEAD_DIM)
         v_ptr = k_ptr + NUM_HEADS * HEAD_DIM
-        k_low = tl.load(k_ptr + places, mask=mask, other=0.0)
-        k_high = tl.load(k_ptr + places + half, mask=mask, other=0.0)
-        v_low = tl.load(v_ptr + places, mask=mask, other=0.0)
-        v_high = tl.load(v_ptr + places + half, mask=mask, other=0.0)
+        k_low = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+        k_high = tl.load(k_ptr + offsets + half, mask=mask, other=0.0)
+        v_low = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+        v_high = tl.load(v_ptr + offsets + half, mask=mask, other=0.0)
 
         # The intermediate casts repeat what torch does in the model's dtype: norm, times weight, then rotation.
         dtype = k_low.dtype
@@ -151,12 +151,12 @@ def _kv_inject_kernel(
         rotated_high = (high * cos + low * sin).to(dtype)
 
         slot = tl.load(slots_ptr + row).to(tl.int64)
-        place = layer * layer_stride + slot * (NUM_HEADS * HEAD_DIM)
+        base = layer * layer_stride + slot * (NUM_HEADS * HEAD_DIM)
         pool_dtype = k_pool_ptr.dtype.element_ty
-        tl.store(k_pool_ptr + place + places, rotated_low.to(pool_dtype), mask=mask)
-        tl.store(k_pool_ptr + place + places + half, rotated_high.to(pool_dtype), mask=mask)
-        tl.store(v_pool_ptr + place + places, v_low.to(pool_dtype), mask=mask)
-        tl.store(v_pool_ptr + place + places + half, v_high.to(pool_dtype), mask=mask)
+        tl.store(k_pool_ptr + base + offsets, rotated_low.to(pool_dtype), mask=mask)
+        tl.store(k_pool_ptr + base + offsets + half, rotated_high.to(pool_dtype), mask=mask)
+        tl.store(v_pool_ptr + base + offsets, v_low.to(pool_dtype), mask=mask)
+        tl.store(v_pool_ptr + base + offsets + half, v_high.to(pool_dtype), mask=mask)
 
 
 @on_kernels(kv_inject_ref)
@@ -209,12 +209,12 @@ def kv_inject(
         slots,
         None if rows is None else rows.columns,
         None if rows is None else rows.requests,
-        None if rows is None else rows.accepted_lens,
+        None if rows is None else rows.accept_lens,
         k_pool,
         v_pool,
         projected.stride(0),
         num_slots * num_kv_heads * head_dim,
-        0 if rows is None else rows.accepted_lens.shape[0],
+        0 if rows is None else rows.accept_lens.shape[0],
         eps,
         HAS_ROWS=rows is not None,
         NUM_HEADS=num_kv_heads,

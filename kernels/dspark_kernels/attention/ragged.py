@@ -26,8 +26,8 @@ class ContextGroup:
         num_requests, num_queries, num_keys: R, m and n after padding; n counts keys from the pool.
         slots: [R * n] int64 pool rows of the keys.
         queries: [R * m] int64 query rows, padding repeats a row; None where the group is the whole batch unpadded.
-        kept: int64 places among R * m whose outputs are no padding; None with ``queries``.
-        rows: int64 query rows of these places; None where the group is the whole batch, whose rows are in order.
+        kept: int64 indices among R * m whose outputs are no padding; None with ``queries``.
+        rows: int64 query rows of these indices; None where the group is the whole batch, whose rows are in order.
         mask: [R, 1, heads per K/V head * m, n + extra] added to the scores; None where every query sees every key.
     """
 
@@ -125,11 +125,11 @@ def group_contexts(
         keys = torch.tensor([key_lens[request] for request in members])
         queries = torch.tensor([query_lens[request] for request in members])
         n, m = int(keys.max()), int(queries.max())
-        places = torch.arange(m)
+        steps = torch.arange(m)
         padded = len(members) < len(rows) or bool((queries < m).any())
         first = torch.tensor([starts[request] for request in members])
-        rows_of_queries = (first[:, None] + torch.minimum(places, queries[:, None] - 1)).view(-1)
-        kept = (places < queries[:, None]).view(-1).nonzero().squeeze(1) if padded else None
+        rows_of_queries = (first[:, None] + torch.minimum(steps, queries[:, None] - 1)).view(-1)
+        kept = (steps < queries[:, None]).view(-1).nonzero().squeeze(1) if padded else None
         groups.append(
             ContextGroup(
                 num_requests=len(members),

@@ -62,9 +62,9 @@ def _norm_rotate(
     dims = tl.arange(0, BLOCK_D)
     in_half = dims < half
     mask = (heads < NUM_HEADS)[:, None] & in_half[None, :]
-    places = heads[:, None] * HEAD_DIM + dims[None, :]
-    x_low = tl.load(x_ptr + places, mask=mask, other=0.0)
-    x_high = tl.load(x_ptr + places + half, mask=mask, other=0.0)
+    offsets = heads[:, None] * HEAD_DIM + dims[None, :]
+    x_low = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    x_high = tl.load(x_ptr + offsets + half, mask=mask, other=0.0)
     weight_low = tl.load(weight_ptr + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
     weight_high = tl.load(weight_ptr + half + dims, mask=in_half, other=0.0).to(tl.float32)[None, :]
 
@@ -80,8 +80,8 @@ def _norm_rotate(
     angles = position * tl.load(inv_freq_ptr + dims, mask=in_half, other=0.0)
     cos = tl.cos(angles)[None, :]
     sin = tl.sin(angles)[None, :]
-    tl.store(out_ptr + places, (low * cos - high * sin).to(dtype), mask=mask)
-    tl.store(out_ptr + places + half, (high * cos + low * sin).to(dtype), mask=mask)
+    tl.store(out_ptr + offsets, (low * cos - high * sin).to(dtype), mask=mask)
+    tl.store(out_ptr + offsets + half, (high * cos + low * sin).to(dtype), mask=mask)
 
 
 @triton.jit

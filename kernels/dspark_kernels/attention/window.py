@@ -56,7 +56,7 @@ class PagedWindows:
             last request.
         width: bound on the rows of a request.
         sliding_window: rows that are seen of a context and its window; None for all. The window slides with its row,
-            which counts as one of them: the row at place i sees positions above ``prefix_lens + i - sliding_window``.
+            which counts as one of them: row i sees positions above ``prefix_lens + i - sliding_window``.
         from_anchor: all rows see what is seen before the first one: the last ``sliding_window`` rows of the context,
             and the window.
     """

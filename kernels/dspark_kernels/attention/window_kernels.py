@@ -64,8 +64,8 @@ def _attend_window(
     k_offsets,  # [W] int64, of the request's rows
     v_offsets,
     length,
-    place,  # of the query rows in the window
-    oldest,  # [M] place from which on a row sees, with SLIDES
+    index,  # of the query rows in the window
+    oldest,  # [M] position from which on a row sees, with SLIDES
     dims,
     row_max,
     row_sum,
@@ -84,7 +84,7 @@ def _attend_window(
     v = tl.load(v_ptr + v_offsets[:, None] + dims[None, :], mask=mask, other=0.0).to(q.dtype)
     visible = is_column[None, :]
     if CAUSAL:
-        visible = visible & (columns[None, :] <= place[:, None])
+        visible = visible & (columns[None, :] <= index[:, None])
     if SLIDES:
         visible = visible & (columns[None, :] >= oldest[:, None])
     return _attend_tile(q, k, v, visible, row_max, row_sum, acc, scale)
@@ -103,12 +103,12 @@ def _clear_padding(
 ):
     """Write zeros to a share of the rows of no request, for ``heads`` [M]: what follows computes with them."""
     dims = tl.arange(0, BLOCK_D)
-    places = heads[:, None] * HEAD_DIM + dims[None, :]
+    offsets = heads[:, None] * HEAD_DIM + dims[None, :]
     mask = in_share[:, None] & (dims < HEAD_DIM)[None, :]
-    zeros = tl.zeros(places.shape, out_ptr.dtype.element_ty)
+    zeros = tl.zeros(offsets.shape, out_ptr.dtype.element_ty)
     end = tl.load(indptr_ptr + tl.num_programs(0)).to(tl.int32)
     for row in range(end + tl.program_id(0), num_rows, tl.num_programs(0)):
-        tl.store(out_ptr + tl.cast(row, tl.int64) * ROW_SIZE + places, zeros, mask=mask)
+        tl.store(out_ptr + tl.cast(row, tl.int64) * ROW_SIZE + offsets, zeros, mask=mask)
 
 
 # What changes from step to step must not cause compilations, by its value or by the place of a tensor in memory.
@@ -189,11 +189,11 @@ def window_attention_kernel(
         in_group = first_head + rows % SHARE
         is_row = (rows // SHARE < length) & (in_group < GROUP)
         # Rows past the request's end stand where its last one does, so that they see something.
-        place = tl.minimum(rows // SHARE, length - 1)
+        index = tl.minimum(rows // SHARE, length - 1)
         head = kv_head * GROUP + in_group
-        row_heads = (start + place) * (NUM_KV_HEADS * GROUP) + head
+        row_heads = (start + index) * (NUM_KV_HEADS * GROUP) + head
         q_mask = is_row[:, None] & in_head[None, :]
-        q_offsets = (start + place) * q_stride + head * HEAD_DIM
+        q_offsets = (start + index) * q_stride + head * HEAD_DIM
         q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=q_mask, other=0.0)
 
         # Finite, so that a row which sees no key of a tile keeps what it has.
@@ -207,7 +207,7 @@ def window_attention_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
         slides: tl.constexpr = SLIDING_WINDOW > 0 and not FROM_ANCHOR
-        oldest = prefix + place - SLIDING_WINDOW + 1
+        oldest = prefix + index - SLIDING_WINDOW + 1
         # Whole tiles per split, so that only the last one is ragged.
         per_split = tl.cdiv(tiles, used) * BLOCK_N
         first = begin + split * per_split
@@ -251,7 +251,7 @@ def window_attention_kernel(
                 k_offsets,
                 v_offsets,
                 length,
-                place,
+                index,
                 oldest - prefix,
                 dims,
                 row_max,
@@ -276,7 +276,7 @@ def window_attention_kernel(
             tl.store(parts_ptr + part[:, None] * HEAD_DIM + dims[None, :], out, mask=q_mask & is_part)
             tl.store(lse_ptr + part, lse, mask=is_row & is_part)
             # Programs of other heads write the same number: cheaper than finding out which one should.
-            tl.store(used_ptr + start + place, tl.zeros([BLOCK_M], tl.int32) + used, mask=is_row & (split == 0))
+            tl.store(used_ptr + start + index, tl.zeros([BLOCK_M], tl.int32) + used, mask=is_row & (split == 0))
 
 
 @triton.jit(do_not_specialize=["num_row_heads"], do_not_specialize_on_alignment=["last_ptr"])
@@ -305,12 +305,12 @@ def combine_kernel(
             for first in range(0, used, BLOCK_S):
                 split = first + tl.arange(0, BLOCK_S)
                 is_split = split < used
-                places = split * num_row_heads + row_head
-                lse = tl.load(lse_ptr + places, mask=is_split, other=float("-inf"))
+                offsets = split * num_row_heads + row_head
+                lse = tl.load(lse_ptr + offsets, mask=is_split, other=float("-inf"))
                 before, largest = largest, tl.maximum(largest, tl.max(lse, 0))
                 scaled, weights = tl.exp(before - largest), tl.exp(lse - largest)
                 mask = is_split[:, None] & in_head[None, :]
-                parts = tl.load(parts_ptr + places[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+                parts = tl.load(parts_ptr + offsets[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
                 out = out * scaled + tl.sum(parts * weights[:, None], 0)
                 total = total * scaled + tl.sum(weights, 0)
             out /= total

@@ -1,1 +1,1 @@
-"""Proposing a block of tokens: the network's kernels, its heads and the law that tokens are drawn from."""
+"""Proposing a block of tokens: the network's kernels, its heads and the distribution that tokens are drawn from."""

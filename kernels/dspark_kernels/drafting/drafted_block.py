@@ -6,27 +6,29 @@ from dataclasses import dataclass
 
 import torch
 
-from dspark_kernels.drafting.draft_law import DraftLaw
+from dspark_kernels.drafting.draft_distribution import DraftDistribution
 
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """A drafted block. One of ``probs`` and ``law`` is set when drafts of sampled requests were drawn, not copied.
+    """A drafted block.
+
+    One of ``probs`` and ``distribution`` is set when drafts of sampled requests were drawn, not copied.
 
     Attributes:
         tokens: [bs, gamma] int64.
         probs: [bs, gamma, V] float32, what the tokens of sampled requests were drawn from, arbitrary for the others;
             None when no request is sampled.
         confidence_logits: [bs, gamma] float32, uncalibrated; None without a confidence head.
-        law: the same as ``probs`` from the kernels, not written out.
+        distribution: the same as ``probs`` from the kernels, not written out.
         copied: [bs, gamma] bool, tokens that were not drawn but copied from elsewhere: their proposal is one-hot,
-            whatever ``probs`` or ``law`` says; None without any.
+            whatever ``probs`` or ``distribution`` says; None without any.
     """
 
     tokens: torch.Tensor
     probs: torch.Tensor | None = None
     confidence_logits: torch.Tensor | None = None
-    law: DraftLaw | None = None
+    distribution: DraftDistribution | None = None
     copied: torch.Tensor | None = None
 
     @staticmethod
@@ -34,26 +36,26 @@ class DraftBlock:
         """Blocks without drafts, as plain steps have them."""
         return DraftBlock(torch.empty((bs, 0), dtype=torch.int64, device=device))
 
-    def written_law(self) -> torch.Tensor | None:
-        """[bs, gamma, V] float32 of ``probs`` or ``law``, whichever is there."""
-        return self.probs if self.law is None else self.law.probs()
+    def written_distribution(self) -> torch.Tensor | None:
+        """[bs, gamma, V] float32 of ``probs`` or ``distribution``, whichever is there."""
+        return self.probs if self.distribution is None else self.distribution.probs()
 
     def spread(self, index: torch.Tensor, bs: int) -> DraftBlock:
         """A batch of ``bs`` requests in which ``index`` [m] int64 have these blocks, the others fillers."""
 
-        def place(part: torch.Tensor | None) -> torch.Tensor | None:
+        def scatter(part: torch.Tensor | None) -> torch.Tensor | None:
             return None if part is None else part.new_zeros((bs, *part.shape[1:])).index_copy_(0, index, part)
 
-        tokens = place(self.tokens)
+        tokens = scatter(self.tokens)
         assert tokens is not None
-        law = None if self.law is None else self.law.spread(index, bs)
-        return DraftBlock(tokens, place(self.probs), place(self.confidence_logits), law)
+        distribution = None if self.distribution is None else self.distribution.spread(index, bs)
+        return DraftBlock(tokens, scatter(self.probs), scatter(self.confidence_logits), distribution)
 
     def first(self, bs: int) -> DraftBlock:
         """The first ``bs`` requests; no copy."""
-        law = None if self.law is None else self.law.first(bs)
+        distribution = None if self.distribution is None else self.distribution.first(bs)
         probs, logits = (None if part is None else part[:bs] for part in (self.probs, self.confidence_logits))
-        return DraftBlock(self.tokens[:bs], probs, logits, law)
+        return DraftBlock(self.tokens[:bs], probs, logits, distribution)
 
     def with_copies(self, tokens: torch.Tensor, copied: torch.Tensor) -> DraftBlock:
         """These blocks with other tokens in place of some drafts.
@@ -70,6 +72,6 @@ class DraftBlock:
             tokens=torch.where(copied, tokens, pad(self.tokens, (0, wider))),
             probs=None if self.probs is None else pad(self.probs, (0, 0, 0, wider)),
             confidence_logits=None if self.confidence_logits is None else pad(self.confidence_logits, (0, wider)),
-            law=None if self.law is None else self.law.widened(wider),
+            distribution=None if self.distribution is None else self.distribution.widened(wider),
             copied=copied,
         )

@@ -2,9 +2,9 @@
 
 Per slot the kernels compute logits = U_k + W2 u in float32, with u = W1[x_{k-1}] or what the head makes of it; x_k is
 argmax(logits) for a greedy request, argmax(logits / T - log E_k) for a sampled or seeded one, with the engine's noise
-or that of its own seed. Their law is softmax(logits / T): temperature alone, no top-k, top-p or min-p, for a filter
-needs the whole row before the first token can be drawn. Verification is exact for every law that the drafts were really
-drawn from, so the price is some acceptance where the target's filters are narrow.
+or that of its own seed. Their distribution is softmax(logits / T): temperature alone, no top-k, top-p or min-p, for a
+filter needs the whole row before the first token can be drawn. Verification is exact for every distribution that the
+drafts were really drawn from, so the price is some acceptance where the target's filters are narrow.
 
 What one block must move: W2 and the base logits once per slot, gamma * v * (r * sizeof(W2) + bs * sizeof(U)) bytes,
 plus gamma * bs * v * 4 for the scores of sampled requests. W2 of 151,936 tokens and rank 256 in bfloat16 is 78 MB, more
@@ -21,14 +21,14 @@ import triton
 
 from dspark_kernels.dispatch import on_kernels
 from dspark_kernels.drafting.confidence import block_confidence
-from dspark_kernels.drafting.draft_law import DraftLaw
+from dspark_kernels.drafting.draft_distribution import DraftDistribution
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.drafting.heads import DraftHeads, DraftVocabulary, MarkovWalk, MarkovWeights
 from dspark_kernels.drafting.walk_kernel import choose_kernel
 from dspark_kernels.drafting.walk_reference import draft_block_ref
 from dspark_kernels.hardware import num_processors, shared_bytes
 from dspark_kernels.sampling.noise import RoundKeys
-from dspark_kernels.sampling.parameters import SamplingRows
+from dspark_kernels.sampling.parameters import SamplingBatch
 
 _MIN_DOT = 16  # smallest tile side of tl.dot
 _MAX_BLOCK_B = 64  # requests that share one reading of a W2 tile; registers and shared memory end here
@@ -45,7 +45,7 @@ def draft_block(
     hidden: torch.Tensor,  # [bs, gamma, d]
     anchors: torch.Tensor,  # [bs] int64
     heads: DraftHeads,
-    rows: SamplingRows,
+    rows: SamplingBatch,
     keys: RoundKeys,
     *,
     with_confidence: bool = True,
@@ -67,16 +67,16 @@ def draft_block(
         with_confidence: whether to compute confidence logits, where the drafter has that head.
 
     Returns:
-        The block; what sampled requests were drawn from is in ``law`` from kernels, in ``probs`` from torch. Greedy
-        ties go to the lowest column; NaN logits never win in kernels, where a row of nothing but NaN or -inf gives its
-        first column. No host sync; safe under graph capture.
+        The block; what sampled requests were drawn from is in ``distribution`` from kernels, in ``probs`` from torch.
+        Greedy ties go to the lowest column; NaN logits never win in kernels, where a row of nothing but NaN or -inf
+        gives its first column. No host sync; safe under graph capture.
 
     Raises:
         ValueError: heads or logits do not fit together, or are not contiguous.
     """
     _check(base_logits, heads)
-    law = _empty_law(base_logits, heads.vocabulary) if rows.any_sampled else None
-    launches = _Launches(base_logits, heads, law, rows, keys)
+    distribution = _empty_distribution(base_logits, heads.vocabulary) if rows.any_sampled else None
+    launches = _Launches(base_logits, heads, distribution, rows, keys)
     walk = None if heads.markov is None else MarkovWalk(heads.markov, hidden)
     tokens = torch.empty(base_logits.shape[:2], dtype=torch.int64, device=base_logits.device)
     for k in range(base_logits.shape[1]):
@@ -89,17 +89,22 @@ def draft_block(
     confidence_logits = None
     if heads.confidence is not None and with_confidence:
         confidence_logits = block_confidence(hidden, anchors, tokens, heads.confidence, heads.w1)
-    return DraftBlock(tokens, None, confidence_logits, law)
+    return DraftBlock(tokens, None, confidence_logits, distribution)
 
 
 class _Launches:
     """The launches of one block: what they share, and the memory in which programs leave partial results."""
 
     def __init__(
-        self, base_logits: torch.Tensor, heads: DraftHeads, law: DraftLaw | None, rows: SamplingRows, keys: RoundKeys
+        self,
+        base_logits: torch.Tensor,
+        heads: DraftHeads,
+        distribution: DraftDistribution | None,
+        rows: SamplingBatch,
+        keys: RoundKeys,
     ) -> None:
         bs, gamma, v = base_logits.shape
-        self._base_logits, self._law, self._sizes = base_logits, law, (bs, v)
+        self._base_logits, self._distribution, self._sizes = base_logits, distribution, (bs, v)
         tiles = self._tiles = _Tiles.of(base_logits, heads.markov)
         device = base_logits.device
         self._counters = torch.zeros((gamma, tiles.groups), dtype=torch.int32, device=device)
@@ -111,7 +116,7 @@ class _Launches:
             "token_ids_ptr": None if heads.vocabulary is None else heads.vocabulary.token_ids,
             "temperatures_ptr": None if rows.all_greedy else rows.draw_temperatures,
             "request_keys_ptr": keys.request_keys,
-            "step_ptr": None if law is None else keys.device_step,
+            "step_ptr": None if distribution is None else keys.device_step,
             "seed": keys.signed_seed,
             "seeds_ptr": rows.seeds if seeded else None,
             "positions_ptr": keys.positions,
@@ -123,22 +128,22 @@ class _Launches:
             "RANK": tiles.rank,
             "BY_TOKEN": heads.markov is not None and heads.markov.head is None,
             "REDUCED": heads.vocabulary is not None,
-            "SAMPLED": law is not None,
+            "SAMPLED": distribution is not None,
             "SEEDED": seeded,
             **tiles.options(shared_bytes(device)),
         }
 
     def choose(self, k: int, previous: torch.Tensor, latents: torch.Tensor | None, tokens: torch.Tensor) -> None:
         """Write the tokens of slot ``k``, after those of ``previous`` [bs], into ``tokens`` [bs, gamma]."""
-        slot_logits, law = self._base_logits[:, k], self._law
+        slot_logits, distribution = self._base_logits[:, k], self._distribution
         gamma = tokens.shape[1]
         choose_kernel[self._tiles.groups, self._tiles.programs](
             base_ptr=slot_logits,
             prev_ptr=previous,
             prev_stride=previous.stride(0),
             latents_ptr=latents,
-            scores_ptr=None if law is None else law.scores[:, k],
-            log_norms_ptr=None if law is None else law.log_norms[:, k],
+            scores_ptr=None if distribution is None else distribution.scores[:, k],
+            log_norms_ptr=None if distribution is None else distribution.log_norms[:, k],
             log_norms_stride=gamma,
             tokens_ptr=tokens[:, k],
             tokens_stride=gamma,
@@ -196,10 +201,10 @@ def _num_warps(block_b: int) -> int:
     return 8 if block_b == _MAX_BLOCK_B else 4
 
 
-def _empty_law(base_logits: torch.Tensor, vocabulary: DraftVocabulary | None) -> DraftLaw:
+def _empty_distribution(base_logits: torch.Tensor, vocabulary: DraftVocabulary | None) -> DraftDistribution:
     scores = torch.empty(base_logits.shape, dtype=torch.float32, device=base_logits.device)
     log_norms = torch.empty(base_logits.shape[:2], dtype=torch.float32, device=base_logits.device)
-    return DraftLaw(scores, log_norms, None if vocabulary is None else vocabulary.columns)
+    return DraftDistribution(scores, log_norms, None if vocabulary is None else vocabulary.columns)
 
 
 def _check(base_logits: torch.Tensor, heads: DraftHeads) -> None:

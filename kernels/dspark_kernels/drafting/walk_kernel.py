@@ -11,7 +11,7 @@ compared values err by less than 3e-6 plus the rounding of a float32 score: prob
 million of themselves.
 
 A seeded request runs the same race with the noise of its own seed, by which verification will draw the token of that
-position: nothing is stored, as that draw is compared and not weighed against a law.
+position: nothing is stored, as that draw is compared and not weighed against a distribution.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from dspark_kernels.sampling.noise_device import race_noise, seeded_noise_at
 _DRAFT = tl.constexpr(int(Purpose.DRAFT))
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32: a start for maxima that may be subtracted
 _NO_COLUMN = tl.constexpr(0x7FFFFFFF)
-# Scores of a lower temperature are so large that float32 holds them to no more than 1e-3, and a law of such scores is
-# not the one that is drawn from. Every law is exact as a proposal, and one of 0.01 is all but greedy.
+# Scores of a lower temperature are so large that float32 holds them to no more than 1e-3, and a distribution of such
+# scores is not the one that is drawn from. Every distribution is exact as a proposal, and one of 0.01 is all but
+# greedy.
 _LEAST_TEMPERATURE = tl.constexpr(0.01)
 
 

@@ -1,7 +1,7 @@
 """The torch walk through a draft block: base logits plus the Markov head's bias, token by token.
 
-logits_k = U_k + B_k(x_{k-1}) and x_k is drawn from the locally normalised p_d = law(logits_k), so the exact p_d that
-verification divides by is the very tensor the token was drawn from (DSpark, section 3.1 and Eqs. 4-7).
+logits_k = U_k + B_k(x_{k-1}) and x_k is drawn from the locally normalised p_d = softmax(logits_k / T), so the exact p_d
+that verification divides by is the very tensor the token was drawn from (DSpark, section 3.1 and Eqs. 4-7).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dspark_kernels.drafting.confidence import block_confidence_ref
 from dspark_kernels.drafting.drafted_block import DraftBlock
 from dspark_kernels.drafting.heads import DraftHeads, MarkovWalk
 from dspark_kernels.sampling.noise import Purpose, RoundKeys
-from dspark_kernels.sampling.parameters import SamplingRows
+from dspark_kernels.sampling.parameters import SamplingBatch
 from dspark_kernels.sampling.token_draw import draw_by_rule
 
 
@@ -21,7 +21,7 @@ def draft_block_ref(
     hidden: torch.Tensor,  # [bs, gamma, d]
     anchors: torch.Tensor,  # [bs] int64
     heads: DraftHeads,
-    rows: SamplingRows,
+    rows: SamplingBatch,
     keys: RoundKeys,
     *,
     with_confidence: bool = True,
@@ -44,7 +44,7 @@ def draft_block_ref(
         if vocabulary is not None and rows.all_greedy:
             previous = vocabulary.token_ids[logits.argmax(-1)]
         else:
-            # The laws of sampled and seeded requests, and their noise, are over all tokens.
+            # The distributions of sampled and seeded requests, and their noise, are over all tokens.
             whole = logits if vocabulary is None else vocabulary.spread(logits)
             slot_uniforms = None if uniforms is None else uniforms[:, k]
             previous, sampled_probs = draw_by_rule(whole, rows, slot_uniforms, keys.positions + k)
@@ -59,7 +59,7 @@ def draft_block_ref(
     return DraftBlock(tokens, probs, confidence_logits)
 
 
-def _by_request(sampled_probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+def _by_request(sampled_probs: torch.Tensor, rows: SamplingBatch) -> torch.Tensor:
     """Spread the sampled requests' [num_sampled, gamma, V] over the batch, [bs, gamma, V]."""
     if sampled_probs.shape[0] == len(rows):
         return sampled_probs

@@ -1,1 +1,1 @@
-"""Sampling parameters, random numbers and the laws that tokens are drawn from."""
+"""Sampling parameters, random numbers and the distributions that tokens are drawn from."""

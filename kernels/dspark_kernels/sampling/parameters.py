@@ -16,13 +16,13 @@ from dspark_kernels.transfers import to_device
 
 NO_TOP_K = 1 << 30  # SGLang's encoding of "no top-k"
 GREEDY_TEMPERATURE = 1e-6  # below this SGLang decodes greedily
-# Any higher one gives the same law, and float32 holds this one and its inverse: a forbidden token has a logit of -inf,
-# which infinity would divide into NaN, and 0 would multiply into it.
+# Any higher one gives the same distribution, and float32 holds this one and its inverse: a forbidden token has a logit
+# of -inf, which infinity would divide into NaN, and 0 would multiply into it.
 HIGHEST_TEMPERATURE = 1e30
 
 
 @dataclass(frozen=True)
-class LawParams:
+class FilterParams:
     """Temperature and filters that turn a row of logits into the distribution a token is drawn from.
 
     Attributes:
@@ -41,9 +41,9 @@ class LawParams:
     max_kept: int
     any_min_p: bool
 
-    def expand(self, row_index: torch.Tensor | slice) -> "LawParams":
+    def expand(self, row_index: torch.Tensor | slice) -> "FilterParams":
         """Parameters of the rows ``row_index`` [m] int64, repeats allowed. The host bounds stay as they are."""
-        return LawParams(
+        return FilterParams(
             self.temperatures[row_index],
             self.top_ks[row_index],
             self.top_ps[row_index],
@@ -54,21 +54,21 @@ class LawParams:
 
 
 @dataclass(frozen=True)
-class SamplingRows:
+class SamplingBatch:
     """Sampling parameters of a batch of ``bs`` requests.
 
     Every request follows exactly one rule; the three index tensors partition the batch, and their lengths are host
-    knowledge. A greedy request carries neutral law parameters (temperature 1, no filter).
+    knowledge. A greedy request carries neutral parameters (temperature 1, no filter).
 
     Attributes:
-        law: temperature and filters, one row per request.
+        filter_params: temperature and filters, one row per request.
         seeds: [bs] int64, meaningful for seeded requests only.
         greedy_index: int64, requests that take the argmax.
         sampled_index: int64, requests drawn with the engine's noise.
         seeded_index: int64, requests drawn with the noise of their own seed.
     """
 
-    law: LawParams
+    filter_params: FilterParams
     seeds: torch.Tensor
     greedy_index: torch.Tensor
     sampled_index: torch.Tensor
@@ -83,7 +83,7 @@ class SamplingRows:
         min_ps: Sequence[float],
         seeds: Sequence[int | None],
         device: torch.device | str = "cpu",
-    ) -> "SamplingRows":
+    ) -> "SamplingBatch":
         """Build the rows from host values, in SGLang's conventions, with two asynchronous copies to the device.
 
         A request is greedy when its temperature is below ``GREEDY_TEMPERATURE`` or its top-k is 1, otherwise seeded
@@ -102,7 +102,7 @@ class SamplingRows:
 
         floats = _columns([[r.temperature, r.top_p, r.min_p] for r in requests], torch.float32, device)
         ints = _columns([[r.top_k, r.seed, i] for r, i in zip(requests, order, strict=True)], torch.int64, device)
-        law = LawParams(
+        params = FilterParams(
             temperatures=floats[0],
             top_ks=ints[0],
             top_ps=floats[1],
@@ -111,10 +111,10 @@ class SamplingRows:
             any_min_p=any(r.min_p > 0 for r in requests),
         )
         greedy, sampled, seeded = torch.split(ints[2], [len(group) for group in groups])
-        return cls(law, ints[1], greedy, sampled, seeded)
+        return cls(params, ints[1], greedy, sampled, seeded)
 
     @classmethod
-    def by_temperature(cls, bs: int, temperatures: torch.Tensor | None, device: torch.device | str) -> "SamplingRows":
+    def by_temperature(cls, bs: int, temperatures: torch.Tensor | None, device: torch.device | str) -> "SamplingBatch":
         """Rows of requests whose rule the device knows and the host does not, as a CUDA graph needs them.
 
         Args:
@@ -122,7 +122,7 @@ class SamplingRows:
         """
         everything, nothing = torch.arange(bs, device=device), torch.empty(0, dtype=torch.int64, device=device)
         neutral = torch.ones(bs, device=device)
-        law = LawParams(
+        params = FilterParams(
             temperatures=neutral if temperatures is None else temperatures,
             top_ks=torch.full((bs,), NO_TOP_K, device=device),
             top_ps=neutral,
@@ -131,7 +131,7 @@ class SamplingRows:
             any_min_p=False,
         )
         greedy, sampled = (everything, nothing) if temperatures is None else (nothing, everything)
-        return cls(law, torch.zeros_like(everything), greedy, sampled, nothing)
+        return cls(params, torch.zeros_like(everything), greedy, sampled, nothing)
 
     def __len__(self) -> int:
         return self.seeds.shape[0]
@@ -160,12 +160,12 @@ class SamplingRows:
     @property
     def any_filter(self) -> bool:
         """Return whether any request has a top-k, a top-p or a min-p."""
-        return self.law.max_kept > 0 or self.law.any_min_p
+        return self.filter_params.max_kept > 0 or self.filter_params.any_min_p
 
     @cached_property
     def draw_temperatures(self) -> torch.Tensor:
         """[bs] float32: the temperature of every request, 0 for greedy ones."""
-        temperatures = self.law.temperatures
+        temperatures = self.filter_params.temperatures
         return temperatures.index_fill(0, self.greedy_index, 0.0) if self.any_greedy else temperatures
 
     @cached_property
@@ -174,12 +174,15 @@ class SamplingRows:
         return torch.zeros_like(self.seeds, dtype=torch.bool).index_fill_(0, self.seeded_index, True)
 
     @cached_property
-    def sampled_law(self) -> LawParams:
-        return self.law if self.sampled_index.shape[0] == len(self) else self.law.expand(self.sampled_index)
+    def sampled_params(self) -> FilterParams:
+        return self._params_of(self.sampled_index)
 
     @cached_property
-    def seeded_law(self) -> LawParams:
-        return self.law if self.seeded_index.shape[0] == len(self) else self.law.expand(self.seeded_index)
+    def seeded_params(self) -> FilterParams:
+        return self._params_of(self.seeded_index)
+
+    def _params_of(self, index: torch.Tensor) -> FilterParams:
+        return self.filter_params if index.shape[0] == len(self) else self.filter_params.expand(index)
 
 
 _RULES = ("greedy", "sampled", "seeded")
@@ -199,7 +202,7 @@ class _Request:
             raise ValueError(f"min_p={min_p}; pass a value in [0, 1]")
         greedy = top_k == 1 or temperature < GREEDY_TEMPERATURE
         self.rule = "greedy" if greedy else "sampled" if seed is None else "seeded"
-        # A greedy request gets the neutral law, so that it never switches a filter on for the whole batch.
+        # A greedy request gets neutral parameters, so that it never switches a filter on for the whole batch.
         temperature = min(temperature, HIGHEST_TEMPERATURE)
         self.temperature, self.top_p, self.min_p = (1.0, 1.0, 0.0) if greedy else (temperature, top_p, min_p)
         self.top_k = NO_TOP_K if greedy or top_k == -1 else min(top_k, NO_TOP_K)

@@ -3,8 +3,8 @@
 import torch
 
 from dspark_kernels.sampling.noise import Purpose, RoundKeys, exponential, exponential_at
-from dspark_kernels.sampling.parameters import SamplingRows
-from dspark_kernels.sampling.target_law import reads_are_free, target_probs
+from dspark_kernels.sampling.parameters import SamplingBatch
+from dspark_kernels.sampling.target_distribution import reads_are_free, target_probs
 
 # Values of noise that the CPU draws at once, so that the generator's words stay in cache: 16 rows of 49152 took 4.5 ms
 # each in one piece and 2.4 ms row by row.
@@ -65,7 +65,7 @@ def _seeded_scores(probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Te
 
 def draw_by_rule(
     logits: torch.Tensor,
-    rows: SamplingRows,
+    rows: SamplingBatch,
     uniforms: torch.Tensor | None,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -85,16 +85,16 @@ def draw_by_rule(
     sampled_probs = None
     if uniforms is not None:
         index = rows.sampled_index
-        sampled_probs = target_probs(rows.select(logits, index), rows.sampled_law)
+        sampled_probs = target_probs(rows.select(logits, index), rows.sampled_params)
         tokens[index] = inverse_cdf(sampled_probs, rows.select(uniforms, index))
     if rows.any_seeded:
         index = rows.seeded_index
-        probs = target_probs(rows.select(logits, index), rows.seeded_law)
+        probs = target_probs(rows.select(logits, index), rows.seeded_params)
         tokens[index] = seeded_argmax(probs, rows.seeds[index], positions[index])
     return tokens, sampled_probs
 
 
-def draw(logits: torch.Tensor, rows: SamplingRows, keys: RoundKeys) -> torch.Tensor:
+def draw(logits: torch.Tensor, rows: SamplingBatch, keys: RoundKeys) -> torch.Tensor:
     """One token per request: the first after the prompt, or a decode step without drafts.
 
     Args:

@@ -66,8 +66,8 @@ def shape(content: Content, section: str = "", defaults: Mapping[str, Any] | Non
         defaults: of keys that may be absent.
     """
     for key, served in NEUTRAL.items():
-        for place in {section + key, key, f"dflash_config.{key}"}:
-            content.require(place, served)
+        for name in {section + key, key, f"dflash_config.{key}"}:
+            content.require(name, served)
     content.skip(*SILENT, *(section + key for key in SILENT))
     table = {field: (section + field,) for field in (*SHAPE, "attention_bias")}
     return content.collect(table, {"attention_bias": False, **(defaults or {})})
@@ -140,9 +140,7 @@ def _switched_on(content: Content, key: str, section: str) -> bool | None:
     """Return what the file says, if anything."""
     value = content.find(*_places(key, section))
     if value not in (None, True, False):
-        raise content.refuse(
-            next(place for place in _places(key, section) if place in content), "should be true or false"
-        )
+        raise content.refuse(next(name for name in _places(key, section) if name in content), "should be true or false")
     return None if value is None else bool(value)
 
 
@@ -180,7 +178,7 @@ def rope(
 
 def pairs_are_neighbours(content: Content, section: str = "") -> bool:
     """Return whether RoPE turns channels 2i and 2i + 1 of a head, not i and i + hd / 2."""
-    keys = [place + key for place in {section, "", "dflash_config."} for key in ("rope_is_neox_style", "is_neox_style")]
+    keys = [name + key for name in {section, "", "dflash_config."} for key in ("rope_is_neox_style", "is_neox_style")]
     return content.find(*keys) is False
 
 

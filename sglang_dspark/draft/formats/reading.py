@@ -101,9 +101,9 @@ def finish(name: FormatName, content: Content, found: Found, shapes: Shapes) -> 
     order: tuple[int, ...] = ()
     taps = values.get("target_layer_ids")
     if isinstance(taps, tuple) and all(type(tap) is int for tap in taps):
-        places = sorted(range(len(taps)), key=taps.__getitem__) if found.any_tap_order else list(range(len(taps)))
-        values["target_layer_ids"] = tuple(taps[place] - found.first_layer for place in places)
-        order = () if places == sorted(places) else tuple(places)
+        indices = sorted(range(len(taps)), key=taps.__getitem__) if found.any_tap_order else list(range(len(taps)))
+        values["target_layer_ids"] = tuple(taps[index] - found.first_layer for index in indices)
+        order = () if indices == sorted(indices) else tuple(indices)
         _check_columns(content, len(taps), values.get("hidden_size"), shapes)
     known = {f.name for f in fields(DraftConfig)}
     values = {key: value for key, value in values.items() if key in known} | {"origin": content.origin}

@@ -37,9 +37,9 @@ class TensorRules:
 
     Attributes:
         renamed: name in the file -> name here, of tensors that common prefixes do not explain.
-        tap_order: for each tap of the configuration its place among the blocks of columns of ``fc``; empty for the same
+        tap_order: for each tap of the configuration its index among the blocks of columns of ``fc``; empty for the same
             order.
-        rotary_order: for each channel of a head its place in the rows of queries and keys; empty for the same order.
+        rotary_order: for each channel of a head its index in the rows of queries and keys; empty for the same order.
         head_dim: channels of a head.
     """
 

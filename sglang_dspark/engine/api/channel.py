@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dspark.errors import BusyError, ConfigError
-from sglang_dspark.stats.history import HISTORY_S
+from sglang_dspark.metrics.history import HISTORY_S
 
 KEY = "dspark"
 """Where our answer lies among the figures that the channel was made for."""

@@ -15,7 +15,7 @@ from sglang_dspark import dashboard
 from sglang_dspark.engine.api.channel import Channel
 from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import BusyError, ConfigError
-from sglang_dspark.stats.history import HISTORY_S, Snapshot, full_report
+from sglang_dspark.metrics.history import HISTORY_S, Snapshot, full_report
 
 PAGE = "/dspark"
 LONGEST_POLICY = 4096

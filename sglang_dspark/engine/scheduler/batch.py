@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dspark_kernels import Accepted, DraftBlock, RoundKeys, SamplingRows
+from dspark_kernels import AcceptResult, DraftBlock, RoundKeys, SamplingBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
@@ -20,21 +20,21 @@ from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 
-class SamplingReader(LastBatch[SamplingRows]):
+class SamplingReader(LastBatch[SamplingBatch]):
     """Sampling parameters of a batch, rebuilt only when its requests change."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(self._rows_of)
         self._device = device
-        self._greedy: dict[int, SamplingRows] = {}  # by size: greedy requests are all alike
+        self._greedy: dict[int, SamplingBatch] = {}  # by size: greedy requests are all alike
 
-    def _rows_of(self, reqs: Sequence[Any]) -> SamplingRows:
+    def _rows_of(self, reqs: Sequence[Any]) -> SamplingBatch:
         parameters = [req.sampling_params for req in reqs]
         if all(p.top_k == 1 for p in parameters):  # what SGLang makes of temperature 0
             if len(reqs) not in self._greedy:
-                self._greedy[len(reqs)] = SamplingRows.by_temperature(len(reqs), None, self._device)
+                self._greedy[len(reqs)] = SamplingBatch.by_temperature(len(reqs), None, self._device)
             return self._greedy[len(reqs)]
-        return SamplingRows.from_lists(
+        return SamplingBatch.from_lists(
             temperatures=[p.temperature for p in parameters],
             top_ks=[p.top_k for p in parameters],
             top_ps=[p.top_p for p in parameters],
@@ -55,7 +55,7 @@ def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> 
     return RoundKeys(seed=seed, step=step, request_keys=batch.req_pool_indices.to(torch.int64), positions=positions)
 
 
-def read_decode_batch(batch: Any, rows: SamplingRows, *, seed: int, step: int, adjusted: bool = False) -> DecodeBatch:
+def read_decode_batch(batch: Any, rows: SamplingBatch, *, seed: int, step: int, adjusted: bool = False) -> DecodeBatch:
     """The tensors of a decode step out of a ``ScheduleBatch``.
 
     Args:
@@ -114,8 +114,8 @@ class DSparkBatchResult(GenerationBatchResult):
             return
         assert self.rounds is not None, "a step has rounds"
         packed, self._arriving = self._arriving, None
-        self.next_token_ids, accepted_lens, *arrived = Packed(packed.flat.clone(), packed.shapes).read()
-        self.accept_lens = accepted_lens + 1
+        self.next_token_ids, accept_lens, *arrived = Packed(packed.flat.clone(), packed.shapes).read()
+        self.accept_lens = accept_lens + 1  # SGLang counts the bonus token too
         parts = iter(arrived)
         self.rounds = self.rounds.of([None if tensor is None else next(parts) for tensor in self.rounds.tensors])
 
@@ -125,7 +125,7 @@ def decode_result(
     step: DecodeBatch,
     plan: VerifyPlan,
     output: Any,
-    accepted: Accepted,
+    accepted: AcceptResult,
     rounds: StepRecord,
     copies: PackedCopies,
     *,
@@ -142,14 +142,16 @@ def decode_result(
     tokens = accepted.out_tokens.reshape(-1)
     sent = [tensor for tensor in rounds.tensors if tensor is not None]
     return DSparkBatchResult(
-        logits_output=with_logprobs(batch, output, plan.indptr, accepted.out_tokens, step.rows.law.temperatures),
+        logits_output=with_logprobs(
+            batch, output, plan.indptr, accepted.out_tokens, step.rows.filter_params.temperatures
+        ),
         next_token_ids=tokens,
         can_run_cuda_graph=in_graphs,
         next_draft_input=DSparkDraftInput(bonus_tokens=accepted.bonus_tokens, new_seq_lens=accepted.new_seq_lens),
         speculative_num_draft_tokens=accepted.out_tokens.shape[1],
         new_seq_lens=accepted.new_seq_lens,
         rounds=rounds,
-        on_the_way=copies.pack([tokens, accepted.accepted_lens, *sent]),
+        on_the_way=copies.pack([tokens, accepted.accept_lens, *sent]),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from dspark_kernels import Accepted
+from dspark_kernels import AcceptResult
 from sglang.srt.managers.overlap_utils import FutureMap
 
 
@@ -25,12 +25,12 @@ class Relay:
         self.tokens, self.lens = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         self._entered: dict[int, torch.Tensor] = {}
 
-    def enter(self, rows: torch.Tensor, accepted: Accepted) -> None:
+    def enter(self, rows: torch.Tensor, accepted: AcceptResult) -> None:
         """Write the outcome of a step of [n] ``rows``; captured."""
         self.lens[rows] = accepted.new_seq_lens
         self.tokens[rows] = accepted.bonus_tokens
 
-    def entered(self, accepted: Accepted) -> None:
+    def entered(self, accepted: AcceptResult) -> None:
         """Take note that a graph has just entered this outcome, whose tensors are its own and no other's."""
         for tensor in (accepted.new_seq_lens, accepted.bonus_tokens):
             self._entered[id(tensor)] = tensor  # held, so that its id is never another one's

@@ -222,7 +222,7 @@ class SpecWorkerBase(WorkerFace):
         self.adjustments.count(batch.reqs, tokens[:, None])
         indptr = torch.arange(len(batch.reqs) + 1, device=self.device)
         result.next_token_ids = tokens
-        result.logits_output = with_logprobs(batch, output, indptr, tokens, rows.law.temperatures)
+        result.logits_output = with_logprobs(batch, output, indptr, tokens, rows.filter_params.temperatures)
 
     def _idle(self, publish: Publish) -> DSparkBatchResult:
         draft_input = DSparkDraftInput.idle(self.device)

@@ -76,7 +76,7 @@ def prepared(args: Any, config: DSparkConfig) -> Iterator[None]:
     defaults.serve_text(args)
     if args.sampling_backend not in (None, "pytorch"):
         logger.warning(
-            "--sampling-backend=%s has no effect: DSPARK draws all tokens, by the law of the pytorch backend",
+            "--sampling-backend=%s has no effect: DSPARK draws all tokens as the pytorch backend does",
             args.sampling_backend,
         )
     token = _options.set(_Options(config, drafter))

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from dspark_kernels import DraftBlock, SamplingRows
+from dspark_kernels import DraftBlock, SamplingBatch
 
 from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
@@ -100,7 +100,7 @@ class MeasuredSteps:
         bs, device = len(batch.seq_lens), batch.seq_lens.device
         self.queues = device.type == "cuda"
         self.wait: Callable[[], None] = torch.cuda.synchronize if self.queues else lambda: None
-        rows = SamplingRows.from_lists([0.0] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
+        rows = SamplingBatch.from_lists([0.0] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
         self._step = read_decode_batch(batch, rows, seed=0, step=0)
         tokens = dummy.tokens(max_verify + 1)
         # Contiguous: ranks adopt each other's drafts in place.

@@ -19,7 +19,7 @@ import torch
 from dspark_kernels import (
     AdjustmentTable,
     DraftBlock,
-    SamplingRows,
+    SamplingBatch,
     StepRequests,
     VerifyRows,
     adjust,
@@ -60,9 +60,9 @@ _FILTERED: _Parameters = (1.0, 20, 0.9, 0.05, None)
 _SEEDED_FILTERED: _Parameters = (1.0, 20, 0.9, 0.05, 7)
 
 # What the requests of a batch ask for, in turn: the mixtures that drafting tells apart, and those that acceptance does.
-_Law = tuple[_Parameters, ...]
-_DRAFT_LAWS: tuple[_Law, ...] = ((_GREEDY,), (_SAMPLED,), (_SEEDED,), (_SEEDED, _SAMPLED))
-_LAWS: tuple[_Law, ...] = (*_DRAFT_LAWS, (_FILTERED,), (_SEEDED_FILTERED,), (_SEEDED, _FILTERED))
+_Mix = tuple[_Parameters, ...]
+_DRAFT_MIXES: tuple[_Mix, ...] = ((_GREEDY,), (_SAMPLED,), (_SEEDED,), (_SEEDED, _SAMPLED))
+_MIXES: tuple[_Mix, ...] = (*_DRAFT_MIXES, (_FILTERED,), (_SEEDED_FILTERED,), (_SEEDED, _FILTERED))
 
 
 def warm_up(stages: EagerStages, target_worker: Any, max_verify: int, request_slots: Sequence[int]) -> None:
@@ -200,24 +200,24 @@ class _WarmUpSteps:
 
     def run(self) -> None:
         """A plain step, and one with drafts of which not all are verified."""
-        self._step(PLAIN, _DRAFT_LAWS)
+        self._step(PLAIN, _DRAFT_MIXES)
         if self._stages.drafter.drafts and self._most > 0:
             depth = max(1, min(self._most, _MAX_SAMPLED_DRAFTS // self._requests))
-            self._step(StepDecision(depth, TopK(max(1, self._requests * depth // 2))), _DRAFT_LAWS)
+            self._step(StepDecision(depth, TopK(max(1, self._requests * depth // 2))), _DRAFT_MIXES)
 
     def accept(self) -> None:
-        """Judge by every law, windows of every width: drafts of the drafter, copied ones, and both side by side."""
+        """Verify every mix, windows of every width: drafts of the drafter, copied ones, and both side by side."""
         rest, drafts = self._requests - 1, self._stages.drafter.drafts
-        self._surroundings(*self._step(PLAIN, _LAWS))
+        self._surroundings(*self._step(PLAIN, _MIXES))
         for width in widths(self._most):
             if drafts:
-                self._step(StepDecision(width, FixedLength()), _LAWS)
+                self._step(StepDecision(width, FixedLength()), _MIXES)
             tokens = torch.zeros((self._requests, width), dtype=torch.int64, device=self._dummy.device)
             copies = Copies(tokens, (width, *[0] * rest))
-            self._step(PLAIN.within(Limits(copies.lens, copies.lens)), _LAWS, copies)
+            self._step(PLAIN.within(Limits(copies.lens, copies.lens)), _MIXES, copies)
             if rest and drafts:
                 beside = StepDecision(1, FixedLength()).within(Limits((width, *[1] * rest), copies.lens))
-                self._step(beside, _LAWS, copies)
+                self._step(beside, _MIXES, copies)
 
     def fill(self) -> None:
         """The largest step: sampled, with as many drafts as may be verified."""
@@ -233,16 +233,16 @@ class _WarmUpSteps:
         stages.commit(plan, stages.accept(step, drafted, plan, output), output)
 
     def _step(
-        self, decision: StepDecision, laws: Sequence[_Law], copies: Copies | None = None
+        self, decision: StepDecision, mixes: Sequence[_Mix], copies: Copies | None = None
     ) -> tuple[VerifyPlan, TargetOutput]:
-        """Draft and judge by each of ``laws``; plan and verify once: the target knows nothing of them."""
-        stages, step = self._stages, self._batch(laws[0], decision)
+        """Draft and accept by each of ``mixes``; plan and verify once: the target knows nothing of them."""
+        stages, step = self._stages, self._batch(mixes[0], decision)
         drafted = stages.draft(step, decision).with_copies(copies)
         plan = stages.plan(step, drafted, decision)
         output = stages.verify(self._dummy.fresh(), step, plan)
         accepted = stages.accept(step, drafted, plan, output)
-        for law in laws[1:]:
-            step = self._batch(law, decision)
+        for mix in mixes[1:]:
+            step = self._batch(mix, decision)
             drafted = stages.draft(step, decision).with_copies(copies)
             accepted = stages.accept(step, drafted, plan, output)
         stages.commit(plan, accepted, output)
@@ -256,10 +256,10 @@ class _WarmUpSteps:
         no_slot = host_index([-1], logits.device)
         adjust(logits, table, no_slot, plan.requests, plan.columns, plan.input_ids, plan.indptr)
 
-    def _batch(self, law: _Law, decision: StepDecision) -> DecodeBatch:
-        step = read_decode_batch(self._dummy.fresh(), self._rows(law, range(self._requests)), seed=0, step=0)
-        return replace(step, drafted_rows=self._rows(law, decision.draft_requests)) if decision.draft_requests else step
+    def _batch(self, mix: _Mix, decision: StepDecision) -> DecodeBatch:
+        step = read_decode_batch(self._dummy.fresh(), self._rows(mix, range(self._requests)), seed=0, step=0)
+        return replace(step, drafted_rows=self._rows(mix, decision.draft_requests)) if decision.draft_requests else step
 
-    def _rows(self, law: _Law, requests: Sequence[int]) -> SamplingRows:
-        temperatures, top_ks, top_ps, min_ps, seeds = zip(*(law[r % len(law)] for r in requests), strict=True)
-        return SamplingRows.from_lists(temperatures, top_ks, top_ps, min_ps, seeds, device=self._dummy.device)
+    def _rows(self, mix: _Mix, requests: Sequence[int]) -> SamplingBatch:
+        temperatures, top_ks, top_ps, min_ps, seeds = zip(*(mix[r % len(mix)] for r in requests), strict=True)
+        return SamplingBatch.from_lists(temperatures, top_ks, top_ps, min_ps, seeds, device=self._dummy.device)

@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 logger = logging.getLogger(__name__)
 
 # What these kernels say of the steps of a warm-up is not read, and to interpret them takes half of its time.
-UNREAD = "dspark_kernels.judging.acceptance"
+UNREAD = "dspark_kernels.acceptance.acceptance"
 
 _binders, _known = {}, set()
 _state = {"warm": False, "serving": False, "launching": True}

@@ -21,7 +21,7 @@ def emulate(module):
     import torch
     from dspark_kernels import kernels_anywhere
     from dspark_kernels.drafting import walk
-    from dspark_kernels.laying_out import plans
+    from dspark_kernels.planning import plans
     from launches import counting
     from replays import Emulated
     from waits import watching
@@ -94,8 +94,8 @@ def note_draft_kernels():
             return on_gpu(*args, **kwargs)
         with forms.noted_only():
             block = on_gpu(*args, **kwargs)
-        law = () if block.law is None else (block.law.scores, block.law.log_norms)
-        for written in (block.tokens, block.confidence_logits, *law):
+        distribution = () if block.distribution is None else (block.distribution.scores, block.distribution.log_norms)
+        for written in (block.tokens, block.confidence_logits, *distribution):
             if written is not None:
                 written.zero_()
         return block

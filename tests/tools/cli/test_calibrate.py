@@ -1,4 +1,4 @@
-"""`calibrate` against a stand-in for the server whose rounds follow a known law."""
+"""`calibrate` against a stand-in for the server whose rounds follow a known distribution."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_temperatures_are_found_written_and_measured(calibrate, tmp_path, server
     assert calibration.num_samples == 0.7 * NUM_PROMPTS * ROUNDS_PER_ANSWER
     # 1200 rounds: perfect predictions would show 0.03
     assert max(calibration.ece_after) < 0.06 < min(calibration.ece_before)
-    # The law is a stretched head: one more parameter finds it as well.
+    # The distribution is a stretched head: one more parameter finds it as well.
     assert max(calibration.ece_shifted) < 0.06
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,4 +1,4 @@
-"""`evaluate` against a stand-in for the server whose rounds follow a known law, and in process on the golden pair."""
+"""`evaluate` against a stand-in whose rounds follow a known distribution, and in process on the golden pair."""
 
 import csv
 import json

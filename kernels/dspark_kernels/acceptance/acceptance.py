@@ -1,0 +1,363 @@
+"""Verification on the device, for any mixture of greedy, sampled, filtered and seeded requests.
+
+Greedy batches take two launches, others four, with top-k, top-p or min-p one more and with seeds one more; nothing is
+read back, and no tensor of probabilities is written:
+
+1. statistics of every row by tiles of the vocabulary: largest logit, its token and, where anything is sampled, the sum
+   of the exponentials at the request's temperature;
+2. rows of filtered requests: where top-k, top-p and min-p cut them (``acceptance_filters``);
+3. rows of seeded requests, by tiles: their draws (``acceptance_seeds``);
+4. per request: combine the tiles, judge the drafts, write lengths and tokens;
+5. sampled requests, by tiles: an exponential race over the weights of the one row that the next token is drawn from;
+6. per sampled request: the winner of the tiles.
+
+A race draws token y with probability w_y / sum(w): every token finishes after E_y / w_y with its own unit-rate
+exponential E_y, and the first one wins. It needs no sum before the draw, so that tiles can run side by side, and for
+(p_t - p_d)+ no normalisation.
+
+What has to be moved: the logits once, N * V values; for sampled requests one row of them again, and after a rejection
+one row of the draft's distribution. For 256 requests with 7 drafts each, 151936 tokens and bfloat16 logits that is 0.62
+GB, or 0.86 GB when all are sampled and rejected. A filter reads the tiles of its rows again that reach the bound of the
+cut (with top-k = 20 about 20 of 75), and once more where it cuts a tie; seeds read their rows once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from dspark_kernels.acceptance.acceptance_filters import filter_kernel
+from dspark_kernels.acceptance.acceptance_kernels import judge_kernel, row_stats_kernel
+from dspark_kernels.acceptance.acceptance_race import finish_kernel, race_kernel
+from dspark_kernels.acceptance.acceptance_reference import accept_ref
+from dspark_kernels.acceptance.acceptance_seeds import seeded_kernel
+from dspark_kernels.acceptance.outcome import AcceptResult
+from dspark_kernels.dispatch import on_kernels
+from dspark_kernels.drafting.draft_distribution import DraftDistribution
+from dspark_kernels.drafting.drafted_block import DraftBlock
+from dspark_kernels.planning.windows import Windows
+from dspark_kernels.sampling.noise import RoundKeys
+from dspark_kernels.sampling.parameters import FilterParams, SamplingBatch
+
+# 8 KiB of bfloat16: 8 rows of 151936 tokens make 304 programs, two for each multiprocessor of an H200.
+_STATS_TILE = 4096
+# With filters or seeds. The maxima of 75 tiles bound the cut of top-k <= 75, closer the more tiles there are, and a
+# program of seeds holds the generator's words of a whole tile.
+_FINE_TILE = 2048
+_RACE_TILE = 2048
+# Logits of a row that a filter searches in registers: 8 for each of 256 threads.
+_CANDIDATES = 2048
+_FILTER_WARPS = 8
+_FILTER_REGISTERS = 80  # room for three programs on a multiprocessor; unlimited the compiler takes 110
+_MIN_TILE = 64
+_OWNERS_BLOCK = 256
+
+
+@on_kernels(accept_ref)
+def accept(
+    block: DraftBlock,
+    windows: Windows,
+    target_logits: torch.Tensor,  # [N, V]
+    prefix_lens: torch.Tensor,  # [bs] int64
+    rows: SamplingBatch,
+    keys: RoundKeys,
+) -> AcceptResult:
+    """Judge the drafts of every request.
+
+    Args:
+        block: the proposals; from slot ``verify_lens`` on any filler will do. A depth of 0 is a plain decode step. Its
+            distribution is read for sampled requests only, and may be missing where all their drafts are copied.
+        windows: rows of the requests. A slot of the batch without a request has no rows, or one row of anything; it
+            keeps 0 drafts and gets some valid token.
+        target_logits: float32, float16 or bfloat16, rows contiguous, not modified. Row indptr[r] + i predicts draft i
+            of request r, and row indptr[r] + verify_lens[r] the bonus token.
+        prefix_lens: committed tokens of each request before this round.
+        rows: sampling parameters of the bs requests.
+        keys: noise keys of this round, the same as in drafting; draft i stands at position ``keys.positions + i``. An
+            int ``step`` costs a launch and is frozen in a CUDA graph.
+
+    Returns:
+        The outcome. No host sync; safe under graph capture where ``rows`` are.
+
+    Raises:
+        ValueError: draft and target disagree on the vocabulary or the block, or the distribution of sampled drafts is
+            written out, as only torch reads it.
+    """
+    return verify_drafts(block, windows, target_logits, prefix_lens, Rules.of(rows), keys)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What of the requests' sampling parameters the kernels read; what no request has is None, and costs nothing.
+
+    Attributes:
+        temperatures: [bs] float32, 0 for greedy requests; None when all are greedy.
+        filters: top-k, top-p and min-p; its temperatures and host bounds are not read.
+        seeds: [bs] int64 of the requests that bring their own.
+        is_seeded: [bs] bool, which these are; None exactly when ``seeds`` is.
+        any_sampled: whether any request draws with the engine's noise.
+    """
+
+    temperatures: torch.Tensor | None = None
+    filters: FilterParams | None = None
+    seeds: torch.Tensor | None = None
+    is_seeded: torch.Tensor | None = None
+    any_sampled: bool = False
+
+    @staticmethod
+    def of(rows: SamplingBatch) -> Rules:
+        """The rules of ``rows``."""
+        if rows.all_greedy:
+            return Rules()
+        return Rules(
+            temperatures=rows.draw_temperatures,
+            filters=rows.filter_params if rows.any_filter else None,
+            seeds=rows.seeds if rows.any_seeded else None,
+            is_seeded=rows.is_seeded if rows.any_seeded else None,
+            any_sampled=rows.any_sampled,
+        )
+
+
+def verify_drafts(
+    block: DraftBlock,
+    windows: Windows,
+    target_logits: torch.Tensor,  # [N, V]
+    prefix_lens: torch.Tensor,  # [bs] int64
+    rules: Rules,
+    keys: RoundKeys,
+) -> AcceptResult:
+    """:func:`accept` by rules that are tensors, so that a CUDA graph of the launches serves any batch of a kind."""
+    launches = _Launches(block, windows, target_logits, rules, keys)
+    launches.read_rows()
+    if rules.filters is not None:
+        launches.cut(rules.filters)
+    if rules.seeds is not None:
+        launches.draw_seeded(rules.seeds, keys.positions)
+    accepted = launches.verify_drafts(prefix_lens)
+    if rules.temperatures is not None:
+        launches.draw(accepted)
+    return accepted
+
+
+class _Launches:
+    """The launches of one verification, in their order, and the memory between them."""
+
+    def __init__(
+        self, block: DraftBlock, windows: Windows, target_logits: torch.Tensor, rules: Rules, keys: RoundKeys
+    ) -> None:
+        if target_logits.stride(1) != 1:
+            raise ValueError("target_logits must have contiguous rows; pass a [N, V] tensor, not its transpose")
+        self._drafts, self._windows, self._logits, self._rules = block.tokens, windows, target_logits, rules
+        if self._drafts.stride(1) != 1:
+            self._drafts = self._drafts.contiguous()
+        self.bs, self.gamma = self._drafts.shape
+        num_rows, vocab_size = target_logits.shape
+        self._sampled = rules.temperatures is not None
+        self._tile = _tile(_STATS_TILE if rules.filters is None and rules.seeds is None else _FINE_TILE, vocab_size)
+        tiles = self._num_tiles = triton.cdiv(vocab_size, self._tile)
+        self._row_args: dict[str, Any] = {
+            "logits_ptr": target_logits,
+            "indptr_ptr": windows.indptr,
+            "temperatures_ptr": rules.temperatures,
+            "row_stride": target_logits.stride(0),
+            "vocab_size": vocab_size,
+        }
+        self._tile_args: dict[str, Any] = {
+            "tile_max_ptr": self._floats(num_rows, tiles),
+            "tile_token_ptr": self._ints(num_rows, tiles),
+            "tile_sum_ptr": self._floats(num_rows, tiles) if self._sampled else None,
+            "num_tiles": tiles,
+        }
+        filtered, seeded = rules.filters is not None, rules.seeds is not None
+        self._cut_args: dict[str, Any] = {
+            "cut_ptr": self._floats(num_rows) if filtered else None,
+            "last_ptr": self._ints(num_rows) if filtered else None,
+        }
+        self._row_log_masses = self._floats(num_rows) if filtered else None
+        self._seed_args: dict[str, Any] = {
+            "is_seeded_ptr": None if rules.is_seeded is None else rules.is_seeded.view(torch.uint8),
+            "seeded_speed_ptr": self._floats(num_rows, tiles) if seeded else None,
+            "seeded_token_ptr": self._ints(num_rows, tiles) if seeded else None,
+        }
+        self._draft_args = _draft_args(self._drafts, block, rules, vocab_size)
+        self._noise_args: dict[str, Any] = {
+            "seed": keys.signed_seed,
+            "step_ptr": keys.device_step if self._sampled else None,
+            "request_keys_ptr": keys.request_keys if self._sampled else None,
+        }
+        # Of the row that a sampled request's next token is drawn from.
+        self._draw_args: dict[str, Any] = {
+            "source_ptr": self._ints(self.bs) if self._sampled else None,
+            "base_ptr": self._floats(self.bs) if self._sampled else None,
+            "log_mass_ptr": self._floats(self.bs) if self._sampled else None,
+        }
+
+    def _floats(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self._logits.device)
+
+    def _ints(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=self._logits.device)
+
+    def read_rows(self) -> None:
+        """Statistics of the tiles."""
+        row_stats_kernel[len(self._logits), self._num_tiles](
+            **self._row_args,
+            **self._tile_args,
+            bs=self.bs,
+            SAMPLED=self._sampled,
+            TILE=self._tile,
+            BLOCK_B=_OWNERS_BLOCK,
+        )
+
+    def cut(self, filters: FilterParams) -> None:
+        """What top-k, top-p and min-p leave of the rows."""
+        filter_kernel[self.bs, self.gamma + 1](
+            **self._row_args,
+            **self._cut_args,
+            verify_lens_ptr=self._windows.verify_lens,
+            top_ks_ptr=filters.top_ks,
+            top_ps_ptr=filters.top_ps,
+            min_ps_ptr=filters.min_ps,
+            tile_max_ptr=self._tile_args["tile_max_ptr"],
+            tile_sum_ptr=self._tile_args["tile_sum_ptr"],
+            candidates_ptr=self._floats(len(self._logits), _CANDIDATES),
+            log_mass_ptr=self._row_log_masses,
+            num_tiles=self._num_tiles,
+            gamma=self.gamma,
+            TILE=self._tile,
+            BLOCK_T=triton.next_power_of_2(self._num_tiles),
+            ROOM=_CANDIDATES,
+            num_warps=_FILTER_WARPS,
+            maxnreg=_FILTER_REGISTERS,
+        )
+
+    def draw_seeded(self, seeds: torch.Tensor, positions: torch.Tensor) -> None:
+        """The draws of seeded requests in all their rows."""
+        seeded_kernel[self.bs, self.gamma + 1, self._num_tiles](
+            **self._row_args,
+            **self._cut_args,
+            **self._seed_args,
+            verify_lens_ptr=self._windows.verify_lens,
+            seeds_ptr=seeds,
+            positions_ptr=positions,
+            tile_max_ptr=self._tile_args["tile_max_ptr"],
+            num_tiles=self._num_tiles,
+            gamma=self.gamma,
+            HAS_FILTER=self._rules.filters is not None,
+            TILE=self._tile,
+            BLOCK_T=triton.next_power_of_2(self._num_tiles),
+        )
+
+    def verify_drafts(self, prefix_lens: torch.Tensor) -> AcceptResult:
+        """The outcome, but for the next tokens of sampled requests."""
+        drafts, bs = self._drafts, self.bs
+        lens, bonus, new_seq_lens = (drafts.new_empty(bs) for _ in range(3))
+        accepted = AcceptResult(lens, bonus, drafts.new_empty(bs, self.gamma + 1), new_seq_lens)
+        judge_kernel[(bs,)](
+            **self._row_args,
+            **self._tile_args,
+            **self._draft_args,
+            **self._noise_args,
+            **self._draw_args,
+            **self._cut_args,
+            **self._seed_args,
+            row_log_mass_ptr=self._row_log_masses,
+            verify_lens_ptr=self._windows.verify_lens,
+            prefix_lens_ptr=prefix_lens,
+            lens_ptr=lens,
+            bonus_ptr=bonus,
+            out_tokens_ptr=accepted.out_tokens,
+            new_seq_lens_ptr=new_seq_lens,
+            SAMPLED=self._sampled,
+            HAS_FILTER=self._rules.filters is not None,
+            HAS_SEEDS=self._rules.seeds is not None,
+            BLOCK_S=triton.next_power_of_2(self.gamma + 1),
+            BLOCK_T=triton.next_power_of_2(self._num_tiles),
+        )
+        return accepted
+
+    def draw(self, accepted: AcceptResult) -> None:
+        """The next tokens of sampled requests, by a race over the row that the verdict names."""
+        bs, vocab_size = self.bs, self._row_args["vocab_size"]
+        tile = _tile(_RACE_TILE, vocab_size)
+        tiles = triton.cdiv(vocab_size, tile)
+        winners: dict[str, Any] = {
+            "tile_mass_ptr": self._floats(bs, tiles),
+            "winner_ptr": self._floats(bs, tiles),
+            "winner_token_ptr": self._ints(bs, tiles),
+            "target_winner_ptr": self._floats(bs, tiles),
+            "target_winner_token_ptr": self._ints(bs, tiles),
+            "num_tiles": tiles,
+        }
+        race_kernel[bs, tiles](
+            **self._row_args,
+            **self._draft_args,
+            **self._noise_args,
+            **self._draw_args,
+            **self._cut_args,
+            **winners,
+            lens_ptr=accepted.accept_lens,
+            HAS_FILTER=self._rules.filters is not None,
+            TILE=tile,
+        )
+        finish_kernel[(bs,)](
+            lens_ptr=accepted.accept_lens,
+            source_ptr=self._draw_args["source_ptr"],
+            **winners,
+            bonus_ptr=accepted.bonus_tokens,
+            out_tokens_ptr=accepted.out_tokens,
+            gamma=self.gamma,
+            vocab_size=vocab_size,
+            BLOCK_T=triton.next_power_of_2(tiles),
+        )
+
+
+def _draft_args(drafts: torch.Tensor, block: DraftBlock, rules: Rules, vocab_size: int) -> dict[str, Any]:
+    """Return what kernels read of the drafts."""
+    bs, gamma = drafts.shape
+    distribution, copied = (block.distribution, block.copied) if rules.any_sampled and gamma else (None, None)
+    if distribution is not None:
+        _check_distribution(distribution, bs, gamma, vocab_size)
+    elif block.probs is not None and rules.any_sampled:
+        raise ValueError(
+            "the kernels read the distribution of drafts as scores, and these have probabilities; draft them on this "
+            "device too"
+        )
+    copied = None if distribution is None else copied
+    return {
+        "draft_tokens_ptr": drafts,
+        "drafts_stride": drafts.stride(0),
+        "gamma": gamma,
+        "scores_ptr": None if distribution is None else distribution.scores,
+        "scores_stride": 0 if distribution is None else distribution.scores.shape[2],
+        "log_norms_ptr": None if distribution is None else distribution.log_norms.contiguous(),
+        "columns_ptr": None if distribution is None else distribution.columns,
+        "copied_ptr": None if copied is None else copied.contiguous().view(torch.uint8),
+        "HAS_DISTRIBUTION": distribution is not None,
+        "HAS_COLUMNS": distribution is not None and distribution.columns is not None,
+        "HAS_COPIED": copied is not None,
+    }
+
+
+def _check_distribution(distribution: DraftDistribution, bs: int, gamma: int, vocab_size: int) -> None:
+    draft_vocab_size = distribution.scores.shape[2] if distribution.columns is None else distribution.columns.shape[0]
+    if (
+        distribution.scores.shape[:2] != (bs, gamma)
+        or distribution.log_norms.shape != (bs, gamma)
+        or draft_vocab_size != vocab_size
+    ):
+        raise ValueError(
+            f"the distribution of the drafts has scores {tuple(distribution.scores.shape)} over {draft_vocab_size} "
+            f"tokens where [bs, gamma] and V of the drafts and the target are {(bs, gamma)} and {vocab_size}; use a "
+            "draft model with the target's vocabulary"
+        )
+    if not distribution.scores.is_contiguous():
+        raise ValueError("the scores of the distribution of the drafts must be contiguous; call .contiguous()")
+
+
+def _tile(most: int, vocab_size: int) -> int:
+    """Tokens of a tile."""
+    return max(_MIN_TILE, min(most, triton.next_power_of_2(vocab_size)))

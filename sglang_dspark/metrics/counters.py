@@ -1,0 +1,139 @@
+"""Counts decode steps as they are observed. Pure host code, fed from results that SGLang copies to the host anyway."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from sglang_dspark.calibration.predicted_survival import PredictedSurvival
+from sglang_dspark.metrics.sums import (
+    COPIED,
+    COPIED_ACCEPTED,
+    COPIED_ROUNDS,
+    COPIED_VERIFIED,
+    DRAFTED,
+    MEASURED_MS,
+    NUM_LOADS,
+    NUM_SCALARS,
+    PARKED_STEPS,
+    PLAIN_STEPS,
+    PREDICTED_MS,
+    STEPS,
+    TIMED_STEPS,
+    Figures,
+    Sums,
+    load_of,
+)
+
+LOW_ACCEPT_LENGTH = 1.15
+"""Mean tokens per round below which a drafter is as good as noise. A drafter that was wired with a wrong convention
+(taps off by one, anchor misplaced) reaches about 1.1; a weak but sound one is above 1.3."""
+LOW_ACCEPT_ROUNDS = 2000
+
+
+class Counters:
+    """Collects :class:`Sums`. A step costs a few list entries and one per request, whatever is reported of them.
+
+    Args:
+        gamma: drafts per block.
+        predicted: sums over predicted survivals, kept by the forecast; None without one.
+
+    Attributes:
+        steps_by_policy: decode steps by the policy that chose them.
+    """
+
+    def __init__(self, gamma: int, predicted: PredictedSurvival | None = None) -> None:
+        self._width = gamma + 1
+        self._predicted = predicted or PredictedSurvival(gamma)
+        # Lists: adding to one entry of an array takes three times as long.
+        self._loads = [[0.0] * (NUM_SCALARS + 3 * self._width) for _ in range(NUM_LOADS)]
+        self.steps_by_policy: Counter[str] = Counter()
+
+    def record(
+        self,
+        draft_lens: Sequence[int],
+        verify_lens: Sequence[int],
+        accept_lens: Sequence[int],
+        *,
+        policy: str,
+        parked: bool = False,
+        copied_lens: Sequence[int] | None = None,
+    ) -> None:
+        """Add one step.
+
+        Args:
+            draft_lens: drafts that the drafter proposed per request.
+            verify_lens: drafts verified per request.
+            accept_lens: drafts accepted per request (bonus not included).
+            policy: name of the policy that chose the step.
+            parked: whether speculation rested when it was chosen.
+            copied_lens: drafts that presets proposed per request, 0 where the drafter was asked; None for none.
+        """
+        row, width = self._loads[load_of(len(verify_lens))], self._width
+        by_verified, by_accepted, by_rejected = range(NUM_SCALARS, NUM_SCALARS + 3 * width, width)
+        drafted = sum(draft_lens)
+        row[STEPS] += 1
+        plain = not (drafted or any(copied_lens or ()))
+        row[PLAIN_STEPS] += plain
+        row[PARKED_STEPS] += parked
+        row[DRAFTED] += drafted
+        self.steps_by_policy[policy] += 1
+        if plain:
+            row[by_verified] += len(verify_lens)
+            row[by_accepted] += len(verify_lens)
+            return
+        for request, (verified, accepted) in enumerate(zip(verify_lens, accept_lens, strict=True)):
+            if copied_lens is None or not copied_lens[request]:
+                row[by_verified + verified] += 1
+                row[by_accepted + accepted] += 1
+                row[by_rejected + accepted] += accepted < verified
+                continue
+            row[COPIED] += copied_lens[request]
+            row[COPIED_ROUNDS] += 1
+            row[COPIED_VERIFIED] += verified
+            row[COPIED_ACCEPTED] += accepted
+
+    def record_time(self, requests: int, measured_ms: float, predicted_ms: float | None) -> None:
+        """Add the time of one step of ``requests`` requests; ``predicted_ms`` was expected before it, None without."""
+        row = self._loads[load_of(requests)]
+        row[TIMED_STEPS] += 1
+        row[MEASURED_MS] += measured_ms
+        row[PREDICTED_MS] += predicted_ms or 0.0
+
+    def sums(self) -> Sums:
+        """All sums up to now, a copy."""
+        return Sums(np.array(self._loads), self._predicted.sums())
+
+    @property
+    def accept_length(self) -> float | None:
+        """Mean tokens per round since the start, bonus included; None before the first round."""
+        return self._total().accept_length
+
+    @property
+    def looks_miswired(self) -> bool:
+        """Return whether enough drafts were verified to say that the drafter does not predict this target."""
+        return self._drafter_rounds()[0] >= LOW_ACCEPT_ROUNDS and self.drafter_accept_length < LOW_ACCEPT_LENGTH
+
+    @property
+    def drafter_accept_length(self) -> float:
+        """Mean tokens per round in which drafts of the drafter were verified; 1 before the first."""
+        rounds, accepted = self._drafter_rounds()
+        return (accepted + rounds) / rounds if rounds else 1.0
+
+    def _drafter_rounds(self) -> tuple[int, int]:
+        """Rounds in which drafts of the drafter were verified, and how many of the drafts were kept."""
+        positions = self._total().positions()
+        return int(positions[0, 0]), int(positions[2].sum())
+
+    def _total(self) -> Figures:
+        return self.sums().total()
+
+    def __str__(self) -> str:
+        total = self._total()
+        counts, length = total.counts(), total.accept_length
+        return (
+            f"drafted {counts['drafted_tokens']}, verified {total.verified}, accepted {total.accepted}, "
+            f"committed {total.committed}, accept length {'-' if length is None else format(length, '.2f')}"
+        )

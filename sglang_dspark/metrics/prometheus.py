@@ -1,0 +1,185 @@
+"""The statistics as Prometheus metrics, beside SGLang's own.
+
+Counters are sums since the start, by load where the load matters; figures over any span follow from their rates. Gauges
+are the figures of the last minute ready-made.
+
+A step costs nothing here: a thread copies the sums once a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sglang_dspark.config import POLICY_NAMES
+from sglang_dspark.metrics.counters import Counters
+from sglang_dspark.metrics.history import History
+from sglang_dspark.metrics.sums import MEASURED_MS, PREDICTED_MS, STEPS, TIMED_STEPS, Figures, Sums, requests_of
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "sglang:dspark_"
+PERIOD_S = 1.0
+
+LOAD_COUNTERS = {
+    "steps_total": "Decode steps.",
+    "plain_steps_total": "Decode steps in which nothing was drafted.",
+    "parked_steps_total": "Decode steps while speculation rested because plain steps are faster.",
+    "request_steps_total": "Requests, summed over the decode steps.",
+    "drafted_tokens_total": "Draft tokens that the drafter proposed.",
+    "copied_tokens_total": "Draft tokens that presets copied; they count as verified and accepted, not as drafted.",
+    "copied_accepted_tokens_total": "Those of them that the target kept.",
+    "verified_tokens_total": "Draft tokens that went through the target.",
+    "accepted_tokens_total": "Draft tokens that the target kept.",
+    "wasted_tokens_total": "Draft tokens that were verified and not kept.",
+    "committed_tokens_total": "Tokens gained: accepted drafts and one correction or bonus token per request and step.",
+    "timed_steps_total": "Decode steps whose time was taken.",
+    "step_seconds_measured_total": "Their time.",
+    "step_seconds_predicted_total": "What was expected of them; stays 0 without measured step times.",
+}
+"""By label ``load``: most requests of a step, a power of two."""
+POSITION_COUNTERS = {
+    "position_verified_total": "Draft tokens that went through the target.",
+    "position_tested_total": "Those of them whose predecessors in the block were all kept.",
+    "position_accepted_total": "Those of them that were kept.",
+    "position_predicted_total": "Verified draft tokens whose survival was predicted.",
+    "position_predicted_survival_total": "The sum of these predictions.",
+    "position_predicted_survivors_total": "Those of them that survived.",
+}
+"""By label ``position``: index in the block, 0 first."""
+POLICY_COUNTERS = {"policy_steps_total": "Decode steps chosen by the policy."}
+GAUGES = {
+    "tokens_per_second": ("tokens_per_s", "Tokens committed per second, last minute."),
+    "accept_length": ("accept_length", "Tokens committed per request and step, bonus token included, last minute."),
+    "verify_length": ("verify_length", "Drafts verified per request and step, last minute."),
+    "wasted_verify_fraction": ("wasted_verify_fraction", "Share of verified drafts that were not kept, last minute."),
+    "running_requests": ("running_requests", "Requests per decode step, last minute."),
+    "parked_share": ("parked_share", "Share of decode steps while speculation rested, last minute."),
+}
+POSITION_GAUGES = {
+    "survival": ("survival", "Share of verified drafts that were kept, and with them all before, last minute."),
+    "conditional_acceptance": (
+        "conditional_acceptance",
+        "The same of drafts whose predecessors were kept.",
+    ),
+    "predicted_survival": ("predicted_survival", "Mean predicted survival of verified drafts, last minute."),
+    "calibration_error": ("calibration_error", "Predicted survival less the observed one, same drafts, last minute."),
+}
+STEP_GAUGES = {
+    "measured_step_seconds": ("measured_step_ms", "Mean time of a decode step, last minute."),
+    "predicted_step_seconds": ("predicted_step_ms", "What was expected of the same steps, last minute."),
+}
+STATE_GAUGES = {
+    "occupancy": "Requests per decode step over the most that may run, last minute.",
+    "parked": "1 while speculation rests because plain steps are faster.",
+    "policy": "1 for the policy in force, by label `policy`.",
+}
+
+
+class Metrics:
+    """Keeps Prometheus metrics equal to the counters.
+
+    Args:
+        counters, history: what is exported.
+        state: name of the policy and whether the server is parked; called from another thread.
+        max_running_requests: requests that a step may have.
+        labels: on every metric.
+        registry: of prometheus_client; None means its default one, which SGLang exports from all its processes.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        history: History,
+        state: Callable[[], tuple[str, bool]],
+        max_running_requests: int,
+        labels: Mapping[str, Any],
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        # Not before SGLang has said in the environment where its processes meet.
+        import prometheus_client
+
+        self._counters, self._history, self._state = counters, history, state
+        self._max_running_requests = max_running_requests
+        self._labels = dict(labels)
+        self._exported: dict[tuple[str, ...], float] = {}
+        registry = prometheus_client.REGISTRY if registry is None else registry
+        self._families: dict[str, Any] = {}
+        counted = {"load": LOAD_COUNTERS, "position": POSITION_COUNTERS, "policy": POLICY_COUNTERS}
+        for label, described in counted.items():
+            for name, text in described.items():
+                names = [*self._labels, label]
+                self._families[name] = prometheus_client.Counter(PREFIX + name, text, names, registry=registry)
+        levels: list[tuple[str, str, list[str]]]
+        levels = [(name, text, []) for name, (_, text) in (GAUGES | STEP_GAUGES).items()]
+        levels += [(name, text, ["position"]) for name, (_, text) in POSITION_GAUGES.items()]
+        levels += [(name, text, ["policy"] if name == "policy" else []) for name, text in STATE_GAUGES.items()]
+        for name, text, extra in levels:
+            names = [*self._labels, *extra]
+            self._families[name] = prometheus_client.Gauge(
+                PREFIX + name, text, names, registry=registry, multiprocess_mode="mostrecent"
+            )
+
+    def start(self) -> None:
+        """Update now and once a second, until the process ends."""
+        self.update()
+        threading.Thread(target=self._run, name="dspark-metrics", daemon=True).start()
+
+    def _run(self) -> None:
+        waiting = threading.Event()
+        fails = False
+        while not waiting.wait(PERIOD_S):
+            try:
+                self.update()
+            except (OSError, ValueError) as error:  # a full disk: metrics of several processes are files
+                if not fails:
+                    logger.warning("DSPARK: metrics cannot be updated, which is tried again every second: %r", error)
+                fails = True
+            else:
+                fails = False
+
+    def update(self) -> None:
+        """Bring all metrics up to date."""
+        for name, value, label in self._counts(self._counters.sums()):
+            series = name, *label.values()
+            self._families[name].labels(**self._labels, **label).inc(max(0.0, value - self._exported.get(series, 0.0)))
+            self._exported[series] = value
+        for name, gauge, label in self._levels():
+            # NaN: nothing to be said, a gap in a graph.
+            self._families[name].labels(**self._labels, **label).set(float("nan") if gauge is None else gauge)
+
+    def _counts(self, sums: Sums) -> Iterator[tuple[str, float, dict[str, str]]]:
+        for load, row in enumerate(sums.loads):
+            if row[STEPS] or row[TIMED_STEPS]:
+                figures, label = Figures(row), {"load": str(requests_of(load)[1])}
+                for key, value in figures.counts().items():
+                    yield {"rounds": "request_steps"}.get(key, key) + "_total", value, label
+                yield "timed_steps_total", row[TIMED_STEPS], label
+                yield "step_seconds_measured_total", row[MEASURED_MS] / 1e3, label
+                yield "step_seconds_predicted_total", row[PREDICTED_MS] / 1e3, label
+        columns = [*sums.total().positions(), *sums.predicted]
+        for name, values in zip(POSITION_COUNTERS, columns, strict=True):
+            for position, value in enumerate(values.tolist()):
+                yield name, value, {"position": str(position)}
+        for policy, steps in list(self._counters.steps_by_policy.items()):
+            yield "policy_steps_total", steps, {"policy": policy}
+
+    def _levels(self) -> Iterator[tuple[str, float | None, dict[str, str]]]:
+        recent, (policy, parked) = self._history.snapshot().recent_report(), self._state()
+        for name, (key, _) in GAUGES.items():
+            yield name, recent[key], {}
+        for name, (key, _) in STEP_GAUGES.items():
+            yield name, None if recent[key] is None else recent[key] / 1e3, {}
+        for name, (key, _) in POSITION_GAUGES.items():
+            for position, value in enumerate(recent[key]):
+                yield name, value, {"position": str(position)}
+        running = recent["running_requests"]
+        yield "occupancy", None if running is None else running / self._max_running_requests, {}
+        yield "parked", float(parked), {}
+        for known in POLICY_NAMES:
+            yield "policy", float(known == policy), {"policy": known}

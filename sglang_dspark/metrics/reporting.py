@@ -1,0 +1,91 @@
+"""What a running server counts and says of itself: statistics, metrics and the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from sglang_dspark.metrics.counters import Counters
+from sglang_dspark.metrics.history import History
+from sglang_dspark.metrics.prometheus import Metrics
+from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.step.record import StepRecord
+
+logger = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 30.0
+
+
+class Reporting:
+    """Counts what steps do, and reports it.
+
+    Args:
+        schedule: of the server.
+        gamma: drafts of a block.
+        max_running_requests: requests that a step may have.
+    """
+
+    def __init__(self, schedule: Schedule, gamma: int, max_running_requests: int) -> None:
+        self._schedule, self._gamma, self._max_running_requests = schedule, gamma, max_running_requests
+        self._counters = Counters(gamma, schedule.forecast.predicted)
+        self._history = History(self._counters)
+        self._logged_at = time.monotonic()
+        self._warned = False
+
+    def record_time(self) -> None:
+        """Count the time of the step behind, where it was taken."""
+        if (timed := self._schedule.last_time) is not None:
+            self._counters.record_time(timed.requests, timed.measured_ms, timed.expected_ms)
+
+    def record(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
+        """Count a step, whose tensors are on the host.
+
+        Args:
+            running: requests of the step that it was meant for.
+            accept_lens: drafts accepted, of these.
+        """
+        self._history.tick()
+        self._counters.record(
+            [rounds.drafted[request] for request in running],
+            [rounds.verified[request] for request in running],
+            accept_lens,
+            policy=rounds.policy,
+            parked=rounds.parked,
+            copied_lens=[rounds.copied[request] for request in running],
+        )
+
+    def log(self) -> None:
+        """Write a line now and then, and once that a drafter does not fit its target."""
+        now = time.monotonic()
+        if now - self._logged_at < _LOG_INTERVAL_S:
+            return
+        self._logged_at = now
+        logger.info("DSPARK: %s", self._counters)
+        if self._counters.looks_miswired and not self._warned:
+            self._warned = True
+            logger.warning(
+                "DSPARK: the accept length stays at %.2f. The drafter hardly predicts this target: was it trained for "
+                "it, and does its config.json follow its format (numbers of the tapped layers, whether the anchor's "
+                "slot predicts)? Output stays exact but decoding is slower than without speculation.",
+                self._counters.drafter_accept_length,
+            )
+
+    def report(self, history_s: int = 0) -> dict[str, Any]:
+        """What ``GET /dspark/stats`` is made of, see ``full_report``; ``history_s``: seconds to list one by one."""
+        known = {"block_size": self._gamma, "max_running_requests": self._max_running_requests}
+        # The schedule first: it learns from what it has only noted so far.
+        known |= self._schedule.report()
+        return {"known": known, "snapshot": self._history.snapshot(history_s).packed()}
+
+    def export_metrics(self, labels: dict[str, Any]) -> None:
+        """Keep Prometheus metrics up to date from now on, with these labels on all of them."""
+        Metrics(self._counters, self._history, self._state, self._max_running_requests, labels).start()
+
+    def until_now(self) -> dict[str, Any]:
+        """JSON: what was counted since the start."""
+        return {"uptime_s": self._history.uptime_s, **self._counters.sums().total().counts()}
+
+    def _state(self) -> tuple[str, bool]:
+        """Name of the policy, and whether speculation rests."""
+        return self._schedule.policy.name, self._schedule.parked

@@ -1,0 +1,157 @@
+"""p_t against SGLang's own pytorch sampler, and what SGLang leaves open: ties, width of the cut, batch mates."""
+
+import ast
+import importlib.util
+import itertools
+from pathlib import Path
+from typing import Optional
+
+import pytest
+import torch
+from dspark_kernels import SamplingBatch, target_probs
+from dspark_kernels.sampling import target_distribution
+
+TEMPERATURES = (0.5, 1.0, 1.7)
+TOP_KS = (-1, 5)
+TOP_PS = (1.0, 0.8)
+MIN_PS = (0.0, 0.1)
+MATRIX = list(itertools.product(TEMPERATURES, TOP_KS, TOP_PS, MIN_PS))
+
+# Float32 rounding of a renormalised row: two sums and a division away from the same softmax.
+FLOAT32_TOL = {"rtol": 3e-6, "atol": 1e-9}
+MAX_TV = 5e-7
+
+
+def filter_params(temperature, top_k, top_p, min_p, num_rows):
+    columns = ([value] * num_rows for value in (temperature, top_k, top_p, min_p, None))
+    return SamplingBatch.from_lists(*columns).filter_params
+
+
+@pytest.fixture(scope="module")
+def sglang_sample():
+    """SGLang's sampling function, taken out of the installed file: importing its module costs ten seconds and more."""
+    name = "top_k_top_p_min_p_sampling_from_probs_torch"
+    path = Path(importlib.util.find_spec("sglang").origin).parent / "srt/layers/sampler.py"
+    module = ast.parse(path.read_text())
+    module.body = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    namespace = {"torch": torch, "Optional": Optional}
+    exec(compile(module, path, "exec"), namespace)
+    return namespace[name]
+
+
+def sglang_distribution(monkeypatch, sglang_sample, logits, params):
+    """The weights SGLang hands to torch.multinomial, by token id and normalised."""
+    seen = {}
+
+    def whole_permutation(weights, num_samples):
+        seen["weights"] = weights
+        return torch.arange(weights.shape[-1]).expand_as(weights)
+
+    monkeypatch.setattr(torch, "multinomial", whole_permutation)
+    probs = torch.softmax(logits / params.temperatures[:, None], dim=-1)
+    order = sglang_sample(probs, params.top_ks.int(), params.top_ps, params.min_ps, params.any_min_p, None, None)
+    weights = torch.zeros_like(probs).scatter_(1, order.view(probs.shape).long(), seen["weights"])
+    return weights / weights.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("vocab_size", [7, 1111])
+def test_distribution_is_sglangs(monkeypatch, sglang_sample, vocab_size):
+    generator = torch.Generator().manual_seed(vocab_size)
+    num_rows = 40
+    for combination in MATRIX:
+        logits = torch.randn(num_rows, vocab_size, generator=generator) * 3
+        logits[3, 2:5] = -torch.inf  # a grammar mask
+        params = filter_params(*combination, num_rows)
+        expected = sglang_distribution(monkeypatch, sglang_sample, logits, params)
+        actual = target_probs(logits, params)
+        assert ((actual - expected).abs().sum(-1) / 2).max() < MAX_TV, combination
+        if combination[2] < 1.0:  # with top-p off, SGLang still drops the tail once its float32 sum rounds past 1
+            assert torch.equal(actual > 0, expected > 0), combination
+
+
+def test_mixed_rows_each_keep_their_own_distribution():
+    logits = torch.randn(len(MATRIX), 333, generator=torch.Generator().manual_seed(1)) * 3
+    mixed = SamplingBatch.from_lists(*(list(column) for column in zip(*MATRIX, strict=True)), [None] * len(MATRIX))
+    together = target_probs(logits, mixed.filter_params)
+    for row, combination in enumerate(MATRIX):
+        assert torch.equal(together[row], target_probs(logits[row : row + 1], filter_params(*combination, 1))[0])
+
+
+def test_greedy_neighbours_do_not_switch_filters_on(monkeypatch):
+    rows = SamplingBatch.from_lists([0.0, 1.0], [4, -1], [0.5, 1.0], [0.3, 0.0], [None, None])
+    monkeypatch.setattr(torch.Tensor, "topk", None)
+    monkeypatch.setattr(torch.Tensor, "sort", None)
+    logits = torch.randn(2, 50)
+    torch.testing.assert_close(target_probs(logits, rows.filter_params), logits.softmax(-1))
+
+
+@pytest.mark.parametrize("combination", [(1.0, 3, 1.0, 0.0), (1.0, -1, 0.55, 0.0), (1.0, 3, 0.99, 0.05)])
+def test_ties_at_the_cut_go_to_the_lowest_ids(combination):
+    logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 2.0, 1.0, 1.0, -1.0]])
+    probs = target_probs(logits, filter_params(*combination, 1))
+    assert probs[0].nonzero().flatten().tolist() == [1, 2, 4]
+
+
+def test_the_token_that_starts_at_exactly_p_stays():
+    """Four tokens of exactly 1/4: the third is preceded by a mass of 0.5, which is not above 0.5."""
+    probs = target_probs(torch.zeros(1, 4), filter_params(1.0, -1, 0.5, 0.0, 1))
+    torch.testing.assert_close(probs, torch.tensor([[1.0, 1.0, 1.0, 0.0]]) / 3)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.9999])
+@pytest.mark.parametrize("top_k", [-1, 600])
+def test_every_route_to_the_cut_agrees(monkeypatch, top_p, top_k):
+    """Coarse logits tie by the hundred; head search, full sort and the accelerator's route keep the same tokens."""
+    logits = (torch.randn(9, 20_011, generator=torch.Generator().manual_seed(5)) * 8).round() / 4
+    logits[:3] *= 6  # the cut of these rows lies early, of the others late
+    params = filter_params(1.0, top_k, top_p, 0.0, 9)
+    probs = target_probs(logits, params)
+    monkeypatch.setattr(target_distribution, "_HEAD_SIZES", (3,))
+    assert torch.equal(target_probs(logits, params), probs)
+    monkeypatch.setattr(target_distribution, "reads_are_free", lambda _: False)
+    assert torch.equal(target_probs(logits, params), probs)
+
+
+def test_the_survivors_do_not_depend_on_batch_mates():
+    logits = (torch.randn(2, 5003, generator=torch.Generator().manual_seed(6)) * 8).round() / 4
+    alone = target_probs(logits[:1], filter_params(0.8, 20, 0.95, 0.0, 1))
+    mates = SamplingBatch.from_lists([0.8, 1.0], [20, -1], [0.95, 0.999], [0, 0.01], [None, None])
+    torch.testing.assert_close(target_probs(logits, mates.filter_params)[:1], alone, **FLOAT32_TOL)
+    assert torch.equal(target_probs(logits, mates.filter_params)[:1] > 0, alone > 0)
+
+
+def test_min_p_1_keeps_the_most_likely_tokens():
+    probs = target_probs(torch.tensor([[1.0, 2.0, 0.0, 2.0]]), filter_params(1.0, -1, 1.0, 1.0, 1))
+    assert probs.tolist() == [[0.0, 0.5, 0.0, 0.5]]
+
+
+def test_rounding_never_turns_top_p_1_into_a_filter():
+    """The float32 running sum of these rows passes 1 before their last tokens."""
+    logits = torch.randn(40, 1111, generator=torch.Generator().manual_seed(1111)) * 6
+    assert ((target_probs(logits, filter_params(1.0, 1000, 1.0, 0.0, 40)) > 0).sum(-1) == 1000).all()
+
+
+def test_top_k_beyond_the_vocabulary_keeps_everything():
+    logits = torch.randn(3, 20)
+    torch.testing.assert_close(target_probs(logits, filter_params(1.0, 50, 1.0, 0.0, 3)), logits.softmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_left_alone_and_probabilities_are_float32(dtype):
+    logits = torch.randn(4, 50).to(dtype)
+    before = logits.clone()
+    probs = target_probs(logits, filter_params(0.7, 5, 0.9, 0.1, 4))
+    assert torch.equal(logits, before)
+    assert probs.dtype == torch.float32
+    torch.testing.assert_close(probs.sum(-1), torch.ones(4))
+
+
+@pytest.mark.parametrize("elements", [1, 3000, 9999])
+def test_rows_are_filtered_block_by_block_to_the_same_bits(monkeypatch, elements):
+    """Blocks of one row and of several, the last one shorter."""
+    logits = torch.randn(len(MATRIX), 1111, generator=torch.Generator().manual_seed(0))
+    columns = [*(list(column) for column in zip(*MATRIX, strict=True)), [None] * len(MATRIX)]
+    params = SamplingBatch.from_lists(*columns).filter_params
+    whole = target_probs(logits, params)
+    monkeypatch.setattr(target_distribution, "_MAX_ELEMENTS", elements)
+    assert torch.equal(target_probs(logits, params), whole)

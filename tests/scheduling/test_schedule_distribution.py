@@ -1,0 +1,212 @@
+"""The schedule of a server, all of it, over many steps of one batch: the text follows the target throughout.
+
+What the real loop does between steps is done here, and worse: survivals are observed two steps late, the calibration is
+refitted, parking toggles and probes come at moments that the tokens of the last step decide.
+"""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from confident_pair import ConfidentPair
+from dspark_kernels import DraftBlock
+from step_tables import make_table
+
+from sglang_dspark.calibration.online import OnlineCalibration
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.step import selected, selection
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.selection import TopK
+from sglang_dspark.step.state import Copies, Drafted
+
+pytestmark = pytest.mark.slow
+
+ALPHA = 1e-4
+BS, NUM_STEPS, GAMMA = 32, 400, 3
+REQUESTS = [f"r{row}" for row in range(BS)]
+CPU = torch.device("cpu")
+
+
+def make_schedule(options):
+    calibration = OnlineCalibration(GAMMA)
+    schedule = Schedule(options, GAMMA, calibration, CPU)
+    table = make_table(
+        lambda r, d, c: 10 + 0.05 * r * (1 + d) + np.maximum(r * (1 + d) - 64, 0) * 0.2,
+        lambda r, d, c: 2 + 0.5 * d + 0 * r,
+        gamma=GAMMA,
+    )
+    schedule.start(table)
+    return schedule
+
+
+def drafted_by(block, schedule, decision):
+    """As the worker's draft stage: cut to the depth, or of one request alone; the head is far from calibrated."""
+    if decision.draft_len == 0:
+        return Drafted(DraftBlock.empty(BS, "cpu"), None, [0] * BS)
+    block = DraftBlock(
+        block.tokens[:, : decision.draft_len],
+        block.probs[:, : decision.draft_len],
+        3 * block.confidence_logits[:, : decision.draft_len],
+    )
+    if decision.draft_requests is not None:
+        part = torch.tensor(decision.draft_requests)
+        some = DraftBlock(block.tokens[part], block.probs[part], block.confidence_logits[part])
+        block = some.spread(part, BS)
+    confidence = schedule.forecast.predict(block.confidence_logits, BS, decision.draft_len)
+    return Drafted(block, confidence, decision.draft_lens(BS))
+
+
+def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=lambda anchors: (None, None)):
+    """Anchors [n] and emitted tokens [n, gamma + 1] of all rounds, and the choices made.
+
+    ``ask`` gives the requests' limits and the drafts of their presets.
+    """
+    anchors = torch.arange(BS) % model.vocab_size
+    out_tokens = torch.zeros(BS, GAMMA + 1, dtype=torch.int64)
+    on_the_way, choices, history = [], [], []
+    for step in range(NUM_STEPS):
+        meddle(schedule, step, out_tokens)
+        limits, copies = ask(anchors)
+        decision = schedule.choose(REQUESTS, 100.0, limits)
+        block = model.draft(anchors, step)
+        drafted = drafted_by(block, schedule, decision).with_copies(copies)
+        block = block if copies is None else block.with_copies(copies.tokens, copies.mask)
+        lens = decision.select(drafted).verify_lens
+        copied = drafted.copied or [0] * BS
+        on_the_way.append(StepRecord(REQUESTS, decision, drafted.depths, lens, drafted.confidence, None, copied))
+        accepted = model.accept(anchors, block, lens, step)
+        history.append((anchors, accepted))
+        anchors, out_tokens = accepted.bonus_tokens, accepted.out_tokens
+        choices.append((decision, lens))
+        if len(on_the_way) > 2:
+            rounds = on_the_way.pop(0)
+            schedule.observe(rounds, list(range(BS)), history[step - 2][1].accept_lens.tolist())
+    return (
+        torch.cat([anchors for anchors, _ in history]),
+        torch.cat([accepted.out_tokens for _, accepted in history]),
+        choices,
+    )
+
+
+def meddling(schedule, step, out_tokens):
+    """Parks, resumes and probes as the last tokens say, and not as the policy itself would."""
+    told = int(out_tokens.clamp_min(0).sum())
+    schedule.policy._advantage = float("-inf")
+    schedule.policy.parked = bool(told // 7 % 2) and step % 3 != 0
+    if told % 3 == 0:
+        schedule.policy._steps_to_probe = 0
+
+
+OPTIONS = {
+    "static": DSparkConfig(schedule="static", verify_len=2),
+    "early-stop": DSparkConfig(schedule="early-stop"),
+    "threshold": DSparkConfig(schedule="threshold", confidence_threshold=0.6),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return ConfidentPair()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_text_follows_the_target(model, name):
+    schedule = make_schedule(OPTIONS[name])
+    anchors, out_tokens, choices = serve(model, schedule)
+    assert model.distribution_p_value(anchors, out_tokens) > ALPHA
+    assert schedule.forecast.calibration.num_refits > 10
+    chosen = set(torch.cat([lens for _, lens in choices]).tolist())
+    assert chosen == ({2} if name == "static" else set(range(GAMMA + 1)))
+
+
+def every_kind_of_ask(anchors):
+    """A quarter of the requests each: nothing, at most one draft, a bound by confidence, a preset."""
+    kind = torch.arange(BS) % 4
+    # Copies the even tokens' successors, and nothing after odd ones; some of it is right by chance.
+    lens = torch.where((kind == 3) & (anchors % 2 == 0), 1 + anchors % GAMMA, 0)
+    copies = Copies((anchors[:, None] + torch.arange(1, GAMMA + 1)) % 6, tuple(lens.tolist()))
+    most = torch.where(kind == 1, 1, GAMMA)
+    bounds = torch.where(kind == 2, 0.8, 0.0)
+    limits = Limits(tuple(torch.where(lens > 0, lens, most).tolist()), copies.lens, tuple(bounds.tolist()))
+    return (limits, copies) if lens.any() else (replace(limits, copied=(0,) * BS), None)
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "auto", "off"])
+def test_the_text_follows_the_target_whatever_requests_ask_for(model, name):
+    schedule = make_schedule(OPTIONS.get(name) or DSparkConfig(schedule=name))
+    meddle = {"meddle": meddling} if name == "auto" else {}
+    anchors, out_tokens, choices = serve(model, schedule, ask=every_kind_of_ask, **meddle)
+    assert model.distribution_p_value(anchors, out_tokens) > ALPHA
+    lens = torch.stack([lens for _, lens in choices])
+    assert (lens[:, 1::4] <= 1).all()
+    copied = torch.tensor([decision.limits.copied if decision.limits else (0,) * BS for decision, _ in choices])
+    assert (copied > 0).any(1).sum() > NUM_STEPS / 2
+    assert (lens[copied > 0] == copied[copied > 0]).all()
+    # What a preset proposes says nothing about the drafter.
+    if name in ("auto", "off"):
+        assert any(decision.draft_len == 0 and decision.has_copies for decision, _ in choices)
+
+
+def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
+    """The same server with drafts judged by their successor's confidence."""
+    honest = selection.above_threshold
+
+    def ahead(confidence, threshold):
+        return honest(torch.cat([confidence[:, 1:], confidence[:, -1:]], dim=1), threshold)
+
+    def bounded(anchors):
+        return Limits((GAMMA,) * BS, (0,) * BS, (0.6,) * BS), None
+
+    for rule, exact in ((ahead, False), (honest, True)):
+        monkeypatch.setattr(selection, "above_threshold", rule)
+        anchors, out_tokens, _ = serve(model, make_schedule(DSparkConfig(schedule="static")), ask=bounded)
+        assert (model.distribution_p_value(anchors, out_tokens) > ALPHA) == exact
+
+
+def kinds(choices):
+    """What a step did: the kinds of decision that the policy ``auto`` knows."""
+    for decision, lens in choices:
+        if decision.draft_len == 0:
+            yield "plain"
+        elif decision.draft_requests is not None:
+            yield "one request alone"
+        elif decision.selection.probe_request is not None:
+            yield "one request forced"
+        else:
+            yield "trimmed" if lens.sum() < BS * GAMMA else "whole"
+
+
+def test_the_text_follows_the_target_while_auto_parks_probes_and_recalibrates(model):
+    schedule = make_schedule(DSparkConfig())
+    anchors, out_tokens, choices = serve(model, schedule, meddling)
+    assert model.distribution_p_value(anchors, out_tokens) > ALPHA
+    seen = list(kinds(choices))
+    assert {kind: seen.count(kind) > 5 for kind in set(seen)} == dict.fromkeys(
+        ("plain", "one request alone", "one request forced", "trimmed"), True
+    )
+    assert len({decision.draft_len for decision, _ in choices}) > 2
+    toggles = sum(a != b for a, b in itertools.pairwise(kind == "plain" for kind in seen))
+    assert toggles > NUM_STEPS / 10
+
+
+def test_a_draft_deciding_about_itself_would_be_noticed(model, monkeypatch):
+    """The same server with drafts ranked by their successor's survival."""
+    honest = selected.top_prefixes
+
+    def ahead(survival, budget):
+        return honest(torch.cat([survival[:, 1:], survival[:, -1:]], dim=1), budget)
+
+    monkeypatch.setattr(selected, "top_prefixes", ahead)
+    schedule = make_schedule(DSparkConfig())
+    half = StepDecision(GAMMA, TopK(BS * GAMMA // 3))
+    monkeypatch.setattr(schedule.policy, "choose", lambda requests, context: half)
+    anchors, out_tokens, _ = serve(model, schedule)
+    assert model.distribution_p_value(anchors, out_tokens) < ALPHA
+    monkeypatch.setattr(selected, "top_prefixes", honest)
+    anchors, out_tokens, _ = serve(model, schedule)
+    assert model.distribution_p_value(anchors, out_tokens) > ALPHA

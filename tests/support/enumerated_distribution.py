@@ -1,0 +1,132 @@
+"""The distribution of the toy pair's served texts, summed over every outcome of the noise, beside the target's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from dspark_kernels import Adjustment, SamplingBatch
+from told_noise import every_run
+from toy_pair import GAMMA, ToyLoop, V, target_distribution
+
+from sglang_dspark.draft.model import DraftModel
+from sglang_dspark.scheduling.sps_table import SpsTable
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.selection import FixedLength, TopK
+
+PROMPT, TEMPERATURE = [1, 0], 0.8
+NO_FILTER = (-1, 1.0, 0.0)
+
+
+def table() -> SpsTable:
+    """Drafts cost so much that not all of them are worth it."""
+    drafts, requests = np.arange(GAMMA + 1.0), np.array([[1.0], [4.0]])
+    verify, draft = 4 + 1.5 * drafts * requests, np.where(drafts > 0, 0.5, 0.0) * requests
+    return SpsTable({}, [1, 4], range(GAMMA + 1), [64], draft[..., None], verify[..., None])
+
+
+def distribution_error(
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict,
+    length: int,
+    *,
+    requests: int = 1,
+    filters: tuple[int, float, float] = NO_FILTER,
+    adjustment: Adjustment | None = None,
+    copied_after: Callable[[int, Sequence[int]], list[int]] | None = None,
+    choose: Callable[[ToyLoop, StepDecision], StepDecision] = lambda loop, decision: decision,
+    drafter: DraftModel | None = None,
+) -> float:
+    """Largest error of the probability of a joint text of all requests.
+
+    Args:
+        length: tokens of each text, after the first.
+        adjustment, copied_after: see :class:`StageLoop`.
+        choose: changes what the policy chose.
+        drafter: in place of the usual one.
+    """
+    distribution: dict[tuple, float] = defaultdict(float)
+    first = 0
+
+    def serve():
+        loop = ToyLoop(table(), drafter, **options)
+        loop.filters, loop.adjustment, loop.copied_after = filters, adjustment, copied_after
+        chosen = loop.schedule.choose
+        loop.schedule.choose = lambda *args, **kwargs: choose(loop, chosen(*args, **kwargs))
+        return loop.serve([PROMPT] * requests, 1 + length, temperature=TEMPERATURE)
+
+    for weight, texts in every_run(monkeypatch, serve):
+        first = texts[0][0]
+        distribution[tuple(tuple(text[1:]) for text in texts)] += weight
+    assert sum(distribution.values()) == pytest.approx(1, abs=1e-12)
+    rows = SamplingBatch.from_lists([TEMPERATURE], *([value] for value in filters), [None])
+    one = target_distribution(PROMPT, first, length, rows.filter_params, adjustment)
+    joint = {(): 1.0}
+    for _ in range(requests):
+        joint = {(*texts, text): p * q for texts, p in joint.items() for text, q in one.items()}
+    return max(abs(distribution[texts] - probability) for texts, probability in joint.items())
+
+
+STATIC, THRESHOLD = {"schedule": "static"}, {"schedule": "threshold", "confidence_threshold": 0.92}
+POLICIES = {
+    "off": {"schedule": "off"},
+    "static": STATIC,
+    "static-1": {"schedule": "static", "verify_len": 1},
+    "threshold": THRESHOLD,
+    "early-stop": {"schedule": "early-stop"},
+    "auto": {},
+}
+
+
+FILTERS = {"top-k": (2, 1.0, 0.0), "top-p": (-1, 0.7, 0.0), "min-p": (-1, 1.0, 0.4), "all": (2, 0.8, 0.3)}
+
+
+PENALTIES = {
+    "frequency": Adjustment(frequency=0.9),
+    "presence": Adjustment(presence=-1.2),
+    "repetition": Adjustment(repetition=1.7),
+    "all": Adjustment(frequency=0.4, presence=0.3, repetition=1.3, logit_bias={0: -0.8, 2: 0.5}),
+}
+
+
+def half_of(loop: ToyLoop, decision: StepDecision) -> StepDecision:
+    """Each request has a draft, and the better one is verified."""
+    return StepDecision(1, TopK(len(loop.texts) // 2))
+
+
+def one_of_a_block(loop: ToyLoop, decision: StepDecision) -> StepDecision:
+    """A whole block is drafted, and its first draft is verified."""
+    return StepDecision(GAMMA, TopK(1))
+
+
+def one_of_two(loop: ToyLoop, decision: StepDecision) -> StepDecision:
+    """Only the second request is drafted, as when a parked server probes."""
+    return StepDecision(GAMMA, TopK(GAMMA, probe_request=1), draft_requests=(1,))
+
+
+def bounded(loop: ToyLoop, decision: StepDecision) -> StepDecision:
+    """The first request wants no draft verified, the second one those before the first of low confidence."""
+    return StepDecision(GAMMA, TopK(2 * GAMMA)).within(Limits((0, GAMMA), (0, 0), (0.0, 0.92)))
+
+
+def third_of(loop: ToyLoop, decision: StepDecision) -> StepDecision:
+    """Each of three requests has a draft, and the best one is verified."""
+    return StepDecision(1, TopK(1))
+
+
+def one_of_three(loop: ToyLoop, decision: StepDecision) -> StepDecision:
+    """The middle request is drafted, its neighbours take a plain step."""
+    return StepDecision(GAMMA, TopK(GAMMA), draft_requests=(1,))
+
+
+def a_copy_between(loop: ToyLoop, decision: StepDecision) -> StepDecision:
+    """The first request wants nothing verified, the second one has a copied draft, the third one is drafted."""
+    return StepDecision(1, FixedLength()).within(Limits((0, 1, 1), (0, 1, 0)))
+
+
+def copies(request: int, text: Sequence[int]) -> list[int]:
+    """Two drafts, one or none, by the text so far."""
+    return [(text[-1] + index) % V for index in range(GAMMA - text[-1] % (GAMMA + 1))]
