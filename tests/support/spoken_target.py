@@ -11,6 +11,9 @@ from golden_server import CASES, TARGET
 TOOL_CALL, REASONING = CASES[1]["prompt_ids"], CASES[2]["prompt_ids"]
 """Prompts: after the first the target writes a tool call, after the second a mark of two tokens, and numbers."""
 
+END = 103
+"""A token that ends texts, of which the tokenizer knows nothing; the twelfth one after `REASONING`."""
+
 _WORDS = {
     59: "Sure",
     60: "<tool_call>\n",
@@ -36,5 +39,7 @@ def spoken_target(folder: Path) -> Path:
     tokenizer["model"]["vocab"] = {word: id_ for id_, word in words.items()}
     tokenizer["decoder"] = {"type": "Fuse"}
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    generation = json.loads((path / "generation_config.json").read_text())
+    (path / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": [1, END]}))
     (path / "chat_template.jinja").write_text(CHAT)
     return path

@@ -1,4 +1,4 @@
-"""Streams through parsers of tool calls and reasoning, and Ollama's, beside the plain server's."""
+"""A target whose texts have parts: streams through parsers, Ollama, and ends of a text, beside the plain server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 from golden_server import CASES, call, greedy
-from spoken_target import REASONING, TOOL_CALL
+from spoken_target import END, REASONING, TOOL_CALL
 
 pytestmark = pytest.mark.slow
 
@@ -107,3 +107,13 @@ def test_ollama_loses_no_more_than_on_a_plain_server(plain_parsers, parsers, rou
     expected, found = ["".join(map(text_of, events(server, route, body))) for server in (plain_parsers, parsers)]
     assert expected.strip()
     assert found == expected
+
+
+@pytest.mark.parametrize("minimum", [0, 11, 12])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_minimum_holds_for_every_end_token_of_the_model(plain_parsers, parsers, minimum, ignore_eos):
+    body = greedy(REASONING, 24)
+    body["sampling_params"] |= {"min_new_tokens": minimum, "ignore_eos": ignore_eos}
+    expected, found = [server.post_json("/generate", body)["output_ids"] for server in (plain_parsers, parsers)]
+    assert found == expected
+    assert (expected[-1] == END and len(expected) == 12) == (minimum < 12 and not ignore_eos)
