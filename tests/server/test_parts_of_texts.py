@@ -117,3 +117,19 @@ def test_a_minimum_holds_for_every_end_token_of_the_model(plain_parsers, parsers
     expected, found = [server.post_json("/generate", body)["output_ids"] for server in (plain_parsers, parsers)]
     assert found == expected
     assert (expected[-1] == END and len(expected) == 12) == (minimum < 12 and not ignore_eos)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_samples_of_a_seeded_request_differ_and_come_back(parsers, stream):
+    asked = {"model": "m", "prompt": "the dog", "max_tokens": 12, "temperature": 1, "ignore_eos": True}
+
+    def texts(**more):
+        if not stream:
+            return [one["text"] for one in parsers.post_json("/v1/completions", asked | more)["choices"]]
+        found = [choice for event in events(parsers, "/v1/completions", asked | more) for choice in event["choices"]]
+        return ["".join(choice["text"] for choice in found if choice["index"] == index) for index in range(more["n"])]
+
+    samples = texts(seed=5, n=3)
+    assert len(set(samples)) == 3
+    assert texts(seed=5, n=3) == samples
+    assert [texts(seed=seed, n=1)[0] for seed in (5, 6, 7)] == samples
