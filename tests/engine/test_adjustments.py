@@ -21,6 +21,7 @@ class Request:
     def __init__(self, output_ids: list[int] | None = None, **parameters: Any) -> None:
         self.sampling_params = SamplingParams(**parameters)
         self.output_ids = output_ids or []
+        self.eos_token_ids = {1, 4}  # a model may have more than its tokenizer knows
         self.tokenizer = SimpleNamespace(eos_token_id=1, additional_stop_token_ids={2, VOCAB + 5})
         self.grammar = None
         self.is_retracted = self.ended = False
@@ -118,8 +119,8 @@ def test_a_retracted_request_starts_from_its_output(adjustments):
 
 def test_what_ends_the_text_before_min_new_tokens(adjustments):
     req = Request(min_new_tokens=2, stop_token_ids=[7, -3])
-    assert sorted(adjustment_of(req, VOCAB).stop_token_ids) == [1, 2, 7]
-    assert prefill(adjustments, req)[0].isinf().nonzero().flatten().tolist() == [1, 2, 7]
+    assert sorted(adjustment_of(req, VOCAB).stop_token_ids) == [1, 2, 4, 7]
+    assert prefill(adjustments, req)[0].isinf().nonzero().flatten().tolist() == [1, 2, 4, 7]
     adjustments.count([req], torch.tensor([[3, 3]]))
     assert not step(adjustments, req).isinf().any()
 

@@ -2,12 +2,19 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from sglang_dspark.engine.scheduler.request_counts import attach, count
 
 
 def request(steps):
     """One whose ``steps`` SGLang has counted."""
-    return SimpleNamespace(spec_verify_ct=steps, spec_correct_drafts_histogram=[2, 1])
+    return SimpleNamespace(
+        spec_verify_ct=steps,
+        spec_correct_drafts_histogram=[2, 1],
+        reasoning_tokens=0,
+        output_ids_through_stop=[5] * steps,
+    )
 
 
 def rounds(drafted, verified):
@@ -36,3 +43,11 @@ def test_plain_steps_add_nothing_and_are_reported():
 
 def test_a_request_without_a_step_says_nothing():
     assert attached(request(0)) == [2, 1]
+
+
+@pytest.mark.parametrize(("counted", "expected"), [(3, 3), (4, 4), (9, 4)])
+def test_reasoning_has_at_most_the_tokens_of_the_text(counted, expected):
+    req = request(4)
+    req.reasoning_tokens = counted
+    attach(None, None, req)
+    assert req.reasoning_tokens == expected

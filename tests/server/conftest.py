@@ -19,6 +19,7 @@ from int8_target import OF_ROWS, int8_target
 from lora_adapters import adapter_flags
 from random_drafter import damaged_drafter, random_drafter
 from server_pool import HOST_MEMORY, ON_GPU, SINK_FLAGS, SINKS, Recipe, ServerPool
+from spoken_target import spoken_target
 from wheel import NOT_OF_THE_FOLDER, python_with_the_wheel
 
 from sglang_dspark.tools.demo import smollm2
@@ -29,6 +30,7 @@ STATIC = ("--speculative-dspark-schedule", "static")
 DRAFT_FREE = (*PLUGIN, "--speculative-dspark-draft-free")
 # A pool that cannot hold the running requests, and a context that they grow out of.
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
+PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 HOST_CACHE = ("--max-total-tokens", "600", "--context-length", "256", *HOST_MEMORY)
 LORA = "csgmv" if ON_GPU else "torch_native"
@@ -90,6 +92,9 @@ SERVERS: dict[str, Recipe] = {
     "letters": Recipe(lambda folder: (*DSPARK, *_letters(folder))),
     # Under overlap SGLang counts penalties one token late.
     "plain_letters": Recipe(lambda folder: (*_letters(folder), "--disable-overlap-schedule")),
+    # Streams that are parsed; every step commits as much as it can.
+    "plain_parsers": Recipe(lambda folder: PARSERS, model=spoken_target),
+    "parsers": Recipe(lambda folder: (*DSPARK, *STATIC, *PARSERS), model=spoken_target),
     "parallel": Recipe(lambda folder: (*DSPARK, *PARALLEL), env=TWO_RANKS),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe(lambda folder: (*DSPARK, "--max-running-requests", "4"), env=emulated_graphs()),

@@ -149,6 +149,7 @@ def adjustment_of(req: Any, vocab_size: int) -> Adjustment:
     if parameters.min_new_tokens:
         stops = {
             *(parameters.stop_token_ids or ()),
+            *(req.eos_token_ids or ()),
             *(req.tokenizer.additional_stop_token_ids or ()),
             req.tokenizer.eos_token_id,
         }

@@ -24,7 +24,12 @@ def count(reqs: Sequence[Any], rounds: StepRecord, running: Sequence[int]) -> No
 
 
 def attach(result: None, processor: Any, req: Any) -> None:
-    """Hook where SGLang completes a request that has ended, before its last output leaves the scheduler."""
+    """Hook where SGLang completes a request that has ended, before its last output leaves the scheduler.
+
+    SGLang has counted all tokens of the last step that belong to the reasoning, those behind the end too. Reasoning
+    stands at the beginning of a text, so it has at most as many tokens as the text.
+    """
+    req.reasoning_tokens = min(req.reasoning_tokens, len(req.output_ids_through_stop))
     if req.spec_verify_ct:
         counts = getattr(req, "dspark_counts", (0, 0))
         req.spec_correct_drafts_histogram = [*req.spec_correct_drafts_histogram, *(-1 - number for number in counts)]

@@ -115,6 +115,22 @@ HOOKS: tuple[Hook, ...] = (
         "SGLang takes it that every draft is verified, and understates the acceptance of requests",
     ),
     Hook(
+        "seed-samples",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._send_one_request",
+        HookType.BEFORE,
+        "api.samples.seed_each",
+        "front_end",
+        "SGLang sends the n samples of a request with one seed; seeds are served here, so all would have one text",
+    ),
+    Hook(
+        "stream-tokens",
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._stream_one_response",
+        HookType.AROUND,
+        "api.streams.stream_tokens",
+        "front_end",
+        "parsers of tool calls and reasoning, and Ollama's routes, expect messages of one token, not of a step",
+    ),
+    Hook(
         "mount-routes",
         "sglang.srt.entrypoints.http_server._setup_and_run_http_server",
         HookType.BEFORE,

@@ -1,0 +1,112 @@
+"""Streams whose messages have one token each, as without speculation.
+
+A step brings several tokens, and SGLang puts them into one message. Some of its consumers expect one token in each:
+parsers of tool calls lose the arguments of a call that is complete at once, parsers of reasoning miss a mark that a
+message cuts, and Ollama's routes drop the text of the last message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+# Token ids before a window of text: some tokenizers decode the first token of a text otherwise. SGLang's number.
+_CONTEXT = 5
+# Of the meta_info: lists with an entry per token, and counts of tokens.
+_PER_TOKEN = {"output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"}
+_COUNTS = {"output_token_logprobs_length", "reasoning_tokens"}
+_INCOMPLETE = "\ufffd"
+
+
+async def stream_tokens(
+    original: Callable[..., AsyncIterator[dict[str, Any]]], manager: Any, obj: Any, state: Any, request: Any = None
+) -> AsyncIterator[dict[str, Any]]:
+    """Hook around the answers of one request: cut the messages of a stream where its tokens end.
+
+    If the server has a parser of tool calls or reasoning, every token gets a message of its own. Otherwise only the
+    last token does, which the routes of Ollama drop.
+    """
+    answers = original(manager, obj=obj, state=state, request=request)
+    if not getattr(obj, "stream", False) or manager.tokenizer is None:
+        async for answer in answers:
+            yield answer
+        return
+    parsed = bool(manager.server_args.tool_call_parser or manager.server_args.reasoning_parser)
+    cutter = StreamCutter(manager.tokenizer, obj.sampling_params, incremental=manager.incremental_streaming_output)
+    async for answer in answers:
+        for message in cutter.cut(answer, every_token=parsed):
+            yield message
+
+
+class StreamCutter:
+    """Cuts the messages of one stream into messages of one token.
+
+    Args:
+        tokenizer: the server's.
+        parameters: of the request, as the client sent them: which tokens have a text.
+        incremental: a message has the text and token ids that are new; otherwise all of them.
+    """
+
+    def __init__(self, tokenizer: Any, parameters: Any, *, incremental: bool) -> None:
+        self._tokenizer, self._incremental = tokenizer, incremental
+        given = parameters if isinstance(parameters, dict) else {}
+        self._options = {
+            name: bool(given.get(name, True)) for name in ("skip_special_tokens", "spaces_between_special_tokens")
+        }
+        self._ids: list[int] = []
+        self._text = ""
+
+    def cut(self, answer: dict[str, Any], *, every_token: bool) -> Iterator[dict[str, Any]]:
+        """Yield the messages that take the place of `answer`, which is the last of them.
+
+        Args:
+            every_token: cut behind every token; otherwise only before the last token of the stream.
+        """
+        meta_info, text = answer.get("meta_info") or {}, answer.get("text")
+        known, shown = len(self._ids), len(self._text)
+        if not isinstance(text, str) or meta_info.get("completion_tokens") is None:
+            yield answer
+            return
+        self._ids += answer["output_ids"][0 if self._incremental else known :]
+        self._text = self._text + text if self._incremental else text
+        ends = range(known + 1, len(self._ids))
+        if not every_token:
+            ends = ends[-1:] if meta_info.get("finish_reason") is not None else ends[:0]
+        start = known
+        for end, length in self._lengths(known, shown, ends):
+            yield self._part(answer, (start, end), (shown, length))
+            start, shown = end, length
+        yield self._part(answer, (start, len(self._ids)), (shown, len(self._text))) if start > known else answer
+
+    def _lengths(self, known: int, shown: int, ends: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield (tokens, characters of their text) for every one of `ends` whose text can be told from what follows."""
+        if not ends:
+            return
+        start = max(0, known - _CONTEXT)
+        before = self._decoded(start, known)
+        if before.endswith(_INCOMPLETE):  # the text of a token goes on in this message
+            return
+        for end in ends:
+            decoded = self._decoded(start, end)
+            new = decoded[len(before) :]
+            # What a stop string has cut off, or a tokenizer writes otherwise in a longer text, is no prefix.
+            if new and not new.endswith(_INCOMPLETE) and self._text.startswith(new, shown):
+                yield end, shown + len(new)
+
+    def _decoded(self, start: int, end: int) -> str:
+        return str(self._tokenizer.decode(self._ids[start:end], **self._options))
+
+    def _part(self, answer: dict[str, Any], tokens: tuple[int, int], text: tuple[int, int]) -> dict[str, Any]:
+        """Return the message of the tokens and characters in these ranges; a whole one begins at 0."""
+        meta_info, end = dict(answer["meta_info"]), tokens[1]
+        if not self._incremental:
+            tokens, text = (0, end), (0, text[1])
+        begin = len(self._ids) - len(answer["output_ids"]) if self._incremental else 0
+        for name in _PER_TOKEN & meta_info.keys():
+            meta_info[name] = meta_info[name][tokens[0] - begin : end - begin]
+        if end < len(self._ids):
+            meta_info |= {"finish_reason": None, "completion_tokens": end}
+            for name in _COUNTS & meta_info.keys():
+                meta_info[name] = min(meta_info[name], end)
+        ids = self._ids[slice(*tokens)]
+        return answer | {"text": self._text[slice(*text)], "output_ids": ids, "meta_info": meta_info}

@@ -1,0 +1,129 @@
+"""A stream of steps, cut into messages of one token."""
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import pytest
+from byte_tokenizer import save_byte_tokenizer
+from transformers import AutoTokenizer
+
+from sglang_dspark.engine.api.streams import StreamCutter, stream_tokens
+
+TEXT = 'a "year": é € 😀 end'
+SKIPPED = 2  # <mask>, a token without a text
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_byte_tokenizer(tmp_path_factory.mktemp("bytes"), 1000))
+
+
+@pytest.fixture(scope="module")
+def ids(tokenizer):
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    return [*ids[:4], SKIPPED, *ids[4:]]
+
+
+def messages(tokenizer, ids, ends, incremental, trimmed=0):
+    """What the front end makes of steps that end at these tokens; the last text lacks so many characters."""
+    begin = shown = 0
+    for end in ends:
+        text = tokenizer.decode(ids[:end], skip_special_tokens=True).rstrip("\ufffd")
+        finished = end == len(ids)
+        text = text[: len(text) - trimmed] if finished else text
+        first = begin if incremental else 0
+        yield {
+            "text": text[shown:] if incremental else text,
+            "output_ids": ids[first:end],
+            "meta_info": {
+                "finish_reason": {"type": "stop"} if finished else None,
+                "completion_tokens": end,
+                "reasoning_tokens": end,
+                "output_token_logprobs": [(-float(place), ids[place], None) for place in range(first, end)],
+                "output_token_logprobs_length": end,
+            },
+        }
+        begin, shown = end, len(text)
+
+
+def cut(tokenizer, given, incremental, every_token=True):
+    cutter = StreamCutter(tokenizer, {}, incremental=incremental)
+    return [message for answer in given for message in cutter.cut(answer, every_token=every_token)]
+
+
+def with_text(given, incremental):
+    """The messages that show something; tokens without a text are in the message of the next one."""
+    shown, kept, waiting = 0, [], []
+    for message in given:
+        text, meta_info = message["text"], dict(message["meta_info"])
+        if incremental:
+            waiting += message["output_ids"]
+            if text or meta_info["finish_reason"]:
+                kept.append((text, waiting, meta_info["completion_tokens"], meta_info["reasoning_tokens"]))
+                waiting = []
+        elif len(text) > shown or meta_info["finish_reason"]:
+            shown = len(text)
+            kept.append((text, message["output_ids"], meta_info["completion_tokens"], meta_info["reasoning_tokens"]))
+    return kept
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_steps_are_cut_into_the_messages_of_single_tokens(tokenizer, ids, seed, incremental):
+    rng = random.Random(seed)
+    ends = [1]  # the first token is the prefill's
+    while ends[-1] < len(ids):
+        ends.append(min(len(ids), ends[-1] + rng.randint(1, 7)))
+    one_by_one = list(messages(tokenizer, ids, range(1, len(ids) + 1), incremental))
+    several = cut(tokenizer, messages(tokenizer, ids, ends, incremental), incremental)
+    singles = with_text(one_by_one, incremental)
+    assert len(singles) > 15
+    found = with_text(several, incremental)
+    # A letter of several tokens that two steps share comes with the rest of the second step.
+    assert {text for text, *_ in found} <= {text for text, *_ in singles} or incremental
+    assert found[-1][2:] == singles[-1][2:]
+    if incremental:
+        assert "".join(text for text, *_ in found) == TEXT
+        assert [token for _, tokens, *_ in found for token in tokens] == ids
+    else:
+        assert found[-1] == singles[-1]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_each_token_of_one_step_has_a_message_and_what_belongs_to_it(tokenizer, incremental):
+    ids = tokenizer("abcde", add_special_tokens=False)["input_ids"]
+    found = cut(tokenizer, messages(tokenizer, ids, [1, 5], incremental), incremental)
+    assert found == list(messages(tokenizer, ids, range(1, 6), incremental))
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_without_a_parser_the_last_token_alone_is_apart(tokenizer, incremental):
+    ids = tokenizer("abcdefgh", add_special_tokens=False)["input_ids"]
+    found = cut(tokenizer, messages(tokenizer, ids, [1, 4, 8], incremental), incremental, every_token=False)
+    assert found == list(messages(tokenizer, ids, [1, 4, 7, 8], incremental))
+
+
+def test_what_a_stop_string_cuts_off_is_in_no_message(tokenizer):
+    ids = tokenizer("abc end", add_special_tokens=False)["input_ids"]
+    found = cut(tokenizer, messages(tokenizer, ids, [1, 7], False, trimmed=4), False)
+    assert [message["text"] for message in found] == ["a", "ab", "abc", "abc"]
+    assert found[-1]["output_ids"] == ids
+    assert found[-1]["meta_info"]["finish_reason"] == {"type": "stop"}
+
+
+@pytest.mark.parametrize(("stream", "parser", "expected"), [(True, "qwen25", 5), (True, None, 3), (False, "qwen25", 2)])
+def test_the_server_and_the_request_decide(tokenizer, stream, parser, expected):
+    ids = tokenizer("abcde", add_special_tokens=False)["input_ids"]
+
+    async def answers(manager, *, obj, state, request):
+        for message in messages(tokenizer, ids, [1, 5], False):
+            yield message
+
+    async def number():
+        arguments = SimpleNamespace(tool_call_parser=parser, reasoning_parser=None)
+        manager = SimpleNamespace(server_args=arguments, tokenizer=tokenizer, incremental_streaming_output=False)
+        obj = SimpleNamespace(stream=stream, sampling_params={})
+        return len([message async for message in stream_tokens(answers, manager, obj=obj, state=None)])
+
+    assert asyncio.run(number()) == expected
