@@ -53,7 +53,7 @@ def test_the_kernel_runs_where_the_first_tensor_is_on_a_gpu(nowhere, args, kwarg
 def test_both_forms_and_the_docstring_are_at_hand():
     assert isinstance(form, Dispatched)
     assert form.kernel() == "kernel" and form.reference() == "reference"
-    assert form.__doc__ == "Which form runs." and form.__name__ == "form"
+    assert form.__doc__ == "Return the name of the form that runs." and form.__name__ == "form"
 
 
 def test_an_error_leaves_the_switch_as_it_was(nowhere):
