@@ -165,7 +165,7 @@ def trace(setting: Setting) -> Commands:
     more = ("--steps", "4", "--max-tokens", "200") if setting.rehearses else (f"--server-flags={SMALL}",)
     words = (*setting.pair, "--config", "static:5", *more)
     users = ("1", "2") if setting.rehearses else ("1", "64")
-    return [setting.run("step_trace.py", "record", *words, "--concurrency", n, output=f"{n}_users") for n in users]
+    return [setting.run("step_trace.py", *words, "--concurrency", n, output=f"{n}_users") for n in users]
 
 
 def shape(setting: Setting) -> Commands:

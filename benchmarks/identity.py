@@ -29,12 +29,12 @@ import click
 import torch
 from rich.console import Console
 from rich.table import Table
-from serving.prompts import load_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dspark.files import write_text_whole
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_MEMORY_FLAGS, LaunchedServer, dspark_flags
+from sglang_dspark.tools.prompts import read_prompts
 
 # A near-tie is a gap below this, in units of the logits.
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.25}
@@ -225,9 +225,9 @@ def run_alone(
 
 
 def encode(target: Path, files: Sequence[Path], num: int) -> list[list[int]]:
-    """The first ``num / len(files)`` prompts of every file as chat prompts."""
+    """Return the first ``num / len(files)`` prompts of every file as chat prompts."""
     tokenizer = AutoTokenizer.from_pretrained(target)
-    texts = [p.text for file in files for p in load_prompts(file)[: -(-num // len(files))]][:num]
+    texts = [text for file in files for text in read_prompts(file, -(-num // len(files)))][:num]
     messages = [[{"role": "user", "content": text}] for text in texts]
     return [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
 

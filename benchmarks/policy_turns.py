@@ -236,9 +236,7 @@ def main(**options: Any) -> None:
     try:
         configurations = _policies(options["configs"], options["dtype"])
         prompts = load_mixed_prompts(options["files"])[: options["num_prompts"]]
-        record = provenance.record() | {
-            "prompts": [{"file": path.name, "sha256": provenance.file_digest(path)} for path in options["files"]]
-        }
+        record = provenance.record() | {"prompts": provenance.files(options["files"])}
         if (output / "turns.csv").exists():
             raise ConfigError(f"--output {output} holds turns already; name another folder")
         output.mkdir(parents=True, exist_ok=True)

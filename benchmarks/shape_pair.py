@@ -18,6 +18,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
@@ -26,15 +27,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.tools.simulator.published import FIGURE_2
 
-ACCEPTANCE: Mapping[str, tuple[float, ...]] = {
-    "math": (0.905, 0.890, 0.888, 0.885, 0.887, 0.891, 0.882),
-    "code": (0.886, 0.872, 0.860, 0.861, 0.858, 0.859, 0.851),
-    "chat": (0.735, 0.738, 0.740, 0.744, 0.758, 0.766, 0.761),
-    "mixed": (0.842, 0.833, 0.829, 0.830, 0.834, 0.839, 0.831),
-}
-"""Acceptance by position, given all before, of the released drafter of Qwen3-4B at temperature 1 (DSpark paper, Fig. 2,
-read off; mixed: the mean of the three)."""
+ACCEPTANCE = {**FIGURE_2, "mixed": tuple(round(fmean(rates), 3) for rates in zip(*FIGURE_2.values(), strict=True))}
+"""Acceptance by position, given all before, of the released drafter of Qwen3-4B at temperature 1."""
 
 END, MASK = "<|end|>", "<|mask|>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
@@ -58,7 +54,7 @@ class Shape:
     markov_rank: int = 256
 
     def target_config(self) -> Qwen3Config:
-        """Of the target, in the form of transformers."""
+        """Return the target's configuration, in the form of transformers."""
         return Qwen3Config(
             architectures=["Qwen3ForCausalLM"],
             hidden_size=self.hidden_size,
@@ -77,7 +73,7 @@ class Shape:
         )
 
     def draft_config(self) -> DraftConfig:
-        """Of the drafter."""
+        """Return the drafter's configuration."""
         return DraftConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,

@@ -18,8 +18,8 @@ DSPARK configurations with equal flags share one server, which is told its polic
 started once. All configurations run one after another on the same prompts (and arrivals) before the next load and then
 the next round, so that drift of the machine meets all of them alike; idle servers are suspended. RESULTS gets
 ``sweep.csv`` (one row per configuration, load and round), ``requests.jsonl`` (every answer with its times),
-``agreement.json`` (texts against the baseline's) and ``provenance.json``. Run again after an interruption, it goes on
-where it stopped. Read the results with paired_ratio.py and report.py.
+``agreement.json`` (texts identical to the baseline's) and ``provenance.json``. Run again after an interruption, it goes
+on where it stopped. Read the results with paired_ratio.py and report.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ import click
 from paired_ratio import frame_baselines, paired_ratios, ratio_table, summarise
 from rich.console import Console
 from rich.table import Table
-from serving.agreement import Agreement
 from serving.client import Sampling
 from serving.configurations import GRAMMAR, URL_GRAMMAR, parse_configurations
 from serving.load import DEFAULT_CONCURRENCY, loads, user_counts
@@ -50,16 +49,13 @@ SHOWN = ("output_tok_s", "loaded_tok_s", "server_cpu_ms_per_tok")
 """Metrics whose ratios are printed at the end of a sweep."""
 
 
-def _agreement_table(agreements: Sequence[Agreement]) -> Table:
+def _agreement_table(agreements: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="texts identical to the baseline's (a baseline: to its own at the first load)")
-    for name in ("config", "load", "baseline", "load", "identical", "first split"):
+    for name in ("config", "load", "baseline", "load", "identical"):
         table.add_column(name)
-    for a in agreements:
-        split = a.splits[0] if a.splits else None
-        place = f"prompt {split.prompt_index}, character {split.at}: " if split else ""
-        texts = f"{split.expected!r} | {split.found!r}" if split else ""
-        identical = f"{a.identical}/{a.compared}"
-        table.add_row(a.config, str(a.load), a.baseline, str(a.baseline_load), identical, place + texts)
+    for entry in agreements:
+        names = (entry[name] for name in ("config", "load", "baseline", "baseline_load"))
+        table.add_row(*names, f"{entry['identical']}/{entry['compared']}")
     return table
 
 

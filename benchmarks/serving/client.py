@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -40,7 +40,7 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        """HTTP headers of every request."""
+        """Return the HTTP headers of every request."""
         return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
 
@@ -61,7 +61,7 @@ class Sampling:
 
     @property
     def path(self) -> str:
-        """Route that prompts are sent to."""
+        """Return the route that prompts are sent to."""
         return RAW_PATH if self.raw else CHAT_PATH
 
 
@@ -90,80 +90,80 @@ class Reply:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token; the whole time when the answer has no text."""
+        """Return the time to first token; the whole time when the answer has no text."""
         return (self.chunks_s[0] if self.chunks_s else self.done_s) - self.sent_s
 
     @property
     def total_s(self) -> float:
-        """Time from sending to the last token."""
+        """Return the time from sending to the last token."""
         return self.done_s - self.sent_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first; None when nothing came after the first chunk."""
+        """Return the mean time per output token after the first; None when nothing came after the first chunk."""
         elapsed_s = self.total_s - self.ttft_s
         return elapsed_s / (self.num_tokens - 1) if self.num_tokens > 1 and elapsed_s > 0 else None
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between chunks (inter-token latencies as a reader sees them)."""
+        """Return the times between chunks (inter-token latencies as a reader sees them)."""
         return [later - earlier for earlier, later in pairwise(self.chunks_s)]
 
 
-def ask_closed(
+def ask_all(
     endpoint: Endpoint,
     prompts: Sequence[Prompt],
-    concurrency: int,
     sampling: Sampling,
+    *,
+    users: int | None = None,
+    arrivals_s: Sequence[float] | None = None,
     on_reply: Callable[[], None] = lambda: None,
 ) -> list[Reply]:
-    """Answers to ``prompts``, in their order, with ``concurrency`` users who wait for their answers.
+    """Return the answers to ``prompts``, in their order.
 
     Args:
+        users: closed loop: so many wait for an answer before they send the next prompt.
+        arrivals_s: open loop: when each prompt is sent whatever the server does, in seconds from the start, ascending.
         on_reply: called after every answer.
 
     Raises:
         ReplyError: one of the requests failed; the others are cancelled.
     """
-    todo = iter(enumerate(prompts))
-
-    async def user(ask: _Ask, todo: Iterator[tuple[int, Prompt]]) -> None:
-        for slot, prompt in todo:
-            await ask(slot, prompt, None)
-
-    def users(ask: _Ask) -> list[_Sender]:
-        return [user(ask, todo) for _ in range(min(concurrency, len(prompts)))]
-
-    return asyncio.run(_gather(endpoint, sampling, users, on_reply))
+    return asyncio.run(_ask_all(endpoint, prompts, sampling, users or len(prompts), arrivals_s, on_reply))
 
 
-def ask_open(
+async def _ask_all(
     endpoint: Endpoint,
     prompts: Sequence[Prompt],
-    arrivals_s: Sequence[float],
     sampling: Sampling,
-    on_reply: Callable[[], None] = lambda: None,
+    users: int,
+    arrivals_s: Sequence[float] | None,
+    on_reply: Callable[[], None],
 ) -> list[Reply]:
-    """Answers to ``prompts``, in their order, each sent at its time whatever the server does.
+    timeout = aiohttp.ClientTimeout(total=sampling.timeout_s)
+    connector = aiohttp.TCPConnector(limit=0)
+    free, start_s = asyncio.Semaphore(users), time.perf_counter()  # users get their turns in the order of the prompts
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=endpoint.headers) as session:
 
-    Args:
-        arrivals_s: seconds from the start, one per prompt, ascending.
-        on_reply: called after every answer.
+        async def ask(prompt: Prompt, arrival_s: float | None) -> Reply:
+            due_s = None if arrival_s is None else start_s + arrival_s
+            if due_s is not None:
+                await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            async with free:
+                reply = await _ask(session, endpoint, prompt, sampling, due_s)
+            on_reply()
+            return reply
 
-    Raises:
-        ReplyError: one of the requests failed; the others are cancelled.
-    """
-
-    async def visitor(ask: _Ask, slot: int, start_s: float) -> None:
-        due_s = start_s + arrivals_s[slot]
-        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-        await ask(slot, prompts[slot], due_s)
-
-    def visitors(ask: _Ask) -> list[_Sender]:
-        start_s = time.perf_counter()
-        return [visitor(ask, slot, start_s) for slot in range(len(prompts))]
-
-    return asyncio.run(_gather(endpoint, sampling, visitors, on_reply))
+        try:
+            async with asyncio.TaskGroup() as group:
+                due = arrivals_s or [None] * len(prompts)
+                tasks = [group.create_task(ask(*each)) for each in zip(prompts, due, strict=True)]
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            if isinstance(first, ReplyError):
+                raise first from None
+            raise ReplyError(f"{endpoint.url}: {type(first).__name__}: {first}") from first
+    return [task.result() for task in tasks]
 
 
 def flush_cache(endpoint: Endpoint) -> None:
@@ -186,38 +186,6 @@ async def _flush_cache(endpoint: Endpoint) -> None:
         session.post(f"{endpoint.url}/flush_cache", params={"timeout": FLUSH_TIMEOUT_S}) as response,
     ):
         await _check(response)
-
-
-_Ask = Callable[[int, Prompt, float | None], Awaitable[None]]
-"""Sends a prompt and files the answer: slot, prompt, when it was due (None: now)."""
-_Sender = Coroutine[Any, Any, None]
-
-
-async def _gather(
-    endpoint: Endpoint,
-    sampling: Sampling,
-    senders: Callable[[_Ask], list[_Sender]],
-    on_reply: Callable[[], None],
-) -> list[Reply]:
-    replies: dict[int, Reply] = {}
-    timeout = aiohttp.ClientTimeout(total=sampling.timeout_s)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=endpoint.headers) as session:
-
-        async def ask(slot: int, prompt: Prompt, due_s: float | None) -> None:
-            replies[slot] = await _ask(session, endpoint, prompt, sampling, due_s)
-            on_reply()
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for sender in senders(ask):
-                    group.create_task(sender)
-        except ExceptionGroup as failures:
-            first = failures.exceptions[0]
-            if isinstance(first, ReplyError):
-                raise first from None
-            raise ReplyError(f"{endpoint.url}: {type(first).__name__}: {first}") from first
-    return [replies[slot] for slot in sorted(replies)]
 
 
 async def _ask(

@@ -14,26 +14,23 @@ STAT_KEYS = {
     "decode_rounds": "rounds",
     "steps": "steps",
     "plain_steps": "plain_steps",
+    "parked_steps": "parked_steps",
 }
 """Column -> counter of ``GET /dspark/stats``."""
 
-NEWER_STAT_KEYS = {"parked_steps": "parked_steps"}
-"""The same for counters that older servers (``--url``) do not have."""
-
 
 def read_counters(server: Server, configuration: Configuration) -> dict[str, int] | None:
-    """Counters since the start of the server by column; None for a server without DSPARK."""
+    """Return the counters since the start of the server by column; None for a server without DSPARK."""
     if not configuration.is_dspark and configuration.policy != EXTERNAL:
         return None
     report = server.get_json("/dspark/stats")
     if configuration.policy == EXTERNAL and not report:
         return None
-    newer = {column: report[key] for column, key in NEWER_STAT_KEYS.items() if key in report}
-    return {column: report[key] for column, key in STAT_KEYS.items()} | newer
+    return {column: report[key] for column, key in STAT_KEYS.items()}
 
 
 def read_accept_length(server: Server, configuration: Configuration) -> float | None:
-    """Accept length since the cache was flushed, as SGLang's algorithms report it; None if the server does not.
+    """Return the accept length since the cache was flushed, as SGLang reports it; None if the server does not.
 
     SGLang counts in units of its decode log interval (40 steps), so the last few steps of a round are missing.
     """

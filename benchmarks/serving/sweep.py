@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -12,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from serving.agreement import Agreement, compare
-from serving.client import Endpoint, Reply, Sampling, ask_closed, ask_open, flush_cache
+from serving.agreement import identical_texts
+from serving.client import Endpoint, Reply, Sampling, ask_all, flush_cache
 from serving.configurations import EXTERNAL, OF_SGLANG, Configuration, choose_baselines
 from serving.counters import read_accept_length, read_counters
+from serving.cpu_time import CpuTime
 from serving.external import ExternalServer
 from serving.fleet import Fleet, Server
 from serving.load import Load, poisson_arrivals
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
-from serving.remaining import RemainingTime, in_words
 from serving.request_log import RequestLog
 from serving.results import read_sweep
 from serving.resume import prepare_output
@@ -31,7 +30,6 @@ from serving.schedule import Cell, interleave, still_to_measure
 from serving.sla import Sla
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools import provenance
-from sglang_dspark.tools.cpu_time import CpuTime
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
 CPU_MAX_REQUESTS = 16
@@ -145,7 +143,7 @@ class Sweep:
             "device": self.device,
             # More users later would mean other servers.
             "cpu_flags": [*CPU_FLAGS, *self._admitted()] if self.device == "cpu" else None,
-            "prompts": [{"file": path.name, "sha256": provenance.file_digest(path)} for path in self.prompts_paths],
+            "prompts": provenance.files(self.prompts_paths),
             "num_prompts": self.num_prompts,
             "rate_seconds": self.rate_seconds,
             "sampling": asdict(self.sampling),
@@ -183,14 +181,14 @@ class Sweep:
         return ExternalServer(configuration.url, self.api_key)
 
 
-def run_sweep(sweep: Sweep, output: Path, existing: str, console: Console) -> list[Agreement]:
+def run_sweep(sweep: Sweep, output: Path, existing: str, console: Console) -> list[dict[str, Any]]:
     """Measure what ``output`` does not hold yet, and write the files that sweep_concurrency.py lists.
 
     Args:
         existing: see :func:`serving.resume.prepare_output`.
 
     Returns:
-        How far the texts of the configurations agree; empty unless decoding was greedy.
+        Counts of :func:`identical_texts`; none unless decoding was greedy.
 
     Raises:
         ConfigError: options, prompts or earlier results cannot work.
@@ -206,22 +204,26 @@ def run_sweep(sweep: Sweep, output: Path, existing: str, console: Console) -> li
         console.print(f"{len(measured)} cells are measured already, {open_cells} are left", highlight=False)
     servers = sweep.servers({cell.configuration.label for cell in cells})
     provenance.write_json(output / "provenance.json", record)
-    with RequestLog(output / "requests.jsonl", measured) as log:
-        with RowWriter(output / "sweep.csv") as rows, _progress(console) as progress:
-            progress.add_task("starting servers", total=None, left="")
-            say = partial(progress.console.print, highlight=False)
-            with Fleet(servers, lambda label: say(f"starting {label}")) as fleet:
-                record["cache_not_emptied"] = _warn_of_caches(servers, say)
-                for cell, row, replies in _measure_all(sweep, cells, prompts, fleet, origin, progress):
-                    # The row last: it says that the cell is complete.
-                    log.write(cell, replies)
-                    rows.write(row)
-                    say(_line(row, cell.load))
-        # Of the file: earlier runs may have measured other configurations.
-        served = read_sweep(output / "sweep.csv")[["config", "policy", "dtype"]].drop_duplicates()
-        baselines = choose_baselines(list(served.itertuples(index=False, name=None)))
-        agreements = compare(log.answers, baselines) if sweep.sampling.temperature == 0 else []
-    provenance.write_json(output / "agreement.json", {"agreements": [agreement.document() for agreement in agreements]})
+    with (
+        RequestLog(output / "requests.jsonl", measured) as log,
+        RowWriter(output / "sweep.csv") as rows,
+        _progress(console) as progress,
+    ):
+        progress.add_task("starting servers", total=None)
+        say = partial(progress.console.print, highlight=False)
+        with Fleet(servers, lambda label: say(f"starting {label}")) as fleet:
+            record["cache_not_emptied"] = _warn_of_caches(servers, say)
+            for cell, row, replies in _measure_all(sweep, cells, prompts, fleet, origin, progress):
+                # The row last: it says that the cell is complete.
+                log.write(cell, replies)
+                rows.write(row)
+                say(_line(row, cell.load))
+    # Of the file: earlier runs may have measured other configurations.
+    served = read_sweep(output / "sweep.csv")[["config", "policy", "dtype"]].drop_duplicates()
+    baselines = choose_baselines(list(served.itertuples(index=False, name=None)))
+    greedy = sweep.sampling.temperature == 0
+    agreements = identical_texts(output / "requests.jsonl", baselines) if greedy else []
+    provenance.write_json(output / "agreement.json", {"agreements": agreements})
     record["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
     provenance.write_json(output / "provenance.json", record)
     return agreements
@@ -231,17 +233,14 @@ def _measure_all(
     sweep: Sweep, cells: Sequence[Cell], prompts: Sequence[Prompt], fleet: Fleet, origin: Origin, progress: Progress
 ) -> Iterator[tuple[Cell, SweepRow, list[Reply]]]:
     """Measure cell by cell; the warm-up round is left out of the results."""
-    task, remaining = progress.task_ids[0], RemainingTime(sweep.num_prompts_of)
+    task = progress.task_ids[0]
     progress.reset(task, total=len(cells))
-    for index, cell in enumerate(cells):
+    for cell in cells:
         kind = "warm-up" if cell.is_warm_up else f"round {cell.round}"
-        left = in_words(remaining.predict(cells[index:]))
-        progress.update(task, description=f"{kind}, {cell.load}, {cell.configuration.label}", left=left)
-        start_s = time.monotonic()
+        progress.update(task, description=f"{kind}, {cell.load}, {cell.configuration.label}")
         chosen = round_prompts(prompts, cell.round, sweep.num_prompts_of(cell))
         on_reply = partial(progress.advance, task, 1 / len(chosen))
         row, replies = _measure(sweep, cell, chosen, fleet, origin, on_reply)
-        remaining.note(cell, time.monotonic() - start_s)
         if not cell.is_warm_up:
             yield cell, row, replies
 
@@ -261,12 +260,10 @@ def _measure(
         _settle(server, endpoint, sweep.sampling, cell.load.concurrency or 1)
         counts_before = read_counters(server, configuration)
         cpu_before = CpuTime.read(server.pid) if server.pid is not None else None
-        if cell.load.rate is not None:
-            seed = (cell.round + 1, round(1e6 * cell.load.rate))
-            arrivals_s = poisson_arrivals(cell.load.rate, len(prompts), seed)
-            replies = ask_open(endpoint, prompts, arrivals_s, sweep.sampling, on_reply)
-        else:
-            replies = ask_closed(endpoint, prompts, cell.load.concurrency or 1, sweep.sampling, on_reply)
+        users, rate, arrivals_s = cell.load.concurrency, cell.load.rate, None
+        if rate is not None:
+            arrivals_s = poisson_arrivals(rate, len(prompts), seed=(cell.round + 1, round(1e6 * rate)))
+        replies = ask_all(endpoint, prompts, sweep.sampling, users=users, arrivals_s=arrivals_s, on_reply=on_reply)
         cpu_time = CpuTime.read(server.pid) - cpu_before if cpu_before is not None else None
         counts_after = read_counters(server, configuration)
         accept_length = read_accept_length(server, configuration)
@@ -282,7 +279,7 @@ def _settle(server: Server, endpoint: Endpoint, sampling: Sampling, users: int) 
     A server that has just been woken up, or has changed its policy, is not yet what it is measured as.
     """
     short = replace(sampling, max_tokens=min(SETTLE_TOKENS, sampling.max_tokens))
-    ask_closed(endpoint, [SETTLE_PROMPT] * users, users, short)
+    ask_all(endpoint, [SETTLE_PROMPT] * users, short)
     if not isinstance(server, ExternalServer) or server.can_flush:
         flush_cache(endpoint)
 
@@ -307,7 +304,7 @@ def _line(row: SweepRow, load: Load) -> str:
 
 
 def _progress(console: Console) -> Progress:
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True)
 
 

@@ -53,7 +53,7 @@ class FakeServer:
     def get_json(self, path):
         assert path == "/dspark/stats"
         self._rounds += 2
-        others = ("drafted_tokens", "verified_tokens", "accepted_tokens", "steps", "plain_steps")
+        others = ("drafted_tokens", "verified_tokens", "accepted_tokens", "steps", "plain_steps", "parked_steps")
         counts = dict.fromkeys(others, 7 * self._rounds)
         return counts | {"rounds": self._rounds, "committed_tokens": 3 * self._rounds}
 
@@ -108,7 +108,7 @@ def test_sweep_writes_every_cell(sweep):
     asked = {(r["config"], r["concurrency"], r["round"], r["slot"]): r["prompt_index"] for r in requests}
     assert [asked["plain@bfloat16", 2, 1, slot] for slot in range(4)] == [4, 5, 6, 7]
     agreements = json.loads((output / "agreement.json").read_text())["agreements"]
-    assert len(agreements) == 3 and all(a["share"] == 1.0 and a["compared"] == 8 for a in agreements)
+    assert len(agreements) == 3 and all(a["identical"] == a["compared"] == 8 for a in agreements)
     record = json.loads((output / "provenance.json").read_text())
     assert record["finished"] and record["commit"] == frame["commit"][0]
     assert "static:3@bfloat16" in result.output and "output_tok_s: ratio" in result.output
@@ -217,7 +217,7 @@ def test_interrupted_sweep_goes_on_where_it_stopped(sweep):
     keys = [(r["config"], r["concurrency"], r["round"], r["slot"]) for r in requests]
     assert len(keys) == len(set(keys)) == 2 * 2 * (2 + 4)
     agreements = json.loads((output / "agreement.json").read_text())["agreements"]
-    assert all(a["share"] == 1.0 for a in agreements) and {a["compared"] for a in agreements} == {4, 8}
+    assert all(a["identical"] == a["compared"] for a in agreements) and {a["compared"] for a in agreements} == {4, 8}
     record = json.loads((output / "provenance.json").read_text())
     assert len(record["earlier_runs"]) == 1 and record["earlier_runs"][0]["differences"] == []
 

@@ -15,8 +15,7 @@ from serving.configurations import (
     parse_external,
 )
 from serving.load import Load, loads, poisson_arrivals
-from serving.prompts import Prompt, load_mixed_prompts, load_prompts, round_prompts
-from serving.remaining import RemainingTime
+from serving.prompts import Prompt, load_mixed_prompts, round_prompts
 from serving.schedule import WARM_UP_ROUND, interleave, still_to_measure
 
 from sglang_dspark.errors import ConfigError
@@ -148,34 +147,12 @@ def test_rounds_take_consecutive_prompts_and_start_over():
     assert [p.index for p in round_prompts(prompts, WARM_UP_ROUND, 2)] == [3, 4]
 
 
-def test_first_turn_of_every_line_is_the_prompt(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"turns": ["one", "more"]}\n{"turns": ["two \\u00e9"]}\n', encoding="utf-8")
-    assert load_prompts(path) == [Prompt(0, "one"), Prompt(1, "two é")]
-
-
-@pytest.mark.parametrize("line", ["{}", "[1]", '{"turns": []}', '{"turns": [3]}', '{"turns": "text"}', "text", ""])
-def test_malformed_prompt_line_is_named(tmp_path, line):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"turns": ["one"]}\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2"):
-        load_prompts(path)
-
-
 def test_prompt_files_take_turns(tmp_path):
     for name, count in (("a", 3), ("b", 2)):
         lines = [f'{{"turns": ["{name}{index}"]}}' for index in range(count)]
         (tmp_path / name).write_text("\n".join(lines))
     mixed = load_mixed_prompts([tmp_path / "a", tmp_path / "b"])
     assert mixed == [Prompt(index, text) for index, text in enumerate(("a0", "b0", "a1", "b1"))]
-
-
-def test_missing_and_empty_prompt_files_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="absent"):
-        load_prompts(tmp_path / "absent.jsonl")
-    (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(ConfigError, match="empty"):
-        load_prompts(tmp_path / "empty.jsonl")
 
 
 def test_poisson_arrivals_have_the_rate_and_the_spread_of_the_process():
@@ -206,18 +183,6 @@ def test_interrupted_sweep_measures_the_rest_after_its_warm_up():
         ("static", 8, 1),
     ]
     assert still_to_measure(cells, {cell.key for cell in cells}) == []
-
-
-def test_remaining_time_scales_what_was_seen():
-    cells = {(c.configuration.label, str(c.load)): c for c in interleave([PLAIN, STATIC], loads([1, 4], [2.0]), 1)}
-    remaining = RemainingTime(lambda cell: 8)
-    assert remaining.predict([cells["plain", "1 user"]]) is None
-    assert remaining.predict([cells["plain", "2 req/s"]]) == 4.0  # eight arrivals at two per second
-    remaining.note(cells["plain", "1 user"], 16.0)
-    assert remaining.predict([cells["plain", "1 user"], cells["static", "1 user"]]) == 32.0
-    assert remaining.predict([cells["plain", "4 users"]]) == 4.0  # two answers of two seconds for each user
-    remaining.note(cells["static", "1 user"], 8.0)
-    assert remaining.predict([cells["static", "1 user"]]) == 8.0
 
 
 def test_external_server_is_named_by_its_url():

@@ -52,7 +52,9 @@ class FakeEngine:
     async def stats(self, request):
         if not self.has_dspark:
             return web.json_response({"detail": "Not Found"}, status=404)
-        counts = dict.fromkeys(("drafted_tokens", "verified_tokens", "accepted_tokens", "steps", "plain_steps"), 0)
+        counts = dict.fromkeys(
+            ("drafted_tokens", "verified_tokens", "accepted_tokens", "steps", "plain_steps", "parked_steps"), 0
+        )
         return web.json_response(counts | {"rounds": len(self.bodies), "committed_tokens": 2 * len(self.bodies)})
 
     async def flush(self, request):
