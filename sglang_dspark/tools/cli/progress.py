@@ -19,24 +19,9 @@ class Advance(Protocol):
 
 @contextmanager
 def progress_bars(console: Console, totals: dict[str, int]) -> Iterator[list[Advance]]:
-    """A bar with an estimate of the time left for each of ``{what: how many}``. They go away at the end."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    """Show a bar with an estimate of the time left for each of ``{what: how many}``, until the block ends."""
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
-    description = TextColumn("{task.description}")
-    columns = (BarColumn(), description, MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         yield [partial(progress.advance, progress.add_task(what, total=total)) for what, total in totals.items()]
-
-
-@contextmanager
-def progress_bar(console: Console, what: str, total: int) -> Iterator[Advance]:
-    """A bar over ``total`` of ``what``; calling what it gives counts one."""
-    with progress_bars(console, {what: total}) as (advance,):
-        yield advance
