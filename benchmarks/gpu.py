@@ -78,14 +78,14 @@ class Setting:
     rehearses: bool
 
     def run(self, script: str, *words: str, output: str) -> list[str]:
-        """A script of this folder on the device, with its results in ``output``."""
+        """Return the command of a script of this folder on the device, with its results in ``output``."""
         device = "cpu" if self.rehearses else "cuda"
         return [*_script(script), *words, "--device", device, "--output", str(self.output / output)]
 
     def sweep(
         self, output: str, what: Sequence[str], configs: Sequence[str], users: str, flags: str, **numbers: int
     ) -> list[str]:
-        """A sweep; ``numbers``: prompts, tokens of an answer and rounds, of which a rehearsal has few."""
+        """Return a sweep; ``numbers``: prompts, tokens of an answer and rounds, of which a rehearsal has few."""
         if self.rehearses:
             users, numbers = "1,2", {"num_prompts": 2, "max_tokens": 6, "rounds": 1}
         words = [*what, *_each("--config", configs), "--concurrency", users, f"--server-flags={flags}"]
@@ -93,7 +93,7 @@ class Setting:
         return self.run("sweep_concurrency.py", *words, output=output)
 
     def builtin(self, *variables: str) -> tuple[str, ...]:
-        """The configuration of SGLang's own DSPARK, where it is measured."""
+        """Return the configuration of SGLang's own DSPARK, where it is measured."""
         return (" ".join(("builtin", *variables)),) if self.with_builtin else ()
 
 
@@ -120,7 +120,7 @@ class Part:
 
 
 def start(setting: Setting) -> Commands:
-    """The shape of a usual target with no flag of memory or backend, as the README starts a server."""
+    """Serve the shape of a usual target with no flag of memory or backend, as in the README."""
     pair, named_shape = _shape(setting)
     made = [*_script("shape_pair.py"), "--shape", named_shape, "--context", "100", "--output", str(pair)]
     what = [*_named_pair(pair), "--prompts", str(pair / "context_100.jsonl"), "--ignore-eos"]
@@ -129,7 +129,7 @@ def start(setting: Setting) -> Commands:
 
 
 def ttft(setting: Setting) -> Commands:
-    """Prefill in SGLang's graphs and without. Equal accept lengths say that the drafter reads the same states."""
+    """Measure prefill in SGLang's graphs and without. Equal accept lengths: the drafter reads the same states."""
     configs = (
         "plain",
         f"plain-eager=plain {NO_PREFILL_GRAPHS}",
@@ -143,7 +143,7 @@ def ttft(setting: Setting) -> Commands:
 
 
 def identity(setting: Setting) -> Commands:
-    """Texts against the target's alone, and what a served step launches and waits for."""
+    """Compare texts with the target's alone, and see what a served step launches and waits for."""
     if setting.rehearses:
         few = ("--num-prompts", "2", "--max-tokens", "6", "--only", "auto, 1 user")
         return [setting.run("identity.py", *setting.pair, *few, output="identity.json")]
@@ -155,7 +155,7 @@ def identity(setting: Setting) -> Commands:
 
 
 def sweep(setting: Setting) -> Commands:
-    """The pair at 1 to 64 users, answers of natural length, against SGLang as it configures itself."""
+    """Measure the pair at 1 to 64 users, answers of natural length, against SGLang as it configures itself."""
     configs, numbers = (*POLICIES, *setting.builtin()), {"num_prompts": 12, "max_tokens": 256, "rounds": 4}
     return [setting.sweep("", setting.pair, configs, "1,4,16,64", SMALL, **numbers), _report(setting.output)]
 
@@ -169,7 +169,7 @@ def trace(setting: Setting) -> Commands:
 
 
 def shape(setting: Setting) -> Commands:
-    """Steps of Qwen3-8B's shape with drafts kept by chance, at short and at long contexts.
+    """Measure steps of Qwen3-8B's shape with drafts kept by chance, at short and at long contexts.
 
     With long ones look at ``itl_p50_ms`` and ``accept_length``: prefills are most of the rest.
     """
@@ -191,7 +191,7 @@ def shape(setting: Setting) -> Commands:
 
 
 def kernels(setting: Setting) -> Commands:
-    """Time of every kernel, and whether it gives what its torch form gives."""
+    """Measure the time of every kernel, and test whether it gives what its torch form gives."""
     tests = _pytest("tests/kernels", "tests/draft/test_fused_layer.py")
     if setting.rehearses:
         return [[*tests, "--collect-only"]]
@@ -199,7 +199,7 @@ def kernels(setting: Setting) -> Commands:
 
 
 def turns(setting: Setting) -> Commands:
-    """Policies that take turns of a few steps on the same texts."""
+    """Let policies take turns of a few steps on the same texts."""
     users, rounds, tokens = ("1", "1", "200") if setting.rehearses else ("1,4,16,64", "10", "2000")
     configs = ("auto", *(f"static:{length}" for length in ((3,) if setting.rehearses else range(1, 6))))
     words = [*_each("--config", configs), "--concurrency", users, "--rounds", rounds, "--seconds", "0.05"]
@@ -208,7 +208,7 @@ def turns(setting: Setting) -> Commands:
 
 
 def tests(setting: Setting) -> Commands:
-    """All tests that wait for a GPU."""
+    """Run all tests that wait for a GPU."""
     # Without one they are not even collected.
     return [[sys.executable, "-m", "compileall", "-q", "tests/gpu"] if setting.rehearses else _pytest("tests/gpu")]
 
@@ -263,7 +263,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _shape(setting: Setting) -> tuple[Path, str]:
-    """Folder and name of a random pair: of a usual target, or of one that a rehearsal can serve."""
+    """Return folder and name of a random pair: of a usual target, or of one that a rehearsal can serve."""
     return setting.output / "pair", "rehearsal" if setting.rehearses else "qwen3-8b"
 
 

@@ -99,7 +99,7 @@ class Judge:
 
     @torch.inference_mode()
     def split(self, index: int, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> Split:
-        """The first difference of two texts; one that merely ends earlier has an infinite gap."""
+        """Return the first difference of two texts; one that merely ends earlier has an infinite gap."""
         pairs = zip(expected, got, strict=False)
         position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if position is None:
@@ -112,7 +112,7 @@ class Judge:
     def splits(
         self, prompts: Sequence[list[int]], expected: Sequence[list[int]], texts: Sequence[list[int]]
     ) -> list[Split]:
-        """Those of all texts."""
+        """Return the splits of all texts."""
         return [self.split(i, prompts[i], expected[i], text) for i, text in enumerate(texts) if text != expected[i]]
 
 
@@ -123,7 +123,7 @@ def generate(
     concurrency: int,
     most_verified: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Greedy answers in order.
+    """Return the greedy answers in order.
 
     Args:
         most_verified: per prompt, most drafts that a step may verify; None leaves it to the server.
@@ -209,7 +209,7 @@ def run_scenario(
 def run_alone(
     server: LaunchedServer, prompts: list[list[int]], expected: list[list[int]], judge: Judge, max_tokens: int
 ) -> dict[str, Any]:
-    """The target alone, a fourth of the prompts one by one, against its own texts in company."""
+    """Compare the target alone, a fourth of the prompts one by one, with its own texts in company."""
     prompts, expected = prompts[::4], expected[::4]
     server.flush_cache()
     texts = [answer["output_ids"] for answer in generate(server, prompts, max_tokens, concurrency=1)]

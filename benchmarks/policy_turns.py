@@ -70,7 +70,7 @@ class Turns:
         self._seconds, self._cycles = seconds, cycles
 
     async def run(self, configurations: Sequence[Configuration], users: int, num_rounds: int) -> list[dict[str, Any]]:
-        """One row per configuration and round; what comes before the first round is not counted."""
+        """Return one row per configuration and round; what comes before the first round is not counted."""
         shuffle, rows = random.Random(SEED), []
         timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(self._server.url, timeout=timeout, connector=connector) as session:
@@ -172,7 +172,7 @@ class Turns:
 
 
 def prompt_batches(prompts: Sequence[Prompt], users: int) -> list[list[Prompt]]:
-    """Disjoint batches of one prompt per user, shuffled; what does not fill a batch is left out.
+    """Return disjoint batches of one prompt per user, shuffled; what does not fill a batch is left out.
 
     Rounds of the same batch repeat its texts, so they are no new evidence about texts: intervals are made of batches.
 
@@ -186,7 +186,7 @@ def prompt_batches(prompts: Sequence[Prompt], users: int) -> list[list[Prompt]]:
 
 
 def _nothing(configurations: Sequence[Configuration]) -> dict[str, dict[str, float]]:
-    """Sums of what the server counts, by label, before anything was counted."""
+    """Return the sums of what the server counts, by label, before anything was counted."""
     return {configuration.label: dict.fromkeys(COUNTED, 0.0) for configuration in configurations}
 
 

@@ -144,14 +144,14 @@ def write_pair(shape: Shape, folder: Path) -> None:
 
 
 def write_prompts(path: Path, length: int, number: int = 128) -> None:
-    """Prompts of so many tokens, letters, no two alike: nothing of one is in the prefix cache for another."""
+    """Write prompts of so many tokens, letters, no two alike: none finds another one's prefix in the cache."""
     rng = random.Random(length)
     texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=length)) for _ in range(number)]
     path.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts), encoding="utf-8")
 
 
 def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Single bytes, then words of digits, which clients do not send; the last two ids are special."""
+    """Make a tokenizer of single bytes, then words of digits, which clients do not send, and two special ids."""
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens += [f"Ġ{number}" for number in range(len(tokens), vocab_size - 2)]
     tokens += [END, MASK]

@@ -133,7 +133,7 @@ class Traffic:
                     self.tally.wrong.append(index)
 
     async def _in_two_turns(self, session: aiohttp.ClientSession, index: int) -> None:
-        """A probe in a session of SGLang's: the second turn appends the token in the middle and writes what follows."""
+        """Ask a probe in a session of SGLang's: the second turn appends the token in the middle and goes on."""
         expected = self._expected[index]
         middle = len(expected) // 2
         async with session.post(self._server.url + "/open_session", json={"capacity_of_str_len": CONTEXT}) as response:
@@ -149,7 +149,7 @@ class Traffic:
     async def _turn(
         self, session: aiohttp.ClientSession, opened: str, parent: str | None, prompt: list[int], num_tokens: int
     ) -> dict[str, Any]:
-        """The answer to a greedy turn of a session, after the one with the id ``parent``."""
+        """Return the answer to a greedy turn of a session, after the one with the id ``parent``."""
         body = {
             "input_ids": prompt,
             "sampling_params": {"temperature": 0, "max_new_tokens": num_tokens},
@@ -204,7 +204,7 @@ def _tokens_in_pool(server: LaunchedServer) -> int:
 
 
 def _growth(samples: Sequence[tuple[float, float]]) -> float:
-    """Relative growth of the memory from after the warm-up to the end: medians of the fifths at both ends."""
+    """Return the relative growth of the memory from the warm-up to the end: medians of the fifths at both ends."""
     settled = [memory for _, memory in samples[int(len(samples) * WARM_UP_SHARE) :]]
     part = max(1, len(settled) // 5)
     first, last = sorted(settled[:part]), sorted(settled[-part:])

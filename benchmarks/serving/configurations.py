@@ -58,12 +58,12 @@ class Configuration:
 
     @property
     def verify_len(self) -> int | None:
-        """Drafts verified per request and step when the configuration fixes that number."""
+        """Return the drafts verified per request and step when the configuration fixes that number."""
         return int(self.argument) if self.policy == "static" and self.argument else None
 
     @property
     def policy_fields(self) -> dict[str, str | int | float] | None:
-        """Body of ``POST /dspark/policy`` for a running server; None without DSPARK."""
+        """Return the body of ``POST /dspark/policy`` for a running server; None without DSPARK."""
         if not self.is_dspark:
             return None
         if not self.argument:
@@ -72,7 +72,7 @@ class Configuration:
         return {"policy": self.policy, "verify_len" if self.policy == "static" else "confidence_threshold": value}
 
     def server_flags(self, draft: str | None, dflash_draft: str | None = None) -> tuple[str, ...]:
-        """Arguments of ``sglang.launch_server`` for this configuration; the server is told its policy while it runs.
+        """Return the arguments of ``sglang.launch_server``; the server is told its policy while it runs.
 
         Args:
             draft: folder of the DSPARK draft checkpoint.
@@ -94,7 +94,7 @@ class Configuration:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that the server is told besides."""
+        """Return the variables that the server is told besides."""
         given = dict(variable.split("=", 1) for variable in self.variables)
         if self.policy != BUILTIN:
             return given
@@ -172,7 +172,7 @@ def parse_configurations(texts: Sequence[str], urls: Sequence[str], default_dtyp
 
 
 def choose_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    """Label of the configuration that each one is compared with, by label.
+    """Return the label of the configuration that each one is compared with, by label.
 
     That is the first plain one of the same dtype, else the first of the same dtype: a ratio across dtypes would mix two
     effects, and texts of two dtypes differ anyway. A baseline maps to itself.
@@ -187,7 +187,7 @@ def choose_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
 
 
 def choose_ratio_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    """Label of the configuration that the speed of each one is divided by, by label.
+    """Return the label of the configuration that the speed of each one is divided by, by label.
 
     A DSPARK policy is divided by ``off`` of the same dtype, which runs on the same server: that ratio is speculation's.
     ``off`` and all others are divided by what :func:`choose_baselines` says, plain serving where it was measured: for

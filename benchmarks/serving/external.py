@@ -58,10 +58,10 @@ class ExternalServer:
         """Let it run: it is not ours to suspend."""
 
     def resume(self) -> None:
-        """Nothing to do, it was never suspended."""
+        """Do nothing: it was never suspended."""
 
     def get_json(self, path: str) -> dict[str, Any]:
-        """Decoded JSON answer to ``GET path``; empty where the server has no such route."""
+        """Return the decoded JSON answer to ``GET path``; empty where the server has no such route."""
         try:
             return self._client.request(path)
         except DSparkError:

@@ -25,7 +25,7 @@ class Load:
     rate: float | None = None
 
     def __str__(self) -> str:
-        """As tables call it, e.g. ``8 users`` or ``2 req/s``."""
+        """Return what tables call it, e.g. ``8 users`` or ``2 req/s``."""
         return load_label(self.concurrency, self.rate)
 
 
@@ -42,7 +42,7 @@ def loads(concurrencies: Sequence[int], rates: Sequence[float]) -> list[Load]:
 
 
 def poisson_arrivals(rate: float, num_requests: int, seed: Sequence[int]) -> list[float]:
-    """Arrival times in seconds from the start of a round, the first one at 0.
+    """Return the arrival times in seconds from the start of a round, the first one at 0.
 
     The gaps of a Poisson process are independent and exponential with mean ``1 / rate``. Equal arguments give equal
     times: every configuration of a round meets the same arrivals.
@@ -57,7 +57,7 @@ def poisson_arrivals(rate: float, num_requests: int, seed: Sequence[int]) -> lis
 
 
 def user_counts(context: click.Context, parameter: click.Parameter, text: str | None) -> list[int]:
-    """Callback of ``--concurrency``: the numbers in ``1,2,4``; none without a text."""
+    """Parse ``--concurrency``: the numbers in ``1,2,4``; none without a text."""
     if text is None:
         return []
     numbers = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]

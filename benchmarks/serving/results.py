@@ -21,7 +21,7 @@ COUNTED_BY = {
 
 
 def over_rounds(rows: pd.DataFrame, column: str) -> float:
-    """One figure for several rounds of a configuration at a load; NaN without a value.
+    """Return one figure for several rounds of a configuration at a load; NaN without a value.
 
     Quotients of counts are pooled: the counts of all rounds are added up before they are divided, because a short round
     says less than a long one. Everything else, times and speeds, is the median, which a disturbed round does not move.
@@ -44,7 +44,7 @@ def config_name(frame: pd.DataFrame, label: str) -> str:
 
 
 def read_sweep(path: Path) -> pd.DataFrame:
-    """Rows of a ``sweep.csv``, completed by :func:`complete`.
+    """Return the rows of a ``sweep.csv``, completed by :func:`complete`.
 
     Raises:
         ConfigError: the file has no rows.
@@ -56,7 +56,7 @@ def read_sweep(path: Path) -> pd.DataFrame:
 
 
 def complete(frame: pd.DataFrame) -> pd.DataFrame:
-    """``frame`` with a column ``load`` (its name), and what older files lack as far as their counts tell it.
+    """Add a column ``load`` (its name), and what older files lack as far as their counts tell it.
 
     ``frame.attrs["absent"]`` names the columns that the file does not have.
 

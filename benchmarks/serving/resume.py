@@ -83,7 +83,7 @@ def _short(value: Any) -> str:
 
 
 def _measured(path: Path) -> set[CellKey]:
-    """Cells with a row. A last line that was cut short is taken out of the file.
+    """Return the cells with a row. A last line that was cut short is taken out of the file.
 
     Raises:
         ConfigError: the file has other columns.

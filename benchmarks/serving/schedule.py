@@ -41,7 +41,7 @@ class Cell:
 
 
 def interleave(configurations: Sequence[Configuration], loads: Sequence[Load], num_rounds: int) -> list[Cell]:
-    """All cells in the order in which they run, the warm-up round first.
+    """Return all cells in the order in which they run, the warm-up round first.
 
     A shared machine drifts within minutes, so configurations that are compared run right after one another. Their order
     is drawn again for every round and load: were it fixed or rotated, each would always follow the same other one, and
@@ -57,7 +57,7 @@ def interleave(configurations: Sequence[Configuration], loads: Sequence[Load], n
 
 
 def still_to_measure(cells: Sequence[Cell], measured: Container[CellKey]) -> list[Cell]:
-    """Cells that have no row yet, after the warm-up of every configuration and load among them."""
+    """Return the cells that have no row yet, after the warm-up of every configuration and load among them."""
     open_cells = [cell for cell in cells if not cell.is_warm_up and cell.key not in measured]
     warmed = {(cell.configuration.label, cell.load) for cell in open_cells}
     warm_ups = [cell for cell in cells if cell.is_warm_up and (cell.configuration.label, cell.load) in warmed]

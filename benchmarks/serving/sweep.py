@@ -75,7 +75,7 @@ class Sweep:
     api_key: str | None
 
     def servers(self, labels: set[str]) -> dict[str, Server]:
-        """The servers of some configurations by label, not started yet."""
+        """Return the servers of some configurations by label, not started yet."""
         used = [c for c in self.configurations if c.label in labels]
         launched = [c for c in used if c.policy != EXTERNAL]
         # Configurations that differ in their policy alone share a server.
@@ -86,7 +86,7 @@ class Sweep:
         return {c.label: self._external(c) if c.policy == EXTERNAL else shared[self._process(c)] for c in used}
 
     def flags(self, configuration: Configuration) -> tuple[str, ...]:
-        """Arguments of the configuration's server.
+        """Return the arguments of the configuration's server.
 
         Raises:
             ConfigError: it cannot run.
@@ -103,11 +103,11 @@ class Sweep:
         return (*configuration.server_flags(self.draft, self.dflash_draft), *self.server_flags)
 
     def cells(self) -> list[Cell]:
-        """Everything in its order, the warm-up round first."""
+        """Return all cells in their order, the warm-up round first."""
         return interleave(self.configurations, self.loads, self.num_rounds)
 
     def num_prompts_of(self, cell: Cell) -> int:
-        """Prompts of a cell. A warm-up round only has to see every batch size once."""
+        """Return the number of prompts of a cell. A warm-up round only has to see every batch size once."""
         users, rate = cell.load.concurrency, cell.load.rate
         if rate is not None:
             seconds = WARM_UP_S if cell.is_warm_up else self.rate_seconds
@@ -116,7 +116,7 @@ class Sweep:
         return users if cell.is_warm_up else max(self.num_prompts, PROMPTS_PER_USER * users)
 
     def origin(self) -> Origin:
-        """Columns that say where the rows come from."""
+        """Return the columns that say where the rows come from."""
         return Origin(
             prompt_set="+".join(path.stem for path in self.prompts_paths),
             model=_name(self.target),
@@ -128,7 +128,7 @@ class Sweep:
         )
 
     def describe(self, origin: Origin) -> dict[str, Any]:
-        """``provenance.json`` of a sweep that starts now."""
+        """Return the ``provenance.json`` of a sweep that starts now."""
         return {
             "command": provenance.command(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -285,7 +285,7 @@ def _settle(server: Server, endpoint: Endpoint, sampling: Sampling, users: int) 
 
 
 def _warn_of_caches(servers: dict[str, Server], say: Callable[[str], None]) -> list[str]:
-    """Labels of external servers whose prefix cache cannot be emptied."""
+    """Return the labels of external servers whose prefix cache cannot be emptied."""
     labels = [label for label, s in servers.items() if isinstance(s, ExternalServer) and not s.can_flush]
     for label in labels:
         say(f"{label} does not answer POST /flush_cache: prompts that come again may be served from its prefix cache")

@@ -63,7 +63,7 @@ class TextPlan:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the three terms of the loss, and of the positions of a block.
+    """Weights of the three terms of the loss, and of the slots of a block.
 
     Raises:
         ConfigError: a value is out of range.
@@ -72,13 +72,7 @@ class LossWeights:
     ce: Annotated[float, _NOT_NEGATIVE, Flag("Weight of cross-entropy.", "ce-weight")] = 0.1
     l1: Annotated[float, _NOT_NEGATIVE, Flag("Weight of total variation.", "tv-weight")] = 0.9
     confidence: Annotated[float, _NOT_NEGATIVE, Flag("Weight of the confidence head.", "confidence-weight")] = 1.0
-    positions: Annotated[
-        Literal["decay", "dpace"], Flag("decay: by position; dpace: by what a slot adds now.", "position-weights")
-    ] = "decay"
-    position_decay: Annotated[float, _POSITIVE, Flag("Slots in which the weight falls to 1/e.")] = 4.0
-    dpace_alpha: Annotated[
-        float, Meta(gt=0, le=1, description="must be above 0 and at most 1"), Flag("Smoothing of dpace.")
-    ] = 0.5
+    position_decay: Annotated[float, _POSITIVE, Flag("Slots in which the weight of a slot falls to 1/e.")] = 4.0
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -27,7 +27,7 @@ _CHANCE = 0.02
 
 
 def parse_policy(text: str) -> DSparkConfig:
-    """Options of ``auto``, ``early-stop``, ``off``, ``static:3`` or ``threshold:0.6``.
+    """Return the options of ``auto``, ``early-stop``, ``off``, ``static:3`` or ``threshold:0.6``.
 
     Raises:
         ConfigError: it is none of them.
