@@ -18,7 +18,6 @@ RESULTS/rehearsal: whether they work, not how fast. What a CPU cannot run is col
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -55,9 +54,9 @@ CONTEXTS: Mapping[int, tuple[str, Mapping[str, int]]] = {
 }
 KEPT = ACCEPTANCE["mixed"]
 STOPPED = "stopped at its limit"
-GRACE_S = 10  # for a part that is told to end
 READERS = ("benchmarks/report.py", "benchmarks/paired_ratio.py")
 READING_S = 60  # for what shows a sweep, also one that was stopped
+TERMS = ("commit", "changes", "versions", "hardware", "prompts")  # of which results must not be mixed
 PATIENCE = 4  # of a rehearsal: servers start slowly on a CPU
 
 
@@ -238,28 +237,16 @@ def run_part(commands: Commands, minutes: float, log_path: Path) -> dict[str, An
 
 
 def _run(command: list[str], log: Any, limit_s: float) -> str:
-    """Run one command in a process group of its own, which is gone afterwards."""
+    """Run one command; our servers end with the process that started them."""
     if limit_s <= 0:
         return STOPPED
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
-        status = process.wait(limit_s)
+        done = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=log, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
         return STOPPED
-    finally:
-        _end(process)
-    return "ok" if status == 0 else f"exit status {status}"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process group; our servers end with the process that started them."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
+    return "ok" if done.returncode == 0 else f"exit status {done.returncode}"
 
 
 def _shape(setting: Setting) -> tuple[Path, str]:
@@ -323,24 +310,29 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     path = output / "order.json"
     parts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    made = {**provenance.record(), "changes": provenance.changes_digest()}
-    inputs = [made[name] for name in ("commit", "changes", "versions", "hardware")]
-    inputs += [provenance.file_digest(Path(file)) for file in prompts]
+    made = {
+        **provenance.record(),
+        "changes": provenance.changes_digest(),
+        "prompts": provenance.files(map(Path, prompts)),
+    }
     for name in names:
         part, folder = PARTS[name], output / name
         commands = part.commands(Setting(pair, folder, builtin, rehearse))
-        digest = hashlib.sha256(json.dumps([*inputs, commands]).encode()).hexdigest()
+        # With the folders of this machine, which the commands below lose.
+        digest = hashlib.sha256(json.dumps(commands).encode()).hexdigest()
+        terms = {key: made[key] for key in TERMS} | {"digest": digest}
         before = parts.get(name, {})
-        if before.get("digest") == digest and before["status"] == "ok":
+        same = terms == {key: before.get(key) for key in terms}
+        if same and before["status"] == "ok":
             console.print(f"{name}: done before")
             continue
-        if not (before.get("digest") == digest and part.resumes):
+        if not (same and part.resumes):
             _put_aside(folder)
         folder.mkdir(exist_ok=True)
         minutes = part.minutes * (PATIENCE if rehearse else 1)
         console.print(f"{name}: {part.question} At most {minutes:g} minutes.")
         # Before it runs: what is ended from outside goes on all the same.
-        parts[name] = {**made, "digest": digest, "commands": _portable(commands), "status": "running", "seconds": None}
+        parts[name] = {**made, **terms, "commands": _portable(commands), "status": "running", "seconds": None}
         provenance.write_json(path, parts)
         parts[name] |= run_part(commands, minutes, output / f"{name}.log")
         provenance.write_json(path, parts)

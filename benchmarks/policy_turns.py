@@ -204,7 +204,7 @@ def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _policies(texts: Sequence[str], dtype: str) -> list[Configuration]:
-    configurations = parse_configurations(texts, (), dtype)
+    configurations = parse_configurations(texts, dtype)
     for configuration in configurations:
         if not configuration.is_dspark or configuration.extra_flags or configuration.dtype != dtype:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Write a page about a sweep: what it shows, its tables, and where the numbers come from.
+"""Write a page about a sweep: its tables, and where the numbers come from.
 
     python benchmarks/report.py RESULTS
 
@@ -18,11 +18,11 @@ import click
 import pandas as pd
 import plot_sweep
 from paired_ratio import MIN_ROUNDS, frame_baselines, interval_text, paired_ratios, summarise
-from serving.configurations import PLAIN
-from serving.crossovers import crossovers, shown_baselines, user_ratios
+from serving.configurations import OFF, PLAIN
 from serving.results import config_name, over_rounds, read_sweep
 from tables import markdown_table
 
+from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import ConfigError, DSparkError
 
 
@@ -51,7 +51,7 @@ def render(folder: Path) -> str:
         agreement = {}  # texts of random weights have nothing to agree on
     parts = [
         f"# {frame['model'].iloc[0]}: {frame['config'].nunique()} configurations, {frame['load'].nunique()} loads",
-        "\n".join(f"* {sentence}" for sentence in [*([STEP_TIMES] if simulated else []), *findings(frame)]),
+        *remarks(frame, simulated=simulated),
     ]
     if frame["concurrency"].notna().any():
         parts.append(f"![throughput against users]({plot_sweep.write(frame, folder).name})")
@@ -72,43 +72,14 @@ STEP_TIMES = (
 )
 
 
-def findings(frame: pd.DataFrame) -> list[str]:
-    """Say what the numbers show: the plugin without drafts, each adaptive policy, where they lose, what is noise."""
-    pairs = paired_ratios(frame, "output_tok_s", frame_baselines(frame))
-    ratios = user_ratios(frame, frame_baselines(frame))
-    policies = frame.drop_duplicates("config").set_index("config")["policy"]
-    sentences = []
-    for against in shown_baselines(ratios) if not pairs.empty else ():
-        summary = summarise(pairs[pairs["baseline"].map(policies) == against])
-        told = ("off", *ADAPTIVE) if against == PLAIN else ADAPTIVE
-        for config, rows in summary.groupby("config", sort=False):
-            if policies[config] in told:
-                parts = [f"{row.ratio:.2f} ({interval_text(row)}) at {row.load}" for row in rows.itertuples()]
-                sentences.append(
-                    f"{config_name(frame, config)} delivers, in times of {IN_WORDS[against]}: {', '.join(parts)}."
-                )
-        slower = [f"{config_name(frame, row.config)} at {row.load}" for row in summary.itertuples() if row.largest < 1]
-        if slower:
-            sentences.append(f"Slower than {against} in every round: {', '.join(slower)}.")
-        crossing = plot_sweep.crossover_text(frame, crossovers(ratios[ratios["against"] == against]), against)
-        if crossing:
-            sentences.append(f"{crossing}.")
-    if PLAIN in set(policies) and not {"off"} & set(policies) and set(ADAPTIVE) & set(policies):
-        sentences.append("`off` was not measured, so speculation and the plugin's own step cannot be told apart.")
-    rounds = frame["round"].nunique()
-    if rounds < MIN_ROUNDS:
-        sentences.append(
-            f"{rounds} rounds are too few for an interval of confidence: ranges are the smallest and largest round."
-        )
-    return sentences
+NO_OFF = "`off` was not measured, so speculation and the plugin's own step cannot be told apart."
 
 
-ADAPTIVE = ("auto", "early-stop", "threshold")
-IN_WORDS = {
-    "plain": "plain serving",
-    "off": "the plugin without drafts (speculation alone)",
-}
-"""Baselines by their policy."""
+def remarks(frame: pd.DataFrame, *, simulated: bool) -> list[str]:
+    """Return what a reader has to know before the tables."""
+    policies = set(frame["policy"])
+    mixed = PLAIN in policies and OFF not in policies and policies & set(POLICY_NAMES)
+    return [*([STEP_TIMES] if simulated else []), *([NO_OFF] if mixed else [])]
 
 
 def tables(frame: pd.DataFrame, agreement: dict[str, Any]) -> list[TableOf]:
@@ -246,7 +217,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-@click.command(help="Write a page about a sweep: what it shows, its tables, and where the numbers come from.")
+@click.command(help="Write a page about a sweep: its tables, and where the numbers come from.")
 @click.argument("results", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def main(results: Path) -> None:
     """Command line; see the module."""

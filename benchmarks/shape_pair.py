@@ -53,19 +53,19 @@ class Shape:
     block_size: int = 7
     markov_rank: int = 256
 
+    @property
+    def _shared(self) -> dict[str, Any]:
+        """Return what target and drafter have in common."""
+        names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        sizes = {name: getattr(self, name) for name in (*names, "vocab_size")}
+        return {**sizes, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6}
+
     def target_config(self) -> Qwen3Config:
         """Return the target's configuration, in the form of transformers."""
         return Qwen3Config(
+            **self._shared,
             architectures=["Qwen3ForCausalLM"],
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
             num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=40_960,
-            rms_norm_eps=1e-6,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
             tie_word_embeddings=self.tie_word_embeddings,
             eos_token_id=self.vocab_size - 2,
@@ -75,16 +75,9 @@ class Shape:
     def draft_config(self) -> DraftConfig:
         """Return the drafter's configuration."""
         return DraftConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
+            **self._shared,
             num_hidden_layers=self.draft_layers,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocab_size,
-            rms_norm_eps=1e-6,
             rope_theta=1e6,
-            max_position_embeddings=40_960,
             block_size=self.block_size,
             mask_token_id=self.vocab_size - 1,
             target_layer_ids=self.target_layer_ids,

@@ -129,7 +129,7 @@ def _record(options: dict[str, Any]) -> Path:
     output, users = options["output"], options["concurrency"]
     if (output / "trace.json.gz").exists():
         raise ConfigError(f"--output {output} holds a trace already; name another folder")
-    (configuration,) = parse_configurations([options["config"]], (), options["dtype"])
+    (configuration,) = parse_configurations([options["config"]], options["dtype"])
     if not configuration.is_dspark:
         raise ConfigError(f"--config {options['config']} does not decode with DSPARK; name one of its policies")
     prompts = load_mixed_prompts(options["files"])

@@ -1,15 +1,14 @@
-r"""Plain serving, DSPARK policies and other servers side by side, at several loads, on one set of prompts.
+r"""Measure plain serving and DSPARK policies side by side, at several loads, on one set of prompts.
 
     python benchmarks/sweep_concurrency.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS \
         --config plain --config auto --config static:3 --concurrency 1,2,4,8 --rate 0.5,1,2 \
-        --sla-ttft-ms 500 --sla-tpot-ms 50 --url other=http://localhost:8000 --rounds 6
+        --sla-ttft-ms 500 --sla-tpot-ms 50 --rounds 6
 
 A configuration is ``[NAME=]POLICY[:ARGUMENT][@DTYPE] [VARIABLE=VALUE ...] [SERVER FLAGS]``: ``static:3@float32``,
 ``"small=static:5 --speculative-dspark-block-size 5"``; POLICY is ``plain``, a DSPARK schedule, ``dflash`` (SGLang's
 own algorithm, on CUDA, with ``--dflash-draft``), or ``builtin`` (SGLang's own DSPARK, on CUDA; ``builtin:compact`` with
 a table of its own among the flags). The same one under two names (``--config plain --config again=plain``) shows how
-much of a difference is noise. ``--url NAME=URL`` measures a server that runs already; its key, if any, is read from the
-environment variable OPENAI_API_KEY.
+much of a difference is noise.
 
 A load is a number of users who wait for their answers (``--concurrency``, closed loop), or requests per second that
 arrive as a Poisson process whatever the server does (``--rate``, open loop).
@@ -24,7 +23,6 @@ on where it stopped. Read the results with paired_ratio.py and report.py.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ from paired_ratio import frame_baselines, paired_ratios, ratio_table, summarise
 from rich.console import Console
 from rich.table import Table
 from serving.client import Sampling
-from serving.configurations import GRAMMAR, URL_GRAMMAR, parse_configurations
+from serving.configurations import GRAMMAR, parse_configurations
 from serving.load import DEFAULT_CONCURRENCY, loads, user_counts
 from serving.results import read_sweep
 from serving.resume import MIX, REPLACE, RESUME
@@ -71,14 +69,11 @@ def _rates(context: click.Context, parameter: click.Parameter, text: str | None)
     return numbers
 
 
-@click.command(
-    help="Plain serving, DSPARK policies and other servers side by side, at several loads, on one set of prompts."
-)
-@click.option("--target", help="Target checkpoint; needed unless every server is external.")
+@click.command(help="Measure plain serving and DSPARK policies side by side, at several loads, on one set of prompts.")
+@click.option("--target", required=True, help="Target checkpoint.")
 @click.option("--draft", help="DSPARK draft checkpoint, for configurations that speculate.")
 @click.option("--dflash-draft", help="DFlash draft checkpoint, for the configuration dflash.")
 @click.option("--config", "configs", multiple=True, metavar="CONFIG", help=f"{GRAMMAR}. Repeatable.")
-@click.option("--url", "urls", multiple=True, metavar="NAME=URL", help=f"A running server: {URL_GRAMMAR}. Repeatable.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of configurations that name none.")
 @click.option(
     "--concurrency",
@@ -160,7 +155,7 @@ def _sweep(options: dict[str, Any]) -> Sweep:
         draft=options["draft"],
         dflash_draft=options["dflash_draft"],
         device=options["device"],
-        configurations=parse_configurations(options["configs"], options["urls"], options["dtype"]),
+        configurations=parse_configurations(options["configs"], options["dtype"]),
         loads=loads(concurrencies, options["rates"]),
         num_rounds=options["rounds"],
         num_prompts=options["num_prompts"],
@@ -175,8 +170,6 @@ def _sweep(options: dict[str, Any]) -> Sweep:
         ),
         sla=Sla(options["sla_ttft_ms"], options["sla_tpot_ms"]),
         server_flags=tuple(options["server_flags"].split()),
-        # From the environment alone: the command line ends up in provenance.json.
-        api_key=os.environ.get("OPENAI_API_KEY"),
     )
 
 

@@ -17,31 +17,10 @@ from sglang_dspark.errors import DSparkError
 
 CHAT_PATH = "/v1/chat/completions"
 RAW_PATH = "/v1/completions"
-FLUSH_TIMEOUT_S = 60
 
 
 class ReplyError(DSparkError):
     """The server answered with an error, or its stream ended early."""
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where prompts are sent.
-
-    Attributes:
-        url: base URL, without a trailing slash.
-        model: the name under which the server knows its model.
-        api_key: sent as bearer token; None where the server has none.
-    """
-
-    url: str
-    model: str = "default"
-    api_key: str | None = None
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Return the HTTP headers of every request."""
-        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
 
 @dataclass(frozen=True)
@@ -111,7 +90,7 @@ class Reply:
 
 
 def ask_all(
-    endpoint: Endpoint,
+    url: str,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
@@ -122,6 +101,7 @@ def ask_all(
     """Return the answers to ``prompts``, in their order.
 
     Args:
+        url: of the server, without a trailing slash.
         users: closed loop: so many wait for an answer before they send the next prompt.
         arrivals_s: open loop: when each prompt is sent whatever the server does, in seconds from the start, ascending.
         on_reply: called after every answer.
@@ -129,11 +109,11 @@ def ask_all(
     Raises:
         ReplyError: one of the requests failed; the others are cancelled.
     """
-    return asyncio.run(_ask_all(endpoint, prompts, sampling, users or len(prompts), arrivals_s, on_reply))
+    return asyncio.run(_ask_all(url, prompts, sampling, users or len(prompts), arrivals_s, on_reply))
 
 
 async def _ask_all(
-    endpoint: Endpoint,
+    url: str,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     users: int,
@@ -143,14 +123,14 @@ async def _ask_all(
     timeout = aiohttp.ClientTimeout(total=sampling.timeout_s)
     connector = aiohttp.TCPConnector(limit=0)
     free, start_s = asyncio.Semaphore(users), time.perf_counter()  # users get their turns in the order of the prompts
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=endpoint.headers) as session:
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
         async def ask(prompt: Prompt, arrival_s: float | None) -> Reply:
             due_s = None if arrival_s is None else start_s + arrival_s
             if due_s is not None:
                 await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
             async with free:
-                reply = await _ask(session, endpoint, prompt, sampling, due_s)
+                reply = await _ask(session, url, prompt, sampling, due_s)
             on_reply()
             return reply
 
@@ -162,42 +142,18 @@ async def _ask_all(
             first = failures.exceptions[0]
             if isinstance(first, ReplyError):
                 raise first from None
-            raise ReplyError(f"{endpoint.url}: {type(first).__name__}: {first}") from first
+            raise ReplyError(f"{url}: {type(first).__name__}: {first}") from first
     return [task.result() for task in tasks]
 
 
-def flush_cache(endpoint: Endpoint) -> None:
-    """Empty the server's radix cache.
-
-    Raises:
-        ReplyError: the server refused or cannot be reached.
-    """
-    try:
-        asyncio.run(_flush_cache(endpoint))
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise ReplyError(f"{endpoint.url}/flush_cache: {type(error).__name__}: {error}") from error
-
-
-async def _flush_cache(endpoint: Endpoint) -> None:
-    timeout = aiohttp.ClientTimeout(total=2 * FLUSH_TIMEOUT_S)
-    async with (
-        aiohttp.ClientSession(timeout=timeout, headers=endpoint.headers) as session,
-        # The server waits until its last batch is done; without a timeout it refuses right after a request.
-        session.post(f"{endpoint.url}/flush_cache", params={"timeout": FLUSH_TIMEOUT_S}) as response,
-    ):
-        await _check(response)
-
-
 async def _ask(
-    session: aiohttp.ClientSession, endpoint: Endpoint, prompt: Prompt, sampling: Sampling, due_s: float | None
+    session: aiohttp.ClientSession, url: str, prompt: Prompt, sampling: Sampling, due_s: float | None
 ) -> Reply:
     chunks_s: list[float] = []
     pieces: list[str] = []
     done_s, usage = None, None
     sent_s = time.perf_counter() if due_s is None else due_s
-    async with session.post(
-        endpoint.url + sampling.path, json=request_body(prompt, sampling, endpoint.model)
-    ) as response:
+    async with session.post(url + sampling.path, json=request_body(prompt, sampling)) as response:
         await _check(response)
         async for event in _events(response):
             now_s = time.perf_counter()
@@ -210,7 +166,7 @@ async def _ask(
                 if choice.get("finish_reason"):
                     done_s = now_s
     if done_s is None or usage is None:
-        raise ReplyError(f"{endpoint.url}: the stream of prompt {prompt.index} ended without a finish reason or usage")
+        raise ReplyError(f"{url}: the stream of prompt {prompt.index} ended without a finish reason or usage")
     return Reply(
         prompt_index=prompt.index,
         sent_s=sent_s,
@@ -222,16 +178,15 @@ async def _ask(
     )
 
 
-def request_body(prompt: Prompt, sampling: Sampling, model: str = "default") -> dict[str, Any]:
+def request_body(prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
     """Return what is sent to :attr:`Sampling.path` for a streamed answer."""
     content = {"prompt": prompt.text} if sampling.raw else {"messages": [{"role": "user", "content": prompt.text}]}
     return {
         **content,
-        "model": model,
+        "model": "default",
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        # Not part of OpenAI's API; servers that do not know it would refuse the request.
-        **({"ignore_eos": True} if sampling.ignore_eos else {}),
+        "ignore_eos": sampling.ignore_eos,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from serving.configurations import EXTERNAL, OF_SGLANG, Configuration
-from serving.external import ExternalServer
-from serving.fleet import Server
+from serving.configurations import OF_SGLANG, Configuration
+from sglang_dspark.tools.launch import LaunchedServer
 
 STAT_KEYS = {
     "drafted": "drafted_tokens",
@@ -19,24 +18,20 @@ STAT_KEYS = {
 """Column -> counter of ``GET /dspark/stats``."""
 
 
-def read_counters(server: Server, configuration: Configuration) -> dict[str, int] | None:
+def read_counters(server: LaunchedServer, configuration: Configuration) -> dict[str, int] | None:
     """Return the counters since the start of the server by column; None for a server without DSPARK."""
-    if not configuration.is_dspark and configuration.policy != EXTERNAL:
+    if not configuration.is_dspark:
         return None
     report = server.get_json("/dspark/stats")
-    if configuration.policy == EXTERNAL and not report:
-        return None
     return {column: report[key] for column, key in STAT_KEYS.items()}
 
 
-def read_accept_length(server: Server, configuration: Configuration) -> float | None:
+def read_accept_length(server: LaunchedServer, configuration: Configuration) -> float | None:
     """Return the accept length since the cache was flushed, as SGLang reports it; None if the server does not.
 
     SGLang counts in units of its decode log interval (40 steps), so the last few steps of a round are missing.
     """
-    if configuration.policy not in (*OF_SGLANG, EXTERNAL):
-        return None
-    if isinstance(server, ExternalServer) and not server.can_flush:
+    if configuration.policy not in OF_SGLANG:
         return None
     states = server.get_json("/server_info").get("internal_states") or [{}]
     length = states[0].get("avg_spec_accept_length")

@@ -33,7 +33,7 @@ def over_rounds(rows: pd.DataFrame, column: str) -> float:
     if counted_by is None:
         return float(known[column].median())
     if counted_by not in known or known[counted_by].isna().any():
-        return float(known[column].mean())  # a server of others: it tells the quotient only
+        return float(known[column].mean())  # SGLang's own algorithms tell the quotient only
     weights = known[counted_by]
     return float((known[column] * weights).sum() / weights.sum()) if weights.sum() else float("nan")
 
@@ -67,8 +67,6 @@ def complete(frame: pd.DataFrame) -> pd.DataFrame:
     frame.attrs["absent"] = [column for column in COLUMNS if column not in frame]
     if "rate" not in frame:
         frame["rate"] = float("nan")
-    if "model" in frame:
-        frame["model"] = frame["model"].fillna("a model served elsewhere")
     # Whole numbers again: a column with empty cells is read as floats.
     frame["concurrency"] = frame["concurrency"].astype("Int64")
     frame["load"] = [

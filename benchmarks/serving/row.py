@@ -38,7 +38,7 @@ class Origin:
 class SweepRow:
     """One round of one configuration at one load; empty where a figure does not exist. Shares are from 0 to 1."""
 
-    policy: str  # ``plain``, ``dflash``, ``builtin``, ``external`` or a DSPARK schedule
+    policy: str  # ``plain``, ``dflash``, ``builtin`` or a DSPARK schedule
     concurrency: int | None  # closed loop: users, each with one request at a time
     round: int  # from 0; rounds of equal number and load had equal prompts, and equal arrivals in an open loop
     output_tok_s: float  # generated tokens of all users per second, from the first request to the last token
@@ -56,8 +56,8 @@ class SweepRow:
     itl_p50_ms: float | None  # percentiles of the time between chunks of a stream
     itl_p95_ms: float | None
     itl_p99_ms: float | None
-    server_cpu_ms_per_tok: float | None  # CPU time of the server's processes per generated token
-    other_cpu_share: float | None  # share of the machine's cores that other processes used
+    server_cpu_ms_per_tok: float  # CPU time of the server's processes per generated token
+    other_cpu_share: float  # share of the machine's cores that other processes used
     accept_length: float | None  # committed tokens per request and decode step, bonus included
     drafted: int | None
     verified: int | None
@@ -109,12 +109,12 @@ class Observation:
     """What was seen of a server while a round ran.
 
     Attributes:
-        cpu_time: used during the round; None for an external server.
+        cpu_time: used during the round.
         counts: change of the server's counters by column; None for a server without DSPARK.
         accept_length: as SGLang's own algorithms report it; None if they do not.
     """
 
-    cpu_time: CpuTime | None = None
+    cpu_time: CpuTime
     counts: Mapping[str, int] | None = None
     accept_length: float | None = None
 
@@ -147,8 +147,8 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla
         **_percentiles("ttft", ttfts_ms),
         **_percentiles("tpot", tpots_ms),
         **_percentiles("itl", [1e3 * gap for reply in replies for gap in reply.gaps_s]),
-        server_cpu_ms_per_tok=1e3 * cpu_time.server_s / num_tokens if cpu_time else None,
-        other_cpu_share=cpu_time.others_s / wall_s / (os.cpu_count() or 1) if cpu_time else None,
+        server_cpu_ms_per_tok=1e3 * cpu_time.server_s / num_tokens,
+        other_cpu_share=cpu_time.others_s / wall_s / (os.cpu_count() or 1),
         **_speculation(observation),
         num_requests=len(replies),
         num_tokens=num_tokens,

@@ -14,12 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from serving.agreement import identical_texts
-from serving.client import Endpoint, Reply, Sampling, ask_all, flush_cache
-from serving.configurations import EXTERNAL, OF_SGLANG, Configuration, choose_baselines
+from serving.client import Reply, Sampling, ask_all
+from serving.configurations import OF_SGLANG, Configuration, choose_baselines
 from serving.counters import read_accept_length, read_counters
 from serving.cpu_time import CpuTime
-from serving.external import ExternalServer
-from serving.fleet import Fleet, Server
+from serving.fleet import Fleet
 from serving.load import Load, poisson_arrivals
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
 from serving.request_log import RequestLog
@@ -49,17 +48,16 @@ class Sweep:
     """What to measure.
 
     Attributes:
-        target, draft, dflash_draft: checkpoint folders; the target is None when every server is external.
+        target, draft, dflash_draft: checkpoint folders.
         device: ``cpu`` or ``cuda``.
         loads: load points.
         num_rounds: recorded rounds per configuration and load.
         num_prompts: prompts per round, at least; every user gets :data:`PROMPTS_PER_USER` or more.
         rate_seconds: how long requests arrive in a round of an open loop, at least.
         server_flags: further arguments of every server.
-        api_key: of external servers.
     """
 
-    target: str | None
+    target: str
     draft: str | None
     dflash_draft: str | None
     device: str
@@ -72,18 +70,18 @@ class Sweep:
     sampling: Sampling
     sla: Sla
     server_flags: tuple[str, ...]
-    api_key: str | None
 
-    def servers(self, labels: set[str]) -> dict[str, Server]:
+    def servers(self, labels: set[str]) -> dict[str, LaunchedServer]:
         """Return the servers of some configurations by label, not started yet."""
-        used = [c for c in self.configurations if c.label in labels]
-        launched = [c for c in used if c.policy != EXTERNAL]
         # Configurations that differ in their policy alone share a server.
-        shared: dict[object, Server] = {}
-        for c in launched:
-            if self._process(c) not in shared:
-                shared[self._process(c)] = self._launched(c)
-        return {c.label: self._external(c) if c.policy == EXTERNAL else shared[self._process(c)] for c in used}
+        shared: dict[object, LaunchedServer] = {}
+        by_label = {}
+        for configuration in (c for c in self.configurations if c.label in labels):
+            process = (self.flags(configuration), *configuration.environment.items())
+            if process not in shared:
+                shared[process] = self._launched(configuration)
+            by_label[configuration.label] = shared[process]
+        return by_label
 
     def flags(self, configuration: Configuration) -> tuple[str, ...]:
         """Return the arguments of the configuration's server.
@@ -91,10 +89,6 @@ class Sweep:
         Raises:
             ConfigError: it cannot run.
         """
-        if configuration.policy == EXTERNAL:
-            return ()
-        if self.target is None:
-            raise ConfigError(f"--config {configuration.label} starts a server; pass --target with its checkpoint")
         if configuration.policy in OF_SGLANG and self.device == "cpu":
             raise ConfigError(
                 f"--config {configuration.label}: SGLang's own {configuration.policy} does not run on a CPU (its cache"
@@ -149,9 +143,7 @@ class Sweep:
             "sampling": asdict(self.sampling),
             "sla": asdict(self.sla),
             "configurations": {
-                c.label: {"url": c.url}
-                if c.policy == EXTERNAL
-                else {
+                c.label: {
                     "server_flags": [provenance.portable(flag) for flag in self.flags(c)],
                     "environment": c.environment,
                     "policy": c.policy_fields,
@@ -160,13 +152,8 @@ class Sweep:
             },
         }
 
-    def _process(self, configuration: Configuration) -> object:
-        """Return what a server is started with."""
-        return self.flags(configuration), *configuration.environment.items()
-
     def _launched(self, configuration: Configuration) -> LaunchedServer:
         flags = self.flags(configuration)
-        assert self.target is not None, "flags() has refused this"
         if self.device == "cpu":
             return LaunchedServer(
                 self.target, *CPU_FLAGS, *self._admitted(), *flags, env={**CPU_ENV, **configuration.environment}
@@ -176,9 +163,6 @@ class Sweep:
     def _admitted(self) -> tuple[str, str]:
         limit = max([CPU_MAX_REQUESTS, *(load.concurrency or 0 for load in self.loads)])
         return "--max-running-requests", str(limit)
-
-    def _external(self, configuration: Configuration) -> ExternalServer:
-        return ExternalServer(configuration.url, self.api_key)
 
 
 def run_sweep(sweep: Sweep, output: Path, existing: str, console: Console) -> list[dict[str, Any]]:
@@ -212,7 +196,6 @@ def run_sweep(sweep: Sweep, output: Path, existing: str, console: Console) -> li
         progress.add_task("starting servers", total=None)
         say = partial(progress.console.print, highlight=False)
         with Fleet(servers, lambda label: say(f"starting {label}")) as fleet:
-            record["cache_not_emptied"] = _warn_of_caches(servers, say)
             for cell, row, replies in _measure_all(sweep, cells, prompts, fleet, origin, progress):
                 # The row last: it says that the cell is complete.
                 log.write(cell, replies)
@@ -254,48 +237,37 @@ def _measure(
     on_reply: Callable[[], None],
 ) -> tuple[SweepRow, list[Reply]]:
     configuration = cell.configuration
-    with fleet.awake(configuration.label) as (server, endpoint):
-        if not isinstance(server, ExternalServer) and configuration.policy_fields is not None:
+    with fleet.awake(configuration.label) as server:
+        if configuration.policy_fields is not None:
             server.post_json("/dspark/policy", configuration.policy_fields)
-        _settle(server, endpoint, sweep.sampling, cell.load.concurrency or 1)
-        counts_before = read_counters(server, configuration)
-        cpu_before = CpuTime.read(server.pid) if server.pid is not None else None
+        _settle(server, sweep.sampling, cell.load.concurrency or 1)
+        counts_before, cpu_before = read_counters(server, configuration), CpuTime.read(server.pid)
         users, rate, arrivals_s = cell.load.concurrency, cell.load.rate, None
         if rate is not None:
             arrivals_s = poisson_arrivals(rate, len(prompts), seed=(cell.round + 1, round(1e6 * rate)))
-        replies = ask_all(endpoint, prompts, sweep.sampling, users=users, arrivals_s=arrivals_s, on_reply=on_reply)
-        cpu_time = CpuTime.read(server.pid) - cpu_before if cpu_before is not None else None
-        counts_after = read_counters(server, configuration)
-        accept_length = read_accept_length(server, configuration)
+        replies = ask_all(server.url, prompts, sweep.sampling, users=users, arrivals_s=arrivals_s, on_reply=on_reply)
+        cpu_time = CpuTime.read(server.pid) - cpu_before
+        counts_after, accept_length = read_counters(server, configuration), read_accept_length(server, configuration)
     counts = None
     if counts_before is not None and counts_after is not None:
         counts = {name: counts_after[name] - counts_before[name] for name in counts_after}
     return make_row(cell, replies, Observation(cpu_time, counts, accept_length), sweep.sla, origin), replies
 
 
-def _settle(server: Server, endpoint: Endpoint, sampling: Sampling, users: int) -> None:
+def _settle(server: LaunchedServer, sampling: Sampling, users: int) -> None:
     """Throw away a short answer per user, and empty the prefix cache.
 
     A server that has just been woken up, or has changed its policy, is not yet what it is measured as.
     """
     short = replace(sampling, max_tokens=min(SETTLE_TOKENS, sampling.max_tokens))
-    ask_all(endpoint, [SETTLE_PROMPT] * users, short)
-    if not isinstance(server, ExternalServer) or server.can_flush:
-        flush_cache(endpoint)
-
-
-def _warn_of_caches(servers: dict[str, Server], say: Callable[[str], None]) -> list[str]:
-    """Return the labels of external servers whose prefix cache cannot be emptied."""
-    labels = [label for label, s in servers.items() if isinstance(s, ExternalServer) and not s.can_flush]
-    for label in labels:
-        say(f"{label} does not answer POST /flush_cache: prompts that come again may be served from its prefix cache")
-    return labels
+    ask_all(server.url, [SETTLE_PROMPT] * users, short)
+    server.flush_cache()
 
 
 def _line(row: SweepRow, load: Load) -> str:
     accept = f", accept length {row.accept_length:.2f}" if row.accept_length else ""
     goodput = f", {row.sla_met_share:.0%} within the SLA" if row.sla_met_share is not None else ""
-    others = row.other_cpu_share or 0
+    others = row.other_cpu_share
     return (
         f"round {row.round}, {load!s:>9}, {row.config}: {row.output_tok_s:.1f} tok/s, "
         f"{row.per_user_tok_s:.1f} per user{accept}{goodput}"

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def files(paths: Sequence[Path]) -> list[dict[str, str]]:
+def files(paths: Iterable[Path]) -> list[dict[str, str]]:
     """Return the name and the digest of each file that a result was made from."""
     return [{"file": path.name, "sha256": file_digest(path)} for path in paths]
 

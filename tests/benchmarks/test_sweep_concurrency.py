@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from itertools import pairwise
 
 import numpy as np
@@ -56,6 +57,9 @@ class FakeServer:
         others = ("drafted_tokens", "verified_tokens", "accepted_tokens", "steps", "plain_steps", "parked_steps")
         counts = dict.fromkeys(others, 7 * self._rounds)
         return counts | {"rounds": self._rounds, "committed_tokens": 3 * self._rounds}
+
+    def flush_cache(self):
+        urllib.request.urlopen(self.url + "/flush_cache", data=b"").close()
 
     def post_json(self, path, body):
         assert path == "/dspark/policy"
@@ -287,38 +291,3 @@ def test_results_of_an_older_release_are_left_alone(sweep):
     (output / "sweep.csv").write_text("policy,concurrency,round\nplain,1,0\n")
     result, _ = sweep(*TWO, "--concurrency", "1", "--rounds", "1")
     assert result.exit_code == 1 and "other columns" in result.output
-
-
-@pytest.mark.parametrize("is_sglang", [True, False])
-def test_running_server_is_measured_beside_the_others(sweep, monkeypatch, is_sglang):
-    ours, engine = FakeEngine(), FakeEngine()
-    engine.can_flush = engine.has_dspark = is_sglang
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    options = ("--config", "plain", "--concurrency", "2", "--rounds", "1", "--num-prompts", "4")
-    with served(engine) as url:
-        result, output = sweep(*options, "--url", f"theirs={url}", engine=ours)
-    assert result.exit_code == 0, result.output
-    frame = pd.read_csv(output / "sweep.csv").set_index("config")
-    assert frame["policy"].to_dict() == {"plain@bfloat16": "plain", "theirs": "external"}
-    theirs = frame.loc["theirs"]
-    assert pd.isna(theirs["server_cpu_ms_per_tok"]) and theirs["num_tokens"] == 12
-    assert theirs["accept_length"] == 2.0 if is_sglang else pd.isna(theirs["accept_length"])
-    assert {body["model"] for _, body in engine.bodies} == {"fake-model"} and set(engine.keys) == {"Bearer secret"}
-    assert {body["model"] for _, body in ours.bodies} == {"default"} and set(ours.keys) == {None}
-    record = (output / "provenance.json").read_text()
-    assert json.loads(record)["cache_not_emptied"] == ([] if is_sglang else ["theirs"])
-    assert "secret" not in record and ("prefix cache" in result.output) == (not is_sglang)
-
-
-def test_sweep_of_running_servers_alone_needs_no_checkpoint(tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"turns": ["one two"]}\n')
-    with served(FakeEngine()) as url:
-        where = ("--url", f"theirs={url}", "--prompts", str(prompts), "--output", str(tmp_path / "out"))
-        options = (*where, "--concurrency", "1", "--rounds", "1", "--num-prompts", "1")
-        result = CliRunner().invoke(sweep_concurrency.main, options)
-    assert result.exit_code == 0, result.output
-    result = CliRunner().invoke(sweep_concurrency.main, (*options, "--existing", "mix", "--rounds", "2"))
-    assert result.exit_code == 1 and "--url" in result.output  # nobody is there any more
-    result = CliRunner().invoke(sweep_concurrency.main, (*options, "--config", "plain"))
-    assert result.exit_code == 1 and "pass --target" in result.output

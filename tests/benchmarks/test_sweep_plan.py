@@ -12,7 +12,6 @@ from serving.configurations import (
     choose_ratio_baselines,
     parse_configuration,
     parse_configurations,
-    parse_external,
 )
 from serving.load import Load, loads, poisson_arrivals
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
@@ -74,8 +73,8 @@ def test_malformed_configurations_are_refused(text, complaint):
 
 def test_equal_labels_are_refused():
     with pytest.raises(ConfigError, match="again="):
-        parse_configurations(["plain", "plain"], [], "float32")
-    assert len(parse_configurations(["plain", "again=plain"], [], "float32")) == 2
+        parse_configurations(["plain", "plain"], "float32")
+    assert len(parse_configurations(["plain", "again=plain"], "float32")) == 2
 
 
 def test_baseline_is_the_plain_configuration_of_the_same_dtype():
@@ -185,23 +184,9 @@ def test_interrupted_sweep_measures_the_rest_after_its_warm_up():
     assert still_to_measure(cells, {cell.key for cell in cells}) == []
 
 
-def test_external_server_is_named_by_its_url():
-    configuration = parse_external("vllm@float16=http://host:8000/v1/", "bfloat16")
-    assert (configuration.label, configuration.policy, configuration.dtype) == ("vllm", "external", "float16")
-    assert configuration.url == "http://host:8000" and configuration.policy_fields is None
-    assert parse_external("x=https://host", "bfloat16").dtype == "bfloat16"
-    assert [c.label for c in parse_configurations(["plain"], ["x=http://host"], "float32")] == ["plain@float32", "x"]
-
-
-@pytest.mark.parametrize("text", ["http://host:8000", "x=host:8000", "=http://host", "x@int8=http://host"])
-def test_malformed_url_is_refused(text):
-    with pytest.raises(ConfigError, match="--url"):
-        parse_external(text, "bfloat16")
-
-
 def test_a_sweep_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="nothing to measure"):
-        parse_configurations([], [], "float32")
+        parse_configurations([], "float32")
 
 
 def test_sglangs_own_dspark_is_asked_for_without_ours():

@@ -82,7 +82,7 @@ def test_csv_reads_back(tmp_path):
     with RowWriter(path) as rows:
         rows.write(row)
         assert len(pd.read_csv(path)) == 1  # on disk before the sweep ends
-        rows.write(make_row(replace(CELL, load=Load(rate=1.5)), REPLIES, Observation(), NO_SLA, ORIGIN))
+        rows.write(make_row(replace(CELL, load=Load(rate=1.5)), REPLIES, Observation(CpuTime(1, 0)), NO_SLA, ORIGIN))
     frame = pd.read_csv(path)
     assert tuple(frame.columns) == COLUMNS
     assert frame["output_tok_s"].tolist() == pytest.approx([3.25, 3.25])
@@ -146,9 +146,8 @@ def test_answer_of_one_token_cannot_break_the_promise_per_further_token():
     assert Sla(tpot_ms=1).is_met(single) and not Sla(ttft_ms=2000, tpot_ms=1).is_met(single)
 
 
-def test_server_of_somebody_else_has_no_cpu_time():
-    row = make_row(CELL, REPLIES, Observation(accept_length=2.5), NO_SLA, ORIGIN)
-    assert row.server_cpu_ms_per_tok is None and row.other_cpu_share is None
+def test_sglangs_own_algorithms_tell_their_accept_length_only():
+    row = make_row(CELL, REPLIES, Observation(CpuTime(1, 0), accept_length=2.5), NO_SLA, ORIGIN)
     assert row.accept_length == 2.5 and row.verified is None
 
 
