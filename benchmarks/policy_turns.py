@@ -36,9 +36,9 @@ from paired_ratio import ratio_table, ratios_to_each, summarise
 from rich.console import Console
 from serving.client import Sampling, request_body
 from serving.configurations import Configuration, parse_configurations
-from serving.load import user_counts
 from serving.prompts import Prompt, load_mixed_prompts
 from serving.results import read_sweep
+from serving.schedule import USERS
 
 from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.tools import provenance
@@ -219,7 +219,7 @@ def _policies(texts: Sequence[str], dtype: str) -> list[Configuration]:
 @click.option("--draft", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--prompts", "files", type=click.Path(path_type=Path), multiple=True, required=True)
 @click.option("--config", "configs", multiple=True, required=True, help="A policy, as in sweep_concurrency.py.")
-@click.option("--concurrency", default="1,4,16", show_default=True, callback=user_counts, help="Numbers of users.")
+@click.option("--concurrency", default="1,4,16", show_default=True, type=USERS, help="Numbers of users.")
 @click.option("--rounds", default=20, show_default=True, type=click.IntRange(1))
 @click.option("--seconds", default=0.2, show_default=True, type=click.FloatRange(0, min_open=True), help="Of a turn.")
 @click.option("--cycles", default=3, show_default=True, type=click.IntRange(1), help="Turns of a policy per answer.")

@@ -27,21 +27,23 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
+from msgspec import Meta
 from paired_ratio import frame_baselines, paired_ratios, ratio_table, summarise
 from rich.console import Console
 from rich.table import Table
 from serving.client import Sampling
 from serving.configurations import GRAMMAR, parse_configurations
-from serving.load import DEFAULT_CONCURRENCY, loads, user_counts
 from serving.results import read_sweep
 from serving.resume import MIX, REPLACE, RESUME
-from serving.sla import Sla
+from serving.row import Sla
+from serving.schedule import DEFAULT_CONCURRENCY, USERS, loads
 from serving.sweep import PROMPTS_PER_USER, Sweep, run_sweep
 
 from sglang_dspark.errors import DSparkError
+from sglang_dspark.tools.cli.numbers import Numbers
 
 SHOWN = ("output_tok_s", "loaded_tok_s", "server_cpu_ms_per_tok")
 """Metrics whose ratios are printed at the end of a sweep."""
@@ -57,16 +59,7 @@ def _agreement_table(agreements: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _rates(context: click.Context, parameter: click.Parameter, text: str | None) -> list[float]:
-    if text is None:
-        return []
-    try:
-        numbers = [float(word) for word in text.split(",")]
-    except ValueError:
-        numbers = [0.0]
-    if not all(0 < number < float("inf") for number in numbers) or len(set(numbers)) < len(numbers):
-        raise click.BadParameter(f"{text!r} is not a list of different positive numbers such as 0.5,1,2")
-    return numbers
+_RATES = Numbers(Annotated[float, Meta(gt=0, lt=1e6, description="must be above 0")], distinct=True)
 
 
 @click.command(help="Measure plain serving and DSPARK policies side by side, at several loads, on one set of prompts.")
@@ -77,10 +70,10 @@ def _rates(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of configurations that name none.")
 @click.option(
     "--concurrency",
-    callback=user_counts,
+    type=USERS,
     help=f"Closed loop: numbers of users. Default: {DEFAULT_CONCURRENCY}, none with --rate.",
 )
-@click.option("--rate", "rates", callback=_rates, help="Open loop: requests per second, e.g. 0.5,1,2.")
+@click.option("--rate", "rates", type=_RATES, help="Open loop: requests per second, e.g. 0.5,1,2.")
 @click.option(
     "--rate-seconds",
     default=30.0,
@@ -149,14 +142,14 @@ def main(**options: Any) -> None:
 def _sweep(options: dict[str, Any]) -> Sweep:
     concurrencies = options["concurrency"]
     if not concurrencies and not options["rates"]:
-        concurrencies = [int(word) for word in DEFAULT_CONCURRENCY.split(",")]
+        concurrencies = USERS.convert(DEFAULT_CONCURRENCY, None, None)
     return Sweep(
         target=options["target"],
         draft=options["draft"],
         dflash_draft=options["dflash_draft"],
         device=options["device"],
         configurations=parse_configurations(options["configs"], options["dtype"]),
-        loads=loads(concurrencies, options["rates"]),
+        loads=loads(concurrencies or (), options["rates"] or ()),
         num_rounds=options["rounds"],
         num_prompts=options["num_prompts"],
         rate_seconds=options["rate_seconds"],

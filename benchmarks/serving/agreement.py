@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from serving.load import load_label
+from serving.schedule import load_label
 from sglang_dspark.files import lines_of
 
 

@@ -9,8 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from serving.client import Reply
-from serving.load import Load
-from serving.schedule import Cell, CellKey
+from serving.schedule import Cell, CellKey, Load
 from sglang_dspark.files import lines_of
 
 

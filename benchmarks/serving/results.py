@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from serving.load import load_label
 from serving.row import COLUMNS
+from serving.schedule import load_label
 from sglang_dspark.errors import ConfigError
 
 COUNTED_BY = {

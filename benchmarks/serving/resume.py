@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serving.load import Load
 from serving.row import COLUMNS
-from serving.schedule import CellKey
+from serving.schedule import CellKey, Load
 from sglang_dspark.errors import ConfigError
 
 RESUME, MIX, REPLACE = "resume", "mix", "replace"

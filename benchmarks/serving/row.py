@@ -15,10 +15,8 @@ from typing import Any, Self
 import numpy as np
 
 from serving.client import Reply
-from serving.counters import STAT_KEYS
-from serving.cpu_time import CpuTime
+from serving.counters import STAT_KEYS, CpuTime
 from serving.schedule import Cell
-from serving.sla import Sla, goodput
 
 
 @dataclass(frozen=True)
@@ -105,6 +103,25 @@ COLUMNS = tuple(field.name for field in fields(SweepRow))
 
 
 @dataclass(frozen=True)
+class Sla:
+    """The SLO of every single request. None: that latency has no limit.
+
+    Attributes:
+        ttft_ms: longest time to the first token.
+        tpot_ms: longest mean time per output token after the first.
+    """
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def is_met(self, reply: Reply) -> bool:
+        """Return whether a request met the SLO; the limits themselves still count as met."""
+        if self.ttft_ms is not None and 1e3 * reply.ttft_s > self.ttft_ms:
+            return False
+        return self.tpot_ms is None or reply.tpot_s is None or 1e3 * reply.tpot_s <= self.tpot_ms
+
+
+@dataclass(frozen=True)
 class Observation:
     """What was seen of a server while a round ran.
 
@@ -175,6 +192,18 @@ def loaded_throughput(replies: Sequence[Reply]) -> float | None:
     )
     tokens = sum(shares)
     return tokens / (end - start) if tokens else None
+
+
+def goodput(replies: Sequence[Reply], wall_s: float, sla: Sla) -> dict[str, float | None]:
+    """Return the columns of goodput of a round that took ``wall_s`` seconds; all None without an SLO."""
+    if sla == Sla():
+        return dict.fromkeys(("sla_met_share", "goodput_req_s", "goodput_tok_s"))
+    met = [reply for reply in replies if sla.is_met(reply)]
+    return {
+        "sla_met_share": len(met) / len(replies),
+        "goodput_req_s": len(met) / wall_s,
+        "goodput_tok_s": sum(reply.num_tokens for reply in met) / wall_s,
+    }
 
 
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:

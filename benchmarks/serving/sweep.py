@@ -16,17 +16,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from serving.agreement import identical_texts
 from serving.client import Reply, Sampling, ask_all
 from serving.configurations import OF_SGLANG, Configuration, choose_baselines
-from serving.counters import read_accept_length, read_counters
-from serving.cpu_time import CpuTime
+from serving.counters import CpuTime, read_accept_length, read_counters
 from serving.fleet import Fleet
-from serving.load import Load, poisson_arrivals
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
 from serving.request_log import RequestLog
 from serving.results import read_sweep
 from serving.resume import prepare_output
-from serving.row import Observation, Origin, RowWriter, SweepRow, make_row
-from serving.schedule import Cell, interleave, still_to_measure
-from serving.sla import Sla
+from serving.row import Observation, Origin, RowWriter, Sla, SweepRow, make_row
+from serving.schedule import Cell, Load, interleave, poisson_arrivals, still_to_measure
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer

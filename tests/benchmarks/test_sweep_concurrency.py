@@ -16,8 +16,8 @@ import sweep_concurrency
 from click.testing import CliRunner
 from fake_engine import FakeEngine, served
 from serving import sweep as sweep_module
-from serving.load import poisson_arrivals
 from serving.row import COLUMNS
+from serving.schedule import poisson_arrivals
 
 from sglang_dspark.tools import provenance
 

@@ -13,9 +13,8 @@ from serving.configurations import (
     parse_configuration,
     parse_configurations,
 )
-from serving.load import Load, loads, poisson_arrivals
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
-from serving.schedule import WARM_UP_ROUND, interleave, still_to_measure
+from serving.schedule import WARM_UP_ROUND, Load, interleave, loads, poisson_arrivals, still_to_measure
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.launch import dspark_flags

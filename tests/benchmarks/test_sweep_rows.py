@@ -8,14 +8,11 @@ import pandas as pd
 import pytest
 from serving.client import Reply
 from serving.configurations import Configuration
-from serving.counters import STAT_KEYS
-from serving.cpu_time import CpuTime
-from serving.load import Load
+from serving.counters import STAT_KEYS, CpuTime
 from serving.request_log import RequestLog
 from serving.results import complete, over_rounds
-from serving.row import COLUMNS, Observation, Origin, RowWriter, make_row
-from serving.schedule import Cell
-from serving.sla import Sla
+from serving.row import COLUMNS, Observation, Origin, RowWriter, Sla, make_row
+from serving.schedule import Cell, Load
 
 from sglang_dspark.tools import provenance
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import click
 from msgspec import Meta
 
-from sglang_dspark.declared import checked, kinds
+from sglang_dspark.declared import kinds
+from sglang_dspark.tools.cli.numbers import Numbers
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -29,34 +30,6 @@ class Flag:
     decided: bool = False
 
 
-class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in some releases of click, not in others
-    """A tuple of numbers such as ``1,2,3``, each of which is checked by an annotation."""
-
-    name = "numbers"
-
-    def __init__(self, kind: Any) -> None:
-        self._kind = kind
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        if isinstance(value, tuple):
-            return value
-        bare = get_args(self._kind)[0] if get_origin(self._kind) is Annotated else self._kind
-        try:
-            numbers = tuple(bare(word) for word in value.split(","))
-        except ValueError:
-            self.fail(f"{value!r} is not a list of numbers such as 1,2,3", param, ctx)
-        try:
-            return tuple(checked(number, self._kind) for number in numbers)
-        except ValueError as error:
-            self.fail(f"each number of {value!r} {error}", param, ctx)
-
-
-class _SectionOption(click.Option):
-    """An option with the heading that it stands under in the help."""
-
-    section = "Options"
-
-
 class SectionedCommand(click.Command):
     """A command whose help lists the options of every configuration under a heading."""
 
@@ -74,7 +47,7 @@ class SectionedCommand(click.Command):
 def settings_options(config: type, heading: str) -> Callable[[_Command], _Command]:
     """Add an option for every field of a dataclass that has a :class:`Flag` among its annotations."""
 
-    class Option(_SectionOption):
+    class Option(click.Option):
         section = heading
 
     def add(command: _Command) -> _Command:
@@ -86,7 +59,7 @@ def settings_options(config: type, heading: str) -> Callable[[_Command], _Comman
                 name = f"--{flag.name or field.name.replace('_', '-')}"
                 if default is True:
                     name = f"{name}/--no-{name.removeprefix('--')}"
-                how = {"is_flag": True} if get_args(kind)[0] is bool else {"type": _click_type(kind)}
+                how: dict[str, Any] = {"is_flag": True} if get_args(kind)[0] is bool else {"type": _click_type(kind)}
                 shown = default is not None and default is not False
                 command = click.option(
                     name, field.name, cls=Option, help=flag.help, default=default, show_default=shown, **how

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sglang_dspark.tools.cli.asking import DEFAULT_URL, asking_options, refuse_without_template, trace_client
-from sglang_dspark.tools.cli.outputs import OutputFile, new_table
-from sglang_dspark.tools.cli.progress import progress_bars
+from sglang_dspark.tools.cli.outputs import OutputFile, new_table, progress_bars
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,8 +12,7 @@ import click
 
 from sglang_dspark.tools.cli.asking import DEFAULT_URL, asking_options, refuse_without_template, trace_client
 from sglang_dspark.tools.cli.checkpoint import Checkpoint
-from sglang_dspark.tools.cli.outputs import OutputFile, new_table
-from sglang_dspark.tools.cli.progress import progress_bars
+from sglang_dspark.tools.cli.outputs import OutputFile, new_table, progress_bars
 
 if TYPE_CHECKING:
     from rich.console import Console

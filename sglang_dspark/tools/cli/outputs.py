@@ -1,17 +1,20 @@
-"""What a command prints and writes: tables and files."""
+"""What a command shows and writes: bars, tables and files."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from sglang_dspark.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 
@@ -39,6 +42,22 @@ class OutputFile(click.Path):
         if self._is_figure and find_spec("matplotlib") is None:
             raise ConfigError(f"{flag} {path} needs matplotlib: pip install '.[bench]' in the repository")
         return path
+
+
+class Advance(Protocol):
+    """Counts what was done since the last call; parts count as well."""
+
+    def __call__(self, advance: float = 1) -> None: ...
+
+
+@contextmanager
+def progress_bars(console: Console, totals: dict[str, int]) -> Iterator[list[Advance]]:
+    """Show a bar with an estimate of the time left for each of ``{what: how many}``, until the block ends."""
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield [partial(progress.advance, progress.add_task(what, total=total)) for what, total in totals.items()]
 
 
 def new_table(*headings: str, title: str | None = None, left: Collection[str] = ()) -> Table:

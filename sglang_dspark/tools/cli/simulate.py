@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 from click.core import ParameterSource
+from msgspec import Meta
 
-from sglang_dspark.tools.cli.outputs import OutputFile, new_table
-from sglang_dspark.tools.cli.progress import progress_bars
+from sglang_dspark.declared import whole
+from sglang_dspark.tools.cli.numbers import Numbers
+from sglang_dspark.tools.cli.outputs import OutputFile, new_table, progress_bars
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,17 +23,7 @@ if TYPE_CHECKING:
     from sglang_dspark.tools.simulator.sweep import Point
 
 
-def _numbers(kind: type) -> Any:
-    def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...]:
-        try:
-            numbers = tuple(kind(number) for number in value.split(",")) if value else ()
-        except ValueError as error:
-            raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,2,4") from error
-        if any(number <= 0 for number in numbers):
-            raise click.BadParameter(f"{value!r} has a number that is not above 0")
-        return numbers
-
-    return parse
+_SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at most 1")]
 
 
 @click.command(short_help="Simulate a server under a load: measured step times, acceptance, real policies.")
@@ -39,9 +31,13 @@ def _numbers(kind: type) -> Any:
 @click.option(
     "--blocks", "blocks_file", type=click.Path(path_type=Path), help="Blocks of the drafter, from evaluate --blocks."
 )
-@click.option("--conditional", callback=_numbers(float), help="Acceptance by position instead: 0.9,0.88,0.86 ...")
-@click.option("--policies", help="E.g. static:3,threshold:0.6,auto; off comes with them.  [default: static,auto]")
-@click.option("--users", callback=_numbers(int), help="Numbers of users, ascending.  [default: those of the table]")
+@click.option("--conditional", type=Numbers(_SHARE), help="Acceptance by position instead: 0.9,0.88,0.86 ...")
+@click.option("--policies", help="Policies, e.g. static:3,threshold:0.6,auto, beside off.  [default: static,auto]")
+@click.option(
+    "--users",
+    type=Numbers(Annotated[int, whole(1)]),
+    help="Numbers of users, ascending.  [default: those of the table]",
+)
 @click.option(
     "--prompt-tokens",
     default="128",

@@ -47,7 +47,7 @@ def test_published_step_times_come_with_an_acceptance(run):
     ("options", "says"),
     [
         (("--users", "1,x"), "is not a list of numbers"),
-        (("--users", "0"), "not above 0"),
+        (("--users", "0"), "must be an integer of at least 1"),
         (("--csv", "out.csv"), "drop --csv"),
         (("--conditional", "0.5"), "drop --conditional"),
         (("--published", "--html", "x.html"), "drop --html"),
