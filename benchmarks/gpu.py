@@ -18,7 +18,6 @@ RESULTS/rehearsal: whether they work, not how fast. What a CPU cannot run is col
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -55,9 +54,9 @@ CONTEXTS: Mapping[int, tuple[str, Mapping[str, int]]] = {
 }
 KEPT = ACCEPTANCE["mixed"]
 STOPPED = "stopped at its limit"
-GRACE_S = 10  # for a part that is told to end
 READERS = ("benchmarks/report.py", "benchmarks/paired_ratio.py")
 READING_S = 60  # for what shows a sweep, also one that was stopped
+TERMS = ("commit", "changes", "versions", "hardware", "prompts")  # of which results must not be mixed
 PATIENCE = 4  # of a rehearsal: servers start slowly on a CPU
 
 
@@ -78,14 +77,14 @@ class Setting:
     rehearses: bool
 
     def run(self, script: str, *words: str, output: str) -> list[str]:
-        """A script of this folder on the device, with its results in ``output``."""
+        """Return the command of a script of this folder on the device, with its results in ``output``."""
         device = "cpu" if self.rehearses else "cuda"
         return [*_script(script), *words, "--device", device, "--output", str(self.output / output)]
 
     def sweep(
         self, output: str, what: Sequence[str], configs: Sequence[str], users: str, flags: str, **numbers: int
     ) -> list[str]:
-        """A sweep; ``numbers``: prompts, tokens of an answer and rounds, of which a rehearsal has few."""
+        """Return a sweep; ``numbers``: prompts, tokens of an answer and rounds, of which a rehearsal has few."""
         if self.rehearses:
             users, numbers = "1,2", {"num_prompts": 2, "max_tokens": 6, "rounds": 1}
         words = [*what, *_each("--config", configs), "--concurrency", users, f"--server-flags={flags}"]
@@ -93,7 +92,7 @@ class Setting:
         return self.run("sweep_concurrency.py", *words, output=output)
 
     def builtin(self, *variables: str) -> tuple[str, ...]:
-        """The configuration of SGLang's own DSPARK, where it is measured."""
+        """Return the configuration of SGLang's own DSPARK, where it is measured."""
         return (" ".join(("builtin", *variables)),) if self.with_builtin else ()
 
 
@@ -120,7 +119,7 @@ class Part:
 
 
 def start(setting: Setting) -> Commands:
-    """The shape of a usual target with no flag of memory or backend, as the README starts a server."""
+    """Serve the shape of a usual target with no flag of memory or backend, as in the README."""
     pair, named_shape = _shape(setting)
     made = [*_script("shape_pair.py"), "--shape", named_shape, "--context", "100", "--output", str(pair)]
     what = [*_named_pair(pair), "--prompts", str(pair / "context_100.jsonl"), "--ignore-eos"]
@@ -129,7 +128,7 @@ def start(setting: Setting) -> Commands:
 
 
 def ttft(setting: Setting) -> Commands:
-    """Prefill in SGLang's graphs and without. Equal accept lengths say that the drafter reads the same states."""
+    """Measure prefill in SGLang's graphs and without. Equal accept lengths: the drafter reads the same states."""
     configs = (
         "plain",
         f"plain-eager=plain {NO_PREFILL_GRAPHS}",
@@ -143,7 +142,7 @@ def ttft(setting: Setting) -> Commands:
 
 
 def identity(setting: Setting) -> Commands:
-    """Texts against the target's alone, and what a served step launches and waits for."""
+    """Compare texts with the target's alone, and see what a served step launches and waits for."""
     if setting.rehearses:
         few = ("--num-prompts", "2", "--max-tokens", "6", "--only", "auto, 1 user")
         return [setting.run("identity.py", *setting.pair, *few, output="identity.json")]
@@ -155,7 +154,7 @@ def identity(setting: Setting) -> Commands:
 
 
 def sweep(setting: Setting) -> Commands:
-    """The pair at 1 to 64 users, answers of natural length, against SGLang as it configures itself."""
+    """Measure the pair at 1 to 64 users, answers of natural length, against SGLang as it configures itself."""
     configs, numbers = (*POLICIES, *setting.builtin()), {"num_prompts": 12, "max_tokens": 256, "rounds": 4}
     return [setting.sweep("", setting.pair, configs, "1,4,16,64", SMALL, **numbers), _report(setting.output)]
 
@@ -165,11 +164,11 @@ def trace(setting: Setting) -> Commands:
     more = ("--steps", "4", "--max-tokens", "200") if setting.rehearses else (f"--server-flags={SMALL}",)
     words = (*setting.pair, "--config", "static:5", *more)
     users = ("1", "2") if setting.rehearses else ("1", "64")
-    return [setting.run("step_trace.py", "record", *words, "--concurrency", n, output=f"{n}_users") for n in users]
+    return [setting.run("step_trace.py", *words, "--concurrency", n, output=f"{n}_users") for n in users]
 
 
 def shape(setting: Setting) -> Commands:
-    """Steps of Qwen3-8B's shape with drafts kept by chance, at short and at long contexts.
+    """Measure steps of Qwen3-8B's shape with drafts kept by chance, at short and at long contexts.
 
     With long ones look at ``itl_p50_ms`` and ``accept_length``: prefills are most of the rest.
     """
@@ -191,7 +190,7 @@ def shape(setting: Setting) -> Commands:
 
 
 def kernels(setting: Setting) -> Commands:
-    """Time of every kernel, and whether it gives what its torch form gives."""
+    """Measure the time of every kernel, and test whether it gives what its torch form gives."""
     tests = _pytest("tests/kernels", "tests/draft/test_fused_layer.py")
     if setting.rehearses:
         return [[*tests, "--collect-only"]]
@@ -199,7 +198,7 @@ def kernels(setting: Setting) -> Commands:
 
 
 def turns(setting: Setting) -> Commands:
-    """Policies that take turns of a few steps on the same texts."""
+    """Let policies take turns of a few steps on the same texts."""
     users, rounds, tokens = ("1", "1", "200") if setting.rehearses else ("1,4,16,64", "10", "2000")
     configs = ("auto", *(f"static:{length}" for length in ((3,) if setting.rehearses else range(1, 6))))
     words = [*_each("--config", configs), "--concurrency", users, "--rounds", rounds, "--seconds", "0.05"]
@@ -208,7 +207,7 @@ def turns(setting: Setting) -> Commands:
 
 
 def tests(setting: Setting) -> Commands:
-    """All tests that wait for a GPU."""
+    """Run all tests that wait for a GPU."""
     # Without one they are not even collected.
     return [[sys.executable, "-m", "compileall", "-q", "tests/gpu"] if setting.rehearses else _pytest("tests/gpu")]
 
@@ -238,32 +237,20 @@ def run_part(commands: Commands, minutes: float, log_path: Path) -> dict[str, An
 
 
 def _run(command: list[str], log: Any, limit_s: float) -> str:
-    """Run one command in a process group of its own, which is gone afterwards."""
+    """Run one command; our servers end with the process that started them."""
     if limit_s <= 0:
         return STOPPED
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
     try:
-        status = process.wait(limit_s)
+        done = subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=log, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired:
         return STOPPED
-    finally:
-        _end(process)
-    return "ok" if status == 0 else f"exit status {status}"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process group; our servers end with the process that started them."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
+    return "ok" if done.returncode == 0 else f"exit status {done.returncode}"
 
 
 def _shape(setting: Setting) -> tuple[Path, str]:
-    """Folder and name of a random pair: of a usual target, or of one that a rehearsal can serve."""
+    """Return folder and name of a random pair: of a usual target, or of one that a rehearsal can serve."""
     return setting.output / "pair", "rehearsal" if setting.rehearses else "qwen3-8b"
 
 
@@ -323,24 +310,29 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     path = output / "order.json"
     parts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    made = {**provenance.record(), "changes": provenance.changes_digest()}
-    inputs = [made[name] for name in ("commit", "changes", "versions", "hardware")]
-    inputs += [provenance.file_digest(Path(file)) for file in prompts]
+    made = {
+        **provenance.record(),
+        "changes": provenance.changes_digest(),
+        "prompts": provenance.files(map(Path, prompts)),
+    }
     for name in names:
         part, folder = PARTS[name], output / name
         commands = part.commands(Setting(pair, folder, builtin, rehearse))
-        digest = hashlib.sha256(json.dumps([*inputs, commands]).encode()).hexdigest()
+        # With the folders of this machine, which the commands below lose.
+        digest = hashlib.sha256(json.dumps(commands).encode()).hexdigest()
+        terms = {key: made[key] for key in TERMS} | {"digest": digest}
         before = parts.get(name, {})
-        if before.get("digest") == digest and before["status"] == "ok":
+        same = terms == {key: before.get(key) for key in terms}
+        if same and before["status"] == "ok":
             console.print(f"{name}: done before")
             continue
-        if not (before.get("digest") == digest and part.resumes):
+        if not (same and part.resumes):
             _put_aside(folder)
         folder.mkdir(exist_ok=True)
         minutes = part.minutes * (PATIENCE if rehearse else 1)
         console.print(f"{name}: {part.question} At most {minutes:g} minutes.")
         # Before it runs: what is ended from outside goes on all the same.
-        parts[name] = {**made, "digest": digest, "commands": _portable(commands), "status": "running", "seconds": None}
+        parts[name] = {**made, **terms, "commands": _portable(commands), "status": "running", "seconds": None}
         provenance.write_json(path, parts)
         parts[name] |= run_part(commands, minutes, output / f"{name}.log")
         provenance.write_json(path, parts)

@@ -29,12 +29,12 @@ import click
 import torch
 from rich.console import Console
 from rich.table import Table
-from serving.prompts import load_prompts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dspark.files import write_text_whole
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_MEMORY_FLAGS, LaunchedServer, dspark_flags
+from sglang_dspark.tools.prompts import read_prompts
 
 # A near-tie is a gap below this, in units of the logits.
 NEAR_TIE = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.25}
@@ -99,7 +99,7 @@ class Judge:
 
     @torch.inference_mode()
     def split(self, index: int, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int]) -> Split:
-        """The first difference of two texts; one that merely ends earlier has an infinite gap."""
+        """Return the first difference of two texts; one that merely ends earlier has an infinite gap."""
         pairs = zip(expected, got, strict=False)
         position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if position is None:
@@ -112,7 +112,7 @@ class Judge:
     def splits(
         self, prompts: Sequence[list[int]], expected: Sequence[list[int]], texts: Sequence[list[int]]
     ) -> list[Split]:
-        """Those of all texts."""
+        """Return the splits of all texts."""
         return [self.split(i, prompts[i], expected[i], text) for i, text in enumerate(texts) if text != expected[i]]
 
 
@@ -123,7 +123,7 @@ def generate(
     concurrency: int,
     most_verified: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
-    """Greedy answers in order.
+    """Return the greedy answers in order.
 
     Args:
         most_verified: per prompt, most drafts that a step may verify; None leaves it to the server.
@@ -209,7 +209,7 @@ def run_scenario(
 def run_alone(
     server: LaunchedServer, prompts: list[list[int]], expected: list[list[int]], judge: Judge, max_tokens: int
 ) -> dict[str, Any]:
-    """The target alone, a fourth of the prompts one by one, against its own texts in company."""
+    """Compare the target alone, a fourth of the prompts one by one, with its own texts in company."""
     prompts, expected = prompts[::4], expected[::4]
     server.flush_cache()
     texts = [answer["output_ids"] for answer in generate(server, prompts, max_tokens, concurrency=1)]
@@ -225,9 +225,9 @@ def run_alone(
 
 
 def encode(target: Path, files: Sequence[Path], num: int) -> list[list[int]]:
-    """The first ``num / len(files)`` prompts of every file as chat prompts."""
+    """Return the first ``num / len(files)`` prompts of every file as chat prompts."""
     tokenizer = AutoTokenizer.from_pretrained(target)
-    texts = [p.text for file in files for p in load_prompts(file)[: -(-num // len(files))]][:num]
+    texts = [text for file in files for text in read_prompts(file, -(-num // len(files)))][:num]
     messages = [[{"role": "user", "content": text}] for text in texts]
     return [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
 

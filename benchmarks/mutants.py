@@ -67,7 +67,7 @@ class Verdict(Enum):
 
 
 def read_mutants(path: Path = MUTANTS) -> list[Mutant]:
-    """The list."""
+    """Return the list."""
     return [Mutant(**entry) for entry in tomllib.loads(path.read_text())["mutant"]]
 
 
@@ -92,7 +92,7 @@ def run_tests(tree: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def try_one(mutant: Mutant, tree: Path) -> tuple[Verdict, str]:
-    """The verdict, and what pytest printed."""
+    """Return the verdict, and what pytest printed."""
     source = mutant.apply(tree)
     try:
         done = run_tests(tree, [mutant.test])

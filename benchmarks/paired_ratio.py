@@ -34,7 +34,7 @@ MIN_ROUNDS = 4
 
 
 def frame_baselines(frame: pd.DataFrame, baseline: str | None = None) -> dict[str, str]:
-    """Label of the configuration that each one is compared with, by label.
+    """Return the label of the configuration that each one is compared with, by label.
 
     Args:
         frame: rows of a sweep, as :func:`serving.results.read_sweep` gives them.
@@ -53,7 +53,7 @@ def frame_baselines(frame: pd.DataFrame, baseline: str | None = None) -> dict[st
 
 
 def paired_ratios(frame: pd.DataFrame, metric: str, baselines: dict[str, str]) -> pd.DataFrame:
-    """One row per configuration other than a baseline, load and round.
+    """Return one row per configuration other than a baseline, load and round.
 
     Rounds in which one of the two has no value are left out (a sweep that was cut short).
 
@@ -86,7 +86,7 @@ def _check_metric(frame: pd.DataFrame, metric: str) -> None:
 
 
 def ratios_to_each(frame: pd.DataFrame, metric: str, label: str) -> pd.DataFrame:
-    """Ratios of one configuration to each of the others.
+    """Return the ratios of one configuration to each of the others.
 
     The one to the best of them is among these, whichever that is. So it is no worse than the lowest, and its interval
     reaches no lower than the lowest one, without anybody having to pick the best by the same noisy rounds.
@@ -111,7 +111,7 @@ def ratios_to_each(frame: pd.DataFrame, metric: str, label: str) -> pd.DataFrame
 
 
 def summarise(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Geometric mean and spread of the ratios of every configuration and load.
+    """Return the geometric mean and spread of the ratios of every configuration and load.
 
     Where several rounds had the same batch of texts, their mean counts as one observation: what a policy gains depends
     on the texts, so rounds that repeat them are not independent.
@@ -156,7 +156,7 @@ def interval_text(row: Any) -> str:
 
 
 def ratio_table(summary: pd.DataFrame, metric: str) -> Table:
-    """``summary`` for the terminal."""
+    """Return ``summary`` as a table for the terminal."""
     table = Table(title=f"{metric}: ratio to the baseline in the same row, paired by round")
     for name in ("config", "baseline"):
         table.add_column(name)
@@ -172,7 +172,7 @@ def ratio_table(summary: pd.DataFrame, metric: str) -> Table:
 
 
 def _interval(logs: np.ndarray) -> tuple[float, float]:
-    """Interval of the geometric mean: Student's t on the logarithms of the ratios."""
+    """Return the interval of the geometric mean: Student's t on the logarithms of the ratios."""
     if len(logs) < MIN_ROUNDS:
         return float("nan"), float("nan")
     margin = t.ppf((1 + CONFIDENCE) / 2, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs))

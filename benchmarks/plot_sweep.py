@@ -1,4 +1,4 @@
-"""Draws the throughput of a sweep over the number of users, as a PNG file beside it.
+"""Draw the throughput of a sweep over the number of users, as a PNG file beside it.
 
     python benchmarks/plot_sweep.py RESULTS/sweep.csv
 
@@ -10,7 +10,7 @@ fastest. report.py writes all other figures of a sweep as tables.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +59,14 @@ def draw(frame: pd.DataFrame) -> Figure:
     figure = Figure(figsize=(WIDTH, 5.0 + 3.4 * len(baselines)), layout="constrained")
     figure.supxlabel(textwrap.fill(caption(frame), 125), fontsize=7, alpha=0.7)
     panels = list(figure.subplots(1 + len(baselines), squeeze=False, sharex=True)[:, 0])
-    ends = []
     for label, style, rows in _per_config(frame):
         points = rows.groupby("concurrency")["output_tok_s"].agg(["median", "min", "max"]).dropna().astype(float)
         x, middle = points.index.to_numpy(float) * _dodge(frame, label), points["median"]
         bars = [middle - points["min"], points["max"] - middle]
-        panels[0].errorbar(x, middle, yerr=bars, label=label, elinewidth=0.8, capsize=2, **style)
-        ends.append((middle.iloc[-1], config_name(frame, label), style["color"]))
+        panels[0].errorbar(x, middle, yerr=bars, label=config_name(frame, label), elinewidth=0.8, capsize=2, **style)
     panels[0].set_title("Output tokens per second, all users together")
     panels[0].set_ylim(bottom=0)
-    end_labels(panels[0], ends)
+    panels[0].legend(frameon=False)
     for axes, against in zip(panels[1:], baselines, strict=True):
         _draw_ratios(axes, frame, ratios[ratios["against"] == against], against)
     for axes in panels:
@@ -137,59 +135,14 @@ def styles(frame: pd.DataFrame) -> dict[str, dict[str, Any]]:
     return found
 
 
-def end_labels(axes: Axes, labels: Sequence[tuple[float, str, Any]], gap: float = 0.058) -> None:
-    """Name lines at the right edge, at the height where each of them ends, pushed apart if they would overlap.
-
-    Called when the limits of the axes are final.
-
-    Args:
-        labels: height in data units, text, colour.
-        gap: between two labels, as a share of the height of the panel.
-    """
-    low, high = axes.get_ylim()
-    # Lines that end in one point get one label: a list of names at one height says nothing.
-    ends: dict[float, list[tuple[str, Any]]] = {}
-    for height, text, color in labels:
-        ends.setdefault(round((height - low) / (high - low), 3), []).append((text, color))
-    wanted = [
-        (share, _joined([text for text, _ in names], len(labels)), names[0][1]) for share, names in sorted(ends.items())
-    ]
-    places = spread_out([share for share, _, _ in wanted], gap)
-    for place, (share, text, color) in zip(places, wanted, strict=True):
-        axes.annotate(
-            text,
-            xy=(1.005, share),
-            xytext=(1.035, place),
-            xycoords="axes fraction",
-            textcoords="axes fraction",
-            va="center",
-            color=color,
-            fontsize=9,
-            fontweight="bold",
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 0},
-        )
-
-
-def spread_out(shares: Sequence[float], gap: float) -> list[float]:
-    """Return places as close to ``shares`` (ascending) as ``gap`` between neighbours allows, and none above 1."""
-    clusters: list[list[float]] = []  # sum of the members' wishes for the first place, number of members
-    for share in shares:
-        clusters.append([share, 1])
-        while len(clusters) > 1 and _place(clusters[-2]) + gap * clusters[-2][1] > _place(clusters[-1]):
-            wish, count = clusters.pop()
-            clusters[-1][0] += wish - gap * count * clusters[-1][1]
-            clusters[-1][1] += count
-    places = [_place(cluster) + gap * i for cluster in clusters for i in range(int(cluster[1]))]
-    return [min(place, 1 - gap * (len(places) - 1 - i)) for i, place in enumerate(places)]
-
-
 def _draw_ratios(axes: Axes, frame: pd.DataFrame, ratios: pd.DataFrame, against: str) -> None:
-    style, ends = styles(frame), []
+    style = styles(frame)
     for label, points in ratios.groupby("config", sort=False):
         x, middle = points["concurrency"].to_numpy(float) * _dodge(frame, str(label)), points["ratio"]
         bars = [middle - points["low"], points["high"] - middle]
-        axes.errorbar(x, middle, yerr=bars, label=label, elinewidth=0.8, capsize=2, **style[str(label)])
-        ends.append((middle.iloc[-1], config_name(frame, str(label)), style[str(label)]["color"]))
+        axes.errorbar(
+            x, middle, yerr=bars, label=config_name(frame, str(label)), elinewidth=0.8, capsize=2, **style[str(label)]
+        )
     neutral = axes.yaxis.label.get_color()
     axes.axhline(1, color=neutral, linestyle="--", linewidth=1.6)
     low, high = axes.get_ylim()
@@ -204,7 +157,6 @@ def _draw_ratios(axes: Axes, frame: pd.DataFrame, ratios: pd.DataFrame, against:
     text = crossover_text(frame, found, against)
     if text:
         axes.annotate(textwrap.fill(text, 90), (0.015, 0.03), xycoords="axes fraction", fontsize=8, va="bottom")
-    end_labels(axes, ends)
 
 
 def _per_config(frame: pd.DataFrame) -> Iterator[tuple[str, dict[str, Any], pd.DataFrame]]:
@@ -229,17 +181,6 @@ def _dodge(frame: pd.DataFrame, label: str) -> float:
     return float(2 ** (0.025 * (labels.index(label) - (len(labels) - 1) / 2)))
 
 
-def _joined(names: Sequence[str], num_lines: int) -> str:
-    """Return one label for several lines: a long list would cover its neighbours."""
-    if len(names) == num_lines > 1:
-        return "all"
-    return f"{len(names)} others" if len(names) > 3 else ",\n".join(names)
-
-
-def _place(cluster: list[float]) -> float:
-    return cluster[0] / cluster[1]
-
-
 def write(frame: pd.DataFrame, folder: Path) -> Path:
     """Write the figure into ``folder`` and return its path."""
     path = folder / FILE
@@ -248,7 +189,7 @@ def write(frame: pd.DataFrame, folder: Path) -> Path:
     return path
 
 
-@click.command(help="Draws the throughput of a sweep over the number of users, as a PNG file beside it.")
+@click.command(help="Draw the throughput of a sweep over the number of users, as a PNG file beside it.")
 @click.argument("sweep", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def main(sweep: Path) -> None:
     """Command line; see the module."""

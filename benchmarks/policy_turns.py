@@ -36,9 +36,9 @@ from paired_ratio import ratio_table, ratios_to_each, summarise
 from rich.console import Console
 from serving.client import Sampling, request_body
 from serving.configurations import Configuration, parse_configurations
-from serving.load import user_counts
 from serving.prompts import Prompt, load_mixed_prompts
 from serving.results import read_sweep
+from serving.schedule import USERS
 
 from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.tools import provenance
@@ -70,7 +70,7 @@ class Turns:
         self._seconds, self._cycles = seconds, cycles
 
     async def run(self, configurations: Sequence[Configuration], users: int, num_rounds: int) -> list[dict[str, Any]]:
-        """One row per configuration and round; what comes before the first round is not counted."""
+        """Return one row per configuration and round; what comes before the first round is not counted."""
         shuffle, rows = random.Random(SEED), []
         timeout, connector = aiohttp.ClientTimeout(total=600), aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(self._server.url, timeout=timeout, connector=connector) as session:
@@ -172,7 +172,7 @@ class Turns:
 
 
 def prompt_batches(prompts: Sequence[Prompt], users: int) -> list[list[Prompt]]:
-    """Disjoint batches of one prompt per user, shuffled; what does not fill a batch is left out.
+    """Return disjoint batches of one prompt per user, shuffled; what does not fill a batch is left out.
 
     Rounds of the same batch repeat its texts, so they are no new evidence about texts: intervals are made of batches.
 
@@ -186,7 +186,7 @@ def prompt_batches(prompts: Sequence[Prompt], users: int) -> list[list[Prompt]]:
 
 
 def _nothing(configurations: Sequence[Configuration]) -> dict[str, dict[str, float]]:
-    """Sums of what the server counts, by label, before anything was counted."""
+    """Return the sums of what the server counts, by label, before anything was counted."""
     return {configuration.label: dict.fromkeys(COUNTED, 0.0) for configuration in configurations}
 
 
@@ -204,7 +204,7 @@ def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _policies(texts: Sequence[str], dtype: str) -> list[Configuration]:
-    configurations = parse_configurations(texts, (), dtype)
+    configurations = parse_configurations(texts, dtype)
     for configuration in configurations:
         if not configuration.is_dspark or configuration.extra_flags or configuration.dtype != dtype:
             raise ConfigError(
@@ -219,7 +219,7 @@ def _policies(texts: Sequence[str], dtype: str) -> list[Configuration]:
 @click.option("--draft", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--prompts", "files", type=click.Path(path_type=Path), multiple=True, required=True)
 @click.option("--config", "configs", multiple=True, required=True, help="A policy, as in sweep_concurrency.py.")
-@click.option("--concurrency", default="1,4,16", show_default=True, callback=user_counts, help="Numbers of users.")
+@click.option("--concurrency", default="1,4,16", show_default=True, type=USERS, help="Numbers of users.")
 @click.option("--rounds", default=20, show_default=True, type=click.IntRange(1))
 @click.option("--seconds", default=0.2, show_default=True, type=click.FloatRange(0, min_open=True), help="Of a turn.")
 @click.option("--cycles", default=3, show_default=True, type=click.IntRange(1), help="Turns of a policy per answer.")
@@ -236,9 +236,7 @@ def main(**options: Any) -> None:
     try:
         configurations = _policies(options["configs"], options["dtype"])
         prompts = load_mixed_prompts(options["files"])[: options["num_prompts"]]
-        record = provenance.record() | {
-            "prompts": [{"file": path.name, "sha256": provenance.file_digest(path)} for path in options["files"]]
-        }
+        record = provenance.record() | {"prompts": provenance.files(options["files"])}
         if (output / "turns.csv").exists():
             raise ConfigError(f"--output {output} holds turns already; name another folder")
         output.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Writes a page about a sweep: what it shows, its tables, and where the numbers come from.
+"""Write a page about a sweep: its tables, and where the numbers come from.
 
     python benchmarks/report.py RESULTS
 
@@ -18,11 +18,11 @@ import click
 import pandas as pd
 import plot_sweep
 from paired_ratio import MIN_ROUNDS, frame_baselines, interval_text, paired_ratios, summarise
-from serving.configurations import PLAIN
-from serving.crossovers import crossovers, shown_baselines, user_ratios
+from serving.configurations import OFF, PLAIN
 from serving.results import config_name, over_rounds, read_sweep
 from tables import markdown_table
 
+from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import ConfigError, DSparkError
 
 
@@ -51,7 +51,7 @@ def render(folder: Path) -> str:
         agreement = {}  # texts of random weights have nothing to agree on
     parts = [
         f"# {frame['model'].iloc[0]}: {frame['config'].nunique()} configurations, {frame['load'].nunique()} loads",
-        "\n".join(f"* {sentence}" for sentence in [*([STEP_TIMES] if simulated else []), *findings(frame)]),
+        *remarks(frame, simulated=simulated),
     ]
     if frame["concurrency"].notna().any():
         parts.append(f"![throughput against users]({plot_sweep.write(frame, folder).name})")
@@ -72,47 +72,18 @@ STEP_TIMES = (
 )
 
 
-def findings(frame: pd.DataFrame) -> list[str]:
-    """What the numbers say: the plugin without drafts, then each adaptive policy, where they lose, what is noise."""
-    pairs = paired_ratios(frame, "output_tok_s", frame_baselines(frame))
-    ratios = user_ratios(frame, frame_baselines(frame))
-    policies = frame.drop_duplicates("config").set_index("config")["policy"]
-    sentences = []
-    for against in shown_baselines(ratios) if not pairs.empty else ():
-        summary = summarise(pairs[pairs["baseline"].map(policies) == against])
-        told = ("off", *ADAPTIVE) if against == PLAIN else ADAPTIVE
-        for config, rows in summary.groupby("config", sort=False):
-            if policies[config] in told:
-                parts = [f"{row.ratio:.2f} ({interval_text(row)}) at {row.load}" for row in rows.itertuples()]
-                sentences.append(
-                    f"{config_name(frame, config)} delivers, in times of {IN_WORDS[against]}: {', '.join(parts)}."
-                )
-        slower = [f"{config_name(frame, row.config)} at {row.load}" for row in summary.itertuples() if row.largest < 1]
-        if slower:
-            sentences.append(f"Slower than {against} in every round: {', '.join(slower)}.")
-        crossing = plot_sweep.crossover_text(frame, crossovers(ratios[ratios["against"] == against]), against)
-        if crossing:
-            sentences.append(f"{crossing}.")
-    if PLAIN in set(policies) and not {"off"} & set(policies) and set(ADAPTIVE) & set(policies):
-        sentences.append("`off` was not measured, so speculation and the plugin's own step cannot be told apart.")
-    rounds = frame["round"].nunique()
-    if rounds < MIN_ROUNDS:
-        sentences.append(
-            f"{rounds} rounds are too few for an interval of confidence: ranges are the smallest and largest round."
-        )
-    return sentences
+NO_OFF = "`off` was not measured, so speculation and the plugin's own step cannot be told apart."
 
 
-ADAPTIVE = ("auto", "early-stop", "threshold")
-IN_WORDS = {
-    "plain": "plain serving",
-    "off": "the plugin without drafts (speculation alone)",
-}
-"""Baselines by their policy."""
+def remarks(frame: pd.DataFrame, *, simulated: bool) -> list[str]:
+    """Return what a reader has to know before the tables."""
+    policies = set(frame["policy"])
+    mixed = PLAIN in policies and OFF not in policies and policies & set(POLICY_NAMES)
+    return [*([STEP_TIMES] if simulated else []), *([NO_OFF] if mixed else [])]
 
 
 def tables(frame: pd.DataFrame, agreement: dict[str, Any]) -> list[TableOf]:
-    """The tables of the page; one without data is left out."""
+    """Return the tables of the page; one without data is left out."""
     found = [
         _speed_table(frame),
         _latency_table(frame),
@@ -167,45 +138,47 @@ def _speed_table(frame: pd.DataFrame) -> TableOf:
 
 
 def _latency_table(frame: pd.DataFrame) -> TableOf:
-    columns = ["ttft_ms", "ttft_p95_ms", "tpot_ms", "tpot_p95_ms", "itl_p50_ms", "itl_p95_ms", "itl_p99_ms"]
-    header = ["load", "configuration", "TTFT mean", "p95", "TPOT mean", "p95", "ITL p50", "p95", "p99"]
+    columns = {"TTFT mean": "ttft_ms", "TTFT p95": "ttft_p95_ms", "TPOT mean": "tpot_ms", "TPOT p95": "tpot_p95_ms"}
+    columns |= {f"ITL p{share}": f"itl_p{share}_ms" for share in (50, 95, 99)}
     note = (
         "Milliseconds, median of the rounds. TTFT: time to first token. TPOT: time per further token. ITL: time between"
         " two arrivals of text; under speculation one arrival brings several tokens, so ITL is longer than TPOT."
     )
-    return TableOf("Latency", note, header, _cells(frame, columns))
+    return _columns_table("Latency", note, frame, columns)
 
 
 def _speculation_table(frame: pd.DataFrame) -> TableOf:
     speculative = frame[frame["accept_length"].notna() | frame["decode_rounds"].notna()]
-    columns = ["accept_length", "mean_verify_len", "wasted_share", "plain_share"]
-    header = ["load", "configuration", "accept length", "verify length", "wasted", "not drafted"]
+    columns = {"accept length": "accept_length", "verify length": "mean_verify_len", "wasted": "wasted_share"}
     note = (
         "Counts of all rounds together. Accept length counts the target's own token. Wasted: share of verified drafts"
         " that were rejected. Not drafted: share of steps in which nothing was, as on a parked server."
     )
-    return TableOf("Speculation", note, header, _cells(speculative, columns))
+    return _columns_table("Speculation", note, speculative, columns | {"not drafted": "plain_share"})
 
 
 def _goodput_table(frame: pd.DataFrame) -> TableOf:
-    if "sla_met_share" not in frame or frame["sla_met_share"].isna().all():
-        return TableOf("Goodput", "", [], [])
-    kept = frame[frame["sla_met_share"].notna()]
-    header = ["load", "configuration", "share kept", "requests/s", "tokens/s"]
-    note = f"What was delivered with {promise(kept)}."
-    return TableOf("Goodput", note, header, _cells(kept, ["sla_met_share", "goodput_req_s", "goodput_tok_s"]))
+    kept = frame[frame["sla_met_share"].notna()] if "sla_met_share" in frame else frame.iloc[:0]
+    columns = {"share kept": "sla_met_share", "requests/s": "goodput_req_s", "tokens/s": "goodput_tok_s"}
+    note = f"What was delivered with {promise(kept)}." if len(kept) else ""
+    return _columns_table("Goodput", note, kept, columns)
+
+
+def _columns_table(title: str, note: str, frame: pd.DataFrame, columns: dict[str, str]) -> TableOf:
+    """Return a table of columns of the sweep, by heading."""
+    rows = [
+        [load, config_name(frame, config), *(_figure(cells, column) for column in columns.values())]
+        for load, config, cells in _by_load(frame)
+    ]
+    return TableOf(title, note, ["load", "configuration", *columns], rows)
 
 
 def _agreement_table(agreement: dict[str, Any]) -> TableOf:
-    rows = []
-    for entry in agreement.get("agreements", []):
-        # Older files name users; across numbers of users they compared unequal prompts, so those entries are left out.
-        load = entry.get("load") or f"{entry['concurrency']} users"
-        other = entry.get("baseline_load") or f"{entry['baseline_concurrency']} users"
-        if "load" in entry or load == other:
-            rows.append(
-                [entry["config"], load, entry["baseline"], other, f"{entry['identical']} of {entry['compared']}"]
-            )
+    columns = ("config", "load", "baseline", "baseline_load")
+    rows = [
+        [*(entry[column] for column in columns), f"{entry['identical']} of {entry['compared']}"]
+        for entry in agreement.get("agreements", [])
+    ]
     note = (
         "Greedy texts that are identical to the baseline's. In float32 all have to be; in 16 bits the shape of a batch"
         " alone moves near-ties, so compare with how often the baseline agrees with itself at another load."
@@ -214,18 +187,11 @@ def _agreement_table(agreement: dict[str, Any]) -> TableOf:
 
 
 def _by_load(frame: pd.DataFrame) -> Iterator[tuple[str, str, pd.DataFrame]]:
-    """Load, configuration and rows, with the configurations in the same order at every load."""
+    """Yield load, configuration and rows, with the configurations in the same order at every load."""
     order = list(frame["config"].unique())
     for load, rows in frame.groupby("load", sort=False):
         parts = dict(iter(rows.groupby("config")))
         yield from ((str(load), label, parts[label]) for label in order if label in parts)
-
-
-def _cells(frame: pd.DataFrame, columns: list[str]) -> list[list[str]]:
-    return [
-        [load, config_name(frame, config), *(_figure(cells, column) for column in columns)]
-        for load, config, cells in _by_load(frame)
-    ]
 
 
 def _figure(cells: pd.DataFrame, column: str) -> str:
@@ -251,7 +217,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-@click.command(help="Writes a page about a sweep: what it shows, its tables, and where the numbers come from.")
+@click.command(help="Write a page about a sweep: its tables, and where the numbers come from.")
 @click.argument("results", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def main(results: Path) -> None:
     """Command line; see the module."""

@@ -18,6 +18,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
@@ -26,15 +27,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.tools.simulator.published import FIGURE_2
 
-ACCEPTANCE: Mapping[str, tuple[float, ...]] = {
-    "math": (0.905, 0.890, 0.888, 0.885, 0.887, 0.891, 0.882),
-    "code": (0.886, 0.872, 0.860, 0.861, 0.858, 0.859, 0.851),
-    "chat": (0.735, 0.738, 0.740, 0.744, 0.758, 0.766, 0.761),
-    "mixed": (0.842, 0.833, 0.829, 0.830, 0.834, 0.839, 0.831),
-}
-"""Acceptance by position, given all before, of the released drafter of Qwen3-4B at temperature 1 (DSpark paper, Fig. 2,
-read off; mixed: the mean of the three)."""
+ACCEPTANCE = {**FIGURE_2, "mixed": tuple(round(fmean(rates), 3) for rates in zip(*FIGURE_2.values(), strict=True))}
+"""Acceptance by position, given all before, of the released drafter of Qwen3-4B at temperature 1."""
 
 END, MASK = "<|end|>", "<|mask|>"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
@@ -57,19 +53,19 @@ class Shape:
     block_size: int = 7
     markov_rank: int = 256
 
+    @property
+    def _shared(self) -> dict[str, Any]:
+        """Return what target and drafter have in common."""
+        names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        sizes = {name: getattr(self, name) for name in (*names, "vocab_size")}
+        return {**sizes, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6}
+
     def target_config(self) -> Qwen3Config:
-        """Of the target, in the form of transformers."""
+        """Return the target's configuration, in the form of transformers."""
         return Qwen3Config(
+            **self._shared,
             architectures=["Qwen3ForCausalLM"],
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
             num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocab_size,
-            max_position_embeddings=40_960,
-            rms_norm_eps=1e-6,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
             tie_word_embeddings=self.tie_word_embeddings,
             eos_token_id=self.vocab_size - 2,
@@ -77,18 +73,11 @@ class Shape:
         )
 
     def draft_config(self) -> DraftConfig:
-        """Of the drafter."""
+        """Return the drafter's configuration."""
         return DraftConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
+            **self._shared,
             num_hidden_layers=self.draft_layers,
-            num_attention_heads=self.num_attention_heads,
-            num_key_value_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocab_size,
-            rms_norm_eps=1e-6,
             rope_theta=1e6,
-            max_position_embeddings=40_960,
             block_size=self.block_size,
             mask_token_id=self.vocab_size - 1,
             target_layer_ids=self.target_layer_ids,
@@ -148,14 +137,14 @@ def write_pair(shape: Shape, folder: Path) -> None:
 
 
 def write_prompts(path: Path, length: int, number: int = 128) -> None:
-    """Prompts of so many tokens, letters, no two alike: nothing of one is in the prefix cache for another."""
+    """Write prompts of so many tokens, letters, no two alike: none finds another one's prefix in the cache."""
     rng = random.Random(length)
     texts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz ", k=length)) for _ in range(number)]
     path.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts), encoding="utf-8")
 
 
 def _tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Single bytes, then words of digits, which clients do not send; the last two ids are special."""
+    """Make a tokenizer of single bytes, then words of digits, which clients do not send, and two special ids."""
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens += [f"Ġ{number}" for number in range(len(tokens), vocab_size - 2)]
     tokens += [END, MASK]

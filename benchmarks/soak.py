@@ -1,14 +1,13 @@
-r"""Does a server stay whole under mixed traffic? Real servers, 16 users, everything that a request can ask for.
+r"""Test whether a server stays whole under mixed traffic of 16 users, with everything that a request can ask for.
 
     python benchmarks/soak.py --target T --draft D --prompts FILE --minutes 30 --output RESULTS/soak.json
 
 The target alone answers the probes first. Then a DSPARK server gets requests of random kinds for so many minutes, and
 until every probe has been asked: greedy probes in turn, whose texts are compared, sampled and seeded ones, penalties,
-grammars, presets, caps, tiny and huge prompts, streams that the client drops, probes in two turns of a session, while
-its policy keeps changing. At the end the K/V pool has to be as empty as at the start, no answer may have been an HTTP
-5xx, no probe another text, and the memory of the processes must not have grown with time. A change of the policy that
-finds the scheduler busy with long prompts for too long (HTTP 503) is counted apart. Then the scheduler is killed, and
-the server has to end.
+grammars, presets, caps, tiny and huge prompts, and streams that the client drops, while its policy keeps changing. At
+the end the K/V pool has to be as empty as at the start, no answer may have been an HTTP 5xx, no probe another text, and
+the memory of the processes must not have grown with time. A change of the policy that finds the scheduler busy with
+long prompts for too long (HTTP 503) is counted apart. Then the scheduler is killed, and the server has to end.
 
 float32, so that a text does not depend on the batch; near-ties are not told from errors here, ``identity.py`` does.
 """
@@ -42,8 +41,6 @@ WARM_UP_SHARE = 0.25  # of the time: memory still grows into caches
 MOST_GROWTH = 0.05  # of the memory after that, by the end
 END_S = 60.0
 TINY, HUGE = 1, 3000  # tokens of a prompt
-CONTEXT = 100_000  # of a session, in characters
-LEAST_OF_TWO_TURNS = 4  # tokens of a probe
 BUSY = "policy 503"
 
 POLICIES: tuple[dict[str, Any], ...] = (
@@ -68,7 +65,7 @@ SPECULATION: tuple[dict[str, Any], ...] = (
     {"confidence_threshold": 0.6},
     {"trace": True},
 )
-KINDS = ("probe", "probe", "session", *PARAMETERS, "tiny", "huge", "dropped")
+KINDS = ("probe", "probe", *PARAMETERS, "tiny", "huge", "dropped")
 
 
 @dataclass
@@ -117,10 +114,6 @@ class Traffic:
             if kind == "probe":
                 index = self._num_asked % len(self._probes)
                 self._num_asked += 1
-            if kind == "session":
-                if len(self._expected[index]) >= LEAST_OF_TWO_TURNS:
-                    await self._in_two_turns(session, index)
-                continue
             body = self._body(kind, index)
             async with session.post(self._server.url + "/generate", json=body) as response:
                 if kind == "dropped":
@@ -131,34 +124,6 @@ class Traffic:
                 self.tally.answers[f"{kind} {response.status}"] += 1
                 if kind == "probe" and answer.get("output_ids") != self._expected[index]:
                     self.tally.wrong.append(index)
-
-    async def _in_two_turns(self, session: aiohttp.ClientSession, index: int) -> None:
-        """A probe in a session of SGLang's: the second turn appends the token in the middle and writes what follows."""
-        expected = self._expected[index]
-        middle = len(expected) // 2
-        async with session.post(self._server.url + "/open_session", json={"capacity_of_str_len": CONTEXT}) as response:
-            opened = await response.json()
-        first = await self._turn(session, opened, None, self._probes[index], middle)
-        parent = first.get("meta_info", {}).get("id")
-        second = await self._turn(session, opened, parent, [expected[middle]], len(expected) - middle - 1)
-        async with session.post(self._server.url + "/close_session", json={"session_id": opened}):
-            pass
-        if [*first.get("output_ids", ()), expected[middle], *second.get("output_ids", ())] != expected:
-            self.tally.wrong.append(index)
-
-    async def _turn(
-        self, session: aiohttp.ClientSession, opened: str, parent: str | None, prompt: list[int], num_tokens: int
-    ) -> dict[str, Any]:
-        """The answer to a greedy turn of a session, after the one with the id ``parent``."""
-        body = {
-            "input_ids": prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": num_tokens},
-            "session_params": {"id": opened, "rid": parent},
-        }
-        async with session.post(self._server.url + "/generate", json=body) as response:
-            self.tally.answers[f"session {response.status}"] += 1
-            answer: dict[str, Any] = await response.json()
-        return answer
 
     def _body(self, kind: str, index: int) -> dict[str, Any]:
         prompt, parameters = self._probes[index], {"max_new_tokens": self._random.choice((8, 40, 96))}
@@ -204,7 +169,7 @@ def _tokens_in_pool(server: LaunchedServer) -> int:
 
 
 def _growth(samples: Sequence[tuple[float, float]]) -> float:
-    """Relative growth of the memory from after the warm-up to the end: medians of the fifths at both ends."""
+    """Return the relative growth of the memory from the warm-up to the end: medians of the fifths at both ends."""
     settled = [memory for _, memory in samples[int(len(samples) * WARM_UP_SHARE) :]]
     part = max(1, len(settled) // 5)
     first, last = sorted(settled[:part]), sorted(settled[-part:])

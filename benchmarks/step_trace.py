@@ -1,111 +1,139 @@
-r"""What a decode step on a GPU is made of: launches, GPU time by stage, and how long the GPU had nothing to do.
+r"""What a decode step on a GPU is made of: GPU time and launches by kernel, and how long the GPU had nothing to do.
 
-    python benchmarks/step_trace.py record --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS \
+    python benchmarks/step_trace.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS \
         --config static:5 --concurrency 64 --server-flags "--max-running-requests 64"
-    python benchmarks/step_trace.py summarise RESULTS/trace.json.gz --output RESULTS/step.json
 
-``record`` starts a server with DSPARK, keeps so many users busy with greedy answers, and has SGLang profile some steps
+The script starts a server with DSPARK, keeps so many users busy with greedy answers, and has SGLang profile some steps
 (``POST /start_profile``). RESULTS, a new folder, gets ``trace.json.gz``, which chrome://tracing and Perfetto open,
-``provenance.json``, and ``step.json``, its summary. ``summarise`` reads such a trace, or any of torch.profiler with
-steps that CUDA graphs replay. How kernels are told apart: ``tracing/stages.py``; what the figures mean:
-``tracing/summary.py``.
+``provenance.json``, and on a GPU ``step.json``, a summary. A step reaches from one ``_prepare_kernel`` to the next.
 
-The project's goal is a share outside the forwards below 3 % for 64 requests. Profiling costs the host time in every
+The project's goal is a share of its own kernels below 3 % for 64 requests. Profiling costs the host time in every
 launch, so spans may be longer than without it.
 
-``record`` has been run with a server on a CPU, where it keeps the trace, which has no kernels to summarise, and not yet
-with one on a GPU. ``summarise`` is tested on a trace of an H200 that was recorded by other means.
+The script has been run with a server on a CPU, where it keeps the trace, which has no kernels to summarise, and not yet
+with one on a GPU.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
+import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import click
+import pandas as pd
 from rich.console import Console
 from rich.table import Table
 from serving.client import Sampling
 from serving.configurations import parse_configurations
+from serving.profiler import record_steps
 from serving.prompts import load_mixed_prompts
-from tracing.chrome import gpu_activities, gpu_names, read_trace
-from tracing.recording import record_steps
-from tracing.summary import summarise
 
 from sglang_dspark.errors import ConfigError, DSparkError
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
 PATH = click.Path(path_type=Path, exists=True)
+KERNELS = Path(__file__).resolve().parents[1] / "kernels" / "dspark_kernels"
+FIRST_KERNEL = "_prepare_kernel"
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+SHOWN = 24
+"""Kernels that are printed, those with the most GPU time."""
 
 
 def summary_of(path: Path) -> dict[str, Any]:
-    """The summary of a trace, with where it is from.
+    """Return what the steps of a trace are made of; all figures are medians over the complete steps.
+
+    Returns:
+        steps: complete ones in the trace.
+        span_us: from the start of a step to that of the next.
+        busy_share: share of the span in which the GPU was busy.
+        gpu_us: GPU time of all kernels, copies and memsets.
+        own_share: share of it that this project's kernels take: what is neither target nor drafter network.
+        launches: calls of the host, a graph being one.
+        kernels: by name, GPU time ``us`` and ``count`` in a step, the longest first.
 
     Raises:
         ConfigError: the file is no trace, or holds no complete step.
     """
-    document = read_trace(path)
     try:
-        summary = summarise(gpu_activities(document))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    source = {"trace": path.name, "sha256": provenance.file_digest(path), "gpu": gpu_names(document)}
-    return source | summary
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    except (EOFError, OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read as a trace of torch.profiler: {error!r}") from error
+    activities = sorted((e for e in events if e.get("cat") in ON_GPU), key=lambda event: event["ts"])
+    starts = [place for place, activity in enumerate(activities) if activity["name"] == FIRST_KERNEL]
+    if len(starts) < 2:
+        raise ConfigError(f"{path}: no complete decode step; profile a few steps more, of a server on a GPU")
+    steps = [_kernels(activities[start:end]) for start, end in pairwise(starts)]
+    by_step = pd.concat(steps, keys=range(len(steps)), names=["step"])
+    kernels = by_step.unstack("step", fill_value=0).T.groupby(level=0).median().T.sort_values("us", ascending=False)
+    spans = [activities[end]["ts"] - activities[start]["ts"] for start, end in pairwise(starts)]
+    busy = [_busy_us(activities[start:end]) for start, end in pairwise(starts)]
+    launches = [len({a["args"]["correlation"] for a in activities[start:end]}) for start, end in pairwise(starts)]
+    return {
+        "trace": path.name,
+        "sha256": provenance.file_digest(path),
+        "steps": len(steps),
+        "span_us": median(spans),
+        "busy_share": median(part / span for part, span in zip(busy, spans, strict=True)),
+        "gpu_us": float(kernels["us"].sum()),
+        "own_share": float(kernels["us"][kernels.index.isin(own_kernels())].sum() / kernels["us"].sum()),
+        "launches": median(launches),
+        "kernels": kernels.to_dict(orient="index"),
+    }
 
 
-def stage_table(summary: dict[str, Any]) -> Table:
-    """The stages of a step for the terminal."""
-    table = Table(title=f"{summary['trace']}: {summary['gpu']}, medians over {summary['steps']} steps")
-    table.add_column("stage")
-    for name in ("GPU us", "share", "launches", "kernels and copies"):
-        table.add_column(name, justify="right")
-    for stage, part in summary["stages"].items():
-        figures = (f"{part['us']:.1f}", f"{part['share']:.1%}", f"{part['launches']:g}", f"{part['activities']:g}")
-        table.add_row(stage, *figures)
-    launches = summary["graph_launches"] + summary["kernel_launches"] + summary["copy_launches"]
-    table.add_row("step", f"{summary['gpu_us']:.1f}", "", f"{launches:g}", f"{summary['activities']:g}", style="bold")
-    return table
+def own_kernels() -> set[str]:
+    """Return the names of this project's kernels."""
+    sources = (path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py"))
+    return {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)}
 
 
-def in_words(summary: dict[str, Any]) -> str:
-    """Return what the table does not say."""
-    return (
-        f"launches: {summary['graph_launches']:g} graphs, {summary['kernel_launches']:g} kernels, "
-        f"{summary['copy_launches']:g} copies; a graph with several stages is counted in each of them\n"
-        f"from step to step {summary['span_us']:.0f} us, of which busy {summary['busy_us']:.0f} us "
-        f"({summary['busy_share']:.1%})\n"
-        f"outside the forwards of target and drafter: {summary['outside_forwards_share']:.1%} of the GPU time"
+def _kernels(activities: list[dict[str, Any]]) -> pd.DataFrame:
+    """Return GPU time and number by the name of the kernel."""
+    frame = pd.DataFrame({"name": [a["name"] for a in activities], "us": [float(a["dur"]) for a in activities]})
+    return frame.groupby("name")["us"].agg(us="sum", count="count")
+
+
+def _busy_us(activities: list[dict[str, Any]]) -> float:
+    """Return the microseconds in which at least one of `activities`, given by time of start, was under way."""
+    total, end = 0.0, float("-inf")
+    for activity in activities:
+        stop = activity["ts"] + activity["dur"]
+        total += max(0.0, stop - max(end, activity["ts"]))
+        end = max(end, stop)
+    return total
+
+
+def _print(summary: dict[str, Any]) -> None:
+    table = Table(title=f"GPU time of a decode step by kernel, medians over {summary['steps']} steps")
+    for name in ("kernel", "us", "share", "number"):
+        table.add_column(name, justify="left" if name == "kernel" else "right")
+    for name, part in list(summary["kernels"].items())[:SHOWN]:
+        table.add_row(name[:80], f"{part['us']:.1f}", f"{part['us'] / summary['gpu_us']:.1%}", f"{part['count']:g}")
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False, highlight=False)
+    console.print(table)
+    console.print(
+        f"{summary['launches']:g} launches; from step to step {summary['span_us']:.0f} us, busy "
+        f"{summary['busy_share']:.1%}; this project's kernels take {summary['own_share']:.1%} of the GPU time"
     )
-
-
-def _summarise(paths: Sequence[Path], output: Path | None) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False)
-    summaries = [summary_of(path) for path in paths]
-    for summary in summaries:
-        console.print(stage_table(summary))
-        console.print(in_words(summary), highlight=False)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        # The machine that reads a trace has no part in it.
-        made = {"command": provenance.command(), "commit": provenance.commit()}
-        provenance.write_json(output, made | {"traces": summaries})
 
 
 def _record(options: dict[str, Any]) -> Path:
     output, users = options["output"], options["concurrency"]
     if (output / "trace.json.gz").exists():
         raise ConfigError(f"--output {output} holds a trace already; name another folder")
-    (configuration,) = parse_configurations([options["config"]], (), options["dtype"])
+    (configuration,) = parse_configurations([options["config"]], options["dtype"])
     if not configuration.is_dspark:
         raise ConfigError(f"--config {options['config']} does not decode with DSPARK; name one of its policies")
     prompts = load_mixed_prompts(options["files"])
-    record = provenance.record() | {
-        "prompts": [{"file": path.name, "sha256": provenance.file_digest(path)} for path in options["files"]]
-    }
+    record = provenance.record() | {"prompts": provenance.files(options["files"])}
     on_cpu = options["device"] == "cpu"
     flags = (*configuration.server_flags(str(options["draft"])), *options["server_flags"].split())
     sampling = Sampling(options["max_tokens"], temperature=0.0, ignore_eos=True, raw=options["raw_prompts"])
@@ -129,42 +157,28 @@ def _record(options: dict[str, Any]) -> Path:
         return trace.rename(output / "trace.json.gz")
 
 
-@click.group(help=__doc__)
-def main() -> None:
-    """Command line; see the module."""
-
-
-@main.command("record", help="Profile decode steps of a server with DSPARK, and summarise them.")
+@click.command(help=__doc__)
 @click.option("--target", type=PATH, required=True)
 @click.option("--draft", type=PATH, required=True)
 @click.option("--prompts", "files", type=click.Path(path_type=Path), multiple=True, required=True)
 @click.option("--config", default="auto", show_default=True, help="A policy, as in sweep_concurrency.py.")
 @click.option("--concurrency", default=64, show_default=True, type=click.IntRange(1), help="Number of users.")
-@click.option("--steps", default=32, show_default=True, type=click.IntRange(1), help="To be profiled.")
-@click.option("--max-tokens", default=1024, show_default=True, type=click.IntRange(1), help="Of an answer.")
+@click.option("--steps", default=32, show_default=True, type=click.IntRange(1), help="Steps to profile.")
+@click.option("--max-tokens", default=1024, show_default=True, type=click.IntRange(1), help="Length of an answer.")
 @click.option("--raw-prompts", is_flag=True, help="Send the text as it is, without the chat template.")
 @click.option("--dtype", default="bfloat16", show_default=True)
 @click.option("--device", default="cuda", show_default=True, type=click.Choice(["cpu", "cuda"]))
 @click.option("--server-flags", default="", help="Further arguments of the server, as one text.")
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
-def record_command(**options: Any) -> None:
+def main(**options: Any) -> None:
     """Command line; see the module."""
     try:
         trace = _record(options)
         if options["device"] == "cuda":
-            _summarise([trace], options["output"] / "step.json")
+            summary = summary_of(trace)
+            provenance.write_json(options["output"] / "step.json", summary)
+            _print(summary)
     except (DSparkError, OSError) as error:
-        raise click.ClickException(str(error)) from error
-
-
-@main.command("summarise", help="What the steps in traces of torch.profiler are made of.")
-@click.argument("traces", type=PATH, nargs=-1, required=True)
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="JSON file to write.")
-def summarise_command(traces: Sequence[Path], output: Path | None) -> None:
-    """Command line; see the module."""
-    try:
-        _summarise(traces, output)
-    except DSparkError as error:
         raise click.ClickException(str(error)) from error
 
 

@@ -1,15 +1,14 @@
-r"""Plain serving, DSPARK policies and other servers side by side, at several loads, on one set of prompts.
+r"""Measure plain serving and DSPARK policies side by side, at several loads, on one set of prompts.
 
     python benchmarks/sweep_concurrency.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS \
         --config plain --config auto --config static:3 --concurrency 1,2,4,8 --rate 0.5,1,2 \
-        --sla-ttft-ms 500 --sla-tpot-ms 50 --url other=http://localhost:8000 --rounds 6
+        --sla-ttft-ms 500 --sla-tpot-ms 50 --rounds 6
 
 A configuration is ``[NAME=]POLICY[:ARGUMENT][@DTYPE] [VARIABLE=VALUE ...] [SERVER FLAGS]``: ``static:3@float32``,
 ``"small=static:5 --speculative-dspark-block-size 5"``; POLICY is ``plain``, a DSPARK schedule, ``dflash`` (SGLang's
 own algorithm, on CUDA, with ``--dflash-draft``), or ``builtin`` (SGLang's own DSPARK, on CUDA; ``builtin:compact`` with
 a table of its own among the flags). The same one under two names (``--config plain --config again=plain``) shows how
-much of a difference is noise. ``--url NAME=URL`` measures a server that runs already; its key, if any, is read from the
-environment variable OPENAI_API_KEY.
+much of a difference is noise.
 
 A load is a number of users who wait for their answers (``--concurrency``, closed loop), or requests per second that
 arrive as a Poisson process whatever the server does (``--rate``, open loop).
@@ -18,78 +17,63 @@ DSPARK configurations with equal flags share one server, which is told its polic
 started once. All configurations run one after another on the same prompts (and arrivals) before the next load and then
 the next round, so that drift of the machine meets all of them alike; idle servers are suspended. RESULTS gets
 ``sweep.csv`` (one row per configuration, load and round), ``requests.jsonl`` (every answer with its times),
-``agreement.json`` (texts against the baseline's) and ``provenance.json``. Run again after an interruption, it goes on
-where it stopped. Read the results with paired_ratio.py and report.py.
+``agreement.json`` (texts identical to the baseline's) and ``provenance.json``. Run again after an interruption, it goes
+on where it stopped. Read the results with paired_ratio.py and report.py.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
+from msgspec import Meta
 from paired_ratio import frame_baselines, paired_ratios, ratio_table, summarise
 from rich.console import Console
 from rich.table import Table
-from serving.agreement import Agreement
 from serving.client import Sampling
-from serving.configurations import GRAMMAR, URL_GRAMMAR, parse_configurations
-from serving.load import DEFAULT_CONCURRENCY, loads, user_counts
+from serving.configurations import GRAMMAR, parse_configurations
 from serving.results import read_sweep
 from serving.resume import MIX, REPLACE, RESUME
-from serving.sla import Sla
+from serving.row import Sla
+from serving.schedule import DEFAULT_CONCURRENCY, USERS, loads
 from serving.sweep import PROMPTS_PER_USER, Sweep, run_sweep
 
 from sglang_dspark.errors import DSparkError
+from sglang_dspark.tools.cli.numbers import Numbers
 
 SHOWN = ("output_tok_s", "loaded_tok_s", "server_cpu_ms_per_tok")
 """Metrics whose ratios are printed at the end of a sweep."""
 
 
-def _agreement_table(agreements: Sequence[Agreement]) -> Table:
+def _agreement_table(agreements: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="texts identical to the baseline's (a baseline: to its own at the first load)")
-    for name in ("config", "load", "baseline", "load", "identical", "first split"):
+    for name in ("config", "load", "baseline", "load", "identical"):
         table.add_column(name)
-    for a in agreements:
-        split = a.splits[0] if a.splits else None
-        place = f"prompt {split.prompt_index}, character {split.at}: " if split else ""
-        texts = f"{split.expected!r} | {split.found!r}" if split else ""
-        identical = f"{a.identical}/{a.compared}"
-        table.add_row(a.config, str(a.load), a.baseline, str(a.baseline_load), identical, place + texts)
+    for entry in agreements:
+        names = (entry[name] for name in ("config", "load", "baseline", "baseline_load"))
+        table.add_row(*names, f"{entry['identical']}/{entry['compared']}")
     return table
 
 
-def _rates(context: click.Context, parameter: click.Parameter, text: str | None) -> list[float]:
-    if text is None:
-        return []
-    try:
-        numbers = [float(word) for word in text.split(",")]
-    except ValueError:
-        numbers = [0.0]
-    if not all(0 < number < float("inf") for number in numbers) or len(set(numbers)) < len(numbers):
-        raise click.BadParameter(f"{text!r} is not a list of different positive numbers such as 0.5,1,2")
-    return numbers
+_RATES = Numbers(Annotated[float, Meta(gt=0, lt=1e6, description="must be above 0")], distinct=True)
 
 
-@click.command(
-    help="Plain serving, DSPARK policies and other servers side by side, at several loads, on one set of prompts."
-)
-@click.option("--target", help="Target checkpoint; needed unless every server is external.")
+@click.command(help="Measure plain serving and DSPARK policies side by side, at several loads, on one set of prompts.")
+@click.option("--target", required=True, help="Target checkpoint.")
 @click.option("--draft", help="DSPARK draft checkpoint, for configurations that speculate.")
 @click.option("--dflash-draft", help="DFlash draft checkpoint, for the configuration dflash.")
 @click.option("--config", "configs", multiple=True, metavar="CONFIG", help=f"{GRAMMAR}. Repeatable.")
-@click.option("--url", "urls", multiple=True, metavar="NAME=URL", help=f"A running server: {URL_GRAMMAR}. Repeatable.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Of configurations that name none.")
 @click.option(
     "--concurrency",
-    callback=user_counts,
+    type=USERS,
     help=f"Closed loop: numbers of users. Default: {DEFAULT_CONCURRENCY}, none with --rate.",
 )
-@click.option("--rate", "rates", callback=_rates, help="Open loop: requests per second, e.g. 0.5,1,2.")
+@click.option("--rate", "rates", type=_RATES, help="Open loop: requests per second, e.g. 0.5,1,2.")
 @click.option(
     "--rate-seconds",
     default=30.0,
@@ -158,14 +142,14 @@ def main(**options: Any) -> None:
 def _sweep(options: dict[str, Any]) -> Sweep:
     concurrencies = options["concurrency"]
     if not concurrencies and not options["rates"]:
-        concurrencies = [int(word) for word in DEFAULT_CONCURRENCY.split(",")]
+        concurrencies = USERS.convert(DEFAULT_CONCURRENCY, None, None)
     return Sweep(
         target=options["target"],
         draft=options["draft"],
         dflash_draft=options["dflash_draft"],
         device=options["device"],
-        configurations=parse_configurations(options["configs"], options["urls"], options["dtype"]),
-        loads=loads(concurrencies, options["rates"]),
+        configurations=parse_configurations(options["configs"], options["dtype"]),
+        loads=loads(concurrencies or (), options["rates"] or ()),
         num_rounds=options["rounds"],
         num_prompts=options["num_prompts"],
         rate_seconds=options["rate_seconds"],
@@ -179,8 +163,6 @@ def _sweep(options: dict[str, Any]) -> Sweep:
         ),
         sla=Sla(options["sla_ttft_ms"], options["sla_tpot_ms"]),
         server_flags=tuple(options["server_flags"].split()),
-        # From the environment alone: the command line ends up in provenance.json.
-        api_key=os.environ.get("OPENAI_API_KEY"),
     )
 
 

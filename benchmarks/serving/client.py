@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,31 +17,10 @@ from sglang_dspark.errors import DSparkError
 
 CHAT_PATH = "/v1/chat/completions"
 RAW_PATH = "/v1/completions"
-FLUSH_TIMEOUT_S = 60
 
 
 class ReplyError(DSparkError):
     """The server answered with an error, or its stream ended early."""
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where prompts are sent.
-
-    Attributes:
-        url: base URL, without a trailing slash.
-        model: the name under which the server knows its model.
-        api_key: sent as bearer token; None where the server has none.
-    """
-
-    url: str
-    model: str = "default"
-    api_key: str | None = None
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """HTTP headers of every request."""
-        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +40,7 @@ class Sampling:
 
     @property
     def path(self) -> str:
-        """Route that prompts are sent to."""
+        """Return the route that prompts are sent to."""
         return RAW_PATH if self.raw else CHAT_PATH
 
 
@@ -90,146 +69,91 @@ class Reply:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token; the whole time when the answer has no text."""
+        """Return the time to first token; the whole time when the answer has no text."""
         return (self.chunks_s[0] if self.chunks_s else self.done_s) - self.sent_s
 
     @property
     def total_s(self) -> float:
-        """Time from sending to the last token."""
+        """Return the time from sending to the last token."""
         return self.done_s - self.sent_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first; None when nothing came after the first chunk."""
+        """Return the mean time per output token after the first; None when nothing came after the first chunk."""
         elapsed_s = self.total_s - self.ttft_s
         return elapsed_s / (self.num_tokens - 1) if self.num_tokens > 1 and elapsed_s > 0 else None
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between chunks (inter-token latencies as a reader sees them)."""
+        """Return the times between chunks (inter-token latencies as a reader sees them)."""
         return [later - earlier for earlier, later in pairwise(self.chunks_s)]
 
 
-def ask_closed(
-    endpoint: Endpoint,
+def ask_all(
+    url: str,
     prompts: Sequence[Prompt],
-    concurrency: int,
     sampling: Sampling,
+    *,
+    users: int | None = None,
+    arrivals_s: Sequence[float] | None = None,
     on_reply: Callable[[], None] = lambda: None,
 ) -> list[Reply]:
-    """Answers to ``prompts``, in their order, with ``concurrency`` users who wait for their answers.
+    """Return the answers to ``prompts``, in their order.
 
     Args:
+        url: of the server, without a trailing slash.
+        users: closed loop: so many wait for an answer before they send the next prompt.
+        arrivals_s: open loop: when each prompt is sent whatever the server does, in seconds from the start, ascending.
         on_reply: called after every answer.
 
     Raises:
         ReplyError: one of the requests failed; the others are cancelled.
     """
-    todo = iter(enumerate(prompts))
-
-    async def user(ask: _Ask, todo: Iterator[tuple[int, Prompt]]) -> None:
-        for slot, prompt in todo:
-            await ask(slot, prompt, None)
-
-    def users(ask: _Ask) -> list[_Sender]:
-        return [user(ask, todo) for _ in range(min(concurrency, len(prompts)))]
-
-    return asyncio.run(_gather(endpoint, sampling, users, on_reply))
+    return asyncio.run(_ask_all(url, prompts, sampling, users or len(prompts), arrivals_s, on_reply))
 
 
-def ask_open(
-    endpoint: Endpoint,
+async def _ask_all(
+    url: str,
     prompts: Sequence[Prompt],
-    arrivals_s: Sequence[float],
     sampling: Sampling,
-    on_reply: Callable[[], None] = lambda: None,
-) -> list[Reply]:
-    """Answers to ``prompts``, in their order, each sent at its time whatever the server does.
-
-    Args:
-        arrivals_s: seconds from the start, one per prompt, ascending.
-        on_reply: called after every answer.
-
-    Raises:
-        ReplyError: one of the requests failed; the others are cancelled.
-    """
-
-    async def visitor(ask: _Ask, slot: int, start_s: float) -> None:
-        due_s = start_s + arrivals_s[slot]
-        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-        await ask(slot, prompts[slot], due_s)
-
-    def visitors(ask: _Ask) -> list[_Sender]:
-        start_s = time.perf_counter()
-        return [visitor(ask, slot, start_s) for slot in range(len(prompts))]
-
-    return asyncio.run(_gather(endpoint, sampling, visitors, on_reply))
-
-
-def flush_cache(endpoint: Endpoint) -> None:
-    """Empty the server's radix cache.
-
-    Raises:
-        ReplyError: the server refused or cannot be reached.
-    """
-    try:
-        asyncio.run(_flush_cache(endpoint))
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise ReplyError(f"{endpoint.url}/flush_cache: {type(error).__name__}: {error}") from error
-
-
-async def _flush_cache(endpoint: Endpoint) -> None:
-    timeout = aiohttp.ClientTimeout(total=2 * FLUSH_TIMEOUT_S)
-    async with (
-        aiohttp.ClientSession(timeout=timeout, headers=endpoint.headers) as session,
-        # The server waits until its last batch is done; without a timeout it refuses right after a request.
-        session.post(f"{endpoint.url}/flush_cache", params={"timeout": FLUSH_TIMEOUT_S}) as response,
-    ):
-        await _check(response)
-
-
-_Ask = Callable[[int, Prompt, float | None], Awaitable[None]]
-"""Sends a prompt and files the answer: slot, prompt, when it was due (None: now)."""
-_Sender = Coroutine[Any, Any, None]
-
-
-async def _gather(
-    endpoint: Endpoint,
-    sampling: Sampling,
-    senders: Callable[[_Ask], list[_Sender]],
+    users: int,
+    arrivals_s: Sequence[float] | None,
     on_reply: Callable[[], None],
 ) -> list[Reply]:
-    replies: dict[int, Reply] = {}
     timeout = aiohttp.ClientTimeout(total=sampling.timeout_s)
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=endpoint.headers) as session:
+    free, start_s = asyncio.Semaphore(users), time.perf_counter()  # users get their turns in the order of the prompts
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
-        async def ask(slot: int, prompt: Prompt, due_s: float | None) -> None:
-            replies[slot] = await _ask(session, endpoint, prompt, sampling, due_s)
+        async def ask(prompt: Prompt, arrival_s: float | None) -> Reply:
+            due_s = None if arrival_s is None else start_s + arrival_s
+            if due_s is not None:
+                await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            async with free:
+                reply = await _ask(session, url, prompt, sampling, due_s)
             on_reply()
+            return reply
 
         try:
             async with asyncio.TaskGroup() as group:
-                for sender in senders(ask):
-                    group.create_task(sender)
+                due = arrivals_s or [None] * len(prompts)
+                tasks = [group.create_task(ask(*each)) for each in zip(prompts, due, strict=True)]
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             if isinstance(first, ReplyError):
                 raise first from None
-            raise ReplyError(f"{endpoint.url}: {type(first).__name__}: {first}") from first
-    return [replies[slot] for slot in sorted(replies)]
+            raise ReplyError(f"{url}: {type(first).__name__}: {first}") from first
+    return [task.result() for task in tasks]
 
 
 async def _ask(
-    session: aiohttp.ClientSession, endpoint: Endpoint, prompt: Prompt, sampling: Sampling, due_s: float | None
+    session: aiohttp.ClientSession, url: str, prompt: Prompt, sampling: Sampling, due_s: float | None
 ) -> Reply:
     chunks_s: list[float] = []
     pieces: list[str] = []
     done_s, usage = None, None
     sent_s = time.perf_counter() if due_s is None else due_s
-    async with session.post(
-        endpoint.url + sampling.path, json=request_body(prompt, sampling, endpoint.model)
-    ) as response:
+    async with session.post(url + sampling.path, json=request_body(prompt, sampling)) as response:
         await _check(response)
         async for event in _events(response):
             now_s = time.perf_counter()
@@ -242,7 +166,7 @@ async def _ask(
                 if choice.get("finish_reason"):
                     done_s = now_s
     if done_s is None or usage is None:
-        raise ReplyError(f"{endpoint.url}: the stream of prompt {prompt.index} ended without a finish reason or usage")
+        raise ReplyError(f"{url}: the stream of prompt {prompt.index} ended without a finish reason or usage")
     return Reply(
         prompt_index=prompt.index,
         sent_s=sent_s,
@@ -254,16 +178,15 @@ async def _ask(
     )
 
 
-def request_body(prompt: Prompt, sampling: Sampling, model: str = "default") -> dict[str, Any]:
+def request_body(prompt: Prompt, sampling: Sampling) -> dict[str, Any]:
     """Return what is sent to :attr:`Sampling.path` for a streamed answer."""
     content = {"prompt": prompt.text} if sampling.raw else {"messages": [{"role": "user", "content": prompt.text}]}
     return {
         **content,
-        "model": model,
+        "model": "default",
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        # Not part of OpenAI's API; servers that do not know it would refuse the request.
-        **({"ignore_eos": True} if sampling.ignore_eos else {}),
+        "ignore_eos": sampling.ignore_eos,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

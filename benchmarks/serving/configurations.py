@@ -12,7 +12,7 @@ from sglang_dspark.config import POLICY_NAMES
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.launch import dspark_flags
 
-PLAIN, DFLASH, BUILTIN, EXTERNAL, OFF = "plain", "dflash", "builtin", "external", "off"
+PLAIN, DFLASH, BUILTIN, OFF = "plain", "dflash", "builtin", "off"
 OF_SGLANG = (DFLASH, BUILTIN)
 """Algorithms of SGLang's own that speculate."""
 POLICIES = (PLAIN, *OF_SGLANG, *POLICY_NAMES)
@@ -20,11 +20,9 @@ VERIFY_MODES = ("static", "cap-accept", "compact")
 """Of SGLang's own DSPARK; ``compact`` wants a table of step times among the flags."""
 DTYPES = ("float32", "bfloat16", "float16")
 GRAMMAR = "[NAME=]POLICY[:ARGUMENT][@DTYPE] [VARIABLE=VALUE ...] [SERVER FLAGS]"
-URL_GRAMMAR = "NAME[@DTYPE]=URL"
 
 _HEAD = re.compile(r"(?:(?P<name>[\w.+-]+)=)?(?P<policy>[a-z-]+)(?::(?P<argument>[^@\s]+))?(?:@(?P<dtype>\w+))?")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*=.*")
-_EXTERNAL = re.compile(r"(?P<name>[\w.+-]+)(?:@(?P<dtype>\w+))?=(?P<url>https?://\S+)")
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,13 @@ class Configuration:
 
     Attributes:
         label: what tables and figures call it; unique within a sweep.
-        policy: ``plain`` (no speculation), ``dflash`` and ``builtin`` (SGLang's own DFLASH and DSPARK), a DSPARK
-            schedule, or ``external`` (a server that somebody else runs).
+        policy: ``plain`` (no speculation), ``dflash`` and ``builtin`` (SGLang's own DFLASH and DSPARK), or a DSPARK
+            schedule.
         argument: the verify length of ``static``, the confidence threshold of ``threshold``, the verify mode of
             ``builtin``; else empty.
         dtype: ``--dtype`` of the server.
         extra_flags: further arguments of the server.
         variables: of its environment, each as ``NAME=value``.
-        url: of an external server; else empty.
     """
 
     label: str
@@ -49,7 +46,6 @@ class Configuration:
     dtype: str
     extra_flags: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
-    url: str = ""
 
     @property
     def is_dspark(self) -> bool:
@@ -58,12 +54,12 @@ class Configuration:
 
     @property
     def verify_len(self) -> int | None:
-        """Drafts verified per request and step when the configuration fixes that number."""
+        """Return the drafts verified per request and step when the configuration fixes that number."""
         return int(self.argument) if self.policy == "static" and self.argument else None
 
     @property
     def policy_fields(self) -> dict[str, str | int | float] | None:
-        """Body of ``POST /dspark/policy`` for a running server; None without DSPARK."""
+        """Return the body of ``POST /dspark/policy`` for a running server; None without DSPARK."""
         if not self.is_dspark:
             return None
         if not self.argument:
@@ -72,7 +68,7 @@ class Configuration:
         return {"policy": self.policy, "verify_len" if self.policy == "static" else "confidence_threshold": value}
 
     def server_flags(self, draft: str | None, dflash_draft: str | None = None) -> tuple[str, ...]:
-        """Arguments of ``sglang.launch_server`` for this configuration; the server is told its policy while it runs.
+        """Return the arguments of ``sglang.launch_server``; the server is told its policy while it runs.
 
         Args:
             draft: folder of the DSPARK draft checkpoint.
@@ -94,7 +90,7 @@ class Configuration:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that the server is told besides."""
+        """Return the variables that the server is told besides."""
         given = dict(variable.split("=", 1) for variable in self.variables)
         if self.policy != BUILTIN:
             return given
@@ -132,38 +128,15 @@ def parse_configuration(text: str, default_dtype: str) -> Configuration:
     return Configuration(label, policy, argument, dtype, extra_flags, variables)
 
 
-def parse_external(text: str, default_dtype: str) -> Configuration:
-    """Read one ``--url``, e.g. ``vllm=http://localhost:8000`` or ``vllm@float16=http://localhost:8000``.
-
-    Args:
-        text: :data:`URL_GRAMMAR`.
-        default_dtype: used when the text names none. It is not checked: it says which servers are compared.
-
-    Raises:
-        ConfigError: the text does not follow the grammar.
-    """
-    match = _EXTERNAL.fullmatch(text)
-    if match is None:
-        raise ConfigError(f"--url {text!r} is not of the form {URL_GRAMMAR}, e.g. vllm=http://localhost:8000")
-    dtype = match["dtype"] or default_dtype
-    if dtype not in DTYPES:
-        raise ConfigError(f"--url {text!r}: unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
-    url = match["url"].rstrip("/").removesuffix("/v1")
-    return Configuration(match["name"], EXTERNAL, "", dtype, url=url)
-
-
-def parse_configurations(texts: Sequence[str], urls: Sequence[str], default_dtype: str) -> list[Configuration]:
-    """Read every ``--config`` and ``--url`` of a command line.
+def parse_configurations(texts: Sequence[str], default_dtype: str) -> list[Configuration]:
+    """Read every ``--config`` of a command line.
 
     Raises:
         ConfigError: one of them is malformed, two share a label, or there is none.
     """
-    configurations = [
-        *(parse_configuration(text, default_dtype) for text in texts),
-        *(parse_external(text, default_dtype) for text in urls),
-    ]
+    configurations = [parse_configuration(text, default_dtype) for text in texts]
     if not configurations:
-        raise ConfigError("nothing to measure; pass --config (e.g. plain, auto) or --url NAME=URL")
+        raise ConfigError("nothing to measure; pass --config, e.g. plain or auto")
     labels = [configuration.label for configuration in configurations]
     for label in labels:
         if labels.count(label) > 1:
@@ -172,7 +145,7 @@ def parse_configurations(texts: Sequence[str], urls: Sequence[str], default_dtyp
 
 
 def choose_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    """Label of the configuration that each one is compared with, by label.
+    """Return the label of the configuration that each one is compared with, by label.
 
     That is the first plain one of the same dtype, else the first of the same dtype: a ratio across dtypes would mix two
     effects, and texts of two dtypes differ anyway. A baseline maps to itself.
@@ -187,7 +160,7 @@ def choose_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
 
 
 def choose_ratio_baselines(served: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    """Label of the configuration that the speed of each one is divided by, by label.
+    """Return the label of the configuration that the speed of each one is divided by, by label.
 
     A DSPARK policy is divided by ``off`` of the same dtype, which runs on the same server: that ratio is speculation's.
     ``off`` and all others are divided by what :func:`choose_baselines` says, plain serving where it was measured: for

@@ -1,10 +1,18 @@
-"""What the servers of a sweep count themselves."""
+"""What is counted around a measurement: by the servers of a sweep themselves, and the CPU time of their processes.
+
+On a shared machine the wall clock also measures the neighbours. The CPU time that the server used does so much less,
+and the time that the neighbours used tells which rounds were disturbed.
+"""
 
 from __future__ import annotations
 
-from serving.configurations import EXTERNAL, OF_SGLANG, Configuration
-from serving.external import ExternalServer
-from serving.fleet import Server
+from dataclasses import dataclass
+from typing import Self
+
+import psutil
+
+from serving.configurations import OF_SGLANG, Configuration
+from sglang_dspark.tools.launch import LaunchedServer
 
 STAT_KEYS = {
     "drafted": "drafted_tokens",
@@ -14,33 +22,63 @@ STAT_KEYS = {
     "decode_rounds": "rounds",
     "steps": "steps",
     "plain_steps": "plain_steps",
+    "parked_steps": "parked_steps",
 }
 """Column -> counter of ``GET /dspark/stats``."""
 
-NEWER_STAT_KEYS = {"parked_steps": "parked_steps"}
-"""The same for counters that older servers (``--url``) do not have."""
 
-
-def read_counters(server: Server, configuration: Configuration) -> dict[str, int] | None:
-    """Counters since the start of the server by column; None for a server without DSPARK."""
-    if not configuration.is_dspark and configuration.policy != EXTERNAL:
+def read_counters(server: LaunchedServer, configuration: Configuration) -> dict[str, int] | None:
+    """Return the counters since the start of the server by column; None for a server without DSPARK."""
+    if not configuration.is_dspark:
         return None
     report = server.get_json("/dspark/stats")
-    if configuration.policy == EXTERNAL and not report:
-        return None
-    newer = {column: report[key] for column, key in NEWER_STAT_KEYS.items() if key in report}
-    return {column: report[key] for column, key in STAT_KEYS.items()} | newer
+    return {column: report[key] for column, key in STAT_KEYS.items()}
 
 
-def read_accept_length(server: Server, configuration: Configuration) -> float | None:
-    """Accept length since the cache was flushed, as SGLang's algorithms report it; None if the server does not.
+def read_accept_length(server: LaunchedServer, configuration: Configuration) -> float | None:
+    """Return the accept length since the cache was flushed, as SGLang reports it; None if the server does not.
 
     SGLang counts in units of its decode log interval (40 steps), so the last few steps of a round are missing.
     """
-    if configuration.policy not in (*OF_SGLANG, EXTERNAL):
-        return None
-    if isinstance(server, ExternalServer) and not server.can_flush:
+    if configuration.policy not in OF_SGLANG:
         return None
     states = server.get_json("/server_info").get("internal_states") or [{}]
     length = states[0].get("avg_spec_accept_length")
     return None if length is None else float(length)
+
+
+@dataclass(frozen=True)
+class CpuTime:
+    """CPU seconds used so far; differences of two readings are what is of interest.
+
+    Attributes:
+        server_s: by the server's process and its descendants.
+        others_s: by every process that is neither the server nor this one, summed over the cores.
+    """
+
+    server_s: float
+    others_s: float
+
+    @classmethod
+    def read(cls, server_pid: int) -> Self:
+        """Take a reading.
+
+        Args:
+            server_pid: the server's process.
+        """
+        machine = psutil.cpu_times()
+        busy_s = sum(getattr(machine, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+        server = psutil.Process(server_pid)
+        server_s = sum(_used_s(process) for process in (server, *server.children(recursive=True)))
+        return cls(server_s, busy_s - server_s - _used_s(psutil.Process()))
+
+    def __sub__(self, earlier: CpuTime) -> CpuTime:
+        return CpuTime(self.server_s - earlier.server_s, self.others_s - earlier.others_s)
+
+
+def _used_s(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(times.user + times.system)

@@ -1,4 +1,4 @@
-"""Finds where plain serving overtakes speculation as users are added."""
+"""Find where plain serving overtakes speculation as users are added."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from serving.configurations import OFF, PLAIN
+from sglang_dspark.tools.simulator.sweep import crossing
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Crossover:
 
 
 def user_ratios(frame: pd.DataFrame, baselines: dict[str, str], metric: str = "output_tok_s") -> pd.DataFrame:
-    """Ratios to the baseline in the closed loop, paired by round.
+    """Return the ratios to the baseline in the closed loop, paired by round.
 
     Returns:
         One row per configuration other than its baseline and number of users, in ascending order of users: columns
@@ -54,20 +55,13 @@ def crossovers(ratios: pd.DataFrame) -> list[Crossover]:
     """
     found = []
     for config, points in ratios[ratios["policy"] != OFF].groupby("config", sort=False):
-        users = np.log2(points["concurrency"].to_numpy(dtype=float))
-        logs = np.log(points["ratio"].to_numpy(dtype=float))
-        at = None
-        ahead = np.flatnonzero(logs >= 0)
-        if len(ahead) and ahead[-1] + 1 < len(logs):
-            last = ahead[-1]
-            share = logs[last] / (logs[last] - logs[last + 1])
-            at = float(2 ** (users[last] + share * (users[last + 1] - users[last])))
-        found.append(Crossover(str(config), at, float(np.exp(logs[-1]))))
+        ratio = points["ratio"].tolist()
+        found.append(Crossover(str(config), crossing(points["concurrency"].tolist(), ratio), ratio[-1]))
     return found
 
 
 def shown_baselines(ratios: pd.DataFrame) -> list[str]:
-    """Policies of the baselines that a reader knows, those of :func:`user_ratios` in the order of the two parts.
+    """Return the policies of the baselines that a reader knows, those of :func:`user_ratios`, in the order of parts.
 
     What the plugin gains without drafts comes first, then what speculation adds.
     """

@@ -1,4 +1,4 @@
-"""All servers of a sweep: started once, and of those that we started only the one under test runs."""
+"""All servers of a sweep: started once, and only the one under test runs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
 
-from serving.client import Endpoint, ReplyError
-from serving.external import ExternalServer
+from serving.client import ReplyError
 from sglang_dspark.errors import LaunchError
 from sglang_dspark.tools.launch import LaunchedServer
-
-Server = LaunchedServer | ExternalServer
 
 
 class Fleet:
@@ -21,12 +18,12 @@ class Fleet:
     An idle SGLang scheduler polls without pause, unless told ``--sleep-on-idle``, and takes up to a core from the
     server that is being measured. So every server but that one is suspended (SIGSTOP to its process group) and uses no
     CPU time at all. It resumes where it was; SGLang's watchdog only counts while a batch is running, and there is none
-    between rounds. External servers are left alone.
+    between rounds.
     """
 
     def __init__(
         self,
-        servers: Mapping[str, Server],
+        servers: Mapping[str, LaunchedServer],
         on_start: Callable[[str], None] = lambda label: None,
     ) -> None:
         """Describe the fleet; the servers start, one after the other, when the ``with`` block is entered.
@@ -44,7 +41,6 @@ class Fleet:
 
         Raises:
             LaunchError: one of them did not start; those before it are stopped.
-            DSparkError: an external one does not answer.
         """
         with ExitStack() as stack:
             for label, server in self._unique():
@@ -61,12 +57,12 @@ class Fleet:
     ) -> None:
         self._stack.close()
 
-    def _unique(self) -> list[tuple[str, Server]]:
+    def _unique(self) -> list[tuple[str, LaunchedServer]]:
         first = {id(server): label for label, server in reversed(self._servers.items())}
         return [(label, server) for label, server in self._servers.items() if first[id(server)] == label]
 
     @contextmanager
-    def awake(self, label: str) -> Iterator[tuple[Server, Endpoint]]:
+    def awake(self, label: str) -> Iterator[LaunchedServer]:
         """Let one server run for the duration of the ``with`` block.
 
         Raises:
@@ -74,14 +70,9 @@ class Fleet:
         """
         server = self._servers[label]
         server.resume()
-        endpoint = server.endpoint if isinstance(server, ExternalServer) else Endpoint(server.url)
         try:
-            yield server, endpoint
-        except ReplyError as error:
-            raise LaunchError(f"{label}: {error}{_last_words(server)}") from error
+            yield server
+        except (ReplyError, OSError) as error:
+            raise LaunchError(f"{label}: {error}\nEnd of {server.log_path}:\n{server.log_tail()}") from error
         finally:
             server.suspend()
-
-
-def _last_words(server: Server) -> str:
-    return "" if isinstance(server, ExternalServer) else f"\nEnd of {server.log_path}:\n{server.log_tail()}"

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from serving.agreement import Answer
 from serving.client import Reply
-from serving.load import Load
-from serving.schedule import Cell, CellKey
+from serving.schedule import Cell, CellKey, Load
 from sglang_dspark.files import lines_of
 
 
 class RequestLog:
-    """Writes ``requests.jsonl`` and keeps the answers for the comparison of texts."""
+    """Write ``requests.jsonl`` cell by cell."""
 
     def __init__(self, path: Path, measured: Container[CellKey] = ()) -> None:
         """Open the log.
@@ -25,11 +23,9 @@ class RequestLog:
             path: the file. Records of cells that are not ``measured`` are dropped: those were cut short.
             measured: cells whose answers an earlier run of the same sweep has written.
         """
-        records = _read(path) if path.exists() else []
-        kept = [(answer, record) for answer, record in records if _key(answer) in measured]
-        self.answers: list[Answer] = [answer for answer, _ in kept]
+        kept = [line for key, line in _read(path) if key in measured]
         self._file = path.open("w", encoding="utf-8")
-        self._file.writelines(json.dumps(record) + "\n" for _, record in kept)
+        self._file.writelines(kept)
         self._file.flush()
 
     def __enter__(self) -> Self:
@@ -57,27 +53,14 @@ class RequestLog:
                 "chunks_s": [round(chunk_s - reply.sent_s, 5) for chunk_s in reply.chunks_s],
                 "done_s": round(reply.total_s, 5),
             }
-            self.answers.append(_answer(record))
             self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
 
-def _key(answer: Answer) -> CellKey:
-    return answer.config, answer.load, answer.round
-
-
-def _answer(record: dict[str, Any]) -> Answer:
-    load = Load(record["concurrency"], record["rate"])
-    names = ("round", "slot", "prompt_index", "num_tokens", "text")
-    return Answer(record["config"], load, **{name: record[name] for name in names})
-
-
-def _read(path: Path) -> list[tuple[Answer, dict[str, Any]]]:
-    records = []
-    for line in lines_of(path.read_text(encoding="utf-8")):
+def _read(path: Path) -> Iterator[tuple[CellKey, str]]:
+    for line in lines_of(path.read_text(encoding="utf-8")) if path.exists() else ():
         try:
             record = json.loads(line)
         except ValueError:
             continue  # the last line of a run that was killed while it wrote
-        records.append((_answer(record), record))
-    return records
+        yield (record["config"], Load(record["concurrency"], record["rate"]), record["round"]), line + "\n"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from serving.load import load_label
 from serving.row import COLUMNS
+from serving.schedule import load_label
 from sglang_dspark.errors import ConfigError
 
 COUNTED_BY = {
@@ -21,7 +21,7 @@ COUNTED_BY = {
 
 
 def over_rounds(rows: pd.DataFrame, column: str) -> float:
-    """One figure for several rounds of a configuration at a load; NaN without a value.
+    """Return one figure for several rounds of a configuration at a load; NaN without a value.
 
     Quotients of counts are pooled: the counts of all rounds are added up before they are divided, because a short round
     says less than a long one. Everything else, times and speeds, is the median, which a disturbed round does not move.
@@ -33,7 +33,7 @@ def over_rounds(rows: pd.DataFrame, column: str) -> float:
     if counted_by is None:
         return float(known[column].median())
     if counted_by not in known or known[counted_by].isna().any():
-        return float(known[column].mean())  # a server of others: it tells the quotient only
+        return float(known[column].mean())  # SGLang's own algorithms tell the quotient only
     weights = known[counted_by]
     return float((known[column] * weights).sum() / weights.sum()) if weights.sum() else float("nan")
 
@@ -44,7 +44,7 @@ def config_name(frame: pd.DataFrame, label: str) -> str:
 
 
 def read_sweep(path: Path) -> pd.DataFrame:
-    """Rows of a ``sweep.csv``, completed by :func:`complete`.
+    """Return the rows of a ``sweep.csv``, completed by :func:`complete`.
 
     Raises:
         ConfigError: the file has no rows.
@@ -56,7 +56,7 @@ def read_sweep(path: Path) -> pd.DataFrame:
 
 
 def complete(frame: pd.DataFrame) -> pd.DataFrame:
-    """``frame`` with a column ``load`` (its name), and what older files lack as far as their counts tell it.
+    """Add a column ``load`` (its name), and what older files lack as far as their counts tell it.
 
     ``frame.attrs["absent"]`` names the columns that the file does not have.
 
@@ -67,8 +67,6 @@ def complete(frame: pd.DataFrame) -> pd.DataFrame:
     frame.attrs["absent"] = [column for column in COLUMNS if column not in frame]
     if "rate" not in frame:
         frame["rate"] = float("nan")
-    if "model" in frame:
-        frame["model"] = frame["model"].fillna("a model served elsewhere")
     # Whole numbers again: a column with empty cells is read as floats.
     frame["concurrency"] = frame["concurrency"].astype("Int64")
     frame["load"] = [

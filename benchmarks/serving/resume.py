@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serving.load import Load
 from serving.row import COLUMNS
-from serving.schedule import CellKey
+from serving.schedule import CellKey, Load
 from sglang_dspark.errors import ConfigError
 
 RESUME, MIX, REPLACE = "resume", "mix", "replace"
@@ -83,7 +82,7 @@ def _short(value: Any) -> str:
 
 
 def _measured(path: Path) -> set[CellKey]:
-    """Cells with a row. A last line that was cut short is taken out of the file.
+    """Return the cells with a row. A last line that was cut short is taken out of the file.
 
     Raises:
         ConfigError: the file has other columns.

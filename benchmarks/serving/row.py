@@ -15,136 +15,87 @@ from typing import Any, Self
 import numpy as np
 
 from serving.client import Reply
-from serving.counters import STAT_KEYS
+from serving.counters import STAT_KEYS, CpuTime
 from serving.schedule import Cell
-from serving.sla import Sla, goodput
-from sglang_dspark.tools.cpu_time import CpuTime
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the rows of a sweep come from; the same in every row, so that rows of several sweeps can be told apart.
+    """Where the rows of a sweep come from; the same in every row, so that rows of several sweeps can be told apart."""
 
-    Attributes:
-        prompt_set: name of the prompt file.
-        model: name of the target.
-        draft: name of the drafter; empty without one.
-        commit: git commit of this repository, ``-dirty`` when the tree differed from it.
-        versions: ``name=version`` of what was measured, separated by spaces.
-        cpu: model and number of cores.
-        gpu: model; empty without one.
-    """
-
-    prompt_set: str
-    model: str
-    draft: str
-    commit: str
-    versions: str
-    cpu: str
-    gpu: str
+    prompt_set: str  # names of the prompt files
+    model: str  # name of the target
+    draft: str  # name of the drafter; empty without one
+    commit: str  # of this repository, with -dirty when the tree differed from it
+    versions: str  # ``name=version`` of what was measured, separated by spaces
+    cpu: str  # model and number of cores
+    gpu: str  # model; empty without one
 
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One round of one configuration at one load. Empty where a figure does not exist.
+    """One round of one configuration at one load; empty where a figure does not exist. Shares are from 0 to 1."""
 
-    Attributes:
-        policy: ``plain``, ``dflash``, ``builtin``, ``external`` or a DSPARK schedule.
-        concurrency: closed loop: users, each with one request at a time.
-        round: counted from 0; rounds of equal number and load had equal prompts, and equal arrivals in an open loop.
-        output_tok_s: generated tokens of all users per second of the round, which in an open loop lasts from the first
-            arrival to the last token.
-        per_user_tok_s: mean over the requests of tokens per second from sending to the last token. The time to the
-            first token is part of it: a starved HTTP process delivers the first chunks late and all at once, and then a
-            speed counted from the first chunk is a fiction (``1000 / tpot_ms`` is that speed).
-        config: label of the configuration.
-        verify_len: drafts verified per request and step, where fixed.
-        dtype: of the target and the drafter.
-        position: when the configuration ran among those of its round and load, from 0.
-        wall_s: length of the round.
-        ttft_ms: mean time to first token.
-        tpot_ms: mean over the requests of the time per output token after the first.
-        itl_p50_ms, itl_p95_ms, itl_p99_ms: percentiles of the time between chunks of a stream.
-        server_cpu_ms_per_tok: CPU time of the server's processes per generated token.
-        other_cpu_share: share of the machine's cores that other processes used during the round, 0 to 1.
-        accept_length: committed tokens per request and decode step, bonus included.
-        drafted, verified, accepted, committed: draft tokens during the round; committed counts the bonus as well.
-        decode_rounds: decode steps, summed over the requests in each.
-        steps: decode steps of the engine; plain_steps: those of them in which nothing was drafted.
-        num_requests, num_tokens, num_prompt_tokens: what the round consisted of.
-        prompt_set, model, draft, commit, versions, cpu, gpu: see :class:`Origin`.
-        timestamp: end of the round, UTC.
-        rate: open loop: requests per second that arrived on average (Poisson).
-        loaded_tok_s: closed loop: generated tokens per second while every user had a request. A round ends when its
-            slowest answer does; what the last users get while the others are done says nothing about the load.
-        in_flight: requests that were in the server, averaged over the round.
-        per_user_tok_s_p5: 5th percentile of the requests' speeds: 95 % were served faster.
-        ttft_p50_ms, ttft_p95_ms, ttft_p99_ms: percentiles over the requests.
-        tpot_p50_ms, tpot_p95_ms, tpot_p99_ms: percentiles over the requests.
-        mean_verify_len: drafts verified per request and step.
-        wasted_share: share of the verified drafts that were rejected, 0 to 1.
-        plain_share: share of the decode steps in which nothing was drafted, for whatever reason, 0 to 1.
-        parked_steps: decode steps while speculation rested because plain steps are faster; parked_share: their share.
-        sla_ttft_ms, sla_tpot_ms: what was promised to every request.
-        sla_met_share: share of the requests for which it was kept, 0 to 1.
-        goodput_req_s, goodput_tok_s: those requests, and their output tokens, per second of the round.
-    """
-
-    policy: str
-    concurrency: int | None
-    round: int
-    output_tok_s: float
+    policy: str  # ``plain``, ``dflash``, ``builtin`` or a DSPARK schedule
+    concurrency: int | None  # closed loop: users, each with one request at a time
+    round: int  # from 0; rounds of equal number and load had equal prompts, and equal arrivals in an open loop
+    output_tok_s: float  # generated tokens of all users per second, from the first request to the last token
+    # Mean over the requests, from sending to the last token. The time to the first token is part of it: a starved HTTP
+    # process delivers the first chunks late and all at once, and then a speed counted from the first chunk is a fiction
+    # (``1000 / tpot_ms`` is that speed).
     per_user_tok_s: float
-    config: str
-    verify_len: int | None
-    dtype: str
-    position: int
-    wall_s: float
-    ttft_ms: float
-    tpot_ms: float | None
-    itl_p50_ms: float | None
+    config: str  # label of the configuration
+    verify_len: int | None  # drafts verified per request and step, where fixed
+    dtype: str  # of the target and the drafter
+    position: int  # when the configuration ran among those of its round and load, from 0
+    wall_s: float  # length of the round
+    ttft_ms: float  # mean time to first token
+    tpot_ms: float | None  # mean over the requests of the time per output token after the first
+    itl_p50_ms: float | None  # percentiles of the time between chunks of a stream
     itl_p95_ms: float | None
     itl_p99_ms: float | None
-    server_cpu_ms_per_tok: float | None
-    other_cpu_share: float | None
-    accept_length: float | None
+    server_cpu_ms_per_tok: float  # CPU time of the server's processes per generated token
+    other_cpu_share: float  # share of the machine's cores that other processes used
+    accept_length: float | None  # committed tokens per request and decode step, bonus included
     drafted: int | None
     verified: int | None
     accepted: int | None
-    committed: int | None
-    decode_rounds: int | None
-    steps: int | None
-    plain_steps: int | None
+    committed: int | None  # accepted drafts and bonus tokens
+    decode_rounds: int | None  # decode steps, summed over the requests in each
+    steps: int | None  # decode steps of the engine
+    plain_steps: int | None  # steps in which nothing was drafted, for whatever reason
     num_requests: int
     num_tokens: int
     num_prompt_tokens: int
-    prompt_set: str
+    prompt_set: str  # these seven: see `Origin`
     model: str
     draft: str
     commit: str
     versions: str
     cpu: str
     gpu: str
-    timestamp: str
-    rate: float | None
+    timestamp: str  # end of the round, UTC
+    rate: float | None  # open loop: requests per second that arrived on average (Poisson)
+    # Closed loop: generated tokens per second while every user had a request. A round ends when its slowest answer
+    # does; what the last users get while the others are done says nothing about the load.
     loaded_tok_s: float | None
-    in_flight: float
-    per_user_tok_s_p5: float
-    ttft_p50_ms: float
+    in_flight: float  # requests that were in the server, averaged over the round
+    per_user_tok_s_p5: float  # 5th percentile of the requests' speeds: 95 % were served faster
+    ttft_p50_ms: float  # percentiles over the requests
     ttft_p95_ms: float
     ttft_p99_ms: float
     tpot_p50_ms: float | None
     tpot_p95_ms: float | None
     tpot_p99_ms: float | None
-    mean_verify_len: float | None
-    wasted_share: float | None
-    plain_share: float | None
-    parked_steps: int | None
+    mean_verify_len: float | None  # drafts verified per request and step
+    wasted_share: float | None  # share of the verified drafts that were rejected
+    plain_share: float | None  # share of the steps in which nothing was drafted
+    parked_steps: int | None  # steps while speculation rested because plain steps are faster
     parked_share: float | None
-    sla_ttft_ms: float | None
+    sla_ttft_ms: float | None  # the SLO of every request
     sla_tpot_ms: float | None
-    sla_met_share: float | None
-    goodput_req_s: float | None
+    sla_met_share: float | None  # share of the requests that met it
+    goodput_req_s: float | None  # those requests, and their output tokens, per second of the round
     goodput_tok_s: float | None
 
 
@@ -152,16 +103,35 @@ COLUMNS = tuple(field.name for field in fields(SweepRow))
 
 
 @dataclass(frozen=True)
+class Sla:
+    """The SLO of every single request. None: that latency has no limit.
+
+    Attributes:
+        ttft_ms: longest time to the first token.
+        tpot_ms: longest mean time per output token after the first.
+    """
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def is_met(self, reply: Reply) -> bool:
+        """Return whether a request met the SLO; the limits themselves still count as met."""
+        if self.ttft_ms is not None and 1e3 * reply.ttft_s > self.ttft_ms:
+            return False
+        return self.tpot_ms is None or reply.tpot_s is None or 1e3 * reply.tpot_s <= self.tpot_ms
+
+
+@dataclass(frozen=True)
 class Observation:
     """What was seen of a server while a round ran.
 
     Attributes:
-        cpu_time: used during the round; None for an external server.
+        cpu_time: used during the round.
         counts: change of the server's counters by column; None for a server without DSPARK.
         accept_length: as SGLang's own algorithms report it; None if they do not.
     """
 
-    cpu_time: CpuTime | None = None
+    cpu_time: CpuTime
     counts: Mapping[str, int] | None = None
     accept_length: float | None = None
 
@@ -173,7 +143,7 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla
     speeds = [reply.num_tokens / reply.total_s for reply in replies]
     tpots_ms = [1e3 * reply.tpot_s for reply in replies if reply.tpot_s is not None]
     ttfts_ms = [1e3 * reply.ttft_s for reply in replies]
-    configuration, cpu_time, kept = cell.configuration, observation.cpu_time, goodput(replies, wall_s, sla)
+    configuration, cpu_time = cell.configuration, observation.cpu_time
     return SweepRow(
         policy=configuration.policy,
         concurrency=cell.load.concurrency,
@@ -194,8 +164,8 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla
         **_percentiles("ttft", ttfts_ms),
         **_percentiles("tpot", tpots_ms),
         **_percentiles("itl", [1e3 * gap for reply in replies for gap in reply.gaps_s]),
-        server_cpu_ms_per_tok=1e3 * cpu_time.server_s / num_tokens if cpu_time else None,
-        other_cpu_share=cpu_time.others_s / wall_s / (os.cpu_count() or 1) if cpu_time else None,
+        server_cpu_ms_per_tok=1e3 * cpu_time.server_s / num_tokens,
+        other_cpu_share=cpu_time.others_s / wall_s / (os.cpu_count() or 1),
         **_speculation(observation),
         num_requests=len(replies),
         num_tokens=num_tokens,
@@ -204,14 +174,12 @@ def make_row(cell: Cell, replies: Sequence[Reply], observation: Observation, sla
         timestamp=datetime.now(UTC).isoformat(timespec="seconds"),
         sla_ttft_ms=sla.ttft_ms,
         sla_tpot_ms=sla.tpot_ms,
-        sla_met_share=kept.met_share,
-        goodput_req_s=kept.req_s,
-        goodput_tok_s=kept.tok_s,
+        **goodput(replies, wall_s, sla),
     )
 
 
 def loaded_throughput(replies: Sequence[Reply]) -> float | None:
-    """Tokens per second from the first prompt until a user finds no more prompts; None when no text came until then.
+    """Return the tokens per second from the first prompt until a user finds no more prompts; None without any text.
 
     Tokens of an answer count evenly at the chunks that brought them.
     """
@@ -226,6 +194,18 @@ def loaded_throughput(replies: Sequence[Reply]) -> float | None:
     return tokens / (end - start) if tokens else None
 
 
+def goodput(replies: Sequence[Reply], wall_s: float, sla: Sla) -> dict[str, float | None]:
+    """Return the columns of goodput of a round that took ``wall_s`` seconds; all None without an SLO."""
+    if sla == Sla():
+        return dict.fromkeys(("sla_met_share", "goodput_req_s", "goodput_tok_s"))
+    met = [reply for reply in replies if sla.is_met(reply)]
+    return {
+        "sla_met_share": len(met) / len(replies),
+        "goodput_req_s": len(met) / wall_s,
+        "goodput_tok_s": sum(reply.num_tokens for reply in met) / wall_s,
+    }
+
+
 def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
     at = (50, 95, 99)
     found = np.percentile(values, at).tolist() if len(values) else [None] * len(at)
@@ -235,18 +215,12 @@ def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
 def _speculation(observation: Observation) -> dict[str, Any]:
     counts = observation.counts
     if counts is None:
-        return {
-            **dict.fromkeys(
-                (*STAT_KEYS, "mean_verify_len", "wasted_share", "plain_share", "parked_steps", "parked_share")
-            ),
-            "accept_length": observation.accept_length,
-        }
+        derived = ("mean_verify_len", "wasted_share", "plain_share", "parked_share")
+        return {**dict.fromkeys((*STAT_KEYS, *derived)), "accept_length": observation.accept_length}
     rounds, verified, steps = counts["decode_rounds"], counts["verified"], counts["steps"]
-    parked = counts.get("parked_steps")
     return {
         **counts,
-        "parked_steps": parked,
-        "parked_share": parked / steps if parked is not None and steps else None,
+        "parked_share": counts["parked_steps"] / steps if steps else None,
         "accept_length": counts["committed"] / rounds if rounds else None,
         "mean_verify_len": verified / rounds if rounds else None,
         "wasted_share": 1 - counts["accepted"] / verified if verified else None,
@@ -255,7 +229,7 @@ def _speculation(observation: Observation) -> dict[str, Any]:
 
 
 class RowWriter:
-    """Writes ``sweep.csv`` row by row, so that a sweep that is cut short keeps what it measured."""
+    """Write ``sweep.csv`` row by row, so that a sweep that is cut short keeps what it measured."""
 
     def __init__(self, path: Path) -> None:
         """Open the file for appending; a new one gets its header."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -12,26 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from serving.agreement import Agreement, compare
-from serving.client import Endpoint, Reply, Sampling, ask_closed, ask_open, flush_cache
-from serving.configurations import EXTERNAL, OF_SGLANG, Configuration, choose_baselines
-from serving.counters import read_accept_length, read_counters
-from serving.external import ExternalServer
-from serving.fleet import Fleet, Server
-from serving.load import Load, poisson_arrivals
+from serving.agreement import identical_texts
+from serving.client import Reply, Sampling, ask_all
+from serving.configurations import OF_SGLANG, Configuration, choose_baselines
+from serving.counters import CpuTime, read_accept_length, read_counters
+from serving.fleet import Fleet
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
-from serving.remaining import RemainingTime, in_words
 from serving.request_log import RequestLog
 from serving.results import read_sweep
 from serving.resume import prepare_output
-from serving.row import Observation, Origin, RowWriter, SweepRow, make_row
-from serving.schedule import Cell, interleave, still_to_measure
-from serving.sla import Sla
+from serving.row import Observation, Origin, RowWriter, Sla, SweepRow, make_row
+from serving.schedule import Cell, Load, interleave, poisson_arrivals, still_to_measure
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools import provenance
-from sglang_dspark.tools.cpu_time import CpuTime
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
 CPU_MAX_REQUESTS = 16
@@ -51,17 +45,16 @@ class Sweep:
     """What to measure.
 
     Attributes:
-        target, draft, dflash_draft: checkpoint folders; the target is None when every server is external.
+        target, draft, dflash_draft: checkpoint folders.
         device: ``cpu`` or ``cuda``.
         loads: load points.
         num_rounds: recorded rounds per configuration and load.
         num_prompts: prompts per round, at least; every user gets :data:`PROMPTS_PER_USER` or more.
         rate_seconds: how long requests arrive in a round of an open loop, at least.
         server_flags: further arguments of every server.
-        api_key: of external servers.
     """
 
-    target: str | None
+    target: str
     draft: str | None
     dflash_draft: str | None
     device: str
@@ -74,29 +67,25 @@ class Sweep:
     sampling: Sampling
     sla: Sla
     server_flags: tuple[str, ...]
-    api_key: str | None
 
-    def servers(self, labels: set[str]) -> dict[str, Server]:
-        """The servers of some configurations by label, not started yet."""
-        used = [c for c in self.configurations if c.label in labels]
-        launched = [c for c in used if c.policy != EXTERNAL]
+    def servers(self, labels: set[str]) -> dict[str, LaunchedServer]:
+        """Return the servers of some configurations by label, not started yet."""
         # Configurations that differ in their policy alone share a server.
-        shared: dict[object, Server] = {}
-        for c in launched:
-            if self._process(c) not in shared:
-                shared[self._process(c)] = self._launched(c)
-        return {c.label: self._external(c) if c.policy == EXTERNAL else shared[self._process(c)] for c in used}
+        shared: dict[object, LaunchedServer] = {}
+        by_label = {}
+        for configuration in (c for c in self.configurations if c.label in labels):
+            process = (self.flags(configuration), *configuration.environment.items())
+            if process not in shared:
+                shared[process] = self._launched(configuration)
+            by_label[configuration.label] = shared[process]
+        return by_label
 
     def flags(self, configuration: Configuration) -> tuple[str, ...]:
-        """Arguments of the configuration's server.
+        """Return the arguments of the configuration's server.
 
         Raises:
             ConfigError: it cannot run.
         """
-        if configuration.policy == EXTERNAL:
-            return ()
-        if self.target is None:
-            raise ConfigError(f"--config {configuration.label} starts a server; pass --target with its checkpoint")
         if configuration.policy in OF_SGLANG and self.device == "cpu":
             raise ConfigError(
                 f"--config {configuration.label}: SGLang's own {configuration.policy} does not run on a CPU (its cache"
@@ -105,11 +94,11 @@ class Sweep:
         return (*configuration.server_flags(self.draft, self.dflash_draft), *self.server_flags)
 
     def cells(self) -> list[Cell]:
-        """Everything in its order, the warm-up round first."""
+        """Return all cells in their order, the warm-up round first."""
         return interleave(self.configurations, self.loads, self.num_rounds)
 
     def num_prompts_of(self, cell: Cell) -> int:
-        """Prompts of a cell. A warm-up round only has to see every batch size once."""
+        """Return the number of prompts of a cell. A warm-up round only has to see every batch size once."""
         users, rate = cell.load.concurrency, cell.load.rate
         if rate is not None:
             seconds = WARM_UP_S if cell.is_warm_up else self.rate_seconds
@@ -118,7 +107,7 @@ class Sweep:
         return users if cell.is_warm_up else max(self.num_prompts, PROMPTS_PER_USER * users)
 
     def origin(self) -> Origin:
-        """Columns that say where the rows come from."""
+        """Return the columns that say where the rows come from."""
         return Origin(
             prompt_set="+".join(path.stem for path in self.prompts_paths),
             model=_name(self.target),
@@ -130,7 +119,7 @@ class Sweep:
         )
 
     def describe(self, origin: Origin) -> dict[str, Any]:
-        """``provenance.json`` of a sweep that starts now."""
+        """Return the ``provenance.json`` of a sweep that starts now."""
         return {
             "command": provenance.command(),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -145,15 +134,13 @@ class Sweep:
             "device": self.device,
             # More users later would mean other servers.
             "cpu_flags": [*CPU_FLAGS, *self._admitted()] if self.device == "cpu" else None,
-            "prompts": [{"file": path.name, "sha256": provenance.file_digest(path)} for path in self.prompts_paths],
+            "prompts": provenance.files(self.prompts_paths),
             "num_prompts": self.num_prompts,
             "rate_seconds": self.rate_seconds,
             "sampling": asdict(self.sampling),
             "sla": asdict(self.sla),
             "configurations": {
-                c.label: {"url": c.url}
-                if c.policy == EXTERNAL
-                else {
+                c.label: {
                     "server_flags": [provenance.portable(flag) for flag in self.flags(c)],
                     "environment": c.environment,
                     "policy": c.policy_fields,
@@ -162,13 +149,8 @@ class Sweep:
             },
         }
 
-    def _process(self, configuration: Configuration) -> object:
-        """Return what a server is started with."""
-        return self.flags(configuration), *configuration.environment.items()
-
     def _launched(self, configuration: Configuration) -> LaunchedServer:
         flags = self.flags(configuration)
-        assert self.target is not None, "flags() has refused this"
         if self.device == "cpu":
             return LaunchedServer(
                 self.target, *CPU_FLAGS, *self._admitted(), *flags, env={**CPU_ENV, **configuration.environment}
@@ -179,18 +161,15 @@ class Sweep:
         limit = max([CPU_MAX_REQUESTS, *(load.concurrency or 0 for load in self.loads)])
         return "--max-running-requests", str(limit)
 
-    def _external(self, configuration: Configuration) -> ExternalServer:
-        return ExternalServer(configuration.url, self.api_key)
 
-
-def run_sweep(sweep: Sweep, output: Path, existing: str, console: Console) -> list[Agreement]:
+def run_sweep(sweep: Sweep, output: Path, existing: str, console: Console) -> list[dict[str, Any]]:
     """Measure what ``output`` does not hold yet, and write the files that sweep_concurrency.py lists.
 
     Args:
         existing: see :func:`serving.resume.prepare_output`.
 
     Returns:
-        How far the texts of the configurations agree; empty unless decoding was greedy.
+        Counts of :func:`identical_texts`; none unless decoding was greedy.
 
     Raises:
         ConfigError: options, prompts or earlier results cannot work.
@@ -206,22 +185,25 @@ def run_sweep(sweep: Sweep, output: Path, existing: str, console: Console) -> li
         console.print(f"{len(measured)} cells are measured already, {open_cells} are left", highlight=False)
     servers = sweep.servers({cell.configuration.label for cell in cells})
     provenance.write_json(output / "provenance.json", record)
-    with RequestLog(output / "requests.jsonl", measured) as log:
-        with RowWriter(output / "sweep.csv") as rows, _progress(console) as progress:
-            progress.add_task("starting servers", total=None, left="")
-            say = partial(progress.console.print, highlight=False)
-            with Fleet(servers, lambda label: say(f"starting {label}")) as fleet:
-                record["cache_not_emptied"] = _warn_of_caches(servers, say)
-                for cell, row, replies in _measure_all(sweep, cells, prompts, fleet, origin, progress):
-                    # The row last: it says that the cell is complete.
-                    log.write(cell, replies)
-                    rows.write(row)
-                    say(_line(row, cell.load))
-        # Of the file: earlier runs may have measured other configurations.
-        served = read_sweep(output / "sweep.csv")[["config", "policy", "dtype"]].drop_duplicates()
-        baselines = choose_baselines(list(served.itertuples(index=False, name=None)))
-        agreements = compare(log.answers, baselines) if sweep.sampling.temperature == 0 else []
-    provenance.write_json(output / "agreement.json", {"agreements": [agreement.document() for agreement in agreements]})
+    with (
+        RequestLog(output / "requests.jsonl", measured) as log,
+        RowWriter(output / "sweep.csv") as rows,
+        _progress(console) as progress,
+    ):
+        progress.add_task("starting servers", total=None)
+        say = partial(progress.console.print, highlight=False)
+        with Fleet(servers, lambda label: say(f"starting {label}")) as fleet:
+            for cell, row, replies in _measure_all(sweep, cells, prompts, fleet, origin, progress):
+                # The row last: it says that the cell is complete.
+                log.write(cell, replies)
+                rows.write(row)
+                say(_line(row, cell.load))
+    # Of the file: earlier runs may have measured other configurations.
+    served = read_sweep(output / "sweep.csv")[["config", "policy", "dtype"]].drop_duplicates()
+    baselines = choose_baselines(list(served.itertuples(index=False, name=None)))
+    greedy = sweep.sampling.temperature == 0
+    agreements = identical_texts(output / "requests.jsonl", baselines) if greedy else []
+    provenance.write_json(output / "agreement.json", {"agreements": agreements})
     record["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
     provenance.write_json(output / "provenance.json", record)
     return agreements
@@ -231,17 +213,14 @@ def _measure_all(
     sweep: Sweep, cells: Sequence[Cell], prompts: Sequence[Prompt], fleet: Fleet, origin: Origin, progress: Progress
 ) -> Iterator[tuple[Cell, SweepRow, list[Reply]]]:
     """Measure cell by cell; the warm-up round is left out of the results."""
-    task, remaining = progress.task_ids[0], RemainingTime(sweep.num_prompts_of)
+    task = progress.task_ids[0]
     progress.reset(task, total=len(cells))
-    for index, cell in enumerate(cells):
+    for cell in cells:
         kind = "warm-up" if cell.is_warm_up else f"round {cell.round}"
-        left = in_words(remaining.predict(cells[index:]))
-        progress.update(task, description=f"{kind}, {cell.load}, {cell.configuration.label}", left=left)
-        start_s = time.monotonic()
+        progress.update(task, description=f"{kind}, {cell.load}, {cell.configuration.label}")
         chosen = round_prompts(prompts, cell.round, sweep.num_prompts_of(cell))
         on_reply = partial(progress.advance, task, 1 / len(chosen))
         row, replies = _measure(sweep, cell, chosen, fleet, origin, on_reply)
-        remaining.note(cell, time.monotonic() - start_s)
         if not cell.is_warm_up:
             yield cell, row, replies
 
@@ -255,50 +234,37 @@ def _measure(
     on_reply: Callable[[], None],
 ) -> tuple[SweepRow, list[Reply]]:
     configuration = cell.configuration
-    with fleet.awake(configuration.label) as (server, endpoint):
-        if not isinstance(server, ExternalServer) and configuration.policy_fields is not None:
+    with fleet.awake(configuration.label) as server:
+        if configuration.policy_fields is not None:
             server.post_json("/dspark/policy", configuration.policy_fields)
-        _settle(server, endpoint, sweep.sampling, cell.load.concurrency or 1)
-        counts_before = read_counters(server, configuration)
-        cpu_before = CpuTime.read(server.pid) if server.pid is not None else None
-        if cell.load.rate is not None:
-            seed = (cell.round + 1, round(1e6 * cell.load.rate))
-            arrivals_s = poisson_arrivals(cell.load.rate, len(prompts), seed)
-            replies = ask_open(endpoint, prompts, arrivals_s, sweep.sampling, on_reply)
-        else:
-            replies = ask_closed(endpoint, prompts, cell.load.concurrency or 1, sweep.sampling, on_reply)
-        cpu_time = CpuTime.read(server.pid) - cpu_before if cpu_before is not None else None
-        counts_after = read_counters(server, configuration)
-        accept_length = read_accept_length(server, configuration)
+        _settle(server, sweep.sampling, cell.load.concurrency or 1)
+        counts_before, cpu_before = read_counters(server, configuration), CpuTime.read(server.pid)
+        users, rate, arrivals_s = cell.load.concurrency, cell.load.rate, None
+        if rate is not None:
+            arrivals_s = poisson_arrivals(rate, len(prompts), seed=(cell.round + 1, round(1e6 * rate)))
+        replies = ask_all(server.url, prompts, sweep.sampling, users=users, arrivals_s=arrivals_s, on_reply=on_reply)
+        cpu_time = CpuTime.read(server.pid) - cpu_before
+        counts_after, accept_length = read_counters(server, configuration), read_accept_length(server, configuration)
     counts = None
     if counts_before is not None and counts_after is not None:
         counts = {name: counts_after[name] - counts_before[name] for name in counts_after}
     return make_row(cell, replies, Observation(cpu_time, counts, accept_length), sweep.sla, origin), replies
 
 
-def _settle(server: Server, endpoint: Endpoint, sampling: Sampling, users: int) -> None:
+def _settle(server: LaunchedServer, sampling: Sampling, users: int) -> None:
     """Throw away a short answer per user, and empty the prefix cache.
 
     A server that has just been woken up, or has changed its policy, is not yet what it is measured as.
     """
     short = replace(sampling, max_tokens=min(SETTLE_TOKENS, sampling.max_tokens))
-    ask_closed(endpoint, [SETTLE_PROMPT] * users, users, short)
-    if not isinstance(server, ExternalServer) or server.can_flush:
-        flush_cache(endpoint)
-
-
-def _warn_of_caches(servers: dict[str, Server], say: Callable[[str], None]) -> list[str]:
-    """Labels of external servers whose prefix cache cannot be emptied."""
-    labels = [label for label, s in servers.items() if isinstance(s, ExternalServer) and not s.can_flush]
-    for label in labels:
-        say(f"{label} does not answer POST /flush_cache: prompts that come again may be served from its prefix cache")
-    return labels
+    ask_all(server.url, [SETTLE_PROMPT] * users, short)
+    server.flush_cache()
 
 
 def _line(row: SweepRow, load: Load) -> str:
     accept = f", accept length {row.accept_length:.2f}" if row.accept_length else ""
     goodput = f", {row.sla_met_share:.0%} within the SLA" if row.sla_met_share is not None else ""
-    others = row.other_cpu_share or 0
+    others = row.other_cpu_share
     return (
         f"round {row.round}, {load!s:>9}, {row.config}: {row.output_tok_s:.1f} tok/s, "
         f"{row.per_user_tok_s:.1f} per user{accept}{goodput}"
@@ -307,7 +273,7 @@ def _line(row: SweepRow, load: Load) -> str:
 
 
 def _progress(console: Console) -> Progress:
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True)
 
 

@@ -6,14 +6,14 @@ is run twice in float32: *taught*, where every round starts from the recorded hi
 decodes alone. A wrong round shows on its own in the former; an error that builds up shows in the latter.
 """
 
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -69,7 +69,7 @@ class GoldenReport:
 
     @property
     def ok(self) -> bool:
-        """True when something was compared and nothing differed."""
+        """Return whether something was compared and nothing differed."""
         return bool(self.checked) and not self.mismatches
 
     def equal(self, path: str, case: int, round: int | None, expected: Any, got: Any) -> None:
@@ -92,8 +92,7 @@ class GoldenReport:
             self.mismatches.append(Mismatch(path, case, round, within, f"a difference of {error:.3g}"))
 
 
-@dataclass(frozen=True)
-class GoldenRound:
+class GoldenRound(msgspec.Struct, frozen=True):
     """One recorded round; ``start`` is the absolute position of the anchor."""
 
     start: int
@@ -102,8 +101,7 @@ class GoldenRound:
     accepted: int
 
 
-@dataclass(frozen=True)
-class GoldenCase:
+class GoldenCase(msgspec.Struct, frozen=True):
     """One recorded request."""
 
     prompt_ids: list[int]
@@ -111,17 +109,22 @@ class GoldenCase:
     rounds: list[GoldenRound]
 
 
-@dataclass(frozen=True)
-class Golden:
-    """The content of a golden directory."""
+class Golden(msgspec.Struct):
+    """The content of a golden directory.
 
+    Attributes:
+        tensors: (case, round) -> name -> [gamma, ...] float32; not in the JSON file.
+    """
+
+    temperature: float
+    gamma: int
     max_new_tokens: int
     stop_token_ids: list[int]
     cases: list[GoldenCase]
-    tensors: dict[tuple[int, int], dict[str, Tensor]]  # (case, round) -> name -> [gamma, ...] float32
+    tensors: dict[tuple[int, int], dict[str, Any]] = msgspec.field(default_factory=dict)
 
     def ends_at_limit(self, case: GoldenCase, golden_round: GoldenRound) -> bool:
-        """True for a round that reached the token limit: recorders may cut its accept count."""
+        """Return whether a round reached the token limit: recorders may cut its accept count."""
         return golden_round.start + golden_round.accepted + 1 >= len(case.prompt_ids) + self.max_new_tokens
 
 
@@ -191,32 +194,22 @@ def load_golden(golden_dir: str | Path, config: DraftConfig) -> Golden:
     """
     file = Path(golden_dir) / "golden.json"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        cases = [
-            GoldenCase(
-                case["prompt_ids"],
-                case["output_ids"],
-                [GoldenRound(r["start"], r["anchor"], r["draft"], r["accepted"]) for r in case["rounds"]],
-            )
-            for case in content["cases"]
-        ]
-        temperature, gamma = content["temperature"], content["gamma"]
-        max_new_tokens, stop_token_ids = content["max_new_tokens"], content["stop_token_ids"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        golden = msgspec.json.decode(file.read_bytes(), type=Golden)
+    except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{file}: not golden data ({error!r}); give a directory with golden.json") from error
-    if temperature != 0:
-        raise CheckpointError(f"{file}: temperature={temperature!r}; only greedy data (temperature 0) can be replayed")
-    if gamma != config.gamma:
+    if golden.temperature != 0:
         raise CheckpointError(
-            f"{file}: gamma={gamma!r}, but {config.origin} drafts {config.gamma} tokens per block; give the golden "
-            "data of this draft"
+            f"{file}: temperature={golden.temperature!r}; only greedy data (temperature 0) can be replayed"
         )
-    for index, case in enumerate(cases):
+    if golden.gamma != config.gamma:
+        raise CheckpointError(
+            f"{file}: gamma={golden.gamma!r}, but {config.origin} drafts {config.gamma} tokens per block; give the "
+            "golden data of this draft"
+        )
+    for index, case in enumerate(golden.cases):
         _check_starts(file, index, case)
-    tensors: dict[tuple[int, int], dict[str, Tensor]] = {}
-    for case_index, round_index, name, tensor in _read_tensors(file.with_suffix(".safetensors"), cases):
-        tensors.setdefault((case_index, round_index), {})[name] = tensor
-    return Golden(max_new_tokens, stop_token_ids, cases, tensors)
+    _read_tensors(file.with_suffix(".safetensors"), golden)
+    return golden
 
 
 def _check_starts(file: Path, index: int, case: GoldenCase) -> None:
@@ -229,22 +222,23 @@ def _check_starts(file: Path, index: int, case: GoldenCase) -> None:
         )
 
 
-def _read_tensors(file: Path, cases: Sequence[GoldenCase]) -> Iterator[tuple[int, int, str, Tensor]]:
+def _read_tensors(file: Path, golden: Golden) -> None:
     if not file.exists():
         return
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file}: cannot be read ({error}); copy the golden data again") from error
+    recorded = {(index, number) for index, case in enumerate(golden.cases) for number in range(len(case.rounds))}
     for key, tensor in tensors.items():
         match = re.fullmatch(r"c(\d+)\.r(\d+)\.(\w+)", key)
-        case, number, name = (int(match[1]), int(match[2]), match[3]) if match else (-1, -1, "")
-        if name not in _TENSORS or case >= len(cases) or number >= len(cases[case].rounds):
+        place = (int(match[1]), int(match[2])) if match else (-1, -1)
+        if match is None or match[3] not in _TENSORS or place not in recorded:
             raise CheckpointError(
                 f"{file}: tensor {key!r} belongs to no round of golden.json; expected c<case>.r<round>.<name>, "
                 f"name one of {', '.join(_TENSORS)}"
             )
-        yield case, number, name, tensor
+        golden.tensors.setdefault(place, {})[match[3]] = tensor
 
 
 def load_target(target_dir: str | Path, model: DraftModel) -> Target:
@@ -259,7 +253,7 @@ def load_target(target_dir: str | Path, model: DraftModel) -> Target:
 
 
 def lend_target(network: Any, model: DraftModel) -> Target:
-    """A target that is loaded already, checked against the draft, which gets its embedding and LM head."""
+    """Check a loaded target against the draft, and lend the draft its embedding and LM head."""
     check_dimensions(model.config, network.config.get_text_config())
     model.bind_target(network.get_input_embeddings().weight, network.get_output_embeddings().weight)
 

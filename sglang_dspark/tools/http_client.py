@@ -33,7 +33,7 @@ class JsonClient:
     api_key: str | None = None
 
     def request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer to ``GET path``, or to ``POST path`` with a body.
+        """Return the answer to ``GET path``, or to ``POST path`` with a body.
 
         Raises:
             ConfigError: the server does not answer, or not with JSON.

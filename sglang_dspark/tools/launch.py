@@ -62,7 +62,7 @@ PLUGIN = ("--speculative-algorithm", "DSPARK")
 
 
 def dspark_flags(draft_path: str | Path) -> tuple[str, ...]:
-    """The flags that make a server decode with DSPARK."""
+    """Return the flags that make a server decode with DSPARK."""
     return (*PLUGIN, "--speculative-draft-model-path", str(draft_path))
 
 
@@ -133,7 +133,7 @@ class LaunchedServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server.
+        """Return the process id of the server.
 
         Raises:
             LaunchError: the server was never started.
@@ -141,17 +141,8 @@ class LaunchedServer:
         return self._started().pid
 
     @property
-    def runs(self) -> bool:
-        """Return whether the server's first process is there still.
-
-        Raises:
-            LaunchError: the server was never started.
-        """
-        return self.exit_status is None
-
-    @property
     def exit_status(self) -> int | None:
-        """Return how the server's first process ended, as ``subprocess`` says it; None while it is there still.
+        """Return how the server's first process ended, as ``subprocess`` says it; None while it runs.
 
         Raises:
             LaunchError: the server was never started.
@@ -211,24 +202,25 @@ class LaunchedServer:
         self._signal(signal.SIGCONT)
 
     def get_json(self, path: str, *, timeout_s: float = 60.0) -> Any:
-        """Decoded JSON answer to ``GET path``.
+        """Return the decoded JSON answer to ``GET path``.
 
         Raises:
             urllib.error.HTTPError: the status is not 2xx; its ``read()`` gives the body.
         """
-        with open_directly(self.url + path, timeout=timeout_s) as response:
-            return json.load(response)
+        return json.loads(self._answer(urllib.request.Request(self.url + path), timeout_s))
 
-    def post_json(self, path: str, body: Any, *, timeout_s: float = 600.0) -> Any:
-        """Decoded JSON answer to ``POST path`` with a JSON body.
+    def post(self, path: str, body: Any, *, timeout_s: float = 600.0) -> bytes:
+        """Return the answer to ``POST path`` with a JSON body: a sentence, or nothing, of some routes.
 
         Raises:
             urllib.error.HTTPError: the status is not 2xx; its ``read()`` gives the body.
         """
         headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        with open_directly(request, timeout=timeout_s) as response:
-            return json.load(response)
+        return self._answer(urllib.request.Request(self.url + path, json.dumps(body).encode(), headers), timeout_s)
+
+    def post_json(self, path: str, body: Any, *, timeout_s: float = 600.0) -> Any:
+        """Return the decoded JSON answer to ``POST path``, as :meth:`post`."""
+        return json.loads(self.post(path, body, timeout_s=timeout_s))
 
     def flush_cache(self) -> None:
         """Empty the radix cache, so that the next request is prefilled in full.
@@ -238,12 +230,16 @@ class LaunchedServer:
         Raises:
             urllib.error.HTTPError: the server still has requests after 30 s.
         """
-        request = urllib.request.Request(self.url + "/flush_cache?timeout=30", method="POST")
-        with open_directly(request, timeout=60.0):
-            pass  # the answer is a sentence, its status says all
+        self.post("/flush_cache?timeout=30", {}, timeout_s=60.0)
+
+    @staticmethod
+    def _answer(request: urllib.request.Request, timeout_s: float) -> bytes:
+        with open_directly(request, timeout=timeout_s) as response:
+            content: bytes = response.read()
+        return content
 
     def log_tail(self, num_lines: int = TAIL_LINES) -> str:
-        """The last lines that the server printed."""
+        """Return the last lines that the server printed."""
         return "\n".join(self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
 
     def _signal(self, number: signal.Signals) -> None:
@@ -294,7 +290,7 @@ class LaunchedServer:
 
 
 def _start_reaper(group: int) -> subprocess.Popen[bytes]:
-    """A process that kills the group when this process ends, however that happens.
+    """Start a process that kills the group when this process ends, however that happens.
 
     It waits for the end of its input, whose other end only this process holds. A parent-death signal would not do: it
     reaches the server, but not the scheduler and detokenizer that it is just starting.
@@ -321,7 +317,7 @@ def _group_runs(group: int) -> bool:
 
 
 def _own_environment() -> dict[str, str]:
-    """This process's environment without its place among the processes of a launcher."""
+    """Return this process's environment without its place among the processes of a launcher."""
     return {
         name: value
         for name, value in os.environ.items()

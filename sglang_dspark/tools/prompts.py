@@ -12,7 +12,7 @@ from sglang_dspark.files import lines_of
 
 
 def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None = None) -> list[str]:
-    """First user turns in the order of the file, each text once: a repeated one would be measured twice.
+    """Read first user turns in the order of the file, each text once: a repeated one would be measured twice.
 
     Args:
         limit: how many to read at most.
@@ -39,7 +39,7 @@ def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None 
 
 
 def first_turn(line: str, where: str) -> str:
-    """The first user turn of one line of a prompt file.
+    """Return the first user turn of one line of a prompt file.
 
     Args:
         where: the line stands, for the message.

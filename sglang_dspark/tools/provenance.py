@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def commit() -> str:
-    """Commit of this repository, and ``-dirty`` when the measured code differs from it; ``unknown`` outside git."""
+    """Return the commit, with ``-dirty`` when the measured code differs from it; ``unknown`` outside git."""
     if not (REPOSITORY / ".git").exists():  # installed, perhaps into a folder of somebody else's repository
         return "unknown"
     sha = _output("git", "-C", str(REPOSITORY), "rev-parse", "HEAD")
@@ -30,7 +30,7 @@ def commit() -> str:
 
 
 def changes_digest() -> str:
-    """SHA-256 of the changes to the measured code since the commit; empty without any. Tells two dirty trees apart."""
+    """Return the SHA-256 of the changes to the measured code since the commit; empty without any."""
     changes = _changes()
     return hashlib.sha256(changes.encode()).hexdigest() if changes else ""
 
@@ -41,7 +41,7 @@ def _changes() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide the figures."""
+    """Return the versions of Python and of the packages that decide the figures."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -52,36 +52,36 @@ def versions() -> dict[str, str]:
 
 
 def cpu() -> str:
-    """CPU model and number of logical cores."""
+    """Return the CPU model and the number of logical cores."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
 def gpu() -> str:
-    """GPU models, separated by commas; empty without one."""
+    """Return the GPU models, separated by commas; empty without one."""
     names = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return ", ".join(names.splitlines())
 
 
 def hardware() -> dict[str, Any]:
-    """CPU, GPU and memory of this machine."""
+    """Return CPU, GPU and memory of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {"cpu": cpu(), "gpu": gpu(), "memory_gib": round(memory / 2**30, 1)}
 
 
 def command(argv: Sequence[str] = sys.argv) -> str:
-    """The command line as one would type it in the root of the repository."""
+    """Return the command line as one would type it in the root of the repository."""
     return shlex.join(["python", *(portable(word) for word in argv)])
 
 
 def record() -> dict[str, Any]:
-    """All of it, as a result file begins."""
+    """Return all of it, as a result file begins."""
     return {"command": command(), "commit": commit(), "versions": versions(), "hardware": hardware()}
 
 
 def portable(text: str) -> str:
-    """``text`` without the folders of this machine: paths in the repository become relative, others keep their name."""
+    """Return ``text`` without this machine's folders: paths in the repository become relative, others lose theirs."""
     if not text.startswith("/"):
         return text
     path = Path(text)
@@ -89,8 +89,13 @@ def portable(text: str) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def files(paths: Iterable[Path]) -> list[dict[str, str]]:
+    """Return the name and the digest of each file that a result was made from."""
+    return [{"file": path.name, "sha256": file_digest(path)} for path in paths]
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:

@@ -10,9 +10,9 @@ import pytest
 import step_trace
 from click.testing import CliRunner
 from serving.client import Sampling
+from serving.profiler import WARM_UP_TOKENS, record_steps
 from serving.prompts import Prompt
 from step_tape import recorded
-from tracing.recording import WARM_UP_TOKENS, record_steps
 
 from sglang_dspark.errors import DSparkError
 from sglang_dspark.tools.launch import LaunchedServer
@@ -91,7 +91,7 @@ def served(decoder):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("tracing.recording.POLL_S", 0.001)
+    monkeypatch.setattr("serving.profiler.POLL_S", 0.001)
 
 
 def recording(decoder, folder):
@@ -131,7 +131,7 @@ def test_users_who_have_to_wait_for_one_another(tmp_path):
 
 
 def test_server_that_writes_no_trace(tmp_path, monkeypatch):
-    monkeypatch.setattr("tracing.recording.LIMIT_S", 0.5)
+    monkeypatch.setattr("serving.profiler.LIMIT_S", 0.5)
     with pytest.raises(DSparkError, match="has not written a trace"):
         recording(Decoder(len(PROMPTS), outcome="nothing"), tmp_path)
 
@@ -148,7 +148,7 @@ def test_command_leaves_trace_summary_and_provenance(tmp_path, monkeypatch):
     monkeypatch.setattr(step_trace, "LaunchedServer", launch)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"turns": ["one"]}\n')
-    words = f"record --target {tmp_path} --draft {tmp_path} --prompts {prompts} --output {output} --raw-prompts"
+    words = f"--target {tmp_path} --draft {tmp_path} --prompts {prompts} --output {output} --raw-prompts"
     words += " --config static:7 --concurrency 2 --steps 8"
     arguments = [*words.split(), "--server-flags", "--max-running-requests 64"]
     result = CliRunner().invoke(step_trace.main, arguments)
@@ -158,7 +158,7 @@ def test_command_leaves_trace_summary_and_provenance(tmp_path, monkeypatch):
     assert "DSPARK" in flags and flags[-2:] == ("--max-running-requests", "64")
     assert decoder.calls[0] == ("/dspark/policy", {"policy": "static", "verify_len": 7})
     assert sorted(path.name for path in output.iterdir()) == ["provenance.json", "step.json", "trace.json.gz"]
-    assert json.loads((output / "step.json").read_text())["traces"][0]["graph_launches"] == 3
+    assert json.loads((output / "step.json").read_text())["launches"] == 7
     assert json.loads((output / "provenance.json").read_text())["prompts"][0]["file"] == "prompts.jsonl"
 
     again = CliRunner().invoke(step_trace.main, arguments)
@@ -166,6 +166,6 @@ def test_command_leaves_trace_summary_and_provenance(tmp_path, monkeypatch):
 
 
 def test_command_for_a_server_without_dspark(tmp_path):
-    words = f"record --target {tmp_path} --draft {tmp_path} --prompts x --output {tmp_path / 'new'} --config plain"
+    words = f"--target {tmp_path} --draft {tmp_path} --prompts x --output {tmp_path / 'new'} --config plain"
     result = CliRunner().invoke(step_trace.main, words.split())
     assert result.exit_code == 1 and "does not decode with DSPARK" in result.output

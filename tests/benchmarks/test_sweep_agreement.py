@@ -1,60 +1,62 @@
 """Comparison of the texts of configurations."""
 
-from serving.agreement import Answer, compare, split_at
-from serving.load import Load
+import json
+
+import pytest
+from serving.agreement import identical_texts
 
 BASELINES = {"plain": "plain", "static": "plain"}
 
 
-def answer(config, users, text, *, slot=0, num_tokens=3, round=0, prompt_index=None):
-    return Answer(
-        config, Load(users), round, slot, 10 + slot if prompt_index is None else prompt_index, num_tokens, text
-    )
+@pytest.fixture
+def compared(tmp_path):
+    """``compared(answers)`` gives (config, load, load of the baseline) -> (compared, identical)."""
+
+    def run(answers):
+        (tmp_path / "requests.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+        found = identical_texts(tmp_path / "requests.jsonl", BASELINES)
+        assert {one["baseline"] for one in found} <= {"plain"}
+        return {
+            (one["config"], one["load"], one["baseline_load"]): (one["compared"], one["identical"]) for one in found
+        }
+
+    return run
 
 
-def test_shares_and_splits():
+def answer(config, users, text, *, slot=0, round=0, prompt_index=None, rate=None):
+    place = {"config": config, "concurrency": users, "rate": rate, "round": round, "slot": slot}
+    return place | {"prompt_index": 10 + slot if prompt_index is None else prompt_index, "text": text}
+
+
+def test_texts_are_compared_prompt_by_prompt(compared):
     answers = [
-        *(answer("plain", 1, "the same"), answer("plain", 1, "a cat sat", slot=1)),
-        *(answer("static", 1, "the same"), answer("static", 1, "a car ran", slot=1)),
+        *(answer("plain", 1, "the same"), answer("plain", 1, "a cat sat", slot=1), answer("plain", 1, "12", slot=2)),
+        *(answer("static", 1, "the same"), answer("static", 1, "a car ran", slot=1), answer("static", 1, "12", slot=2)),
     ]
-    (agreement,) = compare(answers, BASELINES)
-    assert (agreement.config, agreement.baseline, agreement.compared, agreement.identical) == ("static", "plain", 2, 1)
-    assert agreement.share == 0.5
-    (split,) = agreement.splits
-    assert (split.prompt_index, split.at, split.expected, split.found) == (11, 4, "a cat sat", "a car ran")
+    assert compared(answers) == {("static", "1 user", "1 user"): (3, 2)}
 
 
-def test_texts_at_two_loads_are_compared_by_prompt():
+def test_texts_at_two_loads_are_compared_by_prompt(compared):
     # More users ask more prompts per round, so the same slot of round 1 has another prompt.
     few = [answer("plain", 1, f"text {n}", prompt_index=n, round=n // 2, slot=n % 2) for n in range(4)]
     many = [answer("plain", 4, f"text {n}", prompt_index=n, round=n // 4, slot=n % 4) for n in range(8)]
-    (agreement,) = compare([*few, *many], BASELINES)
-    assert (agreement.compared, agreement.identical) == (4, 4)
+    assert compared([*few, *many]) == {("plain", "4 users", "1 user"): (4, 4)}
 
 
-def test_a_prompt_that_comes_again_is_compared_every_time():
+def test_a_prompt_that_comes_again_is_compared_every_time(compared):
     expected = [answer("plain", 1, "a", round=index, prompt_index=5) for index in range(3)]
     found = [answer("static", 1, "ab"[index == 2], round=index, prompt_index=5) for index in range(3)]
-    (agreement,) = compare([*expected, *found], BASELINES)
-    assert (agreement.compared, agreement.identical, agreement.splits[0].round) == (3, 2, 2)
+    assert compared([*expected, *found]) == {("static", "1 user", "1 user"): (3, 2)}
 
 
-def test_baseline_is_compared_with_itself_at_the_first_load():
-    answers = [answer("plain", 1, "a"), answer("plain", 4, "b"), answer("static", 4, "b"), answer("static", 1, "a")]
-    found = {
-        (a.config, a.load.concurrency): (a.baseline_load.concurrency, a.identical) for a in compare(answers, BASELINES)
+def test_baseline_is_compared_with_itself_at_the_first_load(compared):
+    answers = [answer("plain", 1, "a"), answer("plain", None, "b", rate=0.5), answer("static", None, "b", rate=0.5)]
+    assert compared([*answers, answer("static", 1, "a")]) == {
+        ("plain", "0.5 req/s", "1 user"): (1, 0),
+        ("static", "0.5 req/s", "0.5 req/s"): (1, 1),
+        ("static", "1 user", "1 user"): (1, 1),
     }
-    assert found == {("plain", 4): (1, 0), ("static", 4): (4, 1), ("static", 1): (1, 1)}
 
 
-def test_equal_text_of_another_length_is_a_split():
-    (agreement,) = compare([answer("plain", 1, "a"), answer("static", 1, "a", num_tokens=4)], BASELINES)
-    assert agreement.identical == 0
-
-
-def test_answers_without_partner_are_not_counted():
-    assert compare([answer("plain", 1, "a"), answer("static", 1, "a", slot=1)], BASELINES) == []
-
-
-def test_split_at_counts_shared_characters():
-    assert [split_at("abc", "abd"), split_at("ab", "abc"), split_at("", "a")] == [2, 2, 0]
+def test_answers_without_partner_are_not_counted(compared):
+    assert compared([answer("plain", 1, "a"), answer("static", 1, "a", slot=1)]) == {}

@@ -2,10 +2,11 @@
 
 import pytest
 from fake_engine import FakeEngine, served
-from serving.client import Endpoint, ReplyError, Sampling, ask_closed, ask_open, flush_cache
+from serving.client import ReplyError, Sampling, ask_all
 from serving.prompts import Prompt
 
 PROMPTS = [Prompt(index, f"prompt {index}") for index in range(7)]
+GREEDY = Sampling(max_tokens=9, temperature=0)
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -13,7 +14,7 @@ def test_replies_come_in_the_order_of_the_prompts(raw):
     engine, answered = FakeEngine(), []
     with served(engine) as url:
         sampling = Sampling(max_tokens=9, temperature=0.5, ignore_eos=True, raw=raw)
-        replies = ask_closed(Endpoint(url), PROMPTS, 3, sampling, lambda: answered.append(1))
+        replies = ask_all(url, PROMPTS, sampling, users=3, on_reply=lambda: answered.append(1))
     assert [reply.prompt_index for reply in replies] == list(range(7))
     assert [reply.text for reply in replies] == [f"prompt {index} " for index in range(7)]
     assert engine.most_running == 3
@@ -25,7 +26,7 @@ def test_replies_come_in_the_order_of_the_prompts(raw):
 
 def test_times_and_tokens_of_a_reply():
     with served(FakeEngine()) as url:
-        (reply,) = ask_closed(Endpoint(url), [Prompt(4, "one two three")], 8, Sampling(max_tokens=9, temperature=0))
+        (reply,) = ask_all(url, [Prompt(4, "one two three")], GREEDY)
     assert reply.num_tokens == 4 and reply.num_prompt_tokens == len("one two three")
     assert len(reply.chunks_s) == 3 and len(reply.gaps_s) == 2  # neither the role nor the finish reason is text
     assert reply.sent_s < reply.chunks_s[0] <= reply.chunks_s[1] <= reply.chunks_s[2] <= reply.done_s
@@ -34,30 +35,21 @@ def test_times_and_tokens_of_a_reply():
 
 def test_refused_request_fails_the_round_with_the_message_of_the_server():
     with served(FakeEngine()) as url, pytest.raises(ReplyError, match=r"HTTP 400.*too long"):
-        ask_closed(Endpoint(url), [*PROMPTS, Prompt(9, "refused")], 2, Sampling(max_tokens=9, temperature=0))
+        ask_all(url, [*PROMPTS, Prompt(9, "refused")], GREEDY, users=2)
 
 
 def test_stream_that_ends_early_fails_the_round():
     engine = FakeEngine()
     engine.break_off = True
     with served(engine) as url, pytest.raises(ReplyError, match="prompt 0 ended without"):
-        ask_closed(Endpoint(url), PROMPTS[:1], 1, Sampling(max_tokens=9, temperature=0))
+        ask_all(url, PROMPTS[:1], GREEDY, users=1)
 
 
 def test_unreachable_server_is_a_reply_error():
     with served(FakeEngine()) as url:
         pass
     with pytest.raises(ReplyError, match="ClientConnectorError"):
-        ask_closed(Endpoint(url), PROMPTS[:1], 1, Sampling(max_tokens=9, temperature=0))
-    with pytest.raises(ReplyError, match="flush_cache"):
-        flush_cache(Endpoint(url))
-
-
-def test_flush_waits_for_the_last_batch():
-    engine = FakeEngine()
-    with served(engine) as url:
-        flush_cache(Endpoint(url))
-    assert engine.flushes == 1
+        ask_all(url, PROMPTS[:1], GREEDY, users=1)
 
 
 def test_open_loop_sends_at_its_times_whatever_the_server_does():
@@ -65,7 +57,7 @@ def test_open_loop_sends_at_its_times_whatever_the_server_does():
     arrivals_s = [0.0, 0.05, 0.06, 0.07, 0.2]
     prompts = [Prompt(index, " ".join(["word"] * 100)) for index in range(5)]  # an answer takes 0.2 s or more
     with served(engine) as url:
-        replies = ask_open(Endpoint(url), prompts, arrivals_s, Sampling(max_tokens=9, temperature=0))
+        replies = ask_all(url, prompts, GREEDY, arrivals_s=arrivals_s)
     assert [reply.prompt_index for reply in replies] == list(range(5))
     sent_s = [reply.sent_s - replies[0].sent_s for reply in replies]
     assert sent_s == pytest.approx(arrivals_s)
@@ -75,14 +67,5 @@ def test_open_loop_sends_at_its_times_whatever_the_server_does():
 def test_wait_of_a_late_client_counts_as_time_to_first_token():
     # All are due at once; the last one cannot be sent in the same instant, yet is timed from it.
     with served(FakeEngine()) as url:
-        replies = ask_open(Endpoint(url), PROMPTS, [0.0] * len(PROMPTS), Sampling(max_tokens=9, temperature=0))
+        replies = ask_all(url, PROMPTS, GREEDY, arrivals_s=[0.0] * len(PROMPTS))
     assert len({reply.sent_s for reply in replies}) == 1
-
-
-def test_model_and_key_are_sent():
-    engine = FakeEngine()
-    with served(engine) as url:
-        ask_closed(Endpoint(url, "their-model", "secret"), PROMPTS[:1], 1, Sampling(max_tokens=9, temperature=0))
-    ((_, body),) = engine.bodies
-    assert body["model"] == "their-model" and "ignore_eos" not in body
-    assert engine.keys == ["Bearer secret"]

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from itertools import pairwise
 
 import numpy as np
@@ -15,8 +16,8 @@ import sweep_concurrency
 from click.testing import CliRunner
 from fake_engine import FakeEngine, served
 from serving import sweep as sweep_module
-from serving.load import poisson_arrivals
 from serving.row import COLUMNS
+from serving.schedule import poisson_arrivals
 
 from sglang_dspark.tools import provenance
 
@@ -53,9 +54,12 @@ class FakeServer:
     def get_json(self, path):
         assert path == "/dspark/stats"
         self._rounds += 2
-        others = ("drafted_tokens", "verified_tokens", "accepted_tokens", "steps", "plain_steps")
+        others = ("drafted_tokens", "verified_tokens", "accepted_tokens", "steps", "plain_steps", "parked_steps")
         counts = dict.fromkeys(others, 7 * self._rounds)
         return counts | {"rounds": self._rounds, "committed_tokens": 3 * self._rounds}
+
+    def flush_cache(self):
+        urllib.request.urlopen(self.url + "/flush_cache", data=b"").close()
 
     def post_json(self, path, body):
         assert path == "/dspark/policy"
@@ -108,7 +112,7 @@ def test_sweep_writes_every_cell(sweep):
     asked = {(r["config"], r["concurrency"], r["round"], r["slot"]): r["prompt_index"] for r in requests}
     assert [asked["plain@bfloat16", 2, 1, slot] for slot in range(4)] == [4, 5, 6, 7]
     agreements = json.loads((output / "agreement.json").read_text())["agreements"]
-    assert len(agreements) == 3 and all(a["share"] == 1.0 and a["compared"] == 8 for a in agreements)
+    assert len(agreements) == 3 and all(a["identical"] == a["compared"] == 8 for a in agreements)
     record = json.loads((output / "provenance.json").read_text())
     assert record["finished"] and record["commit"] == frame["commit"][0]
     assert "static:3@bfloat16" in result.output and "output_tok_s: ratio" in result.output
@@ -217,7 +221,7 @@ def test_interrupted_sweep_goes_on_where_it_stopped(sweep):
     keys = [(r["config"], r["concurrency"], r["round"], r["slot"]) for r in requests]
     assert len(keys) == len(set(keys)) == 2 * 2 * (2 + 4)
     agreements = json.loads((output / "agreement.json").read_text())["agreements"]
-    assert all(a["share"] == 1.0 for a in agreements) and {a["compared"] for a in agreements} == {4, 8}
+    assert all(a["identical"] == a["compared"] for a in agreements) and {a["compared"] for a in agreements} == {4, 8}
     record = json.loads((output / "provenance.json").read_text())
     assert len(record["earlier_runs"]) == 1 and record["earlier_runs"][0]["differences"] == []
 
@@ -287,38 +291,3 @@ def test_results_of_an_older_release_are_left_alone(sweep):
     (output / "sweep.csv").write_text("policy,concurrency,round\nplain,1,0\n")
     result, _ = sweep(*TWO, "--concurrency", "1", "--rounds", "1")
     assert result.exit_code == 1 and "other columns" in result.output
-
-
-@pytest.mark.parametrize("is_sglang", [True, False])
-def test_running_server_is_measured_beside_the_others(sweep, monkeypatch, is_sglang):
-    ours, engine = FakeEngine(), FakeEngine()
-    engine.can_flush = engine.has_dspark = is_sglang
-    monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    options = ("--config", "plain", "--concurrency", "2", "--rounds", "1", "--num-prompts", "4")
-    with served(engine) as url:
-        result, output = sweep(*options, "--url", f"theirs={url}", engine=ours)
-    assert result.exit_code == 0, result.output
-    frame = pd.read_csv(output / "sweep.csv").set_index("config")
-    assert frame["policy"].to_dict() == {"plain@bfloat16": "plain", "theirs": "external"}
-    theirs = frame.loc["theirs"]
-    assert pd.isna(theirs["server_cpu_ms_per_tok"]) and theirs["num_tokens"] == 12
-    assert theirs["accept_length"] == 2.0 if is_sglang else pd.isna(theirs["accept_length"])
-    assert {body["model"] for _, body in engine.bodies} == {"fake-model"} and set(engine.keys) == {"Bearer secret"}
-    assert {body["model"] for _, body in ours.bodies} == {"default"} and set(ours.keys) == {None}
-    record = (output / "provenance.json").read_text()
-    assert json.loads(record)["cache_not_emptied"] == ([] if is_sglang else ["theirs"])
-    assert "secret" not in record and ("prefix cache" in result.output) == (not is_sglang)
-
-
-def test_sweep_of_running_servers_alone_needs_no_checkpoint(tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"turns": ["one two"]}\n')
-    with served(FakeEngine()) as url:
-        where = ("--url", f"theirs={url}", "--prompts", str(prompts), "--output", str(tmp_path / "out"))
-        options = (*where, "--concurrency", "1", "--rounds", "1", "--num-prompts", "1")
-        result = CliRunner().invoke(sweep_concurrency.main, options)
-    assert result.exit_code == 0, result.output
-    result = CliRunner().invoke(sweep_concurrency.main, (*options, "--existing", "mix", "--rounds", "2"))
-    assert result.exit_code == 1 and "--url" in result.output  # nobody is there any more
-    result = CliRunner().invoke(sweep_concurrency.main, (*options, "--config", "plain"))
-    assert result.exit_code == 1 and "pass --target" in result.output

@@ -12,12 +12,9 @@ from serving.configurations import (
     choose_ratio_baselines,
     parse_configuration,
     parse_configurations,
-    parse_external,
 )
-from serving.load import Load, loads, poisson_arrivals
-from serving.prompts import Prompt, load_mixed_prompts, load_prompts, round_prompts
-from serving.remaining import RemainingTime
-from serving.schedule import WARM_UP_ROUND, interleave, still_to_measure
+from serving.prompts import Prompt, load_mixed_prompts, round_prompts
+from serving.schedule import WARM_UP_ROUND, Load, interleave, loads, poisson_arrivals, still_to_measure
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.launch import dspark_flags
@@ -75,8 +72,8 @@ def test_malformed_configurations_are_refused(text, complaint):
 
 def test_equal_labels_are_refused():
     with pytest.raises(ConfigError, match="again="):
-        parse_configurations(["plain", "plain"], [], "float32")
-    assert len(parse_configurations(["plain", "again=plain"], [], "float32")) == 2
+        parse_configurations(["plain", "plain"], "float32")
+    assert len(parse_configurations(["plain", "again=plain"], "float32")) == 2
 
 
 def test_baseline_is_the_plain_configuration_of_the_same_dtype():
@@ -148,34 +145,12 @@ def test_rounds_take_consecutive_prompts_and_start_over():
     assert [p.index for p in round_prompts(prompts, WARM_UP_ROUND, 2)] == [3, 4]
 
 
-def test_first_turn_of_every_line_is_the_prompt(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"turns": ["one", "more"]}\n{"turns": ["two \\u00e9"]}\n', encoding="utf-8")
-    assert load_prompts(path) == [Prompt(0, "one"), Prompt(1, "two é")]
-
-
-@pytest.mark.parametrize("line", ["{}", "[1]", '{"turns": []}', '{"turns": [3]}', '{"turns": "text"}', "text", ""])
-def test_malformed_prompt_line_is_named(tmp_path, line):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"turns": ["one"]}\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2"):
-        load_prompts(path)
-
-
 def test_prompt_files_take_turns(tmp_path):
     for name, count in (("a", 3), ("b", 2)):
         lines = [f'{{"turns": ["{name}{index}"]}}' for index in range(count)]
         (tmp_path / name).write_text("\n".join(lines))
     mixed = load_mixed_prompts([tmp_path / "a", tmp_path / "b"])
     assert mixed == [Prompt(index, text) for index, text in enumerate(("a0", "b0", "a1", "b1"))]
-
-
-def test_missing_and_empty_prompt_files_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="absent"):
-        load_prompts(tmp_path / "absent.jsonl")
-    (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(ConfigError, match="empty"):
-        load_prompts(tmp_path / "empty.jsonl")
 
 
 def test_poisson_arrivals_have_the_rate_and_the_spread_of_the_process():
@@ -208,35 +183,9 @@ def test_interrupted_sweep_measures_the_rest_after_its_warm_up():
     assert still_to_measure(cells, {cell.key for cell in cells}) == []
 
 
-def test_remaining_time_scales_what_was_seen():
-    cells = {(c.configuration.label, str(c.load)): c for c in interleave([PLAIN, STATIC], loads([1, 4], [2.0]), 1)}
-    remaining = RemainingTime(lambda cell: 8)
-    assert remaining.predict([cells["plain", "1 user"]]) is None
-    assert remaining.predict([cells["plain", "2 req/s"]]) == 4.0  # eight arrivals at two per second
-    remaining.note(cells["plain", "1 user"], 16.0)
-    assert remaining.predict([cells["plain", "1 user"], cells["static", "1 user"]]) == 32.0
-    assert remaining.predict([cells["plain", "4 users"]]) == 4.0  # two answers of two seconds for each user
-    remaining.note(cells["static", "1 user"], 8.0)
-    assert remaining.predict([cells["static", "1 user"]]) == 8.0
-
-
-def test_external_server_is_named_by_its_url():
-    configuration = parse_external("vllm@float16=http://host:8000/v1/", "bfloat16")
-    assert (configuration.label, configuration.policy, configuration.dtype) == ("vllm", "external", "float16")
-    assert configuration.url == "http://host:8000" and configuration.policy_fields is None
-    assert parse_external("x=https://host", "bfloat16").dtype == "bfloat16"
-    assert [c.label for c in parse_configurations(["plain"], ["x=http://host"], "float32")] == ["plain@float32", "x"]
-
-
-@pytest.mark.parametrize("text", ["http://host:8000", "x=host:8000", "=http://host", "x@int8=http://host"])
-def test_malformed_url_is_refused(text):
-    with pytest.raises(ConfigError, match="--url"):
-        parse_external(text, "bfloat16")
-
-
 def test_a_sweep_of_nothing_is_refused():
     with pytest.raises(ConfigError, match="nothing to measure"):
-        parse_configurations([], [], "float32")
+        parse_configurations([], "float32")
 
 
 def test_sglangs_own_dspark_is_asked_for_without_ours():

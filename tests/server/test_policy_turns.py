@@ -15,7 +15,7 @@ PROMPTS = [Prompt(index, "the red cat " * (index + 1)) for index in range(3)]
 
 
 def measured(server, max_tokens):
-    configurations = parse_configurations(["static:2", "off"], (), "float32")
+    configurations = parse_configurations(["static:2", "off"], "float32")
     turns = Turns(server, PROMPTS, 0.05, 2, Sampling(max_tokens, temperature=0.0, ignore_eos=True, raw=True))
     with policy(server, "auto"):
         return asyncio.run(turns.run(configurations, users=2, num_rounds=2))

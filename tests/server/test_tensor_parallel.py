@@ -90,7 +90,7 @@ def test_a_rank_that_dies_ends_the_server(parallel):
         request.join(60)
     assert [isinstance(answer, Exception) for answer in answers] == [True] * 3
     deadline = time.monotonic() + 60
-    while parallel.runs:
+    while parallel.exit_status is None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert parallel.exit_status != 0

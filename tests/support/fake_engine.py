@@ -12,13 +12,12 @@ class FakeEngine:
     """Streams every prompt back word by word, and notes how it was asked."""
 
     def __init__(self):
-        self.bodies, self.keys, self.running, self.most_running, self.flushes = [], [], 0, 0, 0
-        self.break_off, self.can_flush, self.has_dspark = False, True, False
+        self.bodies, self.running, self.most_running, self.flushes = [], 0, 0, 0
+        self.break_off = False
 
     async def complete(self, request):
         body = await request.json()
         self.bodies.append((request.path, body))
-        self.keys.append(request.headers.get("Authorization"))
         text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
         if text == "refused":
             return web.json_response({"message": "too long"}, status=400)
@@ -46,20 +45,9 @@ class FakeEngine:
             yield from ({"choices": [{"delta": {"content": word + " "}}]} for word in words)
             yield {"choices": [{"delta": {"content": None}, "finish_reason": "stop"}]}
 
-    async def models(self, request):
-        return web.json_response({"data": [{"id": "fake-model"}]})
-
-    async def stats(self, request):
-        if not self.has_dspark:
-            return web.json_response({"detail": "Not Found"}, status=404)
-        counts = dict.fromkeys(("drafted_tokens", "verified_tokens", "accepted_tokens", "steps", "plain_steps"), 0)
-        return web.json_response(counts | {"rounds": len(self.bodies), "committed_tokens": 2 * len(self.bodies)})
-
     async def flush(self, request):
-        if not self.can_flush:
-            return web.Response(status=404)
         self.flushes += 1
-        return web.Response(status=200 if "timeout" in request.query else 400)
+        return web.Response()
 
 
 @contextmanager
@@ -71,8 +59,6 @@ def served(engine):
         application.router.add_post("/v1/completions", engine.complete)
         application.router.add_post("/v1/chat/completions", engine.complete)
         application.router.add_post("/flush_cache", engine.flush)
-        application.router.add_get("/v1/models", engine.models)
-        application.router.add_get("/dspark/stats", engine.stats)
         runner = web.AppRunner(application)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

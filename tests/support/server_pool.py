@@ -73,7 +73,7 @@ class ServerPool:
     def get(self, name: str) -> LaunchedServer:
         """The server of this recipe; another one where a test has ended it."""
         server = self._servers.pop(name, None)
-        if server is not None and not server.runs:
+        if server is not None and server.exit_status is not None:
             server.stop()
             server = None
         if server is None:

@@ -3,15 +3,9 @@
 import gzip
 import json
 
-from tracing.chrome import gpu_activities
-from tracing.summary import summarise
-
 # (name, microseconds) in the order in which they run; one graph launch per list.
-DRAFT = [
-    *[("embed", 2), ("gemm", 30), ("_window_attention_kernel", 8), ("lm_head", 60), ("choose_kernel", 5)],
-    *[("latent", 1), ("choose_kernel", 6), ("_block_confidence_kernel", 3), ("sigmoid", 1)],
-]
-VERIFY = [("_window_attention_kernel", 40), ("gemm", 160)]
+DRAFT = [("embed", 2), ("gemm", 30), ("lm_head", 60), ("choose_kernel", 5), ("latent", 1), ("choose_kernel", 6)]
+VERIFY = [("attention", 40), ("gemm", 160)]
 ACCEPT = [("row_stats_kernel", 4), ("judge_kernel", 2), ("gemm", 7), ("_kv_inject_kernel", 3)]
 
 
@@ -21,68 +15,35 @@ class Tape:
     def __init__(self):
         self.events, self.now_us, self.calls = [], 1000.0, 0
 
-    def _call(self, name):
+    def graph(self, kernels, category="kernel"):
         self.calls += 1
         # The host is ahead of the GPU, and its events come in another order.
-        event = {"ph": "X", "cat": "cuda_runtime", "name": name, "ts": 0, "dur": 1}
+        event = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0, "dur": 1}
         self.events.insert(0, event | {"args": {"correlation": self.calls}})
-
-    def _activity(self, name, us, category="kernel"):
-        event = {"ph": "X", "cat": category, "name": name, "ts": self.now_us, "dur": us}
-        self.events.append(event | {"args": {"correlation": self.calls, "stream": 7}})
-        self.now_us += us + 1
-
-    def graph(self, kernels):
-        self._call("cudaGraphLaunch")
         for name, us in kernels:
-            self._activity(name, us)
+            event = {"ph": "X", "cat": category, "name": name, "ts": self.now_us, "dur": us}
+            self.events.append(event | {"args": {"correlation": self.calls, "stream": 7}})
+            self.now_us += us + 1
 
-    def kernel(self, name, us):
-        self._call("cuLaunchKernelEx")
-        self._activity(name, us)
-
-    def copy(self, us):
-        self._call("cudaMemcpyAsync")
-        self._activity("Memcpy DtoH (Device -> Pinned)", us, "gpu_memcpy")
-
-    def step(self, draft=DRAFT, verify=VERIFY, accept=ACCEPT):
-        self.kernel("_prepare_kernel", 1)
-        self.graph(draft)
-        self.kernel("_plan_kernel", 2)
-        self.graph(verify)
-        self.graph(accept)
-        self.copy(3)
-        self.kernel("index_put", 5)  # for the next step
-
-    def joined_step(self):
-        """The plan in the graph that drafts, and everything behind it in one more."""
-        self.kernel("_prepare_kernel", 1)
-        self.graph([*DRAFT, ("_plan_kernel", 2)])
-        self.graph([*VERIFY, *ACCEPT])
-        self.copy(3)
-        self.kernel("index_put", 5)
-
-    def parked_step(self):
-        """Everything in one graph."""
-        self.kernel("_prepare_kernel", 1)
-        self.graph([("_plan_kernel", 2), *VERIFY, *ACCEPT])
-        self.copy(3)
-        self.kernel("index_put", 5)
-
-    @property
-    def document(self):
-        return {"deviceProperties": [{"name": "Some GPU"}], "traceEvents": self.events}
-
-    def summary(self):
-        return summarise(gpu_activities(self.document))
+    def step(self, slow=0):
+        """A step of seven launches; ``slow`` microseconds more in the target's forward."""
+        self.graph([("_prepare_kernel", 1)])
+        self.graph(DRAFT)
+        self.graph([("_plan_kernel", 2)])
+        self.graph([*VERIFY[:1], ("gemm", 160 + slow)])
+        self.graph(ACCEPT)
+        self.graph([("Memcpy DtoH (Device -> Pinned)", 3)], "gpu_memcpy")
+        self.graph([("index_put", 5)])  # for the next step
 
     def save(self, path):
-        path.write_bytes(gzip.compress(json.dumps(self.document).encode()))
+        document = {"deviceProperties": [{"name": "Some GPU"}], "traceEvents": self.events}
+        path.write_bytes(gzip.compress(json.dumps(document).encode()))
         return path
 
 
-def recorded(num_steps=4):
+def recorded():
+    """Three complete steps, and the beginning of a fourth."""
     tape = Tape()
-    for _ in range(num_steps):
+    for _ in range(4):
         tape.step()
     return tape

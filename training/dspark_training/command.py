@@ -5,16 +5,16 @@ from __future__ import annotations
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 from click.core import ParameterSource
 
+from dspark_training.options import SectionedCommand, settings_options, taken
 from dspark_training.settings import LossWeights, TextPlan, TrainConfig
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.cli.sections import SectionedCommand
-from sglang_dspark.tools.cli.settings import setting, taken
-from sglang_dspark.tools.cli.template_kwargs import chat_template_kwargs_option
+from sglang_dspark.tools.cli.asking import chat_template_kwargs_option
+from sglang_dspark.tools.cli.numbers import Numbers
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dspark_training.pipeline import Evaluation, TrainJob
-
-_Number = TypeVar("_Number", int, float)
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 _COUNT = click.IntRange(min=1)
@@ -33,69 +31,24 @@ _CONCURRENCY = 64
 _PATIENCE = timedelta(days=30)
 
 
-def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    return None if value is None else _numbers(value, int)
-
-
-def _temperatures(ctx: click.Context, param: click.Parameter, value: str) -> tuple[float, ...]:
-    numbers = _numbers(value, float)
-    if min(numbers) < 0:
-        raise click.BadParameter(f"{value!r} has a number below 0, which is greedy")
-    return numbers
-
-
-def _numbers(value: str, kind: type[_Number]) -> tuple[_Number, ...]:
-    try:
-        return tuple(kind(number) for number in value.split(","))
-    except ValueError as error:
-        raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,2,3") from error
-
-
-_SECTIONS = {
-    "target": "Target and output",
-    "prompts": "Texts",
-    "block_size": "Drafter",
-    "steps": "Training",
-    "learning_rate": "Optimizer",
-    "ce": "Loss",
-    "checkpoint_every": "Machine and files",
-}
-
-
-@click.command(
-    cls=SectionedCommand,
-    sections=_SECTIONS,
-    short_help="Make a drafter for a target, on text that the target writes itself.",
-)
+@click.command(cls=SectionedCommand, short_help="Make a drafter for a target, on text that the target writes itself.")
 @click.option("--target", required=True, help="Folder of the target model, or its name on the Hugging Face hub.")
-@click.option("--output", type=_FOLDER, required=True, help="Where everything goes; the drafter is in OUTPUT/draft.")
+@click.option("--output", type=_FOLDER, required=True, help="Folder of everything; the drafter is in OUTPUT/draft.")
+@click.option("--init", help="Drafter to start from, folder or name on the hub; it also gives the shape.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there is a GPU, else cpu]")
+@click.option("--log-with", help="Tracker of accelerate, e.g. tensorboard or wandb; has to be installed.")
 @click.option(
     "--prompts",
     multiple=True,
     help="JSONL, JSON or parquet file of prompts or conversations, or data set of the hub; repeatable.",
 )
-@setting("--max-prompts", TextPlan, "max_prompts", "Only so many of them, drawn by the seed.  [default: all]")
-@setting("--max-turns", TextPlan, "max_turns", "Turns of a conversation that are answered.  [default: all]")
 @click.option(
     "--invent",
     type=click.IntRange(min=0),
     help=f"Prompts that the target invents.  [default: {_DEFAULT_INVENTED}, with --prompts 0]",
 )
-@setting("--texts", TextPlan, "texts", "Answers to train on.  [default: one per prompt]")
-@setting("--held-out", TextPlan, "held_out", "Prompts that are only measured on.")
-@setting(
-    "--temperatures",
-    TextPlan,
-    "temperatures",
-    "Of the answers, in turn.",
-    type=str,
-    callback=_temperatures,
-    default=",".join(f"{heat:g}" for heat in TextPlan.temperatures),
-)
-@setting("--max-tokens", TextPlan, "max_tokens", "Longest answer.")
-@setting("--max-prompt-tokens", TextPlan, "max_prompt_tokens", "Leave longer prompts out.")
 @chat_template_kwargs_option
-@click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the chat template.")
+@click.option("--corpus", type=_FOLDER, help="Folder of the texts; may be another run's.  [default: OUTPUT/corpus]")
 @click.option(
     "--server",
     help="URL of an SGLang server of the target that writes the texts.  [default: one of its own, on a CPU none]",
@@ -104,53 +57,13 @@ _SECTIONS = {
 @click.option(
     "--concurrency", type=_COUNT, default=_CONCURRENCY, show_default=True, help="Requests to the server at a time."
 )
-@click.option("--corpus", type=_FOLDER, help="Folder of the texts; may be another run's.  [default: OUTPUT/corpus]")
 @click.option("--store-states", is_flag=True, help="Run the target over the texts once and keep its states in memory.")
-@setting("--block-size", TrainConfig, "block_size", "Drafts per round.")
 @click.option("--layers", type=_COUNT, help="Layers of the drafter.  [default: a seventh of the target's, 1 to 5]")
-@setting("--intermediate-size", TrainConfig, "intermediate_size", "Width of its MLPs.  [default: the target's]")
-@setting("--rank", TrainConfig, "markov_rank", "Markov rank; 0: no such head.")
-@setting("--head", TrainConfig, "markov_head_type", "Markov head.")
-@click.option("--confidence-head/--no-confidence-head", default=TrainConfig.confidence_head, show_default=True)
-@click.option("--taps", callback=_layers, help="Target layers it reads, e.g. 1,9,17.  [default: up to 5, evenly]")
+@click.option("--taps", type=Numbers(int), help="Target layers it reads, e.g. 1,9,17.  [default: up to 5, evenly]")
 @click.option("--mask-token-id", type=click.IntRange(min=0), help="Token that is never written.  [default: found]")
-@setting("--draft-vocabulary", TrainConfig, "draft_vocabulary", "Propose only so many frequent tokens; 0: all.")
-@click.option("--own-embeddings", is_flag=True, help="Copy the target's embedding and head into the checkpoint.")
-@setting("--steps", TrainConfig, "steps", "Training steps.")
-@setting(
-    "--patience", TrainConfig, "patience", "End after so many checkpoints without a better held-out accept length."
-)
-@click.option(
-    "--init", help="Drafter to start from, folder or name on the hub; its shape is taken unless you give one."
-)
-@setting("--batch-rows", TrainConfig, "batch_rows", "Texts that a process reads at a time.")
-@setting("--gradient-accumulation", TrainConfig, "gradient_accumulation", "Times that it reads so many in a step.")
-@setting("--anchors", TrainConfig, "anchors_per_row", "Blocks per text and step.")
-@setting("--learning-rate", TrainConfig, "learning_rate", "At its peak.")
-@setting("--markov-lr-scale", TrainConfig, "markov_lr_scale", "On the rate of the Markov head.")
-@setting("--schedule", TrainConfig, "schedule", "Course of the learning rate after the warm-up.")
-@setting("--warmup-share", TrainConfig, "warmup_share", "Of the run, in which the learning rate rises.")
-@setting("--weight-decay", TrainConfig, "weight_decay", "Per unit of learning rate.")
-@setting("--grad-clip", TrainConfig, "grad_clip", "Largest norm of a step's gradient.")
-@setting("--ce-weight", LossWeights, "ce", "Of cross-entropy in the loss.")
-@setting("--tv-weight", LossWeights, "l1", "Of total variation in the loss.")
-@setting("--confidence-weight", LossWeights, "confidence", "Of the confidence head in the loss.")
-@setting("--position-weights", LossWeights, "positions", "decay: by position; dpace: by what a slot adds as of now.")
-@setting("--position-decay", LossWeights, "position_decay", "Slots in which the weight falls to 1/e.")
-@setting("--dpace-alpha", LossWeights, "dpace_alpha", "Smoothing of dpace.")
-@setting("--loss-vocab", TrainConfig, "loss_vocab", "Only so many frequent tokens in the loss; 0: all.")
-@setting("--checkpoint-every", TrainConfig, "checkpoint_every", "Steps between checkpoints.")
-@click.option("--log-with", help="Tracker of accelerate, e.g. tensorboard or wandb; has to be installed.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda where there is one, else cpu]")
-@setting(
-    "--dtype",
-    TrainConfig,
-    "compute_dtype",
-    "[default: bfloat16 on cuda, else float32]",
-    default=None,
-    show_default=False,
-)
-@setting("--seed", TrainConfig, "seed", "Of everything random.")
+@settings_options(TextPlan, "Texts")
+@settings_options(TrainConfig, "Drafter and training")
+@settings_options(LossWeights, "Loss")
 @click.pass_context
 def train(ctx: click.Context, /, **options: Any) -> None:
     """Make a drafter for a target, on text that the target writes itself.

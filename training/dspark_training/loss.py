@@ -8,7 +8,8 @@ distribution at temperature 1 and y the text's own token::
     L_tv   = sum_v |p_d(v) - p_t(v)|
     L_conf = BCE(sigmoid(c), c*),   c* = 1 - L_tv / 2, held constant
 
-each the mean over the slots of a batch with the weights of `dspark_training.slot_weights`.
+each the mean over the slots of a batch, slot j of a block with the weight ``exp(-j / position_decay)``. DeepSpec has 4
+there, and the DSpark paper gamma.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from dspark_training.anchors import AnchorBatch
 from dspark_training.block_forward import block_hidden, block_latents, context_kv
 from dspark_training.loss_vocabulary import VocabularySlice
 from dspark_training.settings import LossWeights
-from dspark_training.slot_weights import confidence_weights, decay_weights
 from sglang_dspark.draft.model import DraftModel
 
 # Rows of logits handled at a time on a CPU: 256 x 7168 float32 stay in a 32 MiB cache across the passes of
@@ -69,13 +69,8 @@ def draft_loss(
         markov_w2 = vocabulary.rows(model.markov_head.markov_w2.weight)
     hidden = hidden.flatten(0, 2)[slots]
     lm_head, labels = vocabulary.rows(model.lm_head_weight), vocabulary.locate(batch.labels.flatten()[slots])
-    if weights.positions == "dpace":
-        probs = _label_probs(hidden, latents, markov_w2, lm_head, vocabulary.log_weight, labels)
-        slot_weights = confidence_weights(probs, slots, batch.supervised.numel() // gamma, gamma, weights.dpace_alpha)
-        weight = slot_weights.new_tensor(len(slots))
-    else:
-        slot_weights = decay_weights(weights, gamma, hidden.device)[slots % gamma]
-        weight = slot_weights.sum()
+    slot_weights = torch.exp(-(slots % gamma) / weights.position_decay)
+    weight = slot_weights.sum()
     slot_weights = slot_weights / weight
     ce, l1, distribution_loss = _DistributionLoss.apply(
         hidden,
@@ -179,34 +174,13 @@ class _DistributionLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None, None, None, None)
 
 
-@torch.no_grad()
-def _label_probs(
-    hidden: Tensor,  # [n, d]
-    latents: Tensor | None,  # [n, r]
-    markov_w2: Tensor | None,  # [v, r]
-    lm_head: Tensor,  # [v, d]
-    log_weight: Tensor | None,  # [v]
-    labels: Tensor,  # [n] position in the slice, -1 = outside
-) -> Tensor:
-    """``p_d(y)`` of each slot: ``[n]`` float32, 0 where the label is outside the slice."""
-    device, dtype = hidden.device.type, _compute_dtype(hidden)
-    probs = torch.empty(len(hidden), device=hidden.device)
-    with torch.autocast(device, enabled=False):
-        w2 = None if markov_w2 is None else markov_w2.to(dtype)
-        for part, logits in _draft_logits(hidden, latents, w2, lm_head.to(dtype)):
-            whole = logits.float() if log_weight is None else logits.float() + log_weight
-            ce = F.cross_entropy(whole, labels[part].clamp(min=0), reduction="none")
-            probs[part] = torch.where(labels[part] < 0, 0.0, torch.exp(-ce))
-    return probs
-
-
 def _draft_logits(
     hidden: Tensor,  # [n, d]
     latents: Tensor | None,  # [n, r]
     markov_w2: Tensor | None,  # [v, r], in the dtype of lm_head
     lm_head: Tensor,  # [v, d]
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The Markov-corrected logits ``[rows, v]`` of one chunk of slots after another, in the dtype of `lm_head`."""
+    """Yield the Markov-corrected logits ``[rows, v]``, one chunk of slots after another, in `lm_head`'s dtype."""
     chunk_rows = _CHUNK_ROWS if hidden.is_cpu else max(_CHUNK_ROWS, _CHUNK_ELEMENTS // len(lm_head))
     for start in range(0, len(hidden), chunk_rows):
         part = slice(start, start + chunk_rows)

@@ -1,6 +1,6 @@
 """Settings of a training run: what texts are written, and how the drafter is trained on them.
 
-The command takes its defaults and bounds from here, so this module does without torch.
+The command takes its options from here, so this module does without torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
+from dspark_training.options import Flag
 from sglang_dspark.declared import check_fields, whole
 from sglang_dspark.draft.config import DraftConfig
 
@@ -24,24 +25,30 @@ _NOT_NEGATIVE = Meta(ge=0, description="must be 0 or more")
 
 @dataclass(frozen=True, kw_only=True)
 class TextPlan:
-    """The texts that are written."""
+    """Choose the texts that are written."""
 
     prompts: tuple[str, ...] = ()  # files, folders and data sets of the hub, see conversations.py
-    max_prompts: Annotated[int, whole(1)] | None = None  # of these, drawn by the seed; None = all
-    max_turns: Annotated[int, whole(1)] | None = None  # of a conversation that are answered; None = all
+    max_prompts: (
+        Annotated[int, whole(1), Flag("Use only so many of them, drawn by the seed.  [default: all]")] | None
+    ) = None
+    max_turns: Annotated[int, whole(1), Flag("Turns of a conversation that are answered.  [default: all]")] | None = (
+        None
+    )
     invent: Annotated[int, whole(0)] = 0  # prompts that the target invents
-    texts: Annotated[int, whole(1)] | None = None  # answers to train on; None = one per prompt
-    held_out: Annotated[int, whole(1)] = 32  # prompts that are only measured on
-    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # of the answers, dealt round robin
-    max_tokens: Annotated[int, whole(2)] = 512  # of an answer
-    max_prompt_tokens: Annotated[int, whole(1)] = 1024  # longer prompts, template included, are left out
-    raw: bool = False
+    texts: Annotated[int, whole(1), Flag("Answers to train on.  [default: one per prompt]")] | None = None
+    held_out: Annotated[int, whole(1), Flag("Prompts that are only measured on.")] = 32
+    temperatures: Annotated[
+        tuple[Annotated[float, _NOT_NEGATIVE], ...], Flag("Temperatures of the answers, in turn.")
+    ] = (0.0, 0.7, 1.0)
+    max_tokens: Annotated[int, whole(2), Flag("Length limit of an answer.")] = 512
+    max_prompt_tokens: Annotated[int, whole(1), Flag("Leave out prompts that are longer, template included.")] = 1024
+    raw: Annotated[bool, Flag("Continue the prompts as they are, without the chat template.")] = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     seed: Annotated[int, whole(0)] = 42
 
     @property
     def answered_turns(self) -> int | None:
-        """Turns of a conversation that are answered at most; None = all. Plain text has no turns to tell apart."""
+        """Return how many turns of a conversation are answered at most; None = all. Plain text has but one."""
         return 1 if self.raw else self.max_turns
 
     @classmethod
@@ -56,18 +63,16 @@ class TextPlan:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the three terms of the loss, and of the positions of a block.
+    """Weights of the three terms of the loss, and of the slots of a block.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
-    ce: Annotated[float, _NOT_NEGATIVE] = 0.1
-    l1: Annotated[float, _NOT_NEGATIVE] = 0.9
-    confidence: Annotated[float, _NOT_NEGATIVE] = 1.0
-    positions: Literal["decay", "dpace"] = "decay"
-    position_decay: Annotated[float, _POSITIVE] = 4.0  # slots in which the weight of a position falls to 1 / e
-    dpace_alpha: Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at most 1")] = 0.5
+    ce: Annotated[float, _NOT_NEGATIVE, Flag("Weight of cross-entropy.", "ce-weight")] = 0.1
+    l1: Annotated[float, _NOT_NEGATIVE, Flag("Weight of total variation.", "tv-weight")] = 0.9
+    confidence: Annotated[float, _NOT_NEGATIVE, Flag("Weight of the confidence head.", "confidence-weight")] = 1.0
+    position_decay: Annotated[float, _POSITIVE, Flag("Slots in which the weight of a slot falls to 1/e.")] = 4.0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -85,43 +90,50 @@ class TrainConfig:
     like: DraftConfig | None = None
     target_layer_ids: tuple[int, ...]
     mask_token_id: int
-    block_size: Annotated[int, whole(1)] = 7  # drafts
+    block_size: Annotated[int, whole(1), Flag("Drafts per round.")] = 7
     sample_from_anchor: bool = True  # False = the layout of DFlash, which has a slot more than drafts
     num_layers: Annotated[int, whole(1)] = 2
-    intermediate_size: Annotated[int, whole(1)] | None = None  # None = the target's
-    markov_rank: Annotated[int, whole(0)] = 256  # 0 = no Markov head
-    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
-    confidence_head: bool = True
+    intermediate_size: Annotated[int, whole(1), Flag("Width of its MLPs.  [default: the target's]")] | None = None
+    markov_rank: Annotated[int, whole(0), Flag("Rank of the Markov head; 0: no such head.", "rank")] = 256
+    markov_head_type: Annotated[Literal["vanilla", "gated", "rnn"], Flag("Kind of the Markov head.", "head")] = (
+        "vanilla"
+    )
+    confidence_head: Annotated[bool, Flag("Whether it has a confidence head.")] = True
     confidence_head_with_markov: bool = True
+    draft_vocabulary: Annotated[int, whole(0), Flag("Propose only so many frequent tokens; 0: all.")] = 0
+    own_embeddings: Annotated[bool, Flag("Copy the target's embedding and head into the checkpoint.")] = False
 
     # Data of one step: batch_rows x gradient_accumulation x processes texts with anchors_per_row blocks each.
-    batch_rows: Annotated[int, whole(1)] = 16
-    gradient_accumulation: Annotated[int, whole(1)] = 1
-    anchors_per_row: Annotated[int, whole(1)] = 32
-    # Most frequent tokens that every step's loss covers; 0 = the whole vocabulary.
-    loss_vocab: Annotated[int, whole(0)] = 0
+    steps: Annotated[int, whole(1), Flag("Training steps.")] = 3000
+    batch_rows: Annotated[int, whole(1), Flag("Texts that a process reads at a time.")] = 16
+    gradient_accumulation: Annotated[int, whole(1), Flag("Times that it reads so many in a step.")] = 1
+    anchors_per_row: Annotated[int, whole(1), Flag("Blocks per text and step.", "anchors")] = 32
+    loss_vocab: Annotated[int, whole(0), Flag("Only so many frequent tokens in the loss; 0: all.")] = 0
     loss_vocab_sampled: int = 1024  # tokens drawn per step to stand for the others, see loss_vocabulary.py
     loss: LossWeights = field(default_factory=LossWeights)
 
     # Optimizer.
-    steps: Annotated[int, whole(1)] = 3000
-    learning_rate: Annotated[float, _POSITIVE] = 6e-4
-    # On the learning rate of the Markov embeddings, whose rows are seldom updated.
-    markov_lr_scale: Annotated[float, _NOT_NEGATIVE] = 10.0
-    schedule: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
-    warmup_share: Annotated[float, Meta(ge=0, lt=1, description="must be in [0, 1)")] = 0.04
-    weight_decay: Annotated[float, _NOT_NEGATIVE] = 0.0
-    grad_clip: Annotated[float, _POSITIVE] = 1.0
-    # Held-out measurements without a longer accept length after which the run ends; None = it goes on to its end.
-    patience: Annotated[int, whole(1)] | None = None
-    seed: Annotated[int, whole(0)] = 42
+    learning_rate: Annotated[float, _POSITIVE, Flag("Highest learning rate.")] = 6e-4
+    markov_lr_scale: Annotated[float, _NOT_NEGATIVE, Flag("Factor on it for the seldom updated Markov head.")] = 10.0
+    schedule: Annotated[
+        Literal["cosine", "linear", "constant_with_warmup"], Flag("Course of the learning rate after the warm-up.")
+    ] = "cosine"
+    warmup_share: Annotated[
+        float, Meta(ge=0, lt=1, description="must be in [0, 1)"), Flag("Share of the run in which the rate rises.")
+    ] = 0.04
+    weight_decay: Annotated[float, _NOT_NEGATIVE, Flag("Weight decay per unit of learning rate.")] = 0.0
+    grad_clip: Annotated[float, _POSITIVE, Flag("Largest norm of a step's gradient.")] = 1.0
+    patience: (
+        Annotated[int, whole(1), Flag("End after so many checkpoints without a better held-out accept length.")] | None
+    ) = None
+    seed: Annotated[int, whole(0), Flag("Seed of everything random.")] = 42
 
     # Parameters and optimizer are float32; matrix products run in compute_dtype.
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    checkpoint_every: Annotated[int, whole(1)] = 200  # steps; held-out acceptance is measured then
-    # Tokens that the drafter proposes, the most frequent ones of the texts; 0 = all, or those of the initial drafter.
-    draft_vocabulary: Annotated[int, whole(0)] = 0
-    own_embeddings: bool = False  # copies of the target's embedding and LM head in the checkpoint, as DeepSpec has them
+    compute_dtype: Annotated[
+        Literal["float32", "bfloat16"], Flag("[default: bfloat16 on cuda, else float32]", "dtype", decided=True)
+    ] = "float32"
+    # Held-out acceptance is measured at every checkpoint.
+    checkpoint_every: Annotated[int, whole(1), Flag("Steps between checkpoints.")] = 200
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -135,11 +147,11 @@ class TrainConfig:
 
     @property
     def num_slots(self) -> int:
-        """Slots of a block in the network."""
+        """Return the slots of a block in the network."""
         return self.block_size + (not self.sample_from_anchor)
 
     def draft_config(self, target_config: Any) -> DraftConfig:
-        """Configuration of the drafter for a target with this transformers text configuration.
+        """Return the drafter's configuration for a target with this transformers text configuration.
 
         What the target's family does not have (a rotary base, grouped heads, RMS norms) gets Llama's usual value: the
         drafter is a Qwen3-style network whatever the target is.
@@ -182,14 +194,14 @@ class TrainConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready content."""
+        """Return JSON-ready content."""
         content = {f.name: getattr(self, f.name) for f in fields(self)}
         like = None if self.like is None else self.like.to_dict()
         return content | {"loss": vars(self.loss), "target_layer_ids": list(self.target_layer_ids), "like": like}
 
 
 def _rope_theta(target_config: Any) -> float:
-    """Base of the target's rotary embedding, of its global layers where layers differ."""
+    """Return the base of the target's rotary embedding, of its global layers where layers differ."""
     parameters = getattr(target_config, "rope_parameters", None) or {}
     parameters = parameters.get("full_attention", parameters)
     return float(parameters.get("rope_theta", 10_000.0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 from sglang_dspark.calibration.logistic import LogisticMap
 from sglang_dspark.calibration.metrics import auc, brier, reliability_bins
@@ -13,7 +12,7 @@ from sglang_dspark.tools.calibrate.traces import BlockRounds
 
 @dataclass(frozen=True)
 class PositionErrors:
-    """Prefix survival at one position; ``before`` is the raw head, ``after`` with temperatures.
+    """Errors of prefix survival at one position; ``before`` is the raw head, ``after`` with temperatures.
 
     Attributes:
         pairs: rounds that put this draft to the test, all drafts before it being accepted.
@@ -32,27 +31,18 @@ class PositionErrors:
     brier_after: float
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Predicted and observed prefix survival of rounds, each [n, gamma]."""
+def held_out_errors(rounds: BlockRounds, temperatures: Floats, shifted: LogisticMap) -> list[PositionErrors]:
+    """Return the errors by position, first draft first.
 
-    before: Floats
-    after: Floats
-    shifted: Floats
-    outcomes: Bools
-
-    @classmethod
-    def measure(cls, rounds: BlockRounds, temperatures: Floats, shifted: LogisticMap) -> Self:
-        """Predict with the raw head, with temperatures [gamma], and with a scale and a shift per position."""
-        logits = (rounds.logits, rounds.logits / temperatures, shifted(rounds.logits))
-        before, after, with_shifts = (prefix_survival(sigmoid(z)) for z in logits)
-        return cls(before, after, with_shifts, survived(rounds.accepted, len(temperatures)))
-
-    def positions(self) -> list[PositionErrors]:
-        """Errors by position, first draft first."""
-        pairs = [len(self.outcomes), *self.outcomes.sum(axis=0)[:-1].tolist()]
-        columns = zip(pairs, self.before.T, self.after.T, self.shifted.T, self.outcomes.T, strict=True)
-        return [_errors(*column) for column in columns]
+    Args:
+        temperatures: [gamma].
+        shifted: a scale and a shift per position.
+    """
+    logits = (rounds.logits, rounds.logits / temperatures, shifted(rounds.logits))
+    predicted = [prefix_survival(sigmoid(z)).T for z in logits]
+    outcomes = survived(rounds.accepted, len(temperatures))
+    pairs = [len(outcomes), *outcomes.sum(axis=0)[:-1].tolist()]
+    return [_errors(*column) for column in zip(pairs, *predicted, outcomes.T, strict=True)]
 
 
 def _errors(pairs: int, before: Floats, after: Floats, shifted: Floats, outcomes: Bools) -> PositionErrors:

@@ -51,7 +51,7 @@ class TraceClient:
     api_key: str | None = None
 
     def pair(self) -> tuple[str, str]:
-        """``(target, draft)``: the names of what is served, wherever it lies.
+        """Return ``(target, draft)``: the names of what is served, wherever it lies.
 
         Raises:
             ConfigError: the server does not answer, or the server does not decode with DSPARK.
@@ -65,7 +65,7 @@ class TraceClient:
         return checkpoint_name(info["model_path"]), checkpoint_name(info["speculative_draft_model_path"])
 
     def block_size(self) -> int:
-        """Drafts per block of the server.
+        """Return the number of drafts per block of the server.
 
         Raises:
             ConfigError: the server does not answer.
@@ -73,7 +73,7 @@ class TraceClient:
         return int(self._request("/dspark/stats")["block_size"])
 
     def ask_all(self, prompts: Sequence[str], concurrency: int, on_answer: Callable[[], None]) -> list[Answer]:
-        """The answers with their traces, in the order of the prompts.
+        """Return the answers with their traces, in the order of the prompts.
 
         Args:
             concurrency: requests at a time.

@@ -54,7 +54,7 @@ class BlockRounds:
         )
 
     def split(self, num_prompts: int, held_out: float) -> tuple[Self, Self]:
-        """``(fit, held out)``: whole prompts, evenly spread over the file, always the same ones.
+        """Return ``(fit, held out)``: whole prompts, evenly spread over the file, always the same ones.
 
         Rounds of one answer resemble each other, so a split within an answer would test on what was fitted.
 
@@ -79,7 +79,7 @@ class BlockRounds:
 
 
 def round_confidence(entry: dict[str, Any]) -> list[float]:
-    """The raw logits of a round, one per draft.
+    """Return the raw logits of a round, one per draft.
 
     Raises:
         ConfigError: it has none, or another number.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -20,7 +19,7 @@ _BUNDLED_DRAFTER = Path(__file__).parents[2] / "drafters" / "smollm2-135m-instru
 @click.option("--max-tokens", default=48, show_default=True, type=click.IntRange(1), help="Length limit of an answer.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1), help="How often each prompt is asked.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
-@click.option("--cache-dir", type=click.Path(path_type=Path), default=_CACHE, help="Where model and logs are kept.")
+@click.option("--cache-dir", type=click.Path(path_type=Path), default=_CACHE, help="Folder for the model and the logs.")
 def demo(
     target: Path | None,
     draft: Path | None,
@@ -32,33 +31,36 @@ def demo(
 ) -> None:
     """Serve a small real model with and without DSPARK and compare texts and speed.
 
-    Plain SGLang and a server with the plugin run side by side, and every prompt is asked of both in turns; the plugin's
-    once with speculation off and once with the policy `auto`. It takes about three minutes on two quiet cores.
+    Plain SGLang and a server with the plugin run side by side, and every prompt is asked of both in turns; the plugin
+    answers once with speculation off and once with the policy `auto`. This takes about three minutes on two quiet
+    cores.
 
     In float32 both servers must give the same text. In bfloat16 a near-tie between two tokens may fall either way,
     because the two servers multiply matrices of different shapes.
     """
     if (target is None) != (draft is None):
         raise click.UsageError("--target and --draft belong together: give both or neither")
+    if draft is None and not (_BUNDLED_DRAFTER / "config.json").is_file():
+        raise click.ClickException(f"no drafter in {_BUNDLED_DRAFTER}; give a pair with --target and --draft")
 
     from rich.console import Console
 
     from sglang_dspark.tools.demo.show import Demo
+    from sglang_dspark.tools.demo.smollm2 import build
 
     console = Console(highlight=False)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    if target is None or draft is None:
-        target, draft = _bundled_pair(console, cache_dir)
-    Demo(
-        console, target, draft, prompts=prompts, max_tokens=max_tokens, rounds=rounds, dtype=dtype, log_dir=cache_dir
-    ).run()
-
-
-def _bundled_pair(console: Any, cache_dir: Path) -> tuple[Path, Path]:
-    if not (_BUNDLED_DRAFTER / "config.json").is_file():
-        raise click.ClickException(f"no drafter in {_BUNDLED_DRAFTER}; give a pair with --target and --draft")
-
-    from sglang_dspark.tools.demo.smollm2 import build
-
-    with console.status("building SmolLM2-135M-Instruct"):
-        return build(cache_dir / "smollm2-135m-instruct", progress=console.print), _BUNDLED_DRAFTER
+    if target is None:
+        with console.status("building SmolLM2-135M-Instruct"):
+            target = build(cache_dir / "smollm2-135m-instruct", progress=console.print)
+    demo = Demo(
+        console,
+        target,
+        draft or _BUNDLED_DRAFTER,
+        prompts=prompts,
+        max_tokens=max_tokens,
+        rounds=rounds,
+        dtype=dtype,
+        log_dir=cache_dir,
+    )
+    demo.run()

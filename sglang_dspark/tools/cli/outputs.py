@@ -1,36 +1,71 @@
-"""Files that a command writes at its end."""
+"""What a command shows and writes: bars, tables and files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import click
 
 from sglang_dspark.errors import ConfigError
 
-
-def check_outputs(output: Path | None, plot: Path | None) -> None:
-    """What would fail at the end fails before a server has worked for minutes.
-
-    Raises:
-        ConfigError: a folder or matplotlib is missing.
-    """
-    check_folders({"--output": output, "--plot": plot})
-    if plot is not None and find_spec("matplotlib") is None:
-        raise ConfigError(
-            f"--plot {plot} needs matplotlib, which is not installed: pip install '.[bench]' in the repository"
-        )
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
-def check_folders(files: Mapping[str, Path | None]) -> None:
-    """Refuse files in folders that do not exist.
+class OutputFile(click.Path):
+    """A file that the command writes at its end. What would fail then is refused before a server has worked.
 
     Args:
-        files: by option; None where it was not given.
-
-    Raises:
-        ConfigError: a folder is missing.
+        is_figure: it is drawn with matplotlib.
     """
-    for option, path in files.items():
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{option} {path}: there is no folder {path.parent}; make it first")
+
+    def __init__(self, *, is_figure: bool = False) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+        self._is_figure = is_figure
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Return the path.
+
+        Raises:
+            ConfigError: its folder, or matplotlib, is missing.
+        """
+        path = Path(str(super().convert(value, param, ctx)))
+        flag = param.opts[0] if param is not None else "file"
+        if not path.parent.is_dir():
+            raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it first")
+        if self._is_figure and find_spec("matplotlib") is None:
+            raise ConfigError(f"{flag} {path} needs matplotlib: pip install '.[bench]' in the repository")
+        return path
+
+
+class Advance(Protocol):
+    """Counts what was done since the last call; parts count as well."""
+
+    def __call__(self, advance: float = 1) -> None: ...
+
+
+@contextmanager
+def progress_bars(console: Console, totals: dict[str, int]) -> Iterator[list[Advance]]:
+    """Show a bar with an estimate of the time left for each of ``{what: how many}``, until the block ends."""
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield [partial(progress.advance, progress.add_task(what, total=total)) for what, total in totals.items()]
+
+
+def new_table(*headings: str, title: str | None = None, left: Collection[str] = ()) -> Table:
+    """Return an empty table whose columns are set flush right, but for those with headings in ``left``."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    return table

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.cli.outputs import check_outputs
+from sglang_dspark.tools.cli.outputs import OutputFile, new_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,29 +17,26 @@ if TYPE_CHECKING:
 
     from sglang_dspark.scheduling.sps_table import SpsTable
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
-_DPI = 150
-
 
 @click.command(
-    short_help="Measure how long decode steps take on this machine, print and plot the table.",
+    short_help="Measure how long decode steps take on this machine and print the table.",
     context_settings={"ignore_unknown_options": True},
 )
-@click.option("--target", help="Target to measure, as --model-path; starts a server with it.")
+@click.option("--target", help="Target to measure, as --model-path: a server is started with it.")
 @click.option("--draft", help="Its drafter, as --speculative-draft-model-path.")
-@click.option("--output", type=_FILE, help="Where the table goes, for --speculative-dspark-sps-table-path.")
-@click.option("--table", "table_file", type=_FILE, help="Print this table instead of measuring one.")
-@click.option("--plot", type=_FILE, help="Where a figure goes (PNG).")
+@click.option("--output", type=OutputFile(), help="File of the table, for --speculative-dspark-sps-table-path.")
+@click.option(
+    "--table", "table_file", type=click.Path(path_type=Path), help="Print this table instead of measuring one."
+)
 @click.argument("server_flags", nargs=-1, type=click.UNPROCESSED)
 def profile(
     target: str | None,
     draft: str | None,
     output: Path | None,
     table_file: Path | None,
-    plot: Path | None,
     server_flags: tuple[str, ...],
 ) -> None:
-    """Measure how long decode steps take on this machine, print and plot the table.
+    """Measure how long decode steps take on this machine and print the table.
 
     A server measures its own table when it starts; this does the same ahead of time, for a server that shall start
     faster or a machine that is busy later. SERVER_FLAGS have to be those of that server, e.g. --dtype bfloat16: a table
@@ -49,7 +46,6 @@ def profile(
 
     from sglang_dspark.scheduling.sps_table import SpsTable
 
-    check_outputs(output, plot)
     console = Console(highlight=False)
     if table_file is not None:
         if target or draft or output or server_flags:
@@ -68,11 +64,6 @@ def profile(
         console.print(_table(table, index))
     if output is not None:
         console.print(f"\n--speculative-dspark-sps-table-path {output}", soft_wrap=True)
-    if plot is not None:
-        from sglang_dspark.tools.sps_plot import sps_figure
-
-        sps_figure(table).savefig(plot, dpi=_DPI)
-        console.print(plot, soft_wrap=True)
 
 
 def _measure(console: Console, target: str, draft: str, output: Path, server_flags: tuple[str, ...]) -> None:
@@ -94,13 +85,9 @@ def _measure(console: Console, target: str, draft: str, output: Path, server_fla
 
 
 def _table(table: SpsTable, context: int) -> Table:
-    """Rows of requests, columns of verified drafts, in milliseconds."""
-    from rich.table import Table
-
+    """Return rows of requests and columns of verified drafts, in milliseconds."""
     title = f"ms at {table.contexts[context]} tokens of context: plain step, draft of a block, verification of n drafts"
-    shown = Table(title=title, title_justify="left")
-    for heading in ("users", "plain", "draft", *(f"v {drafts}" for drafts in table.drafts[1:])):
-        shown.add_column(heading, justify="right")
+    shown = new_table("users", "plain", "draft", *(f"v {drafts}" for drafts in table.drafts[1:]), title=title)
     for r, requests in enumerate(table.requests):
         plain, *verify = table.verify_ms[r, :, context]
         row = [plain, table.draft_ms[r, -1, context], *verify]

@@ -5,52 +5,52 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 from click.core import ParameterSource
+from msgspec import Meta
 
-from sglang_dspark.tools.cli.outputs import check_folders
-from sglang_dspark.tools.cli.progress import progress_bar
+from sglang_dspark.declared import whole
+from sglang_dspark.tools.cli.numbers import Numbers
+from sglang_dspark.tools.cli.outputs import OutputFile, new_table, progress_bars
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from sglang_dspark.scheduling.sps_table import SpsTable
     from sglang_dspark.tools.simulator.blocks import BlockSource
     from sglang_dspark.tools.simulator.sweep import Point
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
+
+_SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at most 1")]
 
 
-def _numbers(kind: type) -> Any:
-    def parse(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[Any, ...]:
-        try:
-            numbers = tuple(kind(number) for number in value.split(",")) if value else ()
-        except ValueError as error:
-            raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,2,4") from error
-        if any(number <= 0 for number in numbers):
-            raise click.BadParameter(f"{value!r} has a number that is not above 0")
-        return numbers
-
-    return parse
-
-
-@click.command(short_help="What a server would do under a load: measured step times, acceptance, real policies.")
+@click.command(short_help="Simulate a server under a load: measured step times, acceptance, real policies.")
 @click.option("--table", metavar="FILE|NAME", help="SPS table of a machine, or V4-Flash or V4-Pro as published.")
-@click.option("--blocks", "blocks_file", type=_FILE, help="Recorded blocks of the drafter, of evaluate --blocks.")
-@click.option("--conditional", callback=_numbers(float), help="Or acceptance by position: 0.9,0.88,0.86 ...")
-@click.option("--policies", help="E.g. static:3,threshold:0.6,auto; off comes with them.  [default: static,auto]")
-@click.option("--users", callback=_numbers(int), help="Numbers of users, ascending.  [default: those of the table]")
-@click.option("--prompt-tokens", default="128", show_default=True, help="128, 64-256 (uniform) or ~128 (geometric).")
-@click.option("--output-tokens", default="~128", show_default=True, help="Likewise.")
-@click.option("--csv", "csv_file", type=_FILE, help="Where the figures go (CSV).")
-@click.option("--html", type=_FILE, help="Where a page with sliders goes.")
-@click.option("--published", is_flag=True, help="What the DSpark paper publishes beside what this code makes of it.")
+@click.option(
+    "--blocks", "blocks_file", type=click.Path(path_type=Path), help="Blocks of the drafter, from evaluate --blocks."
+)
+@click.option("--conditional", type=Numbers(_SHARE), help="Acceptance by position instead: 0.9,0.88,0.86 ...")
+@click.option("--policies", help="Policies, e.g. static:3,threshold:0.6,auto, beside off.  [default: static,auto]")
+@click.option(
+    "--users",
+    type=Numbers(Annotated[int, whole(1)]),
+    help="Numbers of users, ascending.  [default: those of the table]",
+)
+@click.option(
+    "--prompt-tokens",
+    default="128",
+    show_default=True,
+    help="Length of a prompt: 128, 64-256 (uniform) or ~128 (geometric).",
+)
+@click.option("--output-tokens", default="~128", show_default=True, help="Length of an answer, in the same forms.")
+@click.option("--csv", "csv_file", type=OutputFile(), help="CSV file of the figures.")
+@click.option("--html", type=OutputFile(), help="HTML file of a page with sliders.")
+@click.option("--published", is_flag=True, help="Print the DSpark paper's figures beside this code's.")
 @click.pass_context
 def simulate(ctx: click.Context, /, **options: Any) -> None:
-    """What a server would do under a load, from its step times and its drafter's acceptance.
+    """Simulate a server under a load, from its step times and its drafter's acceptance.
 
     The scheduler's own code decides every step, in simulated time: closed-loop users, prefills, overlap scheduling.
     Without --table a small model shows where speculation stops paying. docs/simulation.md explains.
@@ -58,7 +58,6 @@ def simulate(ctx: click.Context, /, **options: Any) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    check_folders({"--csv": options["csv_file"], "--html": options["html"]})
     if options["published"]:
         _refuse_others(ctx, "--published prints a table and takes nothing else", "published")
         _published(console)
@@ -70,7 +69,7 @@ def simulate(ctx: click.Context, /, **options: Any) -> None:
 
 
 def _refuse_others(ctx: click.Context, why: str, *taken: str) -> None:
-    """Options that would have no effect."""
+    """Refuse options that would have no effect."""
     for param in ctx.command.params:
         given = ctx.get_parameter_source(param.name or "") is ParameterSource.COMMANDLINE
         if given and param.name not in taken:
@@ -82,7 +81,7 @@ def _model(console: Console, options: dict[str, Any]) -> None:
     from sglang_dspark.tools.simulator.page import MODEL_USERS, crossover_page
 
     model = CrossoverModel()
-    table = _new_table("policy", "users", "one user", "to plain", "accept length", "verify", "wasted")
+    table = new_table("policy", "users", "one user", "to plain", "accept length", "verify", "wasted", left=["policy"])
     for policy in POLICIES:
         for users in options["users"] or MODEL_USERS:
             point, plain = model.point(policy, users), model.point("plain", users)
@@ -105,7 +104,7 @@ def _published(console: Console) -> None:
 
     with console.status("simulating"):
         compared = [*published.accept_lengths(), *published.thresholds(), *published.budgets()]
-    table = _new_table("figure", "what", "paper", "ours", "difference")
+    table = new_table("figure", "what", "paper", "ours", "difference", left=["figure", "what"])
     for one in compared:
         numbers = (f"{one.published:.2f}", f"{one.ours:.2f}", f"{one.ours / one.published - 1:+.1%}")
         table.add_row(one.figure, one.case, *numbers)
@@ -127,9 +126,9 @@ def _simulate(console: Console, options: dict[str, Any]) -> None:
     )
     users = sorted(set(options["users"] or table.requests))
     policies = list(dict.fromkeys(["off", *(options["policies"] or "static,auto").split(",")]))
-    with progress_bar(console, "points", len(policies) * len(users)) as advance:
+    with progress_bars(console, {"points": len(policies) * len(users)}) as (advance,):
         points = sweep(conditions, policies, users, advance)
-    console.print(_of_points(points))
+    _print_points(console, points)
     console.print(_verdict(points), soft_wrap=True)
     if options["csv_file"]:
         write_csv(options["csv_file"], points)
@@ -168,9 +167,9 @@ def _blocks(options: dict[str, Any]) -> BlockSource:
     raise click.UsageError("--table needs acceptance: give --blocks or --conditional")
 
 
-def _of_points(points: Sequence[Point]) -> Table:
+def _print_points(console: Console, points: Sequence[Point]) -> None:
     headings = ("tok/s", "one\nuser", "TTFT\nms", "TPOT\nms", "accept\nlength", "verify", "wasted", "parked")
-    table = _new_table("policy", "users", *headings)
+    table = new_table("policy", "users", *headings, left=["policy"])
     for point in points:
         f = point.figures
         if point.users == points[0].users:
@@ -178,7 +177,7 @@ def _of_points(points: Sequence[Point]) -> Table:
         speeds = (f"{f.output_tok_s:.1f}", f"{f.user_tok_s:.1f}", f"{f.ttft_ms:.0f}", f"{f.tpot_ms:.1f}")
         drafts = (f"{f.accept_length:.2f}", f"{f.verify_len:.2f}", f"{f.wasted:.0%}", f"{f.parked:.0%}")
         table.add_row(point.policy, str(point.users), *speeds, *drafts)
-    return table
+    console.print(table)
 
 
 def _verdict(points: Sequence[Point]) -> str:
@@ -188,14 +187,3 @@ def _verdict(points: Sequence[Point]) -> str:
     where = (f"from {math.ceil(users)} users on" if users else f"not up to {points[-1].users}" for _, users in found)
     slower = "; ".join(f"{policy} {place}" for (policy, _), place in zip(found, where, strict=True))
     return f"Slower than off: {slower}."
-
-
-def _new_table(*headings: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in headings:
-        justify: Any = "left" if heading in ("policy", "figure", "what") else "right"
-        table.add_column(heading, justify=justify, no_wrap=heading == "policy")
-    return table

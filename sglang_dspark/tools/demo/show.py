@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-import time
-import urllib.error
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from textwrap import shorten
 
-import openai
-import psutil
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import track
 from rich.table import Table
 
 from sglang_dspark.errors import DSparkError
-from sglang_dspark.tools.demo.figures import Spread, accept_length, answers, first_difference, ratio, speed
-from sglang_dspark.tools.demo.questioner import has_chat_template
-from sglang_dspark.tools.demo.turns import AUTO, MODES, OFF, PLAIN, Contest, Measured, Turn, schedule, share_of_others
+from sglang_dspark.tools.demo.contest import (
+    AUTO,
+    MODES,
+    OFF,
+    PLAIN,
+    Answers,
+    Contest,
+    accept_length,
+    answers_of,
+    has_chat_template,
+    ratios,
+    schedule,
+)
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer, dspark_flags
 
 PROMPTS = (
@@ -29,17 +36,17 @@ PROMPTS = (
     "Natalia sold 48 clips in April and half as many in May. How many clips did she sell in total? Think step by step.",
     "Explain in simple words why the sky is blue.",
 )
-GPU_FLAGS = ("--mem-fraction-static", "0.4")
-# The table of step times then has the loads that the demo meets, and is measured in seconds.
+# The table of step times then has the load that the demo meets, and is measured in seconds.
 ONE_AT_A_TIME = ("--max-running-requests", "1")
-LAST_START_S = 75.0
-"""No further round starts so long after the first one."""
-BUSY_SHARE = 0.05
-"""Share of the machine's cores, taken by others, from which on the demo says that the machine is busy."""
+GPU_FLAGS = ("--mem-fraction-static", "0.4")
 
 
 class Demo:
-    """One comparison of plain SGLang, the plugin without speculation, and the plugin with it."""
+    """One comparison of plain SGLang, the plugin without speculation, and the plugin with it.
+
+    Args:
+        log_dir: folder of the servers' logs.
+    """
 
     def __init__(
         self,
@@ -53,18 +60,12 @@ class Demo:
         dtype: str,
         log_dir: Path,
     ) -> None:
-        self._console = console
-        self._target = target
-        self._draft = draft
-        self._prompts = prompts or PROMPTS
-        self._max_tokens = max_tokens
-        self._rounds = rounds
-        self._log_dir = log_dir
+        self._console, self._target, self._draft, self._log_dir = console, target, draft, log_dir
+        self._prompts, self._max_tokens, self._rounds = prompts or PROMPTS, max_tokens, rounds
         self._on_gpu = torch.cuda.is_available()
-        cores = f"CPU, {torch.get_num_threads()} threads"
-        self._place = f"{torch.cuda.get_device_name() if self._on_gpu else cores}, {dtype}"
         self._flags = (*(GPU_FLAGS if self._on_gpu else CPU_FLAGS), *ONE_AT_A_TIME, "--dtype", dtype)
-        self._env: Mapping[str, str] = {} if self._on_gpu else CPU_ENV
+        device = torch.cuda.get_device_name() if self._on_gpu else f"CPU, {torch.get_num_threads()} threads"
+        console.print(f"target   {target}\ndrafter  {draft}\non       {device}, {dtype}", soft_wrap=True)
 
     def run(self) -> None:
         """Start both servers, let them take turns, and print everything.
@@ -73,20 +74,19 @@ class Demo:
             LaunchError: a server did not start.
             DSparkError: a server refused a prompt or died.
         """
-        self._console.print(f"target   {self._target}\ndrafter  {self._draft}\non       {self._place}", soft_wrap=True)
-        measured: list[Measured] = []
         with ExitStack() as stack:
             plain = self._serve(stack, "plain", ())
             dspark = self._serve(stack, "dspark", dspark_flags(self._draft))
-            contest = Contest(plain, dspark, self._prompts, self._max_tokens, chat=has_chat_template(self._target))
+            contest = Contest(plain, dspark, self._max_tokens, chat=has_chat_template(self._target))
             try:
-                self._measure(contest, measured)
-            except (openai.OpenAIError, urllib.error.URLError) as error:
-                raise DSparkError(f"the server did not answer: {error}") from error
-        self._print_summary(measured)
-        self._print_prompts(measured)
-        self._print_differences(measured)
-        self._print_load(measured)
+                answers = self._measure(contest)
+            except OSError as error:
+                raise DSparkError(f"the server did not answer: {error}; its log is in {self._log_dir}") from error
+        for index, prompt in enumerate(self._prompts):
+            self._console.print(f"\n[cyan]> {escape(prompt)}[/]")
+            self._console.out(answers_of(answers, PLAIN, index)[0].text.strip())
+        self._print_speeds(answers)
+        self._print_prompts(answers)
 
     def _serve(self, stack: ExitStack, name: str, flags: Sequence[str]) -> LaunchedServer:
         log_path = self._log_dir / f"demo-{name}.log"
@@ -95,7 +95,7 @@ class Demo:
                 self._target,
                 *self._flags,
                 *flags,
-                env=self._env,
+                env={} if self._on_gpu else CPU_ENV,
                 log_path=log_path,
                 progress=lambda seconds, _: status.update(f"starting the {name} server: {seconds:.0f} s"),
             )
@@ -106,88 +106,57 @@ class Demo:
         )
         return server
 
-    def _measure(self, contest: Contest, measured: list[Measured]) -> None:
-        rounds, start_s = schedule(len(self._prompts), self._rounds), time.monotonic()
-        columns = (TextColumn("{task.description:38}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            task = progress.add_task("first answers, not counted", total=sum(map(len, rounds)))
-            for mode in MODES:
-                contest.ask(Turn(0, 0, mode))
-            for index, turns in enumerate(rounds):
-                if index and time.monotonic() - start_s > LAST_START_S:
-                    self._console.print(
-                        f"\n[yellow]ended after {index} of {self._rounds} rounds:[/] they take long here"
-                    )
-                    break
-                for turn in turns:
-                    progress.update(task, description=f"round {index + 1} of {self._rounds}: {turn.mode.name}")
-                    measured.append(contest.ask(turn))
-                    progress.advance(task)
-                    if index == 0 and len(measured) % len(MODES) == 0:
-                        self._print_answer(measured, turn.prompt)
+    def _measure(self, contest: Contest) -> Answers:
+        for mode in MODES:  # first answers, which are slower
+            contest.ask(self._prompts[0], mode)
+        turns = list(schedule(len(self._prompts), self._rounds))
+        asked = track(turns, "asking the servers in turns", console=self._console, transient=True)
+        return {turn: contest.ask(self._prompts[turn.prompt], turn.mode) for turn in asked}
 
-    def _print_answer(self, measured: Sequence[Measured], prompt: int) -> None:
-        """The text that all modes gave in the first round; where they differ, plain SGLang's."""
-        self._console.print(f"\n[cyan]> {escape(self._prompts[prompt])}[/]")
-        self._console.out(answers(measured, PLAIN, prompt)[0].text.strip())
-
-    def _print_summary(self, measured: Sequence[Measured]) -> None:
+    def _print_speeds(self, answers: Answers) -> None:
         table = Table(box=SIMPLE)
         for heading in ("", "tokens per second", "", "times as fast"):
             table.add_column(heading, no_wrap=True)
-        table.add_row(PLAIN.name, _in_words(speed(measured, PLAIN), 1), "", "")
-        for name, mode, base in (("off / plain", OFF, PLAIN), ("auto / off", AUTO, OFF)):
-            factor = _in_words(ratio(measured, mode, base), 2)
-            table.add_row(mode.name, _in_words(speed(measured, mode), 1), name, f"[bold]{factor}[/]")
+        compared = {OFF: ("off / plain", PLAIN), AUTO: ("auto / off", OFF)}
+        for mode in MODES:
+            speed = _with_range([answer.tokens_per_second for answer in answers_of(answers, mode)], 1)
+            name, base = compared.get(mode, ("", mode))
+            table.add_row(mode.name, speed, name, _with_range(ratios(answers, mode, base), 2) if name else "")
         self._console.print(table)
         own = "own steps" if self._on_gpu else "own CPU attention"
-        length = accept_length(answers(measured, AUTO))
-        gained = "" if length is None else f": {length:.2f} tokens per step"
-        self._console.print(f"off / plain is the plugin's {own}, without a drafter; auto / off is speculation{gained}.")
+        length = accept_length(answers_of(answers, AUTO))
         self._console.print(
-            f"Medians of {len(measured) // len(MODES)} answers each (prompts: {len(self._prompts)}, rounds: "
-            f"{measured[-1].turn.round + 1}), in brackets the middle half of them. One greedy request at a time, from "
-            "sending it to the end of its stream. A ratio pairs answers to the same prompt in the same round. All "
-            "take turns in shuffled order, each after an answer that does not count."
+            f"off / plain is the plugin's {own}, without a drafter; auto / off is speculation: {length:.2f} tokens per "
+            f"step.\nMedians of {len(answers) // len(MODES)} answers each (prompts: {len(self._prompts)}, rounds: "
+            f"{self._rounds}), in brackets their range. One greedy request at a time. A ratio pairs answers to the "
+            "same prompt in the same round. Servers take turns in shuffled order; other busy programs spread ratios."
         )
 
-    def _print_prompts(self, measured: Sequence[Measured]) -> None:
+    def _print_prompts(self, answers: Answers) -> None:
         table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-        table.add_column("prompt", no_wrap=True)
-        for heading in ("plain", "off", "auto", "auto / off", "per step", "same text"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        for heading in ("prompt", *(mode.name for mode in MODES), "auto / off", "per step", "same text"):
+            table.add_column(heading, no_wrap=True)
         for index, prompt in enumerate(self._prompts):
-            speeds = [f"{speed(measured, mode, index).median:.1f}" for mode in MODES]
-            length = accept_length(answers(measured, AUTO, index))
-            same = len({answer.text for mode in MODES for answer in answers(measured, mode, index)}) == 1
+            given = [answers_of(answers, mode, index) for mode in MODES]
+            same = len({answer.text for one in given for answer in one}) == 1
             table.add_row(
                 escape(shorten(prompt, 22, placeholder="...")),
-                *speeds,
-                f"{ratio(measured, AUTO, OFF, index).median:.2f}",
-                "-" if length is None else f"{length:.2f}",
+                *(f"{median(answer.tokens_per_second for answer in one):.1f}" for one in given),
+                f"{median(ratios(answers, AUTO, OFF, index)):.2f}",
+                f"{accept_length(given[-1]):.2f}",
                 "[green]yes[/]" if same else "[yellow]no[/]",
             )
+            if not same:
+                self._print_difference([answer.text for one in given for answer in one])
         self._console.print(table)
 
-    def _print_differences(self, measured: Sequence[Measured]) -> None:
-        for index, prompt in enumerate(self._prompts):
-            expected = answers(measured, PLAIN, index)[0].text
-            for mode in MODES:
-                texts = {answer.text for answer in answers(measured, mode, index)} - {expected}
-                for text in sorted(texts):
-                    at = first_difference(expected, text) or 0
-                    self._console.print(f"\n[yellow]texts differ from character {at}[/] for: {escape(prompt)}")
-                    self._console.out(f"{PLAIN.name}: ...{expected[max(0, at - 40) : at + 40]!r}")
-                    self._console.out(f"{mode.name}: ...{text[max(0, at - 40) : at + 40]!r}")
-
-    def _print_load(self, measured: Sequence[Measured]) -> None:
-        share, cores = share_of_others(measured), psutil.cpu_count() or 1
-        if share > BUSY_SHARE:
-            self._console.print(
-                f"\n[yellow]This machine was busy:[/] other programs took {share * cores:.1f} of its {cores} cores "
-                "during the answers. Speeds are lower than on a quiet machine, and ratios less certain: run it again."
-            )
+    def _print_difference(self, texts: Sequence[str]) -> None:
+        first, other = texts[0], next(text for text in texts if text != texts[0])
+        at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(map(len, texts)))
+        shown = slice(max(0, at - 40), at + 40)
+        self._console.print(f"[yellow]texts differ from character {at}:[/]")
+        self._console.out(f"...{first[shown]!r}\n...{other[shown]!r}")
 
 
-def _in_words(spread: Spread, digits: int) -> str:
-    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"
+def _with_range(values: Sequence[float], digits: int) -> str:
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"

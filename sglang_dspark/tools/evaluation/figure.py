@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sglang_dspark.calibration.metrics import reliability_bins
-from sglang_dspark.tools.calibrate.reliability_plot import FEWEST_ROUNDS
 from sglang_dspark.tools.evaluation.measured_set import MeasuredSet
 
 if TYPE_CHECKING:
@@ -16,12 +15,14 @@ if TYPE_CHECKING:
 PANEL_INCHES = (4.6, 3.6)
 # Thresholds below 0.3 hardly cut anything: their labels would lie on each other.
 _FIRST_LABEL = 3
+# A reliability bin with fewer is not drawn: at a share of one half, the error of 20 outcomes is 0.11 already.
+_FEWEST_ROUNDS = 20
 
 
 def evaluation_figure(sets: Sequence[MeasuredSet], caption: str) -> Figure:
-    """Conditional acceptance and survival by position, the threshold sweep, and a reliability diagram; a line per set.
+    """Draw conditional acceptance and survival by position, the threshold sweep and a reliability diagram of every set.
 
-    The two last stay empty without a confidence head.
+    The last two stay empty without a confidence head.
 
     Args:
         caption: what was measured, below the panels.
@@ -69,10 +70,10 @@ def evaluation_figure(sets: Sequence[MeasuredSet], caption: str) -> Figure:
 
 
 def _draw_reliability(axes: Axes, measured: MeasuredSet, color: tuple[float, ...]) -> None:
-    """All positions together."""
+    """Draw all positions together."""
     if measured.predicted is None:
         return
     bins = reliability_bins(measured.predicted.ravel(), measured.outcomes.ravel())
-    shown = bins.counts >= FEWEST_ROUNDS
+    shown = bins.counts >= _FEWEST_ROUNDS
     axes.plot(bins.predicted[shown], bins.observed[shown], color=color, marker=".", label=f"ECE {bins.ece:.1%}")
     axes.legend(frameon=False, fontsize=8)

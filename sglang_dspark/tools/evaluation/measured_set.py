@@ -89,12 +89,12 @@ class MeasuredSet:
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens committed per round, bonus included."""
+        """Return the mean tokens committed per round, bonus included."""
         return float(self.committed.mean())
 
     @property
     def standard_error(self) -> float:
-        """Of the accept length: over the answers, because rounds of one answer resemble each other.
+        """Return that of the accept length over the answers: rounds of one answer resemble each other.
 
         The accept length is a ratio of sums over answers; this is the linearised error of such a ratio.
         """
@@ -106,28 +106,28 @@ class MeasuredSet:
 
     @property
     def verify_rate(self) -> float:
-        """Tokens committed per token that went through the target."""
+        """Return the tokens committed per token that went through the target."""
         return float(self.committed.sum() / (self.proposed + 1).sum())
 
     @property
     def outcomes(self) -> Bools:
-        """[n, gamma] whether a draft and all before it were accepted."""
+        """Return [n, gamma] whether a draft and all before it were accepted."""
         return survived(self.accepted, self.gamma)
 
     @property
     def survival(self) -> list[float]:
-        """By position: share of the rounds that proposed it in which it and all before it were accepted."""
+        """Return by position the share of rounds that proposed it in which it and all before it were accepted."""
         proposed = self.proposed[:, None] > np.arange(self.gamma)
         return _shares((self.outcomes & proposed).sum(0), proposed.sum(0))
 
     @property
     def conditional(self) -> list[float]:
-        """By position: share accepted of the drafts before which all were accepted."""
+        """Return by position the share accepted of the drafts before which all were accepted."""
         tested = np.minimum(self.proposed, self.accepted + 1)[:, None] > np.arange(self.gamma)
         return _shares(self.outcomes.sum(0), tested.sum(0))
 
     def thresholds(self) -> list[dict[str, float]]:
-        """The policy ``threshold`` on these rounds, by threshold: what it verifies, and what is accepted of it.
+        """Apply the policy ``threshold`` to these rounds: what it verifies, and what is accepted, by threshold.
 
         ``accept_length`` and ``verified`` per round, the bonus token and the anchor included; ``rate``: their ratio
         (DSpark, Fig. 5). Rounds stay those of whole blocks, while a server that verifies less starts them elsewhere.
@@ -153,11 +153,11 @@ class MeasuredSet:
 
     @property
     def predicted(self) -> Floats | None:
-        """[n, gamma] survival as the raw head predicts it; None without one."""
+        """Return [n, gamma] survival as the raw head predicts it; None without one."""
         return None if self.logits is None else prefix_survival(sigmoid(self.logits))
 
     def confidence(self) -> list[dict[str, float | None]]:
-        """Errors of the raw head's survival by position; empty without one."""
+        """Return the errors of the raw head's survival by position; empty without one."""
         if self.predicted is None:
             return []
         rows: list[dict[str, float | None]] = []
@@ -178,7 +178,7 @@ class MeasuredSet:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready content."""
+        """Return JSON-ready content."""
         return {
             "set": self.name,
             "answers": self.num_answers,
@@ -196,7 +196,7 @@ class MeasuredSet:
 
 
 def _counts(answer: Answer, position: int, entry: dict[str, Any], gamma: int) -> tuple[int, int, int]:
-    """Drafts proposed and accepted, and tokens committed, of the round that begins at an output token."""
+    """Return drafts proposed and accepted, and tokens committed, of the round that begins at an output token."""
     accepted = int(entry["accepted"])
     given = answer.num_tokens - position
     if answer.stopped and given <= accepted:
@@ -210,7 +210,7 @@ def _shares(part: Ints, whole: Ints) -> list[float]:
 
 
 def recorded_blocks(sets: Sequence[MeasuredSet], name: str) -> RecordedBlocks:
-    """The rounds of all sets, answers in turn, for the simulator.
+    """Return the rounds of all sets, answers in turn, for the simulator.
 
     Rounds that ended with a stop token are left out: what the block was worth is not known of them.
     """

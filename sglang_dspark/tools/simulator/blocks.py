@@ -37,7 +37,7 @@ class BlockSource(Protocol):
     def name(self) -> str: ...
 
     def draw(self, requests: Sequence[int], rng: np.random.Generator) -> tuple[NDArray[np.float64] | None, Ints]:
-        """A block for each of ``requests``.
+        """Draw a block for each of ``requests``.
 
         Returns:
             ``(logits [n, gamma] of the confidence head, accepted [n])``: drafts that the target would accept if it

@@ -70,7 +70,7 @@ class Costs:
 
 
 def _padding_ms(times: LoadTimes, num_tokens: int, padded_tokens: int, context: float) -> float:
-    """Attention of rows that are padding: the part of a step that grows with the context grows with the padded rows."""
+    """Return the attention of padding: the part of a step that grows with the context grows with padded rows."""
     if len(times.contexts) < 2:
         return 0.0
     per_context_token = times.slope_ms[1, 0]

@@ -51,7 +51,7 @@ class CrossoverModel:
 
     @property
     def survival(self) -> NDArray[np.float64]:
-        """[block] probability that a draft and all before it are accepted."""
+        """Return [block] the probability that a draft and all before it are accepted."""
         survival: NDArray[np.float64] = np.cumprod(self.first * self.decay ** np.arange(self.block))
         return survival
 
@@ -70,7 +70,7 @@ class CrossoverModel:
 
     @property
     def crossover(self) -> float:
-        """Users from which on whole blocks are slower than plain decoding.
+        """Return the users from which on whole blocks are slower than plain decoding.
 
         There the step of whole blocks, ``users (block + 1) / capacity``, takes as long as its accept length in plain
         steps, which still fit the capacity.

@@ -88,7 +88,7 @@ def simulation_page(points: Sequence[Point], title: str, note: str) -> str:
 
 
 def _model_lanes(model: CrossoverModel, verify_len: int) -> Lanes:
-    """Steps of some requests that verify so many drafts; the same dice for all numbers of drafts."""
+    """Draw steps of some requests that verify so many drafts; the same dice for all numbers of drafts."""
     conditional = tuple((model.first * model.decay ** np.arange(model.block)).tolist())
     source = ConditionalAcceptance(conditional, concentration=math.inf)
     accepted = source.draw(range(SHOWN_REQUESTS * SHOWN_STEPS), np.random.default_rng(1))[1].reshape(

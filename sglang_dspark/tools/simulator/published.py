@@ -17,28 +17,16 @@ from sglang_dspark.tools.simulator.sweep import Conditions, simulate_point
 from sglang_dspark.tools.simulator.workload import Lengths
 
 # Fig. 2: conditional acceptance by position, Qwen3-4B, block size 7, temperature 1, means over the sets of a domain.
-FIGURE_2: Mapping[tuple[str, str], tuple[float, ...]] = {
-    ("DSpark", "math"): (0.905, 0.890, 0.888, 0.885, 0.887, 0.891, 0.882),
-    ("DSpark", "code"): (0.886, 0.872, 0.860, 0.861, 0.858, 0.859, 0.851),
-    ("DSpark", "chat"): (0.735, 0.738, 0.740, 0.744, 0.758, 0.766, 0.761),
-    ("DFlash", "math"): (0.885, 0.827, 0.820, 0.834, 0.841, 0.839, 0.828),
-    ("DFlash", "code"): (0.865, 0.815, 0.797, 0.801, 0.810, 0.801, 0.777),
-    ("DFlash", "chat"): (0.718, 0.648, 0.638, 0.661, 0.682, 0.692, 0.688),
-    ("Eagle3", "math"): (0.811, 0.823, 0.838, 0.844, 0.851, 0.856, 0.850),
-    ("Eagle3", "code"): (0.771, 0.774, 0.781, 0.791, 0.787, 0.794, 0.784),
-    ("Eagle3", "chat"): (0.534, 0.589, 0.642, 0.678, 0.709, 0.729, 0.733),
+FIGURE_2: Mapping[str, tuple[float, ...]] = {
+    "math": (0.905, 0.890, 0.888, 0.885, 0.887, 0.891, 0.882),
+    "code": (0.886, 0.872, 0.860, 0.861, 0.858, 0.859, 0.851),
+    "chat": (0.735, 0.738, 0.740, 0.744, 0.758, 0.766, 0.761),
 }
-# Table 1: accept lengths of the same drafters, set by set.
-TABLE_1: Mapping[tuple[str, str], tuple[float, ...]] = {
-    ("DSpark", "math"): (6.11, 5.70, 4.89),
-    ("DSpark", "code"): (5.13, 5.38, 4.86),
-    ("DSpark", "chat"): (3.64, 3.54, 3.29),
-    ("DFlash", "math"): (5.40, 4.85, 4.15),
-    ("DFlash", "code"): (4.40, 4.74, 4.18),
-    ("DFlash", "chat"): (3.07, 2.96, 2.83),
-    ("Eagle3", "math"): (5.14, 4.62, 3.92),
-    ("Eagle3", "code"): (3.69, 4.16, 3.77),
-    ("Eagle3", "chat"): (2.39, 2.26, 2.55),
+# Table 1: accept lengths of the same drafter, set by set.
+TABLE_1: Mapping[str, tuple[float, ...]] = {
+    "math": (6.11, 5.70, 4.89),
+    "code": (5.13, 5.38, 4.86),
+    "chat": (3.64, 3.54, 3.29),
 }
 # Fig. 5: tokens committed and verified per step by threshold 0, 0.5, 0.6 ... 0.9; GSM8K, HumanEval and MT-Bench.
 FIGURE_5: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -78,9 +66,9 @@ class Comparison:
 def accept_lengths() -> list[Comparison]:
     """Compare Table 1's means with one plus the survivals that the conditional acceptances of Fig. 2 imply."""
     compared = []
-    for (drafter, domain), conditional in FIGURE_2.items():
-        published, ours = float(np.mean(TABLE_1[drafter, domain])), float(1 + np.cumprod(conditional).sum())
-        compared.append(Comparison("Table 1", f"accept length of {drafter}, {domain}", published, ours))
+    for domain, conditional in FIGURE_2.items():
+        published, ours = float(np.mean(TABLE_1[domain])), float(1 + np.cumprod(conditional).sum())
+        compared.append(Comparison("Table 1", f"accept length, {domain}", published, ours))
     return compared
 
 
@@ -92,7 +80,7 @@ def thresholds() -> list[Comparison]:
     """
     compared = []
     for domain, (committed, verified) in FIGURE_5.items():
-        source = ConditionalAcceptance(FIGURE_2["DSpark", domain])
+        source = ConditionalAcceptance(FIGURE_2[domain])
         logits, accepted = source.draw(range(_BLOCKS), np.random.default_rng(0))
         assert logits is not None
         confidence = 1 / (1 + np.exp(-logits))
@@ -132,7 +120,7 @@ def step_times(engine: str) -> SpsTable:
 
 def acceptance() -> ConditionalAcceptance:
     """Stand in for the acceptance of the production drafters, which is not published: Fig. 2's chat."""
-    return ConditionalAcceptance(FIGURE_2["DSpark", "chat"][:PRODUCTION_BLOCK], name="the paper's acceptance on chat")
+    return ConditionalAcceptance(FIGURE_2["chat"][:PRODUCTION_BLOCK], name="the paper's acceptance on chat")
 
 
 def budgets(engines: Sequence[str] = tuple(FIGURE_8_BUDGET)) -> list[Comparison]:

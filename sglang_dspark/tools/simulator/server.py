@@ -155,7 +155,7 @@ class _Episode:
         return prompts
 
     def _deliver(self, result: Result) -> None:
-        """The host looks at a result: tokens reach their users, and users whose answer is complete go on."""
+        """Look at a result: tokens reach their users, and users whose answer is complete go on."""
         rounds = result.rounds
         if rounds is None:
             for request in result.requests:
@@ -175,7 +175,7 @@ class _Episode:
             self._send_next()
 
     def _send_next(self) -> None:
-        """A user sends the next request, if there is one left."""
+        """Let a user send the next request, if there is one left."""
         request = next(self._to_send, None)
         if request is not None:
             request.sent_ms = self._now_ms

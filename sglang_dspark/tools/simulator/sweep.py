@@ -27,7 +27,7 @@ _CHANCE = 0.02
 
 
 def parse_policy(text: str) -> DSparkConfig:
-    """Options of ``auto``, ``early-stop``, ``off``, ``static:3`` or ``threshold:0.6``.
+    """Return the options of ``auto``, ``early-stop``, ``off``, ``static:3`` or ``threshold:0.6``.
 
     Raises:
         ConfigError: it is none of them.
@@ -102,25 +102,26 @@ def crossovers(points: Sequence[Point]) -> dict[str, float | None]:
     for point in points:
         speeds.setdefault(point.policy, {})[point.users] = point.figures.user_tok_s
     plain = speeds[points[0].policy]
-    return {
-        policy: crossing(list(plain), [speed / plain[users] for users, speed in ours.items()])
-        for policy, ours in speeds.items()
-    }
+    found = {}
+    for policy, ours in speeds.items():
+        ratios = [speed / plain[users] for users, speed in ours.items()]
+        found[policy] = None if ratios[-1] > 1 - _CHANCE else crossing(list(plain), ratios) or float(points[0].users)
+    return found
 
 
 def crossing(users: Sequence[int], ratios: Sequence[float]) -> float | None:
-    """Find where ratios of speeds fall below 1 for good, on a logarithmic axis of users.
+    """Return where ratios of speeds fall below 1 for good, interpolated on logarithmic axes.
 
     Returns:
-        The first number of users where they never reach 1; None where they are not clearly below it at the end.
+        A number of users; None if the ratios stay on one side of 1, or are 1 or more at the end.
     """
-    if ratios[-1] > 1 - _CHANCE:
+    logs = np.log(ratios)
+    ahead = np.flatnonzero(logs >= 0)
+    if not len(ahead) or ahead[-1] + 1 == len(logs):
         return None
-    ahead = [place for place, ratio in enumerate(ratios) if ratio >= 1]
-    if not ahead:
-        return float(users[0])
-    (before, after), (above, below) = (axis[ahead[-1] : ahead[-1] + 2] for axis in (np.log(users), ratios))
-    return float(np.exp(before + (above - 1) / (above - below) * (after - before)))
+    last = ahead[-1]
+    share = logs[last] / (logs[last] - logs[last + 1])
+    return float(users[last] * (users[last + 1] / users[last]) ** share)
 
 
 def write_csv(path: Path, points: Sequence[Point]) -> None:

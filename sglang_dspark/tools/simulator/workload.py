@@ -31,7 +31,7 @@ class Request:
 
     @property
     def context(self) -> int:
-        """Tokens whose K/V is in the cache, as far as the host knows."""
+        """Return the tokens whose K/V is in the cache, as far as the host knows."""
         return self.prompt_tokens + self.known_tokens
 
     @property
@@ -41,12 +41,12 @@ class Request:
 
     @property
     def user_tok_s(self) -> float:
-        """Tokens per second from sending to the last token."""
+        """Return the tokens per second from sending to the last token."""
         return 1e3 * self.output_tokens / (self.done_ms - self.sent_ms)
 
     @property
     def tpot_ms(self) -> float | None:
-        """Time per output token after the first; None for a single one."""
+        """Return the time per output token after the first; None for a single one."""
         return (self.done_ms - self.first_ms) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 

@@ -34,12 +34,11 @@ class Handler(BaseHTTPRequestHandler):
         stats["committed_tokens"] += 3
         stats["rounds"] += 2 if stats.get("policy") == "auto" else 3
         tokens = [*TOKENS[:-1], " 4"] if "differ" in str(request) and not SPECULATIVE else TOKENS
+        text = "".join(tokens)
         chat = self.path == "/v1/chat/completions"
-        choices = [[{"index": 0, **({"delta": {"content": t}} if chat else {"text": t})}] for t in tokens]
-        events = [{"choices": choice} for choice in choices]
-        events.append({"choices": [], "usage": {"completion_tokens": 4, "prompt_tokens": 1, "total_tokens": 5}})
-        lines = [f"data: {json.dumps({'id': 'x', 'object': 'c', 'created': 0, 'model': 'm', **e})}\n\n" for e in events]
-        self._answer("".join([*lines, "data: [DONE]\n\n"]).encode(), "text/event-stream")
+        choice = {"message": {"content": text}} if chat else {"text": text}
+        answer = {"choices": [choice], "usage": {"completion_tokens": 4}}
+        self._answer(json.dumps(answer).encode(), "application/json")
 
     def _do(self, request):
         if self.path == "/dspark/policy":

@@ -11,6 +11,7 @@ import pytest
 from step_tables import write_table
 from trace_server import GAMMA, ROUNDS_PER_ANSWER, STRETCH, TraceServer
 
+from sglang_dspark.tools.cli import outputs
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
 
 NUM_PROMPTS = 20
@@ -175,6 +176,13 @@ def test_servers_that_cannot_be_evaluated(run, server, sets, state, says):
     result = run("evaluate", "--url", server.url, *sets)
     assert result.exit_code == 1
     assert says in result.output
+
+
+def test_a_figure_that_cannot_be_drawn_is_refused_at_the_start(run, server, sets, tmp_path, monkeypatch):
+    monkeypatch.setattr(outputs, "find_spec", lambda name: None)
+    result = run("evaluate", "--url", server.url, *sets, "--plot", tmp_path / "plot.png")
+    assert (result.exit_code, "pip install '.[bench]' in the repository" in result.output) == (1, True)
+    assert server.requests == []
 
 
 def test_in_process_with_and_without_the_markov_head(run, sets, target, draft, tmp_path):

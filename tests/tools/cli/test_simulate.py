@@ -47,7 +47,7 @@ def test_published_step_times_come_with_an_acceptance(run):
     ("options", "says"),
     [
         (("--users", "1,x"), "is not a list of numbers"),
-        (("--users", "0"), "not above 0"),
+        (("--users", "0"), "must be an integer of at least 1"),
         (("--csv", "out.csv"), "drop --csv"),
         (("--conditional", "0.5"), "drop --conditional"),
         (("--published", "--html", "x.html"), "drop --html"),
@@ -83,5 +83,5 @@ def test_published_numbers_stand_beside_ours(run):
     result = run("simulate", "--published")
     assert result.exit_code == 0, result.output
     lines = [" ".join(line.split()) for line in result.output.splitlines()]
-    assert "Table 1 accept length of DSpark, math 5.57 5.56 -0.1%" in lines
+    assert "Table 1 accept length, math 5.57 5.56 -0.1%" in lines
     assert any("V4-Flash with 200 requests 3.48" in line for line in lines)

@@ -1,6 +1,7 @@
 """The simulated server against what can be computed by hand, and against what its policies promise."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.simulator.blocks import ConditionalAcceptance
 from sglang_dspark.tools.simulator.costs import Costs, Prefill
 from sglang_dspark.tools.simulator.server import SimulatedServer
-from sglang_dspark.tools.simulator.sweep import Conditions, crossing, parse_policy, simulate_point
+from sglang_dspark.tools.simulator.sweep import Conditions, crossovers, parse_policy, simulate_point
 from sglang_dspark.tools.simulator.workload import Lengths, Workload
 
 PREFILL = Prefill(batch_ms=20.0, token_ms=0.5)
@@ -141,15 +142,21 @@ def test_lanes_are_the_first_steps_of_the_first_requests():
 @pytest.mark.parametrize(
     ("ratios", "users"),
     [
-        ([2.0, 1.5, 0.5], 2 * 2 ** (1 / 2)),
-        ([0.9, 1.1, 0.9], 2 * 2 ** (1 / 2)),
+        ([2.0, 1.5, 1 / 1.5], 2 * 2 ** (1 / 2)),
+        ([0.9, 1.1, 1 / 1.1], 2 * 2 ** (1 / 2)),
         ([1.5, 1.2, 1.0], None),
-        ([1.0, 1.0, 0.99], None),
+        ([1.0, 1.0, 0.99], None),  # simulated speeds are not that certain
         ([0.9, 0.8, 0.7], 1.0),
     ],
 )
 def test_where_speculation_stops_to_pay(ratios, users):
-    assert crossing((1, 2, 4), ratios) == (None if users is None else pytest.approx(users))
+    speeds = {"off": (1.0,) * 3, "auto": ratios}
+    points = [
+        SimpleNamespace(policy=policy, users=count, figures=SimpleNamespace(user_tok_s=speed))
+        for policy, row in speeds.items()
+        for count, speed in zip((1, 2, 4), row, strict=True)
+    ]
+    assert crossovers(points) == {"off": None, "auto": None if users is None else pytest.approx(users)}
 
 
 @pytest.mark.parametrize("text", ["fast", "static:x", "auto:3", "static:9"])

@@ -7,11 +7,11 @@ import click
 import pytest
 from click.testing import CliRunner
 from dspark_training.command import train
+from dspark_training.options import Flag, SectionedCommand, settings_options, taken
 from dspark_training.settings import TextPlan, TrainConfig
 from msgspec import Meta
 
 from sglang_dspark.declared import whole
-from sglang_dspark.tools.cli.settings import setting, taken
 
 # What the command decides from other options, or from the target, where the user does not say.
 DECIDED = {"invent", "compute_dtype", "mask_token_id"}
@@ -19,18 +19,19 @@ DECIDED = {"invent", "compute_dtype", "mask_token_id"}
 
 @dataclass
 class Shape:
-    size: Annotated[int, whole(1, 8)] = 3
-    share: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    form: Literal["round", "square"] = "round"
-    depth: Annotated[int, whole(0)] | None = None
+    size: Annotated[int, whole(1, 8), Flag("How wide.", "width")] = 3
+    share: Annotated[float, Meta(gt=0, lt=1), Flag("How much.")] = 0.5
+    form: Annotated[Literal["round", "square"], Flag("Which.")] = "round"
+    depth: Annotated[int, whole(0), Flag("How deep.")] | None = None
+    sides: Annotated[tuple[Annotated[int, whole(1)], ...], Flag("How long.")] = (1, 2)
+    filled: Annotated[bool, Flag("Whether there is something in it.")] = True
+    hidden: int = 1
 
 
-@click.command()
-@setting("--width", Shape, "size", "How wide.")
-@setting("--share", Shape, "share", "How much.")
-@setting("--form", Shape, "form", "Which.")
-@setting("--depth", Shape, "depth", "How deep.")
-def shape(**options):
+@click.command(cls=SectionedCommand)
+@click.option("--other", is_flag=True, help="Of no configuration.")
+@settings_options(Shape, "Shape")
+def shape(other, **options):
     click.echo(Shape(**taken(Shape, options)))
 
 
@@ -40,15 +41,30 @@ def run(*arguments):
 
 def test_an_option_has_the_default_of_its_field():
     assert run().output.strip() == str(Shape())
-    assert run("--width", "8", "--share", "0.1", "--form", "square", "--depth", "0").output.strip() == str(
-        Shape(8, 0.1, "square", 0)
-    )
-    assert "[default: 3; 1<=x<=8]" in run("--help").output
+    options = ("--width", "8", "--share", "0.1", "--form", "square", "--depth", "0", "--sides", "4,5", "--no-filled")
+    assert run(*options).output.strip() == str(Shape(8, 0.1, "square", 0, (4, 5), filled=False))
+
+
+def test_the_help_has_a_heading_for_every_configuration():
+    help_text = run("--help").output
+    own, of_shape = help_text.split("\nShape:\n")
+    assert "--other" in own
+    assert "--width" in of_shape and "[default: 3; 1<=x<=8]" in of_shape
+    assert "hidden" not in help_text
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--width", "0"), ("--width", "9"), ("--share", "0"), ("--share", "1"), ("--form", "flat"), ("--depth", "-1")],
+    [
+        ("--width", "0"),
+        ("--width", "9"),
+        ("--share", "0"),
+        ("--share", "1"),
+        ("--form", "flat"),
+        ("--depth", "-1"),
+        ("--sides", "1,0"),
+        ("--sides", "1,x"),
+    ],
 )
 def test_an_option_has_the_bounds_of_its_field(option, value):
     result = run(option, value)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 
-from sglang_dspark.tools.cpu_time import CpuTime
+from serving.counters import CpuTime
 
 
 def test_cpu_time_counts_the_server_and_not_this_process():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -13,9 +11,7 @@ from typing import Any
 
 from serving.client import Sampling, request_body
 from serving.prompts import Prompt
-
 from sglang_dspark.errors import DSparkError
-from sglang_dspark.tools.http_client import open_directly
 from sglang_dspark.tools.launch import LaunchedServer
 
 WARM_UP_TOKENS = 32  # of each user in the mean, before anything is profiled
@@ -34,7 +30,7 @@ def record_steps(
     activities: Sequence[str],
     folder: Path,
 ) -> Path:
-    """The trace of ``num_steps`` decode steps for one user per prompt, in ``folder``.
+    """Record the trace of ``num_steps`` decode steps for one user per prompt, in ``folder``.
 
     Args:
         server: decodes with DSPARK.
@@ -62,13 +58,13 @@ def record_steps(
         try:
             _wait(lambda: _stats(server)["committed_tokens"] >= enough, answers)
             before = _stats(server)
-            _post(server, "/start_profile", profile)
+            server.post("/start_profile", profile)
             _wait(trace.exists, answers)
             # The scheduler answers when it has written all of the file.
             after = _stats(server)
         finally:
             with suppress(OSError):  # of a server that is no longer there
-                _post(server, "/abort_request", {"rid": "", "abort_all": True})
+                server.post("/abort_request", {"rid": "", "abort_all": True})
     requests, steps = (after[name] - before[name] for name in ("rounds", "steps"))
     if requests != len(prompts) * steps:
         raise DSparkError(
@@ -92,10 +88,3 @@ def _wait(is_done: Callable[[], bool], answers: Sequence[Future[Any]]) -> None:
 
 def _stats(server: LaunchedServer) -> dict[str, Any]:
     return dict(server.get_json("/dspark/stats", timeout_s=LIMIT_S))
-
-
-def _post(server: LaunchedServer, path: str, body: dict[str, Any]) -> None:
-    """To routes whose answer is a sentence, or empty."""
-    headers = {"Content-Type": "application/json"}
-    with open_directly(urllib.request.Request(server.url + path, json.dumps(body).encode(), headers), timeout=LIMIT_S):
-        pass
