@@ -81,7 +81,7 @@ def seeded_bodies() -> list[dict[str, Any]]:
     ]
 
 
-def test_seeded_text_does_not_depend_on_load_policy_or_drafter(dspark, corner, rnn):
+def test_seeded_text_does_not_depend_on_load_policy_or_drafter(dspark, corner, dflash):
     bodies = seeded_bodies()
     expected = output_ids(dspark, bodies, 1)
     assert len({tuple(ids) for ids in expected}) > 10
@@ -89,9 +89,9 @@ def test_seeded_text_does_not_depend_on_load_policy_or_drafter(dspark, corner, r
     with policy(dspark, "random"):
         assert output_ids(dspark, bodies, 16) == expected
     assert output_ids(corner, bodies, 16) == expected
-    with policy(rnn, "static"):
-        assert output_ids(rnn, bodies, 16) == expected
-    kept = [server.get_json("/dspark/stats")["survival"][2] for server in (dspark, rnn)]
+    with policy(dflash, "static"):
+        assert output_ids(dflash, bodies, 16) == expected
+    kept = [server.get_json("/dspark/stats")["survival"][2] for server in (dspark, dflash)]
     assert kept[1] < 0.8 * kept[0]  # a drafter that knows nothing
 
 

@@ -32,15 +32,6 @@ EIGHT_BITS = pytest.mark.skipif(
 )
 """Of tests whose target has weights or a K/V cache of eight-bit floats."""
 
-# Attention with sinks, that SGLang lacks on a CPU; an activation is compiled otherwise, for half a minute.
-SINKS = {} if ON_GPU else {"ATTENTION_SINKS": "1", "TORCHDYNAMO_DISABLE": "1"}
-SINK_FLAGS = () if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")
-HOST_MEMORY = (
-    *("--enable-hierarchical-cache", "--hicache-ratio", "8"),
-    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
-)
-"""Flags of a server whose prefixes move to host memory, of which there is more than of the device's."""
-
 
 @dataclass(frozen=True)
 class Recipe:
