@@ -36,14 +36,14 @@ PROFILE = "1,0.5,0.75,0"  # the rest as the last
 
 
 def _letters(folder: Path) -> tuple[str | Path, ...]:
-    """A tokenizer of letters, and the grammar backend that plain SGLang can run on a CPU."""
-    # Where a schema allows whitespace, the golden target writes nothing else.
+    """Return flags for a tokenizer of letters and the grammar backend that plain SGLang can run on a CPU."""
+    # If a schema allows whitespace, the golden target writes nothing else.
     grammars = ("--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace")
     return ("--tokenizer-path", save_byte_tokenizer(folder), *grammars)
 
 
 def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
-    """A target of this family and a drafter, both with random weights."""
+    """Return the recipe of a target of this family and a drafter, both with random weights."""
     tokenizer = ("--tokenizer-path", str(TARGET))
     return Recipe(
         lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *tokenizer, *flags),
@@ -163,7 +163,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _joined(sets: list[set[str]]) -> list[set[str]]:
-    """Sets that overlap, made one."""
+    """Return the sets with those that overlap made one."""
     joined: list[set[str]] = []
     for names in sets:
         if names:

@@ -41,11 +41,8 @@ def test_retracted_requests_keep_their_counts_and_grammars(tight):
     """What penalties have counted and grammars have read comes back with the second prefill."""
     bodies = []
     for i, prompt in enumerate(prompts(24, seed=8)):
-        body = greedy(prompt[:60], 60)
-        body["sampling_params"] |= {"frequency_penalty": 0.4, "repetition_penalty": 1.1}
-        if i % 3 == 0:
-            body["sampling_params"]["regex"] = "(red|blue|green|cat|dog|bird)+"
-        bodies.append(body)
+        regex = {"regex": "(red|blue|green|cat|dog|bird)+"} if i % 3 == 0 else {}
+        bodies.append(greedy(prompt[:60], 60, {"frequency_penalty": 0.4, "repetition_penalty": 1.1, **regex}))
     crowded, few = (generate(tight, bodies, concurrency) for concurrency in (16, 3))
     retractions = [sum(answer["meta_info"]["num_retractions"] for answer in answers) for answers in (crowded, few)]
     assert retractions[0] > retractions[1] == 0

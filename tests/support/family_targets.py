@@ -36,7 +36,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 @dataclass(frozen=True)
 class Tiny:
-    """How a tiny target is made.
+    """Class, configuration and weights of a tiny target.
 
     Attributes:
         model: class of transformers.

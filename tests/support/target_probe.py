@@ -32,12 +32,12 @@ TAPS = (-1, 0, 2)
 WINDOWS = (3, 1, 4, 2)  # rows of the first request in turn; the others take other turns
 COLUMNS = 128
 SINKS = ("GptOssForCausalLM",)
-SINK_ATTENTION = Path(__file__).parents[1] / "server" / "sink_attention"
+PATCHES = Path(__file__).parents[1] / "server" / "patches"
 
 
 @dataclass(frozen=True)
 class Text:
-    """What a request holds: ``ids`` in the end, of which the first ``prompt_len`` are its prompt."""
+    """A request's text: ``ids`` in the end, of which the first ``prompt_len`` are its prompt."""
 
     ids: Sequence[int]
     prompt_len: int
@@ -45,7 +45,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Said:
-    """What a target says of a text.
+    """Outputs of a target for a text.
 
     Attributes:
         features: [n, taps * d] at ``TAPS``, of all its tokens but the last.
@@ -235,7 +235,7 @@ class _Loaded:
 
 def _sinks_attended() -> str:
     """Name of a backend for prompts that SGLang lacks on a CPU."""
-    sys.path.append(str(SINK_ATTENTION))
+    sys.path.append(str(PATCHES))
     attention = importlib.import_module("sink_attention")
     attention.install(importlib.import_module("sglang.srt.layers.attention.attention_registry"))
     return str(attention.NAME)
