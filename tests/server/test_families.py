@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 from family_targets import NUM_TOKENS, PROMPTS, write_target
-from golden_server import assert_pool_is_whole, call, generate, policy
+from golden_server import assert_pool_is_whole, assert_rounds_of_reference, call, endless, generate, policy
 
 from sglang_dspark.draft.reference import decode_greedy
 from sglang_dspark.draft.weights import load_draft_model
@@ -46,17 +46,12 @@ def assert_rounds_and_texts(server, then="random"):
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")
     target = lend_target(target_of(folder.parent / "target"), model)
     expected = [decode_greedy(model, target, prompt, max_new_tokens=NUM_TOKENS) for prompt in PROMPTS]
-    parameters = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    bodies = [{"input_ids": p, "sampling_params": parameters, "speculation": {"trace": True}} for p in PROMPTS]
+    bodies = [endless(prompt, NUM_TOKENS, speculation={"trace": True}) for prompt in PROMPTS]
     with policy(server, "static"):
         answers = generate(server, bodies, len(bodies))
     for answer, one in zip(answers, expected, strict=True):
-        assert answer["output_ids"] == one.output_ids[:NUM_TOKENS]
-        rounds = [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
-        pairs = list(zip(rounds, one.rounds, strict=False))
-        assert len(pairs) >= 8
-        assert [r["draft"] for r, _ in pairs] == [r.block.tokens for _, r in pairs]
-        assert [r["accepted"] for r, _ in pairs[:-1]] == [r.accepted for _, r in pairs[:-1]]
+        assert len(answer["output_ids"]) == NUM_TOKENS
+        assert_rounds_of_reference(answer, one)
     # Another batch, other verify lengths, a cached prefix.
     with policy(server, then):
         again = generate(server, bodies * 3, 9)

@@ -24,6 +24,7 @@ from golden_server import (
     assert_pool_is_whole,
     assert_retracted_unnoticed,
     displace,
+    endless,
     generate,
     output_ids,
     policy,
@@ -175,9 +176,8 @@ def bodies(form: Form, num: int, longest: int, tokens: int, **fields: Any) -> li
     """Greedy requests with random prompts."""
     draw = random.Random(num)
     ids = range(2, COMMON["vocab_size"]) if form.architecture else VOCAB
-    parameters = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     prompts = [draw.choices(ids, k=draw.choice((3, 17, longest))) for _ in range(num)]
-    return [{"input_ids": prompt, "sampling_params": parameters, **fields} for prompt in prompts]
+    return [endless(prompt, tokens, **fields) for prompt in prompts]
 
 
 def test_texts_and_what_became_of_every_draft(pair):
