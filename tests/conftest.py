@@ -1,4 +1,4 @@
-"""What every test starts from: no settings of this machine's user, no network; Triton kernels run without a GPU too."""
+"""Prepares every test: no settings of this machine's user, no network; Triton kernels also run without a GPU."""
 
 import os
 
@@ -33,7 +33,7 @@ settings.load_profile("shared-machine")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Interpreted kernels are slow; tests of one file share its fixtures, where nothing else groups them."""
+    """Mark tests of interpreted kernels as slow, and group the tests of a file, which share its fixtures."""
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker("slow")

@@ -16,8 +16,9 @@ KERNELS = ROOT / "kernels" / "dspark_kernels"
 TRAINING = ROOT / "training" / "dspark_training"
 MAX_LINES = 400
 KERNEL_IMPORTS = {"torch", "triton", "dspark_kernels"}
-# What the parts of the package may import of each other. Everybody may import these; who serves imports no tool.
+# Every part of the package may import these.
 BASE = {"__init__", "declared", "errors", "files"}
+# Parts that each part may import besides; what serves imports no tool.
 MAY_IMPORT = {
     "hub": set(),
     "on_cpu": set(),
@@ -147,7 +148,7 @@ def test_kernels_import_only_torch_and_triton():
 
 
 def test_only_commands_know_the_trainer():
-    """Who serves never imports it; ``train`` is a name in the table of commands, and ``evaluate`` replays with it."""
+    """``train`` is a name in the table of commands, and ``evaluate`` replays with the trainer; no server imports it."""
     knowing = {in_package(path) for path in python_files(PACKAGE, KERNELS) if "dspark_training" in path.read_text()}
     assert knowing == {"sglang_dspark/tools/cli/__init__.py", "sglang_dspark/tools/cli/evaluate.py"}
 
@@ -177,7 +178,7 @@ def test_import_stays_light(module: str):
 
 
 def test_every_file_that_is_not_python_is_packaged():
-    """What the code reads beside itself has to be in the wheel too."""
+    """Files that the code reads also have to be in the wheel."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["sglang_dspark"]
     packaged = {path for pattern in data for path in PACKAGE.glob(pattern)}
     beside = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}

@@ -16,7 +16,7 @@ def resolve(*argv, env=None):
     return DSparkConfig.resolve(flag_texts(parser.parse_args(list(argv))), env or {})
 
 
-def test_defaults():
+def test_default_options():
     config = resolve()
     assert config == DSparkConfig(schedule="auto", block_size=None, verify_len=None, online_calibration=True)
     assert config.gamma(7) == config.max_verify(7) == 7
@@ -77,7 +77,7 @@ def test_verify_nothing_is_legal():
         ([], {"SGLANG_DSPARK_VERIFYLEN": "3"}, "unknown environment variable SGLANG_DSPARK_VERIFYLEN"),
     ],
 )
-def test_refusals(argv, env, named):
+def test_refused_options(argv, env, named):
     with pytest.raises(ConfigError, match=named):
         resolve(*argv, env=env)
 

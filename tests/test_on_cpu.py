@@ -93,7 +93,7 @@ def test_a_program_imports_the_package_that_it_chooses(environment, tmp_path):
     assert environment.run("-c", program).strip() == str(tmp_path / "sglang_dspark.py")
 
 
-def test_undo(tmp_path, monkeypatch):
+def test_enable_cpu_is_undone(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_environment, "path_file", lambda: tmp_path / "on_cpu.pth")
     run = CliRunner().invoke
     assert run(main, ["enable-cpu"]).exit_code == 0 and cpu_environment.is_enabled()

@@ -1,4 +1,4 @@
-"""What stands for a product of values has every two of them."""
+"""The rows that stand for a product of values have every two of them."""
 
 import itertools
 
@@ -13,6 +13,6 @@ def test_every_two_values_meet(axes):
         assert {(row[i], row[j]) for row in found} == set(itertools.product(first, second))
 
 
-def test_they_are_few():
+def test_pairs_are_few():
     assert len(pairwise("abcd", "xyz", "12")) == 12
     assert len(pairwise("ab", "cd", "ef", "gh", "ij")) <= 8

@@ -117,7 +117,7 @@ def test_whatever_comes_is_parsed_or_refused_by_name(value):
         ([], r"speculation must be an object, not \[\]"),
     ],
 )  # fmt: skip
-def test_refusals(value, complaint):
+def test_refused_speculation_fields(value, complaint):
     with pytest.raises(ValueError, match=f"^{complaint}"):
         Speculation.parse(value)
 

@@ -25,7 +25,7 @@ def cache():
     return cache
 
 
-def test_it_is_the_memory_of_the_cache(cache):
+def test_the_pool_is_the_memory_of_the_draft_cache(cache):
     pool = DraftPool(cache, SIZE, PAGE)
     assert (pool.size, pool.page_size, pool.layer_num, pool.dtype) == (SIZE, PAGE, LAYERS, torch.bfloat16)
     for layer in range(LAYERS):

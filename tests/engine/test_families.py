@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from family_targets import NUM_TOKENS, PROMPTS, TINY, continued, router_margins, said, write_target
+from family_targets import NUM_TOKENS, PROMPTS, TINY, continued, outputs_of, router_margins, write_target
 from target_probe import ON_GPU, TAPS, Text, probing
 
 from sglang_dspark.draft.families import FAMILIES
@@ -38,7 +38,7 @@ def test_states_and_greedy_texts(probe, architecture, tmp_path):
     assert len({tuple(text.ids[-NUM_TOKENS:]) for text in texts}) == len(texts)
 
     for text, answer in zip(texts, probe.ask(tmp_path, texts), strict=True):
-        logits, states = said(model, text.ids)
+        logits, states = outputs_of(model, text.ids)
         best = logits.topk(2).values[text.prompt_len - 1 : -1]
         assert float((best[:, 0] - best[:, 1]).min()) > 5 * ATOL, "tokens are close: take another seed"
         expected = torch.cat([states[tap + 1] for tap in TAPS], dim=-1)

@@ -84,7 +84,7 @@ def test_a_request_without_a_step_of_its_own_says_nothing(tokens, reason):
         first.look([])
 
 
-def test_it_is_looked_for_once():
+def test_a_hook_is_looked_for_once():
     first, req = FirstAnswer(), request()
     first.look([req])
     end(req, "stop")

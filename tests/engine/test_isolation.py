@@ -48,7 +48,7 @@ def scheduler(record):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("sampling_info", [None, Sampling()])
 @pytest.mark.parametrize("fails", [True, False])
-def test_same_as_sglang(overlap, sampling_info, fails):
+def test_isolation_equals_sglangs_own(overlap, sampling_info, fails):
     seen = []
     for isolation, record in ((SGLANG, SGLANG_KEEPS), (isolated, keep)):
         ours, keeper = batch(sampling_info), scheduler(record)

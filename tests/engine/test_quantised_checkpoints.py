@@ -47,7 +47,7 @@ def test_a_layer_holds_these_tensors(checkpoint, monkeypatch):
         assert held[name].dtype == tensors[name].dtype
 
 
-def test_it_is_near_the_weights(checkpoint):
+def test_a_quantised_layer_is_near_its_weights(checkpoint):
     name, _, tensors = checkpoint
     found = dequantised(name, tensors)
     largest = WEIGHT.abs().unflatten(1, (-1, GROUP)).amax(-1)

@@ -7,12 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_request import kv_request
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dspark.engine.scheduler import draft_input
 from sglang_dspark.engine.scheduler.draft_input import STRIDE, DSparkDraftInput
@@ -29,7 +30,9 @@ class Server:
         self.pool = make(slots, dtype=torch.float32, device="cpu", kvcache=SimpleNamespace(), need_sort=False)
         table = ReqToTokenPool(requests, COLUMNS, "cpu", enable_memory_saver=False)
         cache = RadixCache(CacheInitParams(True, table, self.pool, page_size=1))
-        reqs = [kv_request(row=row) for row in range(requests)]
+        reqs = [Req("r", "", [0], SamplingParams()) for _ in range(requests)]
+        for row, req in enumerate(reqs):
+            req.kv.req_pool_idx, req.kv.kv_committed_len, req.kv.kv_allocated_len = row, 0, 0
         self.batch = SimpleNamespace(
             reqs=reqs, tree_cache=cache, token_to_kv_pool_allocator=self.pool, req_to_token_pool=table
         )

@@ -37,7 +37,7 @@ def test_a_start_as_it_should_be():
     check_start(runner(captures=False), WINDOW, captures=False)
 
 
-def test_raw_arguments(resolved):
+def test_a_reservation_by_raw_arguments_ends_the_start(resolved):
     resolved["tokens"] = 1
     with pytest.raises(EngineError, match="reserves for 1 tokens per request and step, and DSPARK verifies up to 8"):
         check_start(runner(), WINDOW, captures=True)

@@ -59,32 +59,32 @@ def test_three_requests_that_share_a_step(monkeypatch, choose):
 @pytest.mark.parametrize(
     "switch", [switch if switch in QUICK else pytest.param(switch, marks=pytest.mark.thorough) for switch in SWITCHES]
 )
-def test_switches_of_the_network(monkeypatch, switch):
+def test_distribution_with_switches_of_the_network(monkeypatch, switch):
     """The whole block is verified, so that each of its drafts and of its stored distributions counts."""
     drafter = toy_drafter(SWITCHES[switch])
     assert distribution_error(monkeypatch, STATIC, 2, drafter=drafter) < TOLERANCE
 
 
 @pytest.mark.parametrize(("policy", "filters"), zip(POLICIES, itertools.cycle(FILTERS), strict=False))
-def test_filters(monkeypatch, policy, filters):
+def test_distribution_under_filters(monkeypatch, policy, filters):
     assert distribution_error(monkeypatch, POLICIES[policy], 1, filters=FILTERS[filters]) < TOLERANCE
 
 
 @pytest.mark.parametrize(("policy", "penalty"), zip(POLICIES, itertools.cycle(PENALTIES), strict=False))
-def test_penalties(monkeypatch, policy, penalty):
+def test_distribution_under_penalties(monkeypatch, policy, penalty):
     """A second round counts what the first one has committed, and a row the drafts before it."""
     how = {"adjustment": PENALTIES[penalty], "filters": FILTERS["top-k"]}
     assert distribution_error(monkeypatch, POLICIES[policy], 2, **how) < TOLERANCE
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_copied_drafts(monkeypatch, policy):
+def test_distribution_with_copied_drafts(monkeypatch, policy):
     """In some steps of a text they take the place of the drafter's."""
     found = {len(copies(0, [token])) for token in range(V)}
     assert found == {0, 1, 2}
     assert distribution_error(monkeypatch, POLICIES[policy], 2, copied_after=copies) < TOLERANCE
 
 
-def test_copied_drafts_with_penalties_and_filters(monkeypatch):
+def test_distribution_with_copied_drafts_penalties_and_filters(monkeypatch):
     how = {"copied_after": copies, "adjustment": PENALTIES["all"], "filters": FILTERS["top-k"]}
     assert distribution_error(monkeypatch, {}, 2, **how) < TOLERANCE

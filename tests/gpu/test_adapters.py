@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_server import CASES, DSPARK, TARGET, generate, greedy, policy
+from golden_server import CASES, DSPARK, TARGET, generate, greedy, output_ids, policy
 from lora_adapters import adapter_flags
 
 from sglang_dspark.tools.launch import CUDA_FLAGS, LaunchedServer
@@ -24,7 +24,7 @@ ALIKE = 8
 
 def answers(server: LaunchedServer, concurrency: int) -> list[list[int]]:
     bodies = [greedy(PROMPT, TOKENS, lora_path=name) for name in NAMES] * 2
-    return [answer["output_ids"] for answer in generate(server, bodies, concurrency)]
+    return output_ids(server, bodies, concurrency)
 
 
 @pytest.fixture(scope="module", params=["csgmv", "triton"])

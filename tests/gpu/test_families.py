@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from family_targets import NUM_TOKENS, PROMPTS, continued, said, write_target
+from family_targets import NUM_TOKENS, PROMPTS, continued, outputs_of, write_target
 from target_probe import TAPS, Text, probing
 
 from sglang_dspark.draft.families import FAMILIES
@@ -32,7 +32,7 @@ def test_states_and_tokens(probe, architecture, tmp_path):
     model = write_target(architecture, tmp_path)
     texts = [Text(continued(model, prompt, NUM_TOKENS), len(prompt)) for prompt in PROMPTS]
     for text, answer in zip(texts, probe.ask(tmp_path, texts), strict=True):
-        logits, states = said(model, text.ids)
+        logits, states = outputs_of(model, text.ids)
         for tap, features in zip(TAPS, answer.features.chunk(len(TAPS), dim=-1), strict=True):
             expected = states[tap + 1][:-1]
             near = (features - expected).norm(dim=-1) < ROUNDING * expected.norm(dim=-1)

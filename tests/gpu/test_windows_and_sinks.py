@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from family_targets import PROMPTS, written_target
-from golden_server import TARGET, assert_pool_is_whole, generate, policy
+from golden_server import TARGET, assert_pool_is_whole, endless, output_ids, policy
 from random_drafter import random_drafter
 
 from sglang_dspark.tools.launch import CUDA_FLAGS, LaunchedServer, dspark_flags
@@ -25,9 +25,7 @@ Pair = tuple[list[list[int]], LaunchedServer]
 
 
 def texts(server: LaunchedServer, concurrency: int) -> list[list[int]]:
-    parameters = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
-    bodies = [{"input_ids": prompt, "sampling_params": parameters} for prompt in PROMPTS] * 4
-    return [answer["output_ids"] for answer in generate(server, bodies, concurrency)]
+    return output_ids(server, [endless(prompt, 20) for prompt in PROMPTS] * 4, concurrency)
 
 
 @pytest.fixture(scope="module", params=PREFILL)

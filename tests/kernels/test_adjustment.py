@@ -15,24 +15,10 @@ from dspark_kernels import (
     adjust,
     adjust_ref,
 )
-from literal import Request, literal_distribution
+from literal import Request, literal_adjust, literal_distribution
 from scipy import stats
 
 RTOL = 2e-6  # float32 against float64; a logit passes four roundings
-
-
-def literal_adjust(logits, adjustment, output):
-    """One row in Python floats (float64): ``output`` is everything emitted before the token it predicts."""
-    adjusted = []
-    for token, logit in enumerate(logits):
-        occurrences = output.count(token)
-        value = logit - adjustment.frequency * occurrences - (adjustment.presence if occurrences else 0.0)
-        if token in adjustment.stop_token_ids and len(output) < adjustment.min_new_tokens:
-            value = float("-inf")
-        if occurrences:
-            value = value * adjustment.repetition if value < 0 else value / adjustment.repetition
-        adjusted.append(value + adjustment.logit_bias.get(token, 0.0))
-    return adjusted
 
 
 def some_adjustment(rng, vocab_size):

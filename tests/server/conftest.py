@@ -15,10 +15,10 @@ import pytest
 from byte_tokenizer import save_byte_tokenizer
 from family_targets import written_target
 from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs
-from int8_target import OF_ROWS, int8_target
+from int8_target import int8_target
 from lora_adapters import adapter_flags
 from random_drafter import damaged_drafter, random_drafter
-from server_pool import HOST_MEMORY, ON_GPU, SINK_FLAGS, SINKS, Recipe, ServerPool
+from server_pool import ON_GPU, Recipe, ServerPool
 from spoken_target import spoken_target
 from wheel import NOT_OF_THE_FOLDER, python_with_the_wheel
 
@@ -31,8 +31,6 @@ DRAFT_FREE = (*PLUGIN, "--speculative-dspark-draft-free")
 # A pool that cannot hold the running requests, and a context that they grow out of.
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
 PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")
-FP8 = ("--kv-cache-dtype", "fp8_e4m3")
-HOST_CACHE = ("--max-total-tokens", "600", "--context-length", "256", *HOST_MEMORY)
 LORA = "csgmv" if ON_GPU else "torch_native"
 # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
 PARALLEL = ("--tp-size", "2", "--max-running-requests", "4", "--speculative-dspark-block-size", "3")
@@ -40,14 +38,14 @@ PROFILE = "1,0.5,0.75,0"  # the rest as the last
 
 
 def _letters(folder: Path) -> tuple[str | Path, ...]:
-    """A tokenizer of letters, and the grammar backend that plain SGLang can run on a CPU."""
-    # Where a schema allows whitespace, the golden target writes nothing else.
+    """Return flags for a tokenizer of letters and the grammar backend that plain SGLang can run on a CPU."""
+    # If a schema allows whitespace, the golden target writes nothing else.
     grammars = ("--grammar-backend", "llguidance", "--constrained-json-disable-any-whitespace")
     return ("--tokenizer-path", save_byte_tokenizer(folder), *grammars)
 
 
 def _tiny(architecture: str, *flags: str, env: Mapping[str, str] | None = None) -> Recipe:
-    """A target of this family and a drafter, both with random weights."""
+    """Return the recipe of a target of this family and a drafter, both with random weights."""
     tokenizer = ("--tokenizer-path", str(TARGET))
     return Recipe(
         lambda folder: (*dspark_flags(random_drafter(folder / "draft", "tiny")), *tokenizer, *flags),
@@ -62,20 +60,15 @@ SERVERS: dict[str, Recipe] = {
     # The target alone, and DSPARK with its defaults.
     "plain": Recipe(),
     "dspark": Recipe(lambda folder: DSPARK),
-    # Every scheduling of SGLang that is not the default, and a part of the drafter's block.
+    # Every scheduling of SGLang that is not the default, K/V in pages, and a part of the drafter's block.
     "corner": Recipe(
         lambda folder: (
-            *(*DSPARK, "--disable-overlap-schedule", "--chunked-prefill-size", "64"),
+            *(*DSPARK, "--disable-overlap-schedule", "--chunked-prefill-size", "64", "--page-size", "16"),
             *("--speculative-dspark-block-size", "3"),
         )
     ),
     "tight": Recipe(lambda folder: (*DSPARK, *TIGHT, "--chunked-prefill-size", "64")),
-    # An eight-bit K/V cache in pages, and pages as large as they may be in a pool that is too small.
-    "plain_fp8": Recipe(lambda folder: FP8),
-    "fp8": Recipe(lambda folder: (*DSPARK, *FP8, "--page-size", "16")),
-    "paged": Recipe(lambda folder: (*DSPARK, *TIGHT, "--page-size", "64", "--max-total-tokens", "1280")),
-    # Random weights: it knows nothing, and differs from the golden drafter in all that a configuration can say.
-    "rnn": Recipe(lambda folder: dspark_flags(random_drafter(folder, "rnn"))),
+    # Random weights: it knows nothing.
     "dflash": Recipe(lambda folder: dspark_flags(random_drafter(folder, "dflash"))),
     "long_block": Recipe(
         lambda folder: (
@@ -98,9 +91,7 @@ SERVERS: dict[str, Recipe] = {
     "parallel": Recipe(lambda folder: (*DSPARK, *PARALLEL), env=TWO_RANKS),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe(lambda folder: (*DSPARK, "--max-running-requests", "4"), env=emulated_graphs()),
-    # Quantised targets, one with its LM head; of the other one a row's result depends on the whole batch.
-    "plain_int8": Recipe(model=partial(int8_target, scales=OF_ROWS)),
-    "int8": Recipe(lambda folder: DSPARK, model=partial(int8_target, scales=OF_ROWS)),
+    # A quantised target of which a row's result depends on the whole batch.
     "plain_int8_batch": Recipe(model=partial(int8_target, scales=OF_BATCHES)),
     "int8_batch": Recipe(
         lambda folder: (*DSPARK, "--max-running-requests", "4"),
@@ -110,8 +101,6 @@ SERVERS: dict[str, Recipe] = {
     "simulated": Recipe(
         lambda folder: (*(*DSPARK, "--load-format", "dummy", "--speculative-dspark-simulate-acceptance", PROFILE),)
     ),
-    # Prefixes move to host memory, of which there is more than of the device's.
-    "host_cache": Recipe(lambda folder: (*DSPARK, *HOST_CACHE)),
     "plain_adapters": Recipe(lambda folder: adapter_flags(folder, LORA)),
     # In a pool that is too small for sixteen requests.
     "adapters": Recipe(
@@ -127,13 +116,9 @@ SERVERS: dict[str, Recipe] = {
         lambda folder: (*DSPARK, *adapter_flags(folder, "triton"), "--max-running-requests", "4"),
         env=emulated_graphs(),
     ),
-    # Of the families of targets those that are served least like the golden one.
+    # One family of targets for each of SGLang's methods that return hidden states.
     "qwen3_moe": _tiny("Qwen3MoeForCausalLM"),
-    "qwen2": _tiny("Qwen2ForCausalLM"),
     "qwen2_5_vl": _tiny("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
-    "qwen3_vl": _tiny("Qwen3VLForConditionalGeneration"),
-    "qwen3_vl_moe": _tiny("Qwen3VLMoeForConditionalGeneration"),
-    "gpt_oss": _tiny("GptOssForCausalLM", *SINK_FLAGS, env=SINKS),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),
         model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),
@@ -183,7 +168,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _joined(sets: list[set[str]]) -> list[set[str]]:
-    """Sets that overlap, made one."""
+    """Return the sets with those that overlap made one."""
     joined: list[set[str]] = []
     for names in sets:
         if names:

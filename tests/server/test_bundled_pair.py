@@ -26,7 +26,7 @@ PROMPTS = [
 
 
 def answers(server: LaunchedServer) -> list[dict[str, Any]]:
-    """Greedy answers to PROMPTS at concurrency 8."""
+    """Return greedy answers to PROMPTS at concurrency 8."""
 
     def ask(prompt: str) -> dict[str, Any]:
         body = {"text": chat(prompt), "sampling_params": {"temperature": 0, "max_new_tokens": MAX_TOKENS}}
@@ -41,7 +41,7 @@ def chat(prompt: str) -> str:
 
 
 def test_every_token_is_the_targets_choice(smollm2):
-    """By transformers, whose batches have other shapes; the second pass is served from the radix cache."""
+    """Transformers is the judge, with other batch shapes; the second pass is served from the radix cache."""
     path = smollm2.get_json("/dspark/capabilities")["target"]["path"]
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
@@ -54,12 +54,12 @@ def test_every_token_is_the_targets_choice(smollm2):
     answered = zip(PROMPTS * 2, [*first, *second], strict=True)
     for prompt, *text in {(prompt, *answer["output_ids"]) for prompt, answer in answered}:  # mostly once each
         assert len(text) > 8
-        assert falls_short(model, tokenizer(chat(prompt)).input_ids, text) < NEAR_TIE
+        assert largest_gap(model, tokenizer(chat(prompt)).input_ids, text) < NEAR_TIE
 
 
 @torch.inference_mode()
-def falls_short(model: Any, prompt: list[int], output: list[int]) -> float:
-    """By how much the logits of the chosen tokens miss the best ones', at most."""
+def largest_gap(model: Any, prompt: list[int], output: list[int]) -> float:
+    """Return the largest gap between the best logit and that of the chosen token."""
     logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
     return float((logits.max(dim=1).values - chosen).max())

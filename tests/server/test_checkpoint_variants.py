@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from golden_server import CASES, TARGET, assert_cut_at_the_limit, generate, greedy, output_ids, policy
+from golden_server import (
+    CASES,
+    TARGET,
+    assert_cut_at_the_limit,
+    assert_rounds_of_reference,
+    endless,
+    generate,
+    greedy,
+    output_ids,
+    policy,
+    rounds_of,
+)
 
 from sglang_dspark.draft.reference import decode_greedy
 from sglang_dspark.draft.weights import load_draft_model
@@ -15,40 +26,25 @@ from sglang_dspark.tools.golden import load_target
 PROMPT = CASES[1]["prompt_ids"]
 
 
-@pytest.mark.thorough
-def test_drafts_equal_the_reference(rnn):
-    """Other forms of heads and networks: tests/worker/test_head_variants.py."""
-    assert_follows_the_reference(rnn)
-
-
 def test_plain_dflash_in_the_form_in_which_it_is_published(dflash):
-    """Sixteen slots of which fifteen predict, no heads; without a confidence head ``auto`` goes by past acceptance."""
-    assert_follows_the_reference(dflash)
+    """Sixteen slots of which fifteen predict, no heads; without a confidence head ``auto`` goes by past acceptance.
+
+    Other forms of heads and networks: tests/worker/test_head_variants.py.
+    """
     stats = dflash.get_json("/dspark/stats")
     assert (stats["block_size"], stats["policy"]) == (15, "auto")
-
-
-def assert_follows_the_reference(server):
-    folder = Path(server.get_json("/dspark/capabilities")["drafter"]["path"])
+    folder = Path(dflash.get_json("/dspark/capabilities")["drafter"]["path"])
     model = load_draft_model(folder, dtype=torch.float32, device="cpu")
     expected = decode_greedy(model, load_target(TARGET, model), PROMPT, max_new_tokens=12, stop_token_ids=[1])
-    with policy(server, "static"):
-        [answer] = generate(server, [greedy(PROMPT, 12, speculation={"trace": True})], 1)
-    assert answer["output_ids"] == expected.output_ids
-    rounds = [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
-    assert len(rounds) >= 8
-    # The reference goes on until its context is full, the server until it has its tokens.
-    pairs = list(zip(rounds, expected.rounds, strict=False))
-    assert [r["draft"] for r, _ in pairs] == [r.block.tokens for _, r in pairs]
-    assert [r["accepted"] for r, _ in pairs[:-1]] == [r.accepted for _, r in pairs[:-1]]
-    assert len({tuple(r["draft"]) for r in rounds}) > 1
+    with policy(dflash, "static"):
+        [answer] = generate(dflash, [greedy(PROMPT, 12, speculation={"trace": True})], 1)
+    assert len(answer["output_ids"]) == len(expected.output_ids)
+    assert_rounds_of_reference(answer, expected)
+    assert len({tuple(entry["draft"]) for entry in rounds_of(answer)}) > 1
 
 
 @pytest.mark.thorough
 def test_block_much_longer_than_the_verify_length_at_the_context_limit(long_block, plain):
     """The block reaches far past the row of K/V slots; only the verify window may be looked up there."""
-    bodies = [
-        {"input_ids": PROMPT[:8], "sampling_params": {"temperature": 0, "max_new_tokens": 87 - i, "ignore_eos": True}}
-        for i in range(4)
-    ]
+    bodies = [endless(PROMPT[:8], 87 - i) for i in range(4)]
     assert_cut_at_the_limit(output_ids(long_block, bodies, 4), output_ids(plain, bodies, 4))

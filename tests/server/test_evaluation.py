@@ -5,7 +5,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from golden_server import policy
+from golden_server import counting, policy
 
 from sglang_dspark.tools.cli import main
 from sglang_dspark.tools.simulator.blocks import RecordedBlocks
@@ -21,15 +21,11 @@ def test_accept_length_agrees_with_the_counters(dspark, tmp_path, temperature):
     prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
     options = ["--url", dspark.url, "--prompts", str(prompts), "--raw", "--temperature", str(temperature)]
     options += ["--max-tokens", str(MAX_TOKENS), "--output", str(output), "--blocks", str(blocks)]
-    with policy(dspark, "static"):
-        before = dspark.get_json("/dspark/stats")
+    with policy(dspark, "static"), counting(dspark) as counts:
         result = CliRunner().invoke(main, ["evaluate", *options])
-        after = dspark.get_json("/dspark/stats")
     assert result.exit_code == 0, result.output
     [measured] = json.loads(output.read_text())["results"]
-    rounds, committed, accepted = (
-        after[key] - before[key] for key in ("rounds", "committed_tokens", "accepted_tokens")
-    )
+    rounds, committed, accepted = (counts[key] for key in ("rounds", "committed_tokens", "accepted_tokens"))
     assert measured["rounds"] == rounds
     # The counters know nothing of stop tokens: what follows one in a block, and a bonus after it, they count.
     most_more = len(texts) * (GAMMA + 1)

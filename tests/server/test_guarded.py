@@ -1,4 +1,4 @@
-"""A server with keys and metrics: who may ask, and what Prometheus and OpenAI clients get."""
+"""A server with keys and metrics: which routes need which key, and what Prometheus and OpenAI clients get."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 import time
 from pathlib import Path
 
-from golden_server import call, greedy, in_background
+from golden_server import call, endless, greedy, in_background
 from prometheus_client.parser import text_string_to_metric_families
 
 GRAFANA = Path(__file__).parents[2] / "docker" / "grafana" / "dspark.json"
 
 
-def test_who_may_ask(guarded):
+def test_keys_of_every_route(guarded):
     for path in ("/dspark/stats", "/dspark/capabilities"):
         assert [call(guarded, path, key)[0] for key in (None, "wrong", "user-key")] == [401, 401, 200]
     switch = {"policy": "static", "verify_len": 2}
@@ -26,7 +26,7 @@ def test_who_may_ask(guarded):
         assert call(guarded, "/dspark/policy", "admin-key", {"policy": "auto"})[0] == 200
 
 
-def test_the_page_alone_needs_no_key(guarded):
+def test_the_dashboard_alone_needs_no_key(guarded):
     status, page = call(guarded, "/dspark")
     assert status == 200
     assert 'data-needs-key="yes"' in page
@@ -70,8 +70,7 @@ def test_a_pause_is_not_the_time_of_a_step(guarded):
 
     time.sleep(1.5)  # metrics are brought up to date once in a second
     before, started, pause_s = timed_s(), time.monotonic(), 2.0
-    body = greedy([5, 6, 7], 400)
-    body["sampling_params"]["ignore_eos"] = True
+    body = endless([5, 6, 7], 400)
     request = in_background(lambda: call(guarded, "/generate", "user-key", body))
     time.sleep(0.3)
     assert call(guarded, "/pause_generation", "admin-key", {"mode": "in_place"})[0] == 200

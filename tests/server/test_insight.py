@@ -1,4 +1,4 @@
-"""What a running server says of itself: statistics, capabilities, and the counts of every answer."""
+"""Statistics and capabilities of a running server, and the counts of every answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from golden_server import DRAFT, TARGET, call, greedy, output_ids, policy
+import torch
+from golden_server import DRAFT, TARGET, call, counting, greedy, output_ids, policy, rounds_of
 
 from sglang_dspark import __version__
 from sglang_dspark.engine.support import installed_sglang
@@ -17,14 +18,13 @@ PROMPTS = [[5 + i, 9, 20 + i, 7] for i in range(16)]
 
 
 def test_statistics_add_up(dspark):
-    before = dspark.get_json("/dspark/stats")
-    texts = output_ids(dspark, [greedy(prompt, 48) for prompt in PROMPTS], 8)
+    with counting(dspark) as counts:
+        texts = output_ids(dspark, [greedy(prompt, 48) for prompt in PROMPTS], 8)
     time.sleep(1.1)  # the second that has not ended is not part of the history
     stats = dspark.get_json("/dspark/stats?history_s=60")
-    # The first token of every text is the prefill's; what was drafted past the end of a text is committed, too.
+    # The first token of every text is the prefill's; drafts that were accepted past the end of a text are committed.
     gained = sum(len(text) - 1 for text in texts)
-    committed = stats["committed_tokens"] - before["committed_tokens"]
-    assert gained <= committed <= gained + 7 * len(PROMPTS)
+    assert gained <= counts["committed_tokens"] <= gained + 7 * len(PROMPTS)
     assert stats["committed_tokens"] == stats["accepted_tokens"] + stats["rounds"]
     assert stats["wasted_tokens"] == stats["verified_tokens"] - stats["accepted_tokens"]
     k, tau = stats["verify_length"], stats["accept_length"]
@@ -37,7 +37,7 @@ def test_statistics_add_up(dspark):
     assert stats["measured_step_ms"] > 0 and stats["predicted_step_ms"] > 0
     observed, conditional = stats["survival"], stats["conditional_acceptance"]
     assert observed[0] == conditional[0]
-    # Over the drafts that somebody predicted: fixed lengths, which other tests ask this server for, predict nothing.
+    # Only of drafts with a prediction: fixed lengths, which other tests ask this server for, predict nothing.
     assert 0 < stats["predicted_survival"][0] < 1
     assert abs(stats["calibration_error"][0]) < 0.5
     recent = stats["recent"]
@@ -52,13 +52,27 @@ def test_spans_that_are_not_kept(dspark, seconds):
     assert "history_s" in text
 
 
+def test_auto_reports_what_it_knows(dspark):
+    output_ids(dspark, [greedy(prompt, 48) for prompt in PROMPTS], 8)
+    stats = dspark.get_json("/dspark/stats")
+    assert stats["policy"] == "auto"
+    schedule = stats["schedule"]
+    assert schedule["expected_tokens_per_s"] > 0
+    assert len(schedule["lagged_survival"]) == stats["block_size"] == 7
+    assert schedule["step_time"]["measured_ms"] > 0
+    assert schedule["step_time"]["predicted_ms"] > 0
+    if not torch.cuda.is_available():
+        assert min(schedule["step_time"]["host_ms"].values()) > 0
+    assert len(stats["calibration"]["scale"]) == 7
+
+
 def test_steps_are_counted_under_the_policy_that_chose_them(dspark):
-    with policy(dspark, "static", verify_len=1):
-        before = dspark.get_json("/dspark/stats")
-        output_ids(dspark, [greedy(PROMPTS[0], 16)])
-        after = dspark.get_json("/dspark/stats")
-    counts = [stats["steps_by_policy"].get("static", 0) for stats in (before, after)]
-    assert counts[1] - counts[0] == after["steps"] - before["steps"] > 0
+    with policy(dspark, "static", verify_len=2):
+        before = dspark.get_json("/dspark/stats")["steps_by_policy"].get("static", 0)
+        with counting(dspark) as counts:
+            output_ids(dspark, [greedy(prompt, 24) for prompt in PROMPTS[:4]], 4)
+        assert dspark.get_json("/dspark/stats")["steps_by_policy"]["static"] - before == counts["steps"] > 0
+    assert counts["verified_tokens"] == 2 * counts["rounds"] > 0
 
 
 def test_capabilities(dspark):
@@ -101,15 +115,12 @@ def test_a_damaged_drafter_with_a_fallback_is_the_target_alone(target_only, plai
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_answer_has_its_own_counts(dspark, stream):
     bodies = [greedy([5 + i, 9, 7], 32, stream=stream, speculation={"trace": True}) for i in range(4)]
-    with policy(dspark, "static"):
-        before = dspark.get_json("/dspark/stats")
-        with ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(lambda body: last_answer(dspark, body), bodies))
-        after = dspark.get_json("/dspark/stats")
+    with policy(dspark, "static"), counting(dspark) as sums, ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda body: last_answer(dspark, body), bodies))
     counts = [answer["meta_info"]["dspark"] for answer in answers]
     for answer, count in zip(answers, counts, strict=True):
         meta = answer["meta_info"]
-        rounds = [entry for entry in meta["dspark_trace"] if entry]
+        rounds = rounds_of(answer)
         assert count["drafted_tokens"] == sum(len(entry["draft"]) for entry in rounds)
         verified, accepted = (sum(entry[key] for entry in rounds) for key in ("verified", "accepted"))
         assert count["verified_tokens"] == verified == meta["spec_num_proposed_drafts"]
@@ -119,7 +130,7 @@ def test_every_answer_has_its_own_counts(dspark, stream):
         assert min(meta["spec_correct_drafts_histogram"]) >= 0
         assert sum(meta["spec_correct_drafts_histogram"]) == count["rounds"]
     for key in ("rounds", "drafted_tokens", "verified_tokens", "accepted_tokens"):
-        assert sum(count[key] for count in counts) == after[key] - before[key]
+        assert sum(count[key] for count in counts) == sums[key]
 
 
 def last_answer(server, body):

@@ -57,7 +57,7 @@ class Page:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def hosts(self):
-        """Where requests went since the last call."""
+        """Return the hosts of all requests since the last call."""
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
         # The browser's own first tab is made of chrome:// and chrome-untrusted:// pages.
@@ -96,7 +96,7 @@ def number(text):
     return float(text.removesuffix(" %")) if text.strip("0123456789. %") == "" else math.nan
 
 
-def test_it_shows_the_statistics(dspark, page):
+def test_tiles_and_charts_show_the_statistics(dspark, page):
     traffic(dspark)
     page.open(dspark)
     page.wait_for_state("live")
@@ -126,7 +126,7 @@ def test_it_shows_the_statistics(dspark, page):
     assert page.hosts() == {urlsplit(dspark.url).netloc}
 
 
-def test_the_figures_move(dspark, page):
+def test_figures_move_with_the_server(dspark, page):
     page.open(dspark)
     page.wait_for_state("live")
     before = page.text("facts-server")
@@ -138,7 +138,7 @@ def test_the_figures_move(dspark, page):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
-def test_it_fits_and_follows_the_scheme(dspark, page, width, scheme):
+def test_the_page_fits_and_follows_the_scheme(dspark, page, width, scheme):
     traffic(dspark)
     page.open(dspark, width=width, scheme=scheme)
     page.wait_for_state("live")
@@ -156,7 +156,7 @@ def test_every_panel_explains_itself(dspark, page):
     assert "Tokens committed" in page.text("tip")
 
 
-def test_a_silent_server_is_said_to_be_silent(dspark, page):
+def test_the_page_of_a_silent_server(dspark, page):
     page.open(dspark)
     page.wait_for_state("live")
     offline = {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
@@ -173,7 +173,7 @@ def test_a_silent_server_is_said_to_be_silent(dspark, page):
     assert not page.driver.find_element(By.ID, "notice").is_displayed()
 
 
-def test_it_asks_for_the_key(guarded, page):
+def test_the_page_asks_for_the_key(guarded, page):
     page.open(guarded)
     page.wait_for_state("locked")
     assert page.errors() == []

@@ -18,16 +18,11 @@ def refused(server, path, body):
     return caught.value.read().decode()
 
 
-@pytest.mark.parametrize("number", [257, -1])
-def test_more_logprobs_than_tokens(dspark, number):
-    message = refused(dspark, "/generate", greedy([5, 6, 7], 4, return_logprob=True, top_logprobs_num=number))
-    assert f"top_logprobs_num={number}" in message
-    assert "pass 0 to 256" in message
-
-
 @pytest.mark.parametrize(
     ("field", "named"),
     [
+        ({"return_logprob": True, "top_logprobs_num": 257}, "top_logprobs_num=257 is out of range; pass 0 to 256"),
+        ({"lora_path": "x"}, "--enable-lora"),
         ({"return_logprob": [True]}, "return_logprob"),
         ({"session_params": {"id": 3}}, "session_params.id"),
         ({"sampling_params": {"custom_params": {"mine": {"a": [1]}}}}, "sampling_params.custom_params"),
@@ -36,56 +31,53 @@ def test_more_logprobs_than_tokens(dspark, number):
         ({"input_ids": [5, 256]}, "input_ids"),
     ],
 )
-def test_what_the_scheduler_would_not_survive(dspark, field, named):
-    """SGLang's scheduler would fail over them; the front end refuses them by name."""
+def test_fields_that_the_scheduler_would_not_survive(dspark, field, named):
+    """SGLang's scheduler would fail over them; the front end refuses them by name.
+
+    More of them: tests/engine/test_refused_requests.py.
+    """
     assert named in refused(dspark, "/generate", {"input_ids": [5, 6, 7], **field})
 
 
-@pytest.mark.parametrize(
-    ("value", "named"),
-    [
-        (3, "speculation must be an object"),
-        ({"tracee": True}, "speculation.tracee"),
-        ({"trace": "yes"}, "speculation.trace"),
-        ({"max_verify": -1}, "speculation.max_verify"),
-        ({"preset": "summary"}, "speculation.preset"),
-        ({"preset": "classification"}, "speculation.candidates"),
-    ],
-)
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])  # chats: test_request_features.py
-def test_bad_speculation_field(dspark, path, value, named):
-    assert named in refused(dspark, path, {"text": "a", "prompt": "a", "model": "m", "speculation": value})
+def test_bad_speculation_field(dspark, path):
+    """Other values: tests/test_speculation_options.py."""
+    body = {"text": "a", "prompt": "a", "model": "m", "speculation": {"max_verify": -1}}
+    assert "speculation.max_verify must be an integer from 0 to 65535, not -1" in refused(dspark, path, body)
 
 
-@pytest.mark.parametrize(
-    ("entry", "named"),
-    [
-        (1, "speculation must be an object"),
-        ("x", "speculation must be an object"),
-        ({"trace": 1}, "speculation.trace"),
-        ('{"labels": [[5]]}', "speculation.labels is not a known option"),
-        ({"preset": "classification", "candidates": [3]}, "speculation.candidates"),
-        (None, None),
-    ],
-)
-def test_hostile_custom_params_harm_nobody(dspark, entry, named):
-    """``custom_params`` is a public field; the plugin's own entry in it can hold anything."""
-    body = greedy([5, 6, 7], 4)
-    body["sampling_params"]["custom_params"] = {"dspark": entry}
-    if named is not None:
-        assert named in refused(dspark, "/generate", body)
-        return
-    answer = dspark.post_json("/generate", body)
+def test_hostile_custom_params(dspark):
+    """``custom_params`` is a public field; the plugin's own entry in it can hold anything.
+
+    More of them: tests/engine/test_request_options.py.
+    """
+
+    def asked(entry):
+        return greedy([5, 6, 7], 4, {"custom_params": {"dspark": entry}})
+
+    for entry, named in ((1, "must be an object"), ('{"labels": [[5]]}', "speculation.labels is not a known option")):
+        assert named in refused(dspark, "/generate", asked(entry))
+    answer = dspark.post_json("/generate", asked(None))
     assert len(answer["output_ids"]) == 4
     assert "dspark_trace" not in answer["meta_info"]
 
 
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"policy": "static", "verify_len": 8}, "verify-len=8 exceeds the 7 drafts"),
+        ({"policy": "threshold"}, "confidence-threshold"),
+        ([], "JSON object"),
+    ],
+)
+def test_refused_policies_change_nothing(dspark, body, named):
+    """More of them: tests/test_config.py."""
+    assert named in refused(dspark, "/dspark/policy", body)
+    assert dspark.get_json("/dspark/stats")["policy"] == "auto"
+
+
 def test_routes_that_would_change_the_target(dspark):
     assert "/update_weights_from_disk" in refused(dspark, "/update_weights_from_disk", {"model_path": "x"})
-
-
-def test_an_adapter_of_a_server_without_them(dspark):
-    assert "--enable-lora" in refused(dspark, "/generate", greedy([5, 6, 7], 4, lora_path="x"))
 
 
 def test_bad_speculation_field_of_a_stream(dspark):
@@ -102,7 +94,6 @@ def test_the_server_survives_refusals(dspark):
 
 
 STATIC = ("--speculative-dspark-schedule", "static")
-
 DUMMY = ("--load-format", "dummy")
 
 # One process tries all of them: importing SGLang takes longer than everything else.

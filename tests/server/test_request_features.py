@@ -71,9 +71,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def body(feature: str, prompt: list[int]) -> dict[str, Any]:
     parameters, fields = FEATURES[feature]
-    request = greedy(prompt, 48, **fields)
-    request["sampling_params"] |= parameters
-    return request
+    return greedy(prompt, 48, parameters, **fields)
 
 
 @pytest.fixture
@@ -130,7 +128,7 @@ def assert_close(value: Any, expected: Any) -> None:
         assert value == expected
 
 
-def test_the_features_do_something(answers):
+def test_features_change_the_text(answers):
     """A feature that both servers ignored would pass the comparison."""
     texts = {feature: [as_list(a)[0]["output_ids"] for a in found] for feature, found in answers["plain"].items()}
     same = {feature for feature, found in texts.items() if found == texts["nothing"]}
@@ -145,17 +143,17 @@ def test_the_features_do_something(answers):
 def test_of_several_ends_in_a_block_the_first_counts(letters, plain_letters):
     """A stop token, and a few tokens later the most tokens that were asked for, or a stop string."""
     bodies = []
-    for prompt in PROMPTS:
+    for prompt in PROMPTS[:2]:
         [answer] = generate(plain_letters, [greedy(prompt, 48)], 1)
         ids, text = answer["output_ids"], answer["text"]
         assert len(ids) == len(text) == 48
         for stop in sorted(set(ids)):
             place = ids.index(stop)
             for end in range(place + 2, min(place + 7, 48)):
-                bodies.append(stopping(prompt, max_new_tokens=end, stop_token_ids=[stop]))
+                bodies.append(greedy(prompt, end, {"stop_token_ids": [stop]}))
                 if text.index(text[end - 1 : end + 1]) == end - 1:
-                    bodies.append(stopping(prompt, stop=text[end - 1 : end + 1], stop_token_ids=[stop]))
-            bodies.append(stopping(prompt, stop_regex=f"{re.escape(text[place])}$"))
+                    bodies.append(greedy(prompt, 48, {"stop": text[end - 1 : end + 1], "stop_token_ids": [stop]}))
+            bodies.append(greedy(prompt, 48, {"stop_regex": f"{re.escape(text[place])}$"}))
     expected = generate(plain_letters, bodies, 8)
     with policy(letters, "static"):
         answers = generate(letters, bodies, 8)
@@ -164,12 +162,6 @@ def test_of_several_ends_in_a_block_the_first_counts(letters, plain_letters):
     reasons, rightly = ([answer["meta_info"]["finish_reason"] for answer in found] for found in (answers, expected))
     assert reasons == rightly
     assert {type(reason["matched"]) for reason in reasons} == {int, str}  # none ended for its length
-
-
-def stopping(prompt: list[int], **parameters: Any) -> dict[str, Any]:
-    request = greedy(prompt, 48)
-    request["sampling_params"] |= parameters
-    return request
 
 
 def test_streams_say_the_same_and_count_their_tokens(letters, plain_letters):
@@ -239,16 +231,6 @@ def test_chats(letters, plain_letters, kind):
         assert_close(*([token["logprob"] for token in c["logprobs"]["content"]] for c in (choice, expected)))
 
 
-def test_a_bad_field_of_a_chat_is_named(letters):
-    messages = [{"role": "user", "content": "a person, please"}]
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        letters.post_json(
-            "/v1/chat/completions", {"model": "m", "messages": messages, "speculation": {"max_verify": -1}}
-        )
-    assert caught.value.code == 400
-    assert "speculation.max_verify" in caught.value.read().decode()
-
-
 SPECULATION: dict[str, dict[str, Any] | None] = {
     "nothing": None,
     "disabled": {"enabled": False},
@@ -287,23 +269,23 @@ def ask_officially(server: LaunchedServer, stream: bool, extra_body: dict[str, A
 
 
 def test_the_official_client_is_told_what_is_wrong(letters):
-    with pytest.raises(openai.BadRequestError, match="max_verify"):
+    """In a chat."""
+    with pytest.raises(openai.BadRequestError, match=r"speculation\.max_verify"):
         ask_officially(letters, False, {"speculation": {"max_verify": -1}})
 
 
 def test_prompt_up_to_the_context_limit(letters, plain_letters):
     """The last tokens of the context, with counts and logprobs along the whole prompt."""
     prompt = (PROMPTS[0] * 200)[:1000]
-    request = greedy(prompt, 23, return_logprob=True, logprob_start_len=990)
-    request["sampling_params"] |= {"frequency_penalty": 0.3, "ignore_eos": True}
+    parameters = {"frequency_penalty": 0.3, "ignore_eos": True}
+    request = greedy(prompt, 23, parameters, return_logprob=True, logprob_start_len=990)
     answer, expected = (server.post_json("/generate", request) for server in (letters, plain_letters))
     assert answer["output_ids"] == expected["output_ids"]
     assert_close(answer["meta_info"]["input_token_logprobs"], expected["meta_info"]["input_token_logprobs"])
 
 
 def test_nothing_is_left_behind_by_a_flush(letters):
-    request = greedy(PROMPTS[0], 24)
-    request["sampling_params"] |= {"frequency_penalty": 0.8}
+    request = greedy(PROMPTS[0], 24, {"frequency_penalty": 0.8})
     before = output_ids(letters, [request])
     letters.flush_cache()
     assert output_ids(letters, [request]) == before
@@ -350,7 +332,7 @@ def test_any_parameters_get_the_status_of_the_plain_server(letters, plain_letter
     codes: Counter[int] = Counter()
     different: list[Any] = []
 
-    @settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=80, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(parameters=PARAMETERS, fields=FIELDS)
     def try_one(parameters: dict[str, Any], fields: dict[str, Any]) -> None:
         request = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, **parameters}, **fields}
@@ -364,7 +346,7 @@ def test_any_parameters_get_the_status_of_the_plain_server(letters, plain_letter
     try_one()
     print(f"{codes.total()} requests of random parameters, by status: {dict(codes)}")  # noqa: T201
     assert different == []
-    assert min(codes[200], codes[400]) > 20
+    assert min(codes[200], codes[400]) > 10
     assert output_ids(letters, bodies) == expected
 
 

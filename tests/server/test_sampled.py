@@ -6,11 +6,11 @@ import random
 from typing import Any
 
 import pytest
-from golden_server import CASES, TARGET, greedy, in_background, output_ids, policy
+from golden_server import CASES, TARGET, counting, greedy, in_background, output_ids, policy
 from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
 from target_distribution import TargetDistribution, p_value
 
-NUM_SAMPLES = 2048
+NUM_SAMPLES = 1024
 
 KINDS: dict[str, dict[str, float]] = {
     "temperature": {"temperature": HOT},
@@ -21,22 +21,17 @@ KINDS: dict[str, dict[str, float]] = {
 }
 
 
-def distribution(parameters: dict[str, float]) -> dict[Any, float]:
-    return TargetDistribution(TARGET, PROMPT, **parameters).cells(DEPTH, min_prob=10 / NUM_SAMPLES)
+def distribution(parameters: dict[str, float], num_samples: int = NUM_SAMPLES) -> dict[Any, float]:
+    return TargetDistribution(TARGET, PROMPT, **parameters).cells(DEPTH, min_prob=10 / num_samples)
 
 
 def test_distribution_of_filtered_text(dspark):
     """Every filter at once; the same sample is told from one without filters, and of half the temperature."""
-    assert len(distribution(KINDS["all"])) > 20
-    with policy(dspark, "static"):
-        before = dspark.get_json("/dspark/stats")
+    assert len(distribution(KINDS["all"])) > 20  # cells
+    with policy(dspark, "static"), counting(dspark) as counts:
         drawn = sample(dspark, KINDS["all"], NUM_SAMPLES)
-        after = dspark.get_json("/dspark/stats")
     assert p_value(drawn, distribution(KINDS["all"])) > ALPHA
-    rejected = 1 - (after["accepted_tokens"] - before["accepted_tokens"]) / (
-        after["verified_tokens"] - before["verified_tokens"]
-    )
-    assert rejected > 0.05  # the pair disagrees enough for a wrong rule to show
+    assert counts["accepted_tokens"] < 0.95 * counts["verified_tokens"]  # enough rejected for a wrong rule to show
     for wrong in ({"temperature": 0.5 * HOT}, {"top_k": -1, "top_p": 1.0, "min_p": 0.0}):
         assert p_value(drawn, distribution(KINDS["all"] | wrong)) < ALPHA
 
@@ -47,10 +42,11 @@ def test_distribution_under_a_policy_that_looks_at_the_step(dspark):
 
     The same sample is told from one of a temperature 8 % off.
     """
+    num_samples = 2 * NUM_SAMPLES
     with policy(dspark, "early-stop"):
-        drawn = sample(dspark, KINDS["temperature"], NUM_SAMPLES)
-    assert p_value(drawn, distribution(KINDS["temperature"])) > ALPHA
-    assert p_value(drawn, distribution({"temperature": 0.92 * HOT})) < ALPHA
+        drawn = sample(dspark, KINDS["temperature"], num_samples)
+    assert p_value(drawn, distribution(KINDS["temperature"], num_samples)) > ALPHA
+    assert p_value(drawn, distribution({"temperature": 0.92 * HOT}, num_samples)) < ALPHA
 
 
 def test_greedy_and_sampled_requests_share_batches(dspark, plain):
@@ -73,25 +69,24 @@ def seeded_bodies() -> list[dict[str, Any]]:
             "sampling_params": {
                 **kinds[i % len(kinds)],
                 "temperature": 1.5,
-                "max_new_tokens": 40,
+                "max_new_tokens": 24,
                 "sampling_seed": 1000 + i,
             },
         }
-        for i in range(16)
+        for i in range(2 * len(KINDS))
     ]
 
 
-def test_seeded_text_does_not_depend_on_load_policy_or_drafter(dspark, corner, rnn):
+def test_seeded_text_does_not_depend_on_load_policy_or_drafter(dspark, corner, dflash):
     bodies = seeded_bodies()
     expected = output_ids(dspark, bodies, 1)
-    assert len({tuple(ids) for ids in expected}) > 10
-    assert output_ids(dspark, bodies, 16) == expected
+    assert len({tuple(ids) for ids in expected}) > 6
     with policy(dspark, "random"):
         assert output_ids(dspark, bodies, 16) == expected
     assert output_ids(corner, bodies, 16) == expected
-    with policy(rnn, "static"):
-        assert output_ids(rnn, bodies, 16) == expected
-    kept = [server.get_json("/dspark/stats")["survival"][2] for server in (dspark, rnn)]
+    with policy(dflash, "static"):
+        assert output_ids(dflash, bodies, 16) == expected
+    kept = [server.get_json("/dspark/stats")["survival"][2] for server in (dspark, dflash)]
     assert kept[1] < 0.8 * kept[0]  # a drafter that knows nothing
 
 

@@ -1,6 +1,8 @@
-"""Whose DSPARK a server has: the plugin's, unless SGLang's own is asked for. No server is started."""
+"""The engine of a server is the plugin's, unless SGLang's own is asked for. No server is started."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import pytest
 from golden_server import DRAFT, TARGET
@@ -12,60 +14,74 @@ BUILT_IN = [*DSPARK, "--speculative-dspark-engine", "builtin"]
 BLOCK = ["--speculative-dspark-block-size", "3"]
 OTHER_TARGET = ["--json-model-override-args", '{"vocab_size": 300}']
 
-# flags, environment, release that SGLang says it is; and what comes of it.
 SERVED = "plugin: 8 tokens, auto, cpu"
 OF_SGLANG = "ValueError: DSpark speculative decoding only supports CUDA"
+# Arguments made by a program, in place of flags.
+OFFLINE = {
+    "model_path": str(TARGET),
+    "device": "cpu",
+    "disable_cuda_graph": True,
+    "attention_backend": "torch_native",
+    "speculative_algorithm": "DSPARK",
+    "speculative_draft_model_path": str(DRAFT),
+}
+
+
+class Case(NamedTuple):
+    """A start, and the beginning of its outcome.
+
+    Attributes:
+        flags: flags, or arguments by name.
+        outcome: the outcome begins like this.
+        env: environment variables.
+        release: the release that SGLang claims to be; None for its own.
+    """
+
+    flags: list[str] | dict[str, Any]
+    outcome: str
+    env: dict[str, str] | None = None
+    release: str | None = None
+
+
 CASES = {
-    "plain": (BASE, {}, None, "plain"),
-    "DSPARK": (DSPARK, {}, None, SERVED),
-    "lower case": ([*PAIR, "--speculative-algorithm", "dspark"], {}, None, SERVED),
-    "plugin by flag": ([*DSPARK, "--speculative-dspark-engine", "plugin"], {}, None, SERVED),
-    "plugin by its name": ([*PAIR, "--speculative-algorithm", "DSPARK_PLUGIN"], {}, None, SERVED),
-    "built-in by flag": (BUILT_IN, {}, None, OF_SGLANG),
-    "built-in by variable": (DSPARK, {"SGLANG_DSPARK_ENGINE": "builtin"}, None, OF_SGLANG),
-    "the flag counts": (
-        [*DSPARK, "--speculative-dspark-engine", "plugin"],
-        {"SGLANG_DSPARK_ENGINE": "builtin"},
-        None,
-        SERVED,
+    "plain": Case(BASE, "plain"),
+    "DSPARK": Case(DSPARK, SERVED),
+    "lower case": Case([*PAIR, "--speculative-algorithm", "dspark"], SERVED),
+    "plugin by flag": Case([*DSPARK, "--speculative-dspark-engine", "plugin"], SERVED),
+    "plugin by its name": Case([*PAIR, "--speculative-algorithm", "DSPARK_PLUGIN"], SERVED),
+    "built-in by flag": Case(BUILT_IN, OF_SGLANG),
+    "built-in by variable": Case(DSPARK, OF_SGLANG, {"SGLANG_DSPARK_ENGINE": "builtin"}),
+    "flag before variable": Case(
+        [*DSPARK, "--speculative-dspark-engine", "plugin"], SERVED, {"SGLANG_DSPARK_ENGINE": "builtin"}
     ),
-    "neither": (
+    "neither": Case(
         [*DSPARK, "--speculative-dspark-engine", "auto"],
-        {},
-        None,
         "ConfigError: --speculative-dspark-engine='auto': must be one of plugin, builtin",
     ),
-    "both": (
+    "both": Case(
         [*PAIR, "--speculative-algorithm", "DSPARK_PLUGIN", "--speculative-dspark-engine", "builtin"],
-        {},
-        None,
         "ConfigError: --speculative-algorithm DSPARK_PLUGIN is the plugin, and --speculative-dspark-engine=builtin",
     ),
-    "an option of the plugin for the built-in": (
+    "an option of the plugin for the built-in": Case(
         [*BUILT_IN, "--speculative-dspark-schedule", "static"],
-        {},
-        None,
         "ConfigError: --speculative-dspark-schedule=static belongs to the plugin, and --speculative-dspark-engine",
     ),
-    "an option of both": ([*DSPARK, *BLOCK], {}, None, "plugin: 4 tokens, auto, cpu"),
-    "an option of both for the built-in": ([*BUILT_IN, *BLOCK], {}, None, OF_SGLANG),
-    "a variable of the built-in": (DSPARK, {"SGLANG_DSPARK_FAST_KERNEL": "0"}, None, SERVED),
-    "a quantised target": ([*DSPARK, "--quantization", "fp8"], {}, None, SERVED),
-    "an unknown release": (
-        DSPARK,
-        {},
-        "0.5.99",
-        "EngineError: sglang 0.5.99 is installed; sglang-dspark drives",
+    "an option of both": Case([*DSPARK, *BLOCK], "plugin: 4 tokens, auto, cpu"),
+    "an option of both for the built-in": Case([*BUILT_IN, *BLOCK], OF_SGLANG),
+    "a variable of the built-in": Case(DSPARK, SERVED, {"SGLANG_DSPARK_FAST_KERNEL": "0"}),
+    "a quantised target": Case([*DSPARK, "--quantization", "fp8"], SERVED),
+    "an unknown release": Case(
+        DSPARK, "EngineError: sglang 0.5.99 is installed; sglang-dspark drives", release="0.5.99"
     ),
-    "an unknown release on request": ([*DSPARK, "--speculative-dspark-untested-sglang"], {}, "0.5.99", SERVED),
-    "an unknown release without DSPARK": (BASE, {}, "0.5.99", "plain"),
-    "an unknown release with its own": (BUILT_IN, {}, "0.5.99", OF_SGLANG),
-    "target only": (
+    "an unknown release on request": Case([*DSPARK, "--speculative-dspark-untested-sglang"], SERVED, release="0.5.99"),
+    "an unknown release without DSPARK": Case(BASE, "plain", release="0.5.99"),
+    "an unknown release with its own": Case(BUILT_IN, OF_SGLANG, release="0.5.99"),
+    "target only": Case(
         [*DSPARK, *BLOCK, "--speculative-dspark-fallback", "target-only", *OTHER_TARGET],
-        {},
-        None,
         f"target only: {DRAFT / 'config.json'}: vocab_size=256, but the target has vocab_size=300",
     ),
+    "offline": Case(OFFLINE, SERVED),
+    "offline, built-in": Case(OFFLINE, OF_SGLANG, {"SGLANG_DSPARK_ENGINE": "builtin"}),
 }
 SCRIPT = """
 import json, os, pickle, sys
@@ -94,44 +110,22 @@ for flags, variables, release in json.loads(sys.argv[1]):
     support.installed_sglang = (lambda release=release: release) if release else installed
     os.environ.update(variables)
     try:
-        if isinstance(flags, dict):
-            said = outcome(ServerArgs(**flags))
-        else:
-            said = outcome(prepare_server_args(flags))
+        found = outcome(ServerArgs(**flags) if isinstance(flags, dict) else prepare_server_args(flags))
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}"
+        found = f"{type(error).__name__}: {error}"
     for name in variables:
         del os.environ[name]
-    print(json.dumps(said))
+    print(json.dumps(found))
 """
-OFFLINE = {
-    "model_path": str(TARGET),
-    "device": "cpu",
-    "disable_cuda_graph": True,
-    "attention_backend": "torch_native",
-    "speculative_algorithm": "DSPARK",
-    "speculative_draft_model_path": str(DRAFT),
-}
-
-
-OFFLINE_CASES = {
-    "offline": (OFFLINE, {}, None),
-    "offline, built-in": (OFFLINE, {"SGLANG_DSPARK_ENGINE": "builtin"}, None),
-}
 
 
 @pytest.fixture(scope="module")
-def said(server_pool):
-    """What became of every case, and of arguments made by a program; one process tries all of them."""
-    cases = [list(case[:3]) for case in (*CASES.values(), *OFFLINE_CASES.values())]
-    return dict(zip([*CASES, *OFFLINE_CASES], server_pool.printed_by(SCRIPT, cases), strict=True))
+def outcomes(server_pool):
+    """Return the outcome of every case; one process tries all of them."""
+    cases = [(case.flags, case.env or {}, case.release) for case in CASES.values()]
+    return dict(zip(CASES, server_pool.printed_by(SCRIPT, cases), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_who_answers(said, name):
-    assert said[name].startswith(CASES[name][3])
-
-
-def test_arguments_made_by_a_program(said):
-    assert said["offline"] == SERVED
-    assert said["offline, built-in"].startswith(OF_SGLANG)
+def test_engine_of_a_server(outcomes, name):
+    assert outcomes[name].startswith(CASES[name].outcome)

@@ -1,21 +1,28 @@
-"""What a request may ask for of SGLang, and gets as from a plain server though steps bring several tokens."""
+"""Sessions, streams and errors are those of a plain server, though steps bring several tokens."""
 
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 
 import pytest
 from golden_server import CASES, call, greedy, policy
 
+from sglang_dspark.tools.http_client import open_directly
+
 
 def turns(server, stops):
-    """Texts of a session: after the first turn, appended ones of two more, and one that starts from the first again."""
+    """Return the texts of a session.
+
+    Two turns are appended to the first one, a third starts from the first again, and the last one adds no token.
+    """
     session = json.loads(call(server, "/open_session", body={"capacity_of_str_len": 10_000})[1])
     texts, rids = [], []
-    for place, (stop, parent) in enumerate(zip(stops, (None, 0, 1, 0), strict=True)):
-        body = greedy(CASES[place]["prompt_ids"], 24, session_params={"id": session})
-        body["sampling_params"]["stop_token_ids"] = [stop]
-        body["session_params"]["rid"] = None if parent is None else rids[parent]
+    added = [*(case["prompt_ids"] for case in CASES[:4]), []]
+    for prompt, stop, parent in zip(added, stops, (None, 0, 1, 0, 3), strict=True):
+        params = {"id": session, "rid": None if parent is None else rids[parent]}
+        body = greedy(prompt, 24, {"stop_token_ids": [stop]}, session_params=params)
         answer = server.post_json("/generate", body)
         texts.append(answer["output_ids"])
         rids.append(answer["meta_info"]["id"])
@@ -25,41 +32,24 @@ def turns(server, stops):
 
 def test_a_session_continues_what_was_shown(plain, dspark):
     """Each turn ends at a token in the middle of a text, with drafts behind it accepted already."""
-    stops = [case["output_ids"][10] for case in CASES[:2]] + [1, 1]
+    stops = [case["output_ids"][10] for case in CASES[:2]] + [1, 1, 1]
     expected = turns(plain, stops)
     assert len(expected[0]) < 24  # the stop counted
+    assert all(expected)
     with policy(dspark, "static"):
         assert turns(dspark, stops) == expected
 
 
-def turn_without_tokens(server):
-    """Texts of a session's first turn, and of a second one that adds nothing to it."""
-    session = json.loads(call(server, "/open_session", body={"capacity_of_str_len": 10_000})[1])
-    first = server.post_json("/generate", greedy(CASES[0]["prompt_ids"], 12, session_params={"id": session}))
-    parent = {"id": session, "rid": first["meta_info"]["id"]}
-    second = server.post_json("/generate", greedy([], 12, session_params=parent))
-    assert call(server, "/close_session", body={"session_id": session})[0] == 200
-    return first["output_ids"], second["output_ids"]
-
-
-def test_a_turn_of_a_session_may_have_no_tokens(plain, dspark):
-    expected = turn_without_tokens(plain)
-    assert all(expected)
-    with policy(dspark, "static"):
-        assert turn_without_tokens(dspark) == expected
-
-
 def streamed(server, interval):
-    """Lengths of the text in every message of its stream."""
-    body = greedy(CASES[0]["prompt_ids"], 64, stream=True)
-    body["sampling_params"]["stream_interval"] = interval
+    """Return the length of the text in every message of its stream."""
+    body = greedy(CASES[0]["prompt_ids"], 64, {"stream_interval": interval}, stream=True)
     lines = call(server, "/generate", body=body)[1].split("\n\n")
     answers = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     return [answer["meta_info"]["completion_tokens"] for answer in answers]
 
 
 def fullest_stream(server, interval, messages):
-    """The stream of most messages, of up to eight: a front end that is kept waiting gives only the later of two."""
+    """Return the stream with most messages, of up to eight: a busy front end skips the earlier of two messages."""
     fullest = []
     for _ in range(8):
         fullest = max(fullest, streamed(server, interval), key=len)
@@ -82,11 +72,6 @@ def test_a_stream_arrives_as_often_as_without_speculation(plain, dspark, interva
 
 
 def test_errors_can_be_read_by_a_page_of_another_site(dspark):
-    import urllib.error
-    import urllib.request
-
-    from sglang_dspark.tools.http_client import open_directly
-
     headers = {"Content-Type": "application/json", "Origin": "http://elsewhere.example"}
     body = b'{"text": "a", "speculation": {"max_verify": -1}}'
     with pytest.raises(urllib.error.HTTPError) as caught:

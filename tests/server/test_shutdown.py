@@ -7,7 +7,7 @@ import signal
 
 import psutil
 import pytest
-from golden_server import DSPARK, TARGET, greedy, in_background, wait_for_running
+from golden_server import DSPARK, TARGET, endless, in_background, wait_for_running
 
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, LaunchedServer
 
@@ -18,8 +18,7 @@ NUM_TOKENS = 800
 def test_sigterm_lets_requests_finish():
     flags = (*CPU_FLAGS, "--dtype", "float32", *DSPARK, "--speculative-dspark-schedule", "static")
     answers = []
-    body = greedy([5, 6, 7], NUM_TOKENS)
-    body["sampling_params"] |= {"ignore_eos": True, "stop_token_ids": None}
+    body = endless([5, 6, 7], NUM_TOKENS)
     with LaunchedServer(TARGET, *flags, env=CPU_ENV) as server:
         requests = [
             in_background(lambda: answers.append(server.post_json("/generate", body)["output_ids"])) for _ in range(3)

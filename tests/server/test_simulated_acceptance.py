@@ -46,7 +46,7 @@ def test_nothing_is_accepted_that_was_not_verified(simulated):
     assert {count for counts in accepted for count in counts} == {1}
 
 
-def test_it_says_so(simulated):
+def test_simulated_acceptance_is_announced(simulated):
     assert simulated.get_json("/dspark/capabilities")["simulated_acceptance"] == [*PROFILE]
     log = simulated.log_path.read_text()
     assert "acceptance is simulated" in log

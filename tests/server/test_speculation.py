@@ -10,11 +10,12 @@ from golden_server import (
     OPTIONS,
     TARGET,
     VOCAB,
+    counting,
     generate,
     greedy,
-    mixed_bodies,
     output_ids,
     policy,
+    rounds_of,
     with_options,
 )
 from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
@@ -24,13 +25,17 @@ from target_distribution import TargetDistribution, p_value
 def traced(server, body, **options):
     """The answer to ``body`` and its rounds."""
     [answer] = generate(server, [{**body, "speculation": {"trace": True, **options}}], 1)
-    return answer["output_ids"], [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
+    return answer["output_ids"], rounds_of(answer)
 
 
-@pytest.mark.parametrize("name", ["auto", "static", "early-stop", "random"])
 @pytest.mark.parametrize(
-    ("options", "most"),
-    [({"enabled": False}, 0), ({"max_verify": 0}, 0), ({"max_verify": 2}, 2), ({"max_verify": 9}, 7)],
+    ("name", "options", "most"),
+    [
+        ("static", {"enabled": False}, 0),
+        ("static", {"max_verify": 0}, 0),
+        ("static", {"max_verify": 9}, 7),
+        *((name, {"max_verify": 2}, 2) for name in ("static", "auto", "early-stop", "random")),
+    ],
 )
 def test_no_more_drafts_are_verified_than_asked_for(dspark, name, options, most):
     with policy(dspark, name):
@@ -109,25 +114,13 @@ def test_classification_proposes_the_rest_of_a_label(dspark):
 
 
 def test_copies_are_counted_apart(dspark):
-    with policy(dspark, "static"):
-        before = dspark.get_json("/dspark/stats")
+    with policy(dspark, "static"), counting(dspark) as counts:
         traced(dspark, greedy(CASES[0]["prompt_ids"], 64), preset="summarization")
-        after = dspark.get_json("/dspark/stats")
     copied, drafted, verified, accepted = (
-        after[f"{kind}_tokens"] - before[f"{kind}_tokens"]
-        for kind in ("copied", "drafted", "verified", "copied_accepted")
+        counts[f"{kind}_tokens"] for kind in ("copied", "drafted", "verified", "copied_accepted")
     )
     assert 0 < accepted <= copied
     assert verified == copied + drafted
-
-
-@pytest.mark.parametrize("name", ["auto", pytest.param("off", marks=pytest.mark.thorough)])
-def test_neighbours_with_other_options_share_batches(dspark, plain, name):
-    bodies = mixed_bodies(60, seed=11)
-    expected = output_ids(plain, bodies)
-    with policy(dspark, name):
-        for concurrency in (3, 16):
-            assert output_ids(dspark, with_options(bodies), concurrency) == expected
 
 
 def test_seeded_text_does_not_depend_on_options(dspark):
@@ -148,9 +141,9 @@ def test_presets_of_the_openai_routes(dspark):
     prompt = "if the dog is red then the dog sees the lamp . the dark cloud sees the"
     body = {"model": "m", "prompt": prompt, "max_tokens": 24, "temperature": 0}
     plain = dspark.post_json("/v1/completions", body)["choices"][0]["text"]
-    before = dspark.get_json("/dspark/stats")["copied_accepted_tokens"]
-    assert dspark.post_json("/v1/completions", {**body, "speculation": field})["choices"][0]["text"] == plain
-    assert dspark.get_json("/dspark/stats")["copied_accepted_tokens"] > before
+    with counting(dspark) as counts:
+        assert dspark.post_json("/v1/completions", {**body, "speculation": field})["choices"][0]["text"] == plain
+    assert counts["copied_accepted_tokens"] > 0
 
 
 @pytest.mark.thorough
@@ -158,10 +151,8 @@ def test_distribution_of_copied_text(dspark):
     """Copied drafts are judged as what they are: proposals without any randomness."""
     num_samples = 2048
     distribution = TargetDistribution(TARGET, PROMPT, temperature=HOT).cells(DEPTH, min_prob=10 / num_samples)
-    before = dspark.get_json("/dspark/stats")
     options = {"preset": "summarization", "min_ngram": 1, "max_ngram": 3}
-    drawn = sample(dspark, {"temperature": HOT}, num_samples, speculation=options)
-    after = dspark.get_json("/dspark/stats")
+    with counting(dspark) as counts:
+        drawn = sample(dspark, {"temperature": HOT}, num_samples, speculation=options)
     assert p_value(drawn, distribution) > ALPHA
-    copied, accepted = (after[key] - before[key] for key in ("copied_tokens", "copied_accepted_tokens"))
-    assert 0 < accepted < copied
+    assert 0 < counts["copied_accepted_tokens"] < counts["copied_tokens"]

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from golden_server import DRAFT, generate, greedy, output_ids, policy
+from golden_server import DRAFT, generate, greedy, output_ids, policy, rounds_of
 
 CASES = json.loads((DRAFT / "golden.json").read_text())["cases"][:3]
 TOKENS = 4  # an interpreted step takes a tenth of a second
@@ -21,18 +21,18 @@ def expected() -> list[list[int]]:
     return [case["output_ids"][:TOKENS] for case in CASES]
 
 
-def test_steps_are_staged(graphs):
+def test_steps_are_replayed_from_graphs(graphs):
     """Or everything below would test the path of a CPU."""
     assert "CUDA graphs for up to 2 requests" in graphs.log_path.read_text()
     assert graphs.get_json("/dspark/stats")["policy"] == "auto"
 
 
-def test_golden_traces(graphs):
+def test_golden_traces_of_replayed_steps(graphs):
     with policy(graphs, "static"):
         answers = generate(graphs, bodies(speculation={"trace": True}), 1)
     for answer, case, ids in zip(answers, CASES, expected(), strict=True):
         assert answer["output_ids"] == ids
-        rounds = [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
+        rounds = rounds_of(answer)
         golden = case["rounds"][: len(rounds)]
         assert [(r["start"], r["draft"]) for r in rounds] == [(r["start"], r["draft"]) for r in golden]
         # The last round runs past the tokens that were asked for.
@@ -61,7 +61,7 @@ def test_text_does_not_depend_on_the_policy(graphs, settings):
     ids=str,
 )
 def test_text_does_not_depend_on_options(graphs, options):
-    """Of one of two requests in a batch."""
+    """One of two requests in a batch has them."""
     asked = bodies()
     asked[::2] = [body | {"speculation": options} for body in asked[::2]]
     assert output_ids(graphs, asked, 2) == expected()
@@ -69,18 +69,17 @@ def test_text_does_not_depend_on_options(graphs, options):
 
 def test_adjusted_logits_are_not_judged_by_a_graph(graphs):
     """A bias that forbids a token of the golden text keeps it out; a neighbour has its own text."""
-    [first, second] = bodies()[:2]
     forbidden = expected()[0][1]
-    biased = first | {"sampling_params": {**first["sampling_params"], "logit_bias": {str(forbidden): -100.0}}}
+    biased = greedy(CASES[0]["prompt_ids"], TOKENS, {"logit_bias": {str(forbidden): -100.0}})
     for name in ("static", "off"):
         with policy(graphs, name):
-            changed, kept = output_ids(graphs, [biased, second], 2)
+            changed, kept = output_ids(graphs, [biased, bodies()[1]], 2)
         assert forbidden not in changed
         assert kept == expected()[1]
 
 
-def test_log_probabilities_are_those_of_launched_steps(graphs):
-    """Nobody but the acceptance keeps the logits of a graph that judges: who reads them is judged outside."""
+def test_log_probabilities_are_those_of_eager_steps(graphs):
+    """A graph that accepts drafts keeps no logits for others: requests that read them are judged outside."""
     body = bodies()[0] | {"return_logprob": True, "top_logprobs_num": 1}
     for name in ("static", "off"):
         with policy(graphs, name):
@@ -125,7 +124,7 @@ def test_every_step_draws_with_noise_of_its_own(graphs):
     drafts: dict[int, list[list[int]]] = {}
     with policy(graphs, "static"):
         for answer in generate(graphs, [body] * 10, 1):
-            first = next(entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None)
+            first = rounds_of(answer)[0]
             drafts.setdefault(first["anchor"], []).append(first["draft"])
     most = max(drafts.values(), key=len)
     assert len(most) > 1
@@ -172,7 +171,7 @@ def test_nothing_is_compiled_in_a_request(graphs):
 
 
 def test_a_step_is_launched_in_few_pieces(graphs):
-    """Of greedy requests: what the host submits, and what torch launches beside that."""
+    """The host submits few graphs and kernels for greedy requests, and torch launches little beside them."""
     # Beside the graphs the step is staged and the result is packed; in some steps of auto coefficients of the
     # calibration are renewed.
     most = {"static": (2, 1, 1), "auto": (2, 1, 2), "off": (1, 1, 1)}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from golden_server import CASES, TARGET, assert_pool_is_whole, generate
+from golden_server import CASES, TARGET, assert_pool_is_whole, counting, endless, generate, rounds_of
 from literal_draft import LiteralDraft
 from sampled_text import ALPHA, DEPTH, PROMPT, sample
 from server_pool import Recipe
@@ -43,7 +43,7 @@ HEAT = 1.5
 
 @pytest.fixture(scope="module")
 def distributions() -> dict[str, dict[Cell, float]]:
-    """Of the target, and of one that is 10 % cooler."""
+    """Return the distributions of the target, and of one that is 10 % cooler."""
     return {
         name: TargetDistribution(TARGET, PROMPT, temperature=heat).cells(DEPTH, min_prob=0.02)
         for name, heat in (("target", HEAT), ("cooler", 0.9 * HEAT))
@@ -66,29 +66,23 @@ def test_every_switch(kind, distributions, server_pool, tmp_path):
     own.mkdir()
     with server_pool.lent(recipe, own) as server:
         assert_rounds_are_the_literal_drafters(server, folder)
-        before = server.get_json("/dspark/stats")
-        drawn = sample(server, {"temperature": HEAT}, NUM_SAMPLES)
-        after = server.get_json("/dspark/stats")
+        with counting(server) as counts:
+            drawn = sample(server, {"temperature": HEAT}, NUM_SAMPLES)
         assert p_value(drawn, distributions["target"]) > ALPHA > p_value(drawn, distributions["cooler"])
-        accepted, rounds = (after[name] - before[name] for name in ("accepted_tokens", "rounds"))
-        assert accepted > 0.08 * rounds
+        assert counts["accepted_tokens"] > 0.08 * counts["rounds"]
         assert_pool_is_whole(server)
 
 
 def assert_rounds_are_the_literal_drafters(server: LaunchedServer, folder: Path) -> None:
     literal = LiteralDraft(folder)
     target = load_target(TARGET, load_draft_model(folder, dtype=torch.float32, device="cpu"))
-    parameters = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    bodies = [
-        {"input_ids": case["prompt_ids"], "sampling_params": parameters, "speculation": {"trace": True}}
-        for case in TRACED
-    ]
+    bodies = [endless(case["prompt_ids"], NUM_TOKENS, speculation={"trace": True}) for case in TRACED]
     drafted, kept = set(), 0
     for case, answer in zip(TRACED, generate(server, bodies, len(bodies)), strict=True):
         assert answer["output_ids"] == case["output_ids"][:NUM_TOKENS]
         text = [*case["prompt_ids"], *case["output_ids"]]
         features = target(text)[1].double()
-        rounds = [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
+        rounds = rounds_of(answer)
         anchor = len(case["prompt_ids"])
         for entry in rounds:
             assert (entry["start"], entry["anchor"]) == (anchor, text[anchor])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 
 import psutil
 import pytest
-from golden_server import CASES, VOCAB, call, generate, greedy, in_background, output_ids, policy, wait_for_running
+from golden_server import CASES, VOCAB, call, counting, endless, generate, greedy, output_ids, policy, wait_for_running
 
 
 def prompts(num: int, seed: int) -> list[list[int]]:
@@ -19,20 +21,17 @@ def prompts(num: int, seed: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     "name", ["auto", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("random", "early-stop", "static"))]
 )
-def test_greedy_text_is_the_targets(parallel, name):
+def test_greedy_text_of_two_ranks(parallel, name):
     """Partial sums put the ranks' logits a few last bits off a single server's; that decides no token here."""
     rng = random.Random(1)
-    bodies = [greedy(prompt, rng.choice((1, 5, 30, 64))) for prompt in prompts(8, seed=1)]
-    for body in bodies[::4]:
-        body["sampling_params"] |= {"frequency_penalty": 0.5, "repetition_penalty": 1.2}
-    for body in bodies[1::4]:
-        body["sampling_params"]["regex"] = "(red|blue|green|cat|dog|bird)+"
+    adjusted = ({"frequency_penalty": 0.5, "repetition_penalty": 1.2}, {"regex": "(red|blue|green|cat|dog|bird)+"})
+    parameters = itertools.cycle((*adjusted, {}, {}))
+    bodies = [greedy(prompt, rng.choice((1, 5, 30)), next(parameters)) for prompt in prompts(8, seed=1)]
     with policy(parallel, "off"):
         expected = output_ids(parallel, bodies)
     with policy(parallel, name):
-        assert output_ids(parallel, [greedy(case["prompt_ids"], 64) for case in CASES]) == [
-            case["output_ids"] for case in CASES
-        ]
+        golden = output_ids(parallel, [greedy(case["prompt_ids"], 64) for case in CASES[:4]])
+        assert golden == [case["output_ids"] for case in CASES[:4]]
         assert output_ids(parallel, bodies) == expected
 
 
@@ -51,44 +50,33 @@ def test_sampled_and_seeded_requests_share_steps(parallel):
 
 
 def test_statistics_come_from_the_deciding_rank(parallel):
-    before = parallel.get_json("/dspark/stats")
-    with policy(parallel, "static", verify_len=2):
+    stats = parallel.get_json("/dspark/stats")
+    assert stats["policy"] == "auto"
+    assert stats["schedule"]["step_time"] is not None
+    with policy(parallel, "static", verify_len=2), counting(parallel) as counts:
         output_ids(parallel, [greedy(prompt, 24) for prompt in prompts(8, seed=3)])
-        after = parallel.get_json("/dspark/stats")
-    assert (before["policy"], after["policy"]) == ("auto", "static")
-    assert before["schedule"]["step_time"] is not None
-    rounds, verified = (after[key] - before[key] for key in ("rounds", "verified_tokens"))
-    assert verified == 2 * rounds > 0
+        assert parallel.get_json("/dspark/stats")["policy"] == "static"
+    assert counts["verified_tokens"] == 2 * counts["rounds"] > 0
 
 
-def test_only_one_rank_speaks(parallel):
+def test_only_one_rank_writes_to_the_log(parallel):
     log = parallel.log_path.read_text()
     assert "whole embedding and LM head on every rank, 0.1 MiB" in log  # 256 tokens x 128, tied, float32
     assert log.count("DSPARK drafter") == 1
 
 
 def test_a_rank_that_dies_ends_the_server(parallel):
-    """The last test of this server. Nobody waits for ever, and whoever watches the server sees that it failed."""
-    answers = []
-
-    def ask():
-        body = greedy([5, 6, 7], 900, stream=True)
-        body["sampling_params"] |= {"ignore_eos": True, "stop_token_ids": None}
-        try:
-            answers.append(call(parallel, "/generate", body=body))
-        except (OSError, HTTPException) as error:
-            answers.append(error)
-
-    requests = [in_background(ask) for _ in range(3)]
+    """The last test of this server. Requests end, and the exit status of the server says that it failed."""
+    body = endless([5, 6, 7], 900, stream=True)
     server = psutil.Process(parallel.pid)
-    wait_for_running(parallel, len(requests))
-    # A forked process cannot be known by its name.
-    processes = [child for child in server.children() if "resource_tracker" not in " ".join(child.cmdline())]
-    _leader, follower, _detokenizer = sorted(processes, key=psutil.Process.create_time)
-    follower.kill()
-    for request in requests:
-        request.join(60)
-    assert [isinstance(answer, Exception) for answer in answers] == [True] * 3
+    with ThreadPoolExecutor(3) as pool:
+        requests = [pool.submit(call, parallel, "/generate", body=body) for _ in range(3)]
+        wait_for_running(parallel, len(requests))
+        # A forked process cannot be known by its name.
+        processes = [child for child in server.children() if "resource_tracker" not in " ".join(child.cmdline())]
+        _leader, follower, _detokenizer = sorted(processes, key=psutil.Process.create_time)
+        follower.kill()
+        assert all(isinstance(request.exception(60), OSError | HTTPException) for request in requests)
     deadline = time.monotonic() + 60
     while parallel.exit_status is None:
         assert time.monotonic() < deadline

@@ -17,7 +17,7 @@ DRAFTER = "sglang_dspark/drafters/smollm2-135m-instruct/model.safetensors"
 
 @pytest.fixture
 def python(guarded):
-    """The interpreter of the server."""
+    """Return the interpreter of the server."""
     server = psutil.Process(guarded.pid)
     assert server.environ().items() >= NOT_OF_THE_FOLDER.items()
     return Path(server.cmdline()[0])
@@ -25,7 +25,7 @@ def python(guarded):
 
 @pytest.fixture
 def packages(python):
-    """Where the wheel is installed."""
+    """Return the folder in which the wheel is installed."""
     [folder] = python.parents[1].glob("lib/python3*/site-packages")
     return folder
 

@@ -36,7 +36,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 @dataclass(frozen=True)
 class Tiny:
-    """How a tiny target is made.
+    """Class, configuration and weights of a tiny target.
 
     Attributes:
         model: class of transformers.
@@ -265,7 +265,7 @@ def written_target(architecture: str, folder: Path) -> Path:
 
 @torch.no_grad()
 def continued(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """``prompt`` and its greedy continuation, every token from a forward over the whole text."""
+    """Return ``prompt`` and its greedy continuation, every token from a forward over the whole text."""
     ids = list(prompt)
     for _ in range(num_tokens):
         ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
@@ -273,15 +273,15 @@ def continued(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 @torch.no_grad()
-def said(model: Any, ids: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits [n, V] and hidden states [n, d]: of the embedding, and of every layer but the last one."""
+def outputs_of(model: Any, ids: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return logits [n, V] and hidden states [n, d]: of the embedding, and of every layer but the last one."""
     output = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
     return output.logits[0], [state[0] for state in output.hidden_states[:-1]]
 
 
 @contextmanager
 def router_margins(model: Any, chosen: int) -> Iterator[list[float]]:
-    """Collects, of every router and forward, how far the last expert that is chosen stands above the first that is not.
+    """Collect, for every router and forward, how far the last expert that is chosen stands above the first that is not.
 
     In the scores by which the experts are chosen, before a softmax.
     """

@@ -1,7 +1,8 @@
 """Servers whose processes are forked from one that has imported SGLang: three imports are most of a server's start.
 
-What a server does is the same; but its processes inherit the modules of the one before where they otherwise import
-them again. Whatever crosses from process to process is tested by the servers that are started as users start them.
+That process, the nursery, is shared by all processes of a test run. What a server does is the same; but its processes
+inherit the modules of the one before where they otherwise import them again. Whatever crosses from process to process
+is tested by the servers that are started as users start them.
 """
 
 from __future__ import annotations
@@ -14,18 +15,16 @@ import multiprocessing
 import os
 import random
 import runpy
-import selectors
+import select
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
-from sglang_dspark.files import write_text_whole
 from sglang_dspark.tools.launch import LaunchedServer
 
 # Of the HTTP server, the scheduler and the detokenizer.
@@ -37,109 +36,134 @@ IMPORTS = (
 )
 
 
-class Nursery:
-    """A process that has imported SGLang. All processes of a test run share it, and it ends with the last of them.
+class Forked:
+    """The part of ``subprocess.Popen`` that :class:`LaunchedServer` needs, for a process of a nursery.
 
     Args:
-        env: variables on top of those of this process. What is imported may depend on them.
+        imported: variables that the nursery's process has on top of those of this process: what it imports may depend
+            on them.
+        arguments: arguments of ``python -m sglang.launch_server``, or of the script.
+        env: all variables of the new process.
+        log_path: file that gets what it prints.
+        script: Python code to run in place of the server.
     """
 
-    def __init__(self, env: Mapping[str, str]) -> None:
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-        named = hashlib.sha256(json.dumps([run, sorted(env.items())]).encode())
-        address = f"\0nursery-{named.hexdigest()}"  # of no file: it is free again when nobody listens
-        greeting = ""
-        while not greeting:  # one that others are through with may end now
-            started = _listening(address, {**os.environ, **env})
-            self._connection = socket.socket(socket.AF_UNIX)
-            with contextlib.suppress(ConnectionError):
-                self._connection.connect(address)
-                self._replies = self._connection.makefile()
-                greeting = self._replies.readline()
-            if not greeting:
-                self._connection.close()
-                assert started is None or started.wait() == 0, "SGLang cannot be imported: see above"
+    def __init__(
+        self,
+        imported: Mapping[str, str],
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        log_path: Path,
+        script: str = "",
+    ) -> None:
+        order = {"arguments": arguments, "env": dict(env), "log": str(log_path), "script": script}
+        pid = b""
+        while not pid:  # a nursery that cannot be reached may be about to end
+            started = _start_nursery(imported)
+            with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(ConnectionError):
+                connection.connect(_address(imported))
+                connection.sendall(json.dumps(order).encode() + b"\n")
+                self._replies = connection.makefile("rb", buffering=0)  # readable when the exit status is there
+                pid = self._replies.readline()
+            assert pid or started is None or started.wait() == 0, "SGLang cannot be imported: see above"
+        self.pid = int(pid)
+        self.returncode: int | None = None
 
-    def fork(self, arguments: list[str], env: dict[str, str], log_path: Path, script: str = "") -> int:
-        """Start ``python -m sglang.launch_server`` with these arguments, or a script; its process id."""
-        order = {"arguments": arguments, "env": env, "log": str(log_path), "script": script}
-        self._connection.sendall(json.dumps(order).encode() + b"\n")
-        reply = self._replies.readline()
-        assert reply, "the nursery has ended"
-        return int(reply)
+    def poll(self) -> int | None:
+        """Return its exit status, None while it lives."""
+        ended = self.returncode is None and select.select([self._replies], [], [], 0)[0]
+        return self.wait() if ended else self.returncode
 
-    def run(self, script: str, arguments: list[str], env: dict[str, str], log_path: Path) -> str:
-        """Return what a script prints; it has to end well."""
-        log_path.write_text("")
-        status = _Forked(self.fork(arguments, env, log_path, script), log_path).wait()
-        printed = log_path.read_text()
-        assert status == 0, printed
-        return printed
-
-    def close(self) -> None:
-        """Let go of it. Servers that it forked go on."""
-        self._replies.close()
-        self._connection.close()
+    def wait(self) -> int:
+        """Return its exit status as soon as it has ended."""
+        if self.returncode is None:
+            self.returncode = int(self._replies.readline())
+            self._replies.close()
+        return self.returncode
 
 
-def _listening(address: str, env: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
-    """The process that listens there from now on; None where one does already."""
+class ForkedServer(LaunchedServer):
+    """A server of a nursery whose process has these variables when it imports SGLang."""
+
+    def __init__(self, imported: Mapping[str, str], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._imported = imported
+
+    def _start(self, log: IO[bytes]) -> Any:
+        return Forked(self._imported, self._command[3:], self._env, self.log_path)
+
+
+def _address(imported: Mapping[str, str]) -> str:
+    """Return the socket of this run's nursery with these variables. It is of no file, and free when nothing listens."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    named = hashlib.sha256(json.dumps([run, sorted(imported.items())]).encode())
+    return f"\0nursery-{named.hexdigest()}"
+
+
+def _start_nursery(imported: Mapping[str, str]) -> subprocess.Popen[bytes] | None:
+    """Return the process that listens from now on; None if one does already."""
     with socket.socket(socket.AF_UNIX) as listener:
         try:
-            listener.bind(address)
+            listener.bind(_address(imported))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
             return None
         listener.listen()
-        command = [sys.executable, __file__, str(listener.fileno())]
-        silent = subprocess.DEVNULL
-        return subprocess.Popen(command, env=dict(env), pass_fds=[listener.fileno()], stdin=silent, stdout=silent)
+        owner = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+        command = [sys.executable, __file__, str(listener.fileno()), str(owner)]
+        silent, env = subprocess.DEVNULL, {**os.environ, **imported}
+        return subprocess.Popen(command, env=env, pass_fds=[listener.fileno()], stdin=silent, stdout=silent)
 
 
-class _Forked:
-    """The part of ``subprocess.Popen`` that :class:`LaunchedServer` needs. Its parent notes how it ended."""
-
-    def __init__(self, pid: int, log_path: Path) -> None:
-        self.pid, self._status = pid, _status_path(log_path)
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Its exit status, None while it lives."""
-        if self.returncode is None and self._status.exists():
-            self.returncode = int(self._status.read_text())
-            self._status.unlink()
-        return self.returncode
-
-    def wait(self) -> int:
-        while (status := self.poll()) is None:
-            time.sleep(0.01)
-        return status
+def _nurse(listener: socket.socket, owner: int) -> None:
+    """Fork what clients ask for, until the process ``owner`` ends."""
+    end = os.pidfd_open(owner)
+    for name in IMPORTS:
+        __import__(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children that have ended need no parent to say so
+    while end not in select.select([listener, end], [], [])[0]:
+        client, _ = listener.accept()
+        with client:
+            order = client.makefile().readline() if _is_ours(client) else ""
+            if order and os.fork() == 0:
+                listener.close()
+                _keep(client, json.loads(order))
+                return
+    _end()
 
 
-class ForkedServer(LaunchedServer):
-    """A server of the nursery."""
-
-    def __init__(self, nursery: Nursery, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._nursery = nursery
-
-    def _start(self, log: IO[bytes]) -> Any:
-        return _Forked(self._nursery.fork(self._command[3:], self._env, self.log_path), self.log_path)
+def _end() -> NoReturn:
+    """End this process at once: to take so many modules down would take seconds."""
+    sys.stdout.flush()
+    os._exit(0)
 
 
-def _status_path(log_path: Path) -> Path:
-    """Return where the nursery writes the exit status of a server."""
-    return log_path.with_suffix(".status")
+def _is_ours(client: socket.socket) -> bool:
+    """Return whether it belongs to the same user: such addresses are open to all users of a machine."""
+    _, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user == os.getuid())
+
+
+def _keep(client: socket.socket, order: dict[str, Any]) -> None:
+    """Fork the process that the client wants; tell its id, and how it ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        with contextlib.suppress(ConnectionError):  # the client may have gone
+            client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+        _end()
+    os.setsid()
+    client.sendall(b"%d\n" % os.getpid())
+    client.close()
+    _serve(order)
 
 
 def _serve(order: dict[str, Any]) -> None:
     """Become the server, or run the script."""
-    os.setsid()
     log = os.open(order["log"], os.O_WRONLY | os.O_APPEND)
-    silence = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((silence, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     os.environ.clear()
     os.environ.update(order["env"])
     # Torch read this variable when it was imported, for all servers.
@@ -151,98 +175,10 @@ def _serve(order: dict[str, Any]) -> None:
     multiprocessing.set_start_method = lambda method, force=False: choose("fork", force=True)
     if order["script"]:
         exec(order["script"], {"__name__": "__main__"})
+        _end()
     else:
         runpy.run_module("sglang.launch_server", run_name="__main__")
 
 
-class _Children:
-    """What the nursery has forked: when one ends, its exit status is written beside its log."""
-
-    def __init__(self) -> None:
-        self._logs: dict[int, Path] = {}
-        signal.signal(signal.SIGCHLD, self._note_ends)
-
-    def fork(self, log: Path) -> int:
-        """Process id of the child; 0 in the child."""
-        # One that ends at once is in the table by then.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-        if child := os.fork():
-            self._logs[child] = log
-        else:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        return child
-
-    def _note_ends(self, *_: Any) -> None:
-        for pid in list(self._logs):
-            # Another end may interrupt this function, which then has collected some of them already.
-            with contextlib.suppress(ChildProcessError):
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    write_text_whole(_status_path(self._logs.pop(pid)), str(os.waitstatus_to_exitcode(status)))
-
-
-def _is_ours(client: socket.socket) -> bool:
-    """Return whether it belongs to the same user: everybody on a machine sees such addresses."""
-    _, user, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return bool(user == os.getuid())
-
-
-def _line(replies: IO[str]) -> str:
-    """Return what a client sent; nothing of one that has gone, however it went."""
-    try:
-        return replies.readline()
-    except ConnectionError:
-        return ""
-
-
-def _tell(client: socket.socket, text: str) -> None:
-    with contextlib.suppress(ConnectionError):  # the next reading tells that it has gone
-        client.sendall(f"{text}\n".encode())
-
-
-def _orders(listener: socket.socket) -> Generator[tuple[Any, dict[str, Any]]]:
-    """What clients send, a line each, with their connections; until the last of them has gone."""
-    clients: dict[Any, IO[str]] = {}
-    selector = selectors.DefaultSelector()
-    selector.register(listener, selectors.EVENT_READ)
-    try:
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is listener:
-                    client, _ = listener.accept()
-                    if not _is_ours(client):
-                        client.close()
-                        continue
-                    clients[client] = client.makefile()
-                    selector.register(client, selectors.EVENT_READ)
-                    _tell(client, "ready")
-                elif line := _line(clients[key.fileobj]):
-                    yield key.fileobj, json.loads(line)
-                else:
-                    selector.unregister(key.fileobj)
-                    clients.pop(key.fileobj).close()
-                    key.fileobj.close()
-                    if not clients:
-                        return
-    finally:
-        for opened in (selector, listener, *clients.values(), *clients):
-            opened.close()
-
-
-def _nurse(listener: socket.socket) -> None:
-    for name in IMPORTS:
-        __import__(name)
-    children, orders = _Children(), _orders(listener)
-    for client, order in orders:
-        child = children.fork(Path(order["log"]))
-        if child == 0:
-            orders.close()
-            _serve(order)
-            return
-        _tell(client, str(child))
-    os._exit(0)  # to take so many modules down would take ten seconds
-
-
 if __name__ == "__main__":
-    _nurse(socket.socket(fileno=int(sys.argv[1])))
+    _nurse(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

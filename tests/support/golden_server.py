@@ -9,12 +9,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sglang_dspark.draft.reference import Decoded
 from sglang_dspark.tools.http_client import open_directly
 from sglang_dspark.tools.launch import CPU_ENV, LaunchedServer, dspark_flags
 
@@ -25,8 +26,7 @@ CASES: list[dict[str, Any]] = json.loads((DRAFT / "golden.json").read_text())["c
 VOCAB = range(3, 60)  # ids that the golden target's training text used
 EMULATION = SERVER_TESTS / "emulated_graphs"
 RANDOM_LENGTHS = SERVER_TESTS / "random_lengths"
-WORKER_PATCH, INT8_METHOD = SERVER_TESTS / "worker_patch", SERVER_TESTS / "int8_method"
-SINK_ATTENTION = SERVER_TESTS / "sink_attention"
+PATCHES = SERVER_TESTS / "patches"
 DSPARK = dspark_flags(DRAFT)
 
 GUARDED = (
@@ -49,22 +49,18 @@ TWO_RANKS = {"SGLANG_NCCL_SO_PATH": "none", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"
 
 
 def sitecustomized(folder: Path) -> dict[str, str]:
-    """Environment of a server whose Python imports ``folder/sitecustomize.py`` at its start."""
-    folders = [folder, WORKER_PATCH, INT8_METHOD, SINK_ATTENTION]
-    return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    """Return the environment of a server whose Python imports ``folder/sitecustomize.py`` at its start."""
+    folders = [str(folder), str(PATCHES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(folders)}
 
 
 def emulated_graphs() -> dict[str, str]:
-    """Environment of a CPU server whose decode steps are staged and replayed as on a GPU, with kernels interpreted."""
+    """Return the environment of a CPU server whose steps are replayed as on a GPU, by kernels that are interpreted."""
     return {**CPU_ENV, **sitecustomized(EMULATION), "TRITON_INTERPRET": "1"}
 
 
-Launch = Callable[..., LaunchedServer]
-"""``launch(*flags)`` of the fixture: a float32 server of the golden target with these flags."""
-
-
 def generate(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int) -> list[dict[str, Any]]:
-    """Answers of ``POST /generate`` in order, ``concurrency`` requests at a time."""
+    """Return the answers of ``POST /generate`` in order, for ``concurrency`` requests at a time."""
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(lambda body: server.post_json("/generate", body), bodies))
 
@@ -77,7 +73,7 @@ def displace(server: LaunchedServer, num_prompts: int) -> None:
 
 
 def together(server: LaunchedServer, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Answers in order of requests with the same fields that arrive at once, in one body."""
+    """Return the answers, in order, to requests with the same fields that arrive at once, in one body."""
     answers: list[dict[str, Any]] = server.post_json(
         "/generate", {field: [body[field] for body in bodies] for field in bodies[0]}
     )
@@ -85,7 +81,7 @@ def together(server: LaunchedServer, bodies: list[dict[str, Any]]) -> list[dict[
 
 
 def call(server: LaunchedServer, path: str, key: str | None = None, body: Any = None) -> tuple[int, str]:
-    """Status and text of the answer to GET, or POST with a body, whatever the status."""
+    """Return status and text of the answer to GET, or POST with a body, whatever the status."""
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     try:
@@ -96,13 +92,63 @@ def call(server: LaunchedServer, path: str, key: str | None = None, body: Any = 
 
 
 def output_ids(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int = 8) -> list[list[int]]:
-    """Token ids of :func:`generate`."""
+    """Return the token ids of :func:`generate`."""
     return [answer["output_ids"] for answer in generate(server, bodies, concurrency)]
 
 
-def greedy(input_ids: list[int], max_new_tokens: int, **fields: Any) -> dict[str, Any]:
-    """Body of a greedy request; the golden target stops at token 1."""
-    parameters = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop_token_ids": [1]}
+def rounds_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rounds in the trace of an answer; tokens of prefills and those inside a round have none."""
+    return [entry for entry in answer["meta_info"]["dspark_trace"] if entry is not None]
+
+
+def assert_rounds_of_reference(answer: dict[str, Any], expected: Decoded) -> None:
+    """Assert that an answer went as ``decode_greedy``, which goes on until its context is full."""
+    ids = answer["output_ids"]
+    assert ids == expected.output_ids[: len(ids)]
+    pairs = list(zip(rounds_of(answer), expected.rounds, strict=False))
+    assert len(pairs) >= 8
+    assert [r["draft"] for r, _ in pairs] == [r.block.tokens for _, r in pairs]
+    assert [r["accepted"] for r, _ in pairs[:-1]] == [r.accepted for _, r in pairs[:-1]]
+
+
+def relative_acceptance(server: LaunchedServer) -> float:
+    """Return the drafts that the server accepts per round of the golden cases, divided by those of the traces."""
+    expected = [round_["accepted"] for case in CASES for round_ in case["rounds"]]
+    bodies = [greedy(case["prompt_ids"], 48, speculation={"trace": True}) for case in CASES]
+    with policy(server, "static"):
+        answers = generate(server, bodies, 4)
+    accepted = [entry["accepted"] for answer in answers for entry in rounds_of(answer)]
+    return sum(accepted) / len(accepted) / (sum(expected) / len(expected))
+
+
+@contextmanager
+def counting(server: LaunchedServer) -> Iterator[dict[str, int]]:
+    """Yield a dictionary that gets, when the block ends, by how much each counter of the server has grown in it."""
+    before = server.get_json("/dspark/stats")
+    grown: dict[str, int] = {}
+    yield grown
+    after = server.get_json("/dspark/stats")
+    grown |= {name: after[name] - value for name, value in before.items() if type(value) is int}
+
+
+def greedy(
+    input_ids: list[int], max_new_tokens: int, parameters: Mapping[str, Any] | None = None, **fields: Any
+) -> dict[str, Any]:
+    """Return the body of a greedy request, which stops at the golden target's token 1.
+
+    Args:
+        input_ids: its prompt.
+        max_new_tokens: length at which it stops.
+        parameters: further sampling parameters.
+        fields: further fields of the body.
+    """
+    usual = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop_token_ids": [1]}
+    return {"input_ids": input_ids, "sampling_params": {**usual, **(parameters or {})}, **fields}
+
+
+def endless(input_ids: list[int], max_new_tokens: int, **fields: Any) -> dict[str, Any]:
+    """Return the body of a greedy request that stops for its length alone."""
+    parameters = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
     return {"input_ids": input_ids, "sampling_params": parameters, **fields}
 
 
@@ -121,7 +167,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def with_options(bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same requests with these options in turn."""
+    """Return the same requests with these options in turn."""
     return [{**body, "speculation": OPTIONS[i % len(OPTIONS)]} for i, body in enumerate(bodies)]
 
 
@@ -143,7 +189,7 @@ def in_background(function: Callable[[], Any]) -> threading.Thread:
 
 
 def prompts(num: int, seed: int) -> list[list[int]]:
-    """Random prompts of very different lengths; every third starts with the same 40 tokens."""
+    """Return random prompts of very different lengths; every third starts with the same 40 tokens."""
     rng = random.Random(seed)
     shared = rng.choices(VOCAB, k=40)
     lengths = (1, 3, 17, 40, 90, 130)
@@ -151,13 +197,13 @@ def prompts(num: int, seed: int) -> list[list[int]]:
 
 
 def mixed_bodies(num: int, seed: int) -> list[dict[str, Any]]:
-    """Greedy requests of very different lengths."""
+    """Return greedy requests of very different lengths."""
     rng = random.Random(seed)
     return [greedy(prompt, rng.choice((1, 2, 5, 8, 30, 64))) for prompt in prompts(num, seed)]
 
 
 def assert_cut_at_the_limit(texts: list[list[int]], expected: list[list[int]]) -> None:
-    """Texts of a server with a short context: SGLang keeps one token of it back, which others may use."""
+    """Assert that texts of a server with a short context are these, or one token shorter, which SGLang keeps back."""
     for text, whole in zip(texts, expected, strict=True):
         assert text == whole[: len(text)]
         assert len(whole) - len(text) <= 1
@@ -172,7 +218,7 @@ def wait_for_running(server: LaunchedServer, requests: int) -> None:
 
 
 def assert_retracted_unnoticed(server: LaunchedServer, bodies: list[dict[str, Any]], expected: list[list[int]]) -> None:
-    """Some of these requests are taken back and come again with a second prefill; their texts do not show it.
+    """Assert that some of these requests are retracted and prefilled again, and that their texts do not show it.
 
     Args:
         bodies: of requests whose texts do not fit into the K/V pool together, while their prompts do: they arrive at
@@ -186,7 +232,7 @@ def assert_retracted_unnoticed(server: LaunchedServer, bodies: list[dict[str, An
 
 
 def assert_pool_is_whole(server: LaunchedServer) -> None:
-    """After the requests and a flush every K/V slot is free again. SGLang checks for leaks itself when it is idle."""
+    """Assert that every K/V slot is free after all requests and a flush. SGLang checks for leaks when it is idle."""
     deadline = time.monotonic() + 60
     while server.get_json("/v1/loads")["loads"][0]["num_running_reqs"] > 0:
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""The golden target in int8, see ``server/int8_method``."""
+"""The golden target in int8, see ``server/patches/int8_method.py``."""
 
 from __future__ import annotations
 

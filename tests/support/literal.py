@@ -2,10 +2,11 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from dspark_kernels import Purpose, RoundKeys, SamplingBatch, exponential, uniform
+from dspark_kernels import Adjustment, Purpose, RoundKeys, SamplingBatch, exponential, uniform
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,20 @@ def literal_distribution(logits: torch.Tensor, request: Request) -> list[float]:
         mass += probs[token]
     total = sum(kept)
     return [weight / total for weight in kept]
+
+
+def literal_adjust(logits: Sequence[float], adjustment: Adjustment, output: Sequence[int]) -> list[float]:
+    """Return one row with penalties, minimum length and biases, after ``output``, the tokens emitted before it."""
+    adjusted = []
+    for token, logit in enumerate(logits):
+        occurrences = output.count(token)
+        value = logit - adjustment.frequency * occurrences - (adjustment.presence if occurrences else 0.0)
+        if token in adjustment.stop_token_ids and len(output) < adjustment.min_new_tokens:
+            value = -math.inf
+        if occurrences:
+            value = value * adjustment.repetition if value < 0 else value / adjustment.repetition
+        adjusted.append(value + adjustment.logit_bias.get(token, 0.0))
+    return adjusted
 
 
 def literal_inverse_cdf(weights: list[float], u: float) -> int:

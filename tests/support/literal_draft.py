@@ -34,7 +34,7 @@ class LiteralDraft:
         return angles + [0.0] * (head_dim // 2 - len(angles)), factor**2
 
     def sees(self, layer, slot, position, context_len):
-        """Whether a slot sees the row at this position, which is of the context or of the block."""
+        """Return whether a slot sees the row at this position, which is of the context or of the block."""
         c = self.config
         sliding = c.get("layer_types", ["full_attention"] * 99)[layer] == "sliding_attention"
         own_position = context_len + slot

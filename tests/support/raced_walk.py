@@ -1,4 +1,4 @@
-"""What the kernels of ``draft_block`` compute, in plain torch: the same noise, hence the same tokens up to rounding."""
+"""Computes ``draft_block`` as its kernels do, in plain torch: the same noise, hence the same tokens up to rounding."""
 
 import torch
 from dspark_kernels import DraftBlock, DraftDistribution, MarkovWalk, Purpose, block_confidence_ref, exponential_at

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_server import ForkedServer, Nursery
+from forked_server import Forked, ForkedServer
 from golden_server import RANDOM_LENGTHS, TARGET, TWO_RANKS, sitecustomized
 
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_FLAGS, LaunchedServer
@@ -30,29 +30,20 @@ EIGHT_BITS = pytest.mark.skipif(
     not ON_GPU or torch.cuda.get_device_capability() < (8, 9),
     reason="needs a GPU of compute capability 8.9: SGLang's eight-bit caches on a CPU are for a backend of its own",
 )
-"""Of tests whose target has weights or a K/V cache of eight-bit floats."""
-
-# Attention with sinks, that SGLang lacks on a CPU; an activation is compiled otherwise, for half a minute.
-SINKS = {} if ON_GPU else {"ATTENTION_SINKS": "1", "TORCHDYNAMO_DISABLE": "1"}
-SINK_FLAGS = () if ON_GPU else ("--attention-backend", "intel_amx", "--moe-runner-backend", "triton")
-HOST_MEMORY = (
-    *("--enable-hierarchical-cache", "--hicache-ratio", "8"),
-    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"),
-)
-"""Flags of a server whose prefixes move to host memory, of which there is more than of the device's."""
+"""Mark of tests whose target has weights or a K/V cache of eight-bit floats."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a server is started.
+    """Flags, environment, model and interpreter of a server.
 
     Attributes:
         flags: its flags, given an empty folder for the files that they name.
         env: variables on top of those that every server has.
         model: gives the target's folder, likewise.
-        python: gives the interpreter, likewise, where it is not this process's; not with ``forked``.
-        forked: whether its processes are forked from one that has imported SGLang. Those that are not show that nothing
-            which a process needs is left behind in another one.
+        python: gives the interpreter, likewise; another one than this process's only without ``forked``.
+        forked: its processes are forked from one that has imported SGLang. Servers without show that no process needs
+            what another one has left behind.
     """
 
     flags: Callable[[Path], Sequence[str | Path]] = lambda folder: ()
@@ -68,10 +59,9 @@ class ServerPool:
     def __init__(self, recipes: Mapping[str, Recipe], folder: Path, most: int = MAX_SERVERS) -> None:
         self._recipes, self._folder, self._most = recipes, folder, most
         self._servers: dict[str, LaunchedServer] = {}
-        self._nurseries: dict[frozenset[tuple[str, str]], Nursery] = {}
 
     def get(self, name: str) -> LaunchedServer:
-        """The server of this recipe; another one where a test has ended it."""
+        """Return the server of this recipe; another one if a test has ended it."""
         server = self._servers.pop(name, None)
         if server is not None and server.exit_status is not None:
             server.stop()
@@ -87,7 +77,7 @@ class ServerPool:
 
     @contextmanager
     def lent(self, recipe: Recipe, folder: Path) -> Iterator[LaunchedServer]:
-        """A server that nobody else asks for, in an empty folder; it ends with the ``with`` block."""
+        """Yield a server that no other test asks for, in an empty folder; it ends with the ``with`` block."""
         server = self._started(recipe, folder)
         try:
             yield server
@@ -95,7 +85,7 @@ class ServerPool:
             server.stop()
 
     def printed_by(self, script: str, argument: Any) -> list[Any]:
-        """JSON strings that a script prints, one to a line, in a process of its own on a CPU.
+        """Return the JSON strings that a script prints, one to a line, in a process of its own on a CPU.
 
         Args:
             argument: what it finds in ``sys.argv[1]``, as JSON.
@@ -105,22 +95,17 @@ class ServerPool:
             command = [sys.executable, "-c", script, text]
             printed = subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True).stdout
         else:
-            printed = self._nursery(_COMMON).run(script, [text], env, self._folder / "script.log")
+            log = self._folder / "script.log"
+            log.write_text("")
+            status = Forked(_COMMON, [text], env, log, script).wait()
+            printed = log.read_text()
+            assert status == 0, printed
         return [json.loads(line) for line in printed.splitlines() if line.startswith('"')]
 
     def close(self) -> None:
         """Stop them all."""
         for server in self._servers.values():
             server.stop()
-        for nursery in self._nurseries.values():
-            nursery.close()
-
-    def _nursery(self, env: Mapping[str, str]) -> Nursery:
-        """Of this environment: what is imported may depend on it."""
-        key = frozenset(env.items())
-        if key not in self._nurseries:
-            self._nurseries[key] = Nursery(env)
-        return self._nurseries[key]
 
     def _started(self, recipe: Recipe, folder: Path) -> LaunchedServer:
         flags = [*(CUDA_FLAGS if ON_GPU else CPU_FLAGS), "--dtype", "float32", *map(str, recipe.flags(folder))]
@@ -133,7 +118,7 @@ class ServerPool:
             env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
             # Those of two ranks do not change what is imported.
             imported = {**_COMMON, **{name: recipe.env[name] for name in recipe.env.keys() - TWO_RANKS.keys()}}
-            server: LaunchedServer = ForkedServer(self._nursery(imported), recipe.model(folder), *flags, env=env)
+            server: LaunchedServer = ForkedServer(imported, recipe.model(folder), *flags, env=env)
         else:
             python = str(recipe.python(folder))
             server = LaunchedServer(recipe.model(folder), *flags, env=env, python=python)

@@ -32,20 +32,20 @@ TAPS = (-1, 0, 2)
 WINDOWS = (3, 1, 4, 2)  # rows of the first request in turn; the others take other turns
 COLUMNS = 128
 SINKS = ("GptOssForCausalLM",)
-SINK_ATTENTION = Path(__file__).parents[1] / "server" / "sink_attention"
+PATCHES = Path(__file__).parents[1] / "server" / "patches"
 
 
 @dataclass(frozen=True)
 class Text:
-    """What a request holds: ``ids`` in the end, of which the first ``prompt_len`` are its prompt."""
+    """A request's text: ``ids`` in the end, of which the first ``prompt_len`` are its prompt."""
 
     ids: Sequence[int]
     prompt_len: int
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a target says of a text.
+class Outputs:
+    """Outputs of a target for a text.
 
     Attributes:
         features: [n, taps * d] at ``TAPS``, of all its tokens but the last.
@@ -62,7 +62,7 @@ class Probe:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def ask(self, folder: Path, texts: Sequence[Text]) -> list[Said]:
+    def ask(self, folder: Path, texts: Sequence[Text]) -> list[Outputs]:
         """Return what the target of ``folder`` says of these texts, all of them in one batch.
 
         Prompts are prefilled. The rest is verified in windows of unequal sizes, each of which ends with a wrong draft.
@@ -72,8 +72,8 @@ class Probe:
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         assert self._process.stdout.readline() == "done\n", (folder / "probe.log").read_text()[-4000:]
-        said = load_file(folder / "said.safetensors")
-        return [Said(said[f"features.{i}"], said[f"logits.{i}"]) for i in range(len(texts))]
+        tensors = load_file(folder / "outputs.safetensors")
+        return [Outputs(tensors[f"features.{i}"], tensors[f"logits.{i}"]) for i in range(len(texts))]
 
 
 @contextmanager
@@ -143,7 +143,7 @@ class _Loaded:
         )
 
     @torch.no_grad()
-    def said(self, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
+    def outputs(self, texts: Sequence[Text]) -> dict[str, torch.Tensor]:
         batch = self._batch(texts)
         features, logits = self._prefill(batch, texts)
         done, turn = [text.prompt_len for text in texts], 0
@@ -235,7 +235,7 @@ class _Loaded:
 
 def _sinks_attended() -> str:
     """Name of a backend for prompts that SGLang lacks on a CPU."""
-    sys.path.append(str(SINK_ATTENTION))
+    sys.path.append(str(PATCHES))
     attention = importlib.import_module("sink_attention")
     attention.install(importlib.import_module("sglang.srt.layers.attention.attention_registry"))
     return str(attention.NAME)
@@ -247,8 +247,8 @@ def _answer(order: dict[str, Any]) -> None:
     for target in (1, 2):
         os.dup2(log, target)
     texts = [Text(ids, prompt_len) for ids, prompt_len in order["texts"]]
-    said = _Loaded(folder).said(texts)
-    save_file({name: tensor.float().cpu().clone() for name, tensor in said.items()}, folder / "said.safetensors")
+    tensors = _Loaded(folder).outputs(texts)
+    save_file({name: tensor.float().cpu().clone() for name, tensor in tensors.items()}, folder / "outputs.safetensors")
 
 
 def _answer_orders() -> None:

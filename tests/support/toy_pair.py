@@ -12,6 +12,7 @@ import torch
 from dspark_kernels import Adjustment, FilterParams
 from dspark_kernels.sampling.target_distribution import target_probs
 from golden_server import DRAFT
+from literal import literal_adjust
 from stage_loop import StageLoop
 
 from sglang_dspark.draft.formats import read_content
@@ -85,19 +86,9 @@ def target_distribution(
         probability = 1.0
         for index, token in enumerate(text):
             output = [first, *text[:index]]
-            logits = toy_target([*prompt, *output])[0][-1].clone()
+            logits = toy_target([*prompt, *output])[0][-1]
             if adjustment is not None:
-                _adjust(logits, adjustment, output)
+                logits = torch.tensor(literal_adjust(logits.tolist(), adjustment, output))
             probability *= float(target_probs(logits[None], params)[0, token])
         probabilities[text] = probability
     return probabilities
-
-
-def _adjust(logits: torch.Tensor, adjustment: Adjustment, output: Sequence[int]) -> None:
-    """Penalties and biases on one row [V], by their definition."""
-    for token in range(V):
-        number = output.count(token)
-        logits[token] -= adjustment.frequency * number + adjustment.presence * (number > 0)
-        if number:
-            logits[token] *= adjustment.repetition if logits[token] < 0 else 1 / adjustment.repetition
-        logits[token] += adjustment.logit_bias.get(token, 0.0)

@@ -1,4 +1,4 @@
-"""What `python -m build` makes, installed beside SGLang in an environment that knows nothing of this repository."""
+"""Installs what `python -m build` makes beside SGLang, in an environment that knows nothing of this repository."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(*command: str | Path) -> str:
 
 
 def python_with_the_wheel(folder: Path) -> Path:
-    """The interpreter of an environment with the wheel, and behind it the packages of this one but the editable."""
+    """Return the interpreter of an environment with the wheel, and behind it this one's packages but the editable."""
     built, environment = folder / "dist", folder / "environment"
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", built, ROOT)
     assert (built / f"sglang_dspark-{__version__}.tar.gz").exists()

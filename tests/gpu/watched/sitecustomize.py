@@ -6,7 +6,7 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``.
 import logging
 import warnings
 
-from worker_patch import patch_worker
+from patching import patch_worker
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The forms of kernels that a GPU would have compiled, by Triton's own rule: an interpreter compiles nothing.
+"""Notes the forms of kernels that a GPU would have compiled, by Triton's own rule: an interpreter compiles nothing.
 
 A form that comes up after ``worker.warm_up`` would have been compiled while a request waits, and is written to the log.
 """
@@ -36,7 +36,7 @@ def watch():
 
 
 def bind(function, args, kwargs):
-    """Arguments of one launch, what Triton tells them apart by, and the options."""
+    """Return the arguments of one launch, what Triton distinguishes them by, and the options."""
     if function not in _binders:
         known = function if isinstance(function, JITFunction) else JITFunction(function.fn, **function.kwargs)
         backend = make_backend(GPUTarget("cuda", 90, 32))
@@ -45,7 +45,7 @@ def bind(function, args, kwargs):
 
 
 def note(function, args, kwargs):
-    """Take note of one launch."""
+    """Note the form of one launch."""
     bound, specialization, options = bind(function, args, kwargs)
     form = (function.__name__, str(specialization), str(sorted(options.items())))
     if form not in _known and _state["warm"]:
@@ -56,7 +56,7 @@ def note(function, args, kwargs):
 
 @contextmanager
 def noted_only():
-    """Launches inside compute nothing."""
+    """Let launches inside the block compute nothing."""
     before, _state["launching"] = _state["launching"], False
     try:
         yield
@@ -65,21 +65,21 @@ def noted_only():
 
 
 def warming_up():
-    """Whether the server still prepares to serve."""
+    """Return whether the server still prepares to serve."""
     return not _state["warm"]
 
 
 def serving():
-    """Whether a step of a request has begun; before that, no block is drafted that anybody reads."""
+    """Return whether a step of a request has begun; before that, no drafted block is read."""
     return _state["serving"]
 
 
 def start_serving():
-    """The first step of a request begins."""
+    """Note that the first step of a request begins."""
     _state["serving"] = True
 
 
 def end_of_warm_up():
-    """Whatever comes up from now on has been forgotten there."""
+    """Note that each new form from now on has been forgotten by the warm-up."""
     _state["warm"] = True
     logger.warning("forms of kernels compiled at start-up: %d", len(_known))

@@ -9,7 +9,7 @@ from triton.runtime import interpreter
 
 
 class _Launch:
-    """What a launch has replaced; ``restore`` is called at its end."""
+    """Replacements of one launch; ``restore`` is called at its end."""
 
     def __init__(self, scope, known):
         self._scope, self._known = scope, known

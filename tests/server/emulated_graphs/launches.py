@@ -1,4 +1,4 @@
-"""What a decode step hands to a GPU one by one: graphs, kernels of ours, and operations of torch outside of both."""
+"""Counts what a decode step launches on a GPU: graphs, kernels of ours, and operations of torch outside of both."""
 
 import logging
 from collections import Counter
@@ -33,7 +33,7 @@ class _Count(TorchDispatchMode):
 
 @contextmanager
 def one(kind):
-    """A single launch, whatever it is made of."""
+    """Count one launch of this kind, and none of those inside it."""
     if not _state["depth"]:
         _counts[kind] += 1
     _state["depth"] += 1

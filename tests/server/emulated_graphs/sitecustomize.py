@@ -7,11 +7,11 @@ tiers, padding, plans laid out on the device, buffers that a replay overwrites. 
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
-from worker_patch import complete_cpu, interpret_adapters, patch_worker
+from patching import complete_cpu, interpret_adapters, patch_worker
 
 REQUEST_SLOTS = [1, 2]
 ROWS = (2, 8, 16)  # sizes of captured verifications
-FOREVER = ExitStack()  # a context that nobody holds ends at once
+FOREVER = ExitStack()  # a context without a reference ends at once
 
 
 def emulate(module):
@@ -71,7 +71,7 @@ def emulate(module):
 
 
 def ring_of_the_host(words, device):
-    """What comes to the host stays there for as long as on a GPU, and no longer."""
+    """Make copies that stay on the host for as long as on a GPU, and no longer."""
     import torch
 
     from sglang_dspark.step import packed
@@ -82,9 +82,9 @@ def ring_of_the_host(words, device):
 
 
 def note_draft_kernels():
-    """Take note of the drafter's launches and compute its torch forms: interpreted, its kernels take too long.
+    """Note the drafter's launches and compute its torch forms: interpreted, its kernels take too long.
 
-    Blocks are drafted by the kernels themselves, but for those before the first request, which nobody reads.
+    The kernels themselves draft blocks, except before the first request, when no block is read.
     """
     import forms
     from dspark_kernels import add_norm, block_attention, draft_block, kv_inject, qk_norm_rope, silu_mul
@@ -126,9 +126,9 @@ def note_draft_kernels():
 
 
 def step_times(staging, target_worker, server_args, max_verify):
-    """A table under which speculation pays: to measure interpreted kernels takes half a minute and says nothing.
+    """Return a table under which speculation pays: measuring interpreted kernels takes half a minute and says nothing.
 
-    A few of the steps to be measured are taken nevertheless: what they compile would count as their time.
+    A few of the steps to be measured run nevertheless: the forms that they compile belong to the start.
     """
     import numpy as np
     import torch
@@ -155,7 +155,7 @@ def step_times(staging, target_worker, server_args, max_verify):
 
 
 def ragged_attention(backend, q, k, v, layer, batch):
-    """What the CUDA backend does with verification rows, on the CPU backend's pools."""
+    """Attend with verification rows as the CUDA backend does, over the CPU backend's pools."""
     import forms
     from dspark_kernels import PagedWindows, window_attention
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc

@@ -1,4 +1,4 @@
-"""What a decode step reads back from its tensors: on a GPU that would wait for everything launched before.
+"""Reports what a decode step reads back from its tensors: on a GPU that would wait for everything launched before.
 
 A CPU has no device to wait for, so every operation counts that has to know values. Host tensors look like any other
 here; the places that read those, and what stands for the target's kernels on a CPU, are named below.
@@ -57,7 +57,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _has_mask(func, args):
-    """Whether tensors are indexed by booleans; a single value is filled in without counting them."""
+    """Return whether tensors are indexed by booleans; a single value is filled in without counting them."""
     if func not in (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default):
         return False
     if func is not aten.index.Tensor and args[2].numel() == 1:
@@ -66,7 +66,7 @@ def _has_mask(func, args):
 
 
 def note(what):
-    """Print where values are read, unless that is expected."""
+    """Log where values are read, unless that is expected."""
     frames = [frame for frame in traceback.extract_stack()[:-2] if not frame.filename.endswith("waits.py")]
     names = [(frame.filename.rpartition("/")[2], frame.name) for frame in frames]
     if any(name in EXPECTED or (name[0], None) in EXPECTED for name in names):
@@ -77,7 +77,7 @@ def note(what):
 
 @contextmanager
 def watching():
-    """Note what is read inside."""
+    """Report what is read inside the block."""
     plain = {name: getattr(torch.Tensor, name) for name in METHODS}
 
     def noting(name):

@@ -7,7 +7,7 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``.
 
 import os
 
-from worker_patch import attend_with_sinks, complete_cpu, patch_worker, serve_text_alone
+from patching import attend_with_sinks, complete_cpu, patch_worker, serve_text_alone
 
 
 def offer(module):

@@ -4,11 +4,7 @@ SGLang finds out who may exchange messages through shared memory, and takes sock
 this module at start-up when its folder is on ``PYTHONPATH``.
 """
 
-import sys
-
-from worker_patch import Finder, complete_cpu
-
-GROUPS = "sglang.srt.distributed.parallel_state"
+from patching import complete_cpu, patch_when_imported
 
 
 def part(module):
@@ -20,5 +16,5 @@ def part(module):
     module.in_the_same_node_as = in_the_same_node_as
 
 
-sys.meta_path.insert(0, Finder(GROUPS, part))
+patch_when_imported("sglang.srt.distributed.parallel_state", part)
 complete_cpu()

@@ -1,6 +1,6 @@
 """SGLang's hierarchical cache on a CPU: its streams, events and copies, which are CUDA's.
 
-Copies happen when somebody waits for them, and not before: a forward that does not wait finds what lay in its slots.
+Copies happen when a stream waits for them, and not before: a forward that does not wait finds what lay in its slots.
 """
 
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ _state = {"stream": None}
 
 
 class Stream:
-    """What was launched on it and has not happened yet."""
+    """Work that was launched and has not happened yet."""
 
     def __init__(self):
         self.work, self.done, self.launched = [], 0, 0
@@ -29,11 +29,11 @@ class Stream:
         event.wait(self)
 
     def wait_stream(self, stream):
-        """What a CPU computes is there as soon as it was launched."""
+        """Do nothing: a CPU has computed a result as soon as it was launched."""
 
 
 class Event:
-    """A moment of a stream. Whoever asks for it takes so long that it comes."""
+    """A moment of a stream, which has come when it is asked for."""
 
     def __init__(self, enable_timing=False):
         self.stream, self.number = None, 0
@@ -78,7 +78,7 @@ def synchronize():
 
 
 def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_size):
-    """SGLang's copy of slots between lists of layers."""
+    """Launch SGLang's copy of slots between lists of layers."""
 
     def copy():
         for source, target in zip(src_layers, dst_layers, strict=True):
@@ -88,7 +88,7 @@ def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_si
 
 
 def allocate(dims, dtype, device, **_how):
-    """Memory of the host, which is not pinned."""
+    """Return memory of the host, which is not pinned."""
     return torch.empty(dims, dtype=dtype, device=device)
 
 

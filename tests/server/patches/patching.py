@@ -4,18 +4,6 @@ import importlib.abc
 import importlib.util
 import sys
 
-WORKER = "sglang_dspark.worker.worker"
-ADAPTER_CHECKS = "sglang_dspark.engine.startup.adapters"
-QUANTISATIONS = "sglang.srt.layers.quantization"
-ALLOCATOR = "sglang.srt.mem_cache.allocator.paged"
-ATTENTION = "sglang.srt.layers.attention.attention_registry"
-MODEL_CONFIG = "sglang.srt.configs.model_config"
-FLAG_CHECKS = "sglang_dspark.engine.startup.server_args"
-HOST_CHECKS = "sglang_dspark.engine.startup.host_cache"
-HOST_POOLS = "sglang.srt.mem_cache.pool_host.mha"
-HOST_COPIES = ("sglang.srt.managers.cache_controller", "sglang.srt.mem_cache.l2_transfer")
-ADAPTERS = "sglang.srt.lora.lora_registry"  # the first of their modules that any process imports
-
 
 class Finder(importlib.abc.MetaPathFinder):
     """Calls ``patch`` with one module right after it was loaded."""
@@ -38,9 +26,14 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+def patch_when_imported(name, patch):
+    """Have ``patch`` called with the module of this name as soon as it is imported."""
+    sys.meta_path.insert(0, Finder(name, patch))
+
+
 def patch_worker(patch):
     """Have ``patch`` called with the worker's module as soon as it is imported."""
-    sys.meta_path.insert(0, Finder(WORKER, patch))
+    patch_when_imported("sglang_dspark.worker.worker", patch)
 
 
 def interpret_adapters():
@@ -49,7 +42,7 @@ def interpret_adapters():
     def offer(module):
         module.BACKENDS = {**module.BACKENDS, "cpu": module.BACKENDS["cuda"]}
 
-    sys.meta_path.insert(0, Finder(ADAPTER_CHECKS, offer))
+    patch_when_imported("sglang_dspark.engine.startup.adapters", offer)
 
 
 def serve_text_alone():
@@ -61,60 +54,40 @@ def serve_text_alone():
 
         module.ModelConfig.__init__ = make
 
-    sys.meta_path.insert(0, Finder(MODEL_CONFIG, install))
+    patch_when_imported("sglang.srt.configs.model_config", install)
 
 
 def attend_with_sinks():
     """Let a server on a CPU serve a target with attention sinks, see ``sink_attention``."""
 
-    def install(module):
-        import sink_attention
-
-        sink_attention.install(module)
-
     def offer(module):
         module.PREFILL_BACKENDS = {**module.PREFILL_BACKENDS, "cpu": (*module.PREFILL_BACKENDS["cpu"], "intel_amx")}
         module.SINK_BACKENDS = (*module.SINK_BACKENDS, *module.PREFILL_BACKENDS["cpu"])
 
-    sys.meta_path[:0] = [Finder(ATTENTION, install), Finder(FLAG_CHECKS, offer)]
+    patch_when_imported("sglang.srt.layers.attention.attention_registry", _late("sink_attention", "install"))
+    patch_when_imported("sglang_dspark.engine.startup.server_args", offer)
 
 
 def complete_cpu():
     """Have a server on a CPU know the quantisation of ``int8_method``, pages, adapters and caches in host memory."""
 
-    def offer(module):
-        import int8_method
-
-        int8_method.offer(module)
-
-    def install(module):
-        import paged_slots
-
-        paged_slots.install(module)
-
-    def move(module):
-        import host_memory
-
-        host_memory.install_streams(module)
-
-    def unpin(module):
-        import unpinned
-
-        unpinned.install()
-
     def allow(module):
         module.DEVICES = ("cpu", "cuda")
 
-    def keep(module):
-        import host_memory
+    patch_when_imported("sglang.srt.layers.quantization", _late("int8_method", "offer"))
+    patch_when_imported("sglang.srt.mem_cache.allocator.paged", _late("paged_slots", "install"))
+    # The first of the modules of adapters that any process imports.
+    patch_when_imported("sglang.srt.lora.lora_registry", _late("unpinned", "install"))
+    patch_when_imported("sglang_dspark.engine.startup.host_cache", allow)
+    patch_when_imported("sglang.srt.mem_cache.pool_host.mha", _late("host_memory", "install_pools"))
+    for name in ("sglang.srt.managers.cache_controller", "sglang.srt.mem_cache.l2_transfer"):
+        patch_when_imported(name, _late("host_memory", "install_streams"))
 
-        host_memory.install_pools(module)
 
-    sys.meta_path[:0] = [
-        Finder(QUANTISATIONS, offer),
-        Finder(ALLOCATOR, install),
-        Finder(ADAPTERS, unpin),
-        Finder(HOST_CHECKS, allow),
-        Finder(HOST_POOLS, keep),
-        *(Finder(name, move) for name in HOST_COPIES),
-    ]
+def _late(module, function):
+    """Return a patch that is defined in a module beside this one, which is imported no earlier than it is applied."""
+
+    def patch(patched):
+        getattr(importlib.import_module(module), function)(patched)
+
+    return patch

@@ -7,7 +7,7 @@ import torch
 MAKERS = ("arange", "empty", "full", "ones", "tensor", "zeros")
 
 
-def install():
+def install(_module):
     """Let ``pin_memory`` be without effect; does nothing on a machine with a GPU."""
     if torch.cuda.is_available():
         return
@@ -17,7 +17,7 @@ def install():
 
 
 def unpinned(make):
-    """``make`` without its argument ``pin_memory``."""
+    """Return ``make`` without its argument ``pin_memory``."""
 
     @functools.wraps(make)
     def function(*args, pin_memory=False, **kwargs):

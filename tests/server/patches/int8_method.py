@@ -17,7 +17,7 @@ CALIBRATED = 8.0  # the largest number that a scale of a tensor was made for
 
 
 class Int8Config(QuantizationConfig):
-    """What ``config.json`` says."""
+    """The section of ``config.json``."""
 
     def __init__(self, scales):
         super().__init__()
@@ -80,7 +80,7 @@ class Int8Method(LinearMethodBase):
 
 
 def quantised(values, scales):
-    """int8 codes of ``values`` [..., n], and their scales, which multiply them."""
+    """Return int8 codes of ``values`` [..., n], and the scales that multiply them."""
     values = values.float()
     if scales == "tensor":
         largest = torch.full((1, 1), CALIBRATED)

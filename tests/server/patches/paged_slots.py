@@ -12,7 +12,7 @@ class Launched:
 
 
 def extend(prefix_lens, seq_lens, last_slots, free_pages, out, _block, page_size, *_more):
-    """Slots for the positions ``prefix_lens[i]..seq_lens[i]-1`` of every request, one after the other."""
+    """Write slots for positions ``prefix_lens[i]..seq_lens[i]-1`` of every request, one after the other."""
     free, slots = iter(free_pages.tolist()), []
     for prefix, length, slot in zip(prefix_lens.tolist(), seq_lens.tolist(), last_slots.tolist(), strict=True):
         place = slot
@@ -23,7 +23,7 @@ def extend(prefix_lens, seq_lens, last_slots, free_pages, out, _block, page_size
 
 
 def decode(seq_lens, last_slots, free_pages, out, _block, page_size, *_more):
-    """A slot for the last position of every request."""
+    """Write a slot for the last position of every request."""
     free, ends = iter(free_pages.tolist()), zip(seq_lens.tolist(), last_slots.tolist(), strict=True)
     slots = [next(free) * page_size if length % page_size == 1 else last + 1 for length, last in ends]
     out.copy_(out.new_tensor(slots))
