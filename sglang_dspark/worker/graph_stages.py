@@ -189,7 +189,7 @@ class StepGraphs:
             accepted = eager.accept(step, drafted, plan, output)
             eager.commit(plan, accepted, output)
             if self.relay is not None:
-                self.relay.enter(step.req_pool_indices, accepted)
+                self.relay.write(step.req_pool_indices, accepted)
             output.logits_output.next_token_logits = None
             return Judged(output._replace(captured=self._logits.new_empty(0)), accepted)
 
@@ -282,10 +282,7 @@ class StepGraphs:
     def outcome(self, tier: tuple[int, bool], requests: int) -> Accepted:
         """Return what became of a tier's first requests; the next step's replay overwrites it."""
         accepted = self.judged[tier].output.accepted
-        found = Accepted(*(part[:requests] for part in vars(accepted).values()))
-        if self.relay is not None:
-            self.relay.entered(found)
-        return found
+        return Accepted(*(part[:requests] for part in vars(accepted).values()))
 
     def stage(self, step: DecodeBatch, decision: StepDecision) -> GraphStages | None:
         """Copy ``step`` into the buffers.
@@ -367,7 +364,10 @@ class GraphStages:
         requests, graphs, tier = len(step), self._graphs, self._tier
         if self._judged:
             accepted = graphs.once(partial(graphs.outcome, tier, requests), "accepted", *tier, requests)
-            return accepted if graphs.relay is not None else _kept(accepted)
+            if graphs.relay is None:
+                return _kept(accepted)
+            graphs.relay.was_written(accepted)
+            return accepted
         part = graphs.once(partial(_of_requests, plan, requests), "plan", *tier, requests)
         return self._eager.accept(step, drafted, part, output)
 

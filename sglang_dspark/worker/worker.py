@@ -21,7 +21,7 @@ from sglang_dspark.engine.scheduler.batch import (
     read_decode_batch,
 )
 from sglang_dspark.engine.scheduler.draft_input import kv_lengths
-from sglang_dspark.engine.scheduler.future_map import Relay, relay_of
+from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
@@ -92,7 +92,7 @@ class DSparkWorker(SpecWorkerBase):
             warm_up(self.eager, self.target_worker, self.max_verify, slots)
             # Without overlap SGLang hands a step's outcome to the next one, and knows no future map.
             if not self.server_args.disable_overlap_schedule:
-                self.relay = relay_of(runner.req_to_token_pool, self.device)
+                self.relay = Relay(len(runner.req_to_token_pool.req_to_token), self.device)
             staging.graphs = self.capture_graphs(slots)
         table = None
         with on_stream_of_steps(runner, overlap=not self.server_args.disable_overlap_schedule):

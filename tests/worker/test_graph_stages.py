@@ -131,16 +131,17 @@ def test_the_next_step_finds_the_outcome_in_the_relay(monkeypatch):
     relay = Relay(3, torch.device("cpu"))
     loop = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
-    assert [len(text) - 1 for text in loop.texts] == relay.lens.tolist()
-    assert [text[-1] for text in loop.texts] == relay.tokens.tolist()
-    assert all(relay.has(outcome.new_seq_lens) and relay.has(outcome.bonus_tokens) for outcome in loop.outcomes)
+    buffers, last = relay.buffers, loop.outcomes[-1]
+    assert [len(text) - 1 for text in loop.texts] == buffers.new_seq_lens.tolist()
+    assert [text[-1] for text in loop.texts] == buffers.output_tokens.tolist()
+    assert buffers.published_seq_lens is last.new_seq_lens and buffers.published_bonus is last.bonus_tokens
     sampled = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
     sampled.serve(prompts_of(sampled), NUM_TOKENS, temperature=1.0)
-    assert all(sampled.replayed) and not relay.has(sampled.outcomes[-1].bonus_tokens)
+    assert all(sampled.replayed) and buffers.published_bonus is last.bonus_tokens
     read = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
     read.keeps_logits = True
     assert read.serve(prompts_of(read), NUM_TOKENS) == expected(read)
-    assert all(read.replayed) and not relay.has(read.outcomes[-1].bonus_tokens)
+    assert all(read.replayed) and buffers.published_bonus is last.bonus_tokens
 
 
 def test_an_outcome_that_nobody_relays_stays_as_it_is(monkeypatch):
