@@ -1,0 +1,91 @@
+"""Decode steps whose stages are launched one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from dspark_kernels import Accepted, accept, simulated_accept
+
+from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.executor import StepExecutor, StepHooks, StepOutcome
+from sglang_dspark.step.selected import build_plan
+from sglang_dspark.step.state import DecodeBatch, DraftOutput, TargetOutput, VerifyPlan
+from sglang_dspark.worker.drafter import Drafter, NoDrafter
+
+
+class EagerExecutor(StepExecutor):
+    """Runs every step; knows no engine but the forward that it is given.
+
+    Args:
+        drafter: proposes blocks and keeps their K/V.
+        schedule: says how likely drafts are to survive.
+        verify: the target's forward over the rows of a plan.
+        agreement: between the ranks of the server.
+        profile: [gamma] float64 probabilities by which drafts are kept in place of what the target says; None asks it.
+    """
+
+    in_graphs = False
+
+    def __init__(
+        self,
+        drafter: Drafter | NoDrafter,
+        schedule: Schedule,
+        verify: Callable[[DecodeBatch, VerifyPlan], TargetOutput],
+        agreement: Agreement,
+        profile: torch.Tensor | None = None,
+    ) -> None:
+        self.drafter, self.schedule, self.agreement, self.profile = drafter, schedule, agreement, profile
+        self._verify = verify
+
+    def stage(self, step: DecodeBatch, decision: StepDecision) -> None:
+        """Do nothing: the stages read the step where it is."""
+
+    def draft(self, step: DecodeBatch, decision: StepDecision) -> DraftOutput:
+        bs, depth = len(step), decision.draft_len
+        if depth == 0:
+            return DraftOutput.nothing(bs, step.anchors.device)
+        if decision.draft_requests is None:
+            block = self.drafter.propose(step, depth, decision.with_confidence)
+        else:
+            part, index = step.drafting(decision.draft_requests)
+            block = self.drafter.propose(part, depth, decision.with_confidence).spread(index, bs)
+        confidence = None
+        if decision.with_confidence:
+            confidence = self.schedule.forecast.predict(block.confidence_logits, bs, depth)
+        return DraftOutput(block, confidence, decision.draft_lens(bs))
+
+    def finish(self, step: DecodeBatch, decision: StepDecision, draft: DraftOutput, hooks: StepHooks) -> StepOutcome:
+        plan = self.plan(step, draft, decision)
+        hooks.before_verify(plan)
+        target = self.verify(step, plan)
+        hooks.after_verify(plan, target.logits_output.next_token_logits)
+        accepted = self.accept(step, draft, plan, target)
+        hooks.publish(accepted.new_seq_lens)
+        self.commit(plan, accepted, target)
+        return StepOutcome(draft, plan, target, accepted)
+
+    def plan(self, step: DecodeBatch, draft: DraftOutput, decision: StepDecision) -> VerifyPlan:
+        """Select the drafts that are verified, and lay their tokens out."""
+        selected = decision.select(draft)
+        self.agreement.adopt(draft.block.tokens, selected.synced)
+        return build_plan(step.requests, draft.block.tokens, selected)
+
+    def verify(self, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
+        """Run the target over the plan's rows."""
+        return self._verify(step, plan)
+
+    def accept(self, step: DecodeBatch, draft: DraftOutput, plan: VerifyPlan, target: TargetOutput) -> Accepted:
+        """Keep the drafts that the target agrees with and draw the token after them."""
+        logits = target.logits_output.next_token_logits
+        accepted = accept(draft.block, plan, logits, step.prefix_lens, step.rows, step.keys)
+        if self.profile is not None:
+            accepted = simulated_accept(accepted, draft.block.tokens, plan.verify_lens, self.profile)
+        self.agreement.adopt(accepted.accepted_lens, accepted.bonus_tokens, accepted.out_tokens, accepted.new_seq_lens)
+        return accepted
+
+    def commit(self, plan: VerifyPlan, accepted: Accepted, target: TargetOutput) -> None:
+        """Write the draft K/V of the anchor and the accepted drafts of every request."""
+        self.drafter.commit(plan, accepted, target.captured)
