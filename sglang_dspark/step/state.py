@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from dspark_kernels import DraftBlock, RoundKeys, SamplingRows, StepRequests, VerifyRows
+from dspark_kernels import Accepted, DraftBlock, RoundKeys, SamplingRows, StepRequests, VerifyRows
 
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.transfers import host_index
@@ -156,3 +156,39 @@ class TargetOutput(NamedTuple):
 
     logits_output: Any
     captured: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step has drafted, verified and accepted; the next step may overwrite its tensors.
+
+    Attributes:
+        draft: proposals for all requests.
+        plan: the tokens that were verified.
+        target: their logits, if anything reads these after the step.
+        accepted: what became of the drafts.
+    """
+
+    draft: DraftOutput
+    plan: VerifyPlan
+    target: TargetOutput
+    accepted: Accepted
+
+
+def _do_nothing(*_given: object) -> None:
+    """Stand for a hook that is not needed."""
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """What the server does between the stages of a step; nothing by default.
+
+    Attributes:
+        before_verify: reads the plan, before the target's forward is launched.
+        after_verify: checks and adjusts the logits [N, V] of the plan's rows, in place.
+        publish: hands the new lengths [bs] to the engine, as soon as the device knows them.
+    """
+
+    before_verify: Callable[[VerifyPlan], None] = _do_nothing
+    after_verify: Callable[[VerifyPlan, torch.Tensor], None] = _do_nothing
+    publish: Callable[[torch.Tensor], None] = _do_nothing

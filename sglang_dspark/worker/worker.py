@@ -27,10 +27,9 @@ from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
-from sglang_dspark.step.executor import StepHooks, StepOutcome
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import Copies, DecodeBatch, VerifyPlan
+from sglang_dspark.step.state import Copies, DecodeBatch, StepHooks, StepOutcome, VerifyPlan
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.executors.captured import CapturedSteps
@@ -56,8 +55,8 @@ class DSparkWorker(SpecWorkerBase):
         lag = int(self.on_gpu and not self.server_args.disable_overlap_schedule)
         calibration = self.drafter.calibration(self.options, self.max_verify)
         self.schedule = Schedule(self.options, self.max_verify, calibration, self.device, lag)
-        verify = partial(run_verify, self.target_worker)
-        self.eager = EagerExecutor(self.drafter, self.schedule, verify, self.agreement, self.acceptance_profile())
+        forward = partial(run_verify, self.target_worker)
+        self.eager = EagerExecutor(self.drafter, self.schedule, forward, self.agreement, self.acceptance_profile())
         self.executors = ExecutorSelector(self.eager)
         self.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.max_verify))
         self.preset_texts = PresetTexts(self.max_verify)

@@ -10,10 +10,9 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang_dspark.engine.scheduler.batch import DSparkBatchResult, SamplingReader, decode_result, most_words
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import PLAIN
-from sglang_dspark.step.executor import StepOutcome
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import TargetOutput
+from sglang_dspark.step.state import StepOutcome, TargetOutput
 
 CPU = torch.device("cpu")
 

@@ -17,9 +17,8 @@ from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.executor import StepHooks, StepOutcome
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import Copies, DecodeBatch, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import Copies, DecodeBatch, StepHooks, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.tools.golden import Golden, load_golden, load_target
 from sglang_dspark.worker.drafter import Drafter
 from sglang_dspark.worker.executors.eager import EagerExecutor

@@ -77,7 +77,7 @@ def test_nan_of_the_target_stays_with_its_request():
         output.logits_output.next_token_logits[start:stop] = NAN
         return output
 
-    loop.eager._verify = broken
+    loop.eager.forward = broken
     outputs, expected = served(loop)
     assert outputs[0] != expected[0]
     assert outputs[1:] == expected[1:]

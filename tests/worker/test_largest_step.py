@@ -22,7 +22,7 @@ class Target:
         self.rows, self._error = [], error
         self._vocab_size, self._width = loop.drafter.config.vocab_size, loop.drafter.model.fc.in_features
         loop.drafter.allocate(SLOTS + 1, torch.float32)
-        loop.eager._verify = self._verify
+        loop.eager.forward = self._verify
 
     def _verify(self, step, plan):
         if self._error is not None:

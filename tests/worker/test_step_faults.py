@@ -18,7 +18,7 @@ from sglang_dspark.worker.worker import DSparkWorker
 CALLED = {
     "draft": lambda loop: (loop.drafter, "propose"),
     "plan": lambda loop: (eager, "build_plan"),
-    "verify": lambda loop: (loop.eager, "_verify"),
+    "verify": lambda loop: (loop.eager, "forward"),
     "accept": lambda loop: (eager, "accept"),
     "commit": lambda loop: (loop.drafter, "commit"),
 }

@@ -15,10 +15,9 @@ from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.logprobs import with_logprobs
 from sglang_dspark.engine.scheduler.request_options import request_options
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
-from sglang_dspark.step.executor import StepOutcome
 from sglang_dspark.step.packed import Packed, PackedCopies, PendingCopy
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import DecodeBatch
+from sglang_dspark.step.state import DecodeBatch, StepOutcome
 
 
 class SamplingReader(CachedByBatch[SamplingRows]):

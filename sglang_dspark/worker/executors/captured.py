@@ -18,8 +18,7 @@ from sglang_dspark.engine.forward.adapters import CapturedAdapters
 from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, logits_buffer, static_verify
 from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.executor import StepOutcome
-from sglang_dspark.step.state import DecodeBatch, DraftOutput, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.worker.executors.buffers import StepBuffers
 from sglang_dspark.worker.executors.eager import EagerExecutor
 from sglang_dspark.worker.tiers import Tiers

@@ -1,4 +1,4 @@
-"""Decode steps whose stages are launched one by one."""
+"""A decode step as its stages, which are launched one by one."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from dspark_kernels import Accepted, accept, simulated_accept
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.executor import StepExecutor, StepHooks, StepOutcome
 from sglang_dspark.step.selected import build_plan
-from sglang_dspark.step.state import DecodeBatch, DraftOutput, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import Copies, DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 
 
-class EagerExecutor(StepExecutor):
+class EagerExecutor:
     """Runs every step; knows no engine but the forward that it is given.
 
     Args:
         drafter: proposes blocks and keeps their K/V.
         schedule: says how likely drafts are to survive.
-        verify: the target's forward over the rows of a plan.
+        forward: of the target over the rows of a plan.
         agreement: between the ranks of the server.
         profile: [gamma] float64 probabilities by which drafts are kept in place of what the target says; None asks it.
+
+    Attributes:
+        in_graphs: whether stages are replayed from CUDA graphs.
     """
 
     in_graphs = False
@@ -33,17 +35,39 @@ class EagerExecutor(StepExecutor):
         self,
         drafter: Drafter | NoDrafter,
         schedule: Schedule,
-        verify: Callable[[DecodeBatch, VerifyPlan], TargetOutput],
+        forward: Callable[[DecodeBatch, VerifyPlan], TargetOutput],
         agreement: Agreement,
         profile: torch.Tensor | None = None,
     ) -> None:
         self.drafter, self.schedule, self.agreement, self.profile = drafter, schedule, agreement, profile
-        self._verify = verify
+        self.forward = forward
+
+    def run(self, step: DecodeBatch, decision: StepDecision, copies: Copies | None, hooks: StepHooks) -> StepOutcome:
+        """Draft, plan, verify, accept, publish and commit.
+
+        Args:
+            copies: drafts that presets propose in place of some.
+        """
+        self.stage(step, decision)
+        draft = self.draft(step, decision).with_copies(copies)
+        return self.finish(step, decision, draft, hooks)
+
+    def finish(self, step: DecodeBatch, decision: StepDecision, draft: DraftOutput, hooks: StepHooks) -> StepOutcome:
+        """Run what follows the draft."""
+        plan = self.plan(step, draft, decision)
+        hooks.before_verify(plan)
+        target = self.verify(step, plan)
+        hooks.after_verify(plan, target.logits_output.next_token_logits)
+        accepted = self.accept(step, draft, plan, target)
+        hooks.publish(accepted.new_seq_lens)
+        self.commit(plan, accepted, target)
+        return StepOutcome(draft, plan, target, accepted)
 
     def stage(self, step: DecodeBatch, decision: StepDecision) -> None:
-        """Do nothing: the stages read the step where it is."""
+        """Copy the step to where graphs read it; nothing if stages are launched."""
 
     def draft(self, step: DecodeBatch, decision: StepDecision) -> DraftOutput:
+        """Propose a block for the requests that the decision names; nothing for a plain step."""
         bs, depth = len(step), decision.draft_len
         if depth == 0:
             return DraftOutput.nothing(bs, step.anchors.device)
@@ -57,16 +81,6 @@ class EagerExecutor(StepExecutor):
             confidence = self.schedule.forecast.predict(block.confidence_logits, bs, depth)
         return DraftOutput(block, confidence, decision.draft_lens(bs))
 
-    def finish(self, step: DecodeBatch, decision: StepDecision, draft: DraftOutput, hooks: StepHooks) -> StepOutcome:
-        plan = self.plan(step, draft, decision)
-        hooks.before_verify(plan)
-        target = self.verify(step, plan)
-        hooks.after_verify(plan, target.logits_output.next_token_logits)
-        accepted = self.accept(step, draft, plan, target)
-        hooks.publish(accepted.new_seq_lens)
-        self.commit(plan, accepted, target)
-        return StepOutcome(draft, plan, target, accepted)
-
     def plan(self, step: DecodeBatch, draft: DraftOutput, decision: StepDecision) -> VerifyPlan:
         """Select the drafts that are verified, and lay their tokens out."""
         selected = decision.select(draft)
@@ -75,7 +89,7 @@ class EagerExecutor(StepExecutor):
 
     def verify(self, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
         """Run the target over the plan's rows."""
-        return self._verify(step, plan)
+        return self.forward(step, plan)
 
     def accept(self, step: DecodeBatch, draft: DraftOutput, plan: VerifyPlan, target: TargetOutput) -> Accepted:
         """Keep the drafts that the target agrees with and draw the token after them."""

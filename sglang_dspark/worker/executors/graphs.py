@@ -10,15 +10,15 @@ from dspark_kernels import Accepted, DraftBlock, PlanNumbers
 
 from sglang_dspark.engine.forward.graphs import Captured
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.executor import StepExecutor, StepHooks, StepOutcome
 from sglang_dspark.step.selected import build_plan
-from sglang_dspark.step.state import DecodeBatch, DraftOutput, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.worker.executors.captured import CapturedSteps, Tier
+from sglang_dspark.worker.executors.eager import EagerExecutor
 
 T = TypeVar("T")
 
 
-class GraphExecutor(StepExecutor):
+class GraphExecutor(EagerExecutor):
     """Replays draft and forward of one tier, and launches the rest.
 
     It runs steps whose logits are adjusted or read, whose tokens are drawn, or on which ranks have to agree.
@@ -27,8 +27,10 @@ class GraphExecutor(StepExecutor):
     in_graphs = True
 
     def __init__(self, captured: CapturedSteps, tier: Tier) -> None:
-        self._captured, self._eager, self._buffers = captured, captured.eager, captured.buffers
-        self._plan, self._forward = captured.plans[tier], captured.forwards[tier]
+        eager = captured.eager
+        super().__init__(eager.drafter, eager.schedule, eager.forward, eager.agreement, eager.profile)
+        self._captured, self._buffers = captured, captured.buffers
+        self._plan, self._graph = captured.plans[tier], captured.forwards[tier]
         slots = len(self._plan.verify_lens)
         self._requests, self._drafts = self._buffers.requests(slots), self._buffers.drafts[:slots]
         # Views for every number of requests, made once.
@@ -50,35 +52,31 @@ class GraphExecutor(StepExecutor):
         confidence = self._buffers.confidence(requests) if decision.with_confidence else None
         return DraftOutput(block, confidence, decision.draft_lens(requests), planned=planned)
 
-    def finish(self, step: DecodeBatch, decision: StepDecision, draft: DraftOutput, hooks: StepHooks) -> StepOutcome:
-        plan = self.plan(step, draft, decision)
-        hooks.before_verify(plan)
-        target = self.verify(step, self._forward)
-        hooks.after_verify(plan, target.logits_output.next_token_logits)
-        accepted = self._eager.accept(step, draft, self._plan_of(len(step)), target)
-        hooks.publish(accepted.new_seq_lens)
-        self._eager.commit(plan, accepted, target)
-        return StepOutcome(draft, plan, target, accepted)
-
     def plan(self, step: DecodeBatch, draft: DraftOutput, decision: StepDecision) -> VerifyPlan:
         """Return the rows of the tier, and lay them out if no graph has done so."""
         if draft.planned:
             return self._plan
         selected, tokens = decision.select(draft), draft.block.tokens
-        self._eager.agreement.adopt(tokens, selected.synced)
+        self.agreement.adopt(tokens, selected.synced)
         if tokens.numel() and tokens.data_ptr() != self._drafts.data_ptr():  # made elsewhere
             self._drafts[: len(tokens), : tokens.shape[1]] = tokens
         return build_plan(self._requests, self._drafts, selected, self._plan)
 
-    def verify(self, step: DecodeBatch, graph: Captured[T]) -> T:
-        """Replay a graph of the target's forward, with the adapters of the step."""
+    def verify(self, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
+        return self._replay(step, self._graph)
+
+    def accept(self, step: DecodeBatch, draft: DraftOutput, plan: VerifyPlan, target: TargetOutput) -> Accepted:
+        return super().accept(step, draft, self._plan_of(len(step)), target)
+
+    def _replay(self, step: DecodeBatch, graph: Captured[T]) -> T:
+        """Replay a forward of the target, with the adapters of the step."""
         if self._captured.adapters is not None:
             self._captured.adapters.stage(step.batch)
         return graph.replay()
 
     def _plan_numbers(self, step: DecodeBatch, decision: StepDecision) -> PlanNumbers | None:
         """Return what the graph that drafts plans; None if the plan is launched, as it is if ranks have to agree."""
-        return None if self._eager.agreement.needed else decision.plan_numbers(len(step))
+        return None if self.agreement.needed else decision.plan_numbers(len(step))
 
     def _replay_draft(self, step: DecodeBatch, slots: int) -> DraftBlock:
         sampled = step.rows.any_sampled
@@ -89,7 +87,7 @@ class GraphExecutor(StepExecutor):
         return self._block_of(slots, sampled, len(step))
 
     def _launch_draft(self, step: DecodeBatch, decision: StepDecision) -> DraftBlock:
-        draft = self._eager.draft(step, replace(decision, draft_len=self._drafts.shape[1], draft_requests=None))
+        draft = super().draft(step, replace(decision, draft_len=self._drafts.shape[1], draft_requests=None))
         self._buffers.keep(draft.block, draft.confidence)
         return replace(draft.block, tokens=self._drafts[: len(step)])
 
@@ -117,7 +115,7 @@ class FusedExecutor(GraphExecutor):
     def finish(self, step: DecodeBatch, decision: StepDecision, draft: DraftOutput, hooks: StepHooks) -> StepOutcome:
         if decision.draft_len > 0:
             self.plan(step, draft, decision)
-        self.verify(step, self._fused)
+        self._replay(step, self._fused)
         outcome = self._outcome_of(len(step))
         if self._relay is None:
             outcome = replace(outcome, accepted=_kept(outcome.accepted))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.executor import StepExecutor
 from sglang_dspark.step.state import DecodeBatch
 from sglang_dspark.worker.executors.captured import CapturedSteps, Tier
 from sglang_dspark.worker.executors.eager import EagerExecutor
@@ -30,7 +29,7 @@ class ExecutorSelector:
         self._graphs = {tier: GraphExecutor(captured, tier) for tier in captured.plans}
         self._fused = {tier: FusedExecutor(captured, tier) for tier in captured.fused}
 
-    def select(self, step: DecodeBatch, decision: StepDecision) -> StepExecutor:
+    def select(self, step: DecodeBatch, decision: StepDecision) -> EagerExecutor:
         """Return the graphs of the smallest tier that has room for a step, or else the eager executor."""
         tier = None if self.captured is None else self.captured.tier(step, decision)
         if tier is None:

@@ -17,9 +17,8 @@ from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.scheduling.sps_profiler import measure
 from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.executor import StepHooks
 from sglang_dspark.step.selection import FixedLength, TopK
-from sglang_dspark.step.state import DraftOutput
+from sglang_dspark.step.state import DraftOutput, StepHooks
 from sglang_dspark.worker.executors.selector import ExecutorSelector
 
 logger = logging.getLogger(__name__)

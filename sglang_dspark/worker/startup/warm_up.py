@@ -37,9 +37,8 @@ from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.decision import PLAIN, StepDecision
-from sglang_dspark.step.executor import StepHooks
 from sglang_dspark.step.selection import FixedLength, TopK
-from sglang_dspark.step.state import Copies, DecodeBatch, DraftOutput, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import Copies, DecodeBatch, DraftOutput, StepHooks, TargetOutput, VerifyPlan
 from sglang_dspark.step.transfers import host_index
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.executors.eager import EagerExecutor
