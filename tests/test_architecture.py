@@ -111,7 +111,10 @@ def test_only_engine_imports_sglang():
 
 def test_every_part_imports_only_what_it_may():
     imports = imports_of(modules(PACKAGE))
-    assert imports["sglang_dspark.worker.worker"] > {"sglang_dspark.worker.stages", "sglang_dspark.step.state"}
+    assert imports["sglang_dspark.worker.worker"] > {
+        "sglang_dspark.worker.executors.selector",
+        "sglang_dspark.step.state",
+    }
     strays = {
         (module, target)
         for module, targets in imports.items()

@@ -20,7 +20,7 @@ from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_clock import StepClock, TimedStep
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.record import StepRecord
 
 
@@ -138,7 +138,13 @@ class Schedule:
         return self._auto if options.schedule == "auto" else EarlyStopPolicy(self.max_verify, self.times)
 
     def choose(
-        self, requests: Sequence[str], context: float, limits: Limits | None = None, *, traced: bool = False
+        self,
+        requests: Sequence[str],
+        context: float,
+        limits: RequestLimits | None = None,
+        copied: Sequence[int] = (),
+        *,
+        traced: bool = False,
     ) -> StepDecision:
         """Decide the step ahead, and take the time of the one behind, which is in ``last_time`` then.
 
@@ -146,12 +152,13 @@ class Schedule:
             requests: ids of the requests.
             context: mean context tokens per request.
             limits: what the requests ask for themselves; None if no request asks for anything.
+            copied: drafts that a preset copies, per request; empty if no preset does.
             traced: whether a request wants to be told the confidences.
         """
         self._clock.enter(self.times)
         decision = self._choose(requests, context)
         self._clock.begin_stages()
-        decision = decision if limits is None else decision.within(limits)
+        decision = decision.within(limits, copied)
         with_confidence = traced or decision.has_threshold or self.policy.needs_confidence
         return replace(decision, context=context, with_confidence=with_confidence)
 
@@ -230,4 +237,4 @@ def is_of_a_kind(decision: StepDecision, requests: int) -> bool:
     requests is nearly a plain step; by its time it is not.
     """
     probe = decision.weight > 1 and requests > 1
-    return decision.draft_requests is None and not decision.has_copies and not probe
+    return decision.draft_requests is None and not decision.copied and not probe

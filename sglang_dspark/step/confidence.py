@@ -20,5 +20,5 @@ class Confidence:
     survival: torch.Tensor
 
     def first(self, bs: int) -> Confidence:
-        """Those of the first ``bs`` requests."""
+        """Return those of the first ``bs`` requests."""
         return Confidence(None if self.logits is None else self.logits[:bs], self.survival[:bs])

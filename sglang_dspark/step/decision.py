@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from dspark_kernels import PlanNumbers
 
-from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selected import FixedLens, SelectedDrafts
 from sglang_dspark.step.selection import FixedLength, Selection
-from sglang_dspark.step.state import Drafted
+from sglang_dspark.step.state import DraftOutput
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,9 @@ class StepDecision:
         selection: which of them are verified.
         draft_requests: requests that are drafted, ascending; None drafts all.
         weight: rounds that this step's outcome stands for in what is learned.
-        limits: what requests ask for themselves, see :meth:`within`; None if no request asks for anything.
+        limits: what bounds the drafts of single requests, see :meth:`within`; None if nothing does.
+        copied: drafts that a preset copies, per request; empty if no preset does. They are verified whatever their
+            survival would be.
         with_confidence: whether the drafter's confidences are computed.
         context: mean context tokens per request, which the decision was made for. All ranks of a server take rank 0's.
     """
@@ -31,7 +33,8 @@ class StepDecision:
     selection: Selection
     draft_requests: tuple[int, ...] | None = None
     weight: int = 1
-    limits: Limits | None = None
+    limits: RequestLimits | None = None
+    copied: tuple[int, ...] = ()
     with_confidence: bool = field(default=True, compare=False)
     context: float = field(default=0.0, compare=False)
 
@@ -57,37 +60,39 @@ class StepDecision:
         """Return whether a request asks for a bound by confidence."""
         return self.limits is not None and self.limits.thresholds is not None
 
-    @property
-    def has_copies(self) -> bool:
-        """Return whether presets propose drafts of this step."""
-        return self.limits is not None and any(self.limits.copied)
-
-    def within(self, limits: Limits) -> StepDecision:
+    def within(self, limits: RequestLimits | None, copied: Sequence[int] = ()) -> StepDecision:
         """Return the same step within what single requests ask for.
 
         Requests that may not verify anything, and those with copied drafts, are not drafted. What a request may not
         verify is left to others as far as the budget goes; copied drafts come on top of the budget.
+
+        Args:
+            limits: None if no request asks for any.
+            copied: drafts that a preset copies, per request; empty if no preset does.
         """
-        requests, copied = len(limits.most), sum(limits.copied)
+        if limits is None and not copied:
+            return self
+        requests, num_copied = len(copied) if limits is None else len(limits.max_verify), sum(copied)
+        copied = tuple(copied) or (0,) * requests
+        allowed = (self.draft_len,) * requests if limits is None else limits.max_verify
         candidates = range(requests if self.draft_len else 0) if self.draft_requests is None else self.draft_requests
-        drafted = tuple(r for r in candidates if limits.most[r] and not limits.copied[r])
-        if not drafted and not copied:
+        drafted = tuple(r for r in candidates if allowed[r] and not copied[r])
+        if not drafted and not num_copied:
             return PLAIN
         draft_len = self.draft_len if drafted else 0
-        most = tuple(
-            limits.copied[r] or (min(limits.most[r], draft_len) if r in drafted else 0) for r in range(requests)
-        )
-        left = sum(most) - copied
-        bounds = limits.thresholds
+        max_verify = tuple(copied[r] or (min(allowed[r], draft_len) if r in drafted else 0) for r in range(requests))
+        left = sum(max_verify) - num_copied
+        bounds = None if limits is None else limits.thresholds
         thresholds = bounds if bounds is not None and any(bounds[r] for r in drafted) else None
-        if not copied and left == len(candidates) * draft_len and thresholds is None:
+        if not num_copied and left == len(candidates) * draft_len and thresholds is None:
             return self
         return replace(
             self,
             draft_len=draft_len,
-            selection=self.selection.bounded(drafted, left, copied),
+            selection=self.selection.bounded(drafted, left, num_copied),
             draft_requests=None if len(drafted) == requests else drafted,
-            limits=Limits(most, limits.copied, thresholds),
+            limits=RequestLimits(max_verify, thresholds),
+            copied=copied if num_copied else (),
         )
 
     def for_some(self, drafted: Sequence[int], requests: int) -> StepDecision:
@@ -99,11 +104,11 @@ class StepDecision:
         selection = self.selection.bounded(drafted, len(drafted) * self.draft_len)
         return replace(self, selection=selection, draft_requests=tuple(drafted))
 
-    def select(self, drafted: Drafted) -> SelectedDrafts:
+    def select(self, draft: DraftOutput) -> SelectedDrafts:
         """Return the drafts that are verified. Only :class:`~.selection.EarlyStop` waits for the device here."""
-        if self.is_fixed(len(drafted)):
-            return FixedLens(self.draft_len, len(drafted), drafted.device)
-        return self.selection.select(drafted, self.draft_requests, self.limits)
+        if self.is_fixed(len(draft)):
+            return FixedLens(self.draft_len, len(draft), draft.device)
+        return self.selection.select(draft, self.limits)
 
     def plan_numbers(self, requests: int) -> PlanNumbers | None:
         """Return what a captured plan does; None if requests have bounds, or not all are ranked."""

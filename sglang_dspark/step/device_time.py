@@ -1,4 +1,4 @@
-"""What a step takes a GPU, and how long the host waits for it. Nothing is waited for in order to know."""
+"""Measures what a step takes a GPU, and how long the host waits for it, without a wait of its own."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class DeviceSpan:
         self._events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else None
 
     def begin(self) -> None:
-        """What is launched from here on counts."""
+        """Count what is launched from here on."""
         if self._events is not None:
             self._events[0].record()
 
     def end(self) -> None:
-        """What was launched until here counts."""
+        """Count what was launched until here."""
         if self._events is not None:
             self._events[1].record()
 
     @property
     def ms(self) -> float | None:
-        """Milliseconds; None off a GPU, and while it is not done."""
+        """Return the milliseconds; None off a GPU, and while the device is not done."""
         if self._events is None or not self._events[1].query():
             return None
         return float(self._events[0].elapsed_time(self._events[1]))
@@ -44,7 +44,7 @@ class DeviceTimer:
         self._spans = cycle([DeviceSpan(device) for _ in range(_DEPTH)])
 
     def begin(self) -> DeviceSpan:
-        """The span of the step that is about to be launched."""
+        """Return the span of the step that is about to be launched."""
         span = next(self._spans)
         span.begin()
         return span

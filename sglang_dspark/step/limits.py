@@ -6,18 +6,15 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Bounds on the drafts verified per request, all of them fixed before the step's noise is drawn.
 
     Attributes:
-        most: [bs] most drafts that may be verified; for a request with copied drafts their number.
-        copied: [bs] drafts that a preset copied from elsewhere, 0 for a request whose drafts come from the drafter.
-            They are verified whatever their survival would be.
+        max_verify: [bs] drafts that may be verified, at most.
         thresholds: [bs] a request's drafts are verified up to the first one whose raw confidence is below this; 0 for
             no such bound. None when no request has one. The confidence of a draft is known before the draft is drawn,
             and drafts are cut from the end of a block, so this decides about no draft by its own value or a later one.
     """
 
-    most: tuple[int, ...]
-    copied: tuple[int, ...]
+    max_verify: tuple[int, ...]
     thresholds: tuple[float, ...] | None = None

@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 WORD = torch.int32
-"""What all of them are seen as: the largest type that every one of them is a multiple of."""
+"""What all of them are read as: the largest type that every one of them is a multiple of."""
 # Results that may be on their way: of the step that is launched, of the one before, which the host waits for, and one
 # for views that the engine still holds.
 _DEPTH = 3
@@ -30,7 +30,7 @@ class Packed:
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> Packed:
-        """Pack ``tensors``, in one launch where all are contiguous.
+        """Pack ``tensors``, in one launch if all are contiguous.
 
         Args:
             tensors: of types of four or eight bytes, those of eight first.
@@ -48,14 +48,14 @@ class Packed:
         return cls(torch.cat(words, out=out), tuple((tensor.dtype, tensor.shape) for tensor in tensors))
 
     def read(self) -> list[torch.Tensor]:
-        """Views of the tensors."""
+        """Return views of the tensors."""
         parts = zip(self.flat.split_with_sizes(_sizes(self.shapes)), self.shapes, strict=True)
         return [_as(part, dtype, shape) for part, (dtype, shape) in parts]
 
 
 @lru_cache
 def _sizes(shapes: tuple[tuple[torch.dtype, torch.Size], ...]) -> list[int]:
-    """Words of every tensor."""
+    """Return the words of every tensor."""
     return [prod(shape) * dtype.itemsize // WORD.itemsize for dtype, shape in shapes]
 
 
@@ -89,34 +89,34 @@ class PackedCopies:
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
             for _ in range(_DEPTH):
-                there = torch.empty(self.words, dtype=WORD, device=self.device)
-                self._rings.append((there, torch.empty(self.words, dtype=WORD, pin_memory=True)))
+                on_device = torch.empty(self.words, dtype=WORD, device=self.device)
+                self._rings.append((on_device, torch.empty(self.words, dtype=WORD, pin_memory=True)))
 
-    def pack(self, tensors: Sequence[torch.Tensor]) -> OnTheWay:
+    def pack(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
         """Pack ``tensors`` as :meth:`Packed.of` does; valid until two more were packed."""
         if not self._rings:
-            return OnTheWay(Packed.of(tensors), None)
+            return PendingCopy(Packed.of(tensors), None)
         self._turn = (self._turn + 1) % _DEPTH
-        there, here = self._rings[self._turn]
-        return OnTheWay(Packed.of(tensors, out=there), here)
+        on_device, pinned = self._rings[self._turn]
+        return PendingCopy(Packed.of(tensors, out=on_device), pinned)
 
 
 @dataclass(frozen=True)
-class OnTheWay:
+class PendingCopy:
     """Packed tensors, and where they go.
 
     Attributes:
         packed: on their device.
-        here: [at least as many words] pinned memory of the host; None where they are on the host.
+        pinned: [at least as many words] memory of the host; None if they are on the host.
     """
 
     packed: Packed
-    here: torch.Tensor | None
+    pinned: torch.Tensor | None
 
     def copy(self) -> Packed:
-        """Start the copy in the current stream, and say where its result is going to be."""
-        if self.here is None:
+        """Start the copy in the current stream, and return where its result is going to be."""
+        if self.pinned is None:
             return self.packed
-        flat = self.here[: len(self.packed.flat)]
+        flat = self.pinned[: len(self.packed.flat)]
         flat.copy_(self.packed.flat, non_blocking=True)
         return Packed(flat, self.packed.shapes)

@@ -21,7 +21,7 @@ class StepRecord:
         decision: what the policy had decided.
         drafted: drafts proposed per request.
         verify_lens: [bs] int64, drafts verified per request.
-        confidence: as in :class:`~.state.Drafted`.
+        confidence: as in :class:`~.state.DraftOutput`.
         traced: [bs, 2 + depth] int64: context length, anchor and drafts; None when no request wants a trace.
         copied: drafts that a preset proposed, per request; those requests count as not drafted.
         policy, parked: name of the policy that chose, and whether it let speculation rest.
@@ -39,13 +39,13 @@ class StepRecord:
 
     @cached_property
     def verified(self) -> list[int]:
-        """``verify_lens``, once they are on the host."""
+        """Return ``verify_lens``, once they are on the host."""
         lens: list[int] = self.verify_lens.tolist()
         return lens
 
     @property
     def tensors(self) -> list[torch.Tensor | None]:
-        """Lengths, traces, logits and survivals."""
+        """Return lengths, traces, logits and survivals."""
         confidence = self.confidence
         scores = (None, None) if confidence is None else (confidence.logits, confidence.survival)
         return [self.verify_lens, self.traced, *scores]

@@ -17,9 +17,9 @@ import torch
 from dspark_kernels import FORCED, PlanNumbers
 from numpy.typing import NDArray
 
-from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selected import DeviceLens, SelectedDrafts, TopDrafts
-from sglang_dspark.step.state import Drafted
+from sglang_dspark.step.state import DraftOutput
 from sglang_dspark.step.transfers import host_floats, host_index
 
 _EXCLUDED = -1.0
@@ -50,11 +50,10 @@ class Selection(ABC):
         """
 
     @abstractmethod
-    def select(self, drafted: Drafted, draft_requests: tuple[int, ...] | None, limits: Limits | None) -> SelectedDrafts:
+    def select(self, draft: DraftOutput, limits: RequestLimits | None) -> SelectedDrafts:
         """Return the drafts that are verified.
 
         Args:
-            draft_requests: requests that are drafted; None for all.
             limits: cut to what the step drafts; None if no request asks for any.
         """
 
@@ -73,7 +72,7 @@ class FixedLength(Selection):
     def bounded(self, drafted: Sequence[int], num_drafts: int, num_copied: int = 0) -> Selection:
         return TopK(num_drafts + num_copied)
 
-    def select(self, drafted: Drafted, draft_requests: tuple[int, ...] | None, limits: Limits | None) -> SelectedDrafts:
+    def select(self, draft: DraftOutput, limits: RequestLimits | None) -> SelectedDrafts:
         raise AssertionError("whole blocks need no selection, and bounded ones have another rule")
 
 
@@ -96,23 +95,22 @@ class TopK(Selection):
             min(self.budget, num_drafts) + num_copied, self.probe_request if self.probe_request in drafted else None
         )
 
-    def select(self, drafted: Drafted, draft_requests: tuple[int, ...] | None, limits: Limits | None) -> SelectedDrafts:
-        order = self._order(drafted, draft_requests)
+    def select(self, draft: DraftOutput, limits: RequestLimits | None) -> SelectedDrafts:
+        order = self._order(draft)
         if limits is not None:
-            order = _Bounds.of(limits, drafted).apply(order)
+            order = _Bounds.of(limits, draft).apply(order)
         row_count_known = limits is None or limits.thresholds is None
         return TopDrafts(order, self.budget, row_count_known)
 
-    def _order(self, drafted: Drafted, draft_requests: tuple[int, ...] | None) -> torch.Tensor:
+    def _order(self, draft: DraftOutput) -> torch.Tensor:
         """Return [bs, width of the block] what drafts rank by."""
-        bs, width, device = len(drafted), drafted.width, drafted.device
+        bs, width, device = len(draft), draft.width, draft.device
         # A policy without confidences ranks drafts only to keep them within limits, which leave no decision.
-        survival = torch.ones((bs, width), device=device) if drafted.confidence is None else drafted.survival
+        survival = torch.ones((bs, width), device=device) if draft.confidence is None else draft.survival
         if survival.shape[1] < width:
             survival = torch.nn.functional.pad(survival, (0, width - survival.shape[1]), value=_EXCLUDED)
-        if draft_requests is not None:
-            left_out = host_index([r for r in range(bs) if r not in draft_requests], device)
-            survival = survival.index_fill(0, left_out, _EXCLUDED)
+        if left_out := [request for request, length in enumerate(draft.draft_lens) if length == 0]:
+            survival = survival.index_fill(0, host_index(left_out, device), _EXCLUDED)
         if self.probe_request is not None:
             survival = survival.clone()
             survival[self.probe_request] = FORCED
@@ -142,10 +140,10 @@ class EarlyStop(_LiveRule):
 
     step_ms: tuple[float, ...]
 
-    def select(self, drafted: Drafted, draft_requests: tuple[int, ...] | None, limits: Limits | None) -> SelectedDrafts:
+    def select(self, draft: DraftOutput, limits: RequestLimits | None) -> SelectedDrafts:
         """Return the lengths of :func:`early_stop`, which reads the survivals on the host."""
-        bounds = None if limits is None else _Bounds.of(limits, drafted)
-        survival = drafted.survival if bounds is None else bounds.drafted(drafted.survival)
+        bounds = None if limits is None else _Bounds.of(limits, draft)
+        survival = draft.survival if bounds is None else bounds.drafted(draft.survival)
         lens = early_stop(survival.double().cpu().numpy(), np.array(self.step_ms))
         found = torch.tensor(lens, device=survival.device)
         return DeviceLens(found if bounds is None else bounds.cut(found))
@@ -157,9 +155,9 @@ class Threshold(_LiveRule):
 
     confidence: float
 
-    def select(self, drafted: Drafted, draft_requests: tuple[int, ...] | None, limits: Limits | None) -> SelectedDrafts:
-        lens = above_threshold(drafted.raw_confidence, self.confidence)
-        return DeviceLens(lens if limits is None else _Bounds.of(limits, drafted).cut(lens))
+    def select(self, draft: DraftOutput, limits: RequestLimits | None) -> SelectedDrafts:
+        lens = above_threshold(draft.raw_confidence, self.confidence)
+        return DeviceLens(lens if limits is None else _Bounds.of(limits, draft).cut(lens))
 
 
 @dataclass(frozen=True)
@@ -175,13 +173,13 @@ class _Bounds:
     copied: torch.Tensor
 
     @classmethod
-    def of(cls, limits: Limits, drafted: Drafted) -> _Bounds:
+    def of(cls, limits: RequestLimits, draft: DraftOutput) -> _Bounds:
         """Apply ``limits``, which :meth:`StepDecision.within` has cut to what the step drafts, to the drafts."""
-        device = drafted.device
-        most, num_copied = host_index((limits.most, limits.copied), device)
+        device = draft.device
+        most, num_copied = host_index((limits.max_verify, draft.copied or [0] * len(draft)), device)
         copied = num_copied > 0
         if limits.thresholds is not None:
-            sure = above_threshold(drafted.raw_confidence, host_floats(limits.thresholds, device)[:, None])
+            sure = above_threshold(draft.raw_confidence, host_floats(limits.thresholds, device)[:, None])
             most = torch.where(copied, most, torch.minimum(most, sure))
         return cls(most, copied)
 

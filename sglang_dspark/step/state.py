@@ -6,12 +6,12 @@ vocabulary. Tensors live on the worker's device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from dspark_kernels import DraftBlock, RoundKeys, SamplingBatch, StepRequests, VerifyRows
+from dspark_kernels import AcceptResult, DraftBlock, RoundKeys, SamplingBatch, StepRequests, VerifyRows
 
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.transfers import host_index
@@ -28,26 +28,27 @@ class DecodeBatch:
     rows: SamplingBatch
     keys: RoundKeys
     keeps_logits: bool = False  # whether the target's logits are adjusted before acceptance, or read after it
-    drafted_rows: SamplingBatch | None = None  # of the requests that are drafted, where these are not all
+    batch: Any = None  # SGLang's, as its forward takes it
+    rows_of: Callable[[Sequence[int]], SamplingBatch] | None = None  # of some of the requests
 
     def __len__(self) -> int:
         return self.anchors.shape[0]
 
     @property
     def requests(self) -> StepRequests:
-        """The requests as the kernels take them, all of them real."""
+        """Return the requests as the kernels take them, all of them real."""
         return StepRequests(self.anchors, self.prefix_lens, self.req_pool_indices, self.req_to_token)
 
     def drafting(self, requests: Sequence[int]) -> tuple[DecodeBatch, torch.Tensor]:
-        """The step of ``requests`` alone, to whom ``drafted_rows`` belong, and their places, [m] int64."""
-        assert self.drafted_rows is not None, "a step that drafts for some requests has their sampling parameters"
+        """Return the step of ``requests`` alone, and their indices, [m] int64."""
+        assert self.rows_of is not None, "a step that drafts for some requests knows their sampling parameters"
         index = host_index(requests, self.anchors.device)
         part = DecodeBatch(
             anchors=self.anchors[index],
             prefix_lens=self.prefix_lens[index],
             req_pool_indices=self.req_pool_indices[index],
             req_to_token=self.req_to_token,
-            rows=self.drafted_rows,
+            rows=self.rows_of(requests),
             keys=self.keys.take(index),
             keeps_logits=self.keeps_logits,
         )
@@ -68,40 +69,47 @@ class Copies:
 
     @property
     def mask(self) -> torch.Tensor:
-        """[bs, width] bool, which of ``tokens`` are proposed."""
+        """Return [bs, width] bool, which of ``tokens`` are proposed."""
         lens = host_index(self.lens, self.tokens.device)
         return torch.arange(self.tokens.shape[1], device=self.tokens.device) < lens[:, None]
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """What the draft stage proposes.
+class DraftOutput:
+    """Drafts of all requests.
 
     Attributes:
         block: the drafts, [bs, depth]; of depth 0 in a plain step.
         confidence: how sure the drafter is of its drafts; None if neither policy nor request asked. A block
             with copied drafts may be wider.
-        depths: drafts that the drafter proposes per request; rows of requests without any hold fillers.
-        copied: drafts that a preset proposes instead, per request; empty where no preset does.
+        draft_lens: drafts that the drafter proposes per request; rows of requests without any hold fillers.
+        copied: drafts that a preset proposes instead, per request; empty if no preset does.
+        planned: whether the graph that drafted has laid out the rows of the verification as well.
     """
 
     block: DraftBlock
     confidence: Confidence | None
-    depths: list[int]
+    draft_lens: list[int]
     copied: Sequence[int] = ()
+    planned: bool = False
+
+    @staticmethod
+    def nothing(bs: int, device: torch.device) -> DraftOutput:
+        """Return the draft of a plain step."""
+        return DraftOutput(DraftBlock.empty(bs, device), None, [0] * bs)
 
     def __len__(self) -> int:
-        return len(self.depths)
+        return len(self.draft_lens)
 
-    def with_copies(self, copies: Copies | None) -> Drafted:
-        """These drafts, and those that presets propose in place of some."""
+    def with_copies(self, copies: Copies | None) -> DraftOutput:
+        """Return these drafts, and those that presets propose in place of some."""
         if copies is None:
             return self
         return replace(self, block=self.block.with_copies(copies.tokens, copies.mask), copied=copies.lens)
 
     @property
     def width(self) -> int:
-        """Drafts that the block has room for."""
+        """Return the drafts that the block has room for."""
         return self.block.tokens.shape[1]
 
     @property
@@ -111,13 +119,13 @@ class Drafted:
 
     @property
     def survival(self) -> torch.Tensor:
-        """[bs, depth] of ``confidence``, which the policy has asked for."""
+        """Return [bs, depth] of ``confidence``, which the policy has asked for."""
         assert self.confidence is not None, "a policy that reads survivals asks for confidences"
         return self.confidence.survival
 
     @property
     def raw_confidence(self) -> torch.Tensor:
-        """[bs, depth] the head's own probability that a draft is accepted, given that all before it are."""
+        """Return [bs, depth] the head's own probability that a draft is accepted, given that all before it are."""
         assert self.block.confidence_logits is not None, "thresholds are refused on a server without a confidence head"
         return self.block.confidence_logits.sigmoid()
 
@@ -134,7 +142,7 @@ class VerifyPlan(VerifyRows):
 
     @classmethod
     def of(cls, rows: VerifyRows, width: int) -> VerifyPlan:
-        """``rows`` as a plan."""
+        """Return ``rows`` as a plan."""
         return cls(**vars(rows), width=width)
 
 
@@ -148,3 +156,39 @@ class TargetOutput(NamedTuple):
 
     logits_output: Any
     captured: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step has drafted, verified and accepted; the next step may overwrite its tensors.
+
+    Attributes:
+        draft: proposals for all requests.
+        plan: the tokens that were verified.
+        target: their logits, if anything reads these after the step.
+        accepted: what became of the drafts.
+    """
+
+    draft: DraftOutput
+    plan: VerifyPlan
+    target: TargetOutput
+    accepted: AcceptResult
+
+
+def _do_nothing(*_given: object) -> None:
+    """Stand for a hook that is not needed."""
+
+
+@dataclass(frozen=True)
+class StepHooks:
+    """What the server does between the stages of a step; nothing by default.
+
+    Attributes:
+        before_verify: reads the plan, before the target's forward is launched.
+        after_verify: checks and adjusts the logits [N, V] of the plan's rows, in place.
+        publish: hands the new lengths [bs] to the engine, as soon as the device knows them.
+    """
+
+    before_verify: Callable[[VerifyPlan], None] = _do_nothing
+    after_verify: Callable[[VerifyPlan, torch.Tensor], None] = _do_nothing
+    publish: Callable[[torch.Tensor], None] = _do_nothing

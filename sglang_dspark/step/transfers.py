@@ -9,12 +9,12 @@ from dspark_kernels import to_device
 
 
 def host_index(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
-    """int64 of the values' shape on ``device``."""
+    """Return int64 of the values' shape on ``device``."""
     return to_device(torch.tensor(values, dtype=torch.int64), device)
 
 
 def host_floats(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    """[n] float32 on ``device``."""
+    """Return [n] float32 on ``device``."""
     return to_device(torch.tensor(values, dtype=torch.float32), device)
 
 

@@ -1,1 +1,1 @@
-"""One decode step: choose, draft, plan, verify, accept, publish, commit."""
+"""Decode steps: what decides, runs and records them."""

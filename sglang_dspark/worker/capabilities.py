@@ -13,19 +13,19 @@ from sglang_dspark.engine.forward.graphs import has_prefill_graphs
 from sglang_dspark.engine.support import versions
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.speculation import Speculation
-from sglang_dspark.worker.staging import Staging
+from sglang_dspark.worker.executors.selector import ExecutorSelector
 
 
-def capabilities(server_args: Any, model_runner: Any, staging: Staging, max_verify: int) -> dict[str, Any]:
-    """JSON: the decode path and why, versions, checkpoints, policies and features.
+def capabilities(server_args: Any, model_runner: Any, executors: ExecutorSelector, max_verify: int) -> dict[str, Any]:
+    """Return JSON: the decode path and why, versions, checkpoints, policies and features.
 
     Args:
         server_args, model_runner: SGLang's, of the server and of its target.
-        staging: what takes the steps.
+        executors: of the server.
         max_verify: most drafts that a step verifies per request.
     """
     options: DSparkConfig = attached(server_args).config
-    drafter, schedule = staging.eager.drafter, staging.eager.schedule
+    drafter, schedule = executors.eager.drafter, executors.eager.schedule
     model, described = model_runner.model_config, drafter.describe(server_args.speculative_draft_model_path)
     drafting = "requests with a preset speculate" if described is None else "the drafter fits the target"
     on_gpu = model_runner.device == "cuda"
@@ -52,7 +52,7 @@ def capabilities(server_args: Any, model_runner: Any, staging: Staging, max_veri
         "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in POLICY_NAMES},
         "features": {
             "speculation_fields": _speculation_fields(has_head=has_head),
-            "cuda_graphs": staging.graphs is not None,
+            "cuda_graphs": executors.captured is not None,
             "overlap": not server_args.disable_overlap_schedule,
             "prefill_attention": model_runner.attn_backend.prefill_attention_backend_str,
             "prefill_cuda_graphs": has_prefill_graphs(model_runner),

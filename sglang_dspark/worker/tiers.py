@@ -29,7 +29,7 @@ class Tiers:
 
     @classmethod
     def of(cls, requests: Sequence[int], max_verify: int) -> Tiers:
-        """Tiers for up to ``max(requests)`` requests that verify up to ``max_verify`` drafts each.
+        """Return tiers for up to ``max(requests)`` requests that verify up to ``max_verify`` drafts each.
 
         Args:
             requests: sizes that SGLang would capture.
@@ -46,25 +46,25 @@ class Tiers:
 
     @property
     def timed(self) -> tuple[int, ...]:
-        """Rows whose time is known. The plain step of one request has a row fewer than the smallest with drafts."""
+        """Return rows whose time is known. The plain step of one request has a row fewer than any with drafts."""
         return (1, *self.tokens) if self.tokens else ()
 
     @property
     def digest(self) -> str:
-        """Short name: tables that were measured with other tiers do not fit."""
+        """Return a short name: tables that were measured with other tiers do not fit."""
         rows = max(self.tokens, default=0)
         return f"{len(self.requests)} sizes to {self.requests[-1]} requests, {len(self.tokens)} to {rows} rows"
 
     def request_slots(self, requests: int) -> int | None:
-        """The tier for so many requests; None where there is none."""
+        """Return the tier for so many requests; None if there is none."""
         return _at_least(self.requests, requests)
 
     def sampled_slots(self, requests: int) -> int | None:
-        """The tier for so many requests of which some are sampled; None where there is none."""
+        """Return the tier for so many requests of which some are sampled; None if there is none."""
         return _at_least(self.sampled, requests)
 
     def token_rows(self, num_tokens: int) -> int | None:
-        """The tier for so many rows; None where there is none."""
+        """Return the tier for so many rows; None if there is none."""
         return _at_least(self.tokens, num_tokens)
 
 

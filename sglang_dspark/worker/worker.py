@@ -1,10 +1,8 @@
-"""The DSPARK worker: one decode step as its stages."""
+"""The DSPARK worker: decode steps, and what SGLang asks about them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
+from sglang_dspark.engine.scheduler.adjustments import AdjustedStep
 from sglang_dspark.engine.scheduler.batch import (
     DSparkBatchResult,
     copy_drafts,
@@ -20,9 +19,9 @@ from sglang_dspark.engine.scheduler.batch import (
     most_words,
     read_decode_batch,
 )
+from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.draft_input import kv_lengths
-from sglang_dspark.engine.scheduler.future_map import Relay, relay_of
-from sglang_dspark.engine.scheduler.last_batch import LastBatch
+from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.metrics.reporting import Reporting
@@ -31,13 +30,13 @@ from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, VerifyPlan
+from sglang_dspark.step.state import Copies, DecodeBatch, StepHooks, StepOutcome, VerifyPlan
 from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
-from sglang_dspark.worker.graph_stages import StepGraphs
+from sglang_dspark.worker.executors.captured import CapturedSteps
+from sglang_dspark.worker.executors.eager import EagerExecutor
+from sglang_dspark.worker.executors.selector import ExecutorSelector
 from sglang_dspark.worker.preset_texts import PresetTexts
-from sglang_dspark.worker.stages import EagerStages
-from sglang_dspark.worker.staging import Staging
 from sglang_dspark.worker.startup.late_kernels import report_late_kernels
 from sglang_dspark.worker.startup.sps_cache import load_or_measure
 from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps, warm_up
@@ -56,23 +55,23 @@ class DSparkWorker(SpecWorkerBase):
         lag = int(self.on_gpu and not self.server_args.disable_overlap_schedule)
         calibration = self.drafter.calibration(self.options, self.max_verify)
         self.schedule = Schedule(self.options, self.max_verify, calibration, self.device, lag)
-        verify = partial(run_verify, self.target_worker)
-        self.eager = EagerStages(self.drafter, self.schedule, verify, self.agreement, self.acceptance_profile())
-        self.staging = Staging(self.eager)
-        self.request_options = LastBatch(partial(BatchOptions.of, max_verify=self.max_verify))
+        forward = partial(run_verify, self.target_worker)
+        self.eager = EagerExecutor(self.drafter, self.schedule, forward, self.agreement, self.acceptance_profile())
+        self.executors = ExecutorSelector(self.eager)
+        self.request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.max_verify))
         self.preset_texts = PresetTexts(self.max_verify)
         self.timer = DeviceTimer(self.device)
         self.relay: Relay | None = None
 
     def load_drafter(self) -> Drafter | NoDrafter:
-        """The drafter that the options name."""
+        """Return the drafter that the options name."""
         drafter, runner = self.settled.drafter, self.target_worker.model_runner
         if drafter is None:
             return NoDrafter(self.options)
         return Drafter.load(drafter, self.options, runner, self.device, dummy=self.settled.dummy_draft)
 
     def acceptance_profile(self) -> torch.Tensor | None:
-        """[gamma] float64 probabilities by which drafts are kept in place of what the target says; None to ask it."""
+        """Return [gamma] float64 probabilities by which drafts are kept whatever the target says; None to ask it."""
         profile = self.options.acceptance_profile(self.drafter.gamma)
         if profile is None:
             return None
@@ -83,7 +82,7 @@ class DSparkWorker(SpecWorkerBase):
         return self.drafter.allocate(num_slots, self.target_worker.model_runner.dtype)
 
     def prepare_to_serve(self) -> None:
-        runner, staging = self.target_worker.model_runner, self.staging
+        runner = self.target_worker.model_runner
         self.reporting = Reporting(self.schedule, self.drafter.gamma, int(runner.max_running_requests))
         words = most_words(int(runner.req_to_token_pool.size), self.max_verify, self.drafter.gamma)
         self.copies = PackedCopies(words, self.device)
@@ -92,37 +91,37 @@ class DSparkWorker(SpecWorkerBase):
             warm_up(self.eager, self.target_worker, self.max_verify, slots)
             # Without overlap SGLang hands a step's outcome to the next one, and knows no future map.
             if not self.server_args.disable_overlap_schedule:
-                self.relay = relay_of(runner.req_to_token_pool, self.device)
-            staging.graphs = self.capture_graphs(slots)
+                self.relay = Relay(len(runner.req_to_token_pool.req_to_token), self.device)
+            self.capture_graphs(slots)
         table = None
         with on_stream_of_steps(runner, overlap=not self.server_args.disable_overlap_schedule):
             if self.on_gpu:
                 hold_largest_step(self.eager, self.target_worker, self.max_verify)
             if self.drafter.drafts:
-                table = load_or_measure(staging, self.target_worker, self.server_args, self.max_verify)
-        self.schedule.start(table, whole_batches=staging.graphs is not None)
+                table = load_or_measure(self.executors, self.target_worker, self.server_args, self.max_verify)
+        self.schedule.start(table, whole_batches=self.executors.captured is not None)
         if self.on_gpu:
             report_late_kernels()
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
-    def capture_graphs(self, slots: list[int]) -> StepGraphs | None:
-        """Decode steps of up to so many requests as CUDA graphs; None where they run eagerly."""
+    def capture_graphs(self, slots: list[int]) -> None:
+        """Capture decode steps of up to so many requests as CUDA graphs; none of no requests."""
         if not slots:
             logger.info("DSPARK: decode steps run eagerly: CUDA graphs are off")
-            return None
+            return
         # Copied drafts are launched: without a drafter, captured steps are plain.
         depth = self.max_verify if self.drafter.drafts else 0
-        graphs = StepGraphs(
+        captured = CapturedSteps(
             self.eager,
             self.target_worker.model_runner,
             slots,
             depth,
             seed=self.target_worker.random_seed,
             relay=self.relay,
-            judges=self.check_logits is None,
+            fuses=self.check_logits is None,
         )
-        graphs.capture()
-        return graphs
+        captured.capture()
+        self.executors.add_graphs(captured)
 
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
@@ -132,34 +131,27 @@ class DSparkWorker(SpecWorkerBase):
         copies = self.preset_texts.propose(batch.reqs, options, step) if self.schedule.speculates else None
         decision = self.choose(batch, options, copies)
         span = self.timer.begin()
-        stages = self.staging.of(step, decision)
-        if decision.draft_requests and not stages.in_graphs:  # graphs draft for all
-            step = self.with_drafted_rows(batch, step, decision.draft_requests)
-        drafted = stages.draft(step, decision).with_copies(copies)
-        plan = stages.plan(step, drafted, decision)
-        adjusting.read(plan)
-        output = stages.verify(batch, step, plan)
-        if self.check_logits is not None:
-            self.check_logits(output.logits_output.next_token_logits)
-        adjusting.apply(plan, output.logits_output.next_token_logits)
-        accepted = stages.accept(step, drafted, plan, output)
-        publish(accepted.new_seq_lens)
-        stages.commit(plan, accepted, output)
-        self.schedule.done(decision, len(step), len(plan.input_ids))
-        adjusting.count(accepted.out_tokens)
-        self.preset_texts.took(batch.reqs, options, accepted)
-        rounds = self.rounds(batch, options, step, decision, drafted, plan)
-        result = decode_result(
-            batch, step, plan, output.logits_output, accepted, rounds, self.copies, in_graphs=stages.in_graphs
-        )
+        executor = self.executors.select(step, decision)
+        outcome = executor.run(step, decision, copies, self.hooks(adjusting, publish))
+        self.schedule.done(decision, len(step), len(outcome.plan.input_ids))
+        adjusting.count(outcome.accepted.out_tokens)
+        self.preset_texts.took(batch.reqs, options, outcome.accepted)
+        record = self.record(batch, options, step, decision, outcome)
+        result = decode_result(batch, step, outcome, record, self.copies, span, in_graphs=executor.in_graphs)
         span.end()
-        result.span = span
         return result
 
     def read(self, batch: Any, *, adjusted: bool) -> DecodeBatch:
-        """The step ahead, out of SGLang's batch."""
-        rows = self.sampling.read(batch.reqs)
-        return read_decode_batch(batch, rows, seed=self.target_worker.random_seed, step=self.step, adjusted=adjusted)
+        """Read the step ahead out of SGLang's batch."""
+        reqs = batch.reqs
+        return read_decode_batch(
+            batch,
+            self.sampling.read(reqs),
+            rows_of=lambda drafted: self.drafted_sampling.read([reqs[request] for request in drafted]),
+            seed=self.target_worker.random_seed,
+            step=self.step,
+            adjusted=adjusted,
+        )
 
     def choose(self, batch: Any, options: BatchOptions, copies: Copies | None) -> StepDecision:
         """Return how deep to draft and how much to verify, and what is known by now of the steps before."""
@@ -168,33 +160,35 @@ class DSparkWorker(SpecWorkerBase):
             self.schedule.interrupt()
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
-        limits = options.limits_with(copies)
-        decision = self.schedule.choose([req.rid for req in batch.reqs], context, limits, traced=options.traced)
+        copied = () if copies is None else copies.lens
+        requests = [req.rid for req in batch.reqs]
+        decision = self.schedule.choose(requests, context, options.limits, copied, traced=options.traced)
         self.reporting.record_time()
         return self.agreement.share(decision)
 
-    def with_drafted_rows(self, batch: Any, step: DecodeBatch, drafted: Sequence[int]) -> DecodeBatch:
-        """``step`` with the sampling parameters of the requests that are drafted, which are not all."""
-        return replace(step, drafted_rows=self.drafted_sampling.read([batch.reqs[r] for r in drafted]))
+    def hooks(self, adjusting: AdjustedStep, publish: Publish) -> StepHooks:
+        """Return what happens between the stages of a step."""
 
-    def rounds(
-        self,
-        batch: Any,
-        options: BatchOptions,
-        step: DecodeBatch,
-        decision: StepDecision,
-        drafted: Drafted,
-        plan: VerifyPlan,
+        def after_verify(plan: VerifyPlan, logits: torch.Tensor) -> None:
+            if self.check_logits is not None:
+                self.check_logits(logits)
+            adjusting.apply(plan, logits)
+
+        return StepHooks(adjusting.read, after_verify, publish)
+
+    def record(
+        self, batch: Any, options: BatchOptions, step: DecodeBatch, decision: StepDecision, outcome: StepOutcome
     ) -> StepRecord:
         """Return what the step did."""
+        draft = outcome.draft
         return StepRecord(
             requests=[req.rid for req in batch.reqs],
             decision=decision,
-            drafted=drafted.depths,
-            verify_lens=plan.verify_lens[: len(step)],
-            confidence=drafted.confidence,
-            traced=copy_drafts(step, drafted.block) if options.traced else None,
-            copied=drafted.copied or [0] * len(step),
+            drafted=draft.draft_lens,
+            verify_lens=outcome.plan.verify_lens[: len(step)],
+            confidence=draft.confidence,
+            traced=copy_drafts(step, draft.block) if options.traced else None,
+            copied=draft.copied or [0] * len(step),
             policy=self.schedule.policy.name,
             parked=self.schedule.parked,
         )
@@ -219,7 +213,7 @@ class DSparkWorker(SpecWorkerBase):
         return self.reporting.report(history_s)
 
     def capabilities(self) -> dict[str, Any]:
-        return capabilities(self.server_args, self.target_worker.model_runner, self.staging, self.max_verify)
+        return capabilities(self.server_args, self.target_worker.model_runner, self.executors, self.max_verify)
 
     def export_metrics(self, labels: dict[str, Any]) -> None:
         self.reporting.export_metrics(labels)

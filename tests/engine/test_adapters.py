@@ -13,7 +13,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_dspark.engine.forward import adapters
 from sglang_dspark.engine.forward.adapters import CapturedAdapters, DeviceChoice, HostChoice, lay_out, segment_bounds
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
-from sglang_dspark.worker.graph_stages import GraphStages
 
 PLACES, RANK, INPUTS, OUTPUTS = 3, 8, 32, (24, 16, 16)
 RANKS, SCALINGS = [0, 8, 4], [0.0, 2.0, 0.5]
@@ -171,23 +170,3 @@ def test_adapters_of_experts_are_refused():
     manager.lora_backend.is_moe_lora = True
     with pytest.raises(adapters.UnservedError, match="adapters of experts"):
         adapters.check_adapters(SimpleNamespace(lora_manager=manager))
-
-
-@pytest.mark.parametrize("judged", [False, True])
-def test_adapters_are_staged_before_every_replay(judged):
-    """Of the forward alone, and of the graph that goes on to the commit."""
-    done, tier = [], (8, False)
-
-    def replay(output):
-        done.append("replayed")
-        return output
-
-    graphs = SimpleNamespace(
-        eager=SimpleNamespace(profile=None),
-        adapters=SimpleNamespace(stage=done.append),
-        verify={tier: SimpleNamespace(replay=lambda: replay("output"))},
-        judged={tier: SimpleNamespace(replay=lambda: replay(SimpleNamespace(output="output")))},
-    )
-    stages = GraphStages(graphs, 2, tier, judged=judged, plans=False)
-    assert stages.verify("batch", None, None) == "output"
-    assert done == ["batch", "replayed"]

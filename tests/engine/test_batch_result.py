@@ -12,6 +12,7 @@ from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import PLAIN
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
+from sglang_dspark.step.state import StepOutcome, TargetOutput
 
 CPU = torch.device("cpu")
 
@@ -27,10 +28,11 @@ def accepted():
 
 def result(confidence, traced):
     rounds = StepRecord(["a", "b"], PLAIN, [2, 2], torch.tensor([2, 1]), confidence, traced, [0, 0])
-    batch, plan = SimpleNamespace(return_logprob=False), SimpleNamespace(indptr=None)
+    batch, span = SimpleNamespace(return_logprob=False), SimpleNamespace(ms=3.0)
     step = SimpleNamespace(rows=SimpleNamespace(filter_params=SimpleNamespace(temperatures=None)))
-    output = LogitsProcessorOutput(next_token_logits=None)
-    made = decode_result(batch, step, plan, output, accepted(), rounds, PackedCopies(0, CPU), in_graphs=True)
+    target = TargetOutput(LogitsProcessorOutput(next_token_logits=None), None)
+    outcome = StepOutcome(None, SimpleNamespace(indptr=None), target, accepted())
+    made = decode_result(batch, step, outcome, rounds, PackedCopies(0, CPU), span, in_graphs=True)
     made.copy_done = SimpleNamespace(record=lambda: None)
     return made
 
@@ -42,10 +44,10 @@ def test_what_arrives_is_what_was_sent(logits, traced):
     made = result(Confidence(logits, survival), traced)
     assert made.next_draft_input.bonus_tokens.tolist() == [9, 4]
     assert made.next_draft_input.new_seq_lens.tolist() == made.new_seq_lens.tolist() == [13, 21]
-    room, words = most_words(2, max_verify=2, gamma=2), len(made.on_the_way.packed.flat)
+    room, words = most_words(2, max_verify=2, gamma=2), len(made.pending.packed.flat)
     assert words == room if logits is not None and traced is not None else words < room
     made.copy_to_cpu(return_logprob=False)
-    made.arrive()
+    made.read_copy()
     assert made.next_token_ids.tolist() == [7, 8, 9, 4, -1, -1]
     assert made.accept_lens.tolist() == [3, 1]  # with the bonus token
     assert made.rounds.verify_lens.tolist() == [2, 1]
@@ -58,29 +60,28 @@ def test_what_arrives_is_what_was_sent(logits, traced):
 def test_what_arrived_stays_when_the_memory_of_copies_is_used_again():
     made = result(None, None)
     made.copy_to_cpu(return_logprob=False)
-    flat = made._arriving.flat
-    made.arrive()
+    flat = made._copied.flat
+    made.read_copy()
     flat.fill_(-5)
     assert made.next_token_ids.tolist() == [7, 8, 9, 4, -1, -1]
     assert made.rounds.verify_lens.tolist() == [2, 1]
-    made.arrive()  # once more changes nothing
+    made.read_copy()  # once more changes nothing
     assert made.accept_lens.tolist() == [3, 1]
 
 
 def test_times_of_a_step_are_known_where_a_device_tells_them():
     made = result(None, None)
     made.copy_done.synchronize = lambda: None
-    made.copy_to_cpu(return_logprob=False)
     assert made.times_ms is None
+    made.copy_to_cpu(return_logprob=False)
     made.copy_done.synchronize()
-    made.span = SimpleNamespace(ms=3.0)
     device_ms, waited_ms = made.times_ms
     assert device_ms == 3.0 and 0 <= waited_ms < 1000
 
 
 def test_an_idle_result_has_nothing_to_arrive():
     idle = DSparkBatchResult(next_token_ids=torch.empty(0), accept_lens=torch.empty(0))
-    idle.arrive()
+    idle.read_copy()
     assert idle.accept_lens.shape == (0,)
 
 

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from dspark_kernels import AcceptResult
+from sglang.srt.managers.overlap_utils import FutureMap, offer_future_relay_buffers
 
-from sglang_dspark.engine.scheduler.future_map import create_future_map, relay_of
+from sglang_dspark.engine.scheduler.future_map import Relay
 
 CPU = torch.device("cpu")
 ROWS = torch.tensor([3, 1])
@@ -16,6 +17,13 @@ ROWS = torch.tensor([3, 1])
 def no_hidden_states(monkeypatch):
     """SGLang asks the arguments of a server whether these are relayed."""
     monkeypatch.setattr("sglang.srt.speculative.spec_utils.spec_need_hidden_states", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def no_relay():
+    """What one test offers, the map of another does not adopt."""
+    yield
+    offer_future_relay_buffers(None)
 
 
 class Pool:
@@ -29,8 +37,8 @@ class Algorithm(SimpleNamespace):
     is_none = is_ngram = need_topk = lambda self: False
 
 
-def future_map(pool):
-    made = create_future_map("cpu", Algorithm(), pool, needs_cpu_seq_lens=False)
+def future_map():
+    made = FutureMap("cpu", Algorithm(), Pool(), needs_cpu_seq_lens=False)
     made.output_tokens_buf.zero_()
     made.new_seq_lens_buf.zero_()
     return made
@@ -53,31 +61,27 @@ def relayed(made, outcome):
 
 
 @pytest.mark.parametrize("with_relay", [True, False])
-def test_what_no_graph_has_entered_is_written(with_relay):
-    pool = Pool()
+def test_what_no_graph_has_written_is_written(with_relay):
     if with_relay:
-        relay_of(pool, CPU)
-    made = future_map(pool)
+        Relay(len(Pool.req_to_token), CPU)
+    made = future_map()
     assert relayed(made, accepted([7, 9], [70, 90])) == ([0, 9, 0, 7, 0], [0, 90, 0, 70, 0])
     assert made.publish_ready is not None
 
 
-def test_what_a_graph_has_entered_is_there():
-    pool = Pool()
-    relay = relay_of(pool, CPU)
-    made, outcome = future_map(pool), accepted([7, 9], [70, 90])
-    relay.enter(ROWS, outcome)
-    relay.entered(outcome)
-    # A replay has overwritten them meanwhile, and the map must not read them.
-    outcome.new_seq_lens.fill_(-1)
-    outcome.bonus_tokens.fill_(-1)
-    assert relayed(made, outcome) == ([0, 9, 0, 7, 0], [0, 90, 0, 70, 0])
+def test_what_a_graph_has_written_is_there():
+    relay = Relay(len(Pool.req_to_token), CPU)
+    made, outcome = future_map(), accepted([7, 9], [70, 90])
+    for _ in range(2):  # replays have the same tensors
+        relay.write(ROWS, outcome)
+        relay.was_written(outcome)
+        # The next replay overwrites them, and the map must not read them.
+        kept = outcome.new_seq_lens.clone(), outcome.bonus_tokens.clone()
+        outcome.new_seq_lens.fill_(-1)
+        outcome.bonus_tokens.fill_(-1)
+        assert relayed(made, outcome) == ([0, 9, 0, 7, 0], [0, 90, 0, 70, 0])
+        outcome.new_seq_lens.copy_(kept[0])
+        outcome.bonus_tokens.copy_(kept[1])
     assert made.publish_ready is not None
     # Another step's, with the same values, are not the graph's.
     assert relayed(made, accepted([-1, -1], [-1, -1])) == ([0, -1, 0, -1, 0], [0, -1, 0, -1, 0])
-
-
-def test_pools_have_relays_of_their_own():
-    one, other = Pool(), Pool()
-    assert relay_of(one, CPU) is relay_of(one, CPU) is not relay_of(other, CPU)
-    assert future_map(one).new_seq_lens_buf is relay_of(one, CPU).lens

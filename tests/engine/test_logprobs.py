@@ -19,7 +19,7 @@ def test_entries_of_tokens_that_were_not_committed_are_empty():
     output.next_token_token_ids_logprobs_val = [*entries()[:3], *[torch.empty(0)] * 3]
     observed = []
     processor = SimpleNamespace(model_worker=SimpleNamespace(observe=lambda *told: observed.append(told)))
-    result = SimpleNamespace(arrive=lambda: None, logits_output=output)
+    result = SimpleNamespace(read_copy=lambda: None, logits_output=output)
     batch = SimpleNamespace(return_logprob=True, reqs=[SimpleNamespace(finished=lambda: True)] * 2)
     assert observe_results(lambda *told: [[5], [6, 7, 8]], processor, result, batch) == [[5], [6, 7, 8]]
     assert observed == [(result, batch)]

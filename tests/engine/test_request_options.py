@@ -8,7 +8,7 @@ from sglang_dspark.engine.api.request_field import MAX_LABEL_TOKENS, settle
 from sglang_dspark.engine.scheduler.request_options import BatchOptions, request_options
 from sglang_dspark.proposals.proposer import Proposers
 from sglang_dspark.speculation import RequestOptions
-from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.limits import RequestLimits
 
 
 class Tokenizer:
@@ -129,5 +129,5 @@ def test_a_batch_has_limits_only_if_a_request_asks_for_less():
     usual, traced, short = (settled({"dspark": field}) for field in (None, {"trace": True}, {"max_verify": 2}))
     assert BatchOptions.of([usual, usual], 7).limits is None
     both = BatchOptions.of([traced, short], 7)
-    assert (both.limits, both.traced, both.presets) == (Limits((7, 2), (0, 0)), True, ())
+    assert (both.limits, both.traced, both.presets) == (RequestLimits((7, 2)), True, ())
     assert BatchOptions.of([usual, short], 2).limits is None

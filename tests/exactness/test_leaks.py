@@ -18,8 +18,8 @@ from sglang_dspark.step import selection
 from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import TopK
-from sglang_dspark.worker import stages
 from sglang_dspark.worker.drafter import Drafter
+from sglang_dspark.worker.executors import eager
 
 pytestmark = pytest.mark.slow
 
@@ -246,9 +246,9 @@ def forced_by_value(monkeypatch):
 
 def rows_in_another_order(monkeypatch):
     """The target reads the drafts in another order than they are judged."""
-    served = stages.build_plan
+    served = eager.build_plan
     change = lambda requests, tokens, selected: served(requests, tokens.roll(1, 1), selected)  # noqa: E731
-    monkeypatch.setattr(stages, "build_plan", change)
+    monkeypatch.setattr(eager, "build_plan", change)
 
 
 ALL, ONE = PENALTIES["all"], {"schedule": "static", "verify_len": 1}

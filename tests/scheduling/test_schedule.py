@@ -15,7 +15,7 @@ from sglang_dspark.step.confidence import Confidence
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength, TopK
-from sglang_dspark.step.state import Drafted
+from sglang_dspark.step.state import DraftOutput
 
 GAMMA = 3
 CPU = torch.device("cpu")
@@ -151,7 +151,7 @@ def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
     ]
     assert sum(decision.draft_requests == (0,) for decision in usual) > 80
     assert any(decision.draft_requests is None for decision in usual)
-    drafted = Drafted(tokens(2, GAMMA), Confidence(*torch.full((2, 2, GAMMA), 0.5)), [GAMMA, 0])
+    drafted = DraftOutput(tokens(2, GAMMA), Confidence(*torch.full((2, 2, GAMMA), 0.5)), [GAMMA, 0])
     assert StepDecision(GAMMA, TopK(2), draft_requests=(0,)).select(drafted).verify_lens.tolist() == [2, 0]
     assert made.choose(["r2", "r3"], 64.0).draft_requests is None
 
@@ -276,9 +276,9 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
                 continue
             logits = torch.from_numpy(rng.normal(3.0, 1.0, (users, decision.draft_len))).float() if with_head else None
             foretold = made.forecast.predict(logits, users, decision.draft_len)
-            drafted = Drafted(tokens(users, decision.draft_len), foretold, decision.draft_lens(users))
+            drafted = DraftOutput(tokens(users, decision.draft_len), foretold, decision.draft_lens(users))
             lens = decision.select(drafted).verify_lens
-            outcome = StepRecord(ids, decision, drafted.depths, lens, foretold, None, [0] * users)
+            outcome = StepRecord(ids, decision, drafted.draft_lens, lens, foretold, None, [0] * users)
             made.observe(outcome, list(range(users)), np.minimum(lens.numpy(), accepts).tolist())
     bad, good = parked[:2000], parked[2000:]
     assert bad.index(True) <= 64 // users + LEARN_STEPS

@@ -5,7 +5,6 @@ refitted, parking toggles and probes come at moments that the tokens of the last
 """
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,10 +18,10 @@ from sglang_dspark.config import DSparkConfig
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.step import selected, selection
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import TopK
-from sglang_dspark.step.state import Copies, Drafted
+from sglang_dspark.step.state import Copies, DraftOutput
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +46,7 @@ def make_schedule(options):
 def drafted_by(block, schedule, decision):
     """As the worker's draft stage: cut to the depth, or of one request alone; the head is far from calibrated."""
     if decision.draft_len == 0:
-        return Drafted(DraftBlock.empty(BS, "cpu"), None, [0] * BS)
+        return DraftOutput(DraftBlock.empty(BS, "cpu"), None, [0] * BS)
     block = DraftBlock(
         block.tokens[:, : decision.draft_len],
         block.probs[:, : decision.draft_len],
@@ -58,7 +57,7 @@ def drafted_by(block, schedule, decision):
         some = DraftBlock(block.tokens[part], block.probs[part], block.confidence_logits[part])
         block = some.spread(part, BS)
     confidence = schedule.forecast.predict(block.confidence_logits, BS, decision.draft_len)
-    return Drafted(block, confidence, decision.draft_lens(BS))
+    return DraftOutput(block, confidence, decision.draft_lens(BS))
 
 
 def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=lambda anchors: (None, None)):
@@ -72,13 +71,14 @@ def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=l
     for step in range(NUM_STEPS):
         meddle(schedule, step, out_tokens)
         limits, copies = ask(anchors)
-        decision = schedule.choose(REQUESTS, 100.0, limits)
+        copied = () if copies is None else copies.lens
+        decision = schedule.choose(REQUESTS, 100.0, limits, copied)
         block = model.draft(anchors, step)
         drafted = drafted_by(block, schedule, decision).with_copies(copies)
         block = block if copies is None else block.with_copies(copies.tokens, copies.mask)
         lens = decision.select(drafted).verify_lens
         copied = drafted.copied or [0] * BS
-        on_the_way.append(StepRecord(REQUESTS, decision, drafted.depths, lens, drafted.confidence, None, copied))
+        on_the_way.append(StepRecord(REQUESTS, decision, drafted.draft_lens, lens, drafted.confidence, None, copied))
         accepted = model.accept(anchors, block, lens, step)
         history.append((anchors, accepted))
         anchors, out_tokens = accepted.bonus_tokens, accepted.out_tokens
@@ -132,8 +132,8 @@ def every_kind_of_ask(anchors):
     copies = Copies((anchors[:, None] + torch.arange(1, GAMMA + 1)) % 6, tuple(lens.tolist()))
     most = torch.where(kind == 1, 1, GAMMA)
     bounds = torch.where(kind == 2, 0.8, 0.0)
-    limits = Limits(tuple(torch.where(lens > 0, lens, most).tolist()), copies.lens, tuple(bounds.tolist()))
-    return (limits, copies) if lens.any() else (replace(limits, copied=(0,) * BS), None)
+    limits = RequestLimits(tuple(most.tolist()), tuple(bounds.tolist()))
+    return limits, copies if lens.any() else None
 
 
 @pytest.mark.parametrize("name", [*OPTIONS, "auto", "off"])
@@ -144,12 +144,12 @@ def test_the_text_follows_the_target_whatever_requests_ask_for(model, name):
     assert model.distribution_p_value(anchors, out_tokens) > ALPHA
     lens = torch.stack([lens for _, lens in choices])
     assert (lens[:, 1::4] <= 1).all()
-    copied = torch.tensor([decision.limits.copied if decision.limits else (0,) * BS for decision, _ in choices])
+    copied = torch.tensor([decision.copied or (0,) * BS for decision, _ in choices])
     assert (copied > 0).any(1).sum() > NUM_STEPS / 2
     assert (lens[copied > 0] == copied[copied > 0]).all()
     # What a preset proposes says nothing about the drafter.
     if name in ("auto", "off"):
-        assert any(decision.draft_len == 0 and decision.has_copies for decision, _ in choices)
+        assert any(decision.draft_len == 0 and decision.copied for decision, _ in choices)
 
 
 def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
@@ -160,7 +160,7 @@ def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
         return honest(torch.cat([confidence[:, 1:], confidence[:, -1:]], dim=1), threshold)
 
     def bounded(anchors):
-        return Limits((GAMMA,) * BS, (0,) * BS, (0.6,) * BS), None
+        return RequestLimits((GAMMA,) * BS, (0.6,) * BS), None
 
     for rule, exact in ((ahead, False), (honest, True)):
         monkeypatch.setattr(selection, "above_threshold", rule)

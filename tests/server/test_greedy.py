@@ -31,7 +31,7 @@ POLICIES: list[dict[str, Any]] = [
     {"name": "static", "verify_len": 1},
     {"name": "off"},
 ]
-# The policy that waits for a step's own values, and the one that verifies nothing; tests/worker/test_stages.py has all.
+# The policy that waits for a step's own values, and the one that verifies nothing; test_eager_executor.py has all.
 QUICK = ("early-stop", "off")
 
 

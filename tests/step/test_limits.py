@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_dspark.step.decision import PLAIN, StepDecision
-from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import EarlyStop, FixedLength, Threshold, TopK
 
 DEPTH = 4
@@ -29,37 +29,39 @@ def cases(draw):
     requests = draw(st.integers(1, 5))
     lens = st.lists(st.integers(0, DEPTH), min_size=requests, max_size=requests)
     copied = draw(lens.map(tuple) | st.just((0,) * requests))
-    most = tuple(c or m for c, m in zip(copied, draw(lens), strict=True))
+    most = draw(lens.map(tuple))
     bounds = draw(st.none() | st.lists(st.sampled_from([0.0, 0.5]), min_size=requests, max_size=requests))
-    return draw(choices(requests)), Limits(most, copied, tuple(bounds) if bounds and any(bounds) else None)
+    thresholds = tuple(bounds) if bounds and any(bounds) else None
+    limits = RequestLimits(most, thresholds) if thresholds or draw(st.booleans()) else None
+    return draw(choices(requests)), limits, copied
 
 
 @given(cases())
 def test_nobody_gets_more_than_asked_for(case):
-    decision, limits = case
-    within = decision.within(limits)
-    requests = len(limits.most)
+    decision, limits, copied = case
+    within = decision.within(limits, copied)
+    requests = len(copied)
+    allowed = (DEPTH,) * requests if limits is None else limits.max_verify
     if within.limits is None:
         # Nothing binds, or nothing is left to verify.
         assert within in (decision, PLAIN)
         if within is not PLAIN and decision.draft_len:
             drafted = range(requests) if decision.draft_requests is None else decision.draft_requests
-            assert all(limits.most[r] >= decision.draft_len for r in drafted)
-        assert not any(limits.copied)
+            assert all(allowed[r] >= decision.draft_len for r in drafted)
+        assert not any(copied)
         return
-    most, copied = within.limits.most, within.limits.copied
-    assert copied == limits.copied
+    most = within.limits.max_verify
+    assert within.copied == (copied if any(copied) else ())
     assert not within.is_fixed(requests)
     drafted = (
         set(range(requests) if within.draft_requests is None else within.draft_requests) if within.draft_len else set()
     )
     for r in range(requests):
-        assert most[r] <= limits.most[r]
         if copied[r]:
             assert most[r] == copied[r]
             assert r not in drafted
         else:
-            assert most[r] <= (within.draft_len if r in drafted else 0)
+            assert most[r] <= min(allowed[r], within.draft_len if r in drafted else 0)
     assert within.selection.probe_request is None or within.selection.probe_request in drafted
     if isinstance(within.selection, TopK):
         # All copied drafts fit beside what the policy wanted, and the budget never exceeds what is left.
@@ -71,29 +73,29 @@ def test_nobody_gets_more_than_asked_for(case):
 @given(st.integers(1, 5), st.integers(0, DEPTH))
 def test_limits_that_do_not_bind_change_nothing(requests, depth):
     decision = StepDecision(depth, TopK(requests * depth // 2)) if depth else PLAIN
-    assert decision.within(Limits((DEPTH,) * requests, (0,) * requests)) == decision
+    assert decision.within(RequestLimits((DEPTH,) * requests)) == decision.within(None) == decision
 
 
 def test_a_fixed_length_becomes_ragged():
-    within = StepDecision(3, FixedLength()).within(Limits((7, 1, 0), (0, 0, 0)))
+    within = StepDecision(3, FixedLength()).within(RequestLimits((7, 1, 0)))
     assert (within.selection, within.draft_requests) == (TopK(4), (0, 1))
     assert within.max_drafts(3) == 4
 
 
 def test_a_plain_step_verifies_copied_drafts_and_nothing_else():
-    within = PLAIN.within(Limits((7, 2), (0, 2), (0.5, 0.0)))
+    within = PLAIN.within(RequestLimits((7, 1), (0.5, 0.0)), (0, 2))
     assert (within.draft_len, within.selection.budget, within.draft_requests) == (0, 2, ())
-    assert (within.limits, within.has_threshold) == (Limits((0, 2), (0, 2)), False)
+    assert (within.limits, within.copied, within.has_threshold) == (RequestLimits((0, 2)), (0, 2), False)
 
 
 def test_bounds_by_confidence_leave_the_total_open():
-    within = StepDecision(3, TopK(4)).within(Limits((3, 3), (0, 0), (0.5, 0.0)))
+    within = StepDecision(3, TopK(4)).within(RequestLimits((3, 3), (0.5, 0.0)))
     assert within.has_threshold
     assert within.max_drafts(2) == 4
 
 
 def test_a_request_that_may_verify_nothing_is_not_drafted():
-    decision = StepDecision(3, TopK(6)).within(Limits(most=(3, 0), copied=(0, 0)))
+    decision = StepDecision(3, TopK(6)).within(RequestLimits((3, 0)))
     assert decision.draft_requests == (0,)
     assert decision.draft_lens(2) == [3, 0]
 

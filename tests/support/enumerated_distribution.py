@@ -14,7 +14,7 @@ from toy_pair import GAMMA, ToyLoop, V, target_distribution
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import FixedLength, TopK
 
 PROMPT, TEMPERATURE = [1, 0], 0.8
@@ -109,7 +109,7 @@ def one_of_two(loop: ToyLoop, decision: StepDecision) -> StepDecision:
 
 def bounded(loop: ToyLoop, decision: StepDecision) -> StepDecision:
     """The first request wants no draft verified, the second one those before the first of low confidence."""
-    return StepDecision(GAMMA, TopK(2 * GAMMA)).within(Limits((0, GAMMA), (0, 0), (0.0, 0.92)))
+    return StepDecision(GAMMA, TopK(2 * GAMMA)).within(RequestLimits((0, GAMMA), (0.0, 0.92)))
 
 
 def third_of(loop: ToyLoop, decision: StepDecision) -> StepDecision:
@@ -124,7 +124,7 @@ def one_of_three(loop: ToyLoop, decision: StepDecision) -> StepDecision:
 
 def a_copy_between(loop: ToyLoop, decision: StepDecision) -> StepDecision:
     """The first request wants nothing verified, the second one has a copied draft, the third one is drafted."""
-    return StepDecision(1, FixedLength()).within(Limits((0, 1, 1), (0, 1, 0)))
+    return StepDecision(1, FixedLength()).within(RequestLimits((0, 1, 1)), (0, 1, 0))
 
 
 def copies(request: int, text: Sequence[int]) -> list[int]:

@@ -1,7 +1,6 @@
-"""Decode steps without a server: the served stages on the golden pair, whose target is transformers' own."""
+"""Decode steps without a server: the served executor on the golden pair, whose target is transformers' own."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,21 +14,32 @@ from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
 from sglang_dspark.draft.reference import Target
 from sglang_dspark.draft.weights import load_draft_model
-from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.speculation import RequestOptions
+from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.stages import OneRank
-from sglang_dspark.step.state import Copies, DecodeBatch, TargetOutput
+from sglang_dspark.step.state import Copies, DecodeBatch, StepHooks, StepOutcome, TargetOutput, VerifyPlan
 from sglang_dspark.tools.golden import Golden, load_golden, load_target
 from sglang_dspark.worker.drafter import Drafter
-from sglang_dspark.worker.stages import EagerStages
+from sglang_dspark.worker.executors.eager import EagerExecutor
 
 DATA = Path(__file__).parents[1] / "data" / "golden"
 DRAFT = DATA / "vanilla_g7"
 CPU = torch.device("cpu")
 COLUMNS = 256  # K/V slots of a request
+
+
+class OneRank:
+    """The agreement of a server with one rank."""
+
+    needed = False
+    leads = True
+
+    def share(self, value):
+        return value
+
+    def adopt(self, *tensors):
+        pass
 
 
 class StageLoop:
@@ -63,7 +73,7 @@ class StageLoop:
         config = DSparkConfig(**options)
         self.schedule = Schedule(config, self.gamma, self.drafter.calibration(config, self.gamma), CPU)
         self.schedule.start(table)
-        self.stages = EagerStages(self.drafter, self.schedule, self._verify, OneRank())
+        self.eager = EagerExecutor(self.drafter, self.schedule, self._verify, OneRank())
         self.noise_seed = 1
         self.filters = (-1, 1.0, 0.0)
         self.adjustment: Adjustment | None = None
@@ -112,6 +122,7 @@ class StageLoop:
             req_pool_indices=torch.arange(bs),
             req_to_token=self._table,
             rows=self._rows(range(bs)),
+            rows_of=self._rows,
             keys=RoundKeys(seed=self.noise_seed, step=number, request_keys=torch.arange(bs), positions=prefix_lens + 1),
         )
 
@@ -119,31 +130,29 @@ class StageLoop:
         bs, step = len(self.texts), self._batch(number)
         names = [f"r{request}" for request in range(bs)]
         copies = self._copies()
-        options = BatchOptions((RequestOptions(),) * bs, None, traced=False, presets=(), max_verify=self.gamma)
-        limits = () if copies is None else (options.limits_with(copies),)
+        copied = () if copies is None else copies.lens
         context = float(step.prefix_lens.double().mean())
-        decision = self.stages.agreement.share(self.schedule.choose(names, context, *limits))
-        if decision.draft_requests:
-            step = replace(step, drafted_rows=self._rows(decision.draft_requests))
-        drafted = self.stages.draft(step, decision).with_copies(copies)
-        plan = self.stages.plan(step, drafted, decision)
-        output = self.stages.verify(None, step, plan)
-        if self._counts is not None:
-            logits = output.logits_output.next_token_logits
-            adjust(logits, self._counts, self._counted, plan.requests, plan.columns, plan.input_ids, plan.indptr)
-        accepted = self.stages.accept(step, drafted, plan, output)
-        self.stages.commit(plan, accepted, output)
+        decision = self.eager.agreement.share(self.schedule.choose(names, context, None, copied))
+        outcome = self._run(step, decision, copies, StepHooks(after_verify=self._adjust))
+        draft, plan, accepted = outcome.draft, outcome.plan, outcome.accepted
         if self._counts is not None:
             self._counts.count(self._counted, accepted.out_tokens)
         self.schedule.done(decision, bs, len(plan.input_ids))
-        copied = drafted.copied or [0] * bs
+        copied = draft.copied or [0] * bs
         lens = plan.verify_lens[:bs]  # behind them the padding of a graph
-        rounds = StepRecord(names, decision, drafted.depths, lens, drafted.confidence, None, copied)
+        rounds = StepRecord(names, decision, draft.draft_lens, lens, draft.confidence, None, copied)
         self.schedule.observe(rounds, list(range(bs)), accepted.accept_lens.tolist())
         for request, (text, kept) in enumerate(zip(self.texts, accepted.accept_lens.tolist(), strict=True)):
-            drafts = drafted.block.tokens[request].tolist()
+            drafts = draft.block.tokens[request].tolist()
             self.traces[request].append((len(text) - 1, text[-1], drafts, kept))
             text.extend(accepted.out_tokens[request, : kept + 1].tolist())
+
+    def _run(self, step: DecodeBatch, decision: StepDecision, copies: Copies | None, hooks: StepHooks) -> StepOutcome:
+        return self.eager.run(step, decision, copies, hooks)
+
+    def _adjust(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
+        if self._counts is not None:
+            adjust(logits, self._counts, self._counted, plan.requests, plan.columns, plan.input_ids, plan.indptr)
 
     def _copies(self) -> Copies | None:
         if self.copied_after is None:
@@ -156,7 +165,7 @@ class StageLoop:
     def _rows(self, requests: Sequence[int]) -> SamplingBatch:
         return SamplingBatch.from_lists(*zip(*(self._parameters[request] for request in requests), strict=True))
 
-    def _verify(self, batch, step, plan) -> TargetOutput:
+    def _verify(self, step, plan) -> TargetOutput:
         """The target over every request's whole text: no K/V, so none can be wrong."""
         starts, ids = plan.indptr.tolist(), plan.input_ids.tolist()
         logits, features = [], []

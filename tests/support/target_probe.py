@@ -226,8 +226,8 @@ class _Loaded:
         )
         batch.seq_lens_cpu = torch.tensor(done)
         batch.seq_lens = prefix_lens = batch.seq_lens_cpu.to(DEVICE)
-        step = SimpleNamespace(req_pool_indices=batch.req_pool_indices, prefix_lens=prefix_lens)
-        output, captured = run_verify(self.worker, batch, step, plan)
+        step = SimpleNamespace(batch=batch, req_pool_indices=batch.req_pool_indices, prefix_lens=prefix_lens)
+        output, captured = run_verify(self.worker, step, plan)
         lens = [size + 1 for size in sizes]
         features = self.target.features(plan.input_ids, captured)
         return features.split(lens), output.next_token_logits.split(lens)

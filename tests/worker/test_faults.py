@@ -71,13 +71,13 @@ def test_nan_of_the_target_stays_with_its_request():
     loop = StageLoop(schedule="static")
     verify = loop._verify
 
-    def broken(batch, step, plan):
-        output = verify(batch, step, plan)
+    def broken(step, plan):
+        output = verify(step, plan)
         start, stop = plan.indptr[:2].tolist()
         output.logits_output.next_token_logits[start:stop] = NAN
         return output
 
-    loop.stages._verify = broken
+    loop.eager.forward = broken
     outputs, expected = served(loop)
     assert outputs[0] != expected[0]
     assert outputs[1:] == expected[1:]

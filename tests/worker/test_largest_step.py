@@ -22,9 +22,9 @@ class Target:
         self.rows, self._error = [], error
         self._vocab_size, self._width = loop.drafter.config.vocab_size, loop.drafter.model.fc.in_features
         loop.drafter.allocate(SLOTS + 1, torch.float32)
-        loop.stages._verify = self._verify
+        loop.eager.forward = self._verify
 
-    def _verify(self, batch, step, plan):
+    def _verify(self, step, plan):
         if self._error is not None:
             raise self._error
         rows = len(plan.input_ids)
@@ -48,7 +48,7 @@ def worker():
 def test_every_request_is_sampled_and_has_all_drafts():
     loop, table = StageLoop(schedule="static"), worker()
     target = Target(loop)
-    hold_largest_step(loop.stages, table, loop.gamma)
+    hold_largest_step(loop.eager, table, loop.gamma)
     assert target.rows == [(REQUESTS, REQUESTS * (loop.gamma + 1), False)]
     assert not table.model_runner.req_to_token_pool.req_to_token.any()
 
@@ -74,7 +74,7 @@ def test_a_table_of_adjustments_for_all_lies_beside_the_step(monkeypatch):
             made.append(len(target.rows))
 
     monkeypatch.setattr(warm_up, "AdjustmentTable", Table)
-    hold_largest_step(loop.stages, worker(), loop.gamma)
+    hold_largest_step(loop.eager, worker(), loop.gamma)
     # One is copied into the other before the step; the larger one is there until the step has been taken.
     assert made == [4, 8, 0, 1]
 
@@ -83,7 +83,7 @@ def test_memory_that_is_not_there_ends_the_start():
     loop = StageLoop(schedule="static")
     Target(loop, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.2 GiB"))
     with pytest.raises(ConfigError, match=r"--max-running-requests=5 sampled requests with 7 drafts.*--mem-fraction"):
-        hold_largest_step(loop.stages, worker(), loop.gamma)
+        hold_largest_step(loop.eager, worker(), loop.gamma)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -129,13 +129,13 @@ def test_drafts_are_timed_where_they_are_served(monkeypatch):
     """A budget fits into graphs where a whole block of every request does not: 129 blocks of 8 are 1032 rows."""
     tiers, chosen = Tiers.of([1, 64, 128, 160, 256], 7), []
 
-    def staged(step, decision):
+    def select(step, decision):
         rows = tiers.token_rows(len(step) + decision.max_drafts(len(step)))
         chosen.append((decision.draft_lens(len(step)), rows is not None))
-        return SimpleNamespace(draft=lambda step, decision: None)
+        return SimpleNamespace(stage=lambda step, decision: None, draft=lambda step, decision: None)
 
     steps = MeasuredSteps.__new__(MeasuredSteps)
-    steps._staging = SimpleNamespace(of=staged)
+    steps._executors = SimpleNamespace(select=select)
     for requests in (1, 128, 129, 256):
         steps._step = range(requests)
         steps.draft(7)
@@ -155,11 +155,11 @@ def key_of(monkeypatch, tmp_path):
             kv_cache_dtype=torch.float32,
             model_config=SimpleNamespace(quantization=None, hf_config=hf_config),
         )
-        staging = SimpleNamespace(graphs=None, eager=SimpleNamespace(drafter=SimpleNamespace(gamma=7)))
+        executors = SimpleNamespace(captured=None, eager=SimpleNamespace(drafter=SimpleNamespace(gamma=7)))
         paths = {"model_path": "owner/target", "speculative_draft_model_path": str(tmp_path)}
         worker = SimpleNamespace(model_runner=runner, device="cpu")
         given = dict.fromkeys(sps_cache._TIMED_ARGUMENTS) | paths | flags
-        return sps_cache._key(staging, worker, SimpleNamespace(**given), 7)
+        return sps_cache._key(executors, worker, SimpleNamespace(**given), 7)
 
     return key
 

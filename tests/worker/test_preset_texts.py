@@ -125,8 +125,7 @@ def test_copies_stay_within_every_bound(proposers):
     options = options_of(reqs)
     copies = texts.propose(reqs, options, step_of(reqs, [range(8)] * 3))
     assert copies.lens == (4, 2, 3)
-    assert options.limits_with(copies).most == (4, 2, 3)
-    assert options.limits_with(None).most == (4, 4, 3)
+    assert options.limits.max_verify == (4, 4, 3)
 
 
 def test_a_server_without_room_for_drafts_asks_no_preset(proposers):

@@ -50,14 +50,14 @@ def served(agreement, disturb, options):
     # Drafts cost so much that `auto` verifies some of them only.
     table = make_table(lambda r, d, c: 10 + 2.5 * d * r, lambda r, d, c: 1 + 0 * r, gamma=7)
     loop, plans = StageLoop(table, **options), []
-    loop.stages.agreement = agreement
-    served_plan = loop.stages.plan
+    loop.eager.agreement = agreement
+    served_plan = loop.eager.plan
 
     def plan(*arguments):
         plans.append(served_plan(*arguments))
         return plans[-1]
 
-    loop.stages.plan = plan
+    loop.eager.plan = plan
     if disturb:
         loop.noise_seed += 1
         with torch.no_grad():

@@ -11,15 +11,15 @@ from sglang_dspark.engine.scheduler.faults import part_of
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.selection import FixedLength
-from sglang_dspark.worker import stages
+from sglang_dspark.worker.executors import eager
 from sglang_dspark.worker.worker import DSparkWorker
 
 # What each stage calls.
 CALLED = {
     "draft": lambda loop: (loop.drafter, "propose"),
-    "plan": lambda loop: (stages, "build_plan"),
-    "verify": lambda loop: (loop.stages, "_verify"),
-    "accept": lambda loop: (stages, "accept"),
+    "plan": lambda loop: (eager, "build_plan"),
+    "verify": lambda loop: (loop.eager, "forward"),
+    "accept": lambda loop: (eager, "accept"),
     "commit": lambda loop: (loop.drafter, "commit"),
 }
 
@@ -29,7 +29,7 @@ def nothing(*args, **kwargs):
 
 
 class WorkerLoop(StageLoop):
-    """Decodes by ``DSparkWorker.forward_batch_generation``, on the real stages.
+    """Decodes by ``DSparkWorker.forward_batch_generation``, on the real executor.
 
     Attributes:
         published: lengths that were handed to the scheduler.
@@ -42,7 +42,7 @@ class WorkerLoop(StageLoop):
         worker.step, worker.timer, worker.relay = 0, DeviceTimer(torch.device("cpu")), None
         worker._target_worker = SimpleNamespace(set_hicache_consumer=nothing)
         worker.schedule = self.schedule
-        worker.staging = SimpleNamespace(of=lambda step, decision: self.stages)
+        worker.executors = SimpleNamespace(select=lambda step, decision: self.eager)
         worker.request_options = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))
         adjusting = SimpleNamespace(any=False, read=nothing, apply=nothing, count=nothing)
         worker.adjustments = SimpleNamespace(of_step=lambda batch: adjusting)

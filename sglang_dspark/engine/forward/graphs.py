@@ -72,7 +72,7 @@ class Capture:
 
 @contextmanager
 def capturing(model_runner: Any) -> Iterator[Capture]:
-    """The state in which SGLang's layers and collectives can be captured.
+    """Enter the state in which SGLang's layers and collectives can be captured.
 
     All functions share one pool of memory: what is captured later may work in memory that earlier functions have given
     back, but not in their outputs. So a function whose output is read after another one was replayed must be captured
@@ -84,7 +84,7 @@ def capturing(model_runner: Any) -> Iterator[Capture]:
 
 
 def graph_request_slots(model_runner: Any) -> list[int]:
-    """Batch sizes that SGLang's options want captured, ascending; none where they turn CUDA graphs off."""
+    """Return the batch sizes that SGLang's options want captured, ascending; none if they turn CUDA graphs off."""
     if check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
         return []
     sizes, _ = get_batch_sizes_to_capture(model_runner, tokens_per_step())
@@ -97,7 +97,7 @@ def has_prefill_graphs(model_runner: Any) -> bool:
 
 
 def logits_buffer(model_runner: Any, rows: int) -> torch.Tensor:
-    """[rows, V] float32 for the logits of captured verifications.
+    """Return [rows, V] float32 for the logits of captured verifications.
 
     Graphs of prefill have a buffer for the largest batch, whose logits are read before the next step: no second one.
     """
@@ -115,7 +115,7 @@ def static_verify(
     logits: torch.Tensor | None,
     adapters: CapturedAdapters | None = None,
 ) -> Callable[[], TargetOutput]:
-    """The target's forward over the rows of ``plan``, to be captured.
+    """Return the target's forward over the rows of ``plan``, to be captured.
 
     Args:
         step, plan: buffers that stay where they are.
@@ -174,7 +174,7 @@ def static_verify(
 
 @contextmanager
 def _logits_as_they_come() -> Iterator[None]:
-    """Inside, forwards return logits in the dtype of the target's LM head.
+    """Have forwards inside return logits in the dtype of the target's LM head.
 
     SGLang copies them to float32 otherwise, which changes no number and reads and writes all of them. It goes on doing
     so where it caps logits behind that: capped ones would be rounded, and be equal where they were not.

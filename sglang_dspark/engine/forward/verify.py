@@ -30,8 +30,9 @@ class DSparkVerifyInput(DFlashVerifyInput):
     groups: Callable[[int | None], list[ContextGroup]] | None = None
 
 
-def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
+def run_verify(target_worker: Any, decode: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
     """Run the target over ``plan``'s tokens, eagerly."""
+    batch = decode.batch
     verify_input = DSparkVerifyInput(
         draft_token=plan.input_ids,
         positions=plan.positions,
@@ -60,7 +61,7 @@ def run_verify(target_worker: Any, batch: Any, decode: DecodeBatch, plan: Verify
 def _context_groups(
     runner: Any, decode: DecodeBatch, verify_lens: list[int]
 ) -> Callable[[int | None], list[ContextGroup]]:
-    """The layout of a step, made once for each kind of layer."""
+    """Return the layout of a step, made once for each kind of layer."""
     query_lens = [verify_len + 1 for verify_len in verify_lens]
     config = runner.model_config
     heads = config.num_attention_heads // get_parallel().tp_size  # of this rank, as those of K/V

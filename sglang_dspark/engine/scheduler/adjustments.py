@@ -9,8 +9,8 @@ import torch
 from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens, to_device
 
 from sglang_dspark.engine.scheduler.batch import is_running
+from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.grammars import masks_of
-from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.step.state import VerifyPlan
 from sglang_dspark.step.transfers import host_index
 
@@ -29,7 +29,7 @@ class Adjustments:
         self._table = AdjustmentTable.empty(0, vocab_size, device)
         self._slots: dict[Any, int] = {}
         self._free: list[int] = []
-        self._index = LastBatch(self._index_of)
+        self._index = CachedByBatch(self._index_of)
 
     def concern_prefill(self, batch: Any) -> bool:
         """Return whether any request of a prefill has its logits adjusted."""

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from dspark_kernels import AcceptResult, DraftBlock, RoundKeys, SamplingBatch
+from dspark_kernels import DraftBlock, RoundKeys, SamplingBatch
 from sglang.srt.managers.utils import GenerationBatchResult
 
+from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
-from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.engine.scheduler.logprobs import with_logprobs
 from sglang_dspark.engine.scheduler.request_options import request_options
 from sglang_dspark.step.device_time import AwaitedEvent, DeviceSpan
-from sglang_dspark.step.packed import OnTheWay, Packed, PackedCopies
+from sglang_dspark.step.packed import Packed, PackedCopies, PendingCopy
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import DecodeBatch, VerifyPlan
+from sglang_dspark.step.state import DecodeBatch, StepOutcome
 
 
-class SamplingReader(LastBatch[SamplingBatch]):
+class SamplingReader(CachedByBatch[SamplingBatch]):
     """Sampling parameters of a batch, rebuilt only when its requests change."""
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class SamplingReader(LastBatch[SamplingBatch]):
 
 
 def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> RoundKeys:
-    """Keys of the random numbers of one step.
+    """Return the keys of the random numbers of one step.
 
     None is used twice: ``step`` never repeats, and a request occupies its ``req_pool_indices`` row alone.
 
@@ -55,10 +55,20 @@ def round_keys(batch: Any, positions: torch.Tensor, *, seed: int, step: int) -> 
     return RoundKeys(seed=seed, step=step, request_keys=batch.req_pool_indices.to(torch.int64), positions=positions)
 
 
-def read_decode_batch(batch: Any, rows: SamplingBatch, *, seed: int, step: int, adjusted: bool = False) -> DecodeBatch:
-    """The tensors of a decode step out of a ``ScheduleBatch``.
+def read_decode_batch(
+    batch: Any,
+    rows: SamplingBatch,
+    *,
+    seed: int,
+    step: int,
+    rows_of: Callable[[Sequence[int]], SamplingBatch] | None = None,
+    adjusted: bool = False,
+) -> DecodeBatch:
+    """Read the tensors of a decode step out of a ``ScheduleBatch``.
 
     Args:
+        rows: sampling parameters of all requests.
+        rows_of: returns those of some, by their indices; None if steps draft for all.
         adjusted: whether its logits are.
     """
     prefix_lens = batch.seq_lens.to(torch.int64)
@@ -68,6 +78,8 @@ def read_decode_batch(batch: Any, rows: SamplingBatch, *, seed: int, step: int, 
         req_pool_indices=batch.req_pool_indices.to(torch.int64),
         req_to_token=batch.req_to_token_pool.req_to_token,
         rows=rows,
+        batch=batch,
+        rows_of=rows_of,
         # Positions matter to requests with a seed: the others spare the device an addition.
         keys=round_keys(batch, prefix_lens + 1 if rows.any_seeded else prefix_lens, seed=seed, step=step),
         keeps_logits=adjusted or batch.return_logprob,
@@ -79,71 +91,71 @@ class DSparkBatchResult(GenerationBatchResult):
     """SGLang's result of a step. What the host is told of it comes with one copy.
 
     Attributes:
-        rounds: what the step did; its tensors are on the host after :meth:`arrive`.
-        on_the_way: tokens [bs * width], accepted lengths [bs], and the rounds' tensors.
+        rounds: what the step did; its tensors are on the host after :meth:`read_copy`.
+        pending: tokens [bs * width], accepted lengths [bs], and the rounds' tensors.
         span: around everything that the step has launched.
         copy_done: SGLang's event, which it waits for.
     """
 
     rounds: StepRecord | None = None
-    on_the_way: OnTheWay | None = None
+    pending: PendingCopy | None = None
     span: DeviceSpan | None = None
     copy_done: Any = None
-    _arriving: Packed | None = None
+    _copied: Packed | None = None
 
     def copy_to_cpu(self, *args: Any, **kwargs: Any) -> None:
         """Start the copies on SGLang's copy stream; the base class, last, records the event that readers wait for."""
-        if self.on_the_way is not None:
-            self._arriving = self.on_the_way.copy()
+        if self.pending is not None:
+            self._copied = self.pending.copy()
             # The base class would copy the device's; what is on the host it leaves alone.
-            self.next_token_ids = self._arriving.flat
+            self.next_token_ids = self._copied.flat
         super().copy_to_cpu(*args, **kwargs)
         self.copy_done = AwaitedEvent(self.copy_done)
 
     @property
     def times_ms(self) -> tuple[float, float] | None:
-        """What the step took the device, and how long the host has waited for it; None where that is not known."""
+        """Return what the step took the device, and how long the host has waited for it; None if that is not known."""
         device_ms = None if self.span is None else self.span.ms
         if device_ms is None or not isinstance(self.copy_done, AwaitedEvent):
             return None
         return device_ms, self.copy_done.waited_ms
 
-    def arrive(self) -> None:
-        """The copy is done: give SGLang its tokens, and the rounds their tensors, in memory of their own."""
-        if self._arriving is None:
+    def read_copy(self) -> None:
+        """Give SGLang its tokens, and the rounds their tensors, in memory of their own; once the copy is done."""
+        if self._copied is None:
             return
         assert self.rounds is not None, "a step has rounds"
-        packed, self._arriving = self._arriving, None
-        self.next_token_ids, accept_lens, *arrived = Packed(packed.flat.clone(), packed.shapes).read()
+        packed, self._copied = self._copied, None
+        self.next_token_ids, accept_lens, *tensors = Packed(packed.flat.clone(), packed.shapes).read()
         self.accept_lens = accept_lens + 1  # SGLang counts the bonus token too
-        parts = iter(arrived)
+        parts = iter(tensors)
         self.rounds = self.rounds.of([None if tensor is None else next(parts) for tensor in self.rounds.tensors])
 
 
 def decode_result(
     batch: Any,
     step: DecodeBatch,
-    plan: VerifyPlan,
-    output: Any,
-    accepted: AcceptResult,
+    outcome: StepOutcome,
     rounds: StepRecord,
     copies: PackedCopies,
+    span: DeviceSpan,
     *,
     in_graphs: bool,
 ) -> DSparkBatchResult:
     """Return what the scheduler gets of a decode step.
 
     Args:
-        output: SGLang's ``LogitsProcessorOutput`` of the verification.
-        accepted: anchors and lengths go to SGLang as they are: without a relay, in memory that stays theirs.
+        outcome: its anchors and lengths go to SGLang as they are: without a relay, in memory that stays theirs.
         copies: how the rest comes to the host, which reads nothing that a graph wrote after the next step's replays.
+        span: around everything that the step launches, this result included.
         in_graphs: whether CUDA graphs were replayed.
     """
+    accepted, output = outcome.accepted, outcome.target.logits_output
     tokens = accepted.out_tokens.reshape(-1)
     sent = [tensor for tensor in rounds.tensors if tensor is not None]
     return DSparkBatchResult(
         logits_output=with_logprobs(
-            batch, output, plan.indptr, accepted.out_tokens, step.rows.filter_params.temperatures
+            batch, output, outcome.plan.indptr, accepted.out_tokens, step.rows.filter_params.temperatures
         ),
         next_token_ids=tokens,
         can_run_cuda_graph=in_graphs,
@@ -151,12 +163,13 @@ def decode_result(
         speculative_num_draft_tokens=accepted.out_tokens.shape[1],
         new_seq_lens=accepted.new_seq_lens,
         rounds=rounds,
-        on_the_way=copies.pack([tokens, accepted.accept_lens, *sent]),
+        span=span,
+        pending=copies.pack([tokens, accepted.accept_lens, *sent]),
     )
 
 
 def most_words(requests: int, max_verify: int, gamma: int) -> int:
-    """Words of 32 bits that :func:`decode_result` packs for so many requests at most."""
+    """Return the words of 32 bits that :func:`decode_result` packs for so many requests at most."""
     # By request, in 64 bits: tokens with a bonus, what is accepted and what is verified; a trace of context, anchor and
     # drafts. In 32: logits and survivals.
     window = max_verify + 1
@@ -169,7 +182,7 @@ def is_running(req: Any) -> bool:
 
 
 def copy_drafts(step: DecodeBatch, block: DraftBlock) -> torch.Tensor:
-    """[bs, 2 + depth] int64 for a trace: context length, anchor and drafts."""
+    """Return [bs, 2 + depth] int64 for a trace: context length, anchor and drafts."""
     return torch.cat([step.prefix_lens[:, None], step.anchors[:, None], block.tokens], dim=1)
 
 

@@ -7,6 +7,7 @@ import traceback
 import torch
 
 _PARTS = {"decode": "decode", "_prefill": "prefill", "_idle": "idle"}  # by the function of the worker
+_AROUND_STAGES = ("run", "finish")  # functions of a step's executor, which call its stages
 _REMEDIES = (
     (
         torch.OutOfMemoryError,
@@ -20,7 +21,7 @@ _REMEDIES = (
 
 
 def report(error: Exception, step: int, requests: int) -> str:
-    """The line for the log.
+    """Return the line for the log.
 
     Args:
         error: raised below ``forward_batch_generation``.
@@ -41,4 +42,5 @@ def part_of(error: Exception) -> str:
     place = next((place for place, name in enumerate(names) if name in _PARTS), None)
     if place is None:
         return "its preparation"
-    return ": ".join([_PARTS[names[place]], *names[place + 1 : place + 2]])
+    inside = [name for name in names[place + 1 :] if name not in _AROUND_STAGES]
+    return ": ".join([_PARTS[names[place]], *inside[:1]])

@@ -25,7 +25,7 @@ def nothing_to_refuse(req: Any, enable_overlap: bool) -> None:
 
 def observe_results(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
     """Show the worker what became of a step, whose tensors have come to the host."""
-    result.arrive()
+    result.read_copy()
     predicted = original(processor, result, batch)
     look_closely(batch.reqs, predicted)
     if batch.return_logprob:

@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 
 from sglang_dspark.speculation import KEY, NO_PRESET, RequestOptions
-from sglang_dspark.step.limits import Limits
-from sglang_dspark.step.state import Copies
+from sglang_dspark.step.limits import RequestLimits
 
 _NOTHING = RequestOptions()
 
@@ -32,15 +31,13 @@ class BatchOptions:
         each: the options of every request.
         limits: on their verification; None if no request asks for any.
         traced: whether a request wants its rounds.
-        presets: places of the requests with a preset.
-        max_verify: most drafts that the server verifies per request and step.
+        presets: indices of the requests with a preset.
     """
 
     each: tuple[RequestOptions, ...]
-    limits: Limits | None
+    limits: RequestLimits | None
     traced: bool
     presets: tuple[int, ...]
-    max_verify: int
 
     @classmethod
     def of(cls, reqs: Sequence[Any], max_verify: int) -> BatchOptions:
@@ -55,20 +52,11 @@ class BatchOptions:
         limited = min(most) < max_verify or any(bounds)
         return cls(
             each=each,
-            limits=Limits(most, (0,) * len(most), bounds if any(bounds) else None) if limited else None,
+            limits=RequestLimits(most, bounds if any(bounds) else None) if limited else None,
             traced=any(options.trace for options in each),
             presets=tuple(
-                place
-                for place, options in enumerate(each)
+                index
+                for index, options in enumerate(each)
                 if options.preset != NO_PRESET and options.copy_limit(max_verify) > 0
             ),
-            max_verify=max_verify,
         )
-
-    def limits_with(self, copies: Copies | None) -> Limits | None:
-        """Return the limits when presets propose ``copies``."""
-        if copies is None:
-            return self.limits
-        limits = self.limits or Limits((self.max_verify,) * len(self.each), copies.lens)
-        most = tuple(copied or most for copied, most in zip(copies.lens, limits.most, strict=True))
-        return Limits(most, copies.lens, limits.thresholds)

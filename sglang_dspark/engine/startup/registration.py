@@ -88,8 +88,8 @@ def _algorithm_class() -> type:
             return False
 
         def create_future_map(self, device: Any, req_to_token_pool: Any, **wishes: Any) -> Any:
-            from sglang_dspark.engine.scheduler.future_map import create_future_map
+            from sglang.srt.managers.overlap_utils import FutureMap
 
-            return create_future_map(device, self, req_to_token_pool, **wishes)
+            return FutureMap(device, self, req_to_token_pool, **wishes)
 
     return DSparkAlgorithm

@@ -17,7 +17,7 @@ from sglang_dspark.scheduling.schedule import Schedule, is_of_a_kind
 from sglang_dspark.scheduling.step_times import StepKind
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
-from sglang_dspark.step.state import Drafted
+from sglang_dspark.step.state import DraftOutput
 from sglang_dspark.tools.simulator.blocks import BlockSource, Ints
 from sglang_dspark.tools.simulator.costs import Costs
 from sglang_dspark.tools.simulator.outcome import Outcome, Round
@@ -82,14 +82,14 @@ class SimulatedServer:
         ids = [f"{self._workloads}.{request.index}" for request in requests]
         decision = self.schedule.choose(ids, context)
         logits, whole = self.blocks.draw([request.index for request in requests], self._rng)
-        drafted = self._draft(decision, bs, logits)
-        lens = decision.select(drafted).verify_lens
+        draft = self._draft(decision, bs, logits)
+        lens = decision.select(draft).verify_lens
         num_tokens = bs + int(lens.sum())
         ms = self.costs.step_ms(decision, bs, num_tokens, context, int(lens.max()))
         ms *= float(np.exp(self.costs.noise * self._rng.standard_normal()))
         kind = StepKind(bs, num_tokens, decision.draft_len, context)
         self._timed = (kind, ms) if is_of_a_kind(decision, bs) else None
-        rounds = StepRecord(ids, decision, drafted.depths, lens, drafted.confidence, None, copied=[0] * bs)
+        rounds = StepRecord(ids, decision, draft.draft_lens, lens, draft.confidence, None, copied=[0] * bs)
         return ms, Result(list(requests), rounds, np.minimum(whole, lens.numpy()))
 
     def prefill(self, requests: Sequence[Request]) -> tuple[float, Result]:
@@ -97,7 +97,7 @@ class SimulatedServer:
         self._timed = None
         return self.costs.prefill.ms(sum(request.prompt_tokens for request in requests)), Result(list(requests))
 
-    def _draft(self, decision: StepDecision, bs: int, logits: np.ndarray | None) -> Drafted:
+    def _draft(self, decision: StepDecision, bs: int, logits: np.ndarray | None) -> DraftOutput:
         """Return what the draft stage proposes."""
         depth = decision.draft_len
         head = None if logits is None else torch.from_numpy(logits[:, :depth]).float()
@@ -105,7 +105,7 @@ class SimulatedServer:
         confidence = None
         if depth > 0 and decision.with_confidence:
             confidence = self.schedule.forecast.predict(head, bs, depth)
-        return Drafted(block, confidence, decision.draft_lens(bs))
+        return DraftOutput(block, confidence, decision.draft_lens(bs))
 
 
 class _Episode:

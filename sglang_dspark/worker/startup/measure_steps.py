@@ -1,4 +1,4 @@
-"""How long the stages of a server take, measured on requests that do not exist."""
+"""Measures how long the steps of a server take, on requests that do not exist."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from sglang_dspark.scheduling.sps_profiler import measure
 from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
-from sglang_dspark.step.state import Drafted
-from sglang_dspark.worker.staging import Staging
+from sglang_dspark.step.state import DraftOutput, StepHooks
+from sglang_dspark.worker.executors.selector import ExecutorSelector
 
 logger = logging.getLogger(__name__)
 
@@ -27,18 +28,18 @@ _CONTEXTS = (64, 1024)  # tokens per request, where pool and context limit have 
 _MAX_REQUESTS = 256
 
 
-def measure_steps(staging: Staging, target_worker: Any, max_verify: int, key: dict[str, str]) -> SpsTable:
+def measure_steps(executors: ExecutorSelector, target_worker: Any, max_verify: int, key: dict[str, str]) -> SpsTable:
     """Measure a table.
 
     Args:
-        staging: what takes the steps of the server.
+        executors: of the server.
         target_worker: SGLang's worker of the target.
         max_verify: most drafts that a step verifies per request.
         key: what the table is valid for.
     """
-    runner, agreement = target_worker.model_runner, staging.eager.agreement
+    runner, agreement = target_worker.model_runner, executors.eager.agreement
     device = torch.device(target_worker.device).type
-    window, graphs = max_verify + 1, staging.graphs
+    window, captured = max_verify + 1, executors.captured
     room = min(runner.model_config.context_len, runner.token_to_kv_pool.size) - window
     contexts = sorted({max(1, min(context, room)) for context in _CONTEXTS})
     logger.info("DSPARK: measuring step times (at most about %.0f s; kept for the next start)", LIMIT_S[device])
@@ -53,7 +54,7 @@ def measure_steps(staging: Staging, target_worker: Any, max_verify: int, key: di
             batches.close()  # the rows of the load before
             dummy = batches.enter_context(DummyBatch(target_worker, requests, context, window))
             if (requests, context) not in loads:
-                loads[requests, context] = MeasuredSteps(staging, dummy, max_verify)
+                loads[requests, context] = MeasuredSteps(executors, dummy, max_verify)
             return loads[requests, context]
 
         # What the first forwards compile (SGLang's parallel embedding) must not eat up the limit: it can take longer
@@ -69,7 +70,7 @@ def measure_steps(staging: Staging, target_worker: Any, max_verify: int, key: di
             drafts=range(max_verify + 1),
             contexts=contexts,
             limit_s=LIMIT_S[device],
-            tiers=() if graphs is None else graphs.tiers.timed,
+            tiers=() if captured is None else captured.tiers.timed,
             monotone=device == "cpu",
             progress=progress,
             clock=lambda: agreement.share(time.perf_counter()),
@@ -77,31 +78,32 @@ def measure_steps(staging: Staging, target_worker: Any, max_verify: int, key: di
 
 
 def most_requests(runner: Any) -> int:
-    """Requests of the largest step that is measured. SGLang derives what it admits from the memory that is free."""
+    """Return the requests of the largest step that is measured: SGLang admits as many as the free memory allows."""
     return min(most_running(runner), _MAX_REQUESTS)
 
 
 def most_running(runner: Any) -> int:
-    """Requests that may run at a time."""
+    """Return how many requests may run at a time."""
     return min(int(runner.max_running_requests), int(runner.req_to_token_pool.size))
 
 
 class MeasuredSteps:
-    """The stages of a decode step on a dummy batch of greedy requests.
+    """Decode steps on a dummy batch of greedy requests, in the two parts that a table has times of.
 
     Attributes:
         queues: whether calls may return before the device has finished.
         wait: returns when it has.
     """
 
-    def __init__(self, staging: Staging, dummy: DummyBatch, max_verify: int) -> None:
-        self._staging, self._dummy = staging, dummy
+    def __init__(self, executors: ExecutorSelector, dummy: DummyBatch, max_verify: int) -> None:
+        self._executors, self._dummy = executors, dummy
         batch = dummy.fresh()
         bs, device = len(batch.seq_lens), batch.seq_lens.device
         self.queues = device.type == "cuda"
         self.wait: Callable[[], None] = torch.cuda.synchronize if self.queues else lambda: None
         rows = SamplingBatch.from_lists([0.0] * bs, [-1] * bs, [1.0] * bs, [0.0] * bs, [None] * bs, device)
-        self._step = read_decode_batch(batch, rows, seed=0, step=0)
+        # Graphs need no batch of SGLang's: making one would count as time of the step.
+        self._step = replace(read_decode_batch(batch, rows, seed=0, step=0), batch=None)
         tokens = dummy.tokens(max_verify + 1)
         # Contiguous: ranks adopt each other's drafts in place.
         self._tokens = [tokens[:, 1 : depth + 1].contiguous() for depth in range(max_verify + 1)]
@@ -110,16 +112,16 @@ class MeasuredSteps:
         """Draft blocks of so many drafts, in a graph where a step of so many requests is served from one."""
         # A budget of 0: with all drafts verified, a step may be too large for the graphs that other budgets fit into.
         decision = StepDecision(depth, TopK(0))
-        self._staging.of(self._step, decision).draft(self._step, decision)
+        executor = self._executors.select(self._step, decision)
+        executor.stage(self._step, decision)
+        executor.draft(self._step, decision)
 
     def verify(self, drafts: int) -> None:
         """Plan, verify, accept and commit so many drafts per request."""
         step, decision = self._step, StepDecision(drafts, FixedLength())
-        drafted = Drafted(DraftBlock(self._tokens[drafts]), None, [drafts] * len(step))
-        stages = self._staging.of(step, decision)
-        plan = stages.plan(step, drafted, decision)
-        # Graphs have staged the step already, and need no batch: making one would count as time of the step.
-        batch = None if stages.in_graphs else self._dummy.fresh()
-        output = stages.verify(batch, step, plan)
-        accepted = stages.accept(step, drafted, plan, output)
-        stages.commit(plan, accepted, output)
+        draft = DraftOutput(DraftBlock(self._tokens[drafts]), None, [drafts] * len(step))
+        executor = self._executors.select(step, decision)
+        executor.stage(step, decision)
+        if not executor.in_graphs:
+            step = replace(step, batch=self._dummy.fresh())
+        executor.finish(step, decision, draft, StepHooks())

@@ -25,7 +25,7 @@ from sglang_dspark.engine.forward.adapters import adapters_digest
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.worker.staging import Staging
+from sglang_dspark.worker.executors.selector import ExecutorSelector
 from sglang_dspark.worker.startup.measure_steps import measure_steps, most_requests
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,13 @@ CACHE = Path("~/.cache/sglang-dspark/sps")
 _NEEDS_TABLE = ("auto", "early-stop")
 
 
-def load_or_measure(staging: Staging, target_worker: Any, server_args: Any, max_verify: int) -> SpsTable | None:
-    """The table of this server; None for a policy that needs none and has no file.
+def load_or_measure(
+    executors: ExecutorSelector, target_worker: Any, server_args: Any, max_verify: int
+) -> SpsTable | None:
+    """Return the table of this server; None for a policy that needs none and has no file.
 
     Args:
-        staging: what takes the steps of the server.
+        executors: of the server.
         target_worker, server_args: SGLang's.
         max_verify: most drafts that a step verifies per request.
 
@@ -46,8 +48,8 @@ def load_or_measure(staging: Staging, target_worker: Any, server_args: Any, max_
         ConfigError: the file that the flag names is damaged, cannot be written, or was measured for something else.
     """
     options: DSparkConfig = attached(server_args).config
-    agreement = staging.eager.agreement
-    key = _key(staging, target_worker, server_args, max_verify)
+    agreement = executors.eager.agreement
+    key = _key(executors, target_worker, server_args, max_verify)
     named = None if options.sps_table_path is None else Path(options.sps_table_path).expanduser()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     folder = _cache_folder()
@@ -59,7 +61,7 @@ def load_or_measure(staging: Staging, target_worker: Any, server_args: Any, max_
     table = agreement.share(table)
     if table is not None or options.schedule not in _NEEDS_TABLE:
         return table
-    table = agreement.share(measure_steps(staging, target_worker, max_verify, key))
+    table = agreement.share(measure_steps(executors, target_worker, max_verify, key))
     if agreement.leads:
         _save(table, named or cached, named is not None)
     return table
@@ -97,7 +99,7 @@ def _save(table: SpsTable, path: Path | None, named: bool) -> None:
 
 
 def _load_cached(path: Path | None, key: dict[str, str]) -> SpsTable | None:
-    """The table of the cache; None where there is none that can be used, and step times are measured again."""
+    """Return the table of the cache; None if there is none that can be used, and step times are measured again."""
     if path is None or not os.access(path, os.R_OK):
         return None
     try:
@@ -108,7 +110,7 @@ def _load_cached(path: Path | None, key: dict[str, str]) -> SpsTable | None:
 
 
 def _load_named(path: Path, key: dict[str, str]) -> SpsTable | None:
-    """The table that the flag names; None where the file is still to be written.
+    """Return the table that the flag names; None if the file is still to be written.
 
     Raises:
         ConfigError: it cannot be used.
@@ -147,9 +149,9 @@ _NOT_OF_THE_SHAPE = ("_name_or_path", "transformers_version", "context_len", "en
 _METHOD = "3"  # of measuring; another one makes tables of before useless
 
 
-def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int) -> dict[str, str]:
+def _key(executors: ExecutorSelector, target_worker: Any, server_args: Any, max_verify: int) -> dict[str, str]:
     """Return what a table is valid for."""
-    runner, graphs = target_worker.model_runner, staging.graphs
+    runner, captured = target_worker.model_runner, executors.captured
     on_gpu = torch.device(target_worker.device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
@@ -160,10 +162,10 @@ def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int
         "quantization": str(runner.model_config.quantization),
         "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
         "adapters": adapters_digest(runner),
-        "block_size": str(staging.eager.drafter.gamma),
+        "block_size": str(executors.eager.drafter.gamma),
         "max_verify": str(max_verify),
         "max_requests": str(most_requests(runner)),
-        "cuda_graphs": "none" if graphs is None else graphs.tiers.digest,
+        "cuda_graphs": "none" if captured is None else captured.tiers.digest,
         **{name: str(getattr(server_args, name)) for name in _TIMED_ARGUMENTS},
         "method": _METHOD,
         "torch": torch.__version__,
@@ -173,7 +175,7 @@ def _key(staging: Staging, target_worker: Any, server_args: Any, max_verify: int
 
 
 def _identity(model_path: str, content: bytes) -> str:
-    """A checkpoint by its name and what its shape follows from, without the place where it lies."""
+    """Name a checkpoint by its name and what its shape follows from, without the place where it lies."""
     return f"{checkpoint_name(model_path)}:{hashlib.sha256(content).hexdigest()[:12]}"
 
 
@@ -191,7 +193,7 @@ def _small_files(server_args: Any) -> bytes:
 
 
 def _cpu_name() -> str:
-    """The processor's model name; the architecture where the system does not tell."""
+    """Return the processor's model name; the architecture if the system does not tell."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""Every kernel in every form that a decode step can need, compiled at start-up and in no request.
+"""Compiles every kernel in every form that a decode step can need, at start-up and in no request.
 
 Triton compiles a kernel again for other constants, for an argument that is None, and by some properties of numbers and
 addresses. What of that depends on a step: its requests, drafts per request, sampling, and the source of the drafts. The
@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,12 +37,11 @@ from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.decision import PLAIN, StepDecision
-from sglang_dspark.step.limits import Limits
 from sglang_dspark.step.selection import FixedLength, TopK
-from sglang_dspark.step.state import Copies, DecodeBatch, Drafted, TargetOutput, VerifyPlan
+from sglang_dspark.step.state import Copies, DecodeBatch, DraftOutput, StepHooks, TargetOutput, VerifyPlan
 from sglang_dspark.step.transfers import host_index
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
-from sglang_dspark.worker.stages import EagerStages
+from sglang_dspark.worker.executors.eager import EagerExecutor
 from sglang_dspark.worker.startup.measure_steps import most_running
 
 logger = logging.getLogger(__name__)
@@ -65,11 +64,11 @@ _DRAFT_MIXES: tuple[_Mix, ...] = ((_GREEDY,), (_SAMPLED,), (_SEEDED,), (_SEEDED,
 _MIXES: tuple[_Mix, ...] = (*_DRAFT_MIXES, (_FILTERED,), (_SEEDED_FILTERED,), (_SEEDED, _FILTERED))
 
 
-def warm_up(stages: EagerStages, target_worker: Any, max_verify: int, request_slots: Sequence[int]) -> None:
+def warm_up(executor: EagerExecutor, target_worker: Any, max_verify: int, request_slots: Sequence[int]) -> None:
     """Compile what the steps of a server need, or load it from Triton's cache; takes seconds then.
 
     Args:
-        stages: of the server.
+        executor: of the server.
         target_worker: SGLang's worker of the target.
         max_verify: most drafts that a step verifies per request.
         request_slots: batch sizes that are captured as CUDA graphs, none where these are off.
@@ -85,20 +84,20 @@ def warm_up(stages: EagerStages, target_worker: Any, max_verify: int, request_sl
 
     with torch.no_grad():
         req_to_token = runner.req_to_token_pool.req_to_token
-        _lay_out(stages.drafter, req_to_token, max_verify, sizes(most), on_device=False)
-        _lay_out(stages.drafter, req_to_token, max_verify, sizes(max(request_slots, default=0)), on_device=True)
+        _lay_out(executor.drafter, req_to_token, max_verify, sizes(most), on_device=False)
+        _lay_out(executor.drafter, req_to_token, max_verify, sizes(max(request_slots, default=0)), on_device=True)
         of_whole_steps = sizes(min(most, _MAX_REQUESTS))
         for requests in of_whole_steps:
             with dummy(requests) as batch:
-                _WarmUpSteps(stages, batch, max_verify).run()
+                _WarmUpSteps(executor, batch, max_verify).run()
         kv_heads = kv_heads_of_rank(runner.model_config)
         of_verification = split_and_whole(most, kv_heads, num_processors(req_to_token.device))
         for depth in range(1, window):
             for requests in of_verification:
                 with dummy(requests) as batch:
-                    _WarmUpSteps(stages, batch, max_verify).verify(depth)
+                    _WarmUpSteps(executor, batch, max_verify).verify(depth)
         with dummy(min(2, most)) as batch:
-            _WarmUpSteps(stages, batch, max_verify).accept()
+            _WarmUpSteps(executor, batch, max_verify).accept()
     # Graphs allocate from a pool of their own, which cannot use what lies cached here.
     torch.cuda.empty_cache()
     logger.info("DSPARK: every kernel compiled or loaded, in %.1f s", time.monotonic() - began)
@@ -106,7 +105,7 @@ def warm_up(stages: EagerStages, target_worker: Any, max_verify: int, request_sl
 
 @contextmanager
 def on_stream_of_steps(runner: Any, *, overlap: bool) -> Iterator[None]:
-    """Inside, work is queued where steps will queue theirs.
+    """Queue what is launched inside where steps will queue theirs.
 
     torch's allocator keeps what is given back for the stream that had it. Without overlap SGLang makes that stream when
     it begins to serve; what was held elsewhere then comes back to it, after a wait, when memory runs out.
@@ -118,7 +117,7 @@ def on_stream_of_steps(runner: Any, *, overlap: bool) -> Iterator[None]:
     device.synchronize()
 
 
-def hold_largest_step(stages: EagerStages, target_worker: Any, max_verify: int) -> None:
+def hold_largest_step(executor: EagerExecutor, target_worker: Any, max_verify: int) -> None:
     """Have torch's allocator hold what the largest step takes beside CUDA graphs, so that no request finds it gone.
 
     All requests that may run are sampled, have drafts of their own and penalties, and none fits into a graph.
@@ -133,7 +132,7 @@ def hold_largest_step(stages: EagerStages, target_worker: Any, max_verify: int) 
         slots, vocab_size = max(FIRST_SLOTS, 2 ** (most - 1).bit_length()), int(runner.model_config.vocab_size)
         table = AdjustmentTable.empty(slots // 2, vocab_size, runner.device).grown(slots)
         with torch.no_grad(), DummyBatch(target_worker, most, 1, max_verify + 1) as batch:
-            _WarmUpSteps(stages, batch, max_verify).fill()
+            _WarmUpSteps(executor, batch, max_verify).fill()
         del table
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -144,12 +143,12 @@ def hold_largest_step(stages: EagerStages, target_worker: Any, max_verify: int) 
 
 
 def sizes(most: int) -> list[int]:
-    """Numbers of requests up to ``most`` that kernels tell apart: they round them up to powers of two."""
+    """Return the numbers of requests up to ``most`` that kernels tell apart: they round them up to powers of two."""
     return [2**power for power in range((most - 1).bit_length())] + [most] if most > 0 else []
 
 
 def split_and_whole(most: int, kv_heads: int, processors: int) -> list[int]:
-    """Numbers of requests up to ``most`` whose attention takes every kernel that those of others take.
+    """Return numbers of requests up to ``most`` whose attention takes every kernel that those of others take.
 
     Contexts of few requests are split over several programs, for which attention has another kernel.
 
@@ -162,7 +161,7 @@ def split_and_whole(most: int, kv_heads: int, processors: int) -> list[int]:
 
 
 def widths(most: int) -> list[int]:
-    """Drafts per request up to ``most`` that acceptance tells apart: windows are rounded up to powers of two."""
+    """Return the drafts per request up to ``most`` that acceptance tells apart, as it rounds up to powers of two."""
     return sorted({min(2**power - 1, most) for power in range(1, (most + 1).bit_length() + 1)} - {0})
 
 
@@ -192,73 +191,70 @@ def _lay_out(
 
 
 class _WarmUpSteps:
-    """Decode steps of a dummy batch, by the server's own stages."""
+    """Decode steps of a dummy batch, by the server's own eager executor."""
 
-    def __init__(self, stages: EagerStages, dummy: DummyBatch, max_verify: int) -> None:
-        self._stages, self._dummy, self._most = stages, dummy, max_verify
+    def __init__(self, executor: EagerExecutor, dummy: DummyBatch, max_verify: int) -> None:
+        self._executor, self._dummy, self._most = executor, dummy, max_verify
         self._requests = len(dummy.fresh().seq_lens)
 
     def run(self) -> None:
-        """A plain step, and one with drafts of which not all are verified."""
-        self._step(PLAIN, _DRAFT_MIXES)
-        if self._stages.drafter.drafts and self._most > 0:
+        """Run a plain step, and one with drafts of which not all are verified."""
+        self._step(PLAIN, _DRAFT_SAMPLING)
+        if self._executor.drafter.drafts and self._most > 0:
             depth = max(1, min(self._most, _MAX_SAMPLED_DRAFTS // self._requests))
             self._step(StepDecision(depth, TopK(max(1, self._requests * depth // 2))), _DRAFT_MIXES)
 
     def accept(self) -> None:
         """Verify every mix, windows of every width: drafts of the drafter, copied ones, and both side by side."""
-        rest, drafts = self._requests - 1, self._stages.drafter.drafts
-        self._surroundings(*self._step(PLAIN, _MIXES))
+        rest, drafts = self._requests - 1, self._executor.drafter.drafts
+        self._surroundings(*self._step(PLAIN, _ALL_SAMPLING))
         for width in widths(self._most):
             if drafts:
                 self._step(StepDecision(width, FixedLength()), _MIXES)
             tokens = torch.zeros((self._requests, width), dtype=torch.int64, device=self._dummy.device)
             copies = Copies(tokens, (width, *[0] * rest))
-            self._step(PLAIN.within(Limits(copies.lens, copies.lens)), _MIXES, copies)
+            self._step(PLAIN.within(None, copies.lens), _ALL_SAMPLING, copies)
             if rest and drafts:
-                beside = StepDecision(1, FixedLength()).within(Limits((width, *[1] * rest), copies.lens))
-                self._step(beside, _MIXES, copies)
+                beside = StepDecision(1, FixedLength()).within(None, copies.lens)
+                self._step(beside, _ALL_SAMPLING, copies)
 
     def fill(self) -> None:
-        """The largest step: sampled, with as many drafts as may be verified."""
-        self._step(StepDecision(self._most, FixedLength()) if self._stages.drafter.drafts else PLAIN, ((_SAMPLED,),))
+        """Run the largest step: sampled, with as many drafts as may be verified."""
+        self._step(StepDecision(self._most, FixedLength()) if self._executor.drafter.drafts else PLAIN, ((_SAMPLED,),))
 
     def verify(self, depth: int) -> None:
         """Verify made-up drafts. Attention has kernels for a width, and for few requests and many."""
-        stages, step = self._stages, self._batch((_GREEDY,), PLAIN)
-        block = DraftBlock(step.anchors[:, None].repeat(1, depth))
-        drafted = Drafted(block, None, [depth] * len(step))
-        plan = stages.plan(step, drafted, StepDecision(depth, FixedLength()))
-        output = stages.verify(self._dummy.fresh(), step, plan)
-        stages.commit(plan, stages.accept(step, drafted, plan, output), output)
+        step = self._batch((_GREEDY,))
+        draft = DraftOutput(DraftBlock(step.anchors[:, None].repeat(1, depth)), None, [depth] * len(step))
+        self._executor.finish(step, StepDecision(depth, FixedLength()), draft, StepHooks())
 
     def _step(
         self, decision: StepDecision, mixes: Sequence[_Mix], copies: Copies | None = None
     ) -> tuple[VerifyPlan, TargetOutput]:
-        """Draft and accept by each of ``mixes``; plan and verify once: the target knows nothing of them."""
-        stages, step = self._stages, self._batch(mixes[0], decision)
-        drafted = stages.draft(step, decision).with_copies(copies)
-        plan = stages.plan(step, drafted, decision)
-        output = stages.verify(self._dummy.fresh(), step, plan)
-        accepted = stages.accept(step, drafted, plan, output)
-        for mix in mixes[1:]:
-            step = self._batch(mix, decision)
-            drafted = stages.draft(step, decision).with_copies(copies)
-            accepted = stages.accept(step, drafted, plan, output)
-        stages.commit(plan, accepted, output)
-        return plan, output
+        """Draft and judge by each of ``distributions``; plan and verify once: the target knows nothing of them."""
+        executor, step = self._executor, self._batch(distributions[0])
+        draft = executor.draft(step, decision).with_copies(copies)
+        plan = executor.plan(step, draft, decision)
+        target = executor.verify(step, plan)
+        accepted = executor.accept(step, draft, plan, target)
+        for distribution in distributions[1:]:
+            step = self._batch(distribution)
+            draft = executor.draft(step, decision).with_copies(copies)
+            accepted = executor.accept(step, draft, plan, target)
+        executor.commit(plan, accepted, target)
+        return plan, target
 
-    def _surroundings(self, plan: VerifyPlan, output: TargetOutput) -> None:
-        """What else runs: a prompt's draft K/V, and penalties, biases and the like on the target's logits."""
-        self._stages.drafter.inject(plan.input_ids, output.captured, plan.positions, plan.slots)
-        logits = output.logits_output.next_token_logits
+    def _surroundings(self, plan: VerifyPlan, target: TargetOutput) -> None:
+        """Run what else there is: a prompt's draft K/V, and penalties, biases and the like on the target's logits."""
+        self._executor.drafter.inject(plan.input_ids, target.captured, plan.positions, plan.slots)
+        logits = target.logits_output.next_token_logits
         table = AdjustmentTable.empty(1, logits.shape[1], logits.device)
         no_slot = host_index([-1], logits.device)
         adjust(logits, table, no_slot, plan.requests, plan.columns, plan.input_ids, plan.indptr)
 
-    def _batch(self, mix: _Mix, decision: StepDecision) -> DecodeBatch:
-        step = read_decode_batch(self._dummy.fresh(), self._rows(mix, range(self._requests)), seed=0, step=0)
-        return replace(step, drafted_rows=self._rows(mix, decision.draft_requests)) if decision.draft_requests else step
+    def _batch(self, distribution: _Sampling) -> DecodeBatch:
+        rows_of = partial(self._rows, distribution)
+        return read_decode_batch(self._dummy.fresh(), rows_of(range(self._requests)), rows_of=rows_of, seed=0, step=0)
 
     def _rows(self, mix: _Mix, requests: Sequence[int]) -> SamplingBatch:
         temperatures, top_ks, top_ps, min_ps, seeds = zip(*(mix[r % len(mix)] for r in requests), strict=True)

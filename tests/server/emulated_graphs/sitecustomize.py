@@ -27,7 +27,7 @@ def emulate(module):
     from waits import watching
 
     from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
-    from sglang_dspark.worker import graph_stages, tiers
+    from sglang_dspark.worker.executors import captured
 
     def decode(self, batch, publish, original=module.DSparkWorker.decode):
         forms.start_serving()
@@ -49,10 +49,10 @@ def emulate(module):
         original(*args)
         forms.end_of_warm_up()
 
-    def of(requests, max_verify, original=tiers.Tiers.of):
+    def of(requests, max_verify, original=captured.Tiers.of):
         return replace(original(requests, max_verify), tokens=ROWS)
 
-    tiers.Tiers.of = of
+    captured.Tiers.of = of
     # On a GPU, kernels tell apart batches beyond 16 and 32 requests; here, the few that tests have.
     walk._MIN_DOT = plans._MIN_BLOCK_R = plans._MIN_BLOCK_J = 1
     interpreting.patch_once_per_launch()
@@ -60,7 +60,7 @@ def emulate(module):
     FOREVER.enter_context(kernels_anywhere())
     note_draft_kernels()
     module.warm_up = warm_up
-    graph_stages.capturing = capturing
+    captured.capturing = capturing
     torch.cuda.mem_get_info = lambda: (0, 0)
     module.DSparkWorker.__init__ = initialise
     module.PackedCopies = ring_of_the_host
@@ -125,7 +125,7 @@ def note_draft_kernels():
     block_attention.kernel, draft_block.kernel = laid_out, drafted
 
 
-def step_times(staging, target_worker, server_args, max_verify):
+def step_times(executors, target_worker, server_args, max_verify):
     """Return a table under which speculation pays: measuring interpreted kernels takes half a minute and says nothing.
 
     A few of the steps to be measured run nevertheless: the forms that they compile belong to the start.
@@ -139,7 +139,7 @@ def step_times(staging, target_worker, server_args, max_verify):
 
     for requests in (1, 1 + REQUEST_SLOTS[-1]):
         with torch.no_grad(), DummyBatch(target_worker, requests, 16, max_verify + 1) as dummy:
-            steps = MeasuredSteps(staging, dummy, max_verify)
+            steps = MeasuredSteps(executors, dummy, max_verify)
             steps.draft(3)
             steps.verify(3)
     drafts = np.arange(max_verify + 1)
@@ -150,7 +150,7 @@ def step_times(staging, target_worker, server_args, max_verify):
         contexts=[16],
         draft_ms=np.tile((drafts > 0)[None, :, None], (len(REQUEST_SLOTS), 1, 1)).astype(float),
         verify_ms=(20.0 + np.outer(REQUEST_SLOTS, 1 + drafts))[:, :, None],
-        tiers=list(staging.graphs.tiers.tokens),
+        tiers=list(executors.captured.tiers.tokens),
     )
 
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from sglang_dspark.scheduling.policies import Policy
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import FixedLength
 
 
@@ -19,7 +19,7 @@ class RandomPolicy(Policy):
 
     def choose(self, requests, context):
         lens = self._rng.integers(0, self._most + 1, size=requests).tolist()
-        return StepDecision(self._most, FixedLength()).within(Limits(tuple(lens), (0,) * requests))
+        return StepDecision(self._most, FixedLength()).within(RequestLimits(tuple(lens)))
 
     def report(self):
         return {}

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from sglang_dspark.engine.scheduler.last_batch import LastBatch
+from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 
 
 def request(temperature):
@@ -10,14 +10,14 @@ def request(temperature):
 
 
 def test_a_request_id_that_is_used_again_is_another_request():
-    last = LastBatch(lambda reqs: [req.temperature for req in reqs])
+    last = CachedByBatch(lambda reqs: [req.temperature for req in reqs])
     assert last.read([request(3.0)]) == [3.0]
     assert last.read([request(0.0)]) == [0.0]
 
 
 def test_the_same_requests_are_read_once():
     made = []
-    last = LastBatch(lambda reqs: made.append(list(reqs)))
+    last = CachedByBatch(lambda reqs: made.append(list(reqs)))
     first, second = request(1.0), request(1.0)
     for reqs in ([first, second], [first, second], [second, first], [second]):
         last.read(reqs)

@@ -1,4 +1,4 @@
-"""What follows from the requests of a batch, kept while these stay the same: the next batch is most often the last."""
+"""Values made from a batch's requests, kept while these stay the same: as they do from most steps to the next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 
-class LastBatch(Generic[T]):
+class CachedByBatch(Generic[T]):
     """A value made from a batch's requests, and made again only when these change.
 
     Args:
@@ -22,7 +22,7 @@ class LastBatch(Generic[T]):
         self._last: tuple[list[Any], T] | None = None
 
     def read(self, reqs: Sequence[Any]) -> T:
-        """The value of ``reqs``."""
+        """Return the value of ``reqs``."""
         if self._last is not None:
             last, value = self._last
             if len(reqs) == len(last) and all(map(is_, reqs, last)):
@@ -32,5 +32,5 @@ class LastBatch(Generic[T]):
         return value
 
     def forget(self) -> None:
-        """What the value is made of, besides the requests, has changed."""
+        """Make the value again: something that it is made of, other than the requests, has changed."""
         self._last = None

@@ -16,18 +16,18 @@ from step_tables import make_table
 
 from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.step.decision import StepDecision
-from sglang_dspark.step.limits import Limits
+from sglang_dspark.step.limits import RequestLimits
 from sglang_dspark.step.selection import FixedLength, Threshold, TopK
-from sglang_dspark.step.state import Drafted, TargetOutput
-from sglang_dspark.worker import graph_stages
-from sglang_dspark.worker.graph_stages import StepGraphs
-from sglang_dspark.worker.staging import Staging
+from sglang_dspark.step.state import DraftOutput, TargetOutput
+from sglang_dspark.worker.executors import captured, graphs
+from sglang_dspark.worker.executors.captured import CapturedSteps
+from sglang_dspark.worker.executors.selector import ExecutorSelector
 
 NUM_TOKENS = 16
 
 
 class GraphLoop(StageLoop):
-    """Takes its steps by captured stages where they fit into them.
+    """Runs its steps by graphs if they fit into them.
 
     Attributes:
         replayed: whether each step was.
@@ -43,16 +43,22 @@ class GraphLoop(StageLoop):
         self._slots, self._patch, self.limits, self.relay = slots, monkeypatch, limits, relay
         self.replayed, self.outcomes, self.copies = [], [], []
         choose = self.schedule.choose
-        self.schedule.choose = lambda ids, context: choose(ids, context, self.limits)
-        self.eager, self.stages = self.stages, None
+        self.schedule.choose = lambda ids, context, _, copied: choose(ids, context, self.limits, copied)
+        self.executors = None
 
     def _batch(self, number):
         return replace(super()._batch(number), keeps_logits=self.keeps_logits)
 
-    def _step(self, number):
-        if self.stages is None:
-            self.stages = Chosen(self, self._captured())
-        super()._step(number)
+    def _run(self, step, decision, copies, hooks):
+        if self.executors is None:
+            self.executors = ExecutorSelector(self.eager)
+            self.executors.add_graphs(self._captured())
+        executor = self.executors.select(step, decision)
+        outcome = executor.run(step, decision, copies, hooks)
+        self.replayed.append(executor.in_graphs)
+        self.outcomes.append(outcome.accepted)
+        self.copies.append(deepcopy(outcome.accepted))
+        return outcome
 
     def _captured(self):
         @contextmanager
@@ -66,7 +72,7 @@ class GraphLoop(StageLoop):
             def run():
                 if int(plan.indptr[-1]) == 0:  # captured before there is a step
                     return TargetOutput(SimpleNamespace(next_token_logits=kept), captured)
-                output = self._verify(None, step, plan)
+                output = self._verify(step, plan)
                 found = output.logits_output.next_token_logits
                 kept.fill_(torch.nan)  # what padding is, nobody may ask
                 kept[: len(found)], captured[: len(found)] = found, output.captured
@@ -79,31 +85,11 @@ class GraphLoop(StageLoop):
         runner.model_config = SimpleNamespace(vocab_size=self.num_tokens)
         buffer = lambda runner, rows: torch.zeros(rows, runner.model_config.vocab_size)  # noqa: E731
         for name, value in {"capturing": capturing, "static_verify": static_verify, "logits_buffer": buffer}.items():
-            self._patch.setattr(graph_stages, name, value)
+            self._patch.setattr(captured, name, value)
         self._patch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-        graphs = StepGraphs(self.eager, runner, self._slots, self.gamma, seed=self.noise_seed, relay=self.relay)
-        graphs.capture()
-        return graphs
-
-
-class Chosen:
-    """The stages that a server would take for each step."""
-
-    def __init__(self, loop, graphs):
-        self._loop, self._staging, self.agreement = loop, Staging(loop.eager, graphs), loop.eager.agreement
-
-    def draft(self, step, decision):
-        self._now = self._staging.of(step, decision)
-        self._loop.replayed.append(self._now.in_graphs)
-        return self._now.draft(step, decision)
-
-    def accept(self, *given):
-        self._loop.outcomes.append(self._now.accept(*given))
-        self._loop.copies.append(deepcopy(self._loop.outcomes[-1]))
-        return self._loop.outcomes[-1]
-
-    def __getattr__(self, name):
-        return getattr(self._now, name)
+        steps = CapturedSteps(self.eager, runner, self._slots, self.gamma, seed=self.noise_seed, relay=self.relay)
+        steps.capture()
+        return steps
 
 
 def prompts_of(loop):
@@ -131,16 +117,17 @@ def test_the_next_step_finds_the_outcome_in_the_relay(monkeypatch):
     relay = Relay(3, torch.device("cpu"))
     loop = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
-    assert [len(text) - 1 for text in loop.texts] == relay.lens.tolist()
-    assert [text[-1] for text in loop.texts] == relay.tokens.tolist()
-    assert all(relay.has(outcome.new_seq_lens) and relay.has(outcome.bonus_tokens) for outcome in loop.outcomes)
+    buffers, last = relay.buffers, loop.outcomes[-1]
+    assert [len(text) - 1 for text in loop.texts] == buffers.new_seq_lens.tolist()
+    assert [text[-1] for text in loop.texts] == buffers.output_tokens.tolist()
+    assert buffers.published_seq_lens is last.new_seq_lens and buffers.published_bonus is last.bonus_tokens
     sampled = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
     sampled.serve(prompts_of(sampled), NUM_TOKENS, temperature=1.0)
-    assert all(sampled.replayed) and not relay.has(sampled.outcomes[-1].bonus_tokens)
+    assert all(sampled.replayed) and buffers.published_bonus is last.bonus_tokens
     read = GraphLoop(monkeypatch, [3], relay=relay, schedule="static", verify_len=3)
     read.keeps_logits = True
     assert read.serve(prompts_of(read), NUM_TOKENS) == expected(read)
-    assert all(read.replayed) and not relay.has(read.outcomes[-1].bonus_tokens)
+    assert all(read.replayed) and buffers.published_bonus is last.bonus_tokens
 
 
 def test_an_outcome_that_nobody_relays_stays_as_it_is(monkeypatch):
@@ -158,7 +145,7 @@ def test_no_plan_of_a_greedy_step_is_launched(monkeypatch, options):
     def launched(*args):
         raise AssertionError("a graph should have planned")
 
-    monkeypatch.setattr(graph_stages, "build_plan", launched)
+    monkeypatch.setattr(graphs, "build_plan", launched)
     loop = GraphLoop(monkeypatch, [1, 2, 4], **options)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
 
@@ -172,7 +159,7 @@ def test_no_plan_of_a_greedy_step_is_launched(monkeypatch, options):
         (StepDecision(7, TopK(9, probe_request=0)), (9, -1, 0)),
         (StepDecision(7, TopK(9), with_confidence=False), None),
         (StepDecision(7, TopK(9), draft_requests=(1, 2)), None),
-        (StepDecision(7, TopK(9), limits=Limits((7, 1, 7, 7), (0, 0, 0, 0))), None),
+        (StepDecision(7, TopK(9), limits=RequestLimits((7, 1, 7, 7))), None),
         (StepDecision(7, Threshold(0.5)), None),
     ],
 )
@@ -184,9 +171,9 @@ def test_what_a_captured_plan_can_do(decision, numbers):
 @pytest.mark.parametrize(
     "limits",
     [
-        Limits((7, 1, 0), (0, 0, 0)),
-        Limits((7, 7, 7), (0, 0, 0), (0.0, 0.6, 0.9)),
-        Limits((3, 7, 7), (0, 0, 0), (0.5, 0.0, 0.6)),
+        RequestLimits((7, 1, 0)),
+        RequestLimits((7, 7, 7), (0.0, 0.6, 0.9)),
+        RequestLimits((3, 7, 7), (0.5, 0.0, 0.6)),
     ],
     ids=["at most", "confidence", "both"],
 )
@@ -240,9 +227,23 @@ def test_drafts_that_were_made_elsewhere_are_verified(monkeypatch):
     loop = GraphLoop(monkeypatch, [4], schedule="static", verify_len=3)
     loop.serve(prompts_of(loop), 2)
     step, decision = loop._batch(99), StepDecision(3, FixedLength())
-    stages = loop.stages._staging.of(step, decision)
-    assert stages.in_graphs
+    executor = loop.executors.select(step, decision)
+    assert executor.in_graphs
+    executor.stage(step, decision)
     tokens = torch.arange(9).view(3, 3) + 5
-    plan = stages.plan(step, Drafted(DraftBlock(tokens), None, [3] * 3), decision)
+    plan = executor.plan(step, DraftOutput(DraftBlock(tokens), None, [3] * 3), decision)
     rows = plan.input_ids[: int(plan.indptr[3])].view(3, 4)
     assert torch.equal(rows, torch.cat([step.anchors[:, None], tokens], dim=1))
+
+
+@pytest.mark.parametrize("keeps_logits", [False, True], ids=["fused", "split"])
+def test_adapters_are_staged_before_every_verification(monkeypatch, keeps_logits):
+    """Prompts may have displaced them meanwhile."""
+    done = []
+    adapters = SimpleNamespace(stage=lambda batch: done.append("staged"))
+    monkeypatch.setattr(captured, "CapturedAdapters", SimpleNamespace(of=lambda *given: adapters))
+    loop = GraphLoop(monkeypatch, [4], schedule="static", verify_len=3)
+    loop.keeps_logits, verify = keeps_logits, loop._verify
+    loop._verify = lambda *given: done.append("verified") or verify(*given)
+    assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
+    assert done == ["staged", "verified"] * len(loop.replayed)

@@ -1,0 +1,128 @@
+"""Where captured steps find their requests, drafts and plan: memory that stays where it is."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TypeVar
+
+import torch
+from dspark_kernels import (
+    DraftBlock,
+    PlanNumbers,
+    PreparedStep,
+    RoundKeys,
+    SamplingBatch,
+    StepRequests,
+    VerifyRows,
+    prepare,
+)
+
+from sglang_dspark.step.confidence import Confidence
+from sglang_dspark.step.state import DecodeBatch, VerifyPlan
+from sglang_dspark.worker.executors.eager import EagerExecutor
+from sglang_dspark.worker.tiers import Tiers
+
+T = TypeVar("T", PreparedStep, VerifyRows)
+
+
+class StepBuffers:
+    """Buffers of all tiers, each of which has the first part of them.
+
+    What is not the step's is padding: request slots without context whose results are not read, rows of no request.
+
+    Args:
+        eager: of the server.
+        req_to_token: the engine's, [rows, columns] int32.
+        tiers: sizes that are captured.
+        depth: drafts per request that they have room for.
+        seed: of the engine's noise.
+
+    Attributes:
+        prepared: the staged step.
+        coefficients: of the calibration of confidences.
+        drafts: [slots, depth] int64.
+        confidence: returns the confidences of so many requests; the next draft overwrites them.
+        rows: of the plan.
+    """
+
+    def __init__(self, eager: EagerExecutor, req_to_token: torch.Tensor, tiers: Tiers, depth: int, seed: int) -> None:
+        self._drafter, self._forecast = eager.drafter, eager.schedule.forecast
+        self._req_to_token, self._seed = req_to_token, seed
+        slots, device = tiers.requests[-1], req_to_token.device
+        self.prepared = _zeroed(PreparedStep.empty(slots, self._drafter.num_slots, device))
+        self._step_number = torch.zeros((), dtype=torch.int64, device=device)
+        self._temperatures = torch.zeros(slots, device=device)
+        self.coefficients = self._forecast.coefficients.clone()
+        self._copied_coefficients = self._forecast.coefficients
+        self.drafts = torch.zeros((slots, depth), dtype=torch.int64, device=device)
+        scores = torch.zeros((2, slots, depth), device=device)
+        self._scores = Confidence(None if self._forecast.calibration is None else scores[0], scores[1])
+        self.confidence = cache(self._scores.first)
+        self.rows = _zeroed(VerifyRows.empty(slots, max((slots, *tiers.tokens)), device))
+
+    def stage(self, step: DecodeBatch, numbers: PlanNumbers | None) -> None:
+        """Copy a step, and what a captured plan does with its drafts; None if that plan is not read."""
+        drafter = self._drafter
+        prepare(step.requests, drafter.num_slots, drafter.mask_token_id, self.prepared, numbers or PlanNumbers())
+
+    def stage_noise(self, step: DecodeBatch, slots: int) -> None:
+        """Copy what a captured draft of sampled requests is drawn with."""
+        requests = len(step)
+        self._temperatures[:requests] = step.rows.draw_temperatures
+        self._temperatures[requests:slots] = 0
+        self._step_number.fill_(step.keys.step)
+
+    def stage_coefficients(self) -> None:
+        """Copy what calibration has learned since the last call."""
+        latest = self._forecast.coefficients
+        if self._copied_coefficients is not latest:
+            self.coefficients.copy_(latest)
+            self._copied_coefficients = latest
+
+    def keep(self, block: DraftBlock, confidence: Confidence | None) -> None:
+        """Copy a draft of the first requests."""
+        bs = len(block.tokens)
+        self.drafts[:bs] = block.tokens
+        if confidence is not None:
+            for kept, new in zip(vars(self._scores).values(), vars(confidence).values(), strict=True):
+                if new is not None:
+                    kept[:bs] = new
+
+    def requests(self, slots: int) -> StepRequests:
+        """Return the staged requests, padded to ``slots``."""
+        return self.prepared.requests(self._req_to_token, slots)
+
+    def step(self, slots: int, *, sampled: bool) -> DecodeBatch:
+        """Return the staged step, padded to ``slots``; without ``sampled``, all of its requests are greedy."""
+        requests = self.requests(slots)
+        temperatures = self._temperatures[:slots] if sampled else None
+        return DecodeBatch(
+            anchors=requests.anchors,
+            prefix_lens=requests.prefix_lens,
+            req_pool_indices=requests.req_pool_indices,
+            req_to_token=requests.req_to_token,
+            rows=SamplingBatch.by_temperature(slots, temperatures, self._req_to_token.device),
+            # The kernels key their noise by slot; positions matter to seeded requests only.
+            keys=RoundKeys(self._seed, self._step_number, requests.req_pool_indices, requests.prefix_lens),
+        )
+
+    def plan(self, slots: int, rows: int, width: int) -> VerifyPlan:
+        """Return the plan of ``rows`` rows, of at most ``width`` for each of ``slots`` requests."""
+        whole = self.rows
+        return VerifyPlan(
+            verify_lens=whole.verify_lens[:slots],
+            indptr=whole.indptr[: slots + 1],
+            requests=whole.requests[:rows],
+            columns=whole.columns[:rows],
+            input_ids=whole.input_ids[:rows],
+            positions=whole.positions[:rows],
+            slots=whole.slots[:rows],
+            width=width,
+        )
+
+
+def _zeroed(buffers: T) -> T:
+    """Return what a capture's warm-up computes with: no context, no rows, token 0."""
+    for tensor in vars(buffers).values():
+        tensor.zero_()
+    return buffers

@@ -1,0 +1,160 @@
+"""Decode steps as CUDA graphs: drafts and plan by request slots, verification to commit by rows.
+
+All replays, and everything launched between them, run in one stream, in order. So the next step's draft may overwrite
+the plan's buffers: whatever reads them was launched before it. What the host gets of a step is packed into memory of
+its own (:mod:`sglang_dspark.step.packed`) before the next replay.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+from dspark_kernels import DraftBlock, plan_staged, plan_uniform
+
+from sglang_dspark.engine.forward.adapters import CapturedAdapters
+from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, logits_buffer, static_verify
+from sglang_dspark.engine.scheduler.future_map import Relay
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepOutcome, TargetOutput, VerifyPlan
+from sglang_dspark.worker.executors.buffers import StepBuffers
+from sglang_dspark.worker.executors.eager import EagerExecutor
+from sglang_dspark.worker.tiers import Tiers
+
+logger = logging.getLogger(__name__)
+
+Tier = tuple[int, bool]
+"""Rows of a verification, and whether its step is plain."""
+
+
+class CapturedSteps:
+    """The captured stages of a server, and the buffers that they read and write.
+
+    Args:
+        eager: its stages are captured.
+        model_runner: SGLang's, of the target.
+        request_slots: batch sizes to capture, ascending.
+        depth: drafts per request that captured steps have room for.
+        seed: of the engine's noise.
+        relay: where fused graphs write the outcome for the next step; None if it is not read there.
+        fuses: whether greedy steps are captured from the forward to the commit. Not if something looks at the logits
+            first.
+
+    Attributes:
+        tiers: sizes that were captured.
+        buffers: what the graphs read and write.
+        adapters: of the target, which requests name; None on a server without them.
+        drafts: by request slots, and whether some requests are sampled.
+        plans: the part of the buffers that has the plan of a tier.
+        forwards: of the target.
+        fused: everything from the forward to the commit; in a plain step from the plan on.
+    """
+
+    def __init__(
+        self,
+        eager: EagerExecutor,
+        model_runner: Any,
+        request_slots: list[int],
+        depth: int,
+        seed: int,
+        *,
+        relay: Relay | None = None,
+        fuses: bool = True,
+    ) -> None:
+        self._free_before = torch.cuda.mem_get_info()[0]
+        self.eager, self.relay, self._runner, self._depth = eager, relay, model_runner, depth
+        self._fuses = fuses and not eager.agreement.needed  # ranks settle the outcome before the commit
+        self.tiers = Tiers.of(request_slots, depth)
+        self.buffers = StepBuffers(eager, model_runner.req_to_token_pool.req_to_token, self.tiers, depth, seed)
+        self._logits = logits_buffer(model_runner, len(self.buffers.rows.input_ids))
+        self.adapters = CapturedAdapters.of(model_runner, self.tiers.requests[-1])
+        self.drafts: dict[tuple[int, bool], Captured[DraftBlock]] = {}
+        self.plans: dict[Tier, VerifyPlan] = {}
+        self.forwards: dict[Tier, Captured[TargetOutput]] = {}
+        self.fused: dict[Tier, Captured[StepOutcome]] = {}
+
+    def capture(self) -> None:
+        """Capture every tier; takes seconds."""
+        began = time.monotonic()
+        with torch.no_grad(), capturing(self._runner) as capture:
+            # Drafts first: the distribution of sampled drafts is read after the verification was replayed.
+            if self._depth > 0:
+                for slots in reversed(self.tiers.requests):
+                    self._capture_draft(capture, slots, sampled=False)
+                for slots in reversed(self.tiers.sampled):
+                    self._capture_draft(capture, slots, sampled=True)
+            for rows in reversed(self.tiers.tokens):
+                self._capture_verify(capture, rows, plain=False)
+            for slots in reversed(self.tiers.requests):
+                self._capture_verify(capture, slots, plain=True)
+        logger.info(
+            "DSPARK: captured %d CUDA graphs for up to %d requests and %d rows in %.1f s, %.2f GB",
+            len(self.drafts) + len(self.forwards) + len(self.fused),
+            self.tiers.requests[-1],
+            len(self._logits),
+            time.monotonic() - began,
+            (self._free_before - torch.cuda.mem_get_info()[0]) / 2**30,
+        )
+
+    def _capture_draft(self, capture: Capture, slots: int, *, sampled: bool) -> None:
+        drafter, forecast, buffers = self.eager.drafter, self.eager.schedule.forecast, self.buffers
+        step, requests, prepared = buffers.step(slots, sampled=sampled), buffers.requests(slots), buffers.prepared
+
+        def run() -> DraftBlock:
+            block = drafter.propose(step, self._depth, with_confidence=True, layout=prepared.block(slots))
+            confidence = forecast.predict(block.confidence_logits, slots, self._depth, buffers.coefficients)
+            buffers.keep(block, confidence)
+            # For every tier of rows: which one verifies, the host has yet to choose.
+            plan_staged(confidence.survival, prepared.numbers, buffers.drafts[:slots], requests, buffers.rows)
+            return block
+
+        self.drafts[slots, sampled] = capture(run)
+
+    def _capture_verify(self, capture: Capture, rows: int, *, plain: bool) -> None:
+        slots = min(rows, self.tiers.requests[-1])  # each request has a row at least
+        step = self.buffers.step(slots, sampled=False)
+        plan = self.plans[rows, plain] = self.buffers.plan(slots, rows, width=1 if plain else self._depth + 1)
+        forward = static_verify(self._runner, step, plan, self._logits[:rows], self.adapters)
+        self.forwards[rows, plain] = capture(forward)
+        if self._fuses:
+            self.fused[rows, plain] = self._capture_fused(capture, step, plan)
+
+    def _capture_fused(self, capture: Capture, step: DecodeBatch, plan: VerifyPlan) -> Captured[StepOutcome]:
+        eager, relay, requests, depth = self.eager, self.relay, self.buffers.requests(len(step)), plan.width - 1
+        forward = static_verify(self._runner, step, plan, None, self.adapters)
+        draft = DraftOutput(DraftBlock(self.buffers.drafts[: len(step), :depth]), None, [depth] * len(step))
+
+        def run() -> StepOutcome:
+            if depth == 0:
+                plan_uniform(0, draft.block.tokens, requests, len(plan.input_ids), plan)
+            target = forward()
+            accepted = eager.accept(step, draft, plan, target)
+            eager.commit(plan, accepted, target)
+            if relay is not None:
+                relay.write(step.req_pool_indices, accepted)
+            # Logits and hidden states are not read, and what a graph returns keeps its memory.
+            target.logits_output.next_token_logits = None
+            return StepOutcome(draft, plan, target._replace(captured=self._logits.new_empty(0)), accepted)
+
+        return capture(run)
+
+    def tier(self, step: DecodeBatch, decision: StepDecision) -> Tier | None:
+        """Return the smallest tier that has room for a step.
+
+        None if its shape was not captured, if presets propose drafts for it, or if only the device knows how many
+        drafts it verifies at most.
+        """
+        requests, drafts = len(step), decision.max_drafts(len(step))
+        slots, plain = self.tiers.request_slots(requests), decision.draft_len == 0
+        if slots is None or drafts is None or decision.copied:
+            return None
+        rows = slots if plain else self.tiers.token_rows(requests + drafts)
+        return None if rows is None else (rows, plain)
+
+    def draft_slots(self, step: DecodeBatch) -> int | None:
+        """Return the request slots of the graph that drafts for ``step``; None if its drafts are launched."""
+        if step.rows.any_seeded:
+            return None
+        return self.tiers.sampled_slots(len(step)) if step.rows.any_sampled else self.tiers.request_slots(len(step))

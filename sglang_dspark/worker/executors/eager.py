@@ -1,0 +1,105 @@
+"""A decode step as its stages, which are launched one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from dspark_kernels import AcceptResult, accept, simulated_accept
+
+from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.selected import build_plan
+from sglang_dspark.step.state import Copies, DecodeBatch, DraftOutput, StepHooks, StepOutcome, TargetOutput, VerifyPlan
+from sglang_dspark.worker.drafter import Drafter, NoDrafter
+
+
+class EagerExecutor:
+    """Runs every step; knows no engine but the forward that it is given.
+
+    Args:
+        drafter: proposes blocks and keeps their K/V.
+        schedule: says how likely drafts are to survive.
+        forward: of the target over the rows of a plan.
+        agreement: between the ranks of the server.
+        profile: [gamma] float64 probabilities by which drafts are kept in place of what the target says; None asks it.
+
+    Attributes:
+        in_graphs: whether stages are replayed from CUDA graphs.
+    """
+
+    in_graphs = False
+
+    def __init__(
+        self,
+        drafter: Drafter | NoDrafter,
+        schedule: Schedule,
+        forward: Callable[[DecodeBatch, VerifyPlan], TargetOutput],
+        agreement: Agreement,
+        profile: torch.Tensor | None = None,
+    ) -> None:
+        self.drafter, self.schedule, self.agreement, self.profile = drafter, schedule, agreement, profile
+        self.forward = forward
+
+    def run(self, step: DecodeBatch, decision: StepDecision, copies: Copies | None, hooks: StepHooks) -> StepOutcome:
+        """Draft, plan, verify, accept, publish and commit.
+
+        Args:
+            copies: drafts that presets propose in place of some.
+        """
+        self.stage(step, decision)
+        draft = self.draft(step, decision).with_copies(copies)
+        return self.finish(step, decision, draft, hooks)
+
+    def finish(self, step: DecodeBatch, decision: StepDecision, draft: DraftOutput, hooks: StepHooks) -> StepOutcome:
+        """Run what follows the draft."""
+        plan = self.plan(step, draft, decision)
+        hooks.before_verify(plan)
+        target = self.verify(step, plan)
+        hooks.after_verify(plan, target.logits_output.next_token_logits)
+        accepted = self.accept(step, draft, plan, target)
+        hooks.publish(accepted.new_seq_lens)
+        self.commit(plan, accepted, target)
+        return StepOutcome(draft, plan, target, accepted)
+
+    def stage(self, step: DecodeBatch, decision: StepDecision) -> None:
+        """Copy the step to where graphs read it; nothing if stages are launched."""
+
+    def draft(self, step: DecodeBatch, decision: StepDecision) -> DraftOutput:
+        """Propose a block for the requests that the decision names; nothing for a plain step."""
+        bs, depth = len(step), decision.draft_len
+        if depth == 0:
+            return DraftOutput.nothing(bs, step.anchors.device)
+        if decision.draft_requests is None:
+            block = self.drafter.propose(step, depth, decision.with_confidence)
+        else:
+            part, index = step.drafting(decision.draft_requests)
+            block = self.drafter.propose(part, depth, decision.with_confidence).spread(index, bs)
+        confidence = None
+        if decision.with_confidence:
+            confidence = self.schedule.forecast.predict(block.confidence_logits, bs, depth)
+        return DraftOutput(block, confidence, decision.draft_lens(bs))
+
+    def plan(self, step: DecodeBatch, draft: DraftOutput, decision: StepDecision) -> VerifyPlan:
+        """Select the drafts that are verified, and lay their tokens out."""
+        selected = decision.select(draft)
+        self.agreement.adopt(draft.block.tokens, selected.synced)
+        return build_plan(step.requests, draft.block.tokens, selected)
+
+    def verify(self, step: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
+        """Run the target over the plan's rows."""
+        return self.forward(step, plan)
+
+    def accept(self, step: DecodeBatch, draft: DraftOutput, plan: VerifyPlan, target: TargetOutput) -> AcceptResult:
+        """Keep the drafts that the target agrees with and draw the token after them."""
+        logits = target.logits_output.next_token_logits
+        accepted = accept(draft.block, plan, logits, step.prefix_lens, step.rows, step.keys)
+        if self.profile is not None:
+            accepted = simulated_accept(accepted, draft.block.tokens, plan.verify_lens, self.profile)
+        self.agreement.adopt(accepted.accept_lens, accepted.bonus_tokens, accepted.out_tokens, accepted.new_seq_lens)
+        return accepted
+
+    def commit(self, plan: VerifyPlan, accepted: AcceptResult, target: TargetOutput) -> None:
+        """Write the draft K/V of the anchor and the accepted drafts of every request."""
+        self.drafter.commit(plan, accepted, target.captured)
