@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_dspark.engine.startup.adapters import adapter_refusals
+from sglang_dspark.engine.launch.adapters import adapter_refusals
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from sglang.srt.speculative import base_spec_worker
 
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.compat.worker_face import WorkerFace
+from sglang_dspark.engine.launch.host_cache import host_cache_refusals
 from sglang_dspark.engine.scheduler.draft_pool import DraftPool
-from sglang_dspark.engine.startup.host_cache import host_cache_refusals
 
 LAYERS, HEADS, DIM, SIZE, PAGE = 3, 2, 8, 24, 4
 CONFIG = SimpleNamespace(num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=DIM)

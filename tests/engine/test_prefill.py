@@ -16,8 +16,8 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.engine.forward import stock_graphs
 from sglang_dspark.engine.forward.phased_attention import PhasedBackend
+from sglang_dspark.engine.launch.server_args import SINK_BACKENDS, attention_refusals
 from sglang_dspark.engine.scheduler import worker_base
-from sglang_dspark.engine.startup.server_args import SINK_BACKENDS, attention_refusals
 from sglang_dspark.worker.worker import DSparkWorker
 
 

@@ -21,7 +21,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft import resolved
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.startup import defaults, hooks, server_args
+from sglang_dspark.engine.launch import defaults, hooks, server_args
 from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
 from sglang_dspark.tools.launch import PLUGIN
 

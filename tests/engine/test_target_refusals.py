@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of
-from sglang_dspark.engine.startup.target_refusals import rope_refusal
+from sglang_dspark.engine.launch.target_refusals import rope_refusal
 from sglang_dspark.errors import UnservedError
 
 

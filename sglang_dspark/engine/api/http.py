@@ -8,11 +8,11 @@ from typing import Any
 
 from starlette.middleware import Middleware
 
-from sglang_dspark.engine import fired
+from sglang_dspark.engine import hook_checks
 from sglang_dspark.engine.api import routes
 from sglang_dspark.engine.api.served_requests import is_refused
 from sglang_dspark.engine.compat.arguments import attached
-from sglang_dspark.engine.settled import TargetOnly
+from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.speculation import KEY
 
 FIELD = "speculation"
@@ -74,7 +74,7 @@ class SpeculationMiddleware:
         async def checked(message: Any) -> None:
             # Requests that came before it have this ``send``, too.
             if not self._checked and _is_whole_answer(message):
-                fired.check(fired.Moment.ANSWERED)
+                hook_checks.check(hook_checks.Moment.ANSWERED)
                 self._checked = True
             await send(message)
 

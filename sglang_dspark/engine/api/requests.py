@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import (
     msgpack_encode,
 )
 
-from sglang_dspark.declared import shown
+from sglang_dspark.declared import truncate
 from sglang_dspark.draft.families import family_of
 from sglang_dspark.engine.api import request_field
 from sglang_dspark.engine.api.served_requests import REFUSED_FIELDS, REFUSED_PARAMETERS
@@ -52,10 +52,10 @@ def _not_served(request: GenerateReqInput, parameters: Any, target: Any) -> Iter
     for name in REFUSED_FIELDS:
         value = getattr(request, name, None)
         if value:
-            yield f"DSPARK does not serve {name}={shown(value)} yet; drop the field or use a server without DSPARK"
+            yield f"DSPARK does not serve {name}={truncate(value)} yet; drop the field or use a server without DSPARK"
     for name in REFUSED_PARAMETERS:
         if (value := getattr(parameters, name)) not in (None, False, 1):
-            yield f"DSPARK does not serve sampling_params.{name}={shown(value)} yet; drop it"
+            yield f"DSPARK does not serve sampling_params.{name}={truncate(value)} yet; drop it"
     # SGLang takes these targets for text models, as it was told to, and would drop images in silence.
     for name in _MEDIA if family_of(target.hf_config.architectures).reads_images else ():
         if getattr(request, name, None):

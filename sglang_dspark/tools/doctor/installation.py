@@ -82,7 +82,7 @@ def _check_registration(entry_point: EntryPoint) -> Finding:
 def _register(entry_point: EntryPoint) -> Finding:
     # Called directly first, because SGLang would only log what it raises.
     entry_point.load()()
-    from sglang_dspark.engine.startup import diagnosis, names
+    from sglang_dspark.engine.launch import diagnosis, names
 
     allowed = diagnosis.plugin_filter()
     if allowed is not None and entry_point.name not in [name.strip() for name in allowed.split(",")]:
@@ -99,7 +99,7 @@ def _register(entry_point: EntryPoint) -> Finding:
 def check_hooks() -> Iterator[Finding]:
     """The functions of SGLang that are patched. Imports the whole engine, which takes a while."""
     with warnings.catch_warnings(action="ignore"):
-        from sglang_dspark.engine.startup import diagnosis
+        from sglang_dspark.engine.launch import diagnosis
 
         for hook, problem in diagnosis.hooks():
             subject = f"hook {hook.name}"

@@ -5,13 +5,13 @@ import importlib.util
 import sys
 
 WORKER = "sglang_dspark.worker.worker"
-ADAPTER_CHECKS = "sglang_dspark.engine.startup.adapters"
+ADAPTER_CHECKS = "sglang_dspark.engine.launch.adapters"
 QUANTISATIONS = "sglang.srt.layers.quantization"
 ALLOCATOR = "sglang.srt.mem_cache.allocator.paged"
 ATTENTION = "sglang.srt.layers.attention.attention_registry"
 MODEL_CONFIG = "sglang.srt.configs.model_config"
-FLAG_CHECKS = "sglang_dspark.engine.startup.server_args"
-HOST_CHECKS = "sglang_dspark.engine.startup.host_cache"
+FLAG_CHECKS = "sglang_dspark.engine.launch.server_args"
+HOST_CHECKS = "sglang_dspark.engine.launch.host_cache"
 HOST_POOLS = "sglang.srt.mem_cache.pool_host.mha"
 HOST_COPIES = ("sglang.srt.managers.cache_controller", "sglang.srt.mem_cache.l2_transfer")
 ADAPTERS = "sglang.srt.lora.lora_registry"  # the first of their modules that any process imports

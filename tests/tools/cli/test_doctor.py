@@ -14,8 +14,8 @@ from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.engine import support
-from sglang_dspark.engine.startup import diagnosis
-from sglang_dspark.engine.startup.hooks import HOOKS
+from sglang_dspark.engine.launch import diagnosis
+from sglang_dspark.engine.launch.hooks import HOOKS
 from sglang_dspark.tools.doctor import installation
 from sglang_dspark.tools.doctor.finding import Finding
 

@@ -24,11 +24,11 @@ from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.target_files import quantised_layers
 from sglang_dspark.draft.weights import check_draft_model, own_tensors
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.settled import Serving
-from sglang_dspark.engine.startup import defaults, hooks, served
-from sglang_dspark.engine.startup.adapters import adapter_refusals
-from sglang_dspark.engine.startup.host_cache import host_cache_refusals
-from sglang_dspark.engine.startup.target_refusals import rope_refusal
+from sglang_dspark.engine.launch import defaults, flag_rules, hooks
+from sglang_dspark.engine.launch.adapters import adapter_refusals
+from sglang_dspark.engine.launch.host_cache import host_cache_refusals
+from sglang_dspark.engine.launch.target_refusals import rope_refusal
+from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.support import gpu_refusal, installed_sglang
 from sglang_dspark.errors import ConfigError, EngineError, UnservedError
 from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
@@ -95,10 +95,10 @@ def _choose_attention_backend(args: Any) -> None:
 
 
 def find_drafter(args: Any, config: DSparkConfig) -> ResolvedDrafter | None:
-    """The drafter that ``args`` name, checked before the target is loaded; None where none is to be served.
+    """The drafter that ``args`` name, checked before the target is loaded; None where none is to be flag_rules.
 
     Raises:
-        ConfigError: no path was given; or one where no drafter is to be served.
+        ConfigError: no path was given; or one where no drafter is to be flag_rules.
         CheckpointError: there is no such checkpoint, a file is missing or damaged, or the tensors do not fit
             ``config.json``.
     """
@@ -152,7 +152,7 @@ def validate(server_args: Any) -> None:
             "of DSPARK would be dropped; sglang-dspark cannot serve on this release as it is"
         )
     dummy = options.drafter is not None and _draft_load_format(server_args) == "dummy"
-    arguments.attach(server_args, Serving(options.config, options.drafter, dummy))
+    arguments.attach(server_args, DSparkServer(options.config, options.drafter, dummy))
     if (unserved := device_refusal(server_args.device)) is not None:
         raise UnservedError(unserved)
     for refusal in _refusals(server_args):
@@ -184,7 +184,7 @@ _SWITCHES = (
 def _refusals(args: Any) -> Iterator[str]:
     view = resolved_view(args)
     yield from expert_refusals(view)
-    yield from served.refusals(args, view)
+    yield from flag_rules.refusals(args, view)
     for switch, remedy in _SWITCHES:
         if switch.get():
             yield f"DSPARK cannot run with {switch.name}=1 in the environment; {remedy}"
@@ -204,7 +204,7 @@ def expert_refusals(view: Any) -> Iterator[str]:
     for name in ("moe_a2a_backend", "moe_runner_backend"):  # SGLang derives the second from the first
         if getattr(view, name) == "flashinfer_megamoe":
             yield (
-                f"DSPARK cannot run with {served.flag_of(name)}=flashinfer_megamoe, which SGLang has beside "
+                f"DSPARK cannot run with {flag_rules.flag_of(name)}=flashinfer_megamoe, which SGLang has beside "
                 "data-parallel attention alone; drop the flag"
             )
 
@@ -244,7 +244,7 @@ def complete(server_args: Any) -> None:
     Raises:
         ConfigError, CheckpointError: options, checkpoint or target do not fit together.
     """
-    settled: Serving = arguments.attached(server_args)
+    settled: DSparkServer = arguments.attached(server_args)
     config, drafter = settled.config, settled.drafter
     server_args.speculative_draft_model_path = None if drafter is None else drafter.path
     target = model_config_of(server_args)
@@ -280,7 +280,7 @@ def _end_at_once() -> None:
         os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 
-def _check_drafter(server_args: Any, settled: Serving, drafter: ResolvedDrafter, target: Any) -> None:
+def _check_drafter(server_args: Any, settled: DSparkServer, drafter: ResolvedDrafter, target: Any) -> None:
     check_dimensions(drafter.config, target.hf_text_config)
     if target.quantization is not None:
         # What only shows once the target is loaded, its handle refuses then.

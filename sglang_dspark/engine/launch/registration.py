@@ -26,8 +26,8 @@ def register_algorithm(load_worker: Callable[[], type]) -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
-    from sglang_dspark.engine.startup import hooks, server_args
-    from sglang_dspark.engine.startup.names import ALGORITHM
+    from sglang_dspark.engine.launch import hooks, server_args
+    from sglang_dspark.engine.launch.names import ALGORITHM
 
     if get_spec(ALGORITHM) is not None:
         return
@@ -45,7 +45,7 @@ def _worker_factory(load_worker: Callable[[], type]) -> Callable[[Any], type]:
         # Called by the scheduler after the target is loaded and before any memory pool exists.
         from sglang.srt.arg_groups.overrides import resolving_view
 
-        from sglang_dspark.engine.startup import hooks
+        from sglang_dspark.engine.launch import hooks
 
         hooks.install("scheduler", resolving_view(server_args).device)
         logger.info("sglang-dspark %s drives this scheduler", __version__)
@@ -77,7 +77,7 @@ def _algorithm_class() -> type:
             return True
 
         def handle_server_args(self, server_args: Any) -> None:
-            from sglang_dspark.engine.startup.server_args import complete
+            from sglang_dspark.engine.launch.server_args import complete
 
             complete(server_args)
 

@@ -10,21 +10,21 @@ from typing import Any
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dspark.config import ENV_PREFIX, DSparkConfig, add_flags, flag_dest, flag_name, flag_texts, knob_text
+from sglang_dspark.config import ENV_PREFIX, DSparkConfig, add_flags, flag_dest, flag_name, flag_texts, option_text
 from sglang_dspark.engine import support
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.settled import TargetOnly
-from sglang_dspark.engine.startup import hooks, server_args
-from sglang_dspark.engine.startup.names import ALGORITHM, COMMON_NAME
+from sglang_dspark.engine.launch import hooks, server_args
+from sglang_dspark.engine.launch.names import ALGORITHM, COMMON_NAME
+from sglang_dspark.engine.launch_state import TargetOnly
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
 logger = logging.getLogger(__name__)
 
 _TEXTS = "_dspark_flags"  # texts of our flags, on the way from the command line to the resolution
-_OF_SGLANG = {knob.name for knob in fields(DSparkConfig)} & {
+_OF_SGLANG = {option.name for option in fields(DSparkConfig)} & {
     field.name.removeprefix(flag_dest("")) for field in record_fields(ServerArgs)
 }
-"""Our knobs whose flags SGLang has as well; they keep its help and arrive by the same name."""
+"""Our options whose flags SGLang has as well; they keep its help and arrive by the same name."""
 
 
 def add_cli_args(result: Any, parser: Any) -> None:
@@ -68,7 +68,7 @@ def resolve_once(original: Callable[..., None], args: Any) -> None:
 
 
 def _texts_of_fields(args: Any) -> dict[str, str | None]:
-    """Of our knobs, those that are arguments of SGLang as well; its offline engine sets these by their names."""
+    """Of our options, those that are arguments of SGLang as well; its offline engine sets these by their names."""
     given = {name: getattr(args, flag_dest(name)) for name in _OF_SGLANG}
     return {name: str(value) for name, value in given.items() if value is not None}
 
@@ -82,7 +82,7 @@ def _is_ours(args: Any, texts: Mapping[str, str | None]) -> bool:
     name = (args.speculative_algorithm or "").upper()
     if name not in (COMMON_NAME, ALGORITHM):
         return False
-    if knob_text("engine", texts) != "builtin":
+    if option_text("engine", texts) != "builtin":
         return True
     if name == ALGORITHM:
         raise ConfigError(

@@ -11,8 +11,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_registry import get_spec
 
 from sglang_dspark.config import flag_name
-from sglang_dspark.engine.startup.hooks import HOOKS, Hook
-from sglang_dspark.engine.startup.names import ALGORITHM
+from sglang_dspark.engine.launch.hooks import HOOKS, Hook
+from sglang_dspark.engine.launch.names import ALGORITHM
 
 
 def is_registered() -> bool:

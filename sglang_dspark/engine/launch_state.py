@@ -1,4 +1,4 @@
-"""What start-up has settled about a server. It travels on SGLang's arguments to every process."""
+"""What start-up has decided about a server. It travels on SGLang's arguments to every process."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sglang_dspark.draft.resolved import ResolvedDrafter
 
 
 @dataclass(frozen=True)
-class Serving:
-    """Of a server that decodes with DSPARK.
+class DSparkServer:
+    """A server that decodes with DSPARK.
 
     Attributes:
         config: our options.
-        drafter: None where none is served.
+        drafter: None if none is served.
         dummy_draft: whether its weights are random.
     """
 
@@ -25,7 +25,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class TargetOnly:
-    """Of a server that was to decode with DSPARK and does not.
+    """A server that was to decode with DSPARK, and decodes with the target alone.
 
     Attributes:
         reason: why.

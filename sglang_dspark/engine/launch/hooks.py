@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dspark.engine.fired import Moment, awaited
+from sglang_dspark.engine.hook_checks import Moment, expect_called
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
@@ -68,7 +68,7 @@ HOOKS: tuple[Hook, ...] = (
         "add-flags",
         "sglang.srt.server_args.ServerArgs.add_cli_args",
         HookType.AFTER,
-        "startup.resolution.add_cli_args",
+        "launch.resolution.add_cli_args",
         "flags",
         "SGLang has no plugin interface for flags",
     ),
@@ -76,7 +76,7 @@ HOOKS: tuple[Hook, ...] = (
         "read-flags",
         "sglang.srt.server_args.ServerArgs.from_cli_args",
         HookType.AROUND,
-        "startup.resolution.from_cli_args",
+        "launch.resolution.from_cli_args",
         "flags",
         "ServerArgs has no place for the texts of our flags",
     ),
@@ -84,7 +84,7 @@ HOOKS: tuple[Hook, ...] = (
         "resolve-with-dspark",
         "sglang.srt.server_args.ServerArgs.resolve_once",
         HookType.AROUND,
-        "startup.resolution.resolve_once",
+        "launch.resolution.resolve_once",
         "flags",
         "what SGLang would decide otherwise is decided before, and undone where the target decodes alone",
     ),
@@ -92,7 +92,7 @@ HOOKS: tuple[Hook, ...] = (
         "serve-adapters",
         "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
         HookType.REPLACE,
-        "startup.adapters.fits_speculation",
+        "launch.adapters.fits_speculation",
         "front_end",
         "SGLang refuses LoRA beside every speculative algorithm that it does not know by name",
         Moment.SOME_TIME,
@@ -290,7 +290,7 @@ def install(*places: Where) -> None:
                 f"hook {hook.name} finds {hook.target} patched by another plugin; keep that plugin out with "
                 "SGLANG_PLUGINS=dspark"
             )
-        handler = awaited(hook.name, hook.target, hook.by, hook.load_handler())
+        handler = expect_called(hook.name, hook.target, hook.by, hook.load_handler())
         HookRegistry.register(hook.target, handler, hook.kind)
     HookRegistry.apply_hooks()
     release = installed_sglang()

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_dspark.engine.support import PAGE_SIZES
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -31,9 +33,6 @@ class Refusal:
         value = getattr(args, self.name)
         return value not in self.allowed and not (self.follows and value == getattr(args, self.follows))
 
-
-PAGE_SIZES = (1, 16, 32, 64)
-"""K/V slots per page that are served."""
 
 HTTP = "drop the flag: requests are checked on their way through HTTP"
 PARTS_OF_STATES = (
