@@ -9,7 +9,7 @@ def register() -> None:
     """Register DSPARK with the running SGLang, or say why not.
 
     SGLang logs and then swallows exceptions of plugins; the user would only see "Unknown speculative algorithm name".
-    So where DSPARK was asked for on the command line, a failure ends the process with its message instead.
+    So if the command line asks for DSPARK, a failure ends the process with its message instead.
     """
     from sglang_dspark.errors import DSparkError
 

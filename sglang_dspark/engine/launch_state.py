@@ -22,6 +22,24 @@ class DSparkServer:
     drafter: ResolvedDrafter | None
     dummy_draft: bool
 
+    @property
+    def gamma(self) -> int:
+        """Return the drafts per request and step.
+
+        Raises:
+            ConfigError: our options ask for more than the drafter makes.
+        """
+        return self.config.gamma(None if self.drafter is None else self.drafter.config.gamma)
+
+    @property
+    def window(self) -> int:
+        """Return the tokens that a step verifies per request at most: the anchor, and drafts.
+
+        Raises:
+            ConfigError: our options ask for more drafts than a block has.
+        """
+        return self.config.max_verify(self.gamma) + 1
+
 
 @dataclass(frozen=True)
 class TargetOnly:

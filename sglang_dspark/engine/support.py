@@ -19,6 +19,15 @@ INSTALL_SGLANG = f'pip install "sglang{SERVED_SGLANG}"'
 MIN_CAPABILITY = (8, 0)
 """Oldest compute capability of a GPU that the kernels are compiled for."""
 
+COMMON_NAME = "DSPARK"
+"""What everybody calls the algorithm, SGLang its own DSPARK as well."""
+
+ALGORITHM = "DSPARK_PLUGIN"
+"""The name under which ours is registered with SGLang's ``--speculative-algorithm``."""
+
+DEVICES = ("cpu", "cuda")
+"""Devices that are served."""
+
 PAGE_SIZES = (1, 16, 32, 64)
 """K/V slots per page that are served."""
 

@@ -80,11 +80,11 @@ def test_what_is_refused_exists(kind, refused):
 DEFAULTS = {field.name: field.default for field in record_fields(ServerArgs)} | {"grammar_backend": "xgrammar"}
 
 
-@pytest.mark.parametrize("refusal", flag_rules.REFUSED_FLAGS, ids=lambda refusal: refusal.name)
-def test_defaults_are_served_and_other_values_refused_by_name(refusal):
+@pytest.mark.parametrize("rule", flag_rules.FLAG_RULES, ids=lambda rule: rule.name)
+def test_defaults_are_served_and_other_values_refused_by_name(rule):
     defaults = SimpleNamespace(**DEFAULTS)
     assert list(flag_rules.refusals(defaults, defaults)) == []
-    flag = "--" + refusal.name.replace("_", "-")
-    given = SimpleNamespace(**{**DEFAULTS, refusal.name: "something"})
-    assert list(flag_rules.refusals(given, defaults)) == [f"DSPARK cannot run with {flag}=something; {refusal.remedy}"]
-    assert list(flag_rules.refusals(defaults, given)) == [f"DSPARK cannot run with {flag}=something; {refusal.remedy}"]
+    flag = "--" + rule.name.replace("_", "-")
+    given = SimpleNamespace(**{**DEFAULTS, rule.name: "something"})
+    assert list(flag_rules.refusals(given, defaults)) == [f"DSPARK cannot run with {flag}=something; {rule.remedy}"]
+    assert list(flag_rules.refusals(defaults, given)) == [f"DSPARK cannot run with {flag}=something; {rule.remedy}"]
