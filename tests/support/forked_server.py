@@ -25,7 +25,7 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from sglang_dspark.files import write_text_whole
+from sglang_dspark.files import atomic_write_text
 from sglang_dspark.tools.launch import LaunchedServer
 
 # Of the HTTP server, the scheduler and the detokenizer.
@@ -179,7 +179,7 @@ class _Children:
             with contextlib.suppress(ChildProcessError):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    write_text_whole(_status_path(self._logs.pop(pid)), str(os.waitstatus_to_exitcode(status)))
+                    atomic_write_text(_status_path(self._logs.pop(pid)), str(os.waitstatus_to_exitcode(status)))
 
 
 def _is_ours(client: socket.socket) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
-from sglang_dspark.declared import check_fields, whole
+from sglang_dspark.declared import check_fields, int_range
 from sglang_dspark.draft.config import DraftConfig
 
 if TYPE_CHECKING:
@@ -27,17 +27,17 @@ class TextPlan:
     """The texts that are written."""
 
     prompts: tuple[str, ...] = ()  # files, folders and data sets of the hub, see conversations.py
-    max_prompts: Annotated[int, whole(1)] | None = None  # of these, drawn by the seed; None = all
-    max_turns: Annotated[int, whole(1)] | None = None  # of a conversation that are answered; None = all
-    invent: Annotated[int, whole(0)] = 0  # prompts that the target invents
-    texts: Annotated[int, whole(1)] | None = None  # answers to train on; None = one per prompt
-    held_out: Annotated[int, whole(1)] = 32  # prompts that are only measured on
+    max_prompts: Annotated[int, int_range(1)] | None = None  # of these, drawn by the seed; None = all
+    max_turns: Annotated[int, int_range(1)] | None = None  # of a conversation that are answered; None = all
+    invent: Annotated[int, int_range(0)] = 0  # prompts that the target invents
+    texts: Annotated[int, int_range(1)] | None = None  # answers to train on; None = one per prompt
+    held_out: Annotated[int, int_range(1)] = 32  # prompts that are only measured on
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # of the answers, dealt round robin
-    max_tokens: Annotated[int, whole(2)] = 512  # of an answer
-    max_prompt_tokens: Annotated[int, whole(1)] = 1024  # longer prompts, template included, are left out
+    max_tokens: Annotated[int, int_range(2)] = 512  # of an answer
+    max_prompt_tokens: Annotated[int, int_range(1)] = 1024  # longer prompts, template included, are left out
     raw: bool = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    seed: Annotated[int, whole(0)] = 42
+    seed: Annotated[int, int_range(0)] = 42
 
     @property
     def answered_turns(self) -> int | None:
@@ -85,26 +85,26 @@ class TrainConfig:
     like: DraftConfig | None = None
     target_layer_ids: tuple[int, ...]
     mask_token_id: int
-    block_size: Annotated[int, whole(1)] = 7  # drafts
+    block_size: Annotated[int, int_range(1)] = 7  # drafts
     sample_from_anchor: bool = True  # False = the layout of DFlash, which has a slot more than drafts
-    num_layers: Annotated[int, whole(1)] = 2
-    intermediate_size: Annotated[int, whole(1)] | None = None  # None = the target's
-    markov_rank: Annotated[int, whole(0)] = 256  # 0 = no Markov head
+    num_layers: Annotated[int, int_range(1)] = 2
+    intermediate_size: Annotated[int, int_range(1)] | None = None  # None = the target's
+    markov_rank: Annotated[int, int_range(0)] = 256  # 0 = no Markov head
     markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
     confidence_head: bool = True
     confidence_head_with_markov: bool = True
 
     # Data of one step: batch_rows x gradient_accumulation x processes texts with anchors_per_row blocks each.
-    batch_rows: Annotated[int, whole(1)] = 16
-    gradient_accumulation: Annotated[int, whole(1)] = 1
-    anchors_per_row: Annotated[int, whole(1)] = 32
+    batch_rows: Annotated[int, int_range(1)] = 16
+    gradient_accumulation: Annotated[int, int_range(1)] = 1
+    anchors_per_row: Annotated[int, int_range(1)] = 32
     # Most frequent tokens that every step's loss covers; 0 = the whole vocabulary.
-    loss_vocab: Annotated[int, whole(0)] = 0
+    loss_vocab: Annotated[int, int_range(0)] = 0
     loss_vocab_sampled: int = 1024  # tokens drawn per step to stand for the others, see loss_vocabulary.py
     loss: LossWeights = field(default_factory=LossWeights)
 
     # Optimizer.
-    steps: Annotated[int, whole(1)] = 3000
+    steps: Annotated[int, int_range(1)] = 3000
     learning_rate: Annotated[float, _POSITIVE] = 6e-4
     # On the learning rate of the Markov embeddings, whose rows are seldom updated.
     markov_lr_scale: Annotated[float, _NOT_NEGATIVE] = 10.0
@@ -113,14 +113,14 @@ class TrainConfig:
     weight_decay: Annotated[float, _NOT_NEGATIVE] = 0.0
     grad_clip: Annotated[float, _POSITIVE] = 1.0
     # Held-out measurements without a longer accept length after which the run ends; None = it goes on to its end.
-    patience: Annotated[int, whole(1)] | None = None
-    seed: Annotated[int, whole(0)] = 42
+    patience: Annotated[int, int_range(1)] | None = None
+    seed: Annotated[int, int_range(0)] = 42
 
     # Parameters and optimizer are float32; matrix products run in compute_dtype.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    checkpoint_every: Annotated[int, whole(1)] = 200  # steps; held-out acceptance is measured then
+    checkpoint_every: Annotated[int, int_range(1)] = 200  # steps; held-out acceptance is measured then
     # Tokens that the drafter proposes, the most frequent ones of the texts; 0 = all, or those of the initial drafter.
-    draft_vocabulary: Annotated[int, whole(0)] = 0
+    draft_vocabulary: Annotated[int, int_range(0)] = 0
     own_embeddings: bool = False  # copies of the target's embedding and LM head in the checkpoint, as DeepSpec has them
 
     def __post_init__(self) -> None:

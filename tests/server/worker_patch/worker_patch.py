@@ -5,13 +5,11 @@ import importlib.util
 import sys
 
 WORKER = "sglang_dspark.worker.worker"
-ADAPTER_CHECKS = "sglang_dspark.engine.startup.adapters"
 QUANTISATIONS = "sglang.srt.layers.quantization"
 ALLOCATOR = "sglang.srt.mem_cache.allocator.paged"
 ATTENTION = "sglang.srt.layers.attention.attention_registry"
 MODEL_CONFIG = "sglang.srt.configs.model_config"
-FLAG_CHECKS = "sglang_dspark.engine.startup.server_args"
-HOST_CHECKS = "sglang_dspark.engine.startup.host_cache"
+FLAG_CHECKS = "sglang_dspark.engine.launch.flag_checks"
 HOST_POOLS = "sglang.srt.mem_cache.pool_host.mha"
 HOST_COPIES = ("sglang.srt.managers.cache_controller", "sglang.srt.mem_cache.l2_transfer")
 ADAPTERS = "sglang.srt.lora.lora_registry"  # the first of their modules that any process imports
@@ -47,9 +45,9 @@ def interpret_adapters():
     """Let a server on a CPU serve adapters by kernels, which are interpreted."""
 
     def offer(module):
-        module.BACKENDS = {**module.BACKENDS, "cpu": module.BACKENDS["cuda"]}
+        module.LORA_BACKENDS = {**module.LORA_BACKENDS, "cpu": module.LORA_BACKENDS["cuda"]}
 
-    sys.meta_path.insert(0, Finder(ADAPTER_CHECKS, offer))
+    sys.meta_path.insert(0, Finder(FLAG_CHECKS, offer))
 
 
 def serve_text_alone():
@@ -103,7 +101,7 @@ def complete_cpu():
         unpinned.install()
 
     def allow(module):
-        module.DEVICES = ("cpu", "cuda")
+        module.HOST_CACHE_DEVICES = ("cpu", "cuda")
 
     def keep(module):
         import host_memory
@@ -114,7 +112,7 @@ def complete_cpu():
         Finder(QUANTISATIONS, offer),
         Finder(ALLOCATOR, install),
         Finder(ADAPTERS, unpin),
-        Finder(HOST_CHECKS, allow),
+        Finder(FLAG_CHECKS, allow),
         Finder(HOST_POOLS, keep),
         *(Finder(name, move) for name in HOST_COPIES),
     ]

@@ -10,7 +10,7 @@ from dspark_training.command import train
 from dspark_training.settings import TextPlan, TrainConfig
 from msgspec import Meta
 
-from sglang_dspark.declared import whole
+from sglang_dspark.declared import int_range
 from sglang_dspark.tools.cli.settings import setting, taken
 
 # What the command decides from other options, or from the target, where the user does not say.
@@ -19,10 +19,10 @@ DECIDED = {"invent", "compute_dtype", "mask_token_id"}
 
 @dataclass
 class Shape:
-    size: Annotated[int, whole(1, 8)] = 3
+    size: Annotated[int, int_range(1, 8)] = 3
     share: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     form: Literal["round", "square"] = "round"
-    depth: Annotated[int, whole(0)] | None = None
+    depth: Annotated[int, int_range(0)] | None = None
 
 
 @click.command()
