@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dspark.files import write_text_whole
+from sglang_dspark.files import atomic_write_text
 from sglang_dspark.tools import provenance
 from sglang_dspark.tools.launch import CPU_ENV, CPU_FLAGS, CUDA_MEMORY_FLAGS, LaunchedServer, dspark_flags
 from sglang_dspark.tools.prompts import read_prompts
@@ -273,7 +273,7 @@ def main(
     def keep(result: dict[str, Any]) -> None:
         """Write what is found as soon as it is: the proof takes a quarter of an hour."""
         results.append(result)
-        write_text_whole(output, json.dumps({**head, "scenarios": results}, indent=1) + "\n")
+        atomic_write_text(output, json.dumps({**head, "scenarios": results}, indent=1) + "\n")
         console.print({k: v for k, v in result.items() if k != "splits"})
 
     output.parent.mkdir(parents=True, exist_ok=True)

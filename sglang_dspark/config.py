@@ -1,4 +1,4 @@
-"""Every knob of DSPARK in one place: name, flag, environment twin, default and check.
+"""Every option of a server in one place: name, flag, environment twin, default and check.
 
 No other module reads variables of the server's options. A value comes from the command line, else from the environment
 twin (``--speculative-dspark-verify-len`` -> ``SGLANG_DSPARK_VERIFY_LEN``), else from the default here.
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta
 
-from sglang_dspark.declared import checked, kinds, rule, whole
+from sglang_dspark.declared import describe, field_types, int_range, validate
 from sglang_dspark.errors import ConfigError
 
 FLAG_PREFIX = "--speculative-dspark-"
@@ -39,67 +39,72 @@ def _numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def _knob(help_text: str, *, default: Any = None, read: Callable[[str], Any] = str, bare: str | None = None) -> Any:
-    """One option: ``read`` turns its text into a value; ``bare`` is what the flag means without one, None needs one."""
+def _option(help_text: str, *, default: Any = None, read: Callable[[str], Any] = str, bare: str | None = None) -> Any:
+    """Declare one option.
+
+    Args:
+        read: turns its text into a value.
+        bare: what the flag means without a value; None if it needs one.
+    """
     return field(default=default, metadata={"help": help_text, "read": read, "bare": bare})
 
 
 @dataclass(frozen=True)
 class DSparkConfig:
-    """Resolved options of one server. What ``None`` means is said by :func:`default_text`."""
+    """Hold the resolved options of one server; :func:`default_text` says what None means."""
 
-    schedule: PolicyName = _knob(
+    schedule: PolicyName = _option(
         "Verify policy. `auto` follows measured step times and the drafter's confidence, and does not speculate where "
         "that would be slower; `early-stop` is Algorithm 1 of the DSpark paper; `static` verifies the same number of "
         "drafts in every step; `threshold` verifies up to the first draft of low confidence; `off` drafts nothing.",
         default="auto",
     )
-    block_size: Annotated[int, whole(1)] | None = _knob(
+    block_size: Annotated[int, int_range(1)] | None = _option(
         "Drafts per request and step (gamma); at most as many as a block of the draft checkpoint has.", read=int
     )
-    verify_len: Annotated[int, whole(0)] | None = _knob(
+    verify_len: Annotated[int, int_range(0)] | None = _option(
         "Policy `static`: drafts verified per request and step, 0 to the block size.", read=int
     )
-    confidence_threshold: Probability | None = _knob(
+    confidence_threshold: Probability | None = _option(
         "Policy `threshold`: verify the drafts before the first one whose raw confidence is below this.", read=float
     )
-    confidence_sts_path: str | None = _knob(
+    confidence_sts_path: str | None = _option(
         "Calibration temperatures of the confidence head, written by `python -m sglang_dspark calibrate`."
     )
-    online_calibration: Switch = _knob(
+    online_calibration: Switch = _option(
         "`on` or `off`: keep the confidence head calibrated by what verification observes.",
         default=True,
         read=_on_or_off,
     )
-    sps_table_path: str | None = _knob(
+    sps_table_path: str | None = _option(
         "Table of measured step times: loaded when the file exists, else measured at start-up and written there, under "
         "the policies `auto` and `early-stop`. Without the flag it is kept below ~/.cache/sglang-dspark.",
     )
-    draft_free: Switch = _knob(
+    draft_free: Switch = _option(
         "Serve without a drafter: requests with a preset speculate, others decode plainly. The flag needs no value; "
         "the variable takes `on` or `off`.",
         default=False,
         read=_on_or_off,
         bare="on",
     )
-    engine: Literal["plugin", "builtin"] = _knob(
+    engine: Literal["plugin", "builtin"] = _option(
         "Whose DSPARK `--speculative-algorithm DSPARK` is: `plugin` is this one, `builtin` SGLang's own, on a GPU and "
         "without the other flags of this group.",
         default="plugin",
     )
-    untested_sglang: Switch = _knob(
+    untested_sglang: Switch = _option(
         "Serve on a release of SGLang that the plugin's tests have not passed on. The flag needs no value; the "
         "variable takes `on` or `off`.",
         default=False,
         read=_on_or_off,
         bare="on",
     )
-    fallback: Literal["refuse", "target-only"] = _knob(
+    fallback: Literal["refuse", "target-only"] = _option(
         "When the drafter is unusable, or target or device are not served: `refuse` ends the start, `target-only` "
         "serves the target alone and says why in the log and in `GET /dspark/capabilities`.",
         default="refuse",
     )
-    simulate_acceptance: Profile | None = _knob(
+    simulate_acceptance: Profile | None = _option(
         "With `--load-format dummy` only: keep drafts by chance, to measure the steps of a shape. Probabilities by "
         "position, of keeping a draft when all before it are kept, e.g. `0.8,0.75,0.7`; the last one counts for the "
         "rest of the block.",
@@ -154,21 +159,21 @@ class DSparkConfig:
                 f"unknown environment variable {unknown[0]}={env[unknown[0]]!r}; known are {', '.join(sorted(by_env))}"
             )
         values = {}
-        for env_name, knob in by_env.items():
-            text = knob_text(knob.name, cli, env)
-            origin = env_name if cli.get(knob.name) is None else flag_name(knob.name)
+        for env_name, option in by_env.items():
+            text = option_text(option.name, cli, env)
+            origin = env_name if cli.get(option.name) is None else flag_name(option.name)
             if text is not None:
                 try:
-                    values[knob.name] = checked(knob.metadata["read"](text), _KINDS[knob.name])
+                    values[option.name] = validate(option.metadata["read"](text), _TYPES[option.name])
                 except ValueError as error:
-                    raise ConfigError(f"{origin}={text!r}: {rule(_KINDS[knob.name])}") from error
+                    raise ConfigError(f"{origin}={text!r}: {describe(_TYPES[option.name])}") from error
         return cls(**values)
 
     def with_policy(self, fields: Mapping[str, Any]) -> DSparkConfig:
-        """These options with another policy.
+        """Return these options with another policy.
 
         Args:
-            fields: decoded JSON: ``policy``, and ``verify_len`` or ``confidence_threshold`` where it takes one.
+            fields: decoded JSON: ``policy``, and ``verify_len`` or ``confidence_threshold`` if the policy takes one.
 
         Raises:
             ConfigError: names the field, its value and the remedy.
@@ -182,13 +187,13 @@ class DSparkConfig:
         values: dict[str, Any] = dict.fromkeys(known.values())
         for name, value in fields.items():
             try:
-                values[known[name]] = checked(value, _KINDS[known[name]])
+                values[known[name]] = validate(value, _TYPES[known[name]])
             except ValueError as error:
                 raise ConfigError(f"{name}={value!r}: {error}") from error
         return replace(self, **values)
 
     def gamma(self, checkpoint_gamma: int | None) -> int:
-        """Drafts per request and step.
+        """Return the drafts per request and step.
 
         Args:
             checkpoint_gamma: drafts of a block of the checkpoint; None without a drafter.
@@ -206,23 +211,23 @@ class DSparkConfig:
         return self.block_size
 
     def acceptance_profile(self, gamma: int) -> tuple[float, ...] | None:
-        """Simulated probabilities of acceptance for the ``gamma`` positions of a block; None for real acceptance.
+        """Return simulated acceptance probabilities of the ``gamma`` positions of a block; None for real acceptance.
 
         Raises:
-            ConfigError: there are more of them.
+            ConfigError: there are more than ``gamma``.
         """
         profile = self.simulate_acceptance
         if profile is None:
             return None
         if len(profile) > gamma:
             raise ConfigError(
-                f"{flag_name('simulate_acceptance')} has {len(profile)} probabilities where a block has {gamma} "
+                f"{flag_name('simulate_acceptance')} has {len(profile)} probabilities, and a block has {gamma} "
                 f"drafts; give {gamma} or fewer"
             )
         return (*profile, *[profile[-1]] * (gamma - len(profile)))
 
     def max_verify(self, gamma: int) -> int:
-        """Most drafts that a step verifies per request.
+        """Return the most drafts that a step verifies per request.
 
         Raises:
             ConfigError: ``verify_len`` exceeds ``gamma``.
@@ -235,7 +240,7 @@ class DSparkConfig:
         return gamma
 
     def static_verify_len(self, gamma: int) -> int:
-        """Drafts verified per request and step under the policy ``static``.
+        """Return the drafts verified per request and step under the policy ``static``.
 
         Raises:
             ConfigError: ``verify_len`` exceeds ``gamma``.
@@ -250,21 +255,21 @@ class DSparkConfig:
         return self.verify_len
 
 
-_KINDS = kinds(DSparkConfig)
+_TYPES = field_types(DSparkConfig)
 
 
 def flag_name(field_name: str) -> str:
-    """``verify_len`` -> ``--speculative-dspark-verify-len``."""
+    """Return the flag of a field: ``verify_len`` -> ``--speculative-dspark-verify-len``."""
     return FLAG_PREFIX + field_name.replace("_", "-")
 
 
 def flag_dest(field_name: str) -> str:
-    """Return where ``argparse`` puts the flag's text: ``verify_len`` -> ``speculative_dspark_verify_len``."""
+    """Return where ``argparse`` keeps the flag's text: ``verify_len`` -> ``speculative_dspark_verify_len``."""
     return "speculative_dspark_" + field_name
 
 
-def knob_text(field_name: str, cli: Mapping[str, str | None], env: Mapping[str, str] | None = None) -> str | None:
-    """Return what was asked for a knob, by flag or else by variable; None where nothing was."""
+def option_text(field_name: str, cli: Mapping[str, str | None], env: Mapping[str, str] | None = None) -> str | None:
+    """Return the text given for a option, by its flag or else by its variable; None if neither was given."""
     text = cli.get(field_name)
     return (os.environ if env is None else env).get(ENV_PREFIX + field_name.upper()) if text is None else text
 
@@ -280,34 +285,34 @@ _DEFAULTS_IN_WORDS = {
 
 
 def default_text(field_name: str) -> str:
-    """The default of a knob as ``--help`` and docs/options.md show it."""
+    """Return the default of an option as ``--help`` and docs/options.md show it."""
     default = getattr(DSparkConfig, field_name)
     return _DEFAULTS_IN_WORDS.get(field_name, "none" if default is None else str(default))
 
 
 def add_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
-    """Add one flag per knob. Texts are parsed by :meth:`DSparkConfig.resolve`, so errors name the flag or variable.
+    """Add one flag per option. Texts are parsed by :meth:`DSparkConfig.resolve`, so errors name the flag or variable.
 
     Args:
-        but: names of knobs whose flags ``parser`` has already.
+        but: names of options whose flags ``parser`` already has.
     """
     group = parser.add_argument_group("DSPARK (sglang-dspark plugin)")
-    for knob in fields(DSparkConfig):
-        if knob.name in but:
+    for option in fields(DSparkConfig):
+        if option.name in but:
             continue
-        env_name = ENV_PREFIX + knob.name.upper()
-        bare = knob.metadata["bare"]
+        env_name = ENV_PREFIX + option.name.upper()
+        bare = option.metadata["bare"]
         group.add_argument(
-            flag_name(knob.name),
-            dest=flag_dest(knob.name),
+            flag_name(option.name),
+            dest=flag_dest(option.name),
             default=None,
             **({} if bare is None else {"nargs": "?", "const": bare}),
-            help=f"{knob.metadata['help']} Default: {default_text(knob.name)}. Environment: {env_name}.",
+            help=f"{option.metadata['help']} Default: {default_text(option.name)}. Environment: {env_name}.",
         )
 
 
 def flag_texts(namespace: Any) -> dict[str, str | None]:
-    """Texts of our flags in a parsed namespace, by field name."""
-    values = {knob.name: getattr(namespace, flag_dest(knob.name), None) for knob in fields(DSparkConfig)}
+    """Return the texts of our flags in a parsed namespace, by field name."""
+    values = {option.name: getattr(namespace, flag_dest(option.name), None) for option in fields(DSparkConfig)}
     # Flags that SGLang has as well may come parsed.
     return {name: None if value is None else str(value) for name, value in values.items()}

@@ -1,6 +1,6 @@
-"""Values whose kind and bounds are declared once, in an annotation, and checked by msgspec.
+"""Values whose type and bounds are declared once, in an annotation, and checked by msgspec.
 
-``Annotated[int, whole(0, 7)]`` carries the rule for the check, and its words for the message.
+``Annotated[int, int_range(0, 7)]`` carries the rule for the check, and its words for the message.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from msgspec import Meta, ValidationError, convert
 from sglang_dspark.errors import ConfigError
 
 
-def whole(least: int, most: int | None = None) -> Meta:
-    """An integer in these bounds, which are included."""
-    words = f"of at least {least}" if most is None else f"from {least} to {most}"
-    return Meta(ge=least, le=most, description=f"must be an integer {words}")
+def int_range(minimum: int, maximum: int | None = None) -> Meta:
+    """Declare an integer in these bounds, which are included."""
+    words = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    return Meta(ge=minimum, le=maximum, description=f"must be an integer {words}")
 
 
-def kinds(cls: type) -> dict[str, Any]:
-    """Annotations of a class by field, without the None of optional ones: it stands for a value that is not given."""
+def field_types(cls: type) -> dict[str, Any]:
+    """Return the annotations of a class by field, without the None of optional ones: it says that no value is given."""
     hints = get_type_hints(cls, include_extras=True)
-    return {name: get_args(kind)[0] if type(None) in get_args(kind) else kind for name, kind in hints.items()}
+    return {name: get_args(hint)[0] if type(None) in get_args(hint) else hint for name, hint in hints.items()}
 
 
-def checked(value: Any, kind: Any) -> Any:
-    """``value`` as the annotation ``kind`` wants it: lists become tuples, and integers floats.
+def validate(value: Any, annotation: Any) -> Any:
+    """Return ``value`` in the type of the annotation: lists become tuples, and integers floats.
 
     Raises:
         ValueError: the rule that it breaks, in words.
     """
     try:
-        return convert(value, kind)
+        return convert(value, annotation)
     except ValidationError as error:
-        raise ValueError(rule(kind)) from error
+        raise ValueError(describe(annotation)) from error
 
 
 def check_fields(config: Any) -> None:
@@ -42,24 +42,24 @@ def check_fields(config: Any) -> None:
     Raises:
         ConfigError: names the first field that breaks its rule, its value and the rule.
     """
-    for name, kind in kinds(type(config)).items():
+    for name, annotation in field_types(type(config)).items():
         value = getattr(config, name)
-        if value is not None and get_origin(kind) in (Annotated, Literal):
+        if value is not None and get_origin(annotation) in (Annotated, Literal):
             try:
-                checked(value, kind)
+                validate(value, annotation)
             except ValueError as error:
                 raise ConfigError(f"{name}={value!r} {error}") from error
 
 
-def shown(value: Any) -> str:
-    """``value`` for a message, cut to a line."""
+def truncate(value: Any) -> str:
+    """Return ``value`` for a message, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def rule(kind: Any) -> str:
-    """Return what an annotation asks for, in words: ``must be an integer from 0 to 7``."""
-    bare, *notes = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+def describe(annotation: Any) -> str:
+    """Return the rule of an annotation in words: ``must be an integer from 0 to 7``."""
+    bare, *notes = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
     for note in notes:
         if isinstance(note, Meta) and note.description:
             return note.description

@@ -4,7 +4,7 @@
 
     DSparkError
     ├── ConfigError      a flag, environment variable or combination of server arguments that cannot work
-    │   └── UnservedError    a target or device that DSPARK does not serve, whatever the options
+    │   └── UnservedError    a device, target or pair that DSPARK does not serve, whatever the options
     ├── CheckpointError  a draft checkpoint that is missing, incomplete, misshapen or unfit for the target
     ├── BusyError        the scheduler does not answer a question in time
     ├── EngineError      this SGLang is not one the plugin can drive, or a hook did not take effect
@@ -23,7 +23,7 @@ class ConfigError(DSparkError, ValueError):
 
 
 class UnservedError(ConfigError):
-    """A target or device that DSPARK does not serve, whatever the options."""
+    """A device, target or pair that DSPARK does not serve, whatever the options."""
 
 
 class CheckpointError(DSparkError, ValueError):

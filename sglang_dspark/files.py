@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, and the lines of files."""
+"""Writes files and folders atomically, and splits files into lines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 
 @contextmanager
-def written_whole(path: str | Path) -> Iterator[Path]:
+def atomic_write(path: str | Path) -> Iterator[Path]:
     """Give a path to write to, a file or a folder, which takes the place of ``path`` when the block ends.
 
     What was written is on the disk before it gets its name, so a reader finds the old content or all of the new one,
     whatever happens to the process or the machine. When the block raises, what it wrote is removed. Writers of the same
-    ``path`` do not meet: each has a partial file of its own. The folder of ``path`` is made where it is missing. Files
+    ``path`` do not meet: each has a partial file of its own. The folder of ``path`` is made if it is missing. Files
     get the permissions of any new file, whatever library wrote them.
 
     Raises:
@@ -43,14 +43,14 @@ def written_whole(path: str | Path) -> Iterator[Path]:
     _sync(path.parent)
 
 
-def write_text_whole(path: str | Path, text: str) -> None:
-    """:func:`written_whole` for a text."""
-    with written_whole(path) as partial:
+def atomic_write_text(path: str | Path, text: str) -> None:
+    """Write a text as :func:`atomic_write` does."""
+    with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a JSONL text: only line feeds end one.
+    """Split a JSONL text into lines: only line feeds end one.
 
     A string in JSON may hold what else ends lines for ``splitlines``, such as U+2028 or U+0085.
     """

@@ -9,12 +9,12 @@ def register() -> None:
     """Register DSPARK with the running SGLang, or say why not.
 
     SGLang logs and then swallows exceptions of plugins; the user would only see "Unknown speculative algorithm name".
-    So where DSPARK was asked for on the command line, a failure ends the process with its message instead.
+    So if the command line asks for DSPARK, a failure ends the process with its message instead.
     """
     from sglang_dspark.errors import DSparkError
 
     try:
-        from sglang_dspark.engine.startup.registration import register_algorithm
+        from sglang_dspark.engine.launch.registration import register_algorithm
 
         register_algorithm(_load_worker)
     except Exception as error:
@@ -37,12 +37,12 @@ def _load_worker() -> type:
 
 def _dspark_selected(argv: list[str]) -> bool:
     """Return whether the command line asks for DSPARK, and not for SGLang's own."""
-    from sglang_dspark.config import flag_name, knob_text
+    from sglang_dspark.config import flag_name, option_text
 
     algorithm = (_value_of("--speculative-algorithm", argv) or "").upper()
     if algorithm != "DSPARK":
         return algorithm == "DSPARK_PLUGIN"
-    return knob_text("engine", {"engine": _value_of(flag_name("engine"), argv)}) != "builtin"
+    return option_text("engine", {"engine": _value_of(flag_name("engine"), argv)}) != "builtin"
 
 
 def _value_of(flag: str, argv: list[str]) -> str | None:

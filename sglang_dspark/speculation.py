@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from msgspec import Meta, Struct
 
-from sglang_dspark.declared import checked, kinds, shown, whole
+from sglang_dspark.declared import field_types, int_range, truncate, validate
 
 KEY = "dspark"
 """Of ``custom_params``, which SGLang carries to the scheduler."""
@@ -33,7 +33,7 @@ _READERS = {
 }
 
 
-Ngram = Annotated[int, whole(1, 16)]
+Ngram = Annotated[int, int_range(1, 16)]
 Probability = Annotated[float, Meta(ge=0, le=1, description="must be a number from 0 to 1")]
 Labels = Annotated[
     tuple[Annotated[str, Meta(pattern=r"\S")], ...],
@@ -64,12 +64,12 @@ class Speculation:
     """
 
     enabled: bool = True
-    max_verify: Annotated[int, whole(0, _MOST_DRAFTS)] | None = None
+    max_verify: Annotated[int, int_range(0, _MOST_DRAFTS)] | None = None
     confidence_threshold: Probability | None = None
     preset: Preset = "none"
     min_ngram: Ngram = 3
     max_ngram: Ngram = 5
-    max_draft: Annotated[int, whole(1, _MOST_DRAFTS)] | None = None
+    max_draft: Annotated[int, int_range(1, _MOST_DRAFTS)] | None = None
     candidates: Labels = ()
     trace: bool = False
 
@@ -84,18 +84,18 @@ class Speculation:
         if value is None:
             return cls()
         if not isinstance(value, Mapping):
-            raise ValueError(f"speculation must be an object, not {shown(value)}")
+            raise ValueError(f"speculation must be an object, not {truncate(value)}")
         given = {}
         for key, entry in value.items():
-            if key not in _KINDS:
-                known = ", ".join(sorted(_KINDS))
-                raise ValueError(f"speculation.{shown(key)[1:-1]} is not a known option; known are {known}")
+            if key not in _TYPES:
+                known = ", ".join(sorted(_TYPES))
+                raise ValueError(f"speculation.{truncate(key)[1:-1]} is not a known option; known are {known}")
             try:
-                given[key] = checked(entry, _KINDS[key])
+                given[key] = validate(entry, _TYPES[key])
                 if key == "candidates":
                     _check_labels(given[key])
             except ValueError as error:
-                raise ValueError(f"speculation.{key} {error}, not {shown(entry)}") from None
+                raise ValueError(f"speculation.{key} {error}, not {truncate(entry)}") from None
         options = cls(**given)
         options._check_together(given)
         return options
@@ -169,7 +169,7 @@ class RequestOptions(Struct, frozen=True, omit_defaults=True):
         return limit if self.max_draft is None else min(self.max_draft, limit)
 
 
-_KINDS = kinds(Speculation)
+_TYPES = field_types(Speculation)
 
 
 def _check_labels(labels: tuple[str, ...]) -> None:

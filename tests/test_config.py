@@ -94,7 +94,7 @@ def test_simulated_acceptance_of_a_block():
     config = resolve("--speculative-dspark-simulate-acceptance", "0.9,0.5,0.25")
     assert config.acceptance_profile(5) == (0.9, 0.5, 0.25, 0.25, 0.25)
     assert config.acceptance_profile(3) == (0.9, 0.5, 0.25)
-    with pytest.raises(ConfigError, match="acceptance has 3 probabilities where a block has 2 drafts"):
+    with pytest.raises(ConfigError, match="acceptance has 3 probabilities, and a block has 2 drafts"):
         config.acceptance_profile(2)
 
 

@@ -22,9 +22,9 @@ README_LINES, README_WORDS = 120, 900
 def flag_rows() -> list[str]:
     """The rows that the options table has to have."""
     rows = []
-    for knob in fields(DSparkConfig):
-        text, default = knob.metadata["help"], default_text(knob.name)
-        rows.append(f"| `{flag_name(knob.name)}` | `{ENV_PREFIX}{knob.name.upper()}` | {default} | {text} |")
+    for option in fields(DSparkConfig):
+        text, default = option.metadata["help"], default_text(option.name)
+        rows.append(f"| `{flag_name(option.name)}` | `{ENV_PREFIX}{option.name.upper()}` | {default} | {text} |")
     return rows
 
 
@@ -41,7 +41,7 @@ def test_options_table_equals_the_configuration():
 
 
 def test_speculation_table_equals_the_request_field():
-    assert table_keys("key") == [knob.name for knob in fields(Speculation)]
+    assert table_keys("key") == [option.name for option in fields(Speculation)]
 
 
 def family_rows() -> list[str]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_dspark.speculation import PRESETS, RequestOptions, Speculation
 
-KEYS = [knob.name for knob in fields(Speculation)]
+KEYS = [option.name for option in fields(Speculation)]
 
 lengths = st.integers(1, 16)
 labels = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=50).filter(str.strip)

@@ -10,11 +10,11 @@ from typing import Annotated
 import numpy as np
 
 from serving.configurations import Configuration
-from sglang_dspark.declared import whole
+from sglang_dspark.declared import int_range
 from sglang_dspark.tools.cli.numbers import Numbers
 
 DEFAULT_CONCURRENCY = "1,2,4,8"
-USERS = Numbers(Annotated[int, whole(1)], distinct=True)
+USERS = Numbers(Annotated[int, int_range(1)], distinct=True)
 """Kind of the option ``--concurrency``."""
 WARM_UP_ROUND = -1
 SEED = 0

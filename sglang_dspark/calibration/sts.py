@@ -32,9 +32,9 @@ from msgspec import Meta
 
 from sglang_dspark.calibration.metrics import ece
 from sglang_dspark.calibration.survival import Bools, Floats, Ints, sigmoid, survived
-from sglang_dspark.declared import checked, kinds
+from sglang_dspark.declared import field_types, validate
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.files import write_text_whole
+from sglang_dspark.files import atomic_write_text
 from sglang_dspark.hub import checkpoint_name
 
 VERSION = 1
@@ -114,7 +114,7 @@ class StsCalibration:
         """
         known = {key: value for key, value in asdict(self).items() if value is not None}
         try:
-            write_text_whole(path, json.dumps({"version": VERSION, **known}, indent=2) + "\n")
+            atomic_write_text(path, json.dumps({"version": VERSION, **known}, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot be written ({error.strerror}); name a file in a folder of yours"
@@ -141,13 +141,13 @@ class StsCalibration:
             )
         if version != VERSION:
             raise _error(path, "version", version, f"this release reads {VERSION}; calibrate again")
-        unknown = sorted(document.keys() - _KINDS.keys())
+        unknown = sorted(document.keys() - _TYPES.keys())
         if unknown:
             raise _error(path, unknown[0], document[unknown[0]], "not a key of this file; remove it")
         values: dict[str, Any] = {"temperatures": ()}
         for key, value in document.items():
             try:
-                values[key] = checked(value, _KINDS[key])
+                values[key] = validate(value, _TYPES[key])
             except ValueError as error:
                 raise _error(path, key, value, f"{error}; calibrate again") from error
         calibration = cls(**values)
@@ -157,7 +157,7 @@ class StsCalibration:
         return calibration
 
 
-_KINDS = kinds(StsCalibration)
+_TYPES = field_types(StsCalibration)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Does a drafter belong to a target? Decided from the two configurations, before anything is loaded."""
+"""Decides whether a drafter belongs to a target, from the two configurations, before anything is loaded."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ from sglang_dspark.draft.confidence_head import ConfidenceHead
 from sglang_dspark.draft.markov_head import MarkovHead, VanillaMarkovHead
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.errors import CheckpointError
-from sglang_dspark.files import write_text_whole
+from sglang_dspark.files import atomic_write_text
 
 FILE = "draft_vocabulary.json"
 VERSION = 1
@@ -70,7 +70,7 @@ def load_token_ids(folder: str | Path, vocab_size: int) -> list[int] | None:
 def save_token_ids(folder: str | Path, token_ids: Sequence[int]) -> None:
     """Write the file of :func:`load_token_ids`."""
     content = {"version": VERSION, "token_ids": sorted(token_ids)}
-    write_text_whole(Path(folder) / FILE, json.dumps(content) + "\n")
+    atomic_write_text(Path(folder) / FILE, json.dumps(content) + "\n")
 
 
 class ProposalHeads:

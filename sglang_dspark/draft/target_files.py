@@ -1,4 +1,4 @@
-"""What the files of a target say of the layers that a drafter may read, before anything is loaded."""
+"""Reads from the files of a target which layers a drafter may read, before anything is loaded."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, IS_DRAFTED
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids, save_token_ids
 from sglang_dspark.errors import CheckpointError
-from sglang_dspark.files import write_text_whole, written_whole
+from sglang_dspark.files import atomic_write, atomic_write_text
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -132,10 +132,10 @@ def write_canonical(
     """Write ``config.json``, ``model.safetensors`` and, for a reduced vocabulary, the file of its tokens."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    with written_whole(path / SINGLE_FILE) as partial:
+    with atomic_write(path / SINGLE_FILE) as partial:
         save_file(tensors, partial, metadata={"format": "pt"})
     content = config.to_dict() | {"dtype": str(tensors["fc.weight"].dtype).removeprefix("torch.")}
-    write_text_whole(path / "config.json", json.dumps(content, indent=2) + "\n")
+    atomic_write_text(path / "config.json", json.dumps(content, indent=2) + "\n")
     if token_ids is not None:
         save_token_ids(path, token_ids.tolist())
 

@@ -1,4 +1,4 @@
-"""Which releases of SGLang this package drives, and what the others get to hear."""
+"""Names what of SGLang and of GPUs is served, and refuses the rest."""
 
 from __future__ import annotations
 
@@ -16,17 +16,29 @@ SERVED_SGLANG = ">=0.5.23,<0.5.24"
 INSTALL_SGLANG = f'pip install "sglang{SERVED_SGLANG}"'
 """The remedy for a release that is not served."""
 
-LEAST_CAPABILITY = (8, 0)
-"""Of a GPU; the kernels are compiled for nothing older."""
+MIN_CAPABILITY = (8, 0)
+"""Oldest compute capability of a GPU that the kernels are compiled for."""
+
+COMMON_NAME = "DSPARK"
+"""What everybody calls the algorithm, SGLang its own DSPARK as well."""
+
+ALGORITHM = "DSPARK_PLUGIN"
+"""The name under which ours is registered with SGLang's ``--speculative-algorithm``."""
+
+DEVICES = ("cpu", "cuda")
+"""Devices that are served."""
+
+PAGE_SIZES = (1, 16, 32, 64)
+"""K/V slots per page that are served."""
 
 
 def versions() -> dict[str, str]:
-    """Versions of what a server is made of."""
+    """Return the versions of what a server is made of."""
     return {"sglang_dspark": __version__} | {name: version(name) for name in ("sglang", "torch")}
 
 
 def installed_sglang() -> str:
-    """Version of the installed SGLang.
+    """Return the version of the installed SGLang.
 
     Raises:
         EngineError: SGLang is not installed.
@@ -38,7 +50,7 @@ def installed_sglang() -> str:
 
 
 def release_refusal() -> str | None:
-    """Return why the installed SGLang is not served, if it is installed; None where it is served."""
+    """Return why the installed SGLang is not served, or that none is installed; None if it is served."""
     try:
         check_sglang_version(installed_sglang())
     except EngineError as error:
@@ -50,7 +62,7 @@ def check_sglang_version(sglang_version: str, *, untested: bool = False) -> None
     """Refuse a release outside the range that the tests have passed in.
 
     Args:
-        untested: whether the user wants to try all the same.
+        untested: whether the user wants to try it anyway.
 
     Raises:
         EngineError: names the releases that are served, and the flag to try with.
@@ -63,7 +75,7 @@ def check_sglang_version(sglang_version: str, *, untested: bool = False) -> None
 
 
 def gpu_refusal(capability: tuple[int, int], *, rocm: bool) -> str | None:
-    """Return why no server can run on this GPU; None where it can.
+    """Return why no server can run on this GPU; None if one can.
 
     Args:
         capability: compute capability of an NVIDIA GPU.
@@ -74,7 +86,7 @@ def gpu_refusal(capability: tuple[int, int], *, rocm: bool) -> str | None:
             "this torch was built for ROCm, on which DSPARK has not been tried; serve on an NVIDIA GPU or on a CPU, or "
             f"pass {flag_name('engine')} builtin for SGLang's own DSPARK"
         )
-    if capability < LEAST_CAPABILITY:
-        found, least = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
-        return f"this GPU has compute capability {found}, and the kernels of DSPARK need {least} (A100, RTX 30) or more"
+    if capability < MIN_CAPABILITY:
+        found, needed = (".".join(map(str, pair)) for pair in (capability, MIN_CAPABILITY))
+        return f"this GPU has compute capability {found}, and the kernels of DSPARK need {needed} or more"
     return None

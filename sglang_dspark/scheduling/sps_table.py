@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.files import write_text_whole
+from sglang_dspark.files import atomic_write_text
 
 FORMAT_VERSION = 1
 
@@ -116,7 +116,7 @@ class SpsTable:
             "verify_ms": np.round(self.verify_ms, 4).tolist(),
             "tiers": list(self.tiers),
         }
-        write_text_whole(path, json.dumps(content, indent=1) + "\n")
+        atomic_write_text(path, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> SpsTable:

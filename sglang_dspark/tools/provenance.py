@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sglang_dspark.files import write_text_whole
+from sglang_dspark.files import atomic_write_text
 
 PACKAGES = ("sglang-dspark", "sglang", "torch", "transformers", "triton")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -100,7 +100,7 @@ def files(paths: Iterable[Path]) -> list[dict[str, str]]:
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write ``document`` to ``path`` in one step, so that a reader never finds half of it."""
-    write_text_whole(path, json.dumps(document, indent=2) + "\n")
+    atomic_write_text(path, json.dumps(document, indent=2) + "\n")
 
 
 def _output(*words: str) -> str:

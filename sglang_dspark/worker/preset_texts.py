@@ -10,6 +10,7 @@ import torch
 from dspark_kernels import AcceptResult
 
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
+from sglang_dspark.engine.sglang_types import Req
 from sglang_dspark.proposals.proposer import Proposer, Proposers
 from sglang_dspark.step.state import Copies, DecodeBatch
 from sglang_dspark.step.transfers import host_index
@@ -30,7 +31,7 @@ class _Text:
         last: tokens that the last step committed.
     """
 
-    req: Any
+    req: Req
     proposer: Proposer
     num_tokens: int = 0
     last: list[int] = field(default_factory=list)
@@ -72,7 +73,7 @@ class PresetTexts:
         self._texts: dict[str, _Text] = {}
         self._before: tuple[Sequence[Any], torch.Tensor] | None = None
 
-    def propose(self, reqs: Sequence[Any], options: BatchOptions, step: DecodeBatch) -> Copies | None:
+    def propose(self, reqs: Sequence[Req], options: BatchOptions, step: DecodeBatch) -> Copies | None:
         """Return what the presets of a batch propose for the step ahead; None when they have nothing to say."""
         if not options.presets:
             self._texts = {}

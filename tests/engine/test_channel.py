@@ -12,7 +12,7 @@ from sglang.srt.managers.communicator import FanOutCommunicator
 from starlette.testclient import TestClient
 
 from sglang_dspark.engine.api import channel, routes
-from sglang_dspark.engine.api.channel import KEY, MOST_WAITING, Channel
+from sglang_dspark.engine.api.channel import KEY, MAX_WAITING, Channel
 from sglang_dspark.errors import BusyError, ConfigError
 
 
@@ -48,11 +48,11 @@ def test_everybody_gets_the_answer_to_his_own_question():
     async def run():
         manager = Manager()
         asked = Channel(lambda: manager)
-        policies = [asked.ask("policy", {"policy": f"p{i}"}) for i in range(MOST_WAITING - 1)]
+        policies = [asked.ask("policy", {"policy": f"p{i}"}) for i in range(MAX_WAITING - 1)]
         reads = [asked.ask("stats", {"history_s": 0}) for _ in range(100)]
         answers = await asyncio.gather(*policies, *reads)
         assert [answer["fields"].get("policy") for answer in answers[: len(policies)]] == [
-            f"p{i}" for i in range(MOST_WAITING - 1)
+            f"p{i}" for i in range(MAX_WAITING - 1)
         ]
         assert {answer["question"] for answer in answers[len(policies) :]} == {"stats"}
         # Those who only read, and had to wait, share an answer that was made after they asked.
@@ -165,10 +165,10 @@ def test_no_more_wait_than_can_be_answered():
         manager = Manager(answers=False)
         asked = Channel(lambda: manager, limit_s=0.05)
         answers = await asyncio.gather(
-            *(asked.ask("policy", {"policy": f"p{i}"}) for i in range(2 * MOST_WAITING)), return_exceptions=True
+            *(asked.ask("policy", {"policy": f"p{i}"}) for i in range(2 * MAX_WAITING)), return_exceptions=True
         )
         assert {type(answer) for answer in answers} == {BusyError}
-        assert sum("questions wait" in str(answer) for answer in answers) == MOST_WAITING
+        assert sum("questions wait" in str(answer) for answer in answers) == MAX_WAITING
 
     asyncio.run(run())
 

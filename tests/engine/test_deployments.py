@@ -11,7 +11,7 @@ import yaml
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dspark.engine.startup import served
+from sglang_dspark.engine.launch import flag_rules
 
 DOCKER = Path(__file__).parents[2] / "docker"
 # What SGLang's controller of two_nodes.yaml tells a worker, and what whoever runs the examples has to choose.
@@ -71,7 +71,7 @@ def test_every_flag_is_known_and_served(words):
     assert unknown == []
     # What SGLang has not decided yet is refused of any command.
     undecided, _ = parser.parse_known_args(["--model-path", "my/target"])
-    assert set(served.refusals(args, args)) == set(served.refusals(undecided, undecided))
+    assert set(flag_rules.refusals(args, args)) == set(flag_rules.refusals(undecided, undecided))
     assert args.speculative_algorithm == "DSPARK"
     if args.nnodes > 1:
         assert args.tp_size % args.nnodes == 0 and ":" in args.dist_init_addr and args.node_rank == 1

@@ -11,7 +11,6 @@ from sglang.srt.speculative import base_spec_worker
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.scheduler.draft_pool import DraftPool
-from sglang_dspark.engine.startup.host_cache import host_cache_refusals
 
 LAYERS, HEADS, DIM, SIZE, PAGE = 3, 2, 8, 24, 4
 CONFIG = SimpleNamespace(num_hidden_layers=LAYERS, num_key_value_heads=HEADS, head_dim=DIM)
@@ -100,10 +99,3 @@ def test_rows_come_back_from_host_memory_to_other_slots(cache, monkeypatch):
     assert torch.equal(cache.k[:, after], expected[0])
     assert torch.equal(cache.v[:, after], expected[1])
     assert not cache.k[:, :16].any()
-
-
-def test_the_host_cache_is_refused_where_it_cannot_be_had():
-    assert list(host_cache_refusals(SimpleNamespace(enable_hierarchical_cache=True, device="cuda"))) == []
-    [refusal] = host_cache_refusals(SimpleNamespace(enable_hierarchical_cache=True, device="cpu"))
-    assert "--enable-hierarchical-cache on cpu: SGLang copies K/V to host memory with CUDA kernels" in refusal
-    assert list(host_cache_refusals(SimpleNamespace(enable_hierarchical_cache=False, device="cpu"))) == []

@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_dspark.engine.startup import hooks
-from sglang_dspark.engine.startup.hooks import HOOKS, Hook, Where
+from sglang_dspark.engine.launch import hooks
+from sglang_dspark.engine.launch.hooks import HOOKS, Hook, Where
 from sglang_dspark.errors import EngineError
 
 HANDED_FIRST = {HookType.BEFORE: 0, HookType.AFTER: 1, HookType.AROUND: 1, HookType.REPLACE: 0}

@@ -15,9 +15,9 @@ import pytest
 from torch import distributed
 
 from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler import nodes
 from sglang_dspark.engine.scheduler.nodes import Nodes, check_alike, join, to_have_in_common
-from sglang_dspark.engine.settled import Serving
 from sglang_dspark.errors import ConfigError
 
 TWO_BY_TWO = Nodes(["left", "left", "right", "right"], per_node=2)
@@ -29,7 +29,7 @@ def test_every_rank_of_another_machine_and_rank_zero_watch_each_other():
 
 
 def facts(**options):
-    return to_have_in_common(Serving(replace(DSparkConfig(), **options), drafter=None, dummy_draft=False))
+    return to_have_in_common(DSparkServer(replace(DSparkConfig(), **options), drafter=None, dummy_draft=False))
 
 
 def test_a_machine_that_was_started_otherwise_is_named():

@@ -16,41 +16,9 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.engine.forward import stock_graphs
 from sglang_dspark.engine.forward.phased_attention import PhasedBackend
+from sglang_dspark.engine.launch.flag_checks import SINK_BACKENDS
 from sglang_dspark.engine.scheduler import worker_base
-from sglang_dspark.engine.startup.server_args import SINK_BACKENDS, attention_refusals
 from sglang_dspark.worker.worker import DSparkWorker
-
-
-@pytest.mark.parametrize("backend", ["fa3", "flashinfer", "triton"])
-def test_backends_that_sglang_chooses_on_a_gpu_are_served(backend):
-    assert list(attention_refusals("cuda", backend, backend, None)) == []
-
-
-@pytest.mark.parametrize(
-    ("given", "complaint"),
-    [
-        (
-            ("cuda", "trtllm_mha", "trtllm_mha", None),
-            "--attention-backend=trtllm_mha on cuda; pass .*fa3 or flashinfer",
-        ),
-        (("cpu", "triton", "triton", None), "--attention-backend=triton on cpu; pass --attention-backend torch_native"),
-        (("cuda", "fa3", "triton", None), "--decode-attention-backend=triton: .*drop the flag"),
-        (("cuda", "fa3", "fa3", "full"), "--cuda-graph-backend-prefill=full.*pass breakable or disabled"),
-    ],
-)
-def test_others_are_refused_with_a_remedy(given, complaint):
-    [refusal] = attention_refusals(*given)
-    with pytest.raises(AssertionError, match=complaint):
-        raise AssertionError(refusal)
-
-
-def test_a_target_with_sinks_needs_an_attention_that_knows_them():
-    for device, backend in (("cpu", "torch_native"), ("cpu", "triton"), ("cuda", "flashinfer")):
-        [refusal] = attention_refusals(device, backend, backend, None, sinks=True)
-        assert refusal.endswith("pass --attention-backend fa3 or triton")
-        assert ("serve it on a GPU" in refusal) == (device == "cpu")
-    for backend in SINK_BACKENDS:
-        assert list(attention_refusals("cuda", backend, backend, None, sinks=True)) == []
 
 
 @pytest.mark.parametrize(
@@ -62,7 +30,7 @@ def test_a_target_with_sinks_needs_an_attention_that_knows_them():
         ("torch_native", "torch_native", "TorchNativeAttnBackend"),
     ],
 )
-def test_which_of_them_do(backend, module, name):
+def test_which_backends_know_attention_sinks(backend, module, name):
     """SGLang's own take them as an argument; not all of these can be imported without a GPU."""
     [folder] = layers.attention.__path__
     tree = ast.parse((Path(folder) / f"{module}_backend.py").read_text())

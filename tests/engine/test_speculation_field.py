@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 from sglang.srt.entrypoints import http_server
 
-from sglang_dspark.engine import fired
+from sglang_dspark.engine import hook_checks
 from sglang_dspark.engine.api.http import SpeculationMiddleware, mount
 
 STREAM = "text/event-stream"
@@ -132,7 +132,7 @@ def test_the_field_wins_over_what_the_body_carries_itself():
 @pytest.mark.parametrize(("status", "kind"), [(200, "application/json"), (400, "application/json"), (200, STREAM)])
 def test_hooks_are_looked_for_with_the_first_whole_answer(status, kind, monkeypatch):
     looked = []
-    monkeypatch.setattr(fired, "check", looked.append)
+    monkeypatch.setattr(hook_checks, "check", looked.append)
 
     async def application(scope, receive, send):
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]})
@@ -151,7 +151,7 @@ def test_hooks_are_looked_for_with_the_first_whole_answer(status, kind, monkeypa
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
     for _ in range(2):
         asyncio.run(served(scope, receive, respond))
-    assert looked == ([fired.Moment.ANSWERED] if (status, kind) == (200, "application/json") else [])
+    assert looked == ([hook_checks.Moment.ANSWERED] if (status, kind) == (200, "application/json") else [])
 
 
 @pytest.mark.parametrize("path", ["/weights_checker", "/begin_weight_update", "/end_weight_update", "/pd_role_switch"])

@@ -8,7 +8,7 @@ from dspark_kernels import RoundKeys, SamplingBatch, VerifyRows
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.model_executor.forward_context import get_forward_context
 
-from sglang_dspark.engine.forward.graphs import static_verify
+from sglang_dspark.engine.forward.graphs import copy_logits, static_verify
 from sglang_dspark.step.state import DecodeBatch, VerifyPlan
 
 ROWS, REQUESTS = 8, 3
@@ -38,7 +38,7 @@ def test_without_a_buffer_logits_keep_their_dtype(buffered, cap):
 
     def copied(buffer):
         metadata = SimpleNamespace(next_token_logits_buffer=buffer)
-        return LogitsProcessor._copy_logits_to_buffer(processor, logits, metadata)
+        return copy_logits(LogitsProcessor._copy_logits_to_buffer, processor, logits, metadata)
 
     def forward(input_ids, positions, batch):
         return LogitsProcessorOutput(next_token_logits=copied(batch.next_token_logits_buffer))

@@ -1,31 +1,14 @@
-"""Targets that are refused: of served families, and of others."""
+"""Targets of families that are refused."""
 
 import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from sglang_dspark.draft.families import FAMILIES, UNSERVED, family_of
-from sglang_dspark.engine.startup.target_refusals import rope_refusal
 from sglang_dspark.errors import UnservedError
-
-
-def refusal(rope, context_len=8192):
-    text_config = SimpleNamespace(rope_parameters=rope, original_max_position_embeddings=4096)
-    return rope_refusal(SimpleNamespace(hf_text_config=text_config, context_len=context_len), window=8)
-
-
-@pytest.mark.parametrize(
-    "rope", [{"rope_type": "longrope", "original_max_position_embeddings": 4096}, {"type": "longrope"}]
-)
-def test_a_target_whose_rotation_depends_on_the_batch(rope):
-    assert "--context-length 4088" in refusal(rope)
-    assert refusal(rope, context_len=4088) is None
-    assert refusal({"rope_type": "default"}) is None
-
 
 BUILT_IN = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine builtin"
 

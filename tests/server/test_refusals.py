@@ -136,10 +136,10 @@ STARTUP = [
     (["--speculative-dspark-schedule", "fast"], "--speculative-dspark-schedule='fast'"),
     (["--speculative-dspark-confidence-sts-path", "./no-such.json"], "no-such.json"),
     (["--speculative-draft-load-format", "gguf"], "--speculative-draft-load-format=gguf"),
-    (["--speculative-dspark-simulate-acceptance", "0.5"], "--load-format dummy, or drop it"),
+    (["--speculative-dspark-simulate-acceptance", "0.5"], "pass it with --load-format dummy"),
     (
         [*DUMMY, "--speculative-dspark-simulate-acceptance", ",".join(["0.5"] * 8)],
-        "8 probabilities where a block has 7",
+        "8 probabilities, and a block has 7",
     ),
     (["--speculative-dspark-fallback", "plain"], "--speculative-dspark-fallback='plain'"),
     (["--speculative-dspark-fallback", "target-only", "--page-size", "128"], "--page-size=128"),
@@ -159,8 +159,8 @@ import json, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.server_args import prepare_server_args
-from sglang_dspark.engine.startup import host_cache
-host_cache.DEVICES = ("cuda",)  # other servers of the tests copy K/V on a CPU, too
+from sglang_dspark.engine.launch import flag_checks
+flag_checks.HOST_CACHE_DEVICES = ("cuda",)  # other servers of the tests copy K/V on a CPU, too
 base, cases = json.loads(sys.argv[1])
 for flags in cases:
     try:
@@ -190,7 +190,7 @@ def test_a_failing_plugin_is_seen(server_pool):
 import json, sys
 sys.argv = ["launch_server", *json.loads(sys.argv[1])]
 from sglang_dspark.engine import support
-from sglang_dspark.engine.startup import registration
+from sglang_dspark.engine.launch import registration
 registration.register_algorithm = lambda load_worker: 1 / 0
 from sglang.srt.plugins import load_plugins
 from sglang_dspark.plugin import register

@@ -90,7 +90,7 @@ load_plugins()
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.server_args import ServerArgs, prepare_server_args
-from sglang_dspark.engine import settled, support
+from sglang_dspark.engine import launch_state, support
 from sglang_dspark.engine.compat import arguments
 installed = support.installed_sglang
 
@@ -100,7 +100,7 @@ def outcome(args):
     view, found = resolving_view(args), arguments.attached(args)
     if found is None:
         return "plain" if view.speculative_algorithm is None else view.speculative_algorithm
-    if isinstance(found, settled.TargetOnly):
+    if isinstance(found, launch_state.TargetOnly):
         given = [f.name for f in record_fields(ServerArgs) if f.name.startswith("speculative_")]
         assert all(getattr(args, name) != 3 for name in given), "what was asked of the drafter stayed"
         return f"target only: {found.reason}"

@@ -11,7 +11,7 @@ from dspark_training.options import Flag, SectionedCommand, settings_options, ta
 from dspark_training.settings import TextPlan, TrainConfig
 from msgspec import Meta
 
-from sglang_dspark.declared import whole
+from sglang_dspark.declared import int_range
 
 # What the command decides from other options, or from the target, where the user does not say.
 DECIDED = {"invent", "compute_dtype", "mask_token_id"}
@@ -19,11 +19,11 @@ DECIDED = {"invent", "compute_dtype", "mask_token_id"}
 
 @dataclass
 class Shape:
-    size: Annotated[int, whole(1, 8), Flag("How wide.", "width")] = 3
+    size: Annotated[int, int_range(1, 8), Flag("How wide.", "width")] = 3
     share: Annotated[float, Meta(gt=0, lt=1), Flag("How much.")] = 0.5
     form: Annotated[Literal["round", "square"], Flag("Which.")] = "round"
-    depth: Annotated[int, whole(0), Flag("How deep.")] | None = None
-    sides: Annotated[tuple[Annotated[int, whole(1)], ...], Flag("How long.")] = (1, 2)
+    depth: Annotated[int, int_range(0), Flag("How deep.")] | None = None
+    sides: Annotated[tuple[Annotated[int, int_range(1)], ...], Flag("How long.")] = (1, 2)
     filled: Annotated[bool, Flag("Whether there is something in it.")] = True
     hidden: int = 1
 

@@ -29,7 +29,7 @@ from dspark_training.settings import TextPlan
 from dspark_training.texts import Text
 from dspark_training.writers import TextWriter
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.files import lines_of, write_text_whole
+from sglang_dspark.files import atomic_write_text, lines_of
 
 _INVENTED_TOKENS = 256
 # Tries per prompt asked for: some turns do not end, and some are invented twice.
@@ -127,8 +127,8 @@ class TextFolder:
         plan = self.plan
         if not self._prompts.exists():
             rows = self._collect(given, writer, prompt_format, on_progress)
-            write_text_whole(self.path / "settings.json", json.dumps(asdict(plan), indent=2) + "\n")
-            write_text_whole(self._prompts, "".join(json.dumps(row) + "\n" for row in rows))
+            atomic_write_text(self.path / "settings.json", json.dumps(asdict(plan), indent=2) + "\n")
+            atomic_write_text(self._prompts, "".join(json.dumps(row) + "\n" for row in rows))
         rows = _json_lines(self._prompts)
         train, held_out = ([tuple(row["turns"]) for row in rows if row["held_out"] is apart] for apart in (False, True))
         heats = plan.temperatures
@@ -185,7 +185,7 @@ class TextFolder:
         kept = path.read_text(encoding="utf-8") if path.exists() else ""
         whole = kept[: kept.rfind("\n") + 1]
         if whole != kept:
-            write_text_whole(path, whole)
+            atomic_write_text(path, whole)
         done = whole.count("\n")
         with path.open("a", encoding="utf-8") as file:
             for start in range(done, len(dialogues), writer.batch):

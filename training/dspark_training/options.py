@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import click
 from msgspec import Meta
 
-from sglang_dspark.declared import kinds
+from sglang_dspark.declared import field_types
 from sglang_dspark.tools.cli.numbers import Numbers
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -52,7 +52,7 @@ def settings_options(config: type, heading: str) -> Callable[[_Command], _Comman
 
     def add(command: _Command) -> _Command:
         for field in reversed(fields(config)):
-            kind = kinds(config)[field.name]
+            kind = field_types(config)[field.name]
             notes = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
             for flag in (note for note in notes if isinstance(note, Flag)):
                 default = None if flag.decided or field.default is MISSING else field.default

@@ -29,7 +29,7 @@ from sglang_dspark.draft.families import FAMILIES
 from sglang_dspark.draft.reduced_vocabulary import load_token_ids
 from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.files import write_text_whole
+from sglang_dspark.files import atomic_write_text
 from sglang_dspark.tools.launch import LaunchedServer
 
 EVALUATION_FILE = "evaluation.json"
@@ -129,7 +129,7 @@ def train(job: TrainJob, display: Display, accelerator: Accelerator) -> Evaluati
     content = {"target": job.target, "steps": trainer.progress.step, "best_step": trainer.progress.best_step}
     content |= {name: report.to_dict() for name, report in vars(evaluation).items()}
     if accelerator.is_main_process:
-        write_text_whole(job.output / EVALUATION_FILE, json.dumps(content, indent=2) + "\n")
+        atomic_write_text(job.output / EVALUATION_FILE, json.dumps(content, indent=2) + "\n")
     return evaluation
 
 

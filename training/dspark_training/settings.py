@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from msgspec import Meta
 
 from dspark_training.options import Flag
-from sglang_dspark.declared import check_fields, whole
+from sglang_dspark.declared import check_fields, int_range
 from sglang_dspark.draft.config import DraftConfig
 
 if TYPE_CHECKING:
@@ -29,22 +29,22 @@ class TextPlan:
 
     prompts: tuple[str, ...] = ()  # files, folders and data sets of the hub, see conversations.py
     max_prompts: (
-        Annotated[int, whole(1), Flag("Use only so many of them, drawn by the seed.  [default: all]")] | None
+        Annotated[int, int_range(1), Flag("Use only so many of them, drawn by the seed.  [default: all]")] | None
     ) = None
-    max_turns: Annotated[int, whole(1), Flag("Turns of a conversation that are answered.  [default: all]")] | None = (
-        None
-    )
-    invent: Annotated[int, whole(0)] = 0  # prompts that the target invents
-    texts: Annotated[int, whole(1), Flag("Answers to train on.  [default: one per prompt]")] | None = None
-    held_out: Annotated[int, whole(1), Flag("Prompts that are only measured on.")] = 32
+    max_turns: (
+        Annotated[int, int_range(1), Flag("Turns of a conversation that are answered.  [default: all]")] | None
+    ) = None
+    invent: Annotated[int, int_range(0)] = 0  # prompts that the target invents
+    texts: Annotated[int, int_range(1), Flag("Answers to train on.  [default: one per prompt]")] | None = None
+    held_out: Annotated[int, int_range(1), Flag("Prompts that are only measured on.")] = 32
     temperatures: Annotated[
         tuple[Annotated[float, _NOT_NEGATIVE], ...], Flag("Temperatures of the answers, in turn.")
     ] = (0.0, 0.7, 1.0)
-    max_tokens: Annotated[int, whole(2), Flag("Length limit of an answer.")] = 512
-    max_prompt_tokens: Annotated[int, whole(1), Flag("Leave out prompts that are longer, template included.")] = 1024
+    max_tokens: Annotated[int, int_range(2), Flag("Length limit of an answer.")] = 512
+    max_prompt_tokens: Annotated[int, int_range(1), Flag("Leave out longer prompts, template included.")] = 1024
     raw: Annotated[bool, Flag("Continue the prompts as they are, without the chat template.")] = False
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    seed: Annotated[int, whole(0)] = 42
+    seed: Annotated[int, int_range(0)] = 42
 
     @property
     def answered_turns(self) -> int | None:
@@ -90,25 +90,25 @@ class TrainConfig:
     like: DraftConfig | None = None
     target_layer_ids: tuple[int, ...]
     mask_token_id: int
-    block_size: Annotated[int, whole(1), Flag("Drafts per round.")] = 7
+    block_size: Annotated[int, int_range(1), Flag("Drafts per round.")] = 7
     sample_from_anchor: bool = True  # False = the layout of DFlash, which has a slot more than drafts
-    num_layers: Annotated[int, whole(1)] = 2
-    intermediate_size: Annotated[int, whole(1), Flag("Width of its MLPs.  [default: the target's]")] | None = None
-    markov_rank: Annotated[int, whole(0), Flag("Rank of the Markov head; 0: no such head.", "rank")] = 256
+    num_layers: Annotated[int, int_range(1)] = 2
+    intermediate_size: Annotated[int, int_range(1), Flag("Width of its MLPs.  [default: the target's]")] | None = None
+    markov_rank: Annotated[int, int_range(0), Flag("Rank of the Markov head; 0: no such head.", "rank")] = 256
     markov_head_type: Annotated[Literal["vanilla", "gated", "rnn"], Flag("Kind of the Markov head.", "head")] = (
         "vanilla"
     )
     confidence_head: Annotated[bool, Flag("Whether it has a confidence head.")] = True
     confidence_head_with_markov: bool = True
-    draft_vocabulary: Annotated[int, whole(0), Flag("Propose only so many frequent tokens; 0: all.")] = 0
+    draft_vocabulary: Annotated[int, int_range(0), Flag("Propose only so many frequent tokens; 0: all.")] = 0
     own_embeddings: Annotated[bool, Flag("Copy the target's embedding and head into the checkpoint.")] = False
 
     # Data of one step: batch_rows x gradient_accumulation x processes texts with anchors_per_row blocks each.
-    steps: Annotated[int, whole(1), Flag("Training steps.")] = 3000
-    batch_rows: Annotated[int, whole(1), Flag("Texts that a process reads at a time.")] = 16
-    gradient_accumulation: Annotated[int, whole(1), Flag("Times that it reads so many in a step.")] = 1
-    anchors_per_row: Annotated[int, whole(1), Flag("Blocks per text and step.", "anchors")] = 32
-    loss_vocab: Annotated[int, whole(0), Flag("Only so many frequent tokens in the loss; 0: all.")] = 0
+    steps: Annotated[int, int_range(1), Flag("Training steps.")] = 3000
+    batch_rows: Annotated[int, int_range(1), Flag("Texts that a process reads at a time.")] = 16
+    gradient_accumulation: Annotated[int, int_range(1), Flag("Times that it reads so many in a step.")] = 1
+    anchors_per_row: Annotated[int, int_range(1), Flag("Blocks per text and step.", "anchors")] = 32
+    loss_vocab: Annotated[int, int_range(0), Flag("Only so many frequent tokens in the loss; 0: all.")] = 0
     loss_vocab_sampled: int = 1024  # tokens drawn per step to stand for the others, see loss_vocabulary.py
     loss: LossWeights = field(default_factory=LossWeights)
 
@@ -124,16 +124,17 @@ class TrainConfig:
     weight_decay: Annotated[float, _NOT_NEGATIVE, Flag("Weight decay per unit of learning rate.")] = 0.0
     grad_clip: Annotated[float, _POSITIVE, Flag("Largest norm of a step's gradient.")] = 1.0
     patience: (
-        Annotated[int, whole(1), Flag("End after so many checkpoints without a better held-out accept length.")] | None
+        Annotated[int, int_range(1), Flag("End after so many checkpoints without a better held-out accept length.")]
+        | None
     ) = None
-    seed: Annotated[int, whole(0), Flag("Seed of everything random.")] = 42
+    seed: Annotated[int, int_range(0), Flag("Seed of everything random.")] = 42
 
     # Parameters and optimizer are float32; matrix products run in compute_dtype.
     compute_dtype: Annotated[
         Literal["float32", "bfloat16"], Flag("[default: bfloat16 on cuda, else float32]", "dtype", decided=True)
     ] = "float32"
     # Held-out acceptance is measured at every checkpoint.
-    checkpoint_every: Annotated[int, whole(1), Flag("Steps between checkpoints.")] = 200
+    checkpoint_every: Annotated[int, int_range(1), Flag("Steps between checkpoints.")] = 200
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -32,7 +32,7 @@ from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import save_token_ids
 from sglang_dspark.draft.weights import save_draft_model
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.files import write_text_whole
+from sglang_dspark.files import atomic_write_text
 
 DRAFT_DIR = "draft"
 LOG_FILE = "log.jsonl"
@@ -150,7 +150,7 @@ class Trainer:
         if state is not None:
             accelerator.load_state(str(state))
         elif accelerator.is_main_process:
-            write_text_whole(out_dir / SETTINGS_FILE, json.dumps(config.to_dict(), indent=2) + "\n")
+            atomic_write_text(out_dir / SETTINGS_FILE, json.dumps(config.to_dict(), indent=2) + "\n")
         self._sums = self._new_sums()
 
     def run(

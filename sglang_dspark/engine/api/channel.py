@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from sglang_dspark.engine.sglang_types import TokenizerManager
 from sglang_dspark.errors import BusyError, ConfigError
 from sglang_dspark.metrics.history import HISTORY_S
 
@@ -16,7 +17,7 @@ ANSWER_LIMIT_S = 10.0
 """Longest time that a caller waits. A scheduler that computes a long prefill answers after it."""
 PAUSE_S = 0.02
 """Shortest time between two questions that only read: many readers cost the scheduler no more than one."""
-MOST_WAITING = 16
+MAX_WAITING = 16
 READ_ONLY = ("stats", "capabilities")
 
 
@@ -35,16 +36,16 @@ class Channel:
         limit_s: longest time that a caller waits.
     """
 
-    def __init__(self, manager: Callable[[], Any], limit_s: float = ANSWER_LIMIT_S) -> None:
+    def __init__(self, manager: Callable[[], TokenizerManager], limit_s: float = ANSWER_LIMIT_S) -> None:
         self._manager, self._limit_s = manager, limit_s
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
-        # Questions that have not been sent yet, so that whoever asks the same gets the same answer.
+        # Questions that have not been sent yet, so that equal questions get the same answer.
         self._unsent: dict[tuple[Any, ...], asyncio.Task[Any]] = {}
         self._last_sent = float("-inf")
 
     async def ask(self, question: str, fields: dict[str, Any]) -> Any:
-        """The scheduler's answer, of rank 0 where there are several.
+        """Return the scheduler's answer, that of rank 0 if there are several.
 
         Args:
             question: ``stats``, ``policy`` or ``capabilities``.
@@ -57,7 +58,7 @@ class Channel:
         key = (question, *sorted(fields.items()))
         task = self._unsent.get(key) if question in READ_ONLY else None
         if task is None:
-            if len(self._tasks) >= MOST_WAITING:
+            if len(self._tasks) >= MAX_WAITING:
                 raise BusyError(f"{len(self._tasks)} questions wait for the scheduler already; try again later")
             task = asyncio.create_task(self._ask(key, question, fields))
             self._unsent[key] = task
@@ -97,24 +98,24 @@ class Channel:
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # its caller may be gone: nobody else looks at it
+            task.exception()  # its caller may be gone, and nothing else looks at it
 
 
 def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """Hook around the scheduler's end of the channel; what is not ours goes on to SGLang."""
+    """Answer our questions at the scheduler's end of the channel; others go on to SGLang."""
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
 
     if recv_req.rid is None:
         return original(scheduler, recv_req)
-    asked = json.loads(recv_req.rid)[KEY]
+    message = json.loads(recv_req.rid)[KEY]
     try:
-        reply = {"answer": _found(scheduler.draft_worker, asked["question"], asked["fields"])}
+        reply = {"answer": _answer_of(scheduler.draft_worker, message["question"], message["fields"])}
     except ConfigError as error:
         reply = {"refusal": str(error)}
     return GetInternalStateReqOutput(internal_state={KEY: reply})
 
 
-def _found(worker: Any, question: str, fields: dict[str, Any]) -> Any:
+def _answer_of(worker: Any, question: str, fields: dict[str, Any]) -> Any:
     match question:
         case "stats":
             return worker.report(min(max(fields["history_s"], 0), HISTORY_S))

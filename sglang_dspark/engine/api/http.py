@@ -7,12 +7,14 @@ import re
 from typing import Any
 
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
 
-from sglang_dspark.engine import fired
+from sglang_dspark.engine import hook_checks
 from sglang_dspark.engine.api import routes
 from sglang_dspark.engine.api.served_requests import is_refused
 from sglang_dspark.engine.compat.arguments import attached
-from sglang_dspark.engine.settled import TargetOnly
+from sglang_dspark.engine.launch_state import TargetOnly
+from sglang_dspark.engine.sglang_types import ServerArgs
 from sglang_dspark.speculation import KEY
 
 FIELD = "speculation"
@@ -21,16 +23,16 @@ _MAY_HOLD_FIELD = re.compile(rb"speculation|\\u00[67]|\0")
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 
-def mount(server_args: Any, *args: Any, **kwargs: Any) -> None:
+def mount(server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
     """Add our routes and the middleware for the ``speculation`` field to SGLang's application.
 
-    Hooked before the application starts, thus inside SGLang's own API-key middleware. Where the target decodes alone,
+    Hooked before the application starts, thus inside SGLang's own API-key middleware. If the target decodes alone, add
     only the routes: requests are served as without the plugin.
     """
     from sglang.srt.entrypoints.http_server import app
 
-    settled = attached(server_args)
-    target_only = settled.reason if isinstance(settled, TargetOnly) else None
+    server = attached(server_args)
+    target_only = server.reason if isinstance(server, TargetOnly) else None
     routes.add(app, target_only)
     if target_only is None:
         # Innermost: inside the decompression of bodies, and inside CORS, whose headers belong on our errors too.
@@ -60,21 +62,21 @@ class SpeculationMiddleware:
         if path not in ROUTES or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
             return
-        body = await _read_body(receive)
-        if body is None:
+        try:
+            body = _moved(await Request(scope, receive).body(), path)
+        except ClientDisconnect:
             return
-        body = _moved(body, path)
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
         scope = dict(scope, headers=[*headers, (b"content-length", str(len(body)).encode())])
         await self.app(scope, _replay(body, receive), send if self._checked else self._checking(send))
 
     def _checking(self, send: Any) -> Any:
-        """``send`` that looks for our hooks before the first whole answer."""
+        """Return a ``send`` that looks for our hooks before the first whole answer."""
 
         async def checked(message: Any) -> None:
-            # Requests that came before it have this ``send``, too.
+            # Requests that came before it also have this ``send``.
             if not self._checked and _is_whole_answer(message):
-                fired.check(fired.Moment.ANSWERED)
+                hook_checks.check(hook_checks.Moment.ANSWERED)
                 self._checked = True
             await send(message)
 
@@ -85,17 +87,6 @@ def _is_whole_answer(message: Any) -> bool:
     if message["type"] != "http.response.start" or message["status"] != 200:
         return False
     return not any(name == b"content-type" and b"event-stream" in value for name, value in message["headers"])
-
-
-async def _read_body(receive: Any) -> bytes | None:
-    chunks = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        chunks.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(chunks)
 
 
 def _replay(body: bytes, receive: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.sglang_types import SamplingParams, TokenizerManager
 from sglang_dspark.proposals.candidate_labels import spellings
 from sglang_dspark.speculation import CLASSIFICATION, KEY, RequestOptions, Speculation
 
@@ -18,7 +19,7 @@ MAX_LABEL_TOKENS = 16384
 """Of all labels of a request: the scheduler takes milliseconds to read them, once for equal labels."""
 
 
-def settle(manager: Any, parameters: Any) -> None:
+def settle(manager: TokenizerManager, parameters: SamplingParams) -> None:
     """Replace the field among ``custom_params`` by the checked options that the scheduler reads.
 
     Args:

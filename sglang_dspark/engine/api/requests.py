@@ -1,4 +1,4 @@
-"""What a request may ask for, and what the scheduler would not survive."""
+"""Refuses requests that ask for what DSPARK does not serve, or that the scheduler would not survive."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from sglang.srt.managers.io_struct import (
     msgpack_encode,
 )
 
-from sglang_dspark.declared import shown
+from sglang_dspark.declared import truncate
 from sglang_dspark.draft.families import family_of
 from sglang_dspark.engine.api import request_field
 from sglang_dspark.engine.api.served_requests import REFUSED_FIELDS, REFUSED_PARAMETERS
+from sglang_dspark.engine.sglang_types import ModelConfig, SamplingParams, TokenizerManager
 
 _INT32_MAX, _FLOAT32_MAX = 2**31 - 1, 3.4028234663852886e38
 _MEDIA = ("image_data", "video_data", "audio_data")
 _PLACE = re.compile(r"\$\[(\d+)\](?:\[(\d+)\])?")
 
 
-def check_request(tokenized: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse a generation request that DSPARK would answer differently from the target alone, or not survive.
 
     Runs after SGLang has made what travels to the scheduler, for every route and the offline engine.
@@ -48,14 +49,14 @@ def check_request(tokenized: Any, manager: Any, request: Any, *args: Any, **kwar
     _drop_impossible_stops(tokenized.sampling_params, vocab_size)
 
 
-def _not_served(request: GenerateReqInput, parameters: Any, target: Any) -> Iterator[str]:
+def _not_served(request: GenerateReqInput, parameters: SamplingParams, target: ModelConfig) -> Iterator[str]:
     for name in REFUSED_FIELDS:
         value = getattr(request, name, None)
         if value:
-            yield f"DSPARK does not serve {name}={shown(value)} yet; drop the field or use a server without DSPARK"
+            yield f"DSPARK does not serve {name}={truncate(value)} yet; drop the field or use a server without DSPARK"
     for name in REFUSED_PARAMETERS:
         if (value := getattr(parameters, name)) not in (None, False, 1):
-            yield f"DSPARK does not serve sampling_params.{name}={shown(value)} yet; drop it"
+            yield f"DSPARK does not serve sampling_params.{name}={truncate(value)} yet; drop it"
     # SGLang takes these targets for text models, as it was told to, and would drop images in silence.
     for name in _MEDIA if family_of(target.hf_config.architectures).reads_images else ():
         if getattr(request, name, None):
@@ -120,7 +121,7 @@ def _out_of_range(tokenized: TokenizedGenerateReqInput, vocab_size: int) -> Iter
             yield f"sampling_params.logit_bias of token {token} is {bias}; pass a number that float32 holds"
 
 
-def _drop_impossible_stops(parameters: Any, vocab_size: int) -> None:
+def _drop_impossible_stops(parameters: SamplingParams, vocab_size: int) -> None:
     """Leave only stop tokens that can come.
 
     SGLang looks others up in a row of the vocabulary if any request of the batch asks for a minimum length, and ends.

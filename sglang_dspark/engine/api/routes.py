@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,14 +15,15 @@ from fastapi.responses import HTMLResponse, JSONResponse
 
 from sglang_dspark import dashboard
 from sglang_dspark.engine.api.channel import Channel
+from sglang_dspark.engine.sglang_types import ServerArgs, TokenizerManager
 from sglang_dspark.engine.support import versions
 from sglang_dspark.errors import BusyError, ConfigError
 from sglang_dspark.metrics.history import HISTORY_S, Snapshot, full_report
 
 PAGE = "/dspark"
-LONGEST_POLICY = 4096
+MAX_POLICY_BYTES = 4096
 """Bytes of a policy in JSON."""
-_KINDS = {
+_ERROR_TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
     415: "UnsupportedMediaTypeError",
@@ -32,7 +35,7 @@ def add(app: Any, target_only: str | None) -> None:
     """Add our routes to SGLang's application.
 
     Args:
-        target_only: why the target decodes alone, where it does.
+        target_only: why the target decodes alone; None if it does not.
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -49,7 +52,7 @@ def add(app: Any, target_only: str | None) -> None:
 
 
 def without_root(path: str, root_path: str) -> str:
-    """The path that routes are found by, as Starlette sees it.
+    """Return the path that routes are found by, as Starlette sees it.
 
     Behind a proxy (``--fastapi-root-path``) uvicorn puts the proxy's prefix before every path, as it is.
     """
@@ -58,27 +61,25 @@ def without_root(path: str, root_path: str) -> str:
 
 
 class Routes:
-    """Routes of a server that decodes with DSPARK; the scheduler answers."""
+    """Serve the routes of a server that decodes with DSPARK; the scheduler answers."""
 
     def __init__(self) -> None:
         self._channel = Channel(tokenizer_manager)
 
     async def stats(self, history_s: int = 0) -> Response:
-        """Figures since the start and of the last minute; ``history_s``: seconds to list one by one."""
+        """Return the figures since the start and of the last minute; ``history_s``: seconds to list one by one."""
         if not 0 <= history_s <= HISTORY_S:
             return error_response(400, f"history_s={history_s} must lie between 0 and {HISTORY_S}", "history_s")
         # All that is kept or nothing: readers with other spans share one question.
-        answer = await self._ask("stats", {"history_s": HISTORY_S if history_s else 0})
-        if isinstance(answer, JSONResponse):
-            return answer
-        return await asyncio.to_thread(_stats, answer, history_s)
+        fields = {"history_s": HISTORY_S if history_s else 0}
+        return await self._respond("stats", fields, partial(_stats, history_s=history_s))
 
     async def capabilities(self) -> Response:
-        """What decodes on this server, and why."""
-        return _in_json(await self._ask("capabilities", {}))
+        """Return what decodes on this server, and why."""
+        return await self._respond("capabilities", {})
 
     async def policy(self, request: Request) -> Response:
-        """``{"policy": "static", "verify_len": 3}``: another verify policy from the next step on."""
+        """Switch to another verify policy from the next step on: ``{"policy": "static", "verify_len": 3}``."""
         if _media_type(request) != "application/json":
             return error_response(415, "the header must say Content-Type: application/json", "Content-Type")
         try:
@@ -88,37 +89,37 @@ class Routes:
         if not isinstance(fields, dict) or any(isinstance(value, dict | list) for value in fields.values()):
             return error_response(
                 400,
-                f'the body must be a flat JSON object of at most {LONGEST_POLICY} bytes like {{"policy": "auto"}}',
+                f'the body must be a flat JSON object of at most {MAX_POLICY_BYTES} bytes like {{"policy": "auto"}}',
                 "policy",
             )
-        return _in_json(await self._ask("policy", fields))
+        return await self._respond("policy", fields)
 
-    async def _ask(self, question: str, fields: dict[str, Any]) -> Any:
-        """The scheduler's answer, or the response that says why there is none."""
+    async def _respond(
+        self, question: str, fields: dict[str, Any], report: Callable[[Any], Any] = lambda answer: answer
+    ) -> Response:
+        """Return what ``report`` makes of the scheduler's answer, as JSON, or why there is none.
+
+        JSON does not know NaN: such a figure is null.
+        """
         try:
-            return await self._channel.ask(question, fields)
+            answer = await self._channel.ask(question, fields)
         except ConfigError as error:
             return error_response(400, str(error), question)
         except BusyError as error:
             return error_response(503, str(error), question)
+        content = await asyncio.to_thread(lambda: msgspec.json.encode(report(answer), enc_hook=_plain_number))
+        return Response(content, media_type="application/json")
 
 
-def _stats(answer: dict[str, Any], history_s: int) -> Response:
+def _stats(answer: dict[str, Any], history_s: int) -> dict[str, Any]:
     report = full_report(answer["known"], Snapshot.unpacked(answer["snapshot"]), with_history=history_s > 0)
     if history_s:
         report["history"] = report["history"][-history_s:]
-    return _in_json(report)
-
-
-def _in_json(answer: Any) -> Response:
-    """An answer as JSON, which does not know NaN: such a figure is null, and the others can be read."""
-    if isinstance(answer, JSONResponse):
-        return answer
-    return Response(msgspec.json.encode(answer, enc_hook=_plain_number), media_type="application/json")
+    return report
 
 
 def _plain_number(value: Any) -> Any:
-    """A number of numpy's as Python's."""
+    """Return a number of numpy's as Python's."""
     if not isinstance(value, np.generic):
         raise TypeError(f"{type(value).__name__} is no JSON")
     return value.item()
@@ -132,29 +133,29 @@ async def _short_body(request: Request) -> bytes:
     body = b""
     async for chunk in request.stream():
         body += chunk
-        if len(body) > LONGEST_POLICY:
+        if len(body) > MAX_POLICY_BYTES:
             raise ValueError("too long")
     return body
 
 
 class TargetOnlyRoutes:
-    """Routes of a server on which the target decodes alone."""
+    """Serve the routes of a server on which the target decodes alone."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
     async def stats(self) -> JSONResponse:
-        """There are none."""
+        """Refuse: there are no figures."""
         return self._nothing()
 
     async def capabilities(self) -> JSONResponse:
-        """What decodes on this server, and why."""
+        """Return what decodes on this server, and why."""
         return JSONResponse(
             {"effective_decode_path": "target-only", "reason": self._reason, "versions": versions(), "policies": {}}
         )
 
     async def policy(self, request: Request) -> JSONResponse:
-        """None can be had."""
+        """Refuse: there is no policy."""
         return self._nothing()
 
     def _nothing(self) -> JSONResponse:
@@ -166,20 +167,21 @@ async def _page() -> HTMLResponse:
     return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
 
 
-def tokenizer_manager() -> Any:
-    """SGLang's own, which talks to the scheduler."""
+def tokenizer_manager() -> TokenizerManager:
+    """Return SGLang's own, which talks to the scheduler."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
-    return get_global_state().tokenizer_manager
+    manager: TokenizerManager = get_global_state().tokenizer_manager
+    return manager
 
 
-def _server_args() -> Any:
+def _server_args() -> ServerArgs:
     return tokenizer_manager().server_args
 
 
 def error_response(status: int, message: str, param: str | None) -> JSONResponse:
-    """An error in the form of SGLang's and OpenAI's at once."""
-    error = {"object": "error", "message": message, "type": _KINDS[status], "param": param, "code": status}
+    """Return an error in the form of SGLang's and OpenAI's at once."""
+    error = {"object": "error", "message": message, "type": _ERROR_TYPES[status], "param": param, "code": status}
     return JSONResponse({**error, "error": error}, status_code=status)
 
 

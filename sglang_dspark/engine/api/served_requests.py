@@ -21,7 +21,7 @@ REFUSED_FIELDS = (
 """Fields of a request that DSPARK refuses when they are set."""
 
 REFUSED_PARAMETERS = ("watermark", "beam_width")
-"""Sampling parameters that are refused where they ask for something."""
+"""Sampling parameters that are refused if they ask for something."""
 
 # Most would change or drop the target, and leave the drafter and the draft K/V of cached prefixes behind. Two would
 # give the server another part to play. The last one sets what other speculative algorithms read.
@@ -44,7 +44,7 @@ REFUSED_CHANGES = ("/hicache/storage-backend",)
 
 
 def is_refused(path: str, method: str) -> bool:
-    """Whether a request answers HTTP 400, whatever it asks for.
+    """Return whether a request answers HTTP 400, whatever it asks for.
 
     Args:
         path: without the server's root path.

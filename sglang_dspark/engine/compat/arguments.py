@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import sglang.srt.environ as environ
@@ -15,35 +14,37 @@ _OURS = "_dspark"
 
 
 def attach(args: Any, ours: Any) -> None:
-    """Put what DSPARK has settled on the arguments; it travels with them to the scheduler."""
-    # Algorithms are handed a stand-in, behind which the object is.
-    setattr(getattr(args, "_server_args", args), _OURS, ours)
+    """Put what DSPARK has decided on the arguments; it travels with them to the scheduler."""
+    setattr(args, _OURS, ours)
 
 
 def attached(args: Any) -> Any:
-    """Return what :func:`attach` put there; None where DSPARK does not serve."""
+    """Return what :func:`attach` put there; None if DSPARK was not asked for."""
     return getattr(args, _OURS, None)
 
 
 def tokens_per_step() -> int:
-    """Tokens that a step verifies per request at most, in a process that serves."""
+    """Return the tokens that a step verifies per request at most, in a process that serves."""
     return int(runtime_context.get_spec().speculative_num_draft_tokens)
 
 
-def undo_of(args: ServerArgs) -> Callable[[], None]:
-    """A function that makes ``args`` what they are now, not resolved."""
-    values = {field.name: getattr(args, field.name) for field in record_fields(ServerArgs)}
-    beside = dict(vars(args))
+Snapshot = tuple[dict[str, Any], dict[str, Any]]
 
-    def undo() -> None:
-        vars(args).clear()
-        vars(args).update(beside)
-        for name, value in values.items():
-            setattr(args, name, value)
 
-    return undo
+def snapshot(args: ServerArgs) -> Snapshot:
+    """Return the fields of ``args``, and the attributes beside them, before SGLang resolves them."""
+    return {field.name: getattr(args, field.name) for field in record_fields(ServerArgs)}, dict(vars(args))
+
+
+def restore(args: ServerArgs, written: Snapshot) -> None:
+    """Make ``args`` what they were, not resolved."""
+    values, beside = written
+    vars(args).clear()
+    vars(args).update(beside)
+    for name, value in values.items():
+        setattr(args, name, value)
 
 
 def variables_of_sglang(prefix: str) -> frozenset[str]:
-    """Environment variables that SGLang itself reads and whose names start with ``prefix``."""
+    """Return the environment variables that SGLang itself reads and whose names start with ``prefix``."""
     return frozenset(name for name in dir(environ.envs) if name.startswith(prefix))

@@ -1,4 +1,4 @@
-"""How SGLang's model of a target is asked for hidden states and for its embedding, whatever its class calls that."""
+"""Asks SGLang's model of a target for hidden states and for its embedding, whatever its class calls that."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 
 from sglang_dspark.draft.families import family_of
+from sglang_dspark.engine.sglang_types import ModelRunner, ScheduleBatch
 
 
-def text_model(runner: Any) -> Any:
-    """The model that reads text: the runner's, or a part of it where that one reads images, too."""
+def text_model(runner: ModelRunner) -> Any:
+    """Return the model that reads text: the runner's, or a part of it if that one also reads images."""
     family = family_of(runner.model_config.hf_config.architectures)
     return attrgetter(family.text)(runner.model) if family.text else runner.model
 
 
-def make_capturable(runner: Any) -> None:
+def make_capturable(runner: ModelRunner) -> None:
     """Give the runner's model ``set_dflash_layers_to_capture``, and the one that reads text ``get_input_embeddings``.
 
     All of SGLang's methods take the 0-based layers whose outputs are wanted. Without an argument that of EAGLE3 chooses
@@ -30,8 +31,8 @@ def make_capturable(runner: Any) -> None:
         text.get_input_embeddings = lambda: embedding
 
 
-def capturing_forward(batch: Any, runner: Any) -> ForwardBatch:
-    """The forward of a prefill that returns the tapped hidden states of all its tokens."""
+def capturing_forward(batch: ScheduleBatch, runner: ModelRunner) -> ForwardBatch:
+    """Return the forward of a prefill that returns the tapped hidden states of all its tokens."""
     return ForwardBatch.init_new(
         batch, runner, capture_hidden_mode=CaptureHiddenMode.FULL, return_hidden_states_before_norm=False
     )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
 from sglang.srt.distributed.parallel_state import graph_capture
 from sglang.srt.layers.dp_attention import DpPaddingMode, set_dp_buffer_len, set_is_extend_in_batch
-from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -29,6 +29,7 @@ from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 T = TypeVar("T")
 
 _WARM_UPS = 2  # kernels are compiled and libraries make their workspaces
+_uncopied: ContextVar[bool] = ContextVar("uncopied_logits", default=False)
 
 
 class Captured(Generic[T]):
@@ -157,7 +158,7 @@ def static_verify(
     def run() -> TargetOutput:
         if model_runner.model_config.model_is_mrope:  # of text, all three of a token's coordinates are its position
             forward_batch.mrope_positions = plan.positions.repeat(3, 1)
-        dtype = _logits_as_they_come() if logits is None else nullcontext()
+        dtype = _uncopied_logits() if logits is None else nullcontext()
         # With the batch, from which routing of experts learns how many rows are real.
         context = forward_context(ForwardContext(attn_backend=model_runner.attn_backend), forward_batch=forward_batch)
         with dtype, context:
@@ -173,21 +174,22 @@ def static_verify(
 
 
 @contextmanager
-def _logits_as_they_come() -> Iterator[None]:
-    """Have forwards inside return logits in the dtype of the target's LM head.
-
-    SGLang copies them to float32 otherwise, which changes no number and reads and writes all of them. It goes on doing
-    so where it caps logits behind that: capped ones would be rounded, and be equal where they were not.
-    """
-    copying = LogitsProcessor._copy_logits_to_buffer
-
-    def leaving(processor: Any, logits: torch.Tensor, metadata: Any, **options: Any) -> torch.Tensor:
-        if processor.final_logit_softcapping:
-            return cast("torch.Tensor", copying(processor, logits, metadata, **options))
-        return logits[:, : processor.vocab_size]
-
-    LogitsProcessor._copy_logits_to_buffer = leaving
+def _uncopied_logits() -> Iterator[None]:
+    """Have forwards inside return logits in the dtype of the target's LM head."""
+    token = _uncopied.set(True)
     try:
         yield
     finally:
-        LogitsProcessor._copy_logits_to_buffer = copying
+        _uncopied.reset(token)
+
+
+def copy_logits(
+    original: Callable[..., torch.Tensor], processor: Any, logits: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Leave the copy of logits to float32 out inside :func:`_uncopied_logits`.
+
+    Logits that SGLang caps behind the copy are copied: in 16 bit, capped ones would be equal that were not.
+    """
+    if _uncopied.get() and not processor.final_logit_softcapping:
+        return logits[:, : processor.vocab_size]
+    return original(processor, logits, *args, **kwargs)

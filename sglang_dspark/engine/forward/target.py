@@ -15,6 +15,7 @@ from sglang_dspark.draft.pairing import lacks_own
 from sglang_dspark.engine.compat.pools import make_room, request_capture
 from sglang_dspark.engine.forward.capture import make_capturable, text_model
 from sglang_dspark.engine.forward.layers import kv_heads_of_rank
+from sglang_dspark.engine.sglang_types import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class Target:
         model: SGLang's model, of text where it reads images, too.
     """
 
-    def __init__(self, model_runner: Any, draft: DraftConfig) -> None:
+    def __init__(self, model_runner: ModelRunner, draft: DraftConfig) -> None:
         self._model_runner = model_runner
         self.model = text_model(model_runner)
         self._tp_group = get_parallel().tp_group

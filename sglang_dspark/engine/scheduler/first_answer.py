@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_dspark.engine.fired import Moment, check
+from sglang_dspark.engine.hook_checks import Moment, check
 
 
 class FirstAnswer:
@@ -18,7 +18,7 @@ class FirstAnswer:
         """Call with the requests of every batch, before it runs.
 
         Raises:
-            EngineError: see :func:`sglang_dspark.engine.fired.check`.
+            EngineError: see :func:`sglang_dspark.engine.hook_checks.check`.
         """
         if self._done:
             return

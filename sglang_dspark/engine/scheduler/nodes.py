@@ -28,7 +28,7 @@ from torch import distributed
 
 from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
-from sglang_dspark.engine.settled import Serving
+from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -131,9 +131,9 @@ def end_server() -> None:
     os.kill(os.getppid(), signal.SIGQUIT)
 
 
-def to_have_in_common(settled: Serving) -> dict[str, object]:
+def to_have_in_common(settled: DSparkServer) -> dict[str, object]:
     """Return what all machines of a server have to agree about, by the name that a user knows."""
-    names = [knob.name for knob in fields(DSparkConfig) if knob.name not in _OF_EACH_NODE]
+    names = [option.name for option in fields(DSparkConfig) if option.name not in _OF_EACH_NODE]
     return {
         "sglang-dspark": __version__,
         **{name: version(name) for name in ("sglang", "torch")},
@@ -148,7 +148,7 @@ def _temperatures(path: str | None) -> str:
     return "none" if path is None else f"a file of content {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
 
 
-def _drafter(settled: Serving) -> str:
+def _drafter(settled: DSparkServer) -> str:
     """The drafter by what it is, for machines may keep it in different folders."""
     drafter = settled.drafter
     if drafter is None:

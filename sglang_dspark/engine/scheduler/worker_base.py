@@ -14,12 +14,13 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.compat.worker_face import WorkerFace
-from sglang_dspark.engine.fired import Moment, check
 from sglang_dspark.engine.forward.adapters import check_adapters
 from sglang_dspark.engine.forward.capture import capturing_forward
 from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.forward.phased_attention import PhasedBackend
+from sglang_dspark.engine.hook_checks import Moment, check
+from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler import faults, nodes
 from sglang_dspark.engine.scheduler.adjustments import Adjustments
 from sglang_dspark.engine.scheduler.agreement import Agreement
@@ -37,7 +38,6 @@ from sglang_dspark.engine.scheduler.logprobs import named_in_all, with_logprobs
 from sglang_dspark.engine.scheduler.nan_check import nan_check
 from sglang_dspark.engine.scheduler.request_counts import count
 from sglang_dspark.engine.scheduler.start_check import check_start
-from sglang_dspark.engine.settled import Serving
 from sglang_dspark.step.record import StepRecord
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class SpecWorkerBase(WorkerFace):
             # The ranks of a server have the same to say.
             logging.getLogger("sglang_dspark").setLevel(logging.WARNING)
         self.device = torch.device(target_worker.device)
-        self.settled: Serving = attached(server_args)
+        self.settled: DSparkServer = attached(server_args)
         self.options = self.settled.config
         nodes.join(ranks, self.server_args.nnodes, nodes.to_have_in_common(self.settled), nodes.end_server)
         self.sampling = SamplingReader(self.device)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import click
 
-from sglang_dspark.declared import checked
+from sglang_dspark.declared import validate
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in some releases of click, not in others
@@ -33,6 +33,6 @@ class Numbers(click.ParamType):  # type: ignore[type-arg]  # generic in some rel
         if self._distinct and len(set(numbers)) < len(numbers):
             self.fail(f"{value!r} has a number twice", param, ctx)
         try:
-            return tuple(checked(number, self._kind) for number in numbers)
+            return tuple(validate(number, self._kind) for number in numbers)
         except ValueError as error:
             self.fail(f"each number of {value!r} {error}", param, ctx)

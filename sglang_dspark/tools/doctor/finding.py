@@ -1,4 +1,4 @@
-"""The unit of the report."""
+"""Holds the unit of the report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Status = Literal["ok", "note", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: what was looked at, what was found, and what to do where that is not enough."""
+    """One line of the report: what was looked at, what was found, and what to do if that is not enough."""
 
     status: Status
     subject: str

@@ -1,4 +1,4 @@
-"""Versions, entry point and device."""
+"""Checks versions, entry point and device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PINNED_BY_SGLANG = ("torch", "triton", "transformers")
 
 
 def check_versions() -> Iterator[Finding]:
-    """Python, SGLang, and the packages that SGLang pins or that DSPARK relies on."""
+    """Check Python, SGLang, and the packages that SGLang pins or that DSPARK relies on."""
     yield Finding("ok", "python", f"{platform.python_version()} ({sys.executable})")
     yield Finding("ok", "sglang-dspark", __version__)
     try:
@@ -36,7 +36,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def _wanted_by_sglang() -> dict[str, str]:
-    """Package -> version specifier of the installed SGLang's requirements; empty where it is missing."""
+    """Return the version specifiers that the installed SGLang requires, by package; none if it is missing."""
     from packaging.requirements import Requirement
 
     try:
@@ -60,7 +60,7 @@ def _check_package(name: str, specifier: str) -> Finding:
 
 
 def check_plugin() -> Iterator[Finding]:
-    """The entry point: found, loads, and DSPARK registered in this process."""
+    """Check that the entry point is found and loads, and that DSPARK is registered in this process."""
     found = [point for point in entry_points(group=PLUGIN_GROUP) if point.value == PLUGIN_VALUE]
     if not found:
         yield Finding(
@@ -82,7 +82,7 @@ def _check_registration(entry_point: EntryPoint) -> Finding:
 def _register(entry_point: EntryPoint) -> Finding:
     # Called directly first, because SGLang would only log what it raises.
     entry_point.load()()
-    from sglang_dspark.engine.startup import diagnosis, names
+    from sglang_dspark.engine.launch import diagnosis
 
     allowed = diagnosis.plugin_filter()
     if allowed is not None and entry_point.name not in [name.strip() for name in allowed.split(",")]:
@@ -92,14 +92,14 @@ def _register(entry_point: EntryPoint) -> Finding:
         return Finding("fail", "registration", "SGLang does not know DSPARK after loading its plugins")
     if not diagnosis.has_flags():
         return Finding("fail", "registration", "the --speculative-dspark-* flags are not on SGLang's command line")
-    known = f"{names.COMMON_NAME} and its flags are known to SGLang in this process"
+    known = f"{support.COMMON_NAME} and its flags are known to SGLang in this process"
     return Finding("ok", "registration", known, f"{flag_name('engine')} builtin asks for SGLang's own DSPARK")
 
 
 def check_hooks() -> Iterator[Finding]:
-    """The functions of SGLang that are patched. Imports the whole engine, which takes a while."""
+    """Check the functions of SGLang that are patched. Imports the whole engine, which takes a while."""
     with warnings.catch_warnings(action="ignore"):
-        from sglang_dspark.engine.startup import diagnosis
+        from sglang_dspark.engine.launch import diagnosis
 
         for hook, problem in diagnosis.hooks():
             subject = f"hook {hook.name}"
@@ -110,7 +110,7 @@ def check_hooks() -> Iterator[Finding]:
 
 
 def check_device() -> Iterator[Finding]:
-    """The accelerator that a server would use."""
+    """Check the accelerator that a server would use."""
     try:
         import torch
     except ImportError as error:

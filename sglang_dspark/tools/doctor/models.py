@@ -1,13 +1,14 @@
-"""Whether a drafter fits a target, from their files. Runs on the CPU whatever the server will use."""
+"""Checks whether a drafter fits a target, from their files. Tensors are read on the CPU, whatever the server uses."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_dspark.errors import CheckpointError, DSparkError
-from sglang_dspark.tools.doctor.finding import Finding
+from sglang_dspark.tools.doctor.finding import Finding, failed, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -15,47 +16,83 @@ if TYPE_CHECKING:
     from sglang_dspark.draft.config import DraftConfig
     from sglang_dspark.draft.formats.description import Switch
     from sglang_dspark.draft.model import DraftModel
+    from sglang_dspark.draft.resolved import ResolvedDrafter
+    from sglang_dspark.engine.launch.context import LaunchContext
     from sglang_dspark.tools.golden import GoldenReport
 
 
 def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
-    """Configurations, tensors and memory of a target and its drafter. Stops at the first thing that does not fit."""
+    """Check a target and its drafter: the checks of a start, then tensors and memory. Stops when one of them fails."""
     from sglang_dspark.draft.families import family_of
-    from sglang_dspark.draft.formats import read
-    from sglang_dspark.draft.formats.description import describe, new_to
-    from sglang_dspark.draft.pairing import check_dimensions
+    from sglang_dspark.draft.formats.description import new_to
+    from sglang_dspark.draft.resolved import ResolvedDrafter
     from sglang_dspark.draft.weights import load_draft_model
 
     try:
-        reading = read(draft_dir)
-        draft = reading.config
-        yield Finding("ok", "drafter", f"{reading.format} format: {describe(draft)}")
-        if reading.unknown_keys:
-            unknown = ", ".join(reading.unknown_keys)
-            remedy = (
-                "harmless unless one of them changes the network: then drafts are poor, and the text is right still"
-            )
-            yield Finding("note", "drafter", f"unknown keys in config.json: {unknown}", remedy)
-        config = _read_target_config(target_dir)
-        target = config.get_text_config()
-        family = family_of(config.architectures)
-        check_dimensions(draft, target)
-        yield Finding("ok", "target", _describe_target(config.architectures, target))
-        if family.remark:
-            yield Finding("note", "target", family.remark)
-        yield from _switches(draft, new_to(target.to_dict(), draft))
-        model = load_draft_model(draft_dir, dtype=_dtype(target), device="cpu")
+        drafter = ResolvedDrafter.read(draft_dir)
+        yield from _describe_drafter(drafter)
+        context = _launch(target_dir, drafter)
+        launch = list(_launch_checks(context))
+        yield from launch
+        if failed(launch):
+            return
+        target = context.target
+        architectures = target.hf_config.architectures
+        yield Finding("ok", "target", _describe_target(architectures, context.text_config))
+        if remark := family_of(architectures).remark:
+            yield Finding("note", "target", remark)
+        yield from _switches(drafter.config, new_to(context.text_config.to_dict(), drafter.config))
+        model = load_draft_model(draft_dir, dtype=target.dtype, device="cpu")
         num_tensors = sum(1 for _ in model.parameters())
         _check_finite(model)
-        shared = _bind(model, target_dir, target)
+        shared = _bind(model, target_dir, context)
         yield Finding("ok", "tensors", f"{num_tensors} tensors, all expected, all finite; {_describe_memory(model)}")
         yield Finding("ok", "shared", f"read from the target: {', '.join(shared) or 'nothing'}")
     except DSparkError as error:
         yield Finding("fail", "pair", str(error))
 
 
+def _describe_drafter(drafter: ResolvedDrafter) -> Iterator[Finding]:
+    from sglang_dspark.draft.formats.description import describe
+
+    reading = drafter.reading
+    yield Finding("ok", "drafter", f"{reading.format} format: {describe(reading.config)}")
+    if reading.unknown_keys:
+        unknown = ", ".join(reading.unknown_keys)
+        remedy = "harmless unless one of them changes the network; then drafts are poor, and the text is still right"
+        yield Finding("note", "drafter", f"unknown keys in config.json: {unknown}", remedy)
+
+
+def _launch(target_dir: Path, drafter: ResolvedDrafter) -> LaunchContext:
+    """Return what the checks of a start look at.
+
+    Raises:
+        CheckpointError: the target, or SGLang itself, cannot be read.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # SGLang warns on import of what this machine does not have
+            from sglang_dspark.engine.launch.diagnosis import launch_without_flags
+
+            return launch_without_flags(target_dir, drafter)
+    except (ImportError, OSError, ValueError) as error:
+        raise CheckpointError(f"{target_dir}: SGLang cannot read this as a target ({one_line(error)})") from error
+
+
+def _launch_checks(context: LaunchContext) -> Iterator[Finding]:
+    """Make the checks of a start that need no flags, and name the others."""
+    from sglang_dspark.engine.launch.checks import CHECKS, Moment
+
+    made = [check for check in CHECKS if check.moment is Moment.MODELS]
+    messages = {check.name: message for check in made if (message := check.message(context))}
+    for name, message in messages.items():
+        yield Finding("fail", name, message)
+    passed = ", ".join(check.name for check in made if check.name not in messages)
+    others = ", ".join(check.name for check in CHECKS if check not in made)
+    yield Finding("ok", "start-up", f"passed: {passed}", f"the server also checks, with its flags: {others}")
+
+
 def _switches(draft: DraftConfig, new: Sequence[Switch]) -> Iterator[Finding]:
-    """What the drafter's network does beside DeepSpec's, and which of it the target's layers do not."""
+    """Yield what the drafter's network does beside DeepSpec's, and which of it the target's layers do not."""
     from sglang_dspark.draft.formats.description import switches
 
     found = switches(draft)
@@ -64,8 +101,8 @@ def _switches(draft: DraftConfig, new: Sequence[Switch]) -> Iterator[Finding]:
     )
     if new:
         words = "; ".join(f"{switch.name}: {switch.words}" for switch in new)
-        remedy = "right if the drafter was trained so; otherwise few drafts are accepted, and the text is right still"
-        yield Finding("note", "switches", f"new to this pair, for the target has them not: {words}", remedy)
+        remedy = "right if the drafter was trained so; otherwise few drafts are accepted, and the text is still right"
+        yield Finding("note", "switches", f"new to this pair, because the target does not have them: {words}", remedy)
 
 
 def _describe_target(architectures: Sequence[str], target: Any) -> str:
@@ -89,24 +126,6 @@ def _describe_memory(model: DraftModel) -> str:
     )
 
 
-def _read_target_config(target_dir: Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(target_dir)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{target_dir}: transformers cannot read this as a target ({error})") from error
-
-
-def _dtype(target: Any) -> torch.dtype:
-    """Return what the server computes in unless --dtype says otherwise, and with it the drafter."""
-    import torch
-
-    dtype = target.dtype
-    # SGLang's `--dtype auto` serves float32 checkpoints in float16, where the size is the same as in bfloat16.
-    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
-
-
 def _check_finite(model: DraftModel) -> None:
     import torch
 
@@ -117,24 +136,24 @@ def _check_finite(model: DraftModel) -> None:
         )
 
 
-def _bind(model: DraftModel, target_dir: Path, target: Any) -> tuple[str, ...]:
-    """Let ``model`` read what it can of the target; returns the names of the tensors."""
+def _bind(model: DraftModel, target_dir: Path, context: LaunchContext) -> tuple[str, ...]:
+    """Let ``model`` read what it can of the target, and return the names of the tensors that it shares."""
     from sglang_dspark.draft.pairing import lacks_own
     from sglang_dspark.draft.target_files import quantised_layers
 
-    quantised = quantised_layers(target_dir, tied=target.tie_word_embeddings)
+    quantised = quantised_layers(target_dir, tied=context.text_config.tie_word_embeddings)
     for layer in quantised:
         if getattr(model, layer) is None:
             raise lacks_own(model.config, layer, "is quantised")
     weights = dict(zip(("embed_tokens", "lm_head"), _read_target_embeddings(target_dir), strict=True))
     # In the server's dtype: a float32 embedding equals the drafter's copy only after the same rounding.
     return model.bind_target(
-        *(None if layer in quantised else weight.to(_dtype(target)) for layer, weight in weights.items())
+        *(None if layer in quantised else weight.to(context.target.dtype) for layer, weight in weights.items())
     )
 
 
 def _read_target_embeddings(target_dir: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(embedding, LM head)`` of the target, each ``[V, d]``; the same tensor twice where they are tied."""
+    """Return ``(embedding, LM head)`` of the target, each ``[V, d]``; the same tensor twice if they are tied."""
     from safetensors import SafetensorError, safe_open
 
     from sglang_dspark.draft.target_files import PREFIXES

@@ -199,7 +199,7 @@ class _WarmUpSteps:
 
     def run(self) -> None:
         """Run a plain step, and one with drafts of which not all are verified."""
-        self._step(PLAIN, _DRAFT_SAMPLING)
+        self._step(PLAIN, _DRAFT_MIXES)
         if self._executor.drafter.drafts and self._most > 0:
             depth = max(1, min(self._most, _MAX_SAMPLED_DRAFTS // self._requests))
             self._step(StepDecision(depth, TopK(max(1, self._requests * depth // 2))), _DRAFT_MIXES)
@@ -207,16 +207,16 @@ class _WarmUpSteps:
     def accept(self) -> None:
         """Verify every mix, windows of every width: drafts of the drafter, copied ones, and both side by side."""
         rest, drafts = self._requests - 1, self._executor.drafter.drafts
-        self._surroundings(*self._step(PLAIN, _ALL_SAMPLING))
+        self._surroundings(*self._step(PLAIN, _MIXES))
         for width in widths(self._most):
             if drafts:
                 self._step(StepDecision(width, FixedLength()), _MIXES)
             tokens = torch.zeros((self._requests, width), dtype=torch.int64, device=self._dummy.device)
             copies = Copies(tokens, (width, *[0] * rest))
-            self._step(PLAIN.within(None, copies.lens), _ALL_SAMPLING, copies)
+            self._step(PLAIN.within(None, copies.lens), _MIXES, copies)
             if rest and drafts:
                 beside = StepDecision(1, FixedLength()).within(None, copies.lens)
-                self._step(beside, _ALL_SAMPLING, copies)
+                self._step(beside, _MIXES, copies)
 
     def fill(self) -> None:
         """Run the largest step: sampled, with as many drafts as may be verified."""
@@ -231,14 +231,14 @@ class _WarmUpSteps:
     def _step(
         self, decision: StepDecision, mixes: Sequence[_Mix], copies: Copies | None = None
     ) -> tuple[VerifyPlan, TargetOutput]:
-        """Draft and judge by each of ``distributions``; plan and verify once: the target knows nothing of them."""
-        executor, step = self._executor, self._batch(distributions[0])
+        """Draft and accept by each of ``mixes``; plan and verify once: the target knows nothing of them."""
+        executor, step = self._executor, self._batch(mixes[0])
         draft = executor.draft(step, decision).with_copies(copies)
         plan = executor.plan(step, draft, decision)
         target = executor.verify(step, plan)
         accepted = executor.accept(step, draft, plan, target)
-        for distribution in distributions[1:]:
-            step = self._batch(distribution)
+        for mix in mixes[1:]:
+            step = self._batch(mix)
             draft = executor.draft(step, decision).with_copies(copies)
             accepted = executor.accept(step, draft, plan, target)
         executor.commit(plan, accepted, target)
@@ -252,8 +252,8 @@ class _WarmUpSteps:
         no_slot = host_index([-1], logits.device)
         adjust(logits, table, no_slot, plan.requests, plan.columns, plan.input_ids, plan.indptr)
 
-    def _batch(self, distribution: _Sampling) -> DecodeBatch:
-        rows_of = partial(self._rows, distribution)
+    def _batch(self, mix: _Mix) -> DecodeBatch:
+        rows_of = partial(self._rows, mix)
         return read_decode_batch(self._dummy.fresh(), rows_of(range(self._requests)), rows_of=rows_of, seed=0, step=0)
 
     def _rows(self, mix: _Mix, requests: Sequence[int]) -> SamplingBatch:

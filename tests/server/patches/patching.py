@@ -40,9 +40,9 @@ def interpret_adapters():
     """Let a server on a CPU serve adapters by kernels, which are interpreted."""
 
     def offer(module):
-        module.BACKENDS = {**module.BACKENDS, "cpu": module.BACKENDS["cuda"]}
+        module.LORA_BACKENDS = {**module.LORA_BACKENDS, "cpu": module.LORA_BACKENDS["cuda"]}
 
-    patch_when_imported("sglang_dspark.engine.startup.adapters", offer)
+    patch_when_imported("sglang_dspark.engine.launch.flag_checks", offer)
 
 
 def serve_text_alone():
@@ -65,20 +65,20 @@ def attend_with_sinks():
         module.SINK_BACKENDS = (*module.SINK_BACKENDS, *module.PREFILL_BACKENDS["cpu"])
 
     patch_when_imported("sglang.srt.layers.attention.attention_registry", _late("sink_attention", "install"))
-    patch_when_imported("sglang_dspark.engine.startup.server_args", offer)
+    patch_when_imported("sglang_dspark.engine.launch.flag_checks", offer)
 
 
 def complete_cpu():
     """Have a server on a CPU know the quantisation of ``int8_method``, pages, adapters and caches in host memory."""
 
     def allow(module):
-        module.DEVICES = ("cpu", "cuda")
+        module.HOST_CACHE_DEVICES = ("cpu", "cuda")
 
     patch_when_imported("sglang.srt.layers.quantization", _late("int8_method", "offer"))
     patch_when_imported("sglang.srt.mem_cache.allocator.paged", _late("paged_slots", "install"))
     # The first of the modules of adapters that any process imports.
     patch_when_imported("sglang.srt.lora.lora_registry", _late("unpinned", "install"))
-    patch_when_imported("sglang_dspark.engine.startup.host_cache", allow)
+    patch_when_imported("sglang_dspark.engine.launch.flag_checks", allow)
     patch_when_imported("sglang.srt.mem_cache.pool_host.mha", _late("host_memory", "install_pools"))
     for name in ("sglang.srt.managers.cache_controller", "sglang.srt.mem_cache.l2_transfer"):
         patch_when_imported(name, _late("host_memory", "install_streams"))

@@ -14,8 +14,8 @@ from random_drafter import random_drafter
 from safetensors.torch import load_file, save_file
 
 from sglang_dspark.engine import support
-from sglang_dspark.engine.startup import diagnosis
-from sglang_dspark.engine.startup.hooks import HOOKS
+from sglang_dspark.engine.launch import diagnosis
+from sglang_dspark.engine.launch.hooks import HOOKS
 from sglang_dspark.tools.doctor import installation
 from sglang_dspark.tools.doctor.finding import Finding
 
@@ -55,6 +55,8 @@ def test_a_good_installation_and_the_golden_pair(run, target, draft):
         in result.output
     )
     assert "Qwen3ForCausalLM: hidden size 128, vocabulary 256, 6 layers" in result.output
+    assert "passed: device, target family, dimensions of the pair" in result.output
+    assert "the server also checks, with its flags: fallback of nodes" in result.output
     assert "read from the target: embed_tokens.weight, lm_head.weight" in result.output
     assert ", 0 mismatches; accept length" in result.output
     assert f"DSPARK --speculative-draft-model-path {draft}" in result.output
@@ -90,7 +92,7 @@ def test_switches_and_which_of_them_are_new_to_the_pair(run, target, draft, tmp_
         "layout: 6 slots of which the anchor's does not predict; window: window of 5 rows that slides along with",
         "reduced vocabulary: heads for 60 of 256 tokens; RoPE: RoPE of type yarn, factor 4; bias: biases in the",
         "sinks: attention sinks in layers 1, 2; value scale: values times 0.7",
-        "new to this pair, for the target has them not: layout",
+        "new to this pair, because the target does not have them: layout",
     ):
         assert words in result.output
 

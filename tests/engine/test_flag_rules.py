@@ -16,11 +16,11 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_dspark.config import DSparkConfig, flag_dest
 from sglang_dspark.engine.api import served_requests
-from sglang_dspark.engine.startup import served
+from sglang_dspark.engine.launch import flag_rules
 
 SNAPSHOT = Path(__file__).parents[1] / "data" / "sglang_names.json"
 NAMES = {kind: set(names) for kind, names in json.loads(SNAPSHOT.read_text(encoding="utf-8")).items()}
-OURS = {flag_dest(knob.name) for knob in fields(DSparkConfig)}
+OURS = {flag_dest(option.name) for option in fields(DSparkConfig)}
 
 
 def routes():
@@ -60,7 +60,7 @@ def test_every_name_of_sglang_has_been_looked_at(kind):
     new, gone = found - NAMES[kind], NAMES[kind] - found
     assert not new and not gone, (
         f"{kind}: new in SGLang: {sorted(new)}, gone: {sorted(gone)}. Read what each new one does; refuse it in "
-        "engine/startup/served.py or engine/api/served_requests.py if DSPARK cannot serve it, or say in "
+        "engine/launch/flag_rules.py or engine/api/served_requests.py if DSPARK cannot serve it, or say in "
         f"docs/compatibility.md what else it does. Then write the names into {SNAPSHOT.name}."
     )
 
@@ -80,11 +80,11 @@ def test_what_is_refused_exists(kind, refused):
 DEFAULTS = {field.name: field.default for field in record_fields(ServerArgs)} | {"grammar_backend": "xgrammar"}
 
 
-@pytest.mark.parametrize("refusal", served.REFUSED_FLAGS, ids=lambda refusal: refusal.name)
-def test_defaults_are_served_and_other_values_refused_by_name(refusal):
+@pytest.mark.parametrize("rule", flag_rules.FLAG_RULES, ids=lambda rule: rule.name)
+def test_defaults_are_served_and_other_values_refused_by_name(rule):
     defaults = SimpleNamespace(**DEFAULTS)
-    assert list(served.refusals(defaults, defaults)) == []
-    flag = "--" + refusal.name.replace("_", "-")
-    given = SimpleNamespace(**{**DEFAULTS, refusal.name: "something"})
-    assert list(served.refusals(given, defaults)) == [f"DSPARK cannot run with {flag}=something; {refusal.remedy}"]
-    assert list(served.refusals(defaults, given)) == [f"DSPARK cannot run with {flag}=something; {refusal.remedy}"]
+    assert list(flag_rules.refusals(defaults, defaults)) == []
+    flag = "--" + rule.name.replace("_", "-")
+    given = SimpleNamespace(**{**DEFAULTS, rule.name: "something"})
+    assert list(flag_rules.refusals(given, defaults)) == [f"DSPARK cannot run with {flag}=something; {rule.remedy}"]
+    assert list(flag_rules.refusals(defaults, given)) == [f"DSPARK cannot run with {flag}=something; {rule.remedy}"]

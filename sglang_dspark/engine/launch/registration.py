@@ -13,28 +13,28 @@ logger = logging.getLogger(__name__)
 
 
 def register_algorithm(load_worker: Callable[[], type]) -> None:
-    """Register the algorithm and its flags, once per process. By itself that changes nothing for anybody.
+    """Register the algorithm and its flags, once per process. A server that does not ask for it is unchanged.
 
     Args:
         load_worker: imports the class of the worker; called in scheduler processes only.
 
     Raises:
-        EngineError: there is no SGLang.
+        EngineError: SGLang is not installed.
     """
     support.installed_sglang()
 
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
-    from sglang_dspark.engine.startup import hooks, server_args
-    from sglang_dspark.engine.startup.names import ALGORITHM
+    from sglang_dspark.engine.launch import hooks
+    from sglang_dspark.engine.launch.launch import Launch
 
-    if get_spec(ALGORITHM) is not None:
+    if get_spec(support.ALGORITHM) is not None:
         return
     SpeculativeAlgorithm.register(
-        ALGORITHM,
+        support.ALGORITHM,
         supports_overlap=True,
-        validate_server_args=server_args.validate,
+        validate_server_args=lambda args: Launch.of(args).validate(args),
         spec_class=_algorithm_class(),
     )(_worker_factory(load_worker))
     hooks.register_flags()
@@ -45,7 +45,7 @@ def _worker_factory(load_worker: Callable[[], type]) -> Callable[[Any], type]:
         # Called by the scheduler after the target is loaded and before any memory pool exists.
         from sglang.srt.arg_groups.overrides import resolving_view
 
-        from sglang_dspark.engine.startup import hooks
+        from sglang_dspark.engine.launch import hooks
 
         hooks.install("scheduler", resolving_view(server_args).device)
         logger.info("sglang-dspark %s drives this scheduler", __version__)
@@ -58,7 +58,7 @@ def _algorithm_class() -> type:
     from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
     class DSparkAlgorithm(CustomSpecAlgo):
-        """What the scheduler asks of a speculative algorithm; the base class lacks the last three methods."""
+        """Answers what the scheduler asks of a speculative algorithm; the base class lacks the last three methods."""
 
         _drafter_attached = False
 
@@ -77,9 +77,9 @@ def _algorithm_class() -> type:
             return True
 
         def handle_server_args(self, server_args: Any) -> None:
-            from sglang_dspark.engine.startup.server_args import complete
+            from sglang_dspark.engine.launch.launch import Launch
 
-            complete(server_args)
+            Launch.of(server_args).after(server_args)
 
         def carries_draft_hidden_states(self) -> bool:
             return False

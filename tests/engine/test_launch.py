@@ -1,4 +1,4 @@
-"""Server arguments under DSPARK: the drafter is read once, and what the scheduler needs travels with the arguments."""
+"""A start under DSPARK: the drafter is read once, and what the scheduler needs travels with SGLang's arguments."""
 
 import json
 import os
@@ -18,10 +18,10 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft import resolved
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.startup import defaults, hooks, server_args
+from sglang_dspark.engine.launch import context, defaults, hooks, model_checks
+from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.errors import CheckpointError, ConfigError, EngineError, UnservedError
 from sglang_dspark.tools.launch import PLUGIN
 
@@ -78,7 +78,7 @@ def head_of_codes(folder, name="lm_head.weight"):
 @pytest.fixture
 def quantised(monkeypatch):
     """Says by which method SGLang is to take the target for quantised; its LM head is not tied then."""
-    read = server_args.model_config_of
+    read = context.model_config_of
 
     def by(method):
         def model_config(args):
@@ -86,7 +86,7 @@ def quantised(monkeypatch):
             target.quantization, target.hf_text_config.tie_word_embeddings = method, False
             return target
 
-        monkeypatch.setattr(server_args, "model_config_of", model_config)
+        monkeypatch.setattr(context, "model_config_of", model_config)
 
     return by
 
@@ -97,10 +97,10 @@ def test_a_drafter_needs_a_head_of_its_own_where_the_targets_is_quantised(reads,
     drafter = str(random_drafter(tmp_path, "gated"))
     quantised("gptq")
     settled(*target)  # the golden drafter has one
-    with pytest.raises(CheckpointError, match=r"no lm_head.weight of its own, and the target's lm_head is .*gptq"):
+    with pytest.raises(UnservedError, match=r"no lm_head.weight of its own, and the target's lm_head is .*gptq"):
         settled(*target, draft=drafter)
     quantised(None)
-    settled(*target, draft=drafter)  # nobody looks
+    settled(*target, draft=drafter)  # not looked at
 
 
 def test_options_of_one_server_are_not_those_of_the_next(reads):
@@ -112,31 +112,6 @@ def test_options_of_one_server_are_not_those_of_the_next(reads):
     assert settled()[1].config.schedule == "auto"
 
 
-def shapes(device="cuda", dtype=torch.bfloat16, head_dim=128, kv="auto", **options):
-    """What is refused of a target and a server without a drafter."""
-    target, config = SimpleNamespace(dtype=dtype, head_dim=head_dim), DSparkConfig(**options)
-    return [*server_args.shape_refusals(device, target, kv, config, None, config.gamma(None))]
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_kv_cache_has_the_dtype_of_the_target(device):
-    assert shapes(device, kv="bfloat16") == shapes(device, torch.float32) == []
-    for kv, dtype in (("bfloat16", torch.float16), ("bf16", torch.float32)):
-        [refusal] = shapes(device, dtype, kv=kv)
-        assert f"--kv-cache-dtype={kv} beside a target in {dtype}" in refusal
-
-
-def test_a_block_that_no_attention_can_be_built_for_is_refused():
-    block = {"draft_free": True, "block_size": 127}
-    assert shapes(**block) == []
-    for head_dim, dtype, most in ((128, torch.bfloat16, 127), (256, torch.float16, 63), (128, torch.float32, 63)):
-        [refusal] = shapes(head_dim=head_dim, dtype=dtype, draft_free=True, block_size=256)
-        assert "--speculative-dspark-block-size=256 asks attention for 257 rows" in refusal
-        assert refusal.endswith(f"pass {most} or less")
-        assert shapes(head_dim=head_dim, dtype=dtype, draft_free=True, block_size=most) == []
-    assert shapes("cpu", draft_free=True, block_size=256) == []
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -144,7 +119,7 @@ def test_a_block_that_no_attention_can_be_built_for_is_refused():
         ({"SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "1"}, "1"),
         ({"CUDA_ENABLE_USER_TRIGGERED_COREDUMP": "1"}, None),
     ],
-    ids=["nobody asks", "SGLang is told", "CUDA is told"],
+    ids=["not asked", "SGLang is told", "CUDA is told"],
 )
 def test_nobody_waits_for_core_dumps_that_nobody_writes(reads, monkeypatch, given, expected):
     for name in ("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "CUDA_ENABLE_USER_TRIGGERED_COREDUMP"):
@@ -166,7 +141,7 @@ def test_variables_that_end_the_start(reads, monkeypatch, variable):
 def test_a_resolution_without_our_hook_ends_the_start():
     """It would go on with the defaults of all options."""
     with pytest.raises(EngineError, match=r"did not call .*ServerArgs\.resolve_once"):
-        server_args.validate(SimpleNamespace())
+        Launch.of(SimpleNamespace())
 
 
 @pytest.mark.parametrize("windowed", [True, False])
@@ -188,46 +163,29 @@ def test_the_kernels_of_experts_may_be_chosen(reads):
     assert made.moe_runner_backend == "triton"
     with pytest.raises(ConfigError, match="--speculative-moe-runner-backend=triton; drop the flag"):
         settled("--speculative-moe-runner-backend", "triton")
-
-
-@pytest.mark.parametrize("name", ["moe_runner_backend", "moe_a2a_backend"])
-def test_kernels_of_experts_that_are_not_served_are_named_as_they_were_given(reads, name):
-    """SGLang chooses others for a drafter then."""
-    given = SimpleNamespace(**{"moe_runner_backend": "auto", "moe_a2a_backend": "none", name: "flashinfer_megamoe"})
-    [refusal] = server_args.expert_refusals(given)
-    assert f"--{name.replace('_', '-')}=flashinfer_megamoe" in refusal
-    if name == "moe_runner_backend":
-        with pytest.raises(ConfigError, match="--moe-runner-backend=flashinfer_megamoe, which"):
-            settled("--moe-runner-backend", "flashinfer_megamoe")
+    with pytest.raises(ConfigError, match="--moe-runner-backend=flashinfer_megamoe, which") as caught:
+        settled("--moe-runner-backend", "flashinfer_megamoe")
+    assert "--speculative-moe-runner-backend" not in str(caught.value)  # which SGLang would choose
 
 
 def test_machines_do_not_fall_back_each_by_itself(reads):
     two = ("--nnodes", "2", "--node-rank", "1", "--tp-size", "2", "--dist-init-addr", "127.0.0.1:20000")
-    with pytest.raises(ConfigError, match="--speculative-dspark-fallback=target-only: each of --nnodes=2"):
+    with pytest.raises(
+        ConfigError, match="--speculative-dspark-fallback=target-only cannot be combined with --nnodes=2"
+    ):
         resolve(*two, "--speculative-dspark-fallback", "target-only")
     assert resolve(*two).node_rank == 1
 
 
-@pytest.mark.parametrize(
-    ("capability", "rocm", "complaint"),
-    [
-        ((7, 5), None, "--device=cuda: this GPU has compute capability 7.5, and the kernels of DSPARK need 8.0"),
-        ((9, 4), "6.2", "--device=cuda: this torch was built for ROCm"),
-        ((8, 0), None, None),
-    ],
-)
-def test_gpus_without_kernels(monkeypatch, capability, rocm, complaint):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.version, "hip", rocm)
-    refusal = server_args.device_refusal("cuda")
-    assert refusal is None if complaint is None else complaint in refusal
-
-
-def test_a_refused_device_ends_the_start(reads, monkeypatch):
-    monkeypatch.setattr(server_args, "device_refusal", lambda device: f"no {device}")
-    with pytest.raises(UnservedError, match="no cpu"):
-        resolve()
+def test_all_refusals_are_said_at_once(reads, monkeypatch):
+    with pytest.raises(ConfigError) as caught:
+        resolve("--page-size", "2", "--speculative-num-draft-tokens", "4", "--enable-mixed-chunk")
+    assert not isinstance(caught.value, UnservedError)
+    named = ("--page-size=2", "--speculative-num-draft-tokens=4", "--enable-mixed-chunk=True")
+    assert [flag for flag in named if f"{flag}" not in str(caught.value)] == []
+    monkeypatch.setattr(model_checks, "DEVICES", ("cuda",))
+    with pytest.raises(UnservedError, match="--device=cpu; pass"):
+        resolve("--page-size", "2")
 
 
 @pytest.mark.parametrize("flags", [(), ("--enable-multimodal",)])
@@ -248,8 +206,8 @@ def test_a_target_that_reads_images_is_served_as_a_text_model(reads, tmp_path, f
         ("cuda", None, 512, 7, 256),
         ("cuda", None, 512, 15, 128),
         ("cuda", None, 512, 3, 512),
-        ("cuda", None, 8, 7, defaults.FEWEST_REQUESTS),
-        ("cuda", None, 256, 63, defaults.FEWEST_REQUESTS),
+        ("cuda", None, 8, 7, defaults.MIN_REQUESTS),
+        ("cuda", None, 256, 63, defaults.MIN_REQUESTS),
         ("cuda", 1000, 256, 7, 1000),
         ("cuda", 1, 256, 7, 1),
         ("cpu", None, 256, 7, None),
@@ -262,12 +220,12 @@ def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(
     graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=of_graphs))
     monkeypatch.setattr(defaults, "resolving_view", lambda args: SimpleNamespace(cuda_graph_config=graphs))
     args = SimpleNamespace(device=device, max_running_requests=given)
-    defaults.limit_requests(args, max_verify)
+    defaults.limit_requests(args, max_verify + 1)
     assert args.max_running_requests == expected
 
 
 def test_the_limit_reaches_the_scheduler(reads, monkeypatch):
-    def as_on_a_gpu(args, max_verify):
+    def as_on_a_gpu(args, window):
         assert overrides.resolving_view(args).cuda_graph_config.decode.max_bs > 0
         args.max_running_requests = 77
 

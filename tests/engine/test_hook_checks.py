@@ -5,21 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dspark.engine import fired
-from sglang_dspark.engine.fired import Moment, awaited, check
+from sglang_dspark.engine import hook_checks
+from sglang_dspark.engine.hook_checks import Moment, check, expect_called
 from sglang_dspark.engine.scheduler.first_answer import FirstAnswer
 from sglang_dspark.errors import EngineError
 
 
 @pytest.fixture(autouse=True)
-def nothing_awaited(monkeypatch):
-    monkeypatch.setattr(fired, "_awaited", type(fired._awaited)(dict))
+def nothing_expected(monkeypatch):
+    monkeypatch.setattr(hook_checks, "_expected", type(hook_checks._expected)(dict))
 
 
 def test_a_hook_that_was_never_called_is_named():
-    called = awaited("called", "sglang.called", Moment.READY, lambda x: x + 1)
-    awaited("dead", "sglang.dead", Moment.READY, lambda x: x)
-    awaited("later", "sglang.later", Moment.ANSWERED, lambda x: x)
+    called = expect_called("called", "sglang.called", Moment.READY, lambda x: x + 1)
+    expect_called("dead", "sglang.dead", Moment.READY, lambda x: x)
+    expect_called("later", "sglang.later", Moment.ANSWERED, lambda x: x)
     assert called(1) == 2
     with pytest.raises(
         EngineError, match=r"had not called sglang\.dead when the scheduler was ready, so the hook dead"
@@ -28,15 +28,15 @@ def test_a_hook_that_was_never_called_is_named():
 
 
 def test_hooks_that_were_called_pass():
-    called = awaited("called", "sglang.called", Moment.READY, lambda: None)
-    awaited("whenever", "sglang.whenever", Moment.SOME_TIME, lambda: None)
+    called = expect_called("called", "sglang.called", Moment.READY, lambda: None)
+    expect_called("whenever", "sglang.whenever", Moment.SOME_TIME, lambda: None)
     called()
     check(Moment.READY)
     check(Moment.ANSWERED)
 
 
 def test_a_forked_process_waits_for_its_own_hooks_alone():
-    awaited("of the parent", "sglang.dead", Moment.READY, lambda: None)
+    expect_called("of the parent", "sglang.dead", Moment.READY, lambda: None)
     child = os.fork()
     if child == 0:
         try:
@@ -60,7 +60,7 @@ def end(req, reason):
 
 
 def test_the_first_answer_is_waited_for():
-    awaited("dead", "sglang.dead", Moment.ANSWERED, lambda: None)
+    expect_called("dead", "sglang.dead", Moment.ANSWERED, lambda: None)
     first, req = FirstAnswer(), request()
     first.look([req])
     first.look([req])
@@ -71,7 +71,7 @@ def test_the_first_answer_is_waited_for():
 
 @pytest.mark.parametrize(("tokens", "reason"), [(5, "abort"), (1, "length")])
 def test_a_request_without_a_step_of_its_own_says_nothing(tokens, reason):
-    awaited("dead", "sglang.dead", Moment.ANSWERED, lambda: None)
+    expect_called("dead", "sglang.dead", Moment.ANSWERED, lambda: None)
     first, req = FirstAnswer(), request()
     first.look([req])
     end(req, reason)
@@ -89,6 +89,6 @@ def test_a_hook_is_looked_for_once():
     first.look([req])
     end(req, "stop")
     first.look([])
-    awaited("dead", "sglang.dead", Moment.ANSWERED, lambda: None)
+    expect_called("dead", "sglang.dead", Moment.ANSWERED, lambda: None)
     first.look([request()])
     first.look([])

@@ -1,4 +1,4 @@
-"""Decides between the plugin and SGLang's own DSPARK, and resolves SGLang's arguments for the plugin."""
+"""Decides between the plugin and SGLang's own DSPARK, and has SGLang resolve its arguments for the plugin."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from typing import Any
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.server_args import ServerArgs
 
-from sglang_dspark.config import ENV_PREFIX, DSparkConfig, add_flags, flag_dest, flag_name, flag_texts, knob_text
+from sglang_dspark.config import ENV_PREFIX, DSparkConfig, add_flags, flag_dest, flag_name, flag_texts, option_text
 from sglang_dspark.engine import support
 from sglang_dspark.engine.compat import arguments
-from sglang_dspark.engine.settled import TargetOnly
-from sglang_dspark.engine.startup import hooks, server_args
-from sglang_dspark.engine.startup.names import ALGORITHM, COMMON_NAME
+from sglang_dspark.engine.launch import hooks
+from sglang_dspark.engine.launch.launch import Launch
+from sglang_dspark.engine.launch_state import TargetOnly
+from sglang_dspark.engine.support import ALGORITHM, COMMON_NAME
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
 logger = logging.getLogger(__name__)
 
 _TEXTS = "_dspark_flags"  # texts of our flags, on the way from the command line to the resolution
-_OF_SGLANG = {knob.name for knob in fields(DSparkConfig)} & {
+_SHARED = {option.name for option in fields(DSparkConfig)} & {
     field.name.removeprefix(flag_dest("")) for field in record_fields(ServerArgs)
 }
-"""Our knobs whose flags SGLang has as well; they keep its help and arrive by the same name."""
+"""Our options whose flags SGLang has as well; they keep its help and arrive by the same name."""
 
 
 def add_cli_args(result: Any, parser: Any) -> None:
     """Add our flags to SGLang's parser."""
-    add_flags(parser, but=_OF_SGLANG)
+    add_flags(parser, but=_SHARED)
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> Any:
@@ -40,7 +41,7 @@ def from_cli_args(original: Callable[..., Any], cls: type, namespace: Any) -> An
 
 
 def resolve_once(original: Callable[..., None], args: Any) -> None:
-    """Resolve a ``ServerArgs``, with DSPARK where it was asked of us, or where it cannot be, for the target alone.
+    """Resolve a ``ServerArgs``, with DSPARK if it was asked of us, or for the target alone if DSPARK cannot serve.
 
     Raises:
         ConfigError, CheckpointError, EngineError: our options, the drafter, the target or SGLang cannot be served.
@@ -56,20 +57,20 @@ def resolve_once(original: Callable[..., None], args: Any) -> None:
     args.speculative_algorithm = ALGORITHM
     config = DSparkConfig.resolve(texts, foreign=arguments.variables_of_sglang(ENV_PREFIX))
     support.check_sglang_version(support.installed_sglang(), untested=config.untested_sglang)
-    undo = arguments.undo_of(args)
+    written = arguments.snapshot(args)
     try:
-        with server_args.prepared(args, config):
-            original(args)
+        Launch.before(args, config)
+        original(args)
     except (CheckpointError, UnservedError) as error:
         if config.fallback != "target-only":
             raise
-        undo()
+        arguments.restore(args, written)
         _resolve_target_only(original, args, str(error))
 
 
 def _texts_of_fields(args: Any) -> dict[str, str | None]:
-    """Of our knobs, those that are arguments of SGLang as well; its offline engine sets these by their names."""
-    given = {name: getattr(args, flag_dest(name)) for name in _OF_SGLANG}
+    """Return our options that are arguments of SGLang as well; its offline engine sets these by their names."""
+    given = {name: getattr(args, flag_dest(name)) for name in _SHARED}
     return {name: str(value) for name, value in given.items() if value is not None}
 
 
@@ -82,14 +83,14 @@ def _is_ours(args: Any, texts: Mapping[str, str | None]) -> bool:
     name = (args.speculative_algorithm or "").upper()
     if name not in (COMMON_NAME, ALGORITHM):
         return False
-    if knob_text("engine", texts) != "builtin":
+    if option_text("engine", texts) != "builtin":
         return True
     if name == ALGORITHM:
         raise ConfigError(
             f"--speculative-algorithm {ALGORITHM} is the plugin, and {flag_name('engine')}=builtin asks for SGLang's "
             "own DSPARK; drop one of them"
         )
-    ours = [name for name, text in texts.items() if text is not None and name not in ("engine", *_OF_SGLANG)]
+    ours = [name for name, text in texts.items() if text is not None and name not in ("engine", *_SHARED)]
     if ours:
         raise ConfigError(
             f"{flag_name(ours[0])}={texts[ours[0]]} belongs to the plugin, and {flag_name('engine')} builtin asks for "

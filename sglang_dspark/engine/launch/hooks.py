@@ -1,4 +1,4 @@
-"""Every patch that DSPARK applies to SGLang: which function, why, in which process, and the check that it took effect.
+"""Lists every patch of SGLang: which function, why, in which process. Applies them, and checks that they took effect.
 
 SGLang applies hooks through its ``HookRegistry``, which logs a failed patch and goes on; :func:`install` raises
 instead. Those of :data:`HOOKS` that say ``flags`` are there before DSPARK is selected; all others are installed only
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dspark.engine.fired import Moment, awaited
+from sglang_dspark.engine.hook_checks import Moment, expect_called
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
@@ -37,11 +37,11 @@ class Hook:
         target: the function of SGLang, as one would import it.
         kind: how the handler stands to it.
         handler: our function, below ``sglang_dspark.engine``. A name, so that a process imports only what it installs.
-        where: ``flags``, wherever SGLang's command line is read; ``front_end``, the process that tokenizes requests and
-            serves HTTP; ``routes``, there too, also when the target decodes alone; ``scheduler``; ``cuda`` or ``cpu``,
-            in the scheduler on this device.
+        where: the process. ``flags``: any that reads SGLang's command line. ``front_end``: the one that tokenizes
+            requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``scheduler``. ``cuda``
+            or ``cpu``: the scheduler on this device.
         reason: why SGLang has to be patched there.
-        by: when SGLang has called it for certain.
+        by: the moment by which SGLang must have called it.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Hook:
     by: Moment = Moment.ANSWERED
 
     def load_target(self) -> Callable[..., Any]:
-        """The function that is patched. Imports its module."""
+        """Import and return the function that is patched."""
         function: Callable[..., Any] = resolve_name(self.target)
         return function
 
     def load_handler(self) -> Callable[..., Any]:
-        """Our function. Imports its module."""
+        """Import and return our function."""
         function: Callable[..., Any] = resolve_name(f"sglang_dspark.engine.{self.handler}")
         return function
 
@@ -68,7 +68,7 @@ HOOKS: tuple[Hook, ...] = (
         "add-flags",
         "sglang.srt.server_args.ServerArgs.add_cli_args",
         HookType.AFTER,
-        "startup.resolution.add_cli_args",
+        "launch.resolution.add_cli_args",
         "flags",
         "SGLang has no plugin interface for flags",
     ),
@@ -76,7 +76,7 @@ HOOKS: tuple[Hook, ...] = (
         "read-flags",
         "sglang.srt.server_args.ServerArgs.from_cli_args",
         HookType.AROUND,
-        "startup.resolution.from_cli_args",
+        "launch.resolution.from_cli_args",
         "flags",
         "ServerArgs has no place for the texts of our flags",
     ),
@@ -84,7 +84,7 @@ HOOKS: tuple[Hook, ...] = (
         "resolve-with-dspark",
         "sglang.srt.server_args.ServerArgs.resolve_once",
         HookType.AROUND,
-        "startup.resolution.resolve_once",
+        "launch.resolution.resolve_once",
         "flags",
         "what SGLang would decide otherwise is decided before, and undone where the target decodes alone",
     ),
@@ -92,7 +92,7 @@ HOOKS: tuple[Hook, ...] = (
         "serve-adapters",
         "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility",
         HookType.REPLACE,
-        "startup.adapters.fits_speculation",
+        "launch.flag_checks.adapters_fit",
         "front_end",
         "SGLang refuses LoRA beside every speculative algorithm that it does not know by name",
         Moment.SOME_TIME,
@@ -112,7 +112,7 @@ HOOKS: tuple[Hook, ...] = (
         HookType.AROUND,
         "scheduler.request_counts.report",
         "front_end",
-        "SGLang takes it that every draft is verified, and understates the acceptance of requests",
+        "SGLang assumes that every draft is verified, and understates the acceptance of requests",
     ),
     Hook(
         "seed-samples",
@@ -241,7 +241,7 @@ HOOKS: tuple[Hook, ...] = (
         HookType.REPLACE,
         "scheduler.replacements.positions_of_text",
         "scheduler",
-        "where positions have three coordinates, SGLang takes it that a step verifies as many rows for every request",
+        "if positions have three coordinates, SGLang assumes that a step verifies as many rows for every request",
         Moment.SOME_TIME,
     ),
     Hook(
@@ -250,7 +250,16 @@ HOOKS: tuple[Hook, ...] = (
         HookType.AROUND,
         "forward.adapters.prepare_verification",
         "scheduler",
-        "SGLang takes it that a step verifies as many rows for every request, and adds adapters to the wrong ones",
+        "SGLang assumes that a step verifies as many rows for every request, and adds adapters to the wrong ones",
+        Moment.SOME_TIME,
+    ),
+    Hook(
+        "uncopied-logits",
+        "sglang.srt.layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
+        HookType.AROUND,
+        "forward.graphs.copy_logits",
+        "scheduler",
+        "it copies logits to float32, which changes no number, and reads and writes all of them in every step",
         Moment.SOME_TIME,
     ),
     Hook(
@@ -306,7 +315,7 @@ def install(*places: Where) -> None:
                 f"hook {hook.name} finds {hook.target} patched by another plugin; keep that plugin out with "
                 "SGLANG_PLUGINS=dspark"
             )
-        handler = awaited(hook.name, hook.target, hook.by, hook.load_handler())
+        handler = expect_called(hook.name, hook.target, hook.by, hook.load_handler())
         HookRegistry.register(hook.target, handler, hook.kind)
     HookRegistry.apply_hooks()
     release = installed_sglang()

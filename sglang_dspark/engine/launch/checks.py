@@ -1,0 +1,93 @@
+"""Everything that a start can be refused for: one table, which servers and `doctor` run.
+
+Besides, `launch.py` refuses a drafter that cannot be read, and `config.py` options that contradict each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from sglang_dspark.engine.launch import flag_checks, model_checks
+from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
+
+
+class Moment(Enum):
+    """What has to be known for a check."""
+
+    OPTIONS = "before SGLang resolves its arguments"
+    FLAGS = "when SGLang has resolved its arguments"
+    MODELS = "as FLAGS, and by `doctor`: target, drafter and device decide"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that a start can be refused for.
+
+    Attributes:
+        name: of the check, for the report of `doctor`.
+        moment: when it can be made.
+        find: returns what is wrong, with flag, value and remedy, or None. It may raise ``ConfigError`` or
+            ``CheckpointError`` with such a message instead.
+        unserved: whether ``--speculative-dspark-fallback target-only`` serves the target alone then.
+    """
+
+    name: str
+    moment: Moment
+    find: Callable[[LaunchContext], str | None]
+    unserved: bool = False
+
+    def message(self, context: LaunchContext) -> str | None:
+        """Return what is wrong, or None."""
+        try:
+            return self.find(context)
+        except (ConfigError, CheckpointError) as error:
+            return str(error)
+
+
+def refuse(context: LaunchContext, *moments: Moment) -> None:
+    """Make all checks of these moments.
+
+    Raises:
+        UnservedError: at least one says that DSPARK does not serve the device, the target or the pair.
+        ConfigError: others fail. The error has the messages of all that fail, one a line.
+    """
+    failed: dict[str, bool] = {}
+    for check in CHECKS:
+        if check.moment in moments and (message := check.message(context)):
+            # A check that needs what another one has refused says the same.
+            failed.setdefault(message, check.unserved)
+    if failed:
+        kind = UnservedError if any(failed.values()) else ConfigError
+        raise kind("\n".join(failed))
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("fallback of nodes", Moment.OPTIONS, flag_checks.fallback_of_nodes),
+    Check("drafter beside draft-free", Moment.OPTIONS, flag_checks.drafter_beside_draft_free),
+    Check("form of draft weights", Moment.OPTIONS, flag_checks.draft_load_format),
+    Check("kernels of experts", Moment.OPTIONS, flag_checks.expert_kernels),
+    Check("device", Moment.MODELS, model_checks.device, unserved=True),
+    Check("target family", Moment.MODELS, model_checks.family, unserved=True),
+    Check("dimensions of the pair", Moment.MODELS, model_checks.dimensions, unserved=True),
+    Check("layers read from the target", Moment.MODELS, model_checks.own_layers, unserved=True),
+    Check("block size", Moment.MODELS, model_checks.block_size),
+    Check("context of the target's RoPE", Moment.MODELS, model_checks.rope, unserved=True),
+    Check("rows of attention", Moment.MODELS, model_checks.attention_rows),
+    Check("number of draft tokens", Moment.FLAGS, flag_checks.draft_tokens),
+    Check("simulated acceptance", Moment.FLAGS, flag_checks.simulated_acceptance),
+    Check("confidence head", Moment.FLAGS, flag_checks.confidence_head),
+    Check("temperatures", Moment.FLAGS, flag_checks.temperatures),
+    Check("dtype of K/V", Moment.FLAGS, flag_checks.kv_dtype),
+    Check("flags of SGLang", Moment.FLAGS, flag_checks.flags),
+    Check("server in Rust", Moment.FLAGS, flag_checks.rust_server),
+    Check("size of the K/V pool", Moment.FLAGS, flag_checks.kv_sizing),
+    Check("attention of prompts", Moment.FLAGS, flag_checks.prefill_attention),
+    Check("attention of decoding", Moment.FLAGS, flag_checks.decode_attention),
+    Check("graphs of prefills", Moment.FLAGS, flag_checks.prefill_graphs),
+    Check("kernels of adapters", Moment.FLAGS, flag_checks.lora_backend),
+    Check("memory of adapters", Moment.FLAGS, flag_checks.pinned_memory),
+    Check("prefixes in host memory", Moment.FLAGS, flag_checks.host_cache),
+)

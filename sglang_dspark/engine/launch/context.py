@@ -1,0 +1,48 @@
+"""What the checks of a start look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+
+from sglang_dspark.draft.families import family_of
+from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.sglang_types import ModelConfig, ServerArgs
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """What checks look at.
+
+    Attributes:
+        args: SGLang's arguments, as the operator wrote them.
+        server: our options, and the drafter; without the drafter for checks of ``Moment.OPTIONS``.
+    """
+
+    args: ServerArgs
+    server: DSparkServer
+
+    @cached_property
+    def resolved(self) -> ServerArgs:
+        """Return the arguments, with what SGLang has decided about them by now."""
+        resolved: ServerArgs = resolved_view(self.args)
+        return resolved
+
+    @cached_property
+    def target(self) -> ModelConfig:
+        """Return SGLang's configuration of the target."""
+        target: ModelConfig = model_config_of(self.args)
+        return target
+
+    @property
+    def text_config(self) -> Any:
+        """Return transformers' configuration of the target's text.
+
+        Raises:
+            UnservedError: the target is of a class that is not served, whose configuration may have other keys.
+        """
+        family_of(self.target.hf_config.architectures)
+        return self.target.hf_text_config

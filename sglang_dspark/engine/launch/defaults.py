@@ -1,0 +1,76 @@
+"""What DSPARK decides of SGLang's ``ServerArgs``."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from sglang.srt.arg_groups.overrides import resolving_view
+
+from sglang_dspark.engine.sglang_types import ModelConfig, ServerArgs
+
+logger = logging.getLogger(__name__)
+
+# Requests at a time on a small GPU, where decode graphs are fewer: the default of SGLang's own speculative algorithms.
+MIN_REQUESTS = 48
+# Tokens of the largest step, of 256 requests with blocks of 7; what start-up holds grows with them.
+MAX_STEP_TOKENS = 2048
+
+
+def prepare(args: ServerArgs) -> None:
+    """Decide what SGLang would decide otherwise when it resolves ``args``, if the operator has not."""
+    # SGLang would read the drafter's config, in which transformers does not know every format.
+    args.speculative_draft_model_path = None
+    if args.speculative_draft_model_quantization is None:
+        args.speculative_draft_model_quantization = "unquant"  # SGLang would take the target's for the drafter's
+    if args.enable_multimodal is None:
+        # SGLang would try a picture on a target that reads images, which is refused, and end the start.
+        args.enable_multimodal = False
+    if not (args.attention_backend or args.prefill_attention_backend or args.decode_attention_backend):
+        device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device == "cpu":
+            args.attention_backend = "torch_native"  # the only one that serves; on a GPU SGLang's choice does
+    if args.sampling_backend not in (None, "pytorch"):
+        logger.warning(
+            "--sampling-backend=%s has no effect: DSPARK draws all tokens from the distribution of the pytorch backend",
+            args.sampling_backend,
+        )
+
+
+def size_buffers(args: ServerArgs, window: int) -> None:
+    """Fill the fields that size SGLang's buffers and that hold prefills back.
+
+    Args:
+        window: tokens that a step verifies per request at most.
+    """
+    args.speculative_num_draft_tokens = window
+    args.speculative_num_steps = 1
+    args.speculative_eagle_topk = 1
+    # SGLang holds prefills of DFLASH servers back until several slots are free; a plain server lets them in at once.
+    if args.min_free_slots_delay is None:
+        args.min_free_slots_delay = 1
+
+
+def limit_requests(args: ServerArgs, window: int) -> None:
+    """On a GPU, admit as many requests at a time as decode graphs are captured for, if the operator sets no limit.
+
+    Start-up holds memory for all that may run, gigabytes for the thousands that SGLang would admit. So there are fewer
+    if blocks are long, or if SGLang captures graphs for more, as it does on four GPUs.
+    """
+    if args.device == "cuda" and args.max_running_requests is None:
+        of_graphs = resolving_view(args).cuda_graph_config.decode.max_bs
+        args.max_running_requests = max(MIN_REQUESTS, min(of_graphs, MAX_STEP_TOKENS // window))
+        logger.info(
+            "DSPARK: limiting concurrent requests to %d; override with --max-running-requests",
+            args.max_running_requests,
+        )
+
+
+def use_one_pool(args: ServerArgs, target: ModelConfig) -> None:
+    """Keep the K/V of layers that see a window of the context with that of the others.
+
+    SGLang would give them a second pool, of fewer slots with numbers of their own, which verification does not know.
+    """
+    if target.is_hybrid_swa:
+        args.disable_hybrid_swa_memory = True
+        logger.info("DSPARK: all layers of the target in one K/V pool, as with --disable-hybrid-swa-memory")

@@ -1,0 +1,62 @@
+"""What `doctor` asks of SGLang: would a server that starts now know DSPARK, and serve this pair?"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_registry import get_spec
+
+from sglang_dspark.config import DSparkConfig, flag_name
+from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.launch.hooks import HOOKS, Hook
+from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.support import ALGORITHM
+
+
+def is_registered() -> bool:
+    """Load the plugins as SGLang's own processes do, and return whether DSPARK is known then."""
+    load_plugins()
+    return get_spec(ALGORITHM) is not None
+
+
+def has_flags() -> bool:
+    """Return whether our flags are on the server's command line. Call :func:`is_registered` first."""
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return flag_name("engine") in parser.format_help()  # SGLang's own DSPARK has other flags with our prefix
+
+
+def plugin_filter() -> str | None:
+    """Return SGLang's comma-separated list of the plugins that it may load; None means all."""
+    return envs.SGLANG_PLUGINS.get() or None
+
+
+def hooks() -> Iterator[tuple[Hook, str | None]]:
+    """Yield every hook, and what is wrong with the function that it patches; None if it is there."""
+    for hook in HOOKS:
+        try:
+            hook.load_target()
+        except (ImportError, AttributeError) as error:
+            yield hook, str(error)
+        else:
+            yield hook, None
+
+
+def launch_without_flags(target: Path, drafter: ResolvedDrafter) -> LaunchContext:
+    """Return what the checks of ``Moment.MODELS`` look at, for a server on this machine with our default options.
+
+    Raises:
+        OSError, ValueError: SGLang cannot read the target.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    args = ServerArgs(model_path=str(target), device=device, speculative_draft_model_path=drafter.path)
+    context = LaunchContext(args, DSparkServer(DSparkConfig(), drafter, dummy_draft=False))
+    _ = context.target
+    return context

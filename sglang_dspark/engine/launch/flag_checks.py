@@ -1,0 +1,225 @@
+"""Checks of flags and variables, ours and SGLang's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from sglang.srt.arg_groups.overrides import attention_backends_of
+from sglang.srt.environ import EnvField, envs
+
+from sglang_dspark.calibration.sts import StsCalibration
+from sglang_dspark.config import flag_name
+from sglang_dspark.engine.launch import flag_rules
+from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.sglang_types import ServerArgs
+
+PREFILL_BACKENDS = {"cpu": ("torch_native",), "cuda": ("fa3", "flashinfer", "triton")}
+"""Attention of prompts, by device. Verification has kernels of its own, which read the K/V pools of all of these."""
+SINK_BACKENDS = ("fa3", "triton")
+"""Those of them that know attention sinks."""
+LORA_BACKENDS = {"cuda": ("csgmv", "triton"), "cpu": ("torch_native",)}
+"""LoRA backends whose kernels compute ragged rows. On a GPU the torch one would read their numbers on the host."""
+HOST_CACHE_DEVICES = ("cuda",)
+"""Devices from which SGLang's kernels copy K/V to host memory."""
+DRAFT_FORMATS = (None, "auto", "safetensors", "dummy")
+
+
+def fallback_of_nodes(context: LaunchContext) -> str | None:
+    """Refuse nodes of which some could fall back and others not."""
+    if context.args.nnodes == 1 or context.server.config.fallback != "target-only":
+        return None
+    return (
+        f"{flag_name('fallback')}=target-only cannot be combined with --nnodes={context.args.nnodes}: if only some "
+        "nodes fall back, the server deadlocks; drop the flag"
+    )
+
+
+def drafter_beside_draft_free(context: LaunchContext) -> str | None:
+    """Refuse a drafter for a server that is to have none."""
+    path = context.args.speculative_draft_model_path
+    if path is None or not context.server.config.draft_free:
+        return None
+    return (
+        f"--speculative-draft-model-path={path} names a drafter, and {flag_name('draft_free')} serves without one; "
+        "drop one of the flags"
+    )
+
+
+def draft_load_format(context: LaunchContext) -> str | None:
+    """Refuse forms of weights that drafters do not have."""
+    given = context.args.speculative_draft_load_format
+    if given in DRAFT_FORMATS:
+        return None
+    return (
+        f"--speculative-draft-load-format={given}: DSPARK reads drafters as safetensors; drop the flag, or pass dummy "
+        "for random weights"
+    )
+
+
+def expert_kernels(context: LaunchContext) -> str | None:
+    """Refuse kernels of experts that SGLang has for data-parallel attention alone, before it chooses a drafter's."""
+    for name in ("moe_a2a_backend", "moe_runner_backend"):
+        if getattr(context.args, name) == "flashinfer_megamoe":
+            return (
+                f"DSPARK cannot run with {flag_rules.flag_of(name)}=flashinfer_megamoe, which SGLang offers only with "
+                "data-parallel attention; drop the flag"
+            )
+    return None
+
+
+def draft_tokens(context: LaunchContext) -> str | None:
+    """Refuse SGLang's number of draft tokens if it is not the block's."""
+    given, needed = context.args.speculative_num_draft_tokens, context.server.gamma + 1
+    if given in (None, needed):
+        return None
+    return (
+        f"--speculative-num-draft-tokens={given} contradicts the block size {needed - 1}; pass {needed} or drop the "
+        "flag"
+    )
+
+
+def simulated_acceptance(context: LaunchContext) -> str | None:
+    """Refuse simulated acceptance on real weights, whose text it would spoil."""
+    profile = context.server.config.acceptance_profile(context.server.gamma)
+    if profile is None or context.args.load_format == "dummy":
+        return None
+    return (
+        f"{flag_name('simulate_acceptance')}={profile[0]},... keeps drafts by chance, so the text has no meaning; pass "
+        "it with --load-format dummy to measure step times, or drop it"
+    )
+
+
+def confidence_head(context: LaunchContext) -> str | None:
+    """Refuse a policy that needs confidences of a drafter that has none."""
+    config, drafter = context.server.config, context.server.drafter
+    if config.schedule != "threshold" or drafter is None or drafter.config.enable_confidence_head:
+        return None
+    return (
+        f"{flag_name('schedule')}=threshold needs a confidence head, and {drafter.config.origin} has none; pass auto "
+        "or static"
+    )
+
+
+def temperatures(context: LaunchContext) -> None:
+    """Refuse a bad file of temperatures before the target is loaded; the worker reads it again."""
+    path, drafter = context.server.config.confidence_sts_path, context.server.drafter
+    if path is not None and drafter is not None:
+        StsCalibration.load(Path(path), context.server.gamma, target=context.args.model_path, draft=drafter.path)
+
+
+def kv_dtype(context: LaunchContext) -> str | None:
+    """Refuse K/V in bfloat16 of a target in another dtype."""
+    given, dtype = context.args.kv_cache_dtype, context.target.dtype
+    if given not in ("bfloat16", "bf16") or dtype == torch.bfloat16:
+        return None
+    return (
+        f"DSPARK cannot run with --kv-cache-dtype={given} beside a target in {dtype}: it serves K/V in the target's "
+        "dtype or in fp8_e4m3; pass auto, or --dtype bfloat16"
+    )
+
+
+def flags(context: LaunchContext) -> str | None:
+    """Refuse flags of SGLang that `flag_rules.py` names."""
+    return "\n".join(flag_rules.refusals(context.args, context.resolved)) or None
+
+
+def rust_server(context: LaunchContext) -> str | None:
+    """Refuse a server that requests reach without our checks."""
+    return _variable(envs.SGLANG_RUST_SERVER, "unset it: requests are checked on their way through the Python server")
+
+
+def kv_sizing(context: LaunchContext) -> str | None:
+    """Refuse a K/V pool that changes its size after the drafter's has been made."""
+    remedy = "unset it: the drafter's K/V pool has the size that the target's has at first"
+    return _variable(envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING, remedy)
+
+
+def _variable(variable: EnvField, remedy: str) -> str | None:
+    return f"DSPARK cannot run with {variable.name}=1 in the environment; {remedy}" if variable.get() else None
+
+
+def prefill_attention(context: LaunchContext) -> str | None:
+    """Refuse backends for prompts that do not return hidden states, or know no sinks of a target that has them."""
+    if context.args.device not in PREFILL_BACKENDS:
+        return None
+    sinks = context.target.has_attention_sinks
+    served = [name for name in PREFILL_BACKENDS[context.args.device] if name in SINK_BACKENDS or not sinks]
+    prefill, _ = attention_backends_of(context.resolved)
+    if prefill in served:
+        return None
+    remedy = f"pass --attention-backend {' or '.join(served)}"
+    if sinks:
+        on_a_gpu = "" if served else "serve it on a GPU and "
+        remedy = f"the target has attention sinks: {on_a_gpu}pass --attention-backend {' or '.join(SINK_BACKENDS)}"
+    return f"DSPARK cannot run with --attention-backend={prefill} on {context.args.device}; {remedy}"
+
+
+def decode_attention(context: LaunchContext) -> str | None:
+    """Refuse a choice of attention for decoding, which is our own."""
+    prefill, decode = attention_backends_of(context.resolved)
+    if decode == prefill:
+        return None
+    return (
+        f"DSPARK cannot run with --decode-attention-backend={decode}: verification has kernels of its own; drop the "
+        "flag"
+    )
+
+
+def prefill_graphs(context: LaunchContext) -> str | None:
+    """Refuse graphs of prefills that lose the hidden states."""
+    graphs = context.args.cuda_graph_backend_prefill
+    if graphs in (None, "breakable", "disabled"):
+        return None
+    return (
+        f"DSPARK cannot run with --cuda-graph-backend-prefill={graphs}, whose graphs lose the hidden states that a "
+        "drafter reads; pass breakable or disabled"
+    )
+
+
+def lora_backend(context: LaunchContext) -> str | None:
+    """Refuse kernels of adapters that cannot read ragged rows."""
+    if not (asked := _asks_for_adapters(context.args)) or context.args.device not in LORA_BACKENDS:
+        return None
+    served = LORA_BACKENDS[context.args.device]
+    if context.args.lora_backend in served:
+        return None
+    return (
+        f"DSPARK cannot run with {asked} and --lora-backend={context.args.lora_backend} on {context.args.device}; pass "
+        f"--lora-backend {' or '.join(served)}"
+    )
+
+
+def pinned_memory(context: LaunchContext) -> str | None:
+    """Refuse adapters on a machine where PyTorch cannot pin memory."""
+    if not (asked := _asks_for_adapters(context.args)) or context.args.device != "cpu":
+        return None
+    try:
+        torch.empty(1).pin_memory()
+    except RuntimeError:
+        return (
+            f"DSPARK cannot run with {asked} on this machine: SGLang keeps adapters in pinned memory, which PyTorch "
+            "offers only beside a GPU; drop the flag"
+        )
+    return None
+
+
+def _asks_for_adapters(args: ServerArgs) -> str | None:
+    """Return the flag that asks for adapters."""
+    if args.enable_lora:
+        return "--enable-lora"
+    return "--lora-paths" if args.lora_paths else None
+
+
+def adapters_fit(args: ServerArgs) -> None:
+    """Accept adapters, in place of SGLang's check whether they can run beside the algorithm: ours are made above."""
+
+
+def host_cache(context: LaunchContext) -> str | None:
+    """Refuse prefixes in host memory where no kernel copies them."""
+    if not context.args.enable_hierarchical_cache or context.args.device in HOST_CACHE_DEVICES:
+        return None
+    return (
+        f"DSPARK cannot run with --enable-hierarchical-cache on {context.args.device}: SGLang copies K/V to host "
+        "memory with CUDA kernels; drop the flag"
+    )

@@ -1,0 +1,187 @@
+"""Names the flags of SGLang that DSPARK refuses, with the values that it serves.
+
+A flag that is not named here means what it means on a plain server, or other modules of this folder decide about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_dspark.engine.support import PAGE_SIZES
+
+
+@dataclass(frozen=True)
+class FlagRule:
+    """A flag that DSPARK serves with some values only.
+
+    Attributes:
+        name: the field of ``ServerArgs``.
+        allowed: values that are served, the default among them.
+        remedy: what to do instead.
+        follows: the field whose value SGLang takes over if this flag is not given; that value is served, too.
+    """
+
+    name: str
+    allowed: tuple[Any, ...]
+    remedy: str = "drop the flag"
+    follows: str = ""
+
+    def refuses(self, args: Any) -> bool:
+        """Return whether ``args`` have another value."""
+        value = getattr(args, self.name)
+        return value not in self.allowed and not (self.follows and value == getattr(args, self.follows))
+
+
+HTTP = "drop the flag: requests are checked on their way through HTTP"
+PARTS_OF_STATES = (
+    "drop the flag: each rank would hold the hidden states of some tokens only, and a drafter reads all of them"
+)
+OTHER_ALGORITHM = "drop the flag: DSPARK does not read it, it belongs to other speculative algorithms"
+
+FLAG_RULES: tuple[FlagRule, ...] = (
+    FlagRule("pp_size", (1,), "pass --pp-size 1"),
+    FlagRule("dp_size", (1,), "pass --dp-size 1 and scale out with replicas behind a router"),
+    FlagRule("enable_dp_attention", (False,)),
+    FlagRule("attn_dp_size", (1,), "pass 1"),
+    FlagRule("dwdp_size", (1,), "pass 1"),
+    FlagRule("attn_cp_size", (1,), "pass 1"),
+    FlagRule("dcp_size", (1,), "pass 1"),
+    FlagRule("enable_lora_overlap_loading", (False, None), "drop the flag; adapters are served without it"),
+    FlagRule("disaggregation_mode", ("null",), "drop the flag: draft K/V is not handed on between servers"),
+    FlagRule("tokenizer_worker_num", (1,), "pass 1"),
+    FlagRule("page_size", (*PAGE_SIZES, None), "pass 1, 16, 32 or 64"),
+    FlagRule("enable_mixed_chunk", (False,)),
+    FlagRule("kv_cache_dtype", ("auto", "bfloat16", "bf16", "fp8_e4m3"), "pass auto, bfloat16 or fp8_e4m3"),
+    FlagRule("hicache_storage_backend", (None,), "drop the flag: prefixes can move to host memory, but not beyond it"),
+    FlagRule("enable_lmcache", (False,)),
+    FlagRule("enable_flexkv", (False,)),
+    FlagRule("enable_unified_cache_external_linker", (False,)),
+    FlagRule("enable_kv_cache_sharding", (False,)),
+    FlagRule("moe_a2a_backend", ("none",), PARTS_OF_STATES),
+    FlagRule("moe_dense_tp_size", (None,), PARTS_OF_STATES),
+    FlagRule("enable_layernorm_sp", (False,), PARTS_OF_STATES),
+    FlagRule("enable_two_batch_overlap", (False,)),
+    FlagRule("enable_pdmux", (False,)),
+    FlagRule("grpc_mode", (False,), HTTP),
+    FlagRule("smg_grpc_mode", (False,), HTTP),
+    FlagRule("grpc_port", (None,), f"{HTTP}; SGLANG_GRPC_PORT sets it as well"),
+    FlagRule(
+        "grammar_backend",
+        ("xgrammar", "llguidance", "none"),
+        "pass xgrammar, llguidance or none: drafts are tried out on a grammar that can go back",
+    ),
+    FlagRule("enable_strict_thinking", (False,)),
+    FlagRule("enable_memory_saver", (False,)),
+    FlagRule(
+        "enable_deterministic_inference",
+        (False,),
+        "drop the flag; requests with a seed are reproducible under DSPARK without it",
+    ),
+    FlagRule("enable_unified_memory", (False,)),
+    FlagRule("enable_page_major_kv_layout", (False,)),
+    FlagRule("enable_hisparse", (False,)),
+    FlagRule("prefill_only_disable_kv_cache", (False,)),
+    FlagRule("dllm_algorithm", (None,)),
+    FlagRule("enable_streaming_session", (False,), "drop the flag; sessions without streaming are served"),
+    FlagRule("enable_return_routed_experts", (False,)),
+    FlagRule("enable_return_indexer_topk", (False,)),
+    FlagRule("enable_return_aux_hidden_states", (False,)),
+    FlagRule("enable_watermark", (False,)),
+    FlagRule(
+        "enable_quant_communications",
+        (False, None),
+        "drop the flag: it makes sums of several ranks coarser in verification, and not in the steps of a plain server",
+    ),
+    FlagRule("enable_torch_compile", (False,), "drop the flag: steps of DSPARK are not compiled"),
+    FlagRule("enable_nvidia_megakernel", (False,), "drop the flag: verification has kernels of its own"),
+    FlagRule(
+        "startup_weight_load_mode",
+        ("serial",),
+        "pass serial: the drafter reads the target's weights before graphs are captured",
+    ),
+    FlagRule("debug_cuda_graph", (False,), "drop the flag; --disable-cuda-graph runs steps eagerly"),
+    FlagRule("cuda_graph_backend_decode", (None, "full", "disabled"), "pass full or disabled"),
+    FlagRule("enable_mis", (False,), "drop the flag and score items with a server without DSPARK"),
+    FlagRule("kv_canary", ("none",), "drop the flag: it does not know the rows that DSPARK verifies"),
+    FlagRule("rl_on_policy_target", (None,), "drop the flag: it asks for deterministic inference"),
+    FlagRule(
+        "checkpoint_engine_wait_weights_before_ready",
+        (False,),
+        "drop the flag: the target's weights cannot be updated under DSPARK",
+    ),
+    FlagRule("decrypted_draft_config_file", (None,), "drop the flag: DSPARK reads the drafter's own config.json"),
+    FlagRule("radix_cache_backend", (None,), "drop the flag: draft K/V exists only for SGLang's own pool of slots"),
+    FlagRule("offload_group_size", (-1,), "drop the flag; --cpu-offload-gb is served"),
+    FlagRule("enable_multimodal", (None, False), "drop the flag: DSPARK serves text, and answers images with HTTP 400"),
+    FlagRule("use_ray", (False,), "drop the flag: schedulers have to be processes that load the plugin"),
+    FlagRule("speculative_num_steps", (None, 1), "drop the flag; --speculative-dspark-block-size shortens the block"),
+    FlagRule("speculative_eagle_topk", (None, 1), OTHER_ALGORITHM),
+    FlagRule("speculative_dflash_block_size", (None,), "pass --speculative-dspark-block-size"),
+    FlagRule(
+        "speculative_accept_threshold_single", (1.0,), "drop the flag: DSPARK always keeps the target's distribution"
+    ),
+    FlagRule(
+        "speculative_accept_threshold_acc", (1.0,), "drop the flag: DSPARK always keeps the target's distribution"
+    ),
+    FlagRule("speculative_use_rejection_sampling", (False,), "drop the flag: DSPARK always samples by rejection"),
+    FlagRule("speculative_use_block_verification", (False,)),
+    FlagRule("speculative_token_map", (None,), "drop the flag: a drafter of DSPARK brings its draft_vocabulary.json"),
+    FlagRule("speculative_attention_mode", ("prefill",), OTHER_ALGORITHM),
+    FlagRule(
+        "speculative_draft_attention_backend", (None,), "drop the flag: the drafter has attention kernels of its own"
+    ),
+    FlagRule("speculative_draft_window_size", (None,)),
+    FlagRule("speculative_draft_sink_size", (None,)),
+    FlagRule(
+        "speculative_draft_kv_cache_dtype", (None,), "drop the flag: the drafter's K/V has the dtype of the weights"
+    ),
+    FlagRule(
+        "speculative_dspark_align_verify_tokens_to_graph_tier",
+        (False,),
+        "drop the flag: it belongs to SGLang's own DSPARK",
+    ),
+    FlagRule("speculative_draft_model_quantization", (None, "unquant"), "serve an unquantised drafter"),
+    FlagRule("speculative_moe_runner_backend", (None, "auto"), OTHER_ALGORITHM, follows="moe_runner_backend"),
+    FlagRule("speculative_moe_a2a_backend", (None, "none"), OTHER_ALGORITHM),
+    FlagRule("enable_multi_layer_eagle", (False,), OTHER_ALGORITHM),
+    FlagRule("speculative_domino_candidate_pool_size", (2048,), OTHER_ALGORITHM),
+    FlagRule("speculative_dsa_topk_backend", ("sgl-kernel",), OTHER_ALGORITHM),
+    FlagRule("speculative_enable_w4a4_mxfp4_megamoe", (None,), OTHER_ALGORITHM),
+    FlagRule("uno_lora_path", (None,), OTHER_ALGORITHM),
+    FlagRule("speculative_adaptive", (False,), "drop the flag: the policy auto of DSPARK adapts by itself"),
+    FlagRule("speculative_adaptive_config", (None,), "drop the flag: the policy auto of DSPARK adapts by itself"),
+    FlagRule("decoupled_spec_bind_endpoint", (None,), OTHER_ALGORITHM),
+    FlagRule("decoupled_spec_connect_endpoints", (None,), OTHER_ALGORITHM),
+    FlagRule("decoupled_spec_rank", (None,), OTHER_ALGORITHM),
+    FlagRule("decoupled_spec_role", ("null",), OTHER_ALGORITHM),
+    FlagRule("spec_trace_dir", (None,), OTHER_ALGORITHM),
+    FlagRule("speculative_ngram_min_bfs_breadth", (1,), OTHER_ALGORITHM),
+    FlagRule("speculative_ngram_max_bfs_breadth", (10,), OTHER_ALGORITHM),
+    FlagRule("speculative_ngram_match_type", ("BFS",), OTHER_ALGORITHM),
+    FlagRule("speculative_ngram_max_trie_depth", (18,), OTHER_ALGORITHM),
+    FlagRule("speculative_ngram_capacity", (10_000_000,), OTHER_ALGORITHM),
+    FlagRule("speculative_ngram_external_corpus_path", (None,), OTHER_ALGORITHM),
+    FlagRule("speculative_ngram_external_sam_budget", (0,), OTHER_ALGORITHM),
+    FlagRule("speculative_ngram_external_corpus_max_tokens", (10_000_000,), OTHER_ALGORITHM),
+)
+
+
+def refusals(args: Any, resolved: Any) -> Iterator[str]:
+    """Yield a message for every flag with a value that DSPARK does not serve.
+
+    Args:
+        args: SGLang's ``ServerArgs``.
+        resolved: the same, with what SGLang has decided about them by now.
+    """
+    for rule in FLAG_RULES:
+        for found in (args, resolved):
+            if rule.refuses(found):
+                yield f"DSPARK cannot run with {flag_of(rule.name)}={getattr(found, rule.name)}; {rule.remedy}"
+                break
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field of ``ServerArgs``."""
+    return "--" + name.replace("_", "-")

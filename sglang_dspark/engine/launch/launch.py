@@ -1,0 +1,119 @@
+"""A start with DSPARK, at the three moments at which SGLang asks us."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+from sglang.srt.arg_groups.overrides import model_config_of
+
+from sglang_dspark.config import DSparkConfig, flag_name
+from sglang_dspark.draft.resolved import ResolvedDrafter
+from sglang_dspark.draft.weights import check_draft_model
+from sglang_dspark.engine.compat import arguments
+from sglang_dspark.engine.launch import defaults, hooks
+from sglang_dspark.engine.launch.checks import Moment, refuse
+from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.launch_state import DSparkServer
+from sglang_dspark.engine.sglang_types import ServerArgs
+from sglang_dspark.engine.support import installed_sglang
+from sglang_dspark.errors import ConfigError, EngineError
+from sglang_dspark.hub import DRAFT_FILES, SUBFOLDER, drafter_in_target, local_folder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Launch(DSparkServer):
+    """The start of one server. It is attached to SGLang's arguments, and found again in every process."""
+
+    @classmethod
+    def before(cls, args: ServerArgs, config: DSparkConfig) -> None:
+        """Find the drafter, and prepare ``args`` for SGLang to resolve them.
+
+        Raises:
+            ConfigError, CheckpointError: options that cannot work, or no usable drafter.
+        """
+        refuse(LaunchContext(args, DSparkServer(config, drafter=None, dummy_draft=False)), Moment.OPTIONS)
+        dummy = (args.speculative_draft_load_format or args.load_format) == "dummy"
+        arguments.attach(args, cls(config, find_drafter(args, config, dummy=dummy), dummy))
+        defaults.prepare(args)
+
+    @classmethod
+    def of(cls, args: ServerArgs) -> Launch:
+        """Return the launch that :meth:`before` has attached.
+
+        Raises:
+            EngineError: this SGLang resolves its arguments without our hook, which knows our options.
+        """
+        launch = arguments.attached(args)
+        if not isinstance(launch, cls):
+            raise EngineError(
+                f"sglang {installed_sglang()} resolved its arguments and did not call ServerArgs.resolve_once, so "
+                "options of DSPARK would be dropped; sglang-dspark cannot serve on this release as it is"
+            )
+        return launch
+
+    def validate(self, args: ServerArgs) -> None:
+        """Refuse what cannot be served, before SGLang looks at the speculative options itself.
+
+        Raises:
+            ConfigError, UnservedError: with the messages of all checks that fail.
+        """
+        refuse(LaunchContext(args, self), Moment.MODELS, Moment.FLAGS)
+
+    def after(self, args: ServerArgs) -> None:
+        """Fill the fields that size SGLang's buffers, and install the hooks of the front end."""
+        args.speculative_draft_model_path = None if self.drafter is None else self.drafter.path
+        defaults.size_buffers(args, self.window)
+        defaults.limit_requests(args, self.window)
+        defaults.use_one_pool(args, model_config_of(args))
+        hooks.install("routes", "front_end")
+        _end_at_once()
+        logger.info(
+            "DSPARK: block size %d, policy %s, at most %d drafts verified per request, drafter %s",
+            self.gamma,
+            self.config.schedule,
+            self.window - 1,
+            "none" if self.drafter is None else self.drafter.path,
+        )
+
+
+def find_drafter(args: ServerArgs, config: DSparkConfig, *, dummy: bool) -> ResolvedDrafter | None:
+    """Return the drafter that ``args`` name, or that lies in the target's folder; None if none is to be served.
+
+    Args:
+        dummy: whether its weights will be random; their tensors are checked otherwise.
+
+    Raises:
+        ConfigError: no drafter was named, and the target has none.
+        CheckpointError: there is no such checkpoint, a file is missing or damaged, or the tensors do not fit
+            ``config.json``.
+    """
+    if config.draft_free:
+        return None
+    flag, cache_dir = "--speculative-draft-model-path", args.download_dir
+    path = args.speculative_draft_model_path or drafter_in_target(
+        args.model_path, revision=args.revision, cache_dir=cache_dir
+    )
+    if not path:
+        raise ConfigError(
+            f"DSPARK needs a drafter: pass {flag} with a drafter for your target, which has none in a folder "
+            f"{SUBFOLDER} of its own, or {flag_name('draft_free')} to serve requests with presets alone"
+        )
+    revision = args.speculative_draft_model_revision
+    folder = local_folder(path, flag=flag, files=DRAFT_FILES, revision=revision, cache_dir=cache_dir)
+    drafter = ResolvedDrafter.read(folder)
+    if not dummy:
+        check_draft_model(folder, drafter.reading)
+    return drafter
+
+
+def _end_at_once() -> None:
+    """Have a server that fails end in seconds, and its clients with it.
+
+    SGLang would keep them waiting for a minute in which CUDA may write core dumps, though CUDA was not told to.
+    """
+    if os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
+        os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")

@@ -1,0 +1,100 @@
+"""Checks that need target, drafter and device alone. `doctor` makes them without a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from dspark_kernels import widest_window
+
+from sglang_dspark.config import flag_name
+from sglang_dspark.draft.pairing import check_dimensions, lacks_own
+from sglang_dspark.draft.target_files import quantised_layers
+from sglang_dspark.draft.weights import own_tensors
+from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.support import DEVICES, gpu_refusal
+
+
+def device(context: LaunchContext) -> str | None:
+    """Refuse devices, and GPUs, that no kernel is made for."""
+    found = context.args.device
+    if found not in DEVICES:
+        return (
+            f"DSPARK cannot run with --device={found}; pass cpu or cuda, or {flag_name('engine')} builtin if SGLang's "
+            "own DSPARK knows the device"
+        )
+    if found == "cpu" or not torch.cuda.is_available():  # SGLang itself says that there is no GPU
+        return None
+    refusal = gpu_refusal(torch.cuda.get_device_capability(), rocm=torch.version.hip is not None)
+    return refusal and f"DSPARK cannot run with --device=cuda: {refusal}"
+
+
+def family(context: LaunchContext) -> None:
+    """Refuse targets of classes that are not served."""
+    _ = context.text_config
+
+
+def dimensions(context: LaunchContext) -> None:
+    """Refuse a drafter that was made for another target."""
+    if (drafter := context.server.drafter) is not None:
+        check_dimensions(drafter.config, context.text_config)
+
+
+def own_layers(context: LaunchContext) -> str | None:
+    """Refuse a drafter that would read a quantised layer of its target.
+
+    What only shows once the target is loaded, its handle refuses then.
+    """
+    drafter, target = context.server.drafter, context.target
+    if drafter is None or target.quantization is None:
+        return None
+    own: frozenset[str] = frozenset() if context.server.dummy_draft else own_tensors(drafter.path, drafter.reading)
+    tied = bool(getattr(context.text_config, "tie_word_embeddings", False))
+    for layer in quantised_layers(Path(context.args.model_path), tied=tied):
+        if f"{layer}.weight" not in own:
+            raise lacks_own(drafter.config, layer, f"is quantised ({target.quantization})")
+    return None
+
+
+def block_size(context: LaunchContext) -> None:
+    """Refuse longer blocks than the drafter has, and more drafts to verify than a block has."""
+    _ = context.server.window
+
+
+def rope(context: LaunchContext) -> str | None:
+    """Refuse contexts in which a target with LongRoPE changes its factors.
+
+    SGLang takes the long factors for a whole batch as soon as one of its tokens lies beyond the limit.
+    """
+    text_config, window = context.text_config, context.server.window
+    scaling = getattr(text_config, "rope_parameters", None) or getattr(text_config, "rope_scaling", None) or {}
+    if scaling.get("rope_type", scaling.get("type")) != "longrope":
+        return None
+    key = "original_max_position_embeddings"
+    limit = int(scaling.get(key) or getattr(text_config, key))
+    if context.target.context_len + window <= limit:
+        return None
+    return (
+        f"--context-length={context.target.context_len}: beyond {limit} tokens the LongRoPE of the target "
+        "(--model-path) depends on what else is in a batch, so that drafts would change the text; pass "
+        f"--context-length {limit - window} or less"
+    )
+
+
+def attention_rows(context: LaunchContext) -> str | None:
+    """Refuse a block for which a GPU has no room in one attention kernel."""
+    if context.args.device != "cuda":
+        return None
+    server, dtype = context.server, context.target.dtype
+    # The target's verification sees an anchor and drafts, the drafter's block its slots.
+    windows = {context.target.head_dim: server.window}
+    if server.drafter is not None:
+        head_dim = server.drafter.config.head_dim
+        windows[head_dim] = max(windows.get(head_dim, 0), server.drafter.config.first_slot + server.gamma)
+    for head_dim, width in windows.items():
+        if width > (room := widest_window(head_dim, dtype)):
+            return (
+                f"{flag_name('block_size')}={server.gamma} needs {width} rows of attention per request, and heads of "
+                f"{head_dim} in {dtype} leave room for {room}; pass {server.gamma - width + room} or less"
+            )
+    return None

@@ -1,0 +1,52 @@
+"""What start-up has decided about a server. It travels on SGLang's arguments to every process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.draft.resolved import ResolvedDrafter
+
+
+@dataclass(frozen=True)
+class DSparkServer:
+    """A server that decodes with DSPARK.
+
+    Attributes:
+        config: our options.
+        drafter: None if none is served.
+        dummy_draft: whether its weights are random.
+    """
+
+    config: DSparkConfig
+    drafter: ResolvedDrafter | None
+    dummy_draft: bool
+
+    @property
+    def gamma(self) -> int:
+        """Return the drafts per request and step.
+
+        Raises:
+            ConfigError: our options ask for more than the drafter makes.
+        """
+        return self.config.gamma(None if self.drafter is None else self.drafter.config.gamma)
+
+    @property
+    def window(self) -> int:
+        """Return the tokens that a step verifies per request at most: the anchor, and drafts.
+
+        Raises:
+            ConfigError: our options ask for more drafts than a block has.
+        """
+        return self.config.max_verify(self.gamma) + 1
+
+
+@dataclass(frozen=True)
+class TargetOnly:
+    """A server that was to decode with DSPARK, and decodes with the target alone.
+
+    Attributes:
+        reason: why.
+    """
+
+    reason: str

@@ -1,0 +1,53 @@
+"""Starts as the checks see them, without SGLang resolving anything."""
+
+from types import SimpleNamespace
+
+import torch
+
+from sglang_dspark.config import DSparkConfig
+from sglang_dspark.engine.launch.checks import CHECKS
+from sglang_dspark.engine.launch.context import LaunchContext
+from sglang_dspark.engine.launch_state import DSparkServer
+
+ARGS = {
+    "device": "cuda",
+    "nnodes": 1,
+    "model_path": "target",
+    "load_format": "auto",
+    "kv_cache_dtype": "auto",
+    "moe_runner_backend": "auto",
+    "moe_a2a_backend": "none",
+    "cuda_graph_backend_prefill": None,
+    "enable_hierarchical_cache": False,
+    "enable_lora": None,
+    "lora_paths": None,
+    "lora_backend": "csgmv",
+    "speculative_num_draft_tokens": None,
+    "speculative_draft_model_path": None,
+    "speculative_draft_load_format": None,
+}
+TARGET = {
+    "dtype": torch.bfloat16,
+    "head_dim": 128,
+    "context_len": 8192,
+    "quantization": None,
+    "has_attention_sinks": False,
+}
+
+
+def launch_context(*, drafter=None, target=(), options=(), prefill="fa3", decode="fa3", **args):
+    """A start with these arguments of SGLang, where they are not the defaults."""
+    context = LaunchContext(
+        SimpleNamespace(**ARGS | args), DSparkServer(DSparkConfig(**dict(options)), drafter, dummy_draft=False)
+    )
+    text = SimpleNamespace(rope_parameters={}, original_max_position_embeddings=4096)
+    known = {"hf_config": SimpleNamespace(architectures=["Qwen3ForCausalLM"]), "hf_text_config": text}
+    vars(context)["target"] = SimpleNamespace(**TARGET | known | dict(target))
+    vars(context)["resolved"] = SimpleNamespace(prefill_attention_backend=prefill, decode_attention_backend=decode)
+    return context
+
+
+def found_by(name, context):
+    """What the check of this name says."""
+    [check] = [check for check in CHECKS if check.name == name]
+    return check.message(context)
