@@ -1,6 +1,8 @@
 r"""Which part of the policy ``auto`` earns its place? A server in simulated time, with one part off at a time.
 
-    python benchmarks/ablation.py --output benchmarks/results/ablation.json
+    python benchmarks/ablation.py --output benchmarks/results/ablation --first-seed 0
+
+The results of several seeds are added to the same folder.
 
 Every case is a machine and a kind of traffic, at several loads, and every load is run once per seed with all parts and
 once without each of them. All variants of a seed get the same blocks and the same noise of step times, so that they
@@ -13,6 +15,7 @@ recorded blocks otherwise.
 
 from __future__ import annotations
 
+import csv
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -53,9 +56,20 @@ CONTEXT = 200
 LOADS = (1, 2, 4, 8, 16, 64)
 FEW_LOADS = (1, 8, 64)
 STEPS = {1: 1200, 2: 1000, 4: 800, 8: 600, 16: 500, 64: 400}
-ANSWER_STEPS = 50
 LAG = 2
 NOISE = 0.03
+FIELDS = (
+    "machine",
+    "traffic",
+    "load",
+    "seed",
+    "without",
+    "tokens_per_s",
+    "parked",
+    "of_best_fixed",
+    "of_plain",
+    "best_fixed",
+)
 
 Floats = NDArray[np.float64]
 
@@ -169,7 +183,7 @@ class Traffic:
     Attributes:
         texts: one after the other, for equal parts of the run.
         other_load: requests of every second hundred of steps; None: the load stays.
-        one_batch: requests stay for the whole run; otherwise each is replaced after :data:`ANSWER_STEPS` steps.
+        answer_steps: steps after which a request is replaced by the next one.
         wrong_table: the schedule is told wrong step times.
         hiccups: share of steps that take five times as long.
         loads: those that the traffic is of interest for.
@@ -177,7 +191,7 @@ class Traffic:
 
     texts: Callable[[], Sequence[Text]]
     other_load: int | None = None
-    one_batch: bool = False
+    answer_steps: int = 50
     wrong_table: bool = False
     hiccups: float = 0.0
     loads: tuple[int, ...] = FEW_LOADS
@@ -191,12 +205,15 @@ TRAFFIC = {
     "recorded text": Traffic(lambda: [Recorded()], loads=LOADS),
     "recorded text, no confidence head": Traffic(lambda: [Recorded(head=False)]),
     "one hard request among easy ones": Traffic(
-        lambda: [Invented(lambda request: 0.02 if request == 0 else 0.85)], one_batch=True, loads=(2, 8, 64)
+        lambda: [Invented(lambda request: 0.02 if request == 0 else 0.85)], answer_steps=1 << 30, loads=(2, 8, 64)
     ),
     "half of the requests hard": Traffic(
         lambda: [Invented(lambda request: 0.05 if request % 2 else 0.85)], loads=(1, 4, 16)
     ),
     "text that changes": Traffic(lambda: [Invented(_constant(rate)) for rate in (0.9, 0.1, 0.9)]),
+    "long answers, most of them hard": Traffic(
+        lambda: [Invented(lambda request: 0.9 if request % 4 == 1 else 0.03)], answer_steps=150, loads=(1,)
+    ),
     "hard text": Traffic(lambda: [Invented(_constant(0.05))]),
     "overconfident head": Traffic(lambda: [Invented(_constant(0.3), bias=3.0)]),
     "underconfident head": Traffic(lambda: [Invented(_constant(0.85), bias=-3.0)]),
@@ -325,9 +342,8 @@ class Loop:
         load = self._load
         if self._traffic.other_load is not None and step // 100 % 2:
             load = self._traffic.other_load
-        if self._traffic.one_batch:
-            return list(range(load))
-        return [place + load * ((step + place * ANSWER_STEPS // load) // ANSWER_STEPS) for place in range(load)]
+        each = self._traffic.answer_steps
+        return [place + load * ((step + place * each // load) // each) for place in range(load)]
 
     def _fixed(self, requests: int) -> list[float]:
         """Return milliseconds of a step by its fixed number of drafts."""
@@ -363,8 +379,8 @@ def measure(machine: str, traffic: str, load: int, seed: int, parts: Sequence[st
 
 
 @click.command(help="Leaves out one part of the policy auto at a time, in simulated time.")
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file.")
-@click.option("--seeds", default=3, show_default=True, help="Runs of every case.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder.")
+@click.option("--seeds", default=1, show_default=True, help="Runs of every case.")
 @click.option("--first-seed", default=0, show_default=True, help="Seed of the first of them.")
 @click.option("--only", default="", help="Traffic to run, by a part of its name.")
 @click.option("--machine", type=click.Choice(list(MACHINES)), multiple=True, help="All by default.")
@@ -379,10 +395,17 @@ def main(output: Path, seeds: int, first_seed: int, only: str, machine: tuple[st
         if only in name
         for load in traffic.loads
     ]
-    record, rows = provenance.record(), []
-    for case in track(cases, "cases"):
-        rows += measure(*case, parts)
-        write_text_whole(output, json.dumps({**record, "rows": rows}, indent=1) + "\n")
+    output.mkdir(exist_ok=True)
+    with (output / "ablation.csv").open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        if not file.tell():
+            writer.writeheader()
+        for case in track(cases, "cases"):
+            writer.writerows(measure(*case, parts))
+            file.flush()
+    record = output / "provenance.json"
+    earlier = json.loads(record.read_text(encoding="utf-8")) if record.exists() else []
+    write_text_whole(record, json.dumps([*earlier, provenance.record()], indent=2) + "\n")
 
 
 if __name__ == "__main__":
