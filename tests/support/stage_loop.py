@@ -135,7 +135,7 @@ class StageLoop:
         self.stages.commit(plan, accepted, output)
         if self._counts is not None:
             self._counts.count(self._counted, accepted.out_tokens)
-        self.schedule.done(decision, bs, len(plan.input_ids))
+        self.schedule.end_step(decision, bs, len(plan.input_ids))
         copied = drafted.copied or [0] * bs
         lens = plan.verify_lens[:bs]  # behind them the padding of a graph
         rounds = StepRecord(names, decision, drafted.depths, lens, drafted.confidence, None, copied)
