@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
-from sglang_dspark.scheduling.planner import Candidate, Outlook, by_drafts, outlook
+from sglang_dspark.scheduling.planner import Candidate, Evaluation, by_drafts, evaluate_steps
 from sglang_dspark.scheduling.policies import Policy
-from sglang_dspark.scheduling.step_times import UNKNOWN, StepTimes
+from sglang_dspark.scheduling.step_times import UNKNOWN_STDDEV, StepTimes
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import TopK
 
@@ -23,10 +23,10 @@ MIN_GAIN = 0.01
 # reaches this: at once when it is large, after a while when it is small.
 SWITCH_AT = 0.08
 # But not before it has seen this many rounds: what is known of a drafter before that is a guess.
-FIRST_LOOK_ROUNDS = 64
-# Steps that an outlook holds for: what it is made of changes slowly, survivals once in so many steps, and making it is
-# most of the work of a choice.
-OUTLOOK_STEPS = 8
+MIN_ROUNDS = 64
+# Steps that an evaluation holds for: what it is made of changes slowly, survivals once in so many steps, and making it
+# is most of the work of a choice.
+EVALUATION_STEPS = 8
 # Now and then a step serves to learn something (a trial), not before all that the last one cost is at most this share
 # of the throughput since. One drafts and verifies a request in full (a probe), after so many steps; on a cold start
 # later, because it is the table that may cost much there.
@@ -35,8 +35,8 @@ PROBE_STEPS, FIRST_PROBE_STEPS = 32, 128
 # The other times a step that is not the usual one (a look), if it may be the fastest within so many standard deviations
 # of its time. So many steps after the last one while nothing is known of such steps but what the table says, because a
 # wrong one has to be found out soon; and later the more is known of them.
-DOUBT = 1.5
-LOOK_STEPS = 4
+OPTIMISM = 1.5
+EXPLORE_STEPS = 4
 # A parked server sees little, so what it sees counts for more: rounds that a probe stands for.
 PARKED_PROBE_WEIGHT = 4
 
@@ -51,7 +51,7 @@ class _Held:
     """
 
     made: int
-    outlook: Outlook
+    evaluate_steps: Evaluation
     share_ms: dict[int, float] = field(default_factory=dict)
 
 
@@ -61,12 +61,12 @@ class AutoPolicy(Policy):
 
     Attributes:
         times, survivals: what it knows; both are fed from outside.
-        whole_batches: whether a step that drafts for one request drafts for all, as CUDA graphs do.
+        fixed_draft_shape: whether a step that drafts for one request drafts for all, as CUDA graphs do.
     """
 
     times: StepTimes
     survivals: LaggedSurvivals
-    whole_batches: bool = False
+    fixed_draft_shape: bool = False
     name: str = "auto"
     needs_confidence: bool = True
     parked: bool = False
@@ -74,11 +74,11 @@ class AutoPolicy(Policy):
     _held: dict[int, _Held] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
     _advantage: float = field(default=0.0, init=False)
-    _steps_to_look: float = field(default=LOOK_STEPS, init=False)
+    _steps_to_explore: float = field(default=EXPLORE_STEPS, init=False)
     _steps_to_probe: int = field(default=FIRST_PROBE_STEPS, init=False)
     _steps_since_trial: int = field(default=0, init=False)
     _trial_cost: float = field(default=0.0, init=False)  # of the last one, in usual steps
-    _looked_at: tuple[int, Candidate] | None = field(default=None, init=False)  # by the last trial, with its requests
+    _explored: tuple[int, Candidate] | None = field(default=None, init=False)  # by the last trial, with its requests
     _probes: int = field(default=0, init=False)
     _trials: int = field(default=0, init=False)  # looks and probes
     _depth: int = field(init=False)
@@ -87,14 +87,14 @@ class AutoPolicy(Policy):
     _speculative: Candidate | None = field(default=None, init=False)  # the last one, or what it would have been
 
     def __post_init__(self) -> None:
-        # The incumbent of the first step is the whole block: trimming, too, has to earn its place.
+        # The current of the first step is the whole block: trimming, too, has to earn its place.
         self._depth = self.times.table.gamma
         self._drafts = float(self._depth)
 
     def choose(self, requests: int, context: float) -> StepDecision:
-        ahead = self._outlook(requests, context)
-        better = ahead.best.tokens_per_ms > (1 + MIN_GAIN) * ahead.incumbent.tokens_per_ms
-        speculative = ahead.best if better else ahead.incumbent
+        ahead = self._evaluate(requests, context)
+        better = ahead.best.tokens_per_ms > (1 + MIN_GAIN) * ahead.current.tokens_per_ms
+        speculative = ahead.best if better else ahead.current
         gain = math.log(speculative.tokens_per_ms / ahead.plain.tokens_per_ms)
         self._take_side(gain)
         self._speculative = speculative
@@ -110,19 +110,19 @@ class AutoPolicy(Policy):
         assert self._speculative is not None, "a step has been chosen"
         return _step(self._speculative, requests)
 
-    def look_anew(self) -> None:
+    def forget_evaluations(self) -> None:
         """Forget what was worked out from what was known some time ago."""
         self._held.clear()
 
-    def _outlook(self, requests: int, context: float) -> Outlook:
+    def _evaluate(self, requests: int, context: float) -> Evaluation:
         self._steps += 1
         held = self._held.get(requests)
-        if held is None or self._steps - held.made >= OUTLOOK_STEPS:
-            ahead = outlook(self.times, self.survivals, requests, context, self._depth, self._drafts)
+        if held is None or self._steps - held.made >= EVALUATION_STEPS:
+            ahead = evaluate_steps(self.times, self.survivals, requests, context, self._depth, self._drafts)
             self._held[requests] = held = _Held(self._steps, ahead)
-        return held.outlook
+        return held.evaluate_steps
 
-    def least_gain(self, requests: int, depth: int, context: float) -> float:
+    def min_acceptance(self, requests: int, depth: int, context: float) -> float:
         """Accepted drafts that a request must bring per round: what is committed in the time that drafting it takes.
 
         One of several leaves its part of the verification to the others, so that its share of the draft stage is what
@@ -133,7 +133,7 @@ class AutoPolicy(Policy):
         if held is None or last is None or alone is None:
             return 0.0
         if requests == 1:
-            plain = held.outlook.plain
+            plain = held.evaluate_steps.plain
             return (alone.ms - plain.ms) * plain.tokens_per_ms
         if depth not in held.share_ms:
             draft_ms = [
@@ -145,7 +145,7 @@ class AutoPolicy(Policy):
 
     def _take_side(self, gain: float) -> None:
         """Park, or speculate again, when the other side has been ahead by enough for long enough."""
-        if self.survivals.num_observed < FIRST_LOOK_ROUNDS:
+        if self.survivals.num_observed < MIN_ROUNDS:
             return
         other_side = gain - MIN_GAIN if self.parked else -gain
         self._advantage = max(0.0, self._advantage + other_side)
@@ -160,27 +160,27 @@ class AutoPolicy(Policy):
         full: without, a parked server would never notice that the text got easier, and nothing could correct a head
         that is too careful.
         """
-        self._steps_to_look -= 1
+        self._steps_to_explore -= 1
         self._steps_to_probe -= 1
         self._steps_since_trial += 1
-        if self._steps_to_look <= 0 and self._looked_at is not None:
+        if self._steps_to_explore <= 0 and self._explored is not None:
             # The look may have shown that it cost less than it seemed to.
-            if self._looked_at[0] == requests:
-                self._trial_cost = self._loss(self._looked_at[1], usual, requests, context)
-            self._looked_at = None
+            if self._explored[0] == requests:
+                self._trial_cost = self._loss(self._explored[1], usual, requests, context)
+            self._explored = None
         if self._steps_since_trial < self._trial_cost / PROBE_SHARE:
             return None
         if self._steps_to_probe <= 0:
             self._steps_to_probe = PROBE_STEPS
             return self._probe(usual, requests, context)
-        if self._steps_to_look <= 0:
-            rival, doubt = self._rival(usual, requests, context)
+        if self._steps_to_explore <= 0:
+            rival, doubt = self._alternative(usual, requests, context)
             if rival is not None:
-                self._looked_at = requests, rival
-                self._steps_to_look = LOOK_STEPS * UNKNOWN / doubt
+                self._explored = requests, rival
+                self._steps_to_explore = EXPLORE_STEPS * UNKNOWN_STDDEV / doubt
                 self._spend(self._loss(rival, usual, requests, context))
                 return _step(rival, requests)
-            self._steps_to_look = PROBE_STEPS
+            self._steps_to_explore = PROBE_STEPS
         return None
 
     def _spend(self, cost: float) -> None:
@@ -201,11 +201,11 @@ class AutoPolicy(Policy):
         if self.parked:
             # A lone request is the whole batch, whose step has a time that teaches. Where all are drafted in any case,
             # the survivals of all are known.
-            drafted = (probed,) if requests > 1 and not self.whole_batches else None
+            drafted = (probed,) if requests > 1 and not self.fixed_draft_shape else None
             decision = StepDecision(
                 gamma, TopK(gamma, probe_request=probed), draft_requests=drafted, weight=PARKED_PROBE_WEIGHT
             )
-            count = requests if self.whole_batches else 1
+            count = requests if self.fixed_draft_shape else 1
             draft_ms = self.times.one(count, 0, gamma, context) - self.times.one(count, 0, 0, context)
             ms = self.times.one(requests, gamma, 0, context) + draft_ms
         else:
@@ -217,7 +217,7 @@ class AutoPolicy(Policy):
         self._spend(ms / usual.ms - 1)
         return decision
 
-    def _rival(self, usual: Candidate, requests: int, context: float) -> tuple[Candidate | None, float]:
+    def _alternative(self, usual: Candidate, requests: int, context: float) -> tuple[Candidate | None, float]:
         """The step with the best prospects, and the doubt about its time.
 
         None unless the table may be so wrong about it that it is the fastest.
@@ -227,8 +227,8 @@ class AutoPolicy(Policy):
         def drafts(step: Candidate) -> int:
             return min(round(step.num_tokens / requests) - 1, gamma)
 
-        doubt = self.times.doubt(requests, drafts(usual))
-        hope = np.exp(DOUBT * doubt)
+        doubt = self.times.stddev(requests, drafts(usual))
+        hope = np.exp(OPTIMISM * doubt)
         prospects = {
             rival: rival.tokens_per_ms * hope[drafts(rival)]
             for rival in by_drafts(self.times, self.survivals, requests, context)

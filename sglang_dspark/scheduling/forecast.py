@@ -11,15 +11,15 @@ from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.calibration.predicted_survival import PredictedSurvival
 from sglang_dspark.calibration.survival import prefix_survival, sigmoid
 from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
-from sglang_dspark.scheduling.outcomes import Note, outcomes_of, weighted
 from sglang_dspark.scheduling.position_acceptance import PositionAcceptance
-from sglang_dspark.scheduling.request_gains import RequestGains
+from sglang_dspark.scheduling.request_acceptance import RequestAcceptance
+from sglang_dspark.scheduling.step_feedback import StepFeedback, verified_and_accepted, weighted
 from sglang_dspark.step.confidence import Confidence
 
 # Learning from a step costs 0.1 ms however few requests it had: so many steps are taken together, or so many rounds. Of
 # 256 requests every 16th step is noted, and a server that should park would wait for eight of these.
-LEARN_STEPS = 8
-LEARN_ROUNDS = 128
+UPDATE_STEPS = 8
+UPDATE_ROUNDS = 128
 ROUNDS_PER_STEP = 16
 """Rounds per step that are learned from in the mean: 64 requests would fill what survivals are estimated from
 (``WINDOW_ROUNDS``) in four steps, and every round costs 2 us."""
@@ -50,10 +50,10 @@ class Forecast:
         self.calibration = calibration
         self.positions = PositionAcceptance(max_verify)
         self.predicted = PredictedSurvival(max_verify)
-        self.gains = RequestGains()
+        self.request_acceptance = RequestAcceptance()
         self.lagged: LaggedSurvivals | None = None
         self._max_verify, self._adapts, self._device = max_verify, adapts, device
-        self._notes: list[Note] = []
+        self._notes: list[StepFeedback] = []
         self._ahead = 0  # rounds noted of steps to come
         self._steps = 0  # since the calibration was shown anything
         self._predictions = np.empty((2, 0, max_verify))  # the last rounds: logits, and survivals as predicted
@@ -81,7 +81,7 @@ class Forecast:
         """The logits, and the survivals of :meth:`survival`."""
         return Confidence(logits, self.survival(logits, bs, depth, coefficients))
 
-    def note(self, outcome: Note) -> None:
+    def note(self, outcome: StepFeedback) -> None:
         """Take note of a step's outcome, and learn from several at a time: each lesson has a price of its own.
 
         Of steps with many requests only some are noted, whatever came of them.
@@ -94,17 +94,22 @@ class Forecast:
         self._ahead += len(outcome.requests)
         self._notes.append(outcome)
         rounds = sum(len(note.requests) for note in self._notes)
-        if len(self._notes) >= LEARN_STEPS or rounds >= LEARN_ROUNDS or counts_for_many or self._is_first_look(outcome):
+        if (
+            len(self._notes) >= UPDATE_STEPS
+            or rounds >= UPDATE_ROUNDS
+            or counts_for_many
+            or self._is_first_look(outcome)
+        ):
             self.learn()
 
-    def _is_first_look(self, outcome: Note) -> bool:
+    def _is_first_look(self, outcome: StepFeedback) -> bool:
         """Return whether this is one of the first rounds of a request that runs alone.
 
         Its text decides about every step, so a hard one is given up soon. Without a head all texts look the same.
         """
         requests = outcome.rounds.requests
         weighed = self.calibration is not None and self.lagged is not None
-        return weighed and len(requests) == 1 and self.gains.is_new(requests[0])
+        return weighed and len(requests) == 1 and self.request_acceptance.is_new(requests[0])
 
     def note_plain(self) -> None:
         """Take note of a step that drafted nothing.
@@ -123,7 +128,7 @@ class Forecast:
         notes, self._notes = self._notes, []
         if not notes:
             return
-        self.positions.observe(*weighted(notes, *outcomes_of(notes)))
+        self.positions.observe(*weighted(notes, *verified_and_accepted(notes)))
         predicted = [note for note in notes if note.rounds.confidence is not None]
         if self.calibration is None:
             self._renew_coefficients()
@@ -131,21 +136,23 @@ class Forecast:
             return
         # Depths differ where policies cut blocks short.
         logits, survival = np.concatenate([note.confidence(self._max_verify) for note in predicted], axis=1)
-        self.predicted.observe(survival, *outcomes_of(predicted))
+        self.predicted.observe(survival, *verified_and_accepted(predicted))
         renewed = self.calibration is None or self._calibrate(self.calibration, predicted, logits)
         if self.lagged is not None:
             ids = [note.rounds.requests[request] for note in predicted for request in note.requests]
-            self.gains.observe(ids, survival)
+            self.request_acceptance.observe(ids, survival)
             # A probe of a whole batch shows as many rounds as it stands for, or more.
             times = [-(-note.rounds.decision.weight // len(note.requests)) for note in predicted for _ in note.requests]
             predictions = np.repeat(np.stack([logits, survival]), times, axis=1)
             self._observe_survivals(self.lagged, predictions, renewed)
 
-    def _calibrate(self, calibration: OnlineCalibration, notes: list[Note], logits: NDArray[np.float64]) -> bool:
+    def _calibrate(
+        self, calibration: OnlineCalibration, notes: list[StepFeedback], logits: NDArray[np.float64]
+    ) -> bool:
         """Show the calibration what came of ``logits`` [n, max_verify]; whether that changed the coefficients."""
         if not self._adapts:
             return False
-        verified, accepted = outcomes_of(notes)
+        verified, accepted = verified_and_accepted(notes)
         # NaN past the drafted depth was not verified, and is not read; that of a broken head is left out.
         read = np.where(np.arange(self._max_verify) < verified[:, None], logits, 0.0)
         counted = weighted(notes, read, verified, accepted)

@@ -38,28 +38,28 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Evaluation:
     """The candidates that matter for a given load.
 
     Attributes:
         plain: one token per request, nothing drafted.
         best: the fastest speculative step.
-        incumbent: the step like the last one: as deep, and as many drafts per request.
+        current: the step like the last one: as deep, and as many drafts per request.
     """
 
     plain: Candidate
     best: Candidate
-    incumbent: Candidate
+    current: Candidate
 
 
-def outlook(
+def evaluate_steps(
     times: StepTimes,
     survivals: LaggedSurvivals,
     requests: int,
     context: float,
     last_depth: int,
     last_drafts: float,
-) -> Outlook:
+) -> Evaluation:
     """Evaluate every step that ``requests`` requests can take: (R + gain) / T over all depths and token counts.
 
     Args:
@@ -69,10 +69,10 @@ def outlook(
     steps = _Steps(times, survivals, requests, context)
     depths = survivals.depths
     last_row = depths.index(last_depth) if last_depth in depths else len(depths) - 1
-    return Outlook(
+    return Evaluation(
         plain=steps.plain,
         best=steps.candidate(*divmod(int(steps.rates.argmax()), steps.rates.shape[1])),
-        incumbent=steps.candidate(last_row, steps.load.column(last_drafts)),
+        current=steps.candidate(last_row, steps.load.column(last_drafts)),
     )
 
 

@@ -44,7 +44,7 @@ class Policy(ABC):
         """The step that speculation would take now, where it rests."""
         return PLAIN
 
-    def least_gain(self, requests: int, depth: int, context: float) -> float:
+    def min_acceptance(self, requests: int, depth: int, context: float) -> float:
         """Accepted drafts that a request must bring per round, or it is not drafted; 0 drafts them all."""
         return 0.0
 

@@ -14,10 +14,10 @@ from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.auto_policy import AutoPolicy, draft_depths
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
-from sglang_dspark.scheduling.outcomes import Note
 from sglang_dspark.scheduling.policies import EarlyStopPolicy, FixedPolicy, Policy, ThresholdPolicy
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_clock import StepClock, TimedStep
+from sglang_dspark.scheduling.step_feedback import StepFeedback
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.limits import RequestLimits
@@ -38,8 +38,8 @@ class Schedule:
     Attributes:
         options: the server's, with the policy in force.
         policy: the policy in force.
-        whole_batches: whether all requests are drafted to the full depth in any case, as in CUDA graphs: then there is
-            nothing to gain from shallow blocks, or from leaving some of several requests out.
+        fixed_draft_shape: whether all requests are drafted to the full depth in any case, as in CUDA graphs: then there
+            is nothing to gain from shallow blocks, or from leaving some of several requests out.
         forecast: how likely drafts are to survive.
         times: how long steps take; None without a table.
     """
@@ -57,23 +57,23 @@ class Schedule:
         self.forecast = Forecast(max_verify, calibration, adapts=options.online_calibration, device=device)
         self.times: StepTimes | None = None
         self._clock = StepClock(lag, synchronous=device.type == "cpu")
-        self.whole_batches = False
+        self.fixed_draft_shape = False
         self.policy: Policy = FixedPolicy(0, "off")
         self._auto: AutoPolicy | None = None  # keeps what it decided while another policy is in force
 
-    def start(self, table: SpsTable | None, *, whole_batches: bool = False) -> None:
+    def start(self, table: SpsTable | None, *, fixed_draft_shape: bool = False) -> None:
         """Begin with the configured policy. Without a drafter, ``auto`` drafts nothing: there are presets alone.
 
         Args:
             table: measured step times; None where the policy needs none.
-            whole_batches: see the attribute.
+            fixed_draft_shape: see the attribute.
         """
-        self.whole_batches = whole_batches
+        self.fixed_draft_shape = fixed_draft_shape
         if table is not None:
             self.times = StepTimes(table, overlapped=self._clock.overlapped)
-            depths = (table.gamma,) if self.whole_batches else draft_depths(table.draft_ms)
+            depths = (table.gamma,) if self.fixed_draft_shape else draft_depths(table.draft_ms)
             self.forecast.lagged = LaggedSurvivals(self.max_verify, depths)
-            self._auto = AutoPolicy(self.times, self.forecast.lagged, self.whole_batches)
+            self._auto = AutoPolicy(self.times, self.forecast.lagged, self.fixed_draft_shape)
         self.policy = self._make_policy(self.options)
 
     @property
@@ -94,7 +94,7 @@ class Schedule:
         self.policy = self._make_policy(options)
         self.options = options
         if self._auto is not None:
-            self._auto.look_anew()
+            self._auto.forget_evaluations()
 
     def why_not(self, policy: str) -> str | None:
         """Return why this server cannot switch to a policy; None where it can."""
@@ -155,9 +155,9 @@ class Schedule:
             copied: drafts that a preset copies, per request; empty if no preset does.
             traced: whether a request wants to be told the confidences.
         """
-        self._clock.enter(self.times)
+        self._clock.start_step(self.times)
         decision = self._choose(requests, context)
-        self._clock.begin_stages()
+        self._clock.decided()
         decision = decision.within(limits, copied)
         with_confidence = traced or decision.has_threshold or self.policy.needs_confidence
         return replace(decision, context=context, with_confidence=with_confidence)
@@ -166,15 +166,15 @@ class Schedule:
         """The policy's step for all requests, or for those alone whose own blocks are worth drafting."""
         decision, alone = self.policy.choose(len(requests), context), len(requests) == 1
         # Leaving some of several out saves nothing where they are drafted together.
-        if self.policy.probing or (not alone and (decision.draft_len == 0 or self.whole_batches)):
+        if self.policy.probing or (not alone and (decision.draft_len == 0 or self.fixed_draft_shape)):
             return decision
-        parked, gains = self.policy.parked, self.forecast.gains
+        parked, gains = self.policy.parked, self.forecast.request_acceptance
         step = self.policy.resumed(len(requests)) if parked else decision
-        least = self.policy.least_gain(len(requests), step.draft_len, context)
+        least = self.policy.min_acceptance(len(requests), step.draft_len, context)
         if least == 0:
             return decision
         if parked:
-            return step if gains.surely_bring(requests[0], least) else decision
+            return step if gains.above(requests[0], least) else decision
         return step.for_some(gains.worth_drafting(requests, least), len(requests))
 
     @property
@@ -187,7 +187,7 @@ class Schedule:
         """Return how long the step took whose time was taken last; None where there was none to take."""
         return self._clock.last
 
-    def done(self, decision: StepDecision, requests: int, num_tokens: int) -> None:
+    def end_step(self, decision: StepDecision, requests: int, num_tokens: int) -> None:
         """All stages of the step were called; its time is a whole batch's, unless it drafts or verifies for some only.
 
         Args:
@@ -196,15 +196,15 @@ class Schedule:
         # A plain step is known by its requests, however many rows they are padded to.
         num_tokens = num_tokens if decision.draft_len else requests
         known = is_of_a_kind(decision, requests)
-        self._clock.done(StepKind(requests, num_tokens, decision.draft_len, decision.context) if known else None)
+        self._clock.end_step(StepKind(requests, num_tokens, decision.draft_len, decision.context) if known else None)
 
     def processed(self, device_ms: float, waited_ms: float) -> None:
         """What a step took a GPU, and how long the host has waited for it; known when its result is read."""
         self._clock.processed(device_ms, waited_ms)
 
-    def interrupt(self) -> None:
+    def invalidate(self) -> None:
         """Something other than a decode step runs: the time until the next one is not a step's."""
-        self._clock.interrupt()
+        self._clock.invalidate()
 
     def observe(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
         """Take note of a step's outcome.
@@ -217,7 +217,7 @@ class Schedule:
         if not drafted:
             self.forecast.note_plain()
             return
-        self.forecast.note(Note(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
+        self.forecast.note(StepFeedback(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
 
     def report(self) -> dict[str, Any]:
         """JSON for the statistics."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 
-LESSON_S = 0.005
+UPDATE_S = 0.005
 """Seconds between two lessons while steps repeat: one takes 0.04 ms, a tenth of the host's share of a step."""
 
 
@@ -49,7 +49,7 @@ class StepClock:
         """Return whether host and device work side by side."""
         return len(self._kinds) > 1
 
-    def enter(self, times: StepTimes | None) -> None:
+    def start_step(self, times: StepTimes | None) -> None:
         """A step is about to be chosen: the one behind is over."""
         now, kind = time.perf_counter(), self._kinds[0]
         self.last = None if kind is None else self._time(kind, now, times)
@@ -60,7 +60,7 @@ class StepClock:
         if times is None or device_ms is None:
             return TimedStep(kind.requests, period_ms, None)
         step = kind.requests, kind.num_tokens, kind.depth
-        if step != self._taught or now - self._taught_at >= LESSON_S:
+        if step != self._taught or now - self._taught_at >= UPDATE_S:
             spent_ms = self._waited_ms if self.overlapped else device_ms
             self._expected_ms = times.observe(kind, device_ms, max(0.0, period_ms - spent_ms))
             self._taught, self._taught_at = step, now
@@ -76,11 +76,11 @@ class StepClock:
         self._device_ms = device_ms
         self._waited_ms += waited_ms
 
-    def begin_stages(self) -> None:
+    def decided(self) -> None:
         """The step is chosen."""
         self._staging = time.perf_counter()
 
-    def done(self, kind: StepKind | None) -> None:
+    def end_step(self, kind: StepKind | None) -> None:
         """The step has committed.
 
         Args:
@@ -90,6 +90,6 @@ class StepClock:
         if self._synchronous:
             self._device_ms = (time.perf_counter() - self._staging) * 1e3
 
-    def interrupt(self) -> None:
+    def invalidate(self) -> None:
         """Something other than a decode step runs: the time until the next one is not a step's."""
         self._kinds.extend([None] * len(self._kinds))

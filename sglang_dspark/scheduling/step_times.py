@@ -21,8 +21,8 @@ from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 _SPEED, _SPEED_DRIFT = 1.0, 0.02  # at first, and per step that teaches (:mod:`sglang_dspark.scheduling.step_clock`)
 _ERROR, _ERROR_DRIFT = 0.15, 0.0015
 _NOISE = 0.1
-UNKNOWN = math.sqrt(2) * _ERROR
-"""Of the ratio of two kinds of step that were never compared: :meth:`StepTimes.doubt` at first."""
+UNKNOWN_STDDEV = math.sqrt(2) * _ERROR
+"""Of the ratio of two kinds of step that were never compared: :meth:`StepTimes.stddev` at first."""
 _SHORTEST_MS = 1e-3  # what a clock that has not moved stands for
 # More than this is a hiccup of the machine, and counts as this much.
 _MAX_SURPRISE = 0.25
@@ -56,7 +56,7 @@ class StepTimes:
     def __init__(self, table: SpsTable, *, overlapped: bool = False) -> None:
         self.table = table
         self._overlapped = overlapped
-        self._beliefs: dict[int, _Belief] = {}
+        self._filters: dict[int, StepTimeFilter] = {}
         self._host_ms: dict[int, float] = {}
         self._num_steps = 0
         self._speed = 0.0
@@ -83,7 +83,7 @@ class StepTimes:
 
     def _corrected(self, table_ms: Any, requests: int, drafts: Any) -> Any:
         """What the table says of steps with so many drafts per request, numbers or arrays, as it turned out to be."""
-        belief = self._beliefs.get(_bucket(requests))
+        belief = self._filters.get(_bucket(requests))
         factor = 1.0 if belief is None else np.exp(belief.error(drafts))
         return self._total(table_ms * factor, self._of_host_ms(requests))
 
@@ -109,13 +109,13 @@ class StepTimes:
         ms: NDArray[np.float64] = self.step_ms(requests, context)[depth, times.room_for(tokens)]
         return ms
 
-    def doubt(self, requests: int, drafts: int) -> NDArray[np.float64]:
+    def stddev(self, requests: int, drafts: int) -> NDArray[np.float64]:
         """[gamma + 1] standard deviation, in logarithms, of the time of a step against one of ``drafts`` per request.
 
         By drafts per request; it shrinks with every look, and grows again when there was none for long.
         """
-        belief = self._beliefs.get(_bucket(requests)) or _Belief(self.table.gamma)
-        return belief.doubt(drafts)
+        belief = self._filters.get(_bucket(requests)) or StepTimeFilter(self.table.gamma)
+        return belief.stddev(drafts)
 
     def observe(self, kind: StepKind, device_ms: float, host_ms: float = 0.0) -> float:
         """Learn from one step.
@@ -130,9 +130,9 @@ class StepTimes:
         """
         self._num_steps += 1
         bucket = _bucket(kind.requests)
-        if bucket not in self._beliefs:
-            self._beliefs[bucket] = _Belief(self.table.gamma)
-        belief = self._beliefs[bucket]
+        if bucket not in self._filters:
+            self._filters[bucket] = StepTimeFilter(self.table.gamma)
+        belief = self._filters[bucket]
         times = self.load(kind.requests)
         column = times.room_for(kind.num_tokens)
         drafts, table_ms = float(times.drafts[column]), float(times.at(kind.context, (kind.depth, column)))
@@ -160,12 +160,12 @@ class StepTimes:
             "host_ms": {str(1 << bucket): round(ms, 3) for bucket, ms in sorted(self._host_ms.items())},
             "correction": {
                 str(1 << bucket): np.exp(belief.error(grid)).round(4).tolist()
-                for bucket, belief in sorted(self._beliefs.items())
+                for bucket, belief in sorted(self._filters.items())
             },
         }
 
 
-class _Belief:
+class StepTimeFilter:
     """What is known about steps of about so many requests: a Kalman filter.
 
     Its state is the machine's speed, and the table's error for every number of drafts per request. A step shows their
@@ -199,7 +199,7 @@ class _Belief:
         low = min(int(drafts), len(self._grid) - 2)
         return low, drafts - low
 
-    def doubt(self, drafts: int) -> NDArray[np.float64]:
+    def stddev(self, drafts: int) -> NDArray[np.float64]:
         variances, shared = self._variances[1:], self._covariance[1 + drafts, 1:]
         doubt: NDArray[np.float64] = np.sqrt(np.maximum(variances + variances[drafts] - 2 * shared, 0.0))
         return doubt

@@ -99,7 +99,7 @@ class DSparkWorker(SpecWorkerBase):
                 hold_largest_step(self.eager, self.target_worker, self.max_verify)
             if self.drafter.drafts:
                 table = load_or_measure(self.executors, self.target_worker, self.server_args, self.max_verify)
-        self.schedule.start(table, whole_batches=self.executors.captured is not None)
+        self.schedule.start(table, fixed_draft_shape=self.executors.captured is not None)
         if self.on_gpu:
             report_late_kernels()
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
@@ -133,7 +133,7 @@ class DSparkWorker(SpecWorkerBase):
         span = self.timer.begin()
         executor = self.executors.select(step, decision)
         outcome = executor.run(step, decision, copies, self.hooks(adjusting, publish))
-        self.schedule.done(decision, len(step), len(outcome.plan.input_ids))
+        self.schedule.end_step(decision, len(step), len(outcome.plan.input_ids))
         adjusting.count(outcome.accepted.out_tokens)
         self.preset_texts.took(batch.reqs, options, outcome.accepted)
         record = self.record(batch, options, step, decision, outcome)
@@ -157,7 +157,7 @@ class DSparkWorker(SpecWorkerBase):
         """Return how deep to draft and how much to verify, and what is known by now of the steps before."""
         if self.on_gpu and (options.presets or batch.has_grammar):
             # The host has waited for the step before: the time between two choices is not an earlier one's.
-            self.schedule.interrupt()
+            self.schedule.invalidate()
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
         copied = () if copies is None else copies.lens
@@ -199,7 +199,7 @@ class DSparkWorker(SpecWorkerBase):
         self.drafter.inject(input_ids, captured, positions, slots)
 
     def before_other_work(self) -> None:
-        self.schedule.interrupt()
+        self.schedule.invalidate()
 
     def on_rounds(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
         self.reporting.record(rounds, running, accept_lens)

@@ -8,9 +8,9 @@ import pytest
 from step_tables import GAMMA, compute_bound, costly_drafts, make_table, memory_bound
 
 from sglang_dspark.scheduling.auto_policy import (
-    FIRST_LOOK_ROUNDS,
+    EVALUATION_STEPS,
     MIN_GAIN,
-    OUTLOOK_STEPS,
+    MIN_ROUNDS,
     PARKED_PROBE_WEIGHT,
     PROBE_SHARE,
     PROBE_STEPS,
@@ -104,7 +104,7 @@ def test_it_parks_later_where_plain_is_slightly_faster(advantage):
 
 def test_it_does_not_park_before_it_has_seen_the_drafter():
     policy = make_policy(break_even(BAD, advantage=-1.0))
-    tell(policy, BAD, FIRST_LOOK_ROUNDS - 1)
+    tell(policy, BAD, MIN_ROUNDS - 1)
     assert PLAIN not in usual(policy, 10)
     tell(policy, BAD, 1)
     assert sides(policy, 1) == [True]
@@ -115,7 +115,7 @@ def test_it_resumes_when_drafts_get_better():
     run(policy, 10)
     assert policy.parked
     tell(policy, GOOD)
-    assert whole(4) in run(policy, OUTLOOK_STEPS)
+    assert whole(4) in run(policy, EVALUATION_STEPS)
 
 
 def test_it_resumes_when_the_load_changes_and_parks_when_it_changes_back():
@@ -160,7 +160,7 @@ def test_a_parked_server_probes_one_request_after_the_other():
 def test_a_probe_of_graphs_shows_all_requests():
     """They are drafted together in any case; one of them is verified."""
     policy = make_policy(break_even(BAD, advantage=-0.6), BAD)
-    policy.whole_batches = True
+    policy.fixed_draft_shape = True
     _, probes = at_probes(run(policy, 4000, requests=3), PLAIN)
     assert probes[0] == StepDecision(GAMMA, TopK(GAMMA, probe_request=1), weight=PARKED_PROBE_WEIGHT)
 
@@ -183,9 +183,9 @@ def test_probes_are_rarer_where_drafting_for_one_drafts_for_all():
     """Drafting takes 1 ms per request, a plain step 10."""
     table = make_table(lambda r, d, c: 10 + 0 * r, lambda r, d, c: 1.0 * r)
 
-    def steps_between(whole_batches):
+    def steps_between(fixed_draft_shape):
         policy = make_policy(table, confidence=0.05)
-        policy.whole_batches = whole_batches
+        policy.fixed_draft_shape = fixed_draft_shape
         policy.parked = True
         steps, _ = at_probes(run(policy, 4000, requests=16), PLAIN)
         return set(np.diff(steps))
@@ -319,7 +319,7 @@ def test_a_little_better_changes_nothing():
     assert policy.choose(4, CONTEXT).max_drafts(4) == 12
     for faster, budget in ((0.9 * MIN_GAIN, 12), (1.1 * MIN_GAIN, 8)):
         policy.times = StepTimes(table(-equal - faster * (11 - equal) / (1 + faster)))
-        assert run(policy, OUTLOOK_STEPS)[-1].max_drafts(0) == budget
+        assert run(policy, EVALUATION_STEPS)[-1].max_drafts(0) == budget
 
 
 def test_the_incumbent_keeps_its_drafts_per_request_when_the_load_changes():

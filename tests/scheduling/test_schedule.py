@@ -8,7 +8,7 @@ from dspark_kernels import DraftBlock
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.scheduling.forecast import LEARN_STEPS
+from sglang_dspark.scheduling.forecast import UPDATE_STEPS
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.confidence import Confidence
@@ -161,7 +161,7 @@ def serve_alone(made, name, survival, steps):
     choices = []
     for _ in range(steps):
         decision = made.choose([name], 64.0)
-        made.interrupt()
+        made.invalidate()
         choices.append(decision)
         depth = decision.draft_len
         foretold = confidence(torch.zeros(1, depth), torch.tensor([survival[:depth]])) if depth else None
@@ -173,17 +173,17 @@ def serve_alone(made, name, survival, steps):
 EASY, HARD = [0.9, 0.8, 0.7], [0.01, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("whole_batches", [False, True])
-def test_a_lone_request_beyond_the_drafter_is_left_undrafted(whole_batches):
+@pytest.mark.parametrize("fixed_draft_shape", [False, True])
+def test_a_lone_request_beyond_the_drafter_is_left_undrafted(fixed_draft_shape):
     """However good the drafts of those before it were; the next one is drafted from its first step on."""
     made = schedule(online_calibration=False)
-    made.whole_batches = made.policy.whole_batches = whole_batches
+    made.fixed_draft_shape = made.policy.fixed_draft_shape = fixed_draft_shape
     assert all(decision.draft_len for decision in serve_alone(made, "easy", EASY, 200))
     plain = [decision.draft_len == 0 for decision in serve_alone(made, "hard", HARD, 100)]
     assert not made.parked
-    assert not any(plain[:LEARN_STEPS])
-    assert sum(plain[2 * LEARN_STEPS :]) > 75
-    assert not all(plain[LEARN_STEPS:])  # it is tried again
+    assert not any(plain[:UPDATE_STEPS])
+    assert sum(plain[2 * UPDATE_STEPS :]) > 75
+    assert not all(plain[UPDATE_STEPS:])  # it is tried again
     assert made.choose(["next"], 64.0).draft_len > 0
 
 
@@ -250,10 +250,10 @@ def test_calibration_knows_how_many_steps_have_passed(monkeypatch):
 
 def test_a_probe_of_a_whole_batch_shows_its_survivals_and_no_time(monkeypatch):
     made, timed = schedule(), []
-    monkeypatch.setattr(made._clock, "done", timed.append)
+    monkeypatch.setattr(made._clock, "end_step", timed.append)
     probe = StepDecision(GAMMA, TopK(GAMMA, probe_request=0), weight=8)
     for requests in (4, 1):
-        made.done(probe, requests, requests + GAMMA)
+        made.end_step(probe, requests, requests + GAMMA)
     assert timed[0] is None and timed[1] is not None
     for users, shown in ((1, 8), (3, 9), (20, 20)):  # a lone request's survivals count as often as the probe
         before = made.forecast.lagged.num_observed
@@ -271,7 +271,7 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
         for _ in range(steps):
             decision = made.choose(ids, 64.0)
             parked.append(made.parked)
-            made.interrupt()
+            made.invalidate()
             if decision.draft_len == 0:
                 continue
             logits = torch.from_numpy(rng.normal(3.0, 1.0, (users, decision.draft_len))).float() if with_head else None
@@ -281,7 +281,7 @@ def test_a_hopeless_drafter_parks_the_server_soon_and_a_good_one_brings_it_back(
             outcome = StepRecord(ids, decision, drafted.draft_lens, lens, foretold, None, [0] * users)
             made.observe(outcome, list(range(users)), np.minimum(lens.numpy(), accepts).tolist())
     bad, good = parked[:2000], parked[2000:]
-    assert bad.index(True) <= 64 // users + LEARN_STEPS
+    assert bad.index(True) <= 64 // users + UPDATE_STEPS
     assert all(bad[bad.index(True) :])
     assert not any(good[-1000:])
 
@@ -303,13 +303,13 @@ def test_the_time_of_a_step_is_known_when_the_next_one_is_chosen():
         made = schedule(with_table=with_table, schedule="static", verify_len=2)
         decision = made.choose(["a", "b"], 64.0)
         assert made.last_time is None
-        made.done(decision, 2, 6)
+        made.end_step(decision, 2, 6)
         made.choose(["a", "b"], 64.0)
         assert made.last_time.requests == 2
         assert made.last_time.measured_ms > 0
         assert (made.last_time.expected_ms is None) == (not with_table)
-        made.done(decision, 2, 6)
-        made.interrupt()
+        made.end_step(decision, 2, 6)
+        made.invalidate()
         made.choose(["a", "b"], 64.0)
         assert made.last_time is None
 
@@ -318,7 +318,7 @@ def test_on_a_cpu_the_host_time_is_what_the_stages_do_not_take(monkeypatch):
     clock = iter([0.0, 0.001, 0.021, 0.030, 0.031])  # a step is chosen, staged, committed; the next is
     monkeypatch.setattr("sglang_dspark.scheduling.step_clock.time.perf_counter", lambda: next(clock))
     made = schedule()
-    made.done(made.choose(["a", "b"], 64.0), 2, 6)
+    made.end_step(made.choose(["a", "b"], 64.0), 2, 6)
     made.choose(["a", "b"], 64.0)
     assert made.last_time.measured_ms == pytest.approx(30)
     assert made.times.report()["host_ms"] == {"2": pytest.approx(10)}
@@ -332,7 +332,7 @@ def test_on_a_gpu_the_host_time_is_what_it_neither_waits_nor_is_waited_for(monke
     made = Schedule(DSparkConfig(), GAMMA, OnlineCalibration(GAMMA), torch.device("meta"), lag)
     made.start(table())
     for _ in range(lag + 1):
-        made.done(made.choose(["a", "b"], 64.0), 2, 6)
+        made.end_step(made.choose(["a", "b"], 64.0), 2, 6)
         now[0] += 0.030
     made.processed(18.0, 4.0)
     made.choose(["a", "b"], 64.0)
@@ -345,7 +345,7 @@ def test_on_a_gpu_the_host_time_is_what_it_neither_waits_nor_is_waited_for(monke
 def test_a_step_whose_time_on_the_gpu_is_not_known_teaches_nothing(monkeypatch):
     made = Schedule(DSparkConfig(), GAMMA, OnlineCalibration(GAMMA), torch.device("meta"), 0)
     made.start(table())
-    made.done(made.choose(["a", "b"], 64.0), 2, 6)
+    made.end_step(made.choose(["a", "b"], 64.0), 2, 6)
     made.choose(["a", "b"], 64.0)
     assert made.last_time.expected_ms is None
     assert made.times.report()["host_ms"] == {}
@@ -363,7 +363,7 @@ def test_a_plain_step_is_timed_as_one_however_many_rows_it_is_padded_to(monkeypa
     seen = []
     monkeypatch.setattr("sglang_dspark.scheduling.step_times.StepTimes.observe", lambda _, kind, *ms: seen.append(kind))
     made = schedule(schedule="off")
-    made.done(made.choose(["a", "b", "c"], 64.0), 3, 4)
+    made.end_step(made.choose(["a", "b", "c"], 64.0), 3, 4)
     made.choose(["a", "b", "c"], 64.0)
     assert [(kind.requests, kind.num_tokens, kind.depth) for kind in seen] == [(3, 3, 0)]
 

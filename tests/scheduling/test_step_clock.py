@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_dspark.scheduling import step_clock
-from sglang_dspark.scheduling.step_clock import LESSON_S, StepClock
+from sglang_dspark.scheduling.step_clock import UPDATE_S, StepClock
 from sglang_dspark.scheduling.step_times import StepKind
 
-LONG_S = 1.01 * LESSON_S
+LONG_S = 1.01 * UPDATE_S
 PLAIN, DRAFTED = StepKind(2, 2, 0, 50.0), StepKind(2, 8, 3, 50.0)
 
 
@@ -35,12 +35,12 @@ def run(now, kinds, step_s, *, overlapped=True):
     """Steps of a GPU that took all of their time; what was learned, and what each was expected to take."""
     clock, times, expected = StepClock(int(overlapped), synchronous=False), Times(), []
     for kind in kinds:
-        clock.enter(times)
+        clock.start_step(times)
         expected.append(clock.last and clock.last.expected_ms)
-        clock.begin_stages()
+        clock.decided()
         now.s += step_s
         clock.processed(step_s * 1e3, 0.25 * step_s * 1e3)
-        clock.done(kind)
+        clock.end_step(kind)
     return times.seen, expected
 
 
@@ -58,7 +58,7 @@ def test_long_steps_all_teach(now):
 
 def test_a_step_that_differs_from_the_last_teaches(now):
     kinds = [PLAIN, PLAIN, DRAFTED, PLAIN, PLAIN, PLAIN]
-    seen, _ = run(now, [*kinds, None, None], LESSON_S / 100)
+    seen, _ = run(now, [*kinds, None, None], UPDATE_S / 100)
     assert [kind for kind, _, _ in seen] == [PLAIN, DRAFTED, PLAIN]
 
 
@@ -74,9 +74,9 @@ def test_host_time_where_host_and_device_take_turns(now):
 
 def test_without_measured_times_nothing_is_expected(now):
     clock = StepClock(0, synchronous=False)
-    clock.enter(None)
+    clock.start_step(None)
     clock.processed(1.0, 0.0)
-    clock.done(PLAIN)
+    clock.end_step(PLAIN)
     now.s += 0.002
-    clock.enter(None)
+    clock.start_step(None)
     assert clock.last == step_clock.TimedStep(2, pytest.approx(2.0), None)

@@ -167,19 +167,19 @@ def test_drafts_beyond_the_block_belong_to_the_whole_block():
 
 def test_doubt_shrinks_with_every_look_and_comes_back_with_time():
     times = StepTimes(compute_bound())
-    unknown = times.doubt(R, 3)
+    unknown = times.stddev(R, 3)
     assert unknown[3] == 0
     assert np.delete(unknown, 3) == pytest.approx(0.15 * math.sqrt(2))
     learn(times, {3: 1.0}, 100)
     doubts = []
     for _ in range(5):
-        doubts.append(times.doubt(R, 3)[0])
+        doubts.append(times.stddev(R, 3)[0])
         learn(times, {3: 1.0, 0: 1.0}, 1)
     assert (np.diff(doubts) < 0).all()
     assert doubts[1] < 0.6 * doubts[0]
     learn(times, {3: 1.0}, 5000)
-    assert times.doubt(R, 3)[0] > doubts[4]
-    assert times.doubt(2 * R, 3) == pytest.approx(unknown)
+    assert times.stddev(R, 3)[0] > doubts[4]
+    assert times.stddev(2 * R, 3) == pytest.approx(unknown)
 
 
 def test_single_steps_and_verification_by_drafts_agree_with_all_steps():

@@ -137,7 +137,7 @@ class StageLoop:
         draft, plan, accepted = outcome.draft, outcome.plan, outcome.accepted
         if self._counts is not None:
             self._counts.count(self._counted, accepted.out_tokens)
-        self.schedule.done(decision, bs, len(plan.input_ids))
+        self.schedule.end_step(decision, bs, len(plan.input_ids))
         copied = draft.copied or [0] * bs
         lens = plan.verify_lens[:bs]  # behind them the padding of a graph
         rounds = StepRecord(names, decision, draft.draft_lens, lens, draft.confidence, None, copied)

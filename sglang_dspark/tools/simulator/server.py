@@ -62,7 +62,7 @@ class SimulatedServer:
         has_head = blocks.draw([0], np.random.default_rng(0))[0] is not None
         calibration = OnlineCalibration(gamma) if has_head else None
         self.schedule = Schedule(options, gamma, calibration, _CPU)
-        self.schedule.start(costs.believed or costs.table, whole_batches=bool(costs.table.tiers))
+        self.schedule.start(costs.believed or costs.table, fixed_draft_shape=bool(costs.table.tiers))
         self._workloads = 0
         # The step behind, as the schedule is to learn of its time; a prefill in between makes it unmeasurable.
         self._timed: tuple[StepKind, float] | None = None

@@ -2,20 +2,20 @@
 
 import numpy as np
 
-from sglang_dspark.scheduling.request_gains import RETRY_STEPS, RequestGains
+from sglang_dspark.scheduling.request_acceptance import RETRY_STEPS, RequestAcceptance
 
 GOOD, BAD = np.array([[0.9, 0.6]]), np.array([[0.05, np.nan]])
 
 
 def fed(key, survival, rounds):
-    gains = RequestGains()
+    gains = RequestAcceptance()
     for _ in range(rounds):
         gains.observe([key], survival)
     return gains
 
 
 def test_a_request_without_history_is_worth_it():
-    assert RequestGains().worth_drafting(["a", "b"], least=0.5) == [0, 1]
+    assert RequestAcceptance().worth_drafting(["a", "b"], least=0.5) == [0, 1]
 
 
 def test_one_bad_round_does_not_count_many_do():
@@ -36,7 +36,7 @@ def test_left_out_requests_are_tried_again_now_and_then():
 
 def left_out(mean, spread, least, rounds, requests=400):
     """Share of requests that are left out after so many rounds of this mean and spread."""
-    gains, rng, ids = RequestGains(), np.random.default_rng(0), list(range(requests))
+    gains, rng, ids = RequestAcceptance(), np.random.default_rng(0), list(range(requests))
     for _ in range(rounds):
         gains.observe(ids, rng.normal(mean, spread, (requests, 1)))
     return 1 - len(gains.worth_drafting(ids, least)) / requests
@@ -60,10 +60,10 @@ def test_a_request_left_out_comes_back_when_a_round_is_out_of_all_proportion():
 
 
 def test_surely_a_request_brings_only_what_its_rounds_have_shown():
-    assert not RequestGains().surely_bring("a", least=0.1)
-    assert not fed("a", BAD, 30).surely_bring("a", least=0.1)
-    assert fed("a", GOOD, 3).surely_bring("a", least=0.5)
-    assert not fed("a", GOOD, 1).surely_bring("a", least=0.5)
+    assert not RequestAcceptance().above("a", least=0.1)
+    assert not fed("a", BAD, 30).above("a", least=0.1)
+    assert fed("a", GOOD, 3).above("a", least=0.5)
+    assert not fed("a", GOOD, 1).above("a", least=0.5)
 
 
 def test_a_request_that_ended_is_forgotten():

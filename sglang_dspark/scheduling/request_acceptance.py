@@ -44,7 +44,7 @@ class _Gain:
         return _SURE * math.sqrt(self.variance / min(self.rounds, 1 / _LEAST_RATE))
 
 
-class RequestGains:
+class RequestAcceptance:
     """Expected accepted drafts per round of every running request, by the survivals of its own blocks."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class RequestGains:
         gain = self._gains.get(request)
         return gain is None or gain.rounds < _FIRST_ROUNDS
 
-    def surely_bring(self, request: Hashable, least: float) -> bool:
+    def above(self, request: Hashable, least: float) -> bool:
         """Return whether the rounds of ``request`` have shown that it brings ``least`` accepted drafts per round."""
         gain = self._gains.get(request)
         return gain is not None and gain.mean - gain.uncertainty >= least

@@ -13,7 +13,7 @@ from sglang_dspark.step.record import StepRecord
 
 
 @dataclass(frozen=True)
-class Note:
+class StepFeedback:
     """A step's outcome: requests that were drafted and are still running, and drafts accepted of each."""
 
     rounds: StepRecord
@@ -37,13 +37,13 @@ class Note:
         return slice(None) if len(self.requests) == len(self.rounds.requests) else self.requests
 
 
-def outcomes_of(notes: Sequence[Note]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def verified_and_accepted(notes: Sequence[StepFeedback]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Drafts verified and accepted, [n] each, of all requests of all notes."""
     verified = np.concatenate([note.rounds.verify_lens.numpy()[note.rows] for note in notes])
     return verified, np.concatenate([note.accept_lens for note in notes])
 
 
-def weighted(notes: Sequence[Note], *columns: NDArray[Any]) -> list[NDArray[Any]]:
+def weighted(notes: Sequence[StepFeedback], *columns: NDArray[Any]) -> list[NDArray[Any]]:
     """``columns`` [n, ...] of all requests of all notes, each request as often as a round of its step counts."""
     weights = [note.rounds.decision.weight for note in notes for _ in note.requests]
     return list(columns) if max(weights) == 1 else [np.repeat(column, weights, axis=0) for column in columns]
