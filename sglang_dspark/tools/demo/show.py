@@ -134,7 +134,7 @@ class Demo:
 
     def _print_prompts(self, answers: Answers) -> None:
         table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-        for heading in ("prompt", *(mode.name for mode in MODES), "auto / off", "per step", "same text"):
+        for heading in ("prompt", "plain", "off", "auto", "auto / off", "per step", "same text"):
             table.add_column(heading, no_wrap=True)
         for index, prompt in enumerate(self._prompts):
             given = [answers_of(answers, mode, index) for mode in MODES]
