@@ -7,7 +7,7 @@ import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dspark.engine.api.requests import check_request
+from sglang_dspark.engine.api.requests import check_request, make_and_check
 
 
 def checked(ids=(5,), parameters=None, request=None, architecture="LlamaForCausalLM", **fields):
@@ -35,7 +35,7 @@ def checked(ids=(5,), parameters=None, request=None, architecture="LlamaForCausa
     tokenized = TokenizedGenerateReqInput(**made | fields)
     hf_config = SimpleNamespace(architectures=[architecture])
     manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=256, hf_config=hf_config))
-    check_request(tokenized, manager, GenerateReqInput(text="a", **(request or {})), "a", ids)
+    check_request(tokenized, manager, GenerateReqInput(text="a", **(request or {})))
     return tokenized
 
 
@@ -169,3 +169,12 @@ def test_more_logprobs_than_tokens(number):
 def test_stop_tokens_that_cannot_come_are_left_out(given, left):
     """A neighbour with a minimum length would have SGLang look them up."""
     assert checked(parameters={"stop_token_ids": given}).sampling_params.stop_token_ids == left
+
+
+@pytest.mark.parametrize("pattern", ["(", "a{99999999999999999999}", "[z-a]", ["ok", "*"]])
+def test_a_stop_regex_that_does_not_compile_is_named(pattern):
+    def original(manager, request):
+        SamplingParams(stop_regex=pattern).normalize(None)
+
+    with pytest.raises(ValueError, match=r"stop_regex is no regular expression: .+; mend or drop it"):
+        make_and_check(original, None, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -26,10 +26,24 @@ _MEDIA = ("image_data", "video_data", "audio_data")
 _PLACE = re.compile(r"\$\[(\d+)\](?:\[(\d+)\])?")
 
 
-def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuse a generation request that DSPARK would answer differently from the target alone, or not survive.
+def make_and_check(
+    original: Callable[..., Any], manager: TokenizerManager, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Hook around SGLang's making of what travels to the scheduler, for every route and the offline engine.
 
-    Runs after SGLang has made what travels to the scheduler, for every route and the offline engine.
+    Raises:
+        ValueError: names the field and its value; SGLang answers HTTP 400.
+    """
+    try:
+        tokenized = original(manager, request, *args, **kwargs)
+    except (re.error, OverflowError, RecursionError) as error:  # SGLang parses one thing there
+        raise ValueError(f"sampling_params.stop_regex is no regular expression: {error}; mend or drop it") from error
+    check_request(tokenized, manager, request)
+    return tokenized
+
+
+def check_request(tokenized: Any, manager: TokenizerManager, request: Any) -> None:
+    """Refuse a generation request that DSPARK would answer differently from the target alone, or not survive.
 
     Raises:
         ValueError: names the field and its value; SGLang answers HTTP 400.

@@ -100,8 +100,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "check-requests",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-        HookType.AFTER,
-        "api.requests.check_request",
+        HookType.AROUND,
+        "api.requests.make_and_check",
         "front_end",
         "a bad field speculation, features that DSPARK does not serve, and what the scheduler would not survive answer "
         "HTTP 400; this makes what travels to the scheduler, for every route and the offline engine",
