@@ -112,8 +112,18 @@ def test_what_a_stop_string_cuts_off_is_in_no_message(tokenizer):
     assert found[-1]["meta_info"]["finish_reason"] == {"type": "stop"}
 
 
-@pytest.mark.parametrize(("stream", "parser", "expected"), [(True, "qwen25", 5), (True, None, 3), (False, "qwen25", 2)])
-def test_the_server_and_the_request_decide(tokenizer, stream, parser, expected):
+@pytest.mark.parametrize(
+    ("stream", "parser", "intervals", "expected"),
+    [
+        (True, "qwen25", (1, None), 5),
+        (True, None, (1, None), 3),
+        (False, "qwen25", (1, None), 2),
+        (True, "qwen25", (1, 4), 2),
+        (True, "qwen25", (4, None), 2),
+        (True, "qwen25", (4, 1), 5),
+    ],
+)
+def test_the_server_and_the_request_decide(tokenizer, stream, parser, intervals, expected):
     ids = tokenizer("abcde", add_special_tokens=False)["input_ids"]
 
     async def answers(manager, *, obj, state, request):
@@ -121,9 +131,9 @@ def test_the_server_and_the_request_decide(tokenizer, stream, parser, expected):
             yield message
 
     async def number():
-        arguments = SimpleNamespace(tool_call_parser=parser, reasoning_parser=None)
+        arguments = SimpleNamespace(tool_call_parser=parser, reasoning_parser=None, stream_interval=intervals[0])
         manager = SimpleNamespace(server_args=arguments, tokenizer=tokenizer, incremental_streaming_output=False)
-        obj = SimpleNamespace(stream=stream, sampling_params={})
+        obj = SimpleNamespace(stream=stream, sampling_params={"stream_interval": intervals[1]})
         return len([message async for message in stream_tokens(answers, manager, obj=obj, state=None)])
 
     assert asyncio.run(number()) == expected

@@ -24,10 +24,11 @@ async def stream_tokens(
     """Hook around the answers of one request: cut the messages of a stream where its tokens end.
 
     If the server has a parser of tool calls or reasoning, every token gets a message of its own. Otherwise only the
-    last token does, which the routes of Ollama drop.
+    last token does, which the routes of Ollama drop. Streams at a longer interval stay as they are: there a message has
+    several tokens without speculation, too.
     """
     answers = original(manager, obj=obj, state=state, request=request)
-    if not getattr(obj, "stream", False) or manager.tokenizer is None:
+    if not getattr(obj, "stream", False) or manager.tokenizer is None or _interval(manager, obj) > 1:
         async for answer in answers:
             yield answer
         return
@@ -36,6 +37,12 @@ async def stream_tokens(
     async for answer in answers:
         for message in cutter.cut(answer, every_token=parsed):
             yield message
+
+
+def _interval(manager: Any, obj: Any) -> int:
+    """Return how many tokens a message of this stream has at least."""
+    parameters = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
+    return int(parameters.get("stream_interval") or manager.server_args.stream_interval)
 
 
 class StreamCutter:
