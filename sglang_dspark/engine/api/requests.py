@@ -26,24 +26,10 @@ _MEDIA = ("image_data", "video_data", "audio_data")
 _PLACE = re.compile(r"\$\[(\d+)\](?:\[(\d+)\])?")
 
 
-def make_and_check(
-    original: Callable[..., Any], manager: TokenizerManager, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Hook around SGLang's making of what travels to the scheduler, for every route and the offline engine.
-
-    Raises:
-        ValueError: names the field and its value; SGLang answers HTTP 400.
-    """
-    try:
-        tokenized = original(manager, request, *args, **kwargs)
-    except (re.error, OverflowError, RecursionError) as error:  # SGLang parses one thing there
-        raise ValueError(f"sampling_params.stop_regex is no regular expression: {error}; mend or drop it") from error
-    check_request(tokenized, manager, request)
-    return tokenized
-
-
-def check_request(tokenized: Any, manager: TokenizerManager, request: Any) -> None:
+def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse a generation request that DSPARK would answer differently from the target alone, or not survive.
+
+    Runs after SGLang has made what travels to the scheduler, for every route and the offline engine.
 
     Raises:
         ValueError: names the field and its value; SGLang answers HTTP 400.
@@ -61,6 +47,18 @@ def check_request(tokenized: Any, manager: TokenizerManager, request: Any) -> No
     for refusal in _out_of_range(tokenized, vocab_size):
         raise ValueError(refusal)
     _drop_impossible_stops(tokenized.sampling_params, vocab_size)
+
+
+def parse_stop_regex(original: Callable[[str], int], pattern: str) -> int:
+    """Hook around SGLang's parsing of a ``stop_regex``.
+
+    Raises:
+        ValueError: it is no regular expression; SGLang answers HTTP 400.
+    """
+    try:
+        return original(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"sampling_params.stop_regex is no regular expression: {error}; mend or drop it") from error
 
 
 def _not_served(request: GenerateReqInput, parameters: SamplingParams, target: ModelConfig) -> Iterator[str]:

@@ -100,11 +100,20 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "check-requests",
         "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-        HookType.AROUND,
-        "api.requests.make_and_check",
+        HookType.AFTER,
+        "api.requests.check_request",
         "front_end",
         "a bad field speculation, features that DSPARK does not serve, and what the scheduler would not survive answer "
         "HTTP 400; this makes what travels to the scheduler, for every route and the offline engine",
+    ),
+    Hook(
+        "parse-stop-regex",
+        "sglang.srt.sampling.sampling_params.get_max_seq_length",
+        HookType.AROUND,
+        "api.requests.parse_stop_regex",
+        "front_end",
+        "SGLang answers HTTP 500 to an expression that does not compile",
+        Moment.SOME_TIME,
     ),
     Hook(
         "report-counts",
