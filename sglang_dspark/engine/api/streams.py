@@ -7,7 +7,7 @@ message cuts, and Ollama's routes drop the text of the last message.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 # Token ids before a window of text: some tokenizers decode the first token of a text otherwise. SGLang's number.
@@ -28,21 +28,17 @@ async def stream_tokens(
     several tokens without speculation, too.
     """
     answers = original(manager, obj=obj, state=state, request=request)
-    if not getattr(obj, "stream", False) or manager.tokenizer is None or _interval(manager, obj) > 1:
+    arguments = manager.server_args
+    one_by_one = getattr(obj, "stream", False) and manager.tokenizer is not None
+    if not one_by_one or (obj.sampling_params.get("stream_interval") or arguments.stream_interval) > 1:
         async for answer in answers:
             yield answer
         return
-    parsed = bool(manager.server_args.tool_call_parser or manager.server_args.reasoning_parser)
+    parsed = bool(arguments.tool_call_parser or arguments.reasoning_parser)
     cutter = StreamCutter(manager.tokenizer, obj.sampling_params, incremental=manager.incremental_streaming_output)
     async for answer in answers:
         for message in cutter.cut(answer, every_token=parsed):
             yield message
-
-
-def _interval(manager: Any, obj: Any) -> int:
-    """Return how many tokens a message of this stream has at least."""
-    parameters = obj.sampling_params if isinstance(obj.sampling_params, dict) else {}
-    return int(parameters.get("stream_interval") or manager.server_args.stream_interval)
 
 
 class StreamCutter:
@@ -54,11 +50,10 @@ class StreamCutter:
         incremental: a message has the text and token ids that are new; otherwise all of them.
     """
 
-    def __init__(self, tokenizer: Any, parameters: Any, *, incremental: bool) -> None:
+    def __init__(self, tokenizer: Any, parameters: Mapping[str, Any], *, incremental: bool) -> None:
         self._tokenizer, self._incremental = tokenizer, incremental
-        given = parameters if isinstance(parameters, dict) else {}
         self._options = {
-            name: bool(given.get(name, True)) for name in ("skip_special_tokens", "spaces_between_special_tokens")
+            name: bool(parameters.get(name, True)) for name in ("skip_special_tokens", "spaces_between_special_tokens")
         }
         self._ids: list[int] = []
         self._text = ""
