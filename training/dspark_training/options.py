@@ -51,8 +51,9 @@ def settings_options(config: type, heading: str) -> Callable[[_Command], _Comman
         section = heading
 
     def add(command: _Command) -> _Command:
+        kinds = field_types(config)
         for field in reversed(fields(config)):
-            kind = field_types(config)[field.name]
+            kind = kinds[field.name]
             notes = get_args(kind)[1:] if get_origin(kind) is Annotated else ()
             for flag in (note for note in notes if isinstance(note, Flag)):
                 default = None if flag.decided or field.default is MISSING else field.default
