@@ -37,7 +37,7 @@ OPTIMISM = 1.5
 
 @dataclass
 class AutoPolicy(Policy):
-    """``auto``: the fastest step by measured times and earlier survivals; a plain step where that is the fastest.
+    """``auto``: the fastest step by measured times and earlier survivals; a plain step if that is the fastest.
 
     Attributes:
         times, survivals: what it knows; both are fed from outside.
@@ -122,7 +122,7 @@ class AutoPolicy(Policy):
             return None
         if min(self._steps_to_probe, self._steps_to_explore) > 0:
             return None
-        # The one that is longer overdue: where a probe costs much, explorations would never have their turn otherwise.
+        # The one that is longer overdue: if a probe costs much, explorations would never have their turn otherwise.
         if self._steps_to_probe <= self._steps_to_explore:
             self._steps_to_probe = PROBE_STEPS
             return self._probe(best, requests, context)

@@ -68,7 +68,7 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
         limit_s: seconds to spend. Further passes are left out, and, if the first one takes too long, the largest
             request counts, which are then extrapolated.
         monotone: more tokens, requests or context never take less time here, so that a cell above a larger one is noise
-            and is lowered to it. Not so where some shapes run in CUDA graphs and others do not.
+            and is lowered to it. Not so if some shapes run in CUDA graphs and others do not.
         clock: seconds, for the limit; of the ranks of one server, all must read the same time.
     """
     started = clock()
