@@ -253,11 +253,9 @@ _min_acceptance = AutoPolicy.min_acceptance
 PARTS: dict[str, Callable[[], Any]] = {
     "all parts": ExitStack,
     "step-time filter": lambda: _patched(StepTimes, observe=lambda *_: 0.0),
-    "exploration": lambda: _patched(AutoPolicy, _alternative=lambda *_: (None, 0.0)),
+    "exploration": lambda: _patched(AutoPolicy, _alternative=lambda *_: None),
     "probes": lambda: _patched(AutoPolicy, _steps_to_probe=property(lambda _: 1 << 30, lambda *_: None)),
-    "parking": lambda: _patched(AutoPolicy, _take_side=lambda *_: None),
-    "parking by sum": lambda: _patched(auto_policy, SWITCH_AT=1e-9),
-    "lead of the current step": lambda: _patched(auto_policy, MIN_GAIN=0.0),
+    "parking": lambda: _patched(auto_policy, MIN_ROUNDS=1 << 60),
     "lagged survivals": lambda: _patched(LaggedSurvivals, gains=_mean_gains),
     "re-prediction": lambda: _patched(LaggedSurvivals, revise=lambda *_: None),
     "draft lengths": lambda: _patched(schedule_module, draft_depths=lambda draft_ms: (draft_ms.shape[1] - 1,)),
@@ -268,10 +266,10 @@ PARTS: dict[str, Callable[[], Any]] = {
         AutoPolicy, min_acceptance=lambda self, n, *rest: _min_acceptance(self, n, *rest) if n > 1 else 0.0
     ),
     "drafts of a parked server": lambda: _patched(RequestAcceptance, above=lambda *_: False),
-    "first rounds at once": lambda: _patched(Forecast, _is_first_look=lambda *_: False),
-    "batches of outcomes": lambda: _patched(forecast, UPDATE_STEPS=1, ROUNDS_PER_STEP=1 << 30),
+    "first rounds at once": lambda: _patched(Forecast, _is_new_text=lambda *_: False),
+    "batches of outcomes": lambda: _patched(forecast, UPDATE_STEPS=1),
     "weight of parked probes": lambda: _patched(auto_policy, PARKED_PROBE_WEIGHT=2),
-    "evaluation for 8 steps": lambda: _patched(auto_policy, EVALUATION_STEPS=1),
+    "evaluation for 8 steps": lambda: _patched(auto_policy, UPDATE_STEPS=1),
     "online calibration": ExitStack,  # an option of the server
 }
 

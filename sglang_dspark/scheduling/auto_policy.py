@@ -2,62 +2,42 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_dspark.scheduling.forecast import UPDATE_STEPS
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
-from sglang_dspark.scheduling.planner import Candidate, Evaluation, by_drafts, evaluate_steps
+from sglang_dspark.scheduling.planner import Candidate, Evaluation, evaluate_steps
 from sglang_dspark.scheduling.policies import Policy
-from sglang_dspark.scheduling.step_times import UNKNOWN_STDDEV, StepTimes
+from sglang_dspark.scheduling.step_times import StepTimes
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import TopK
 
-# A step that differs from the last one has to promise this much more throughput, and so has speculation over none:
-# noise in the estimates must not move a server away from a choice that is as good.
-MIN_GAIN = 0.01
-# A server changes sides (parks, or speculates again) when the other side's advantage, summed over the steps it lasts,
-# reaches this: at once when it is large, after a while when it is small.
-SWITCH_AT = 0.08
-# But not before it has seen this many rounds: what is known of a drafter before that is a guess.
+# One percent of the throughput: what speculation has to promise over plain steps before a parked server speculates
+# again, and the most that trials cost. Less is lost in the noise of the estimates.
+MARGIN = 0.01
+# A server does not park before it has seen this many rounds: the mean of fewer is off by 8 % of the accepted drafts.
 MIN_ROUNDS = 64
-# Steps that an evaluation holds for: what it is made of changes slowly, survivals once in so many steps, and making it
-# is most of the work of a choice.
-EVALUATION_STEPS = 8
-# Now and then a step serves to learn something (a trial), not before all that the last one cost is at most this share
-# of the throughput since. One drafts and verifies a request in full (a probe), after so many steps; on a cold start
-# later, because it is the table that may cost much there.
-PROBE_SHARE = 0.01
-PROBE_STEPS, FIRST_PROBE_STEPS = 32, 128
-# The other times a step that is not the usual one (a look), if it may be the fastest within so many standard deviations
-# of its time. So many steps after the last one while nothing is known of such steps but what the table says, because a
-# wrong one has to be found out soon; and later the more is known of them.
-OPTIMISM = 1.5
-EXPLORE_STEPS = 4
-# A parked server sees little, so what it sees counts for more: rounds that a probe stands for.
+# A probe drafts and verifies one request in full, after so many steps. Four of them are 128 steps, in which a parked
+# server notices that its text got easier, about as long as a short answer takes.
+PROBE_STEPS = 32
+# A parked server sees little, so what it sees counts for more: rounds that a probe stands for. With 2 instead of 4 the
+# ablation loses up to 13 % when a text gets easier.
 PARKED_PROBE_WEIGHT = 4
-
-
-@dataclass
-class _Held:
-    """What is known of steps with a number of requests, for the next few of them.
-
-    Attributes:
-        made: step at which it was found out.
-        share_ms: milliseconds of the draft stage that the last request adds, by depth.
-    """
-
-    made: int
-    evaluate_steps: Evaluation
-    share_ms: dict[int, float] = field(default_factory=dict)
+# An exploration takes another step than the best one, after so many steps: a wrong table has to be found out soon. With
+# 8 or 16 a costly target with a wrong table loses 2 % in the ablation.
+EXPLORE_STEPS = 4
+# It is a step that would be the fastest if its time were so many standard deviations shorter. With 1.0 a server whose
+# table is wrong by a quarter stays parked; with 2.0 right tables cost 0.3 %.
+OPTIMISM = 1.5
 
 
 @dataclass
 class AutoPolicy(Policy):
-    """``auto``: the fastest step by measured times and earlier survivals; a plain step where that is the fastest.
+    """``auto``: the fastest step by measured times and earlier survivals; a plain step if that is the fastest.
 
     Attributes:
         times, survivals: what it knows; both are fed from outside.
@@ -71,173 +51,137 @@ class AutoPolicy(Policy):
     needs_confidence: bool = True
     parked: bool = False
     probing: bool = False
-    _held: dict[int, _Held] = field(default_factory=dict, init=False)
+    # By requests: the step at which they were made, and evaluations, which hold for as many steps as survivals do.
+    _evaluations: dict[int, tuple[int, Evaluation]] = field(default_factory=dict, init=False)
     _steps: int = field(default=0, init=False)
-    _advantage: float = field(default=0.0, init=False)
-    _steps_to_explore: float = field(default=EXPLORE_STEPS, init=False)
-    _steps_to_probe: int = field(default=FIRST_PROBE_STEPS, init=False)
+    _steps_to_explore: int = field(default=EXPLORE_STEPS, init=False)
+    _steps_to_probe: int = field(default=4 * PROBE_STEPS, init=False)  # the table first: it may cost more at a start
     _steps_since_trial: int = field(default=0, init=False)
-    _trial_cost: float = field(default=0.0, init=False)  # of the last one, in usual steps
-    _explored: tuple[int, Candidate] | None = field(default=None, init=False)  # by the last trial, with its requests
+    _trial_cost: float = field(default=0.0, init=False)  # of the last one, in best steps
     _probes: int = field(default=0, init=False)
-    _trials: int = field(default=0, init=False)  # looks and probes
-    _depth: int = field(init=False)
-    _drafts: float = field(init=False)
+    _trials: int = field(default=0, init=False)  # explorations and probes
     _last: Candidate | None = field(default=None, init=False)
-    _speculative: Candidate | None = field(default=None, init=False)  # the last one, or what it would have been
-
-    def __post_init__(self) -> None:
-        # The current of the first step is the whole block: trimming, too, has to earn its place.
-        self._depth = self.times.table.gamma
-        self._drafts = float(self._depth)
 
     def choose(self, requests: int, context: float) -> StepDecision:
-        ahead = self._evaluate(requests, context)
-        better = ahead.best.tokens_per_ms > (1 + MIN_GAIN) * ahead.current.tokens_per_ms
-        speculative = ahead.best if better else ahead.current
-        gain = math.log(speculative.tokens_per_ms / ahead.plain.tokens_per_ms)
-        self._take_side(gain)
-        self._speculative = speculative
-        self._last = ahead.plain if self.parked else speculative
-        if not self.parked:
-            self._depth, self._drafts = speculative.depth, min(speculative.num_tokens / requests - 1, speculative.depth)
-        usual = _step(self._last, requests)
-        decision = self._trial(self._last, requests, context) or usual
-        self.probing = decision != usual
-        return decision
+        steps = self._evaluate(requests, context)
+        if self.survivals.num_observed >= MIN_ROUNDS:
+            lead = steps.best.tokens_per_ms / steps.plain.tokens_per_ms - 1
+            self.parked = lead < (MARGIN if self.parked else 0.0)
+        best = self._last = steps.plain if self.parked else steps.best
+        decision = _decision(best, requests)
+        trial = self._trial(best, requests, context) or decision
+        self.probing = trial != decision
+        return trial
 
     def resumed(self, requests: int) -> StepDecision:
-        assert self._speculative is not None, "a step has been chosen"
-        return _step(self._speculative, requests)
+        return _decision(self._evaluations[requests][1].best, requests)
 
     def forget_evaluations(self) -> None:
         """Forget what was worked out from what was known some time ago."""
-        self._held.clear()
+        self._evaluations.clear()
 
     def _evaluate(self, requests: int, context: float) -> Evaluation:
         self._steps += 1
-        held = self._held.get(requests)
-        if held is None or self._steps - held.made >= EVALUATION_STEPS:
-            ahead = evaluate_steps(self.times, self.survivals, requests, context, self._depth, self._drafts)
-            self._held[requests] = held = _Held(self._steps, ahead)
-        return held.evaluate_steps
+        made, steps = self._evaluations.get(requests, (0, None))
+        if steps is None or self._steps - made >= UPDATE_STEPS:
+            steps = evaluate_steps(self.times, self.survivals, requests, context)
+            self._evaluations[requests] = self._steps, steps
+        return steps
 
     def min_acceptance(self, requests: int, depth: int, context: float) -> float:
-        """Accepted drafts that a request must bring per round: what is committed in the time that drafting it takes.
+        """Return the accepted drafts per round that pay for drafting a request: those of a plain step's throughput.
 
-        One of several leaves its part of the verification to the others, so that its share of the draft stage is what
-        it takes. A lone one takes all that a speculative step needs beyond the plain one. Of a step of as many requests
-        as the last decision was made for.
+        One of several requests leaves its part of the verification to the others, so that it costs its share of the
+        draft stage. A lone one costs all that a speculative step needs beyond the plain one.
+
+        Args:
+            requests: as many as the last decision was made for.
+            depth: drafts proposed for it.
         """
-        held, last, alone = self._held.get(requests), self._last, self._speculative
-        if held is None or last is None or alone is None:
-            return 0.0
+        steps = self._evaluations[requests][1]
         if requests == 1:
-            plain = held.evaluate_steps.plain
-            return (alone.ms - plain.ms) * plain.tokens_per_ms
-        if depth not in held.share_ms:
-            draft_ms = [
-                self.times.one(count, 0, depth, context) - self.times.one(count, 0, 0, context)
-                for count in (requests - 1, requests)
-            ]
-            held.share_ms[depth] = max(0.0, draft_ms[1] - draft_ms[0])
-        return held.share_ms[depth] * last.tokens_per_ms
+            return (steps.best.ms - steps.plain.ms) * steps.plain.tokens_per_ms
+        assert self._last is not None, "a step has been chosen"
+        share_ms = self._draft_ms(requests, depth, context) - self._draft_ms(requests - 1, depth, context)
+        return max(0.0, share_ms) * self._last.tokens_per_ms
 
-    def _take_side(self, gain: float) -> None:
-        """Park, or speculate again, when the other side has been ahead by enough for long enough."""
-        if self.survivals.num_observed < MIN_ROUNDS:
-            return
-        other_side = gain - MIN_GAIN if self.parked else -gain
-        self._advantage = max(0.0, self._advantage + other_side)
-        if self._advantage >= SWITCH_AT:
-            self.parked = not self.parked
-            self._advantage = 0.0
+    def _draft_ms(self, requests: int, depth: int, context: float) -> float:
+        """Return the milliseconds of the draft stage."""
+        return self.times.single_ms(requests, 0, depth, context) - self.times.single_ms(requests, 0, 0, context)
 
-    def _trial(self, usual: Candidate, requests: int, context: float) -> StepDecision | None:
-        """A step to learn about what is not done, where one is due.
+    def _trial(self, best: Candidate, requests: int, context: float) -> StepDecision | None:
+        """Return a step to learn about what is not done; None if none is due, or if the last one is not paid for yet.
 
-        A look at a rival step, because the table may be wrong about it; or a probe, one request drafted and verified in
-        full: without, a parked server would never notice that the text got easier, and nothing could correct a head
-        that is too careful.
+        It is a probe: without, a parked server would never notice that the text got easier, and nothing could correct a
+        head that is too careful. Or it is an exploration, because the table may be wrong about a step.
         """
         self._steps_to_explore -= 1
         self._steps_to_probe -= 1
         self._steps_since_trial += 1
-        if self._steps_to_explore <= 0 and self._explored is not None:
-            # The look may have shown that it cost less than it seemed to.
-            if self._explored[0] == requests:
-                self._trial_cost = self._loss(self._explored[1], usual, requests, context)
-            self._explored = None
-        if self._steps_since_trial < self._trial_cost / PROBE_SHARE:
+        if self._steps_since_trial < self._trial_cost / MARGIN:
             return None
-        if self._steps_to_probe <= 0:
+        if min(self._steps_to_probe, self._steps_to_explore) > 0:
+            return None
+        # The one that is longer overdue: if a probe costs much, explorations would never have their turn otherwise.
+        if self._steps_to_probe <= self._steps_to_explore:
             self._steps_to_probe = PROBE_STEPS
-            return self._probe(usual, requests, context)
-        if self._steps_to_explore <= 0:
-            rival, doubt = self._alternative(usual, requests, context)
-            if rival is not None:
-                self._explored = requests, rival
-                self._steps_to_explore = EXPLORE_STEPS * UNKNOWN_STDDEV / doubt
-                self._spend(self._loss(rival, usual, requests, context))
-                return _step(rival, requests)
-            self._steps_to_explore = PROBE_STEPS
-        return None
+            return self._probe(best, requests, context)
+        return self._explore(best, requests, context)
 
-    def _spend(self, cost: float) -> None:
-        """A trial that costs so many usual steps."""
-        self._trials += 1
-        self._steps_since_trial, self._trial_cost = 0, cost
-
-    def _loss(self, step: Candidate, usual: Candidate, requests: int, context: float) -> float:
-        """Return what ``step`` loses against the usual one by what is known of its time now, in usual steps."""
-        decision = _step(step, requests)
-        ms = self.times.one(requests, _drafts(decision, requests), decision.draft_len, context)
-        return ms / usual.ms - step.committed / usual.committed
-
-    def _probe(self, usual: Candidate, requests: int, context: float) -> StepDecision:
-        """One request drafted and verified in full, each in its turn."""
+    def _probe(self, best: Candidate, requests: int, context: float) -> StepDecision:
+        """Draft and verify one request in full, each in its turn."""
         self._probes += 1
         gamma, probed = self.times.table.gamma, self._probes % requests
         if self.parked:
-            # A lone request is the whole batch, whose step has a time that teaches. Where all are drafted in any case,
-            # the survivals of all are known.
+            # A lone request is the whole batch, whose step time can be used. If all are drafted in any case, the
+            # survivals of all are known.
             drafted = (probed,) if requests > 1 and not self.fixed_draft_shape else None
             decision = StepDecision(
                 gamma, TopK(gamma, probe_request=probed), draft_requests=drafted, weight=PARKED_PROBE_WEIGHT
             )
-            count = requests if self.fixed_draft_shape else 1
-            draft_ms = self.times.one(count, 0, gamma, context) - self.times.one(count, 0, 0, context)
-            ms = self.times.one(requests, gamma, 0, context) + draft_ms
+            draft_ms = self._draft_ms(requests if self.fixed_draft_shape else 1, gamma, context)
+            ms = self.times.single_ms(requests, gamma, 0, context) + draft_ms
         else:
-            decision = _step(usual, requests)
-            if _drafts(decision, requests) < requests * gamma:
-                budget = min(_drafts(decision, requests) + gamma, requests * gamma)
+            decision = _decision(best, requests)
+            if _num_drafts(decision, requests) < requests * gamma:
+                budget = min(_num_drafts(decision, requests) + gamma, requests * gamma)
                 decision = StepDecision(gamma, TopK(budget, probe_request=probed))
-            ms = self.times.one(requests, _drafts(decision, requests), decision.draft_len, context)
-        self._spend(ms / usual.ms - 1)
+            ms = self.times.single_ms(requests, _num_drafts(decision, requests), decision.draft_len, context)
+        self._spend(ms / best.ms - 1)
         return decision
 
-    def _alternative(self, usual: Candidate, requests: int, context: float) -> tuple[Candidate | None, float]:
-        """The step with the best prospects, and the doubt about its time.
+    def _explore(self, best: Candidate, requests: int, context: float) -> StepDecision | None:
+        """Take the alternative to the best step; without one, look for it again after as long as between probes."""
+        alternative = self._alternative(best, requests, context)
+        if alternative is None:
+            self._steps_to_explore = PROBE_STEPS
+            return None
+        self._steps_to_explore = EXPLORE_STEPS
+        self._spend(alternative.ms / best.ms - alternative.committed / best.committed)
+        # The next choice knows the time of this step.
+        self._evaluations[requests] = -UPDATE_STEPS, self._evaluations[requests][1]
+        return _decision(alternative, requests)
 
-        None unless the table may be so wrong about it that it is the fastest.
-        """
+    def _spend(self, cost: float) -> None:
+        """Account for a trial that costs so many best steps."""
+        self._trials += 1
+        self._steps_since_trial, self._trial_cost = 0, cost
+
+    def _alternative(self, best: Candidate, requests: int, context: float) -> Candidate | None:
+        """Return the fastest step by optimistic times; None if that is the best one."""
         gamma = self.times.table.gamma
 
         def drafts(step: Candidate) -> int:
             return min(round(step.num_tokens / requests) - 1, gamma)
 
-        doubt = self.times.stddev(requests, drafts(usual))
-        hope = np.exp(OPTIMISM * doubt)
-        prospects = {
-            rival: rival.tokens_per_ms * hope[drafts(rival)]
-            for rival in by_drafts(self.times, self.survivals, requests, context)
-            if drafts(rival) != drafts(usual)
+        optimistic = np.exp(OPTIMISM * self.times.stddev(requests, drafts(best)))
+        rates = {
+            step: step.tokens_per_ms * optimistic[drafts(step)]
+            for step in evaluate_steps(self.times, self.survivals, requests, context).by_drafts
+            if drafts(step) != drafts(best)
         }
-        best = max(prospects, key=lambda rival: prospects[rival], default=None)
-        if best is None or prospects[best] <= usual.tokens_per_ms:
-            return None, 0.0
-        return best, float(doubt[drafts(best)])
+        alternative = max(rates, key=lambda step: rates[step], default=None)
+        return None if alternative is None or rates[alternative] <= best.tokens_per_ms else alternative
 
     def report(self) -> dict[str, Any]:
         expected = None if self._last is None else self._last.tokens_per_ms * 1e3
@@ -250,21 +194,21 @@ class AutoPolicy(Policy):
         }
 
 
-def _step(candidate: Candidate, requests: int) -> StepDecision:
-    """All requests drafted to the candidate's depth, and as many drafts verified as it has room for."""
+def _decision(candidate: Candidate, requests: int) -> StepDecision:
+    """Draft all requests to the candidate's depth, and verify as many drafts as it has room for."""
     if candidate.depth == 0:
         return PLAIN
     budget = min(candidate.num_tokens - requests, requests * candidate.depth)
     return StepDecision(candidate.depth, TopK(budget))
 
 
-def _drafts(decision: StepDecision, requests: int) -> int:
+def _num_drafts(decision: StepDecision, requests: int) -> int:
     """Return the drafts that a step verifies, which this policy always knows."""
     return decision.max_drafts(requests) or 0
 
 
 def draft_depths(draft_ms: NDArray[np.float64]) -> tuple[int, ...]:
-    """Block depths worth telling apart, given [requests, drafts, contexts] draft times: all, or only gamma."""
+    """Return the block depths worth telling apart, all or only gamma, by [requests, drafts, contexts] draft times."""
     gamma = draft_ms.shape[1] - 1
     totals = draft_ms.sum((0, 2))  # over the grid: a single cell is cheaper by chance
     shallow_is_cheaper = bool((totals[1:-1] < 0.95 * totals[-1]).any())

@@ -1,4 +1,4 @@
-"""How likely drafts are to survive verification: foretold by the confidence head, corrected by what came of them."""
+"""How likely drafts are to survive verification: predicted by the confidence head, corrected by the outcomes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ from sglang_dspark.calibration.survival import prefix_survival, sigmoid
 from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
 from sglang_dspark.scheduling.position_acceptance import PositionAcceptance
 from sglang_dspark.scheduling.request_acceptance import RequestAcceptance
-from sglang_dspark.scheduling.step_feedback import StepFeedback, verified_and_accepted, weighted
+from sglang_dspark.scheduling.step_feedback import StepFeedback, repeat_by_weight, verified_and_accepted
 from sglang_dspark.step.confidence import Confidence
 
-# Learning from a step costs 0.1 ms however few requests it had: so many steps are taken together, or so many rounds. Of
-# 256 requests every 16th step is noted, and a server that should park would wait for eight of these.
+# An update costs 0.1 ms however few rounds it has, and 2 us for each: so many steps share one, or so many rounds, of
+# which a server that should park is not to wait for more.
 UPDATE_STEPS = 8
 UPDATE_ROUNDS = 128
-ROUNDS_PER_STEP = 16
-"""Rounds per step that are learned from in the mean: 64 requests would fill what survivals are estimated from
-(``WINDOW_ROUNDS``) in four steps, and every round costs 2 us."""
 
 
 class Forecast:
     """Predicts survivals, and learns from outcomes.
 
     Args:
-        max_verify: most drafts that a step may verify per request.
-        calibration: of the confidence head; None without one: survivals are the running acceptance by position then.
+        max_verify: maximum of drafts that a step may verify per request.
+        calibration: of the confidence head; None without one, and survivals are the running acceptance by position.
         adapts: whether the calibration follows the outcomes.
         device: where confidences live.
 
@@ -38,10 +35,9 @@ class Forecast:
         coefficients: [2, max_verify] float32, scale and shift of the calibration; without a confidence head, acceptance
             by position in row 0.
         positions: acceptance by position.
-        predicted: survivals as they were predicted, against what came of them.
-        gains: what the drafts of every request bring.
-        lagged: survivals of the last rounds, which budgets are based on; None until the schedule has a table of step
-            times to weigh them with.
+        predicted: survivals as they were predicted, beside the outcomes.
+        acceptance: expected accepted drafts of every request.
+        lagged: survivals of the last rounds, on which budgets are based; None until the schedule has step times.
     """
 
     def __init__(
@@ -50,11 +46,11 @@ class Forecast:
         self.calibration = calibration
         self.positions = PositionAcceptance(max_verify)
         self.predicted = PredictedSurvival(max_verify)
-        self.request_acceptance = RequestAcceptance()
+        self.acceptance = RequestAcceptance()
         self.lagged: LaggedSurvivals | None = None
         self._max_verify, self._adapts, self._device = max_verify, adapts, device
-        self._notes: list[StepFeedback] = []
-        self._ahead = 0  # rounds noted of steps to come
+        self._pending: list[StepFeedback] = []
+        self._rounds_ahead = 0  # that were kept of more than their share of steps
         self._steps = 0  # since the calibration was shown anything
         self._predictions = np.empty((2, 0, max_verify))  # the last rounds: logits, and survivals as predicted
         self._num_refits = 0
@@ -63,7 +59,7 @@ class Forecast:
     def survival(
         self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[bs, depth] calibrated probability that a draft and all before it are accepted.
+        """Return [bs, depth] the calibrated probability that a draft and all before it are accepted.
 
         Args:
             logits: [bs, depth] of the confidence head; None without one.
@@ -78,84 +74,81 @@ class Forecast:
     def predict(
         self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
     ) -> Confidence:
-        """The logits, and the survivals of :meth:`survival`."""
+        """Return the logits and the survivals of :meth:`survival`."""
         return Confidence(logits, self.survival(logits, bs, depth, coefficients))
 
-    def note(self, outcome: StepFeedback) -> None:
-        """Take note of a step's outcome, and learn from several at a time: each lesson has a price of its own.
+    def observe(self, feedback: StepFeedback) -> None:
+        """Keep the outcome of a step, and update from several at a time.
 
-        Of steps with many requests only some are noted, whatever came of them.
+        Of steps with many requests only some are kept, whatever came of them: as many rounds per step as an update of
+        :data:`UPDATE_STEPS` steps may have.
         """
-        # A parked server's probe is all that it gets to see for long.
-        counts_for_many = outcome.rounds.decision.weight > 1
+        # For long, a parked server's probe is all that it gets to see.
+        is_parked_probe = feedback.rounds.decision.weight > 1
         self._count_step()
-        if self._ahead and not counts_for_many:
+        if self._rounds_ahead and not is_parked_probe:
             return
-        self._ahead += len(outcome.requests)
-        self._notes.append(outcome)
-        rounds = sum(len(note.requests) for note in self._notes)
-        if (
-            len(self._notes) >= UPDATE_STEPS
-            or rounds >= UPDATE_ROUNDS
-            or counts_for_many
-            or self._is_first_look(outcome)
-        ):
-            self.learn()
+        self._rounds_ahead += len(feedback.requests)
+        self._pending.append(feedback)
+        rounds = sum(len(step.requests) for step in self._pending)
+        is_full = len(self._pending) >= UPDATE_STEPS or rounds >= UPDATE_ROUNDS
+        if is_full or is_parked_probe or self._is_new_text(feedback):
+            self.update()
 
-    def _is_first_look(self, outcome: StepFeedback) -> bool:
+    def _is_new_text(self, feedback: StepFeedback) -> bool:
         """Return whether this is one of the first rounds of a request that runs alone.
 
         Its text decides about every step, so a hard one is given up soon. Without a head all texts look the same.
         """
-        requests = outcome.rounds.requests
-        weighed = self.calibration is not None and self.lagged is not None
-        return weighed and len(requests) == 1 and self.request_acceptance.is_new(requests[0])
+        requests = feedback.rounds.requests
+        has_survivals = self.calibration is not None and self.lagged is not None
+        return has_survivals and len(requests) == 1 and self.acceptance.num_rounds(requests[0]) < UPDATE_STEPS
 
-    def note_plain(self) -> None:
-        """Take note of a step that drafted nothing.
+    def observe_plain(self) -> None:
+        """Account for a step that drafted nothing.
 
-        What was drafted before it may have been a trial, and not much else may follow that could be learned from.
+        What was drafted before it may have been a trial, and little else may follow that could be learned from.
         """
         self._count_step()
-        self.learn()
+        self.update()
 
     def _count_step(self) -> None:
         self._steps += 1
-        self._ahead = max(0, self._ahead - ROUNDS_PER_STEP)
+        self._rounds_ahead = max(0, self._rounds_ahead - UPDATE_ROUNDS // UPDATE_STEPS)
 
-    def learn(self) -> None:
-        """Learn from what was noted."""
-        notes, self._notes = self._notes, []
-        if not notes:
+    def update(self) -> None:
+        """Learn from the outcomes that were kept."""
+        pending, self._pending = self._pending, []
+        if not pending:
             return
-        self.positions.observe(*weighted(notes, *verified_and_accepted(notes)))
-        predicted = [note for note in notes if note.rounds.confidence is not None]
+        self.positions.observe(*repeat_by_weight(pending, *verified_and_accepted(pending)))
+        predicted = [step for step in pending if step.rounds.confidence is not None]
         if self.calibration is None:
             self._renew_coefficients()
         if not predicted:
             return
         # Depths differ where policies cut blocks short.
-        logits, survival = np.concatenate([note.confidence(self._max_verify) for note in predicted], axis=1)
+        logits, survival = np.concatenate([step.confidence(self._max_verify) for step in predicted], axis=1)
         self.predicted.observe(survival, *verified_and_accepted(predicted))
         renewed = self.calibration is None or self._calibrate(self.calibration, predicted, logits)
         if self.lagged is not None:
-            ids = [note.rounds.requests[request] for note in predicted for request in note.requests]
-            self.request_acceptance.observe(ids, survival)
+            ids = [step.rounds.requests[request] for step in predicted for request in step.requests]
+            self.acceptance.observe(ids, survival)
             # A probe of a whole batch shows as many rounds as it stands for, or more.
-            times = [-(-note.rounds.decision.weight // len(note.requests)) for note in predicted for _ in note.requests]
+            times = [-(-step.rounds.decision.weight // len(step.requests)) for step in predicted for _ in step.requests]
             predictions = np.repeat(np.stack([logits, survival]), times, axis=1)
             self._observe_survivals(self.lagged, predictions, renewed)
 
     def _calibrate(
-        self, calibration: OnlineCalibration, notes: list[StepFeedback], logits: NDArray[np.float64]
+        self, calibration: OnlineCalibration, feedback: list[StepFeedback], logits: NDArray[np.float64]
     ) -> bool:
-        """Show the calibration what came of ``logits`` [n, max_verify]; whether that changed the coefficients."""
+        """Show the calibration the outcomes of ``logits`` [n, max_verify], and return if that changed it."""
         if not self._adapts:
             return False
-        verified, accepted = verified_and_accepted(notes)
+        verified, accepted = verified_and_accepted(feedback)
         # NaN past the drafted depth was not verified, and is not read; that of a broken head is left out.
         read = np.where(np.arange(self._max_verify) < verified[:, None], logits, 0.0)
-        counted = weighted(notes, read, verified, accepted)
+        counted = repeat_by_weight(feedback, read, verified, accepted)
         calibration.observe(*counted, num_steps=self._steps)
         if verified.any():
             self._steps = 0
@@ -168,8 +161,8 @@ class Forecast:
     def _observe_survivals(self, lagged: LaggedSurvivals, predictions: NDArray[np.float64], renewed: bool) -> None:
         """Add rounds [2, n, max_verify], logits and survivals, to those that budgets are based on.
 
-        When confidences are ``renewed``, all of them are predicted again: a drafter that promises what never comes
-        would otherwise be believed until its last promise has left the window.
+        When confidences are ``renewed``, all of them are predicted again: an overconfident drafter would otherwise be
+        believed until its last early round has left the window.
         """
         lagged.observe(predictions[1])
         self._predictions = np.concatenate([self._predictions, predictions], axis=1)[:, -WINDOW_ROUNDS:]
@@ -177,7 +170,7 @@ class Forecast:
             lagged.revise(self._predict_again(*self._predictions))
 
     def _predict_again(self, logits: NDArray[np.float64], survival: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[n, max_verify] survivals of earlier rounds as they would be predicted now; NaN past the drafted depth."""
+        """Return [n, max_verify] survivals of earlier rounds as predicted now; NaN past the drafted depth."""
         if self.calibration is None:
             return np.where(np.isnan(survival), np.nan, self.positions.conditional().cumprod())
         again = prefix_survival(sigmoid(self.calibration.scale * logits + self.calibration.shift))
@@ -185,7 +178,7 @@ class Forecast:
         return np.where(np.isnan(logits), survival, again)
 
     def _renew_coefficients(self) -> None:
-        """The last ones are kept: a forward that was launched may not have read them yet."""
+        """Replace the coefficients, and keep the last ones: a forward that was launched may not have read them yet."""
         self._last_coefficients, self.coefficients = self.coefficients, self._copy_coefficients()
 
     def _copy_coefficients(self) -> torch.Tensor:

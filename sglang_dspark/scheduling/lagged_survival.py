@@ -11,14 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW_ROUNDS = 256
-"""Rounds that an estimate averages over: a standard error of about 4 % of the expected accepted drafts. A single batch,
-where more requests than this run."""
-# Before the first round: a middling drafter, which soon counts for little.
-_PRIOR_CONFIDENCE, _PRIOR_ROUNDS = 0.7, 16
+"""Rounds that an estimate averages over: a standard error of about 4 % of the expected accepted drafts. A single batch
+if more requests than this run."""
+# Before the first round, a middling drafter: conditional acceptance, and rounds that this counts for, few enough to be
+# outweighed by the time that a server may park.
+PRIOR_ACCEPTANCE, PRIOR_ROUNDS = 0.7, 16
 
 
 class LaggedSurvivals:
-    """The survivals of the last drafted rounds, whichever requests they belonged to.
+    """The survivals of the last drafted rounds of all requests.
 
     Args:
         gamma: drafts per block.
@@ -31,7 +32,7 @@ class LaggedSurvivals:
     def __init__(self, gamma: int, depths: tuple[int, ...]) -> None:
         self.depths = depths
         self.num_observed = 0
-        self._rounds = np.tile(_PRIOR_CONFIDENCE ** np.arange(1.0, gamma + 1), (_PRIOR_ROUNDS, 1))
+        self._rounds = np.tile(PRIOR_ACCEPTANCE ** np.arange(1.0, gamma + 1), (PRIOR_ROUNDS, 1))
         self._gains: dict[int, NDArray[np.float64]] = {}
 
     def observe(self, survival: NDArray[np.float64]) -> None:
@@ -50,7 +51,7 @@ class LaggedSurvivals:
         self._gains.clear()
 
     def _whole(self, survival: NDArray[np.float64]) -> NDArray[np.float64]:
-        """``survival`` with cut blocks completed."""
+        """Return ``survival`` with cut blocks completed."""
         if not np.isnan(survival).any():
             return survival
         mean = self.mean()
@@ -62,12 +63,12 @@ class LaggedSurvivals:
         return survival
 
     def mean(self) -> NDArray[np.float64]:
-        """[gamma] mean survival by position over the rounds that estimates use."""
+        """Return [gamma] the mean survival by position over the rounds that estimates use."""
         mean: NDArray[np.float64] = self._rounds[-WINDOW_ROUNDS:].mean(0)
         return mean
 
     def gains(self, requests: int) -> NDArray[np.float64]:
-        """[depths, requests * gamma + 1] expected accepted drafts of a batch by block depth and budget.
+        """Return [depths, requests * gamma + 1] the expected accepted drafts of a batch by block depth and budget.
 
         A budget past ``requests * depth`` is worth no more than that.
         """

@@ -33,68 +33,46 @@ class Candidate:
 
     @property
     def tokens_per_ms(self) -> float:
-        """Return what is to be maximised."""
+        """Return the expected throughput, which the policy maximises."""
         return self.committed / self.ms
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The candidates that matter for a given load.
+    """The candidates for a number of requests.
 
     Attributes:
-        plain: one token per request, nothing drafted.
+        plain: the step that drafts nothing and commits one token per request.
+        by_drafts: the fastest step for each number of drafts per request, from 0, the plain step, to gamma.
         best: the fastest speculative step.
-        current: the step like the last one: as deep, and as many drafts per request.
     """
 
     plain: Candidate
+    by_drafts: list[Candidate]
     best: Candidate
-    current: Candidate
 
 
-def evaluate_steps(
-    times: StepTimes,
-    survivals: LaggedSurvivals,
-    requests: int,
-    context: float,
-    last_depth: int,
-    last_drafts: float,
-) -> Evaluation:
+def evaluate_steps(times: StepTimes, survivals: LaggedSurvivals, requests: int, context: float) -> Evaluation:
     """Evaluate every step that ``requests`` requests can take: (R + gain) / T over all depths and token counts.
 
     Args:
         context: mean context tokens per request.
-        last_depth, last_drafts: depth of the last speculative step, and its verified drafts per request.
     """
-    steps = _Steps(times, survivals, requests, context)
-    depths = survivals.depths
-    last_row = depths.index(last_depth) if last_depth in depths else len(depths) - 1
+    load = times.load(requests)
+    all_ms = times.step_ms(requests, context)
+    plain = Candidate(0, int(load.num_tokens[0]), float(all_ms[0, 0]), requests)
+    ms = all_ms.take(survivals.depths, axis=0)  # [depths, n], as the next two
+    committed = requests + survivals.gains(requests)[:, load.budgets]
+    rates: NDArray[np.float64] = committed / ms
+
+    def candidate(row: int, column: int) -> Candidate:
+        return Candidate(
+            survivals.depths[row], int(load.num_tokens[column]), float(ms[row, column]), float(committed[row, column])
+        )
+
+    columns = [load.column(drafts) for drafts in range(1, times.table.gamma + 1)]
     return Evaluation(
-        plain=steps.plain,
-        best=steps.candidate(*divmod(int(steps.rates.argmax()), steps.rates.shape[1])),
-        current=steps.candidate(last_row, steps.load.column(last_drafts)),
+        plain=plain,
+        by_drafts=[plain, *(candidate(int(rates[:, column].argmax()), column) for column in columns)],
+        best=candidate(*divmod(int(rates.argmax()), rates.shape[1])),
     )
-
-
-def by_drafts(times: StepTimes, survivals: LaggedSurvivals, requests: int, context: float) -> list[Candidate]:
-    """The fastest step for each number of drafts per request, from 0, the plain step, to gamma."""
-    steps = _Steps(times, survivals, requests, context)
-    columns = [steps.load.column(drafts) for drafts in range(1, times.table.gamma + 1)]
-    return [steps.plain, *(steps.candidate(int(steps.rates[:, column].argmax()), column) for column in columns)]
-
-
-class _Steps:
-    """Every speculative step: [depths, n] arrays by block depth and token count."""
-
-    def __init__(self, times: StepTimes, survivals: LaggedSurvivals, requests: int, context: float) -> None:
-        self.load = times.load(requests)
-        ms = times.step_ms(requests, context)
-        self.plain = Candidate(0, int(self.load.num_tokens[0]), float(ms[0, 0]), requests)
-        self.depths = survivals.depths
-        self.committed = requests + survivals.gains(requests)[:, self.load.budgets]
-        self.ms = ms.take(self.depths, axis=0)
-        self.rates: NDArray[np.float64] = self.committed / self.ms
-
-    def candidate(self, row: int, column: int) -> Candidate:
-        committed, ms = float(self.committed[row, column]), float(self.ms[row, column])
-        return Candidate(self.depths[row], int(self.load.num_tokens[column]), ms, committed)

@@ -19,8 +19,8 @@ class Policy(ABC):
 
     Attributes:
         needs_confidence: whether the drafter's confidences have to be computed.
-        parked: whether speculation rests because plain steps are faster.
-        probing: whether the last decision serves to learn something.
+        parked: whether the server drafts nothing because plain steps are faster.
+        probing: whether the last decision is a trial, taken to learn something.
     """
 
     needs_confidence: bool
@@ -30,7 +30,7 @@ class Policy(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """As in the flag and in reports."""
+        """Return the name, as in the flag and in reports."""
 
     @abstractmethod
     def choose(self, requests: int, context: float) -> StepDecision:
@@ -38,14 +38,14 @@ class Policy(ABC):
 
     @abstractmethod
     def report(self) -> dict[str, Any]:
-        """JSON for the statistics."""
+        """Return JSON for the statistics."""
 
     def resumed(self, requests: int) -> StepDecision:
-        """The step that speculation would take now, where it rests."""
+        """Return the step that a parked server would take if it speculated."""
         return PLAIN
 
     def min_acceptance(self, requests: int, depth: int, context: float) -> float:
-        """Accepted drafts that a request must bring per round, or it is not drafted; 0 drafts them all."""
+        """Return the accepted drafts per round without which a request is not drafted; 0 drafts them all."""
         return 0.0
 
 

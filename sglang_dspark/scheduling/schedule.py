@@ -1,4 +1,4 @@
-"""The schedule of a server: its policy, and what a step does by it."""
+"""The schedule of a server: decides each step by its policy, and learns from the outcomes."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class Schedule:
         self._auto: AutoPolicy | None = None  # keeps what it decided while another policy is in force
 
     def start(self, table: SpsTable | None, *, fixed_draft_shape: bool = False) -> None:
-        """Begin with the configured policy. Without a drafter, ``auto`` drafts nothing: there are presets alone.
+        """Begin with the configured policy. Without a drafter, ``auto`` drafts nothing and only presets copy drafts.
 
         Args:
-            table: measured step times; None where the policy needs none.
+            table: measured step times; None if the policy needs none.
             fixed_draft_shape: see the attribute.
         """
         self.fixed_draft_shape = fixed_draft_shape
@@ -85,7 +85,7 @@ class Schedule:
         """Take another policy from the next step on.
 
         Args:
-            fields: ``policy``, and ``verify_len`` or ``confidence_threshold`` where it takes one.
+            fields: ``policy``, and ``verify_len`` or ``confidence_threshold`` if it takes one.
 
         Raises:
             ConfigError: names the field, its value and the remedy.
@@ -97,7 +97,7 @@ class Schedule:
             self._auto.forget_evaluations()
 
     def why_not(self, policy: str) -> str | None:
-        """Return why this server cannot switch to a policy; None where it can."""
+        """Return why this server cannot switch to a policy; None if it can."""
         fields: dict[str, Any] = {"policy": policy}
         if policy == "threshold":
             fields["confidence_threshold"] = 0.5
@@ -163,35 +163,38 @@ class Schedule:
         return replace(decision, context=context, with_confidence=with_confidence)
 
     def _choose(self, requests: Sequence[str], context: float) -> StepDecision:
-        """The policy's step for all requests, or for those alone whose own blocks are worth drafting."""
+        """Return the policy's step for all requests, or only for those whose own blocks are worth drafting."""
         decision, alone = self.policy.choose(len(requests), context), len(requests) == 1
-        # Leaving some of several out saves nothing where they are drafted together.
-        if self.policy.probing or (not alone and (decision.draft_len == 0 or self.fixed_draft_shape)):
+        parked, acceptance = self.policy.parked, self.forecast.acceptance
+        # Leaving some of several out saves nothing if they are drafted together, and a trial of one that is left out
+        # would cost what leaving it out saves.
+        if self.policy.probing and (parked or not alone):
             return decision
-        parked, gains = self.policy.parked, self.forecast.request_acceptance
+        if not alone and (decision.draft_len == 0 or self.fixed_draft_shape):
+            return decision
         step = self.policy.resumed(len(requests)) if parked else decision
-        least = self.policy.min_acceptance(len(requests), step.draft_len, context)
-        if least == 0:
+        minimum = self.policy.min_acceptance(len(requests), step.draft_len, context)
+        if minimum == 0:
             return decision
         if parked:
-            return step if gains.above(requests[0], least) else decision
-        return step.for_some(gains.worth_drafting(requests, least), len(requests))
+            return step if acceptance.above(requests[0], minimum) else decision
+        return step.for_some(acceptance.worth_drafting(requests, minimum), len(requests))
 
     @property
     def parked(self) -> bool:
-        """Return whether speculation rests because plain steps are faster."""
+        """Return whether the server drafts nothing because plain steps are faster."""
         return self.policy.parked
 
     @property
     def last_time(self) -> TimedStep | None:
-        """Return how long the step took whose time was taken last; None where there was none to take."""
+        """Return the step that was measured last; None if it could not be."""
         return self._clock.last
 
     def end_step(self, decision: StepDecision, requests: int, num_tokens: int) -> None:
-        """All stages of the step were called; its time is a whole batch's, unless it drafts or verifies for some only.
+        """End the step: all stages were called. Its time counts unless it drafts or verifies for some requests only.
 
         Args:
-            num_tokens: rows of the verify forward, those of padding included: what a tier costs is known by its size.
+            num_tokens: rows of the verify forward, padding included: the cost of a tier is known by its size.
         """
         # A plain step is known by its requests, however many rows they are padded to.
         num_tokens = num_tokens if decision.draft_len else requests
@@ -199,29 +202,29 @@ class Schedule:
         self._clock.end_step(StepKind(requests, num_tokens, decision.draft_len, decision.context) if known else None)
 
     def processed(self, device_ms: float, waited_ms: float) -> None:
-        """What a step took a GPU, and how long the host has waited for it; known when its result is read."""
+        """Take a step's time on a GPU, and how long the host waited for it; both are known when its result is read."""
         self._clock.processed(device_ms, waited_ms)
 
     def invalidate(self) -> None:
-        """Something other than a decode step runs: the time until the next one is not a step's."""
+        """Forget the steps behind: something else runs, and the time until the next step is not a step's."""
         self._clock.invalidate()
 
     def observe(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
-        """Take note of a step's outcome.
+        """Learn from the outcome of a step.
 
         Args:
-            running: requests of the step that it was meant for.
-            accept_lens: drafts accepted, of these.
+            running: indices of the requests that are still running.
+            accept_lens: drafts accepted of these.
         """
         drafted = [i for i, request in enumerate(running) if rounds.drafted[request]]
         if not drafted:
-            self.forecast.note_plain()
+            self.forecast.observe_plain()
             return
-        self.forecast.note(StepFeedback(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
+        self.forecast.observe(StepFeedback(rounds, [running[i] for i in drafted], [accept_lens[i] for i in drafted]))
 
     def report(self) -> dict[str, Any]:
-        """JSON for the statistics."""
-        self.forecast.learn()
+        """Return JSON for the statistics."""
+        self.forecast.update()
         calibration = self.forecast.calibration
         return {
             "policy": self.policy.name,
@@ -233,7 +236,7 @@ class Schedule:
 def is_of_a_kind(decision: StepDecision, requests: int) -> bool:
     """Return whether the time of a step says how long others like it take.
 
-    Not where it drafts for some only, or where drafts are copied. By its rows, a parked server's probe of several
+    It does not if drafts are copied, or only some requests are drafted. By its rows, a parked server's probe of several
     requests is nearly a plain step; by its time it is not.
     """
     probe = decision.weight > 1 and requests > 1

@@ -13,18 +13,17 @@ from numpy.typing import NDArray
 
 from sglang_dspark.scheduling.sps_table import SpsTable
 
-MAX_PASSES = 5
+# The median of three passes survives one hiccup of the machine, that of five survives two.
 MIN_PASSES = 3
-
-
+MAX_PASSES = 5
 # To launch a step into an empty queue, and to wait for it, takes tens of microseconds that no served step takes: less
-# than 1 % of one that is not short.
+# than 1 % of one that is not short. Short ones are therefore run several times per wait.
 _SHORT_MS = 4.0
 _RUNS_PER_WAIT = 4
 
 
 class SteppedLoad(Protocol):
-    """A fixed load whose steps can be run as often as one likes.
+    """A fixed load whose steps can be run any number of times.
 
     Attributes:
         queues: whether calls may return before the device has finished.
@@ -69,7 +68,7 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
         limit_s: seconds to spend. Further passes are left out, and, if the first one takes too long, the largest
             request counts, which are then extrapolated.
         monotone: more tokens, requests or context never take less time here, so that a cell above a larger one is noise
-            and is lowered to it. Not so where some shapes run in CUDA graphs and others do not.
+            and is lowered to it. Not so if some shapes run in CUDA graphs and others do not.
         clock: seconds, for the limit; of the ranks of one server, all must read the same time.
     """
     started = clock()
@@ -116,7 +115,7 @@ def measure(  # noqa: PLR0913 - what is measured, and how long it may take
 def _medians(
     samples: Mapping[tuple[int, int, int, str], Sequence[float]], requests: Sequence[int], drafts: int, contexts: int
 ) -> dict[str, NDArray[np.float64]]:
-    """[requests, drafts, contexts] medians of ``draft`` and ``verify``; 0 where nothing was timed."""
+    """Return [requests, drafts, contexts] medians of ``draft`` and ``verify``; 0 for cells that were not timed."""
     times = {kind: np.zeros((len(requests), drafts, contexts)) for kind in ("draft", "verify")}
     for (count, d, c, kind), values in samples.items():
         if count in requests:
@@ -125,14 +124,14 @@ def _medians(
 
 
 def _lower_to_larger(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Each cell at most as large as every cell that is at least as far along all axes."""
+    """Lower every cell to the smallest one that is at least as far along all axes."""
     for axis in range(values.ndim):
         values = np.flip(np.minimum.accumulate(np.flip(values, axis), axis), axis)
     return values
 
 
 def _time(steps: SteppedLoad, run: Callable[[], None], clock: Callable[[], float], *, warm_up: bool) -> float:
-    """Milliseconds of one run. The first run of a shape pays for allocations, compilations and cold caches.
+    """Return the milliseconds of one run. The first run of a shape pays for allocations, compilations and cold caches.
 
     Args:
         clock: seconds; by this one, all ranks of a server agree that a run is short, and repeat it.
@@ -147,7 +146,7 @@ def _time(steps: SteppedLoad, run: Callable[[], None], clock: Callable[[], float
 
 
 def _run(steps: SteppedLoad, run: Callable[[], None], times: int) -> float:
-    """Milliseconds of each of several runs, one behind the other."""
+    """Return the milliseconds of each of several runs, one after the other."""
     before = time.perf_counter()
     for _ in range(times):
         run()

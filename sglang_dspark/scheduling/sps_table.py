@@ -36,7 +36,7 @@ class SpsTable:
         draft_ms: [requests, drafts, contexts] milliseconds to propose that many drafts; 0 for none.
         verify_ms: [requests, drafts, contexts] milliseconds to verify and commit with that many drafts per request; the
             column of 0 drafts is the plain step.
-        tiers: token counts that the verify forward was captured with, ascending; empty where any count is run as it is.
+        tiers: token counts that the verify forward was captured with, ascending; empty if any count is run as it is.
             What is larger than all of them is launched kernel by kernel, and known by the grid of drafts.
     """
 
@@ -67,7 +67,7 @@ class SpsTable:
 
     @property
     def gamma(self) -> int:
-        """Drafts per block."""
+        """Return the drafts per block."""
         return self.drafts[-1]
 
     @cached_property
@@ -75,7 +75,7 @@ class SpsTable:
         return {}
 
     def times(self, requests: int) -> LoadTimes:
-        """Times of every step that ``requests`` requests can take.
+        """Return the times of every step that ``requests`` requests can take.
 
         Beyond the grid the last slope goes on, unless it falls: then it is noise of the measurement.
         """
@@ -84,7 +84,7 @@ class SpsTable:
         return self._by_load[requests]
 
     def step_ms(self, requests: int, num_tokens: int, depth: int, context: float) -> float:
-        """Milliseconds of one step.
+        """Return the milliseconds of one step.
 
         Args:
             requests: requests in the step.
@@ -96,7 +96,7 @@ class SpsTable:
         return float(times.at(context, (depth, times.room_for(num_tokens))))
 
     def mismatch(self, key: Mapping[str, str]) -> str | None:
-        """First difference between this table's key and ``key``, in words; None when they agree."""
+        """Return the first difference between this table's key and ``key`` in words; None if they agree."""
         for name in sorted(set(self.key) | set(key)):
             ours, theirs = self.key.get(name), key.get(name)
             if ours != theirs:
@@ -166,6 +166,9 @@ class LoadTimes:
         start_ms: [segments, gamma + 1, n] milliseconds at the start of a segment, by depth and token count; depth 0 is
             meaningful for the plain step only.
         slope_ms: [segments, gamma + 1, n] milliseconds per context token.
+        padding_ms: [gamma + 1, n] milliseconds per context token that a step takes longer if it verifies the likeliest
+            drafts of all requests. Without tiers, as on a CPU, attention computes as many rows for every request as for
+            the one that verifies most; that one usually verifies its whole block, or all drafts that there are.
     """
 
     num_tokens: NDArray[np.int64]
@@ -174,6 +177,7 @@ class LoadTimes:
     contexts: list[int]
     start_ms: NDArray[np.float64]
     slope_ms: NDArray[np.float64]
+    padding_ms: NDArray[np.float64]
 
     @classmethod
     def of(cls, table: SpsTable, requests: int) -> LoadTimes:
@@ -201,6 +205,11 @@ class LoadTimes:
         # Before the grid the time is that of its first point: attention to a short context costs nothing. Past it the
         # last slope goes on unless it falls.
         flat = np.zeros_like(step_ms[:1])
+        padding_ms = flat[0]
+        if not table.tiers and len(slope_ms):
+            longest = np.minimum(np.arange(gamma + 1)[:, None], num_tokens - requests)
+            rows_ms = slope_ms[0, 0]
+            padding_ms = np.maximum(rows_ms[requests * longest] - rows_ms, 0.0)
         return cls(
             num_tokens,
             budgets,
@@ -208,21 +217,22 @@ class LoadTimes:
             contexts=list(table.contexts),
             start_ms=np.concatenate([step_ms[:1], step_ms]),
             slope_ms=np.concatenate([flat, slope_ms, np.maximum(slope_ms[-1:], 0.0) if len(slope_ms) else flat]),
+            padding_ms=padding_ms,
         )
 
     def room_for(self, num_tokens: Any) -> Any:
-        """Index of the smallest token count that has room for so many tokens, a number or an array."""
+        """Return the index of the smallest token count that has room for so many tokens, a number or an array."""
         return np.minimum(self.num_tokens.searchsorted(num_tokens), len(self.num_tokens) - 1)
 
     def column(self, drafts: float) -> int:
-        """Index of the token count that comes nearest to so many drafts per request."""
+        """Return the index of the token count that is nearest to so many drafts per request."""
         after = int(np.searchsorted(self.drafts, drafts))
         if after == 0 or after == len(self.drafts):
             return min(after, len(self.drafts) - 1)
         return after if self.drafts[after] - drafts < drafts - self.drafts[after - 1] else after - 1
 
     def at(self, context: float, step: tuple[int, int] | slice = slice(None)) -> NDArray[np.float64]:
-        """[gamma + 1, n] milliseconds at ``context`` tokens per request; or those of one ``step``, an index into it."""
+        """Return [gamma + 1, n] milliseconds at ``context`` tokens per request, or those of ``step``, an index."""
         segment = bisect_left(self.contexts, context)
         past = context - self.contexts[max(segment - 1, 0)]
         ms: NDArray[np.float64] = self.start_ms[segment][step] + past * self.slope_ms[segment][step]
@@ -230,7 +240,7 @@ class LoadTimes:
 
 
 def _along(values: NDArray[np.float64], grid: Sequence[int], at: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Linear interpolation along the first axis. Beyond the grid the last slope goes on unless it falls."""
+    """Interpolate linearly along the first axis. Beyond the grid the last slope goes on unless it falls."""
     points = np.asarray(grid, dtype=np.float64)
     if len(points) == 1:
         return np.repeat(values, len(at), axis=0)
@@ -242,5 +252,5 @@ def _along(values: NDArray[np.float64], grid: Sequence[int], at: NDArray[np.floa
 
 
 def geometric_grid(last: int) -> list[int]:
-    """1, 2, 4 ... up to and including ``last``."""
+    """Return 1, 2, 4 ... up to and including ``last``."""
     return sorted({1, last, *(2**power for power in range((last - 1).bit_length()))})

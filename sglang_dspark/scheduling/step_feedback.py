@@ -1,4 +1,4 @@
-"""What became of the drafts of decode steps, until it is learned from."""
+"""The outcome of decode steps, kept until it is learned from."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from sglang_dspark.step.record import StepRecord
 
 @dataclass(frozen=True)
 class StepFeedback:
-    """A step's outcome: requests that were drafted and are still running, and drafts accepted of each."""
+    """The outcome of a step.
+
+    Attributes:
+        rounds: the step.
+        requests: indices of its requests that were drafted and are still running.
+        accept_lens: drafts accepted of each.
+    """
 
     rounds: StepRecord
     requests: list[int]
     accept_lens: list[int]
 
     def confidence(self, width: int) -> NDArray[np.float64]:
-        """[2, n, width] logits and survivals, NaN past the drafted depth."""
+        """Return [2, n, width] logits and survivals, NaN past the drafted depth."""
         confidence = self.rounds.confidence
         assert confidence is not None
         depth = confidence.survival.shape[1]
@@ -33,17 +39,17 @@ class StepFeedback:
 
     @property
     def rows(self) -> slice | list[int]:
-        """Index of the requests; a slice, which is much faster than a list, where they are all of the step's."""
+        """Return an index of the requests: a slice, which is much faster than a list, if they are all of the step's."""
         return slice(None) if len(self.requests) == len(self.rounds.requests) else self.requests
 
 
-def verified_and_accepted(notes: Sequence[StepFeedback]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Drafts verified and accepted, [n] each, of all requests of all notes."""
-    verified = np.concatenate([note.rounds.verify_lens.numpy()[note.rows] for note in notes])
-    return verified, np.concatenate([note.accept_lens for note in notes])
+def verified_and_accepted(feedback: Sequence[StepFeedback]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the drafts verified and accepted, [n] each, of all requests of all steps."""
+    verified = np.concatenate([step.rounds.verify_lens.numpy()[step.rows] for step in feedback])
+    return verified, np.concatenate([step.accept_lens for step in feedback])
 
 
-def weighted(notes: Sequence[StepFeedback], *columns: NDArray[Any]) -> list[NDArray[Any]]:
-    """``columns`` [n, ...] of all requests of all notes, each request as often as a round of its step counts."""
-    weights = [note.rounds.decision.weight for note in notes for _ in note.requests]
+def repeat_by_weight(feedback: Sequence[StepFeedback], *columns: NDArray[Any]) -> list[NDArray[Any]]:
+    """Return ``columns`` [n, ...] of all requests of all steps, each request as often as a round of its step counts."""
+    weights = [step.rounds.decision.weight for step in feedback for _ in step.requests]
     return list(columns) if max(weights) == 1 else [np.repeat(column, weights, axis=0) for column in columns]

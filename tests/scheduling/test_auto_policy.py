@@ -1,4 +1,4 @@
-"""The policy ``auto``: when it speculates, parks, resumes, probes, and stays with what it does."""
+"""The policy ``auto``: when it speculates, parks, resumes, probes and explores."""
 
 import math
 from dataclasses import replace
@@ -8,16 +8,14 @@ import pytest
 from step_tables import GAMMA, compute_bound, costly_drafts, make_table, memory_bound
 
 from sglang_dspark.scheduling.auto_policy import (
-    EVALUATION_STEPS,
-    MIN_GAIN,
+    MARGIN,
     MIN_ROUNDS,
     PARKED_PROBE_WEIGHT,
-    PROBE_SHARE,
     PROBE_STEPS,
-    SWITCH_AT,
     AutoPolicy,
     draft_depths,
 )
+from sglang_dspark.scheduling.forecast import UPDATE_STEPS
 from sglang_dspark.scheduling.lagged_survival import WINDOW_ROUNDS, LaggedSurvivals
 from sglang_dspark.scheduling.policies import EarlyStopPolicy, FixedPolicy, ThresholdPolicy
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
@@ -53,7 +51,7 @@ def run(policy, steps, requests=4):
     return [policy.choose(requests, CONTEXT) for _ in range(steps)]
 
 
-def usual(policy, steps, requests=4):
+def untried(policy, steps, requests=4):
     """Choices that do not serve to learn something."""
     made = [(policy.choose(requests, CONTEXT), policy.probing) for _ in range(steps)]
     return [decision for decision, probing in made if not probing]
@@ -77,7 +75,7 @@ def test_the_first_step_is_the_whole_block(requests):
 
 def test_it_speculates_where_drafts_are_good():
     policy = make_policy(memory_bound(), GOOD)
-    assert set(usual(policy, PROBE_STEPS - 1)) == {whole(4)}
+    assert set(untried(policy, PROBE_STEPS - 1)) == {whole(4)}
     assert not policy.parked
 
 
@@ -89,23 +87,16 @@ def test_it_trims_where_tokens_cost():
     assert decision.max_drafts(0) <= 32 * decision.draft_len
 
 
-def test_it_parks_at_once_where_plain_is_much_faster():
-    policy = make_policy(break_even(BAD, advantage=-SWITCH_AT), BAD)
+def test_it_parks_if_plain_steps_are_faster():
+    policy = make_policy(break_even(BAD, advantage=-0.001), BAD)
     assert policy.choose(4, CONTEXT) == PLAIN
     assert policy.parked
-
-
-@pytest.mark.parametrize("advantage", [0.02, 0.01])
-def test_it_parks_later_where_plain_is_slightly_faster(advantage):
-    policy = make_policy(break_even(BAD, advantage=-advantage), BAD)
-    patience = math.ceil(SWITCH_AT / advantage - 1e-6)
-    assert sides(policy, patience) == [False] * (patience - 1) + [True]
 
 
 def test_it_does_not_park_before_it_has_seen_the_drafter():
     policy = make_policy(break_even(BAD, advantage=-1.0))
     tell(policy, BAD, MIN_ROUNDS - 1)
-    assert PLAIN not in usual(policy, 10)
+    assert PLAIN not in untried(policy, 10)
     tell(policy, BAD, 1)
     assert sides(policy, 1) == [True]
 
@@ -115,7 +106,7 @@ def test_it_resumes_when_drafts_get_better():
     run(policy, 10)
     assert policy.parked
     tell(policy, GOOD)
-    assert whole(4) in run(policy, EVALUATION_STEPS)
+    assert whole(4) in run(policy, UPDATE_STEPS)
 
 
 def test_it_resumes_when_the_load_changes_and_parks_when_it_changes_back():
@@ -127,20 +118,17 @@ def test_it_resumes_when_the_load_changes_and_parks_when_it_changes_back():
         assert not policy.parked
 
 
-def test_a_resumption_has_to_be_worth_something():
-    policy = make_policy(break_even(BAD, advantage=MIN_GAIN / 2), BAD)
+@pytest.mark.parametrize(("advantage", "resumes"), [(0.5 * MARGIN, False), (1.5 * MARGIN, True)])
+def test_a_resumption_has_to_be_worth_something(advantage, resumes):
+    policy = make_policy(break_even(BAD, advantage), BAD)
     policy.parked = True
-    assert whole(4) not in usual(policy, PROBE_STEPS - 1)
-    assert policy.parked
-    policy = make_policy(break_even(BAD, advantage=2.01 * MIN_GAIN), BAD)
-    policy.parked = True
-    patience = math.ceil(SWITCH_AT / (1.01 * MIN_GAIN))
-    assert sides(policy, patience) == [True] * (patience - 1) + [False]
+    policy.choose(4, CONTEXT)
+    assert policy.parked != resumes
 
 
-def at_probes(choices, usual):
+def at_probes(choices, best):
     """Steps at which something else was done, and what."""
-    steps = [step for step, decision in enumerate(choices) if decision != usual]
+    steps = [step for step, decision in enumerate(choices) if decision != best]
     return steps, [choices[step] for step in steps]
 
 
@@ -175,8 +163,9 @@ def test_probes_of_a_parked_server_get_rarer_the_more_they_cost():
 
     for extra_ms in (10 * (tokens(BAD) - 1) * 1.05, 15.0, 30.0, 60.0):
         between = steps_between(extra_ms)
-        # Drafting for one costs extra_ms / 10 plain steps.
-        assert set(between) == {math.ceil(max(PROBE_STEPS, extra_ms / 10 / PROBE_SHARE))}
+        # Drafting for one costs extra_ms / 10 plain steps. An exploration may come first, which costs less.
+        expected = math.ceil(max(PROBE_STEPS, extra_ms / 10 / MARGIN))
+        assert expected <= min(between) <= max(between) <= 1.5 * expected
 
 
 def test_probes_are_rarer_where_drafting_for_one_drafts_for_all():
@@ -191,7 +180,7 @@ def test_probes_are_rarer_where_drafting_for_one_drafts_for_all():
         return set(np.diff(steps))
 
     assert steps_between(False) == {PROBE_STEPS}
-    assert steps_between(True) == {math.ceil(1.6 / PROBE_SHARE)}
+    assert steps_between(True) == {math.ceil(1.6 / MARGIN) + 1}  # the step before found nothing to explore
 
 
 def run_and_time(policy, steps, truth, requests=4):
@@ -246,9 +235,9 @@ def trimming_policy(confidence=0.6):
 
 def test_a_trimmed_server_verifies_one_request_in_full_now_and_then():
     policy = trimming_policy()
-    usual = policy.choose(4, CONTEXT)
-    assert usual == StepDecision(GAMMA, TopK(12))
-    steps, probes = at_probes(run(policy, 2500), usual)
+    best = policy.choose(4, CONTEXT)
+    assert best == StepDecision(GAMMA, TopK(12))
+    steps, probes = at_probes(run(policy, 2500), best)
     forced = [probe for probe in probes if probe.selection.probe_request is not None]
     assert {replace(probe, selection=TopK(probe.selection.budget)) for probe in forced} == {
         StepDecision(GAMMA, TopK(12 + GAMMA))
@@ -284,12 +273,12 @@ def test_probes_cost_a_small_share():
             for decision in run(policy, 4000, requests):
                 depth, budget = decision.draft_len, decision.max_drafts(0)
                 if decision.draft_requests is not None:
-                    draft = policy.times.one(1, 0, GAMMA, CONTEXT) - policy.times.one(1, 0, 0, CONTEXT)
-                    step_ms, gain = policy.times.one(requests, GAMMA, 0, CONTEXT) + draft, 0.0
+                    draft = policy.times.single_ms(1, 0, GAMMA, CONTEXT) - policy.times.single_ms(1, 0, 0, CONTEXT)
+                    step_ms, gain = policy.times.single_ms(requests, GAMMA, 0, CONTEXT) + draft, 0.0
                 elif depth == 0:
-                    step_ms, gain = policy.times.one(requests, 0, 0, CONTEXT), 0.0
+                    step_ms, gain = policy.times.single_ms(requests, 0, 0, CONTEXT), 0.0
                 else:
-                    step_ms = policy.times.one(requests, budget, depth, CONTEXT)
+                    step_ms = policy.times.single_ms(requests, budget, depth, CONTEXT)
                     gain = (
                         policy.survivals.gains(requests)[0, budget] if decision.selection.probe_request is None else 0.0
                     )
@@ -301,31 +290,7 @@ def test_probes_cost_a_small_share():
                 )
                 lost += committed - policy._last.tokens_per_ms * step_ms
                 ms += step_ms
-            assert lost / ms / policy._last.tokens_per_ms > -1.5 * PROBE_SHARE
-
-
-def test_a_little_better_changes_nothing():
-    """Two drafts per request against three: by less than the margin, then by more."""
-
-    def table(step):
-        return make_table(
-            lambda r, d, c: 10 + 50 * (d > 3) + np.where(d == 2, step, 0.0), lambda r, d, c: 1 + 0 * r, requests=[1, 4]
-        )
-
-    confidence = 0.5
-    equal = 11 * (1 - tokens(confidence, 2) / tokens(confidence, 3))  # this much faster, two drafts are as good
-    policy = make_policy(table(-equal), confidence)
-    policy._drafts = 3.0
-    assert policy.choose(4, CONTEXT).max_drafts(4) == 12
-    for faster, budget in ((0.9 * MIN_GAIN, 12), (1.1 * MIN_GAIN, 8)):
-        policy.times = StepTimes(table(-equal - faster * (11 - equal) / (1 + faster)))
-        assert run(policy, EVALUATION_STEPS)[-1].max_drafts(0) == budget
-
-
-def test_the_incumbent_keeps_its_drafts_per_request_when_the_load_changes():
-    policy = make_policy(costly_drafts(1.0), GOOD)
-    for requests in (1, 4, 16, 5, 64):
-        assert usual(policy, 2, requests)[0] == whole(requests)
+            assert lost / ms / policy._last.tokens_per_ms > -1.5 * MARGIN
 
 
 def test_equal_knowledge_gives_equal_choices():

@@ -5,7 +5,7 @@ import pytest
 from step_tables import GAMMA, compute_bound, costly_drafts, random_table
 
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
-from sglang_dspark.scheduling.planner import by_drafts, evaluate_steps
+from sglang_dspark.scheduling.planner import evaluate_steps
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 
 ALL_DEPTHS = tuple(range(1, GAMMA + 1))
@@ -30,30 +30,27 @@ def test_the_best_step_is_the_best_of_all(requests, tiers):
     for seed in range(10):
         rng = np.random.default_rng(seed)
         depths = ALL_DEPTHS if seed % 2 else (GAMMA,)
-        times, survivals = knowledge(rng, random_table(rng, tiers=tiers), depths)
+        times, survivals = knowledge(rng, random_table(rng, tiers=tiers, contexts=(64,)), depths)
         context = float(rng.uniform(10, 2000))
         counts = times.load(requests).num_tokens
         assert set(counts.tolist()) <= set(tiers or range(requests, requests * (GAMMA + 1) + 1))
         rates = {(d, n): rate(times, survivals, requests, n, d, context) for d in depths for n in counts.tolist()}
-        ahead = evaluate_steps(times, survivals, requests, context, last_depth=3, last_drafts=1.4)
-        assert ahead.best.tokens_per_ms == pytest.approx(max(rates.values()))
-        assert rates[ahead.best.depth, ahead.best.num_tokens] == pytest.approx(max(rates.values()))
+        steps = evaluate_steps(times, survivals, requests, context)
+        assert steps.best.tokens_per_ms == pytest.approx(max(rates.values()))
+        assert rates[steps.best.depth, steps.best.num_tokens] == pytest.approx(max(rates.values()))
 
-        assert ahead.current.depth == (3 if seed % 2 else GAMMA)
-        assert abs(ahead.current.num_tokens / requests - 2.4) == pytest.approx(np.abs(counts / requests - 2.4).min())
-        assert ahead.current.tokens_per_ms == pytest.approx(rates[ahead.current.depth, ahead.current.num_tokens])
-
-        assert (ahead.plain.depth, ahead.plain.num_tokens, ahead.plain.committed) == (0, counts[0], requests)
-        assert ahead.plain.ms == pytest.approx(times.table.step_ms(requests, int(counts[0]), 0, context))
+        assert (steps.plain.depth, steps.plain.num_tokens, steps.plain.committed) == (0, counts[0], requests)
+        assert steps.plain.ms == pytest.approx(times.table.step_ms(requests, int(counts[0]), 0, context))
 
 
 @pytest.mark.parametrize("tiers", [(), (8, 16, 24, 40, 64)])
 def test_the_best_step_for_each_number_of_drafts(tiers):
     rng = np.random.default_rng(0)
-    times, survivals = knowledge(rng, random_table(rng, tiers=tiers))
+    times, survivals = knowledge(rng, random_table(rng, tiers=tiers, contexts=(64,)))
     requests, context = 8, 300.0
-    plain, *speculative = by_drafts(times, survivals, requests, context)
-    assert plain == evaluate_steps(times, survivals, requests, context, GAMMA, GAMMA).plain
+    steps = evaluate_steps(times, survivals, requests, context)
+    plain, *speculative = steps.by_drafts
+    assert plain == steps.plain
     for drafts, candidate in enumerate(speculative, start=1):
         if not tiers:
             assert candidate.num_tokens == requests * (1 + drafts)
@@ -65,14 +62,14 @@ def test_what_was_learned_about_a_step_counts():
     """The table says two drafts; the server learned that four take less time than they should."""
     rng = np.random.default_rng(0)
     times, survivals = knowledge(rng, compute_bound())
-    before = evaluate_steps(times, survivals, 8, 300.0, GAMMA, GAMMA).best
+    before = evaluate_steps(times, survivals, 8, 300.0).best
     ignored = StepKind(8, 8 * 7, 6, 300.0)
     for step in range(300):
         kind = before.depth, before.num_tokens
-        usual = StepKind(8, kind[1], kind[0], 300.0)
-        observed, factor = (ignored, 0.7) if step % 4 == 0 else (usual, 1.0)
+        chosen = StepKind(8, kind[1], kind[0], 300.0)
+        observed, factor = (ignored, 0.7) if step % 4 == 0 else (chosen, 1.0)
         times.observe(observed, factor * times.table.step_ms(8, observed.num_tokens, observed.depth, 300.0))
-    after = evaluate_steps(times, survivals, 8, 300.0, GAMMA, GAMMA).best
+    after = evaluate_steps(times, survivals, 8, 300.0).best
     assert before.num_tokens < 8 * 5
     assert 8 * 6 < after.num_tokens <= 8 * 7.5
 
@@ -86,7 +83,7 @@ def test_nothing_is_trimmed_where_the_host_is_slower():
         for drafts in (0, 2):
             kind = StepKind(8, 8 * (1 + drafts), drafts, 300.0)
             times.observe(kind, times.table.step_ms(8, kind.num_tokens, drafts, 300.0), host_ms)
-        best = evaluate_steps(times, survivals, 8, 300.0, GAMMA, GAMMA).best
+        best = evaluate_steps(times, survivals, 8, 300.0).best
         assert (best.num_tokens == 8 * (GAMMA + 1)) == verifies_all
 
 
@@ -96,7 +93,7 @@ def test_depth_is_worth_its_price_only():
     survivals.observe(np.tile(0.5 ** np.arange(1.0, GAMMA + 1), (256, 1)))
     table = costly_drafts(0.0)
     table.draft_ms[:] = 1.0 * np.arange(GAMMA + 1.0)[None, :, None]
-    best = evaluate_steps(StepTimes(table), survivals, 4, 100.0, GAMMA, GAMMA).best
+    best = evaluate_steps(StepTimes(table), survivals, 4, 100.0).best
     expected = max(ALL_DEPTHS, key=lambda depth: (2 - 0.5**depth) / (10 + depth))
     assert best.depth == expected == 2
     assert best.num_tokens == 4 * 3
@@ -109,6 +106,6 @@ def test_a_busy_machine_does_not_change_the_choice():
     kind = StepKind(8, 24, 3, 300.0)
     for _ in range(100):
         busy.observe(kind, 2 * table.step_ms(8, 24, 3, 300.0))
-    best, chosen = (evaluate_steps(times, survivals, 8, 300.0, 3, 2.0).best for times in (calm, busy))
+    best, chosen = (evaluate_steps(times, survivals, 8, 300.0).best for times in (calm, busy))
     assert chosen.tokens_per_ms == pytest.approx(best.tokens_per_ms, rel=0.02)
     assert rate(calm, survivals, 8, chosen.num_tokens, chosen.depth, 300.0) > 0.99 * best.tokens_per_ms

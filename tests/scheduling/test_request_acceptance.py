@@ -1,4 +1,4 @@
-"""Which requests are worth drafting."""
+"""The requests that are worth drafting."""
 
 import numpy as np
 
@@ -8,75 +8,75 @@ GOOD, BAD = np.array([[0.9, 0.6]]), np.array([[0.05, np.nan]])
 
 
 def fed(key, survival, rounds):
-    gains = RequestAcceptance()
+    known = RequestAcceptance()
     for _ in range(rounds):
-        gains.observe([key], survival)
-    return gains
+        known.observe([key], survival)
+    return known
 
 
 def test_a_request_without_history_is_worth_it():
-    assert RequestAcceptance().worth_drafting(["a", "b"], least=0.5) == [0, 1]
+    assert RequestAcceptance().worth_drafting(["a", "b"], minimum=0.5) == [0, 1]
 
 
 def test_one_bad_round_does_not_count_many_do():
-    assert fed("a", BAD, 1).worth_drafting(["a"], least=0.5) == [0]
-    assert fed("a", BAD, 30).worth_drafting(["a"], least=0.5) == []
-    assert fed("a", GOOD, 30).worth_drafting(["a"], least=0.5) == [0]
+    assert fed("a", BAD, 1).worth_drafting(["a"], minimum=0.5) == [0]
+    assert fed("a", BAD, 30).worth_drafting(["a"], minimum=0.5) == []
+    assert fed("a", GOOD, 30).worth_drafting(["a"], minimum=0.5) == [0]
 
 
-def test_nobody_is_left_out_where_drafting_is_free():
-    assert fed("a", BAD, 30).worth_drafting(["a"], least=0.0) == [0]
+def test_no_request_is_left_out_if_drafting_is_free():
+    assert fed("a", BAD, 30).worth_drafting(["a"], minimum=0.0) == [0]
 
 
 def test_left_out_requests_are_tried_again_now_and_then():
-    gains = fed("a", BAD, 30)
-    chosen = [bool(gains.worth_drafting(["a"], least=0.5)) for _ in range(3 * (RETRY_STEPS + 1))]
+    known = fed("a", BAD, 30)
+    chosen = [bool(known.worth_drafting(["a"], minimum=0.5)) for _ in range(3 * (RETRY_STEPS + 1))]
     assert [index for index, drafted in enumerate(chosen) if drafted] == [64, 129, 194]
 
 
-def left_out(mean, spread, least, rounds, requests=400):
+def left_out(mean, spread, minimum, rounds, requests=400):
     """Share of requests that are left out after so many rounds of this mean and spread."""
-    gains, rng, ids = RequestAcceptance(), np.random.default_rng(0), list(range(requests))
+    known, rng, ids = RequestAcceptance(), np.random.default_rng(0), list(range(requests))
     for _ in range(rounds):
-        gains.observe(ids, rng.normal(mean, spread, (requests, 1)))
-    return 1 - len(gains.worth_drafting(ids, least)) / requests
+        known.observe(ids, rng.normal(mean, spread, (requests, 1)))
+    return 1 - len(known.worth_drafting(ids, minimum)) / requests
 
 
-def test_who_is_worth_it_by_a_little_is_not_given_up_for_a_few_bad_rounds():
+def test_a_request_that_is_worth_it_by_a_little_is_not_given_up_for_a_few_bad_rounds():
     assert max(left_out(0.5, 0.8, 0.4, rounds) for rounds in (8, 16, 32, 64)) < 0.03
     assert left_out(0.5, 0.8, 0.5, 32) < 0.06
 
 
-def test_who_is_far_from_worth_it_is_found_out_soon():
+def test_a_request_far_below_is_left_out_soon():
     assert left_out(0.2, 0.3, 0.7, 8) > 0.9
     assert left_out(0.2, 0.8, 0.7, 32) > 0.9
 
 
 def test_a_request_left_out_comes_back_when_a_round_is_out_of_all_proportion():
-    gains = fed("a", BAD, 30)
-    assert gains.worth_drafting(["a"], least=0.25) == []
-    gains.observe(["a"], np.array([[0.95, 0.9, 0.85]]))
-    assert gains.worth_drafting(["a"], least=0.25) == [0]
+    known = fed("a", BAD, 30)
+    assert known.worth_drafting(["a"], minimum=0.25) == []
+    known.observe(["a"], np.array([[0.95, 0.9, 0.85]]))
+    assert known.worth_drafting(["a"], minimum=0.25) == [0]
 
 
-def test_surely_a_request_brings_only_what_its_rounds_have_shown():
-    assert not RequestAcceptance().above("a", least=0.1)
-    assert not fed("a", BAD, 30).above("a", least=0.1)
-    assert fed("a", GOOD, 3).above("a", least=0.5)
-    assert not fed("a", GOOD, 1).above("a", least=0.5)
+def test_a_request_is_above_what_its_rounds_have_shown_only():
+    assert not RequestAcceptance().above("a", minimum=0.1)
+    assert not fed("a", BAD, 30).above("a", minimum=0.1)
+    assert fed("a", GOOD, 3).above("a", minimum=0.5)
+    assert not fed("a", GOOD, 1).above("a", minimum=0.5)
 
 
 def test_a_request_that_ended_is_forgotten():
-    gains = fed("a", BAD, 30)
-    gains.worth_drafting(["b"], least=0.5)
-    assert gains.worth_drafting(["a"], least=0.5) == [0]
+    known = fed("a", BAD, 30)
+    known.worth_drafting(["b"], minimum=0.5)
+    assert known.worth_drafting(["a"], minimum=0.5) == [0]
 
 
 def test_memory_is_bounded_and_keeps_what_was_seen_last():
-    gains = fed("first", BAD, 30)
+    known = fed("first", BAD, 30)
     for index in range(5000):
-        gains.observe([f"r{index}"], BAD)
+        known.observe([f"r{index}"], BAD)
         if index == 3000:
-            gains.observe(["first"], BAD)
-    assert len(gains._gains) == 4096
-    assert gains.worth_drafting(["first"], least=0.5) == []
+            known.observe(["first"], BAD)
+    assert len(known._by_request) == 4096
+    assert known.worth_drafting(["first"], minimum=0.5) == []

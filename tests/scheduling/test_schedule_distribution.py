@@ -96,10 +96,11 @@ def serve(model, schedule, meddle=lambda schedule, step, out_tokens: None, ask=l
 def meddling(schedule, step, out_tokens):
     """Parks, resumes and probes as the last tokens say, and not as the policy itself would."""
     told = int(out_tokens.clamp_min(0).sum())
-    schedule.policy._advantage = float("-inf")
+    schedule.policy.survivals.num_observed = 0  # the policy itself neither parks nor resumes
     schedule.policy.parked = bool(told // 7 % 2) and step % 3 != 0
     if told % 3 == 0:
-        schedule.policy._steps_to_probe = 0
+        schedule.policy._steps_to_probe = schedule.policy._steps_to_explore - 1
+        schedule.policy._trial_cost = 0.0
 
 
 OPTIONS = {
@@ -205,6 +206,7 @@ def test_a_draft_deciding_about_itself_would_be_noticed(model, monkeypatch):
     schedule = make_schedule(DSparkConfig())
     half = StepDecision(GAMMA, TopK(BS * GAMMA // 3))
     monkeypatch.setattr(schedule.policy, "choose", lambda requests, context: half)
+    monkeypatch.setattr(schedule.policy, "min_acceptance", lambda *_: 0.0)
     anchors, out_tokens, _ = serve(model, schedule)
     assert model.distribution_p_value(anchors, out_tokens) < ALPHA
     monkeypatch.setattr(selected, "top_prefixes", honest)

@@ -82,6 +82,16 @@ def test_a_token_count_between_tiers_takes_the_next_one():
     assert table.step_ms(5, 16, 3, 64.0) != table.step_ms(5, 17, 3, 64.0)
 
 
+def test_without_tiers_attention_is_padded_to_the_request_that_verifies_most():
+    """A row of a request takes 1 us per token of its context."""
+    attention = lambda r, d, c: 10 + 1e-3 * r * (1 + d) * c  # noqa: E731
+    load = make_table(attention, lambda r, d, c: 2 + 0 * r).times(4)
+    padded_rows = {(GAMMA, 10): 4 * (GAMMA + 1) - 14, (3, 10): 4 * 4 - 14, (GAMMA, 2): 4 * 3 - 6, (0, 0): 0, (3, 12): 0}
+    for (depth, budget), rows in padded_rows.items():
+        assert load.padding_ms[depth, budget] == pytest.approx(1e-3 * rows)
+    assert not make_table(attention, lambda r, d, c: 2 + 0 * r, tiers=(8, 16, 32)).times(4).padding_ms.any()
+
+
 @pytest.mark.parametrize("drafts", [0.0, 0.4, 0.6, 3.0, 6.9, 20.0])
 def test_the_column_of_a_number_of_drafts_is_the_nearest(drafts):
     for tiers in ((), (8, 16, 24, 40)):

@@ -1,4 +1,4 @@
-"""When a server learns from the time of a step."""
+"""Which steps update the step times."""
 
 from types import SimpleNamespace
 
@@ -47,7 +47,7 @@ def run(now, kinds, step_s, *, overlapped=True):
 def test_of_steps_that_repeat_some_teach(now):
     seen, expected = run(now, [PLAIN] * 42, LONG_S / 4)
     assert len(seen) == 10
-    # Reports get what the last lesson expected of such a step.
+    # Reports get what the last update expected of such a step.
     assert expected == [None, None, *(float(1 + step // 4) for step in range(40))]
 
 

@@ -28,9 +28,9 @@ def correction(times, drafts, requests=R):
 def learn(times, factors, steps, noise=0.0, seed=0, period=1):
     """Steps in turn, one every ``period`` from the second kind on; ``factors``: true time over the table's."""
     rng = np.random.default_rng(seed)
-    usual, *others = factors
+    common, *others = factors
     for step in range(steps):
-        drafts = others[step // period % len(others)] if others and step % period == 0 else usual
+        drafts = others[step // period % len(others)] if others and step % period == 0 else common
         truth = factors[drafts] * table_ms(times, kind(drafts))
         times.observe(kind(drafts), truth * math.exp(noise * rng.standard_normal()))
 
@@ -95,7 +95,7 @@ def test_the_error_of_one_kind_of_step_is_learned_from_a_step_now_and_then(error
     assert correction(times, 5) == pytest.approx(1)
 
 
-def test_the_first_look_at_a_step_tells_most():
+def test_the_first_step_of_a_kind_tells_most():
     times = StepTimes(compute_bound())
     learn(times, {3: 1.0}, 50)
     learn(times, {3: 1.0, 0: 1.15}, 1)
@@ -165,20 +165,20 @@ def test_drafts_beyond_the_block_belong_to_the_whole_block():
     assert ratio == pytest.approx(1.2, rel=0.02)
 
 
-def test_doubt_shrinks_with_every_look_and_comes_back_with_time():
+def test_uncertainty_shrinks_with_every_step_and_comes_back_with_time():
     times = StepTimes(compute_bound())
     unknown = times.stddev(R, 3)
     assert unknown[3] == 0
     assert np.delete(unknown, 3) == pytest.approx(0.15 * math.sqrt(2))
     learn(times, {3: 1.0}, 100)
-    doubts = []
+    stddevs = []
     for _ in range(5):
-        doubts.append(times.stddev(R, 3)[0])
+        stddevs.append(times.stddev(R, 3)[0])
         learn(times, {3: 1.0, 0: 1.0}, 1)
-    assert (np.diff(doubts) < 0).all()
-    assert doubts[1] < 0.6 * doubts[0]
+    assert (np.diff(stddevs) < 0).all()
+    assert stddevs[1] < 0.6 * stddevs[0]
     learn(times, {3: 1.0}, 5000)
-    assert times.stddev(R, 3)[0] > doubts[4]
+    assert times.stddev(R, 3)[0] > stddevs[4]
     assert times.stddev(2 * R, 3) == pytest.approx(unknown)
 
 
@@ -188,7 +188,7 @@ def test_single_steps_and_verification_by_drafts_agree_with_all_steps():
     everything = times.step_ms(R, CONTEXT)
     assert times.by_drafts(R, 3, CONTEXT) == pytest.approx(everything[3, : R * 3 + 1])
     assert times.by_drafts(R, GAMMA, CONTEXT) == pytest.approx(everything[GAMMA])
-    assert times.one(R, 11, 3, CONTEXT) == everything[3, 11]
+    assert times.single_ms(R, 11, 3, CONTEXT) == everything[3, 11]
 
 
 def test_verification_by_drafts_takes_the_next_tier():

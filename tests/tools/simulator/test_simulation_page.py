@@ -40,7 +40,7 @@ def server_page():
         ConditionalAcceptance((0.7,) * 7),
         Lengths(64, 64),
         Lengths(40, 60),
-        num_requests=16,
+        num_requests=32,
     )
     points = sweep(conditions, ("off", "static", "auto"), (1, 4, 16, 64))
     return simulation_page(points, "A formula", "</script> is harmless here")
