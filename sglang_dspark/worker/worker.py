@@ -127,8 +127,8 @@ class DSparkWorker(SpecWorkerBase):
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
-        options, adjusting = self.request_options.read(batch.reqs), self.adjustments.of_step(batch)
-        step = self.read(batch, adjusted=adjusting.any)
+        options, adjuster = self.request_options.read(batch.reqs), self.logits_adjuster.of_step(batch)
+        step = self.read(batch, adjusted=adjuster.any)
         copies = self.preset_texts.propose(batch.reqs, options, step) if self.schedule.speculates else None
         decision = self.choose(batch, options, copies)
         span = self.timer.begin()
@@ -137,16 +137,16 @@ class DSparkWorker(SpecWorkerBase):
             step = self.with_drafted_rows(batch, step, decision.draft_requests)
         drafted = stages.draft(step, decision).with_copies(copies)
         plan = stages.plan(step, drafted, decision)
-        adjusting.read(plan)
+        adjuster.read(plan)
         output = stages.verify(batch, step, plan)
         if self.check_logits is not None:
             self.check_logits(output.logits_output.next_token_logits)
-        adjusting.apply(plan, output.logits_output.next_token_logits)
+        adjuster.apply(plan, output.logits_output.next_token_logits)
         accepted = stages.accept(step, drafted, plan, output)
         publish(accepted.new_seq_lens)
         stages.commit(plan, accepted, output)
         self.schedule.done(decision, len(step), len(plan.input_ids))
-        adjusting.count(accepted.out_tokens)
+        adjuster.count(accepted.out_tokens)
         self.preset_texts.took(batch.reqs, options, accepted)
         rounds = self.rounds(batch, options, step, decision, drafted, plan)
         result = decode_result(

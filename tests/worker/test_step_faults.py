@@ -44,8 +44,8 @@ class WorkerLoop(StageLoop):
         worker.schedule = self.schedule
         worker.staging = SimpleNamespace(of=lambda step, decision: self.stages)
         worker.request_options = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))
-        adjusting = SimpleNamespace(any=False, read=nothing, apply=nothing, count=nothing)
-        worker.adjustments = SimpleNamespace(of_step=lambda batch: adjusting)
+        adjuster = SimpleNamespace(any=False, read=nothing, apply=nothing, count=nothing)
+        worker.logits_adjuster = SimpleNamespace(of_step=lambda batch: adjuster)
         worker.preset_texts = SimpleNamespace(propose=nothing, took=nothing)
         worker._first_answer = SimpleNamespace(look=nothing)
         worker.check_logits = None

@@ -5,18 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dspark.engine.compat.arguments import tokens_per_step
-from sglang_dspark.engine.scheduler.draft_input import STRIDE
 from sglang_dspark.engine.scheduler.finish import look_closely
 from sglang_dspark.engine.scheduler.logprobs import leave_committed
-from sglang_dspark.engine.startup import served
-
-
-def row_headroom(original: Callable[[], int]) -> int:
-    """Room for a second verify window past the committed length, for a stride, and for the rest of a page."""
-    # SGLang's own headroom holds one window. Under overlap the committed length that a reservation starts from lags by
-    # one more step, hence the second window.
-    return original() + tokens_per_step() + STRIDE + max(served.PAGE_SIZES) - 1
 
 
 def nothing_to_refuse(req: Any, enable_overlap: bool) -> None:

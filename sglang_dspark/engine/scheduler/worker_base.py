@@ -21,7 +21,6 @@ from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
 from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
 from sglang_dspark.engine.forward.phased_attention import PhasedBackend
 from sglang_dspark.engine.scheduler import faults, nodes
-from sglang_dspark.engine.scheduler.adjustments import Adjustments
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import (
     DSparkBatchResult,
@@ -33,6 +32,7 @@ from sglang_dspark.engine.scheduler.batch import (
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.draft_pool import DraftPool, check_layers
 from sglang_dspark.engine.scheduler.first_answer import FirstAnswer
+from sglang_dspark.engine.scheduler.logits_adjuster import LogitsAdjuster
 from sglang_dspark.engine.scheduler.logprobs import named_in_all, with_logprobs
 from sglang_dspark.engine.scheduler.nan_check import nan_check
 from sglang_dspark.engine.scheduler.request_counts import count
@@ -63,7 +63,7 @@ class SpecWorkerBase(WorkerFace):
         nodes.join(ranks, self.server_args.nnodes, nodes.to_have_in_common(self.settled), nodes.end_server)
         self.sampling = SamplingReader(self.device)
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
-        self.adjustments = Adjustments(target_worker.model_runner.model_config.vocab_size, self.device)
+        self.logits_adjuster = LogitsAdjuster(target_worker.model_runner.model_config.vocab_size, self.device)
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = self.server_args.speculative_num_draft_tokens - 1
         self.check_logits = nan_check()
@@ -213,13 +213,12 @@ class SpecWorkerBase(WorkerFace):
         rows, output = self.sampling.read(batch.reqs), result.logits_output
         if self.check_logits is not None:
             self.check_logits(output.next_token_logits)
-        if self.adjustments.concern_prefill(batch):
-            self.adjustments.begin(batch, output.next_token_logits)
+        self.logits_adjuster.begin(batch, output.next_token_logits)
         positions = batch.seq_lens.to(torch.int64)
         keys = round_keys(batch, positions, seed=self._target_worker.random_seed, step=self.step)
         tokens = draw(output.next_token_logits, rows, keys)
         self.agreement.adopt(tokens)
-        self.adjustments.count(batch.reqs, tokens[:, None])
+        self.logits_adjuster.count(batch.reqs, tokens[:, None])
         indptr = torch.arange(len(batch.reqs) + 1, device=self.device)
         result.next_token_ids = tokens
         result.logits_output = with_logprobs(batch, output, indptr, tokens, rows.law.temperatures)

@@ -135,7 +135,7 @@ HOOKS: tuple[Hook, ...] = (
         "row-headroom",
         "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         HookType.AROUND,
-        "scheduler.replacements.row_headroom",
+        "scheduler.draft_input.row_headroom",
         "scheduler",
         "a step reserves two verify windows past the committed length and a stride, rows of req_to_token have room for "
         "one window: near the context limit the rest would lie past the end of the row",
@@ -166,23 +166,6 @@ HOOKS: tuple[Hook, ...] = (
         "scheduler.finish.forget_overshoot",
         "scheduler",
         "the tokens behind an end, which a step may commit, would become part of the next turn's prompt",
-        Moment.SOME_TIME,
-    ),
-    Hook(
-        "isolate-forward",
-        "sglang.srt.managers.scheduler.Scheduler._forward_isolation",
-        HookType.REPLACE,
-        "scheduler.isolation.isolated",
-        "scheduler",
-        "with speculation SGLang reads and writes a batch field by field, over 200 calls in every step",
-    ),
-    Hook(
-        "keep-batch",
-        "sglang.srt.managers.scheduler.Scheduler.record_batch_in_overlap",
-        HookType.REPLACE,
-        "scheduler.isolation.keep",
-        "scheduler",
-        "the same, where it holds what a forward that was launched may still read",
         Moment.SOME_TIME,
     ),
     Hook(
