@@ -96,3 +96,11 @@ def test_thinking_is_not_masked(tokenizer, grammars):
     assert (masks[:3] == -1).all()
     for row in (3, 4):
         assert masks[row].tolist() == mask_of(after(grammars["reasoner"], drafts[:row]))
+
+
+def test_a_draft_that_no_tokenizer_knows_is_forbidden(grammars):
+    """A model's vocabulary may be padded; llguidance has masks of its tokenizer's."""
+    before = grammars["llguidance"].copy()
+    rows, masks = grammar_masks([SimpleNamespace(grammar=before)], [[9, VOCAB + 40]], VOCAB + 64)
+    assert rows == [0, 1]
+    assert masks[0].tolist() == mask_of(grammars["llguidance"]) and (masks[1] == -1).all()

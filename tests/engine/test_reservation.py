@@ -57,7 +57,7 @@ class Server:
         self.reservations += before != self.pool.available_size()
         assert self.batch.seq_lens_cpu.tolist() == [req.kv.kv_committed_len for req in self.batch.reqs]
         assert self.batch.seq_lens_sum == sum(req.kv.kv_committed_len for req in self.batch.reqs)
-        for req, bound, committed in zip(self.batch.reqs, state.reserved_lens, commits, strict=True):
+        for req, bound, committed in zip(self.batch.reqs, state.nxt_kv_lens_cpu.tolist(), commits, strict=True):
             assert req.kv.kv_allocated_len == bound >= req.kv.kv_committed_len + 2 * WIDTH
             req.kv.kv_committed_len += committed
 

@@ -47,7 +47,6 @@ class WorkerLoop(StageLoop):
         adjuster = SimpleNamespace(any=False, read=nothing, apply=nothing, count=nothing)
         worker.logits_adjuster = SimpleNamespace(of_step=lambda batch: adjuster)
         worker.preset_texts = SimpleNamespace(propose=nothing, took=nothing)
-        worker._first_answer = SimpleNamespace(look=nothing)
         worker.check_logits = None
         worker.choose = lambda batch, options, copies: StepDecision(self.gamma, FixedLength())
         worker.read = lambda batch, adjusted: self._batch(worker.step)

@@ -1,16 +1,15 @@
-"""Per-request draft state that SGLang carries from one decode step to the next, and its K/V reservation."""
+"""Carry the draft state of requests from one decode step to the next, and reserve their K/V."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from dspark_kernels import to_device
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_page_size, page_aligned_decode_alloc_lens
-from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+from sglang.srt.speculative.dflash_info_v2 import DFlashDraftInputV2
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 
@@ -21,32 +20,28 @@ STRIDE = 32
 _SPARE_STRIDES = 4
 
 
-@dataclass
-class DSparkDraftInput(SpecInput):
-    """Carry what a request brings into its next step.
+class DSparkDraftInput(DFlashDraftInputV2):
+    """Carry what requests bring into their next step, as SGLang's DFLASH does, with a reservation of our own.
 
     Attributes:
         bonus_tokens: [bs] int64, last committed token: the anchor of the next block. Relayed by SGLang's future map.
         new_seq_lens: [bs] int64, tokens whose K/V is committed; the anchor is not among them.
-        future_indices: [bs], set by the scheduler under overlap.
-        reserved_lens: upper bound of every request's length in the step ahead; for attention backends that plan with
-            host lengths while the real ones are known to the device only.
-        topk_p, topk_index, hidden_states: the relay reads these of every algorithm; DSPARK has none.
+        nxt_kv_lens_cpu: [bs] int64, upper bound of every request's length in the step ahead; for attention backends
+            that plan with host lengths while the real ones are known to the device only.
     """
 
-    num_tokens_per_req: ClassVar[int] = 1  # of a decode batch that is padded
-    num_tokens_for_logprob_per_req: ClassVar[int] = 1
-
-    bonus_tokens: torch.Tensor
-    new_seq_lens: torch.Tensor
-    future_indices: torch.Tensor | None = None
-    reserved_lens: Sequence[int] = ()
-    topk_p: torch.Tensor | None = None
-    topk_index: torch.Tensor | None = None
-    hidden_states: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        super().__init__(spec_input_type=SpecInputType.DFLASH_DRAFT)
+    def __init__(
+        self, bonus_tokens: torch.Tensor, new_seq_lens: torch.Tensor, nxt_kv_lens_cpu: torch.Tensor | None = None
+    ) -> None:
+        nothing = torch.empty((len(bonus_tokens), 0), device=bonus_tokens.device)  # for fields of other algorithms
+        super().__init__(
+            topk_p=nothing,
+            topk_index=nothing,
+            bonus_tokens=bonus_tokens,
+            new_seq_lens=new_seq_lens,
+            hidden_states=nothing,
+            nxt_kv_lens_cpu=nxt_kv_lens_cpu,
+        )
 
     @classmethod
     def idle(cls, device: Any) -> DSparkDraftInput:
@@ -58,28 +53,11 @@ class DSparkDraftInput(SpecInput):
         """Reserve K/V slots for the step ahead and enter them in ``req_to_token``."""
         if not batch.reqs:
             return
-        self.reserved_lens = _reserve(batch)
+        self.nxt_kv_lens_cpu = torch.tensor(_reserve(batch))
         # Committed lengths of the host; under overlap the future map replaces them by the published ones.
         committed, _ = kv_lengths(batch.reqs)
         batch.seq_lens_cpu = torch.tensor(committed)
         batch.seq_lens_sum = sum(committed)
-
-    def filter_batch(self, new_indices: torch.Tensor, **_unused: Any) -> None:
-        """Keep the requests at ``new_indices``."""
-        if self.future_indices is not None:
-            self.future_indices = self.future_indices[new_indices]
-        else:
-            self.bonus_tokens = self.bonus_tokens[new_indices]
-            self.new_seq_lens = self.new_seq_lens[new_indices]
-
-    def merge_batch(self, other: DSparkDraftInput) -> None:
-        """Append the requests of ``other``."""
-        if self.future_indices is not None:
-            assert other.future_indices is not None, "batches of one server are either all ahead of the device or none"
-            self.future_indices = torch.cat([self.future_indices, other.future_indices])
-        else:
-            self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
-            self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])
 
 
 def kv_lengths(reqs: Sequence[Any]) -> tuple[list[int], list[int]]:

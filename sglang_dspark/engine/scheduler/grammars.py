@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from sglang.srt.speculative.spec_utils import traverse_tree
 
+_BITS = 32  # of a word of a mask
+
 
 def grammar_masks(
     reqs: Sequence[Any], windows: Sequence[Sequence[int]], vocab_size: int
@@ -35,7 +37,8 @@ def grammar_masks(
             # A chain: the child of each draft is the next one, and none has a sibling.
             children, siblings = torch.arange(1, num_rows + 1), torch.full((num_rows,), -1)
             children[-1] = -1
-            traverse_tree(children, siblings, torch.tensor(window), req.grammar, mask, vocab_size)
+            known = min(vocab_size, _BITS * mask.shape[1])  # a model's vocabulary may be larger than its tokenizer's
+            traverse_tree(children, siblings, torch.tensor(window), req.grammar, mask, known)
             rows.extend(range(start, start + num_rows))
             masks.append(mask)
         start += num_rows

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens, to_device
+from sglang.srt.environ import envs
+from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.engine.scheduler.batch import is_running
 from sglang_dspark.engine.scheduler.grammars import grammar_masks
@@ -14,6 +17,12 @@ from sglang_dspark.engine.scheduler.last_batch import LastBatch
 from sglang_dspark.step.state import VerifyPlan
 from sglang_dspark.step.transfers import host_index
 
+NAN_SWITCHES = (
+    envs.SGLANG_SANITIZE_NAN_LOGITS,
+    envs.SGLANG_ENABLE_ASYNC_ASSERT,
+    envs.SGLANG_ENABLE_NAN_LOGITS_CHECK,
+)
+"""Switches of SGLang by which its sampler looks for NaN."""
 FIRST_SLOTS = 8  # of the table, which doubles when more requests have adjustments
 
 
@@ -159,3 +168,10 @@ def adjustment_of(req: Any, vocab_size: int) -> Adjustment:
         stop_token_ids=[token for token in stops if token is not None and 0 <= token < vocab_size],
         logit_bias={int(token): bias for token, bias in (parameters.logit_bias or {}).items()},
     )
+
+
+def nan_check() -> Callable[[torch.Tensor], None] | None:
+    """Return SGLang's treatment of NaN in logits [n, V], in place, before any other; None if no switch asks for it."""
+    if any(switch.get() for switch in NAN_SWITCHES):
+        return partial(sanitize_nan_logits, msg="DSPARK: target logits")
+    return None
