@@ -6,6 +6,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from sglang_dspark import on_cpu
@@ -115,3 +116,15 @@ def test_the_stand_in_knows_what_sglang_imports_and_nothing_else():
         sgl_kernel.build_tree_kernel_efficient_cpu()
     with pytest.raises(AttributeError):
         sgl_kernel.gelu_and_mul  # noqa: B018
+
+
+def test_the_stand_in_writes_slots_where_sglang_reads_them():
+    """Of requests in any rows of the table, one of which needs none."""
+    from sglang_dspark.on_cpu import sgl_kernel
+
+    table, slots = torch.zeros(4, 8, dtype=torch.int32), torch.arange(1, 6)
+    begins, ends = (torch.tensor(columns, dtype=torch.int32) for columns in ([2, 5, 0], [5, 5, 2]))
+    sgl_kernel.assign_req_to_token_pool_cpu(torch.tensor([3, 1, 0]), table, begins, ends, slots, 8)
+    expected = torch.zeros(4, 8, dtype=torch.int32)
+    expected[3, 2:5], expected[0, :2] = torch.tensor([1, 2, 3]), torch.tensor([4, 5])
+    assert torch.equal(table, expected)

@@ -1,8 +1,8 @@
 """Let SGLang start on a machine without a GPU, for which its kernel package has no build.
 
 ``sglang-dspark enable-cpu`` makes every Python process of an environment call :func:`watch_imports` when it starts, so
-this module stays light. Whether there is a GPU is looked at when SGLang is imported. With an NVIDIA driver nothing
-changes. Without one SGLang serves on the CPU, and its import of ``sgl_kernel`` finds the module of that name beside
+this module stays light. It looks for a GPU when SGLang is imported. With an NVIDIA driver nothing changes. Without one
+SGLang serves on the CPU, and its import of ``sgl_kernel`` finds the module of that name beside
 this one.
 """
 
@@ -22,7 +22,7 @@ VARIABLE = "SGLANG_USE_CPU_ENGINE"
 
 
 class Finder:
-    """Finder of ``sys.meta_path`` that finds nothing but the stand-in."""
+    """Find nothing but the stand-in, as an entry of ``sys.meta_path``."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Find the stand-in, and prepare the import of SGLang itself."""
@@ -36,7 +36,7 @@ class Finder:
 
 
 def watch_imports() -> None:
-    """Look at the imports of SGLang and of its kernels from now on."""
+    """Watch the imports of SGLang and of its kernels from now on."""
     sys.meta_path.insert(0, Finder())
 
 

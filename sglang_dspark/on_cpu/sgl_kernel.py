@@ -1,7 +1,7 @@
 """Stand in for SGLang's kernel package, which is built for CUDA alone, where there is no GPU.
 
-SGLang imports its names ending in ``_cpu`` as soon as it starts on a CPU. Plain servers and servers with DSPARK call
-none of them; they belong to other speculative algorithms.
+SGLang imports its names ending in ``_cpu`` as soon as it starts on a CPU. Servers with DSPARK call the one that is
+defined here; the others belong to other speculative algorithms.
 """
 
 from __future__ import annotations
@@ -10,6 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 __version__ = "0"
+
+
+def assign_req_to_token_pool_cpu(
+    rows: Any, req_to_token: Any, begins: Any, ends: Any, slots: Any, num_columns: int
+) -> None:
+    """Write ``slots`` [n] to the columns ``begins[i]..ends[i]-1`` of row ``rows[i]``, one request behind the other."""
+    lengths = (ends - begins).tolist()
+    for row, begin, part in zip(rows.tolist(), begins.tolist(), slots.split(lengths), strict=True):
+        req_to_token[row, begin : begin + len(part)] = part
 
 
 def __getattr__(name: str) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ import torch
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.engine.forward.graphs import graph_request_slots
 from sglang_dspark.engine.forward.verify import run_verify
-from sglang_dspark.engine.scheduler.adjustments import AdjustedStep
 from sglang_dspark.engine.scheduler.batch import (
     DSparkBatchResult,
     copy_drafts,
@@ -22,6 +21,7 @@ from sglang_dspark.engine.scheduler.batch import (
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
 from sglang_dspark.engine.scheduler.draft_input import kv_lengths
 from sglang_dspark.engine.scheduler.future_map import Relay
+from sglang_dspark.engine.scheduler.logits_adjuster import StepAdjuster
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.metrics.reporting import Reporting
@@ -126,15 +126,15 @@ class DSparkWorker(SpecWorkerBase):
     @torch.no_grad()
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
         """Choose, draft, plan, verify, accept, publish, commit."""
-        options, adjusting = self.request_options.read(batch.reqs), self.adjustments.of_step(batch)
-        step = self.read(batch, adjusted=adjusting.any)
+        options, adjuster = self.request_options.read(batch.reqs), self.logits_adjuster.of_step(batch)
+        step = self.read(batch, adjusted=adjuster.any)
         copies = self.preset_texts.propose(batch.reqs, options, step) if self.schedule.speculates else None
         decision = self.choose(batch, options, copies)
         span = self.timer.begin()
         executor = self.executors.select(step, decision)
-        outcome = executor.run(step, decision, copies, self.hooks(adjusting, publish))
+        outcome = executor.run(step, decision, copies, self.hooks(adjuster, publish))
         self.schedule.end_step(decision, len(step), len(outcome.plan.input_ids))
-        adjusting.count(outcome.accepted.out_tokens)
+        adjuster.count(outcome.accepted.out_tokens)
         self.preset_texts.took(batch.reqs, options, outcome.accepted)
         record = self.record(batch, options, step, decision, outcome)
         result = decode_result(batch, step, outcome, record, self.copies, span, in_graphs=executor.in_graphs)
@@ -166,15 +166,15 @@ class DSparkWorker(SpecWorkerBase):
         self.reporting.record_time()
         return self.agreement.share(decision)
 
-    def hooks(self, adjusting: AdjustedStep, publish: Publish) -> StepHooks:
+    def hooks(self, adjuster: StepAdjuster, publish: Publish) -> StepHooks:
         """Return what happens between the stages of a step."""
 
         def after_verify(plan: VerifyPlan, logits: torch.Tensor) -> None:
             if self.check_logits is not None:
                 self.check_logits(logits)
-            adjusting.apply(plan, logits)
+            adjuster.apply(plan, logits)
 
-        return StepHooks(adjusting.read, after_verify, publish)
+        return StepHooks(adjuster.read, after_verify, publish)
 
     def record(
         self, batch: Any, options: BatchOptions, step: DecodeBatch, decision: StepDecision, outcome: StepOutcome

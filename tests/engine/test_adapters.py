@@ -11,7 +11,7 @@ from sglang.srt.lora.backend.lora_registry import get_backend_from_name
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dspark.engine.forward import adapters
-from sglang_dspark.engine.forward.adapters import CapturedAdapters, DeviceChoice, HostChoice, lay_out, segment_bounds
+from sglang_dspark.engine.forward.adapters import AdapterChoice, CapturedAdapters, lay_out, segment_bounds
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
 
 PLACES, RANK, INPUTS, OUTPUTS = 3, 8, 32, (24, 16, 16)
@@ -62,8 +62,8 @@ def test_every_row_gets_the_adapter_of_its_request(name, slices, monkeypatch):
     base = torch.randn(rows, sum(slices), generator=noise)
     buffers = [1, 2, 0, 2, 0, 1]
     backend = get_backend_from_name(name)(PLACES, device, server_args=None)
-    choice = DeviceChoice.empty(len(LENGTHS), PLACES, device)
-    choice.fill(HostChoice(buffers, RANKS, SCALINGS))
+    choice = AdapterChoice.empty(len(LENGTHS), PLACES, device)
+    choice.fill((buffers, RANKS, SCALINGS))
     indptr = torch.tensor([0, *LENGTHS], device=device).cumsum(0)
     lay_out(backend, choice, indptr, max(LENGTHS), rows)
     offsets = torch.tensor([0, *slices], dtype=torch.int32).cumsum(0, dtype=torch.int32)

@@ -13,7 +13,7 @@ from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
 from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector
 from transformers import AutoTokenizer
 
-from sglang_dspark.engine.scheduler.grammars import masks_of
+from sglang_dspark.engine.scheduler.grammars import grammar_masks
 
 VOCAB, EOS, THINK_END = 256, 1, 2
 REGEX = "[ab]{2}(c|d)+e?"
@@ -72,10 +72,11 @@ def test_masks_along_the_drafts(tokenizer, grammars, engine, committed, drafted,
     drafts = tokenizer(drafted).input_ids
     reqs = [SimpleNamespace(grammar=g) for g in (None, after(grammars[engine], before), None)]
     for _ in range(2):  # the second walk starts where the first one did
-        found, masks = masks_of(reqs, [[5, 6], [7, *drafts], [8]], VOCAB)
-        assert found == list(range(2, 2 + rows))
-        for row, mask in enumerate(masks.tolist()):
+        found, masks = grammar_masks(reqs, [[5, 6], [7, *drafts], [8]], VOCAB)
+        assert found == list(range(2, 3 + len(drafts)))
+        for row, mask in enumerate(masks[:rows].tolist()):
             assert mask == mask_of(after(grammars[engine], [*before, *drafts[:row]]))
+        assert (masks[rows:] == -1).all()
 
 
 def test_a_grammar_without_a_say_masks_nothing(tokenizer, grammars):
@@ -83,14 +84,23 @@ def test_a_grammar_without_a_say_masks_nothing(tokenizer, grammars):
     finished = after(grammars["xgrammar"], [])
     finished.finished = True
     reqs = [SimpleNamespace(grammar=g) for g in (None, ended, finished)]
-    assert masks_of(reqs, [[1], [1, 2], [1]], VOCAB) == ([], None)
+    rows, masks = grammar_masks(reqs, [[1], [1, 2], [1]], VOCAB)
+    assert rows == [1, 2] and (masks == -1).all()
+    assert grammar_masks(reqs[::2], [[1], [1]], VOCAB) == ([], None)
 
 
 def test_thinking_is_not_masked(tokenizer, grammars):
     """Before the end of its thoughts a reasoning model may write anything; the grammar begins behind them."""
     drafts = [*tokenizer("zz").input_ids, THINK_END, *tokenizer("ax").input_ids]
-    _, masks = masks_of([SimpleNamespace(grammar=after(grammars["reasoner"], []))], [[9, *drafts]], VOCAB)
+    _, masks = grammar_masks([SimpleNamespace(grammar=after(grammars["reasoner"], []))], [[9, *drafts]], VOCAB)
     assert (masks[:3] == -1).all()
-    assert len(masks) == 5  # up to the row that judges the x
     for row in (3, 4):
         assert masks[row].tolist() == mask_of(after(grammars["reasoner"], drafts[:row]))
+
+
+def test_a_draft_that_no_tokenizer_knows_is_forbidden(grammars):
+    """A model's vocabulary may be padded; llguidance has masks of its tokenizer's."""
+    before = grammars["llguidance"].copy()
+    rows, masks = grammar_masks([SimpleNamespace(grammar=before)], [[9, VOCAB + 40]], VOCAB + 64)
+    assert rows == [0, 1]
+    assert masks[0].tolist() == mask_of(grammars["llguidance"]) and (masks[1] == -1).all()

@@ -7,7 +7,7 @@ import pytest
 
 from sglang_dspark.engine import hook_checks
 from sglang_dspark.engine.hook_checks import Moment, check, expect_called
-from sglang_dspark.engine.scheduler.first_answer import FirstAnswer
+from sglang_dspark.engine.scheduler.worker_base import SpecWorkerBase
 from sglang_dspark.errors import EngineError
 
 
@@ -49,46 +49,7 @@ def test_a_forked_process_waits_for_its_own_hooks_alone():
         check(Moment.READY)
 
 
-def request(tokens=5, reason=None):
-    """A request that has ended for this reason, or runs."""
-    ended = None if reason is None else SimpleNamespace(to_json=lambda: {"type": reason})
-    return SimpleNamespace(output_ids=[1] * tokens, finished_reason=ended, finished=lambda: reason is not None)
-
-
-def end(req, reason):
-    vars(req).update(vars(request(reason=reason)))
-
-
-def test_the_first_answer_is_waited_for():
+def test_hooks_are_looked_for_when_a_step_has_been_processed():
     expect_called("dead", "sglang.dead", Moment.ANSWERED, lambda: None)
-    first, req = FirstAnswer(), request()
-    first.look([req])
-    first.look([req])
-    end(req, "length")
     with pytest.raises(EngineError, match="when the first request had been answered"):
-        first.look([request()])
-
-
-@pytest.mark.parametrize(("tokens", "reason"), [(5, "abort"), (1, "length")])
-def test_a_request_without_a_step_of_its_own_says_nothing(tokens, reason):
-    expect_called("dead", "sglang.dead", Moment.ANSWERED, lambda: None)
-    first, req = FirstAnswer(), request()
-    first.look([req])
-    end(req, reason)
-    req.output_ids = [1] * tokens
-    other = request()
-    first.look([req, other])
-    first.look([other])
-    end(other, "stop")
-    with pytest.raises(EngineError):
-        first.look([])
-
-
-def test_a_hook_is_looked_for_once():
-    first, req = FirstAnswer(), request()
-    first.look([req])
-    end(req, "stop")
-    first.look([])
-    expect_called("dead", "sglang.dead", Moment.ANSWERED, lambda: None)
-    first.look([request()])
-    first.look([])
+        SpecWorkerBase.observe(SimpleNamespace(), result=None, batch=None)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
-from sglang_dspark.engine.scheduler.replacements import observe_results
+from sglang_dspark.engine.scheduler.hook_handlers import observe_results
 
 
 def test_entries_of_tokens_that_were_not_committed_are_empty():

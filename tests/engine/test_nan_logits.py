@@ -4,7 +4,7 @@ import pytest
 import torch
 from sglang.srt.environ import envs
 
-from sglang_dspark.engine.scheduler.nan_check import SWITCHES, nan_check
+from sglang_dspark.engine.scheduler.logits_adjuster import NAN_SWITCHES, nan_check
 
 
 def logits():
@@ -23,7 +23,7 @@ def test_nan_is_replaced_where_sglang_is_asked_to():
     assert torch.equal(seen[1], logits()[1])
 
 
-@pytest.mark.parametrize("switch", SWITCHES[1:], ids=lambda switch: switch.name)
+@pytest.mark.parametrize("switch", NAN_SWITCHES[1:], ids=lambda switch: switch.name)
 def test_nan_ends_the_server_where_sglang_is_asked_to(switch):
     with switch.override(True), pytest.raises(RuntimeError, match=r"Expected Tensor|NaN"):
         nan_check()(logits())

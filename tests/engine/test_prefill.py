@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.engine.forward import stock_graphs
-from sglang_dspark.engine.forward.phased_attention import PhasedBackend
+from sglang_dspark.engine.forward.verify_attention import PhasedBackend
 from sglang_dspark.engine.launch.flag_checks import SINK_BACKENDS
 from sglang_dspark.engine.scheduler import worker_base
 from sglang_dspark.worker.worker import DSparkWorker
@@ -136,7 +136,6 @@ def test_a_prompt_waits_for_what_comes_back_from_host_memory(is_prefill, monkeyp
 
     worker = object.__new__(DSparkWorker)
     worker._target_worker = SimpleNamespace(model_runner=None, set_hicache_consumer=awaited.append)
-    worker._first_answer = SimpleNamespace(look=lambda reqs: None)
     worker.before_other_work = lambda: None
     worker.decode = forward
     monkeypatch.setattr(worker_base, "capturing_forward", forward)

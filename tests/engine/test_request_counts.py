@@ -1,53 +1,52 @@
-"""Drafts of a request, counted step by step and attached to it when it has ended."""
+"""The drafts of a request, counted by SGLang step by step, in the meta_info of its answer."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from sglang_dspark.engine.scheduler.request_counts import attach, count
+from sglang_dspark.engine.api.request_counts import report
+from sglang_dspark.engine.scheduler.hook_handlers import clip_reasoning_tokens
 
 
-def request(steps):
-    """One whose ``steps`` SGLang has counted."""
-    return SimpleNamespace(
-        spec_verify_ct=steps,
-        spec_correct_drafts_histogram=[2, 1],
-        reasoning_tokens=0,
-        output_ids_through_stop=[5] * steps,
+def meta_info(*, rounds, drafted, rows, accepted, **of_sglang):
+    """What is reported of the second request of a batch; ``rows`` of its verifications hold the anchors also."""
+    found = dict(of_sglang)
+    outputs = SimpleNamespace(
+        spec_verify_ct=[9, rounds],
+        spec_num_block_accept_tokens=[9, drafted],
+        spec_num_cap_tokens=[9, rows],
+        spec_num_correct_drafts=[9, accepted],
     )
+    report(None, None, found, outputs, 1)
+    return found
 
 
-def rounds(drafted, verified):
-    return SimpleNamespace(drafted=drafted, verified=verified)
+def test_the_drafts_that_were_verified_count():
+    found = meta_info(rounds=4, drafted=20, rows=12, accepted=6, spec_accept_rate=0.1, spec_num_proposed_drafts=28)
+    assert found["dspark"] == {
+        "rounds": 4,
+        "drafted_tokens": 20,
+        "verified_tokens": 8,
+        "accepted_tokens": 6,
+        "accept_length": 2.5,
+    }
+    assert (found["spec_accept_rate"], found["spec_num_proposed_drafts"]) == (0.75, 8)
 
 
-def attached(req):
-    attach(None, None, req)
-    return req.spec_correct_drafts_histogram
-
-
-def test_drafted_and_verified_are_added_up_for_those_that_run():
-    first, second = request(3), request(2)
-    count([first, second], rounds([5, 5], [3, 0]), [0, 1])
-    count([first, second], rounds([5, 5], [0, 0]), [0])  # drafted, and none of it verified
-    count([first, second], rounds([0, 0], [2, 1]), [0, 1])  # drafts that a preset has copied
-    assert attached(first) == [2, 1, -1 - 10, -1 - 5]
-    assert attached(second) == [2, 1, -1 - 5, -1 - 1]
-
-
-def test_plain_steps_add_nothing_and_are_reported():
-    req = request(4)
-    count([req], rounds([0], [0]), [0])
-    assert attached(req) == [2, 1, -1, -1]
+def test_plain_steps_are_reported_and_verify_nothing():
+    found = meta_info(rounds=4, drafted=0, rows=4, accepted=0, spec_accept_rate=0.0)
+    assert (found["dspark"]["verified_tokens"], found["spec_accept_rate"]) == (0, 0.0)
 
 
 def test_a_request_without_a_step_says_nothing():
-    assert attached(request(0)) == [2, 1]
+    assert meta_info(rounds=0, drafted=0, rows=0, accepted=0) == {}
+    embeddings = {}
+    report(None, None, embeddings, SimpleNamespace(), 0)
+    assert embeddings == {}
 
 
 @pytest.mark.parametrize(("counted", "expected"), [(3, 3), (4, 4), (9, 4)])
 def test_reasoning_has_at_most_the_tokens_of_the_text(counted, expected):
-    req = request(4)
-    req.reasoning_tokens = counted
-    attach(None, None, req)
+    req = SimpleNamespace(output_ids_through_stop=[5] * 4, reasoning_tokens=counted)
+    clip_reasoning_tokens(None, None, req)
     assert req.reasoning_tokens == expected

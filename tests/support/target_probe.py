@@ -97,11 +97,9 @@ class _Loaded:
         from sglang.srt.server_args import PortArgs, ServerArgs
 
         from sglang_dspark.draft.formats import read_content
-        from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
-        from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
-        from sglang_dspark.engine.forward.phased_attention import PhasedBackend
         from sglang_dspark.engine.forward.target import Target
-        from sglang_dspark.engine.scheduler.replacements import positions_of_text
+        from sglang_dspark.engine.forward.verify_attention import CpuVerifyBackend, CudaVerifyBackend, PhasedBackend
+        from sglang_dspark.engine.scheduler.hook_handlers import positions_of_text
 
         [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
         of_sinks: dict[str, Any] = {}

@@ -44,10 +44,9 @@ class WorkerLoop(StageLoop):
         worker.schedule = self.schedule
         worker.executors = SimpleNamespace(select=lambda step, decision: self.eager)
         worker.request_options = SimpleNamespace(read=lambda reqs: SimpleNamespace(traced=False))
-        adjusting = SimpleNamespace(any=False, read=nothing, apply=nothing, count=nothing)
-        worker.adjustments = SimpleNamespace(of_step=lambda batch: adjusting)
+        adjuster = SimpleNamespace(any=False, read=nothing, apply=nothing, count=nothing)
+        worker.logits_adjuster = SimpleNamespace(of_step=lambda batch: adjuster)
         worker.preset_texts = SimpleNamespace(propose=nothing, took=nothing)
-        worker._first_answer = SimpleNamespace(look=nothing)
         worker.check_logits = None
         worker.choose = lambda batch, options, copies: StepDecision(self.gamma, FixedLength())
         worker.read = lambda batch, adjusted: self._batch(worker.step)

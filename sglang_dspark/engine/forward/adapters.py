@@ -1,8 +1,8 @@
-"""LoRA adapters of the target in verification, where requests have unequal numbers of rows.
+"""Apply the target's LoRA adapters in verification, where requests have unequal numbers of rows.
 
-SGLang's LoRA backends lay a batch out on the host, and take it that every request verifies as many tokens. Here the
-rows are ragged and only the device knows how many of them belong to whom. All of these backends compute segments of
-rows, each with one adapter, so the layout is made of the boundaries between requests, on the device.
+SGLang's LoRA backends lay a batch out on the host, and assume that every request verifies as many tokens. Here the
+rows are ragged and only the device knows how many each request has. All of these backends compute segments of rows,
+each with one adapter, so the layout is made of the boundaries between requests, on the device.
 """
 
 from __future__ import annotations
@@ -23,46 +23,35 @@ _SEGMENT = 16
 """Rows per segment at most: the smallest tile of SGLang's kernels, which any number of rows fits into."""
 
 
-@dataclass(frozen=True)
-class HostChoice:
-    """The adapters of a step, as the host knows them.
+HostChoice = tuple[list[int], list[int], list[float]]
+"""The lists of an :class:`AdapterChoice`, on the host."""
 
-    Attributes:
-        buffers: place in the pool of loaded adapters, of each request.
-        ranks: of each place; 0 where nothing is added.
-        scalings: of each place.
+
+def choose_adapters(manager: Any, adapter_ids: Sequence[str | None]) -> HostChoice:
+    """Return where the adapters of a step's requests lie in the pool of loaded ones.
+
+    Args:
+        manager: SGLang's ``LoRAManager``.
+        adapter_ids: of each request; None for the target as it is.
     """
-
-    buffers: list[int]
-    ranks: list[int]
-    scalings: list[float]
-
-    @classmethod
-    def of(cls, manager: Any, adapter_ids: Sequence[str | None]) -> HostChoice:
-        """The adapters with these ids, which lie in the pool.
-
-        Args:
-            manager: SGLang's ``LoRAManager``.
-            adapter_ids: of each request; None for the target as it is.
-        """
-        places = manager.memory_pool.uid_to_buffer_id
-        buffers = [places[adapter_id] for adapter_id in adapter_ids]
-        ranks, scalings = [0] * manager.max_loras_per_batch, [0.0] * manager.max_loras_per_batch
-        for adapter_id, place in zip(adapter_ids, buffers, strict=True):
-            if adapter_id is not None:
-                adapter = manager.loras[adapter_id]
-                ranks[place], scalings[place] = adapter.config.r, adapter.scaling
-        return cls(buffers, ranks, scalings)
+    indices = manager.memory_pool.uid_to_buffer_id
+    buffers = [indices[adapter_id] for adapter_id in adapter_ids]
+    ranks, scalings = [0] * manager.max_loras_per_batch, [0.0] * manager.max_loras_per_batch
+    for adapter_id, index in zip(adapter_ids, buffers, strict=True):
+        if adapter_id is not None:
+            adapter = manager.loras[adapter_id]
+            ranks[index], scalings[index] = adapter.config.r, adapter.scaling
+    return buffers, ranks, scalings
 
 
 @dataclass(frozen=True)
-class DeviceChoice:
+class AdapterChoice:
     """Which adapter each request has, on the device.
 
     Attributes:
-        buffers: [bs] int32.
-        ranks: [places] int32.
-        scalings: [places] float32.
+        buffers: [bs] int32, index of each request's adapter in the pool of loaded ones.
+        ranks: [adapters] int32, 0 if nothing is added.
+        scalings: [adapters] float32.
     """
 
     buffers: torch.Tensor
@@ -70,24 +59,25 @@ class DeviceChoice:
     scalings: torch.Tensor
 
     @classmethod
-    def empty(cls, requests: int, places: int, device: torch.device | str) -> DeviceChoice:
-        """For steps of so many requests, all of them without an adapter."""
+    def empty(cls, requests: int, adapters: int, device: torch.device | str) -> AdapterChoice:
+        """Return the choice for so many requests, all of them without an adapter."""
         return cls(
             torch.zeros(requests, dtype=torch.int32, device=device),
-            torch.zeros(places, dtype=torch.int32, device=device),
-            torch.zeros(places, dtype=torch.float32, device=device),
+            torch.zeros(adapters, dtype=torch.int32, device=device),
+            torch.zeros(adapters, dtype=torch.float32, device=device),
         )
 
     def fill(self, choice: HostChoice) -> None:
-        """Take ``choice`` over; request slots behind its requests have no rows, so any adapter does for them."""
+        """Copy ``choice`` here; request slots behind its requests have no rows, so any adapter does for them."""
+        buffers, ranks, scalings = choice
         device = self.buffers.device
-        self.buffers[: len(choice.buffers)] = to_device(torch.tensor(choice.buffers, dtype=torch.int32), device)
-        self.ranks.copy_(to_device(torch.tensor(choice.ranks, dtype=torch.int32), device))
-        self.scalings.copy_(to_device(torch.tensor(choice.scalings, dtype=torch.float32), device))
+        self.buffers[: len(buffers)] = to_device(torch.tensor(buffers, dtype=torch.int32), device)
+        self.ranks.copy_(to_device(torch.tensor(ranks, dtype=torch.int32), device))
+        self.scalings.copy_(to_device(torch.tensor(scalings, dtype=torch.float32), device))
 
 
 def segment_bounds(indptr: torch.Tensor, width: int) -> torch.Tensor:
-    """Return where segments begin and end that are no longer than SGLang's kernels want them.
+    """Return the bounds of segments that are no longer than SGLang's kernels want them.
 
     Args:
         indptr: [bs + 1] first row of each request.
@@ -101,7 +91,7 @@ def segment_bounds(indptr: torch.Tensor, width: int) -> torch.Tensor:
     return torch.cat([starts.flatten(), indptr[-1:]]).to(torch.int32)
 
 
-def lay_out(backend: Any, choice: DeviceChoice, indptr: torch.Tensor, width: int, rows: int) -> None:
+def lay_out(backend: Any, choice: AdapterChoice, indptr: torch.Tensor, width: int, rows: int) -> None:
     """Have SGLang's LoRA backend compute the next forward with these adapters. Waits for nothing; may be captured.
 
     Args:
@@ -126,10 +116,10 @@ def lay_out(backend: Any, choice: DeviceChoice, indptr: torch.Tensor, width: int
         lora_ranks=choice.ranks,
         scalings=choice.scalings,
         max_len=_SEGMENT,
-        # The chunked kernels read rows through one; those of triton take it for rows that were sorted by adapter.
+        # The chunked kernels read rows through one; those of triton would assume rows that were sorted by adapter.
         permutation=torch.arange(rows, dtype=torch.int32, device=indptr.device) if backend.name == "csgmv" else None,
         has_active_lora=True,
-        # What torch_native reads, on a CPU alone.
+        # torch_native reads these, on a CPU only.
         seg_indptr_cpu=bounds,
         seg_lens_cpu=lengths,
         weight_indices_cpu=buffers,
@@ -139,20 +129,20 @@ def lay_out(backend: Any, choice: DeviceChoice, indptr: torch.Tensor, width: int
 
 
 def prepare_verification(original: Callable[..., None], manager: Any, forward_batch: Any) -> None:
-    """Around SGLang's layout of a forward: verification has one of its own. The adapters have been fetched before."""
+    """Lay a verification out instead of SGLang, which does so for other forwards; adapters have been fetched before."""
     layout = forward_batch.spec_info
     if not (forward_batch.forward_mode.is_target_verify() and isinstance(layout, DSparkVerifyInput)):
         original(manager, forward_batch)
         return
     assert layout.indptr is not None, "run_verify fills it"
     bs = len(layout.indptr) - 1
-    choice = DeviceChoice.empty(bs, manager.max_loras_per_batch, layout.indptr.device)
-    choice.fill(HostChoice.of(manager, forward_batch.lora_ids))
+    choice = AdapterChoice.empty(bs, manager.max_loras_per_batch, layout.indptr.device)
+    choice.fill(choose_adapters(manager, forward_batch.lora_ids))
     lay_out(manager.lora_backend, choice, layout.indptr, layout.draft_token_num, len(forward_batch.input_ids))
 
 
 class CapturedAdapters:
-    """Adapters of captured verifications: what the host chooses for a step lies in buffers that replays read.
+    """Hold the adapters of captured verifications: replays read what the host has chosen for their step.
 
     Args:
         manager: SGLang's ``LoRAManager``.
@@ -162,37 +152,37 @@ class CapturedAdapters:
 
     def __init__(self, manager: Any, requests: int, device: torch.device | str) -> None:
         self._manager = manager
-        self._buffers = DeviceChoice.empty(requests, manager.max_loras_per_batch, device)
+        self._buffers = AdapterChoice.empty(requests, manager.max_loras_per_batch, device)
         self._staged: HostChoice | None = None
 
     @classmethod
     def of(cls, model_runner: Any, requests: int) -> CapturedAdapters | None:
-        """None on a server without adapters."""
+        """Return the adapters of a server; None if it has none."""
         manager = manager_of(model_runner)
         return None if manager is None else cls(manager, requests, model_runner.device)
 
     def lay_out(self, plan: VerifyPlan) -> None:
-        """Part of a captured verification over the rows of ``plan``."""
+        """Lay out the adapters over the rows of ``plan``, as a part of its captured verification."""
         slots = len(plan.indptr) - 1
-        choice = DeviceChoice(self._buffers.buffers[:slots], self._buffers.ranks, self._buffers.scalings)
+        choice = AdapterChoice(self._buffers.buffers[:slots], self._buffers.ranks, self._buffers.scalings)
         lay_out(self._manager.lora_backend, choice, plan.indptr, plan.width, len(plan.input_ids))
 
     def stage(self, batch: Any) -> None:
-        """Before a replay: fetch the adapters of SGLang's batch, which prompts may have displaced, and choose them.
+        """Fetch the adapters of SGLang's batch, which prompts may have displaced, and choose them for the next replay.
 
         Args:
-            batch: None of a step that is measured, whose requests have no adapters.
+            batch: None in a step that is measured, whose requests have no adapters.
         """
         adapter_ids = [] if batch is None else [req.lora_id for req in batch.reqs]
         self._manager.fetch_new_loras(set(adapter_ids))
-        choice = HostChoice.of(self._manager, adapter_ids)
+        choice = choose_adapters(self._manager, adapter_ids)
         if choice != self._staged:
             self._buffers.fill(choice)
             self._staged = choice
 
 
 def manager_of(model_runner: Any) -> Any | None:
-    """SGLang's ``LoRAManager``; None on a server without adapters."""
+    """Return SGLang's ``LoRAManager``; None on a server without adapters."""
     return getattr(model_runner, "lora_manager", None)
 
 
@@ -211,7 +201,7 @@ def check_adapters(model_runner: Any) -> None:
 
 
 def adapters_digest(model_runner: Any) -> str:
-    """Return what of a server's adapters its step times depend on."""
+    """Return the properties of a server's adapters that its step times depend on."""
     manager = manager_of(model_runner)
     if manager is None:
         return "none"

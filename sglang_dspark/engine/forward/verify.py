@@ -47,7 +47,7 @@ def run_verify(target_worker: Any, decode: DecodeBatch, plan: VerifyPlan) -> Tar
     if batch.seq_lens_cpu is not None:
         batch.seq_lens_cpu = batch.seq_lens_cpu + plan.width
     else:
-        batch.seq_lens_cpu = torch.tensor(batch.spec_info.reserved_lens)
+        batch.seq_lens_cpu = batch.spec_info.nxt_kv_lens_cpu
     batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
     forward_batch, _ = verify_input.prepare_for_verify(batch, target_worker)
     result = target_worker.forward_batch_generation(

@@ -1,8 +1,8 @@
-"""How the ranks of a tensor-parallel server stay together: rank 0 decides, the others follow.
+"""Keep the ranks of a tensor-parallel server together: rank 0 decides, the others follow.
 
-Every rank holds the whole drafter and takes every stage of a step, so the collectives inside the target's forward meet
+Every rank holds the whole drafter and runs every stage of a step, so the collectives inside the target's forward meet
 by themselves as long as all ranks do the same thing. Two sources could drive them apart: host clocks (measured step
-times, and the policy that lives on them), and the last bit of a floating-point result where ranks differ in hardware,
+times, and the policy that depends on them), and the last bit of a floating-point result if ranks differ in hardware,
 threads or chosen kernels. One differing shape hangs the server, one differing token spoils its text silently. So a
 decode step has three fixed points, at which all ranks take over rank 0's values:
 
@@ -11,9 +11,8 @@ decode step has three fixed points, at which all ranks take over rank 0's values
    target reads any of it;
 3. the accepted tokens: one broadcast on the device, before anything is committed.
 
-In between, ranks compute from equal values: SGLang all-gathers the target's logits. What hangs on confidences and
-acceptance in floating point (calibration, lagged survivals, statistics) may drift on the other ranks; nothing reads it
-there.
+In between, ranks compute from equal values: SGLang all-gathers the target's logits. Calibration, lagged survivals and
+statistics depend on floating-point confidences and may drift on the other ranks; nothing reads them there.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ T = TypeVar("T")
 
 
 class Agreement:
-    """Broadcasts from rank 0 of SGLang's tensor-parallel group; with one rank, nothing at all.
+    """Broadcast from rank 0 of SGLang's tensor-parallel group; with one rank, do nothing.
 
     Args:
         group: SGLang's ``GroupCoordinator``.
@@ -46,7 +45,7 @@ class Agreement:
         return bool(self._group.rank_in_group == 0)
 
     def share(self, value: T) -> T:
-        """Rank 0's ``value`` on every rank, by way of the host; any picklable object. Does not touch the device."""
+        """Return rank 0's ``value``, any picklable object, by way of the host. Does not touch the device."""
         shared: T = self._group.broadcast_object(value)
         return shared
 

@@ -1,4 +1,4 @@
-"""The drafter's K/V as a pool of SGLang's own kind, for features that copy a draft pool along with the target's."""
+"""Show the drafter's K/V as a pool of SGLang's own kind, to features that copy a draft pool along with the target's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sglang_dspark.errors import UnservedError
 
 
 class DraftPool(MHATokenToKVPool):
-    """The same memory as a :class:`DraftCache`, layer by layer; its slots have the numbers of the target's.
+    """Present the memory of a :class:`DraftCache` layer by layer; its slots have the numbers of the target's.
 
     Args:
-        cache: which has a row for each slot, those of the padding page among them.
+        cache: has a row for each slot, those of the padding page among them.
         size: K/V slots of the target without its padding page.
         page_size: of the target.
     """
@@ -49,7 +49,7 @@ def check_layers(draft_pool: DraftPool, target_pool: Any) -> None:
     """Refuse a drafter whose layers SGLang would not all fetch: it fetches one of them with each of the target's.
 
     Raises:
-        UnservedError: it has more of them than the target.
+        UnservedError: the drafter has more layers than the target.
     """
     if draft_pool.layer_num > target_pool.layer_num:
         raise UnservedError(

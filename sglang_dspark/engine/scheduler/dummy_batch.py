@@ -1,4 +1,4 @@
-"""A decode batch made of nothing, for warming up and timing steps before the first request arrives."""
+"""Make decode batches for warming up and timing steps before the first request arrives."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 
 _FIRST_SLOT = 1  # slot 0 is padding
-# Tokens differ from request to request: a forward of experts that all choose alike would look cheaper than it is.
+# Tokens differ from request to request: a forward whose tokens all choose the same experts looks cheaper than it is.
 _FIRST_TOKEN, _STRIDE = 11, 7919
 
 
 class DummyBatch:
-    """``requests`` running requests with ``context`` committed tokens each.
+    """Stand for ``requests`` running requests with ``context`` committed tokens each.
 
     As a context manager it borrows rows of ``req_to_token`` and slots of the pool, which nothing uses yet, and clears
     the rows at the end. Requests take turns at the slots, as they do when they decode together. A step consumes its
@@ -47,16 +47,16 @@ class DummyBatch:
 
     @property
     def device(self) -> torch.device:
-        """Return where its tensors are."""
+        """Return the device of its tensors."""
         return torch.device(self._runner.device)
 
     def tokens(self, num: int) -> torch.Tensor:
-        """[requests, num] int64 tokens that are spread over the vocabulary."""
+        """Return [requests, num] int64 tokens that are spread over the vocabulary."""
         places = torch.arange(self._requests * num, device=self._runner.device).view(num, -1).T
         return (_FIRST_TOKEN + _STRIDE * places) % int(self._runner.model_config.vocab_size)
 
     def fresh(self) -> ScheduleBatch:
-        """The batch as the scheduler would hand it over."""
+        """Return the batch as the scheduler would hand it over."""
         device = self._runner.device
         lens_cpu = torch.full((self._requests,), self._context, dtype=torch.int64)
         lens = lens_cpu.to(device)
@@ -75,6 +75,6 @@ class DummyBatch:
         batch.spec_info = DSparkDraftInput(
             bonus_tokens=self.tokens(1)[:, 0].contiguous(),
             new_seq_lens=lens,
-            reserved_lens=[self._context + 2 * self._window] * self._requests,
+            nxt_kv_lens_cpu=lens_cpu + 2 * self._window,
         )
         return batch

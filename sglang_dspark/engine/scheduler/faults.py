@@ -1,4 +1,4 @@
-"""What the log says when a step fails: in which of its parts, and what becomes of its requests."""
+"""Describe a failed step for the log: the part that failed, and what becomes of its requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REMEDIES = (
     ),
     (
         torch.AcceleratorError,
-        "A device tells of an error later than it happens: CUDA_LAUNCH_BLOCKING=1 in the environment shows where",
+        "A device reports an error later than it happens: CUDA_LAUNCH_BLOCKING=1 in the environment shows where",
     ),
 )
 
@@ -26,12 +26,12 @@ def report(error: Exception, step: int, requests: int) -> str:
     Args:
         error: raised below ``forward_batch_generation``.
         step: number of the step.
-        requests: that take part in it.
+        requests: number of requests in it.
     """
     remedy = next((f". {text}" for kind, text in _REMEDIES if isinstance(error, kind)), "")
     return (
         f"DSPARK: step {step} of {requests} requests failed in {part_of(error)} ({type(error).__name__}: {error}). "
-        "The server ends, for K/V may be written by halves; requests under way get an error and no further token"
+        "Shutting down: the K/V cache may be partially written. Running requests get an error and no further token"
         f"{remedy}"
     )
 

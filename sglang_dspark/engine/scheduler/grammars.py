@@ -1,8 +1,7 @@
-"""Following grammars along the drafts: which tokens each row of a verification may emit.
+"""Grammar masks of a verification: which tokens each row may emit, with SGLang's walk along the drafts.
 
-SGLang's grammar objects stand after the committed tokens. A walk accepts the drafts one by one, asks for the mask of
-every row on the way, and goes back. It ends at the first draft that the grammar forbids: its row gives that draft
-probability 0, so nothing behind it is ever committed. SGLang itself advances the grammar over what was committed.
+SGLang's grammar objects stand behind the committed tokens, and its walk returns them there. It ends at the first draft
+that the grammar forbids: that row gives the draft probability 0, so nothing behind it is ever committed.
 """
 
 from __future__ import annotations
@@ -11,51 +10,36 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.speculative.spec_utils import traverse_tree
 
-_BITS = 32
+_BITS = 32  # of a word of a mask
 
 
-def masks_of(
+def grammar_masks(
     reqs: Sequence[Any], windows: Sequence[Sequence[int]], vocab_size: int
 ) -> tuple[list[int], torch.Tensor | None]:
-    """Masks of all rows that a grammar governs.
+    """Return the masks of all rows whose request has a grammar.
 
     Args:
         windows: per request the anchor and the drafts under verification, one per row.
 
     Returns:
-        Those rows [m], counted over all windows, and their masks [m, W] int32, bit v set where token v is allowed;
-        None where no grammar has a say.
+        Those rows [m], counted over all windows, and their masks [m, W] int32, bit v set if token v is allowed; rows
+        that the walk does not reach allow everything. No rows and None if no request has a grammar.
     """
     rows: list[int] = []
     masks: list[torch.Tensor] = []
     start = 0
     for req, window in zip(reqs, windows, strict=True):
-        grammar = req.grammar
-        if grammar is not None and not grammar.finished:
-            bitmask = grammar.allocate_vocab_mask(vocab_size, len(window), "cpu")
-            reached = _walk(grammar, window[1:], bitmask)
-            rows.extend(range(start, start + reached))
-            masks.append(bitmask[:reached])
-        start += len(window)
-    return rows, torch.cat(masks) if rows else None
-
-
-def _walk(grammar: Any, drafts: Sequence[int], bitmask: torch.Tensor) -> int:
-    """Fill the masks of a window's rows; returns how many have one. The grammar stands where it stood."""
-    accepted = row = 0
-    while not grammar.is_terminated():
-        grammar.fill_vocab_mask(bitmask, row)
-        row += 1
-        if accepted == len(drafts) or not _allows(bitmask[accepted], drafts[accepted]):
-            break
-        grammar.accept_token(drafts[accepted])
-        accepted += 1
-    if accepted:
-        grammar.rollback(accepted)
-    return row
-
-
-def _allows(mask: torch.Tensor, token: int) -> bool:
-    word = token // _BITS
-    return word < mask.shape[0] and bool(int(mask[word]) >> (token % _BITS) & 1)
+        num_rows = len(window)
+        if req.grammar is not None and not req.grammar.finished:
+            mask = req.grammar.allocate_vocab_mask(vocab_size, num_rows, "cpu")
+            # A chain: the child of each draft is the next one, and none has a sibling.
+            children, siblings = torch.arange(1, num_rows + 1), torch.full((num_rows,), -1)
+            children[-1] = -1
+            known = min(vocab_size, _BITS * mask.shape[1])  # a model's vocabulary may be larger than its tokenizer's
+            traverse_tree(children, siblings, torch.tensor(window), req.grammar, mask, known)
+            rows.extend(range(start, start + num_rows))
+            masks.append(mask)
+        start += num_rows
+    return rows, torch.cat(masks) if masks else None

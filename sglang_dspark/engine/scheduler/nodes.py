@@ -1,9 +1,9 @@
-"""Several machines: what their ranks have to have in common, and what becomes of the others when one machine is gone.
+"""Serve on several nodes: refuse nodes that were started differently, and end all of them when one is gone.
 
-A rank that waits for one which has died waits as long as its collective does: minutes under NCCL, for ever where a
-message on the host is awaited. On one machine SGLang's front end sees the dead process. On several, each
-front end watches the processes of its own machine, and all but the first have none that watches at all. So every rank
-of another machine keeps a connection to rank 0, over which nothing is ever sent, and which breaks when either dies.
+A rank that waits for a dead one waits as long as its collective does: minutes under NCCL, without end for a message
+on the host. On one node SGLang's front end sees the dead process. On several, each front end watches the processes of
+its own node, and all but the first have none that watches at all. So every rank of another node keeps a connection to
+rank 0, over which nothing is ever sent, and which breaks when either dies.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ from sglang_dspark.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""How long a node may take to end by itself: the ranks of a server that is told to shut down end one after another."""
+"""Time that a node has to end by itself: the ranks of a server that is told to shut down end one after another."""
 _FOR_EVER = timedelta(days=3650)
 _MISSING = "nothing"
-# Each machine may keep these files elsewhere: rank 0 reads the table for all, and temperatures are compared.
+# Each node may keep these files elsewhere: rank 0 reads the table for all, and temperatures are compared.
 _OF_EACH_NODE = ("sps_table_path", "confidence_sts_path")
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of one server, as its ranks see them.
+    """The nodes of one server, as its ranks see them.
 
     Attributes:
-        hosts: names of the machines that ranks 0, 1, ... run on.
-        per_node: ranks of each machine.
+        hosts: names of the nodes that ranks 0, 1, ... run on.
+        per_node: ranks of each node.
     """
 
     hosts: Sequence[str]
     per_node: int
 
     def of(self, rank: int) -> int:
-        """The ``--node-rank`` of this rank."""
+        """Return the ``--node-rank`` of this rank."""
         return rank // self.per_node
 
     def watched_by(self, rank: int) -> list[int]:
-        """The ranks of other machines whose end ``rank`` has to notice: all for rank 0, which all others watch."""
+        """Return the ranks of other nodes that ``rank`` has to watch: all for rank 0, which all others watch."""
         here = self.of(rank)
         if here:
             return [0]
         return [other for other in range(len(self.hosts)) if self.of(other) != here] if rank == 0 else []
 
-    def farewell(self, rank: int) -> str:
-        """Return the log line of the ranks that outlive ``rank``."""
+    def loss_of(self, rank: int) -> str:
+        """Return what the ranks that are left log when ``rank`` is gone."""
         node = self.of(rank)
         return (
             f"DSPARK: node {node} ({self.hosts[rank]}) has ended or cannot be reached: its rank {rank} has closed the "
@@ -75,13 +75,13 @@ class Nodes:
 
 
 def check_alike(facts: Sequence[Mapping[str, object]], nodes: Nodes) -> None:
-    """Refuse machines that were started differently.
+    """Refuse nodes that were started differently.
 
     Args:
         facts: of each rank, by name of a flag or a package.
 
     Raises:
-        ConfigError: names the first difference. Raised on every rank, so that every machine's log has it.
+        ConfigError: names the first difference. Raised on every rank, so that every node's log has it.
     """
     for rank, found in enumerate(facts):
         for name in {**facts[0], **found}:
@@ -95,13 +95,13 @@ def check_alike(facts: Sequence[Mapping[str, object]], nodes: Nodes) -> None:
 
 
 def join(group: Any, nnodes: int, facts: Mapping[str, object], end: Callable[[], None]) -> None:
-    """Compare the machines of a server, and notice from now on when one of them is gone. All ranks call it together.
+    """Compare the nodes of a server, and notice from now on when one of them is gone. All ranks call it together.
 
     Args:
         group: SGLang's ``GroupCoordinator`` of all ranks.
-        nnodes: machines; nothing is done about one.
-        facts: what all of them have to have in common.
-        end: ends this machine's part of the server; called in a thread.
+        nnodes: number of nodes; nothing is done about one.
+        facts: what all of them must have in common.
+        end: ends this node's part of the server; called in a thread.
 
     Raises:
         ConfigError: see :func:`check_alike`.
@@ -112,27 +112,27 @@ def join(group: Any, nnodes: int, facts: Mapping[str, object], end: Callable[[],
     nodes = Nodes([host for host, _ in told], len(told) // nnodes)
     line = distributed.new_group(group.ranks, backend="gloo", timeout=_FOR_EVER)
     for rank in nodes.watched_by(group.rank_in_group):
-        arguments = (line, group.ranks[rank], nodes.farewell(rank), end)
-        Thread(target=_outlive, args=arguments, name=f"dspark-watch-rank-{rank}", daemon=True).start()
+        arguments = (line, group.ranks[rank], nodes.loss_of(rank), end)
+        Thread(target=_watch, args=arguments, name=f"dspark-watch-rank-{rank}", daemon=True).start()
     check_alike([fact for _, fact in told], nodes)
     logger.info("DSPARK: %d nodes: %s", nnodes, ", ".join(nodes.hosts[:: nodes.per_node]))
 
 
-def _outlive(line: Any, rank: int, farewell: str, end: Callable[[], None]) -> None:
+def _watch(line: Any, rank: int, loss: str, end: Callable[[], None]) -> None:
     with suppress(RuntimeError):  # the connection is closed
         distributed.recv(torch.empty(1, device="cpu"), src=rank, group=line)
-    logger.error(farewell)
+    logger.error(loss)
     time.sleep(GRACE_S)
     end()
 
 
 def end_server() -> None:
-    """End this machine's part of the server, as SGLang's scheduler does when it fails. Its parent is the front end."""
+    """End this node's part of the server, as SGLang's scheduler does when it fails. Its parent is the front end."""
     os.kill(os.getppid(), signal.SIGQUIT)
 
 
 def to_have_in_common(settled: DSparkServer) -> dict[str, object]:
-    """Return what all machines of a server have to agree about, by the name that a user knows."""
+    """Return what all nodes of a server must agree about, by the name that a user knows."""
     names = [option.name for option in fields(DSparkConfig) if option.name not in _OF_EACH_NODE]
     return {
         "sglang-dspark": __version__,
@@ -144,12 +144,12 @@ def to_have_in_common(settled: DSparkServer) -> dict[str, object]:
 
 
 def _temperatures(path: str | None) -> str:
-    """The file by its content."""
+    """Return a file by its content."""
     return "none" if path is None else f"a file of content {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
 
 
 def _drafter(settled: DSparkServer) -> str:
-    """The drafter by what it is, for machines may keep it in different folders."""
+    """Return the drafter by what it is, for nodes may keep it in different folders."""
     drafter = settled.drafter
     if drafter is None:
         return "none"

@@ -1,4 +1,4 @@
-"""What SGLang was asked for and has to have done when a server starts. Asked in the wrong place, it does nothing."""
+"""Check that SGLang has done what it was asked for when a server starts. Asked in the wrong place, it does nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_dspark.errors import EngineError
 
 
 def check_start(runner: Any, window: int, *, captures: bool) -> None:
-    """Call when pools and attention backends exist.
+    """Refuse to serve if SGLang has not done so; pools and attention backends exist.
 
     Args:
         runner: the target's ``ModelRunner``.
@@ -23,7 +23,7 @@ def check_start(runner: Any, window: int, *, captures: bool) -> None:
         captures: whether the target has to return hidden states.
 
     Raises:
-        EngineError: names what SGLang did not do.
+        EngineError: names the first thing that SGLang did not do.
     """
     for problem in _problems(runner, window, captures):
         raise EngineError(f"{problem}; sglang-dspark cannot serve on sglang {installed_sglang()} as it is")

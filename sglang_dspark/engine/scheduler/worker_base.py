@@ -1,4 +1,4 @@
-"""The face that SGLang's scheduler sees: construction, memory, and the dispatch of batches to prefill and decode."""
+"""Serve SGLang's scheduler: construction, memory, and the dispatch of batches to prefill and decode."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.forward.adapters import check_adapters
 from sglang_dspark.engine.forward.capture import capturing_forward
-from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
-from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend
-from sglang_dspark.engine.forward.phased_attention import PhasedBackend
+from sglang_dspark.engine.forward.verify_attention import CpuVerifyBackend, CudaVerifyBackend, PhasedBackend
 from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler import faults, nodes
-from sglang_dspark.engine.scheduler.adjustments import Adjustments
 from sglang_dspark.engine.scheduler.agreement import Agreement
 from sglang_dspark.engine.scheduler.batch import (
     DSparkBatchResult,
@@ -33,10 +30,8 @@ from sglang_dspark.engine.scheduler.batch import (
 )
 from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 from sglang_dspark.engine.scheduler.draft_pool import DraftPool, check_layers
-from sglang_dspark.engine.scheduler.first_answer import FirstAnswer
-from sglang_dspark.engine.scheduler.logprobs import named_in_all, with_logprobs
-from sglang_dspark.engine.scheduler.nan_check import nan_check
-from sglang_dspark.engine.scheduler.request_counts import count
+from sglang_dspark.engine.scheduler.logits_adjuster import LogitsAdjuster, nan_check
+from sglang_dspark.engine.scheduler.logprobs import with_logprobs
 from sglang_dspark.engine.scheduler.start_check import check_start
 from sglang_dspark.step.record import StepRecord
 
@@ -46,7 +41,7 @@ Publish = Callable[[torch.Tensor], None]
 
 
 class SpecWorkerBase(WorkerFace):
-    """SGLang's Spec V2 worker interface; what it leaves to the subclass is abstract below."""
+    """Implement SGLang's Spec V2 worker interface; what is left to the subclass is abstract below."""
 
     def __init__(self, *, server_args: Any, target_worker: Any, **_given: Any) -> None:
         super().__init__(target_worker)
@@ -63,12 +58,11 @@ class SpecWorkerBase(WorkerFace):
         nodes.join(ranks, self.server_args.nnodes, nodes.to_have_in_common(self.settled), nodes.end_server)
         self.sampling = SamplingReader(self.device)
         self.drafted_sampling = SamplingReader(self.device)  # of the requests that are drafted, where these are not all
-        self.adjustments = Adjustments(target_worker.model_runner.model_config.vocab_size, self.device)
+        self.logits_adjuster = LogitsAdjuster(target_worker.model_runner.model_config.vocab_size, self.device)
         # Drafts that a step may verify per request: K/V slots are reserved for these and the anchor.
         self.max_verify: int = self.server_args.speculative_num_draft_tokens - 1
         self.check_logits = nan_check()
         self.step = 0
-        self._first_answer = FirstAnswer()
 
     @abstractmethod
     def inject_context(self, input_ids: torch.Tensor, captured: torch.Tensor, positions: Any, slots: Any) -> None:
@@ -76,7 +70,7 @@ class SpecWorkerBase(WorkerFace):
 
     @abstractmethod
     def decode(self, batch: Any, publish: Publish) -> DSparkBatchResult:
-        """One speculative step; calls ``publish(new_seq_lens)`` as soon as the lengths are known on the device."""
+        """Run one speculative step; call ``publish(new_seq_lens)`` once the lengths are known on the device."""
 
     @abstractmethod
     def allocate_draft_cache(self, num_slots: int) -> Any:
@@ -84,11 +78,11 @@ class SpecWorkerBase(WorkerFace):
 
     @abstractmethod
     def prepare_to_serve(self) -> None:
-        """Called when everything that a step needs is there and no request has arrived yet."""
+        """Capture, measure and warm up what a step needs; no request has arrived yet."""
 
     @abstractmethod
     def before_other_work(self) -> None:
-        """Called when what comes next is not a decode step."""
+        """Take note that what comes next is not a decode step."""
 
     @abstractmethod
     def on_rounds(self, rounds: StepRecord, running: list[int], accept_lens: list[int]) -> None:
@@ -105,11 +99,11 @@ class SpecWorkerBase(WorkerFace):
 
     @abstractmethod
     def report(self, history_s: int = 0) -> dict[str, Any]:
-        """What ``GET /dspark/stats`` is made of, see ``full_report``; ``history_s``: seconds to list one by one."""
+        """Return what ``GET /dspark/stats`` is made of, see ``full_report``; ``history_s``: seconds to list singly."""
 
     @abstractmethod
     def capabilities(self) -> dict[str, Any]:
-        """JSON for ``GET /dspark/capabilities``."""
+        """Return the JSON of ``GET /dspark/capabilities``."""
 
     @abstractmethod
     def export_metrics(self, labels: dict[str, Any]) -> None:
@@ -117,14 +111,14 @@ class SpecWorkerBase(WorkerFace):
 
     @abstractmethod
     def switch_policy(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Verify by another policy from the next step on; the JSON answer of ``POST /dspark/policy``.
+        """Verify by another policy from the next step on; return the JSON answer of ``POST /dspark/policy``.
 
         Raises:
-            ConfigError: the policy cannot be had on this server.
+            ConfigError: this server cannot run the policy.
         """
 
     def alloc_memory_pool(self, **pools: Any) -> None:
-        """Called when the target's pool exists."""
+        """Make the draft K/V; the target's pool exists."""
         allocator = pools["token_to_kv_pool_allocator"]
         cache = self.allocate_draft_cache(allocator.size + allocator.page_size)
         if self.server_args.enable_hierarchical_cache and cache is not None:
@@ -132,32 +126,36 @@ class SpecWorkerBase(WorkerFace):
             check_layers(self.draft_pool, allocator.get_kvcache())
 
     def init_attention_backends(self) -> None:
-        """Called after the target's backends exist and before any graph is captured."""
+        """Put our attention of verification beside the target's backend, before any graph is captured."""
         runner = self._target_worker.model_runner
         verify = CpuVerifyBackend if self.device.type == "cpu" else CudaVerifyBackend
         runner.attn_backend = PhasedBackend(runner, verify(runner))
         runner.kv_index_translator.bind_and_verify_backends([runner.attn_backend])
 
     def init_cuda_graphs(self) -> None:
-        """Called last, after the target's graphs were captured."""
+        """Prepare to serve; SGLang calls this last, after the target's graphs were captured."""
         runner = self._target_worker.model_runner
         check_start(runner, self.max_verify + 1, captures=self.settled.drafter is not None)
         self.prepare_to_serve()
         check(Moment.READY)
 
     def clear_cache_pool(self) -> None:
-        """Nothing to clear: a draft K/V row is valid exactly as long as the target's row with the same slot."""
+        """Clear nothing: a draft K/V row is valid exactly as long as the target's row with the same slot."""
 
     def observe(self, result: Any, batch: Any) -> None:
-        """Called with a decode result whose tensors have reached the host."""
+        """Learn from a decode result whose tensors have reached the host.
+
+        Raises:
+            EngineError: SGLang has not called a hook that every answered request needs.
+        """
+        check(Moment.ANSWERED)
         if isinstance(result, DSparkBatchResult) and result.rounds is not None:
             if (times_ms := result.times_ms) is not None:
                 self.on_times(*times_ms)
             committed = result.accept_lens.tolist()
-            # Under overlap a request that has just ended takes part in one more step, whose tokens nobody gets.
+            # Under overlap a request that has just ended takes part in one more step, whose tokens are dropped.
             running = [index for index, req in enumerate(batch.reqs) if is_running(req)]
             if running:
-                count(batch.reqs, result.rounds, running)
                 self.on_rounds(result.rounds, running, [committed[index] - 1 for index in running])
             record_traces(batch.reqs, result.rounds, committed)
 
@@ -175,7 +173,6 @@ class SpecWorkerBase(WorkerFace):
             raise
 
     def _run(self, batch: Any, publish: Publish) -> Any:
-        self._first_answer.look(batch.reqs)
         # What comes back from host memory for a prompt is waited for layer by layer; a decode step waits for nothing.
         self._target_worker.set_hicache_consumer(batch.hicache_consumer_index)
         is_prefill = batch.forward_mode.is_extend() or batch.is_extend_in_batch
@@ -186,9 +183,6 @@ class SpecWorkerBase(WorkerFace):
 
     @torch.no_grad()
     def _prefill(self, batch: Any, publish: Publish) -> Any:
-        if batch.return_logprob:
-            # SGLang fails on batches of which some requests name tokens and others want logprobs of their prompt alone.
-            batch.token_ids_logprobs = named_in_all(batch.token_ids_logprobs)
         forward_batch = capturing_forward(batch, self._target_worker.model_runner)
         # First tokens are ours: SGLang's sampler knows no seeds, no output before a retraction, and no grammar's masks
         # on a CPU.
@@ -213,13 +207,12 @@ class SpecWorkerBase(WorkerFace):
         rows, output = self.sampling.read(batch.reqs), result.logits_output
         if self.check_logits is not None:
             self.check_logits(output.next_token_logits)
-        if self.adjustments.concern_prefill(batch):
-            self.adjustments.begin(batch, output.next_token_logits)
+        self.logits_adjuster.begin(batch, output.next_token_logits)
         positions = batch.seq_lens.to(torch.int64)
         keys = round_keys(batch, positions, seed=self._target_worker.random_seed, step=self.step)
         tokens = draw(output.next_token_logits, rows, keys)
         self.agreement.adopt(tokens)
-        self.adjustments.count(batch.reqs, tokens[:, None])
+        self.logits_adjuster.count(batch.reqs, tokens[:, None])
         indptr = torch.arange(len(batch.reqs) + 1, device=self.device)
         result.next_token_ids = tokens
         result.logits_output = with_logprobs(batch, output, indptr, tokens, rows.filter_params.temperatures)

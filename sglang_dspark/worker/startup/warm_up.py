@@ -32,9 +32,9 @@ from dspark_kernels import (
 )
 
 from sglang_dspark.engine.forward.layers import kv_heads_of_rank
-from sglang_dspark.engine.scheduler.adjustments import FIRST_SLOTS
 from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
+from sglang_dspark.engine.scheduler.logits_adjuster import FIRST_SLOTS
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK

@@ -26,7 +26,7 @@ def emulate(module):
     from replays import Emulated
     from waits import watching
 
-    from sglang_dspark.engine.forward.cpu_attention import CpuVerifyBackend
+    from sglang_dspark.engine.forward.verify_attention import CpuVerifyBackend
     from sglang_dspark.worker.executors import captured
 
     def decode(self, batch, publish, original=module.DSparkWorker.decode):
@@ -41,9 +41,6 @@ def emulate(module):
     def initialise(self, original=module.DSparkWorker.__init__, **kwargs):
         original(self, **kwargs)
         self.on_gpu = True
-
-    def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True):
-        return ragged_attention(self, q, k, v, layer, batch)
 
     def warm_up(*args, original=module.warm_up):
         original(*args)
@@ -66,7 +63,7 @@ def emulate(module):
     module.PackedCopies = ring_of_the_host
     module.DSparkWorker.decode = decode
     module.graph_request_slots = lambda runner: REQUEST_SLOTS
-    CpuVerifyBackend.forward_extend = forward_extend
+    CpuVerifyBackend._attend = ragged_attention
     module.load_or_measure = step_times
 
 
@@ -154,33 +151,21 @@ def step_times(executors, target_worker, server_args, max_verify):
     )
 
 
-def ragged_attention(backend, q, k, v, layer, batch):
-    """Attend with verification rows as the CUDA backend does, over the CPU backend's pools."""
+def ragged_attention(backend, queries, kv, pools, scale, batch, window, sinks):
+    """Attend over verification rows as the CUDA backend does, on the CPU backend's pools."""
     import forms
     from dspark_kernels import PagedWindows, window_attention
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    pool, layout = backend.token_to_kv_pool, batch.spec_info
-    k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-    pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
-    given = (
-        q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-        (k, v),
-        (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)),
-        PagedWindows(
-            backend.req_to_token_pool.req_to_token,
-            batch.req_pool_indices,
-            batch.seq_lens,
-            layout.indptr,
-            layout.draft_token_num,
-        ),
+    layout = batch.spec_info
+    windows = PagedWindows(
+        backend.req_to_token, batch.req_pool_indices, batch.seq_lens, layout.indptr, layout.draft_token_num
     )
-    how = {"causal": True, "scale": layer.scaling}
+    given, how = (queries, kv, pools, windows), {"causal": True, "scale": scale}
     with forms.noted_only() if forms.warming_up() else nullcontext():
         attended = window_attention(*given, **how)
     if forms.warming_up():  # an interpreted kernel takes a hundred times as long
         attended = window_attention.reference(*given, **how)
-    return attended.view(q.shape)
+    return attended
 
 
 patch_worker(emulate)

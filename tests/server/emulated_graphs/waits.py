@@ -29,7 +29,6 @@ EMULATED = {
     ("interpreter.py", None),
     ("sitecustomize.py", "ragged_attention"),
     ("sitecustomize.py", "overwrite"),
-    ("cpu_attention.py", None),
     ("torch_native_backend.py", None),
     ("ragged.py", None),
 }

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dspark.engine.scheduler.finish import look_closely
+from sglang_dspark.engine.scheduler.first_finish import let_first_end_count
 
 LETTERS = "abcdefgh"  # of tokens 0 to 7
 EOS = 7
@@ -71,22 +71,24 @@ def end(req, runs, look=lambda reqs, runs: None):
 @example([[EOS, 1, 2]], 9, None, [], ["bc"], [])
 @example([[1, 2]], 9, None, [], [], ["b$"])
 @example([[1, 2, 3]], 9, 3, [1], [], [])
+@example([[1, 2, 3]], 9, 3, [], ["bcd"], [])
+@example([[1, 2, 3]], 9, None, [], ["cd", "bc"], [])
 def test_the_first_end_counts(runs, max_new_tokens, grammar_length, stop_token_ids, stop, stop_regex):
     wanted = {"stop_token_ids": stop_token_ids, "stop": stop, "stop_regex": stop_regex}
     one_by_one = [[token] for run in runs for token in run]
     expected = end(request(max_new_tokens, grammar_length, **wanted), one_by_one)
-    assert end(request(max_new_tokens, grammar_length, **wanted), runs, look_closely) == expected
+    assert end(request(max_new_tokens, grammar_length, **wanted), runs, let_first_end_count) == expected
 
 
-def test_requests_whose_tokens_nobody_gets_are_left_alone():
+def test_requests_whose_tokens_are_dropped_are_left_alone():
     """Under overlap a request that has ended takes part in one more step. What holds itself is freed late."""
-    ended, retracted, running = (request(3, None) for _ in range(3))
+    ended, retracted, running = (request(3, None, stop=["a"]) for _ in range(3))
     ended.finished_reason, retracted.is_retracted = "of some kind", True
-    look_closely([ended, retracted, running], [[1] * 3] * 3)
+    let_first_end_count([ended, retracted, running], [[1] * 3] * 3)
     assert ["update_finish_state" in vars(req) for req in (ended, retracted, running)] == [False, False, True]
 
 
-def test_requests_that_only_a_stop_token_may_end_are_left_to_sglang():
-    reqs = [request(9, None, stop_token_ids=[3]), request(9, None), request(9, 5), request(9, None, stop=["ab"])]
-    look_closely(reqs, [[1] * 8, [1] * 9, [1], [1, 2]])
-    assert ["update_finish_state" in vars(req) for req in reqs] == [False, True, False, True]
+def test_requests_without_stop_strings_are_left_to_sglang():
+    reqs = [request(9, 5, stop_token_ids=[3]), request(9, None), *(request(9, None, stop=["ab"]) for _ in range(2))]
+    let_first_end_count(reqs, [[1] * 8, [1] * 9, [1], [1, 2]])
+    assert ["update_finish_state" in vars(req) for req in reqs] == [False, False, False, True]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dspark.engine.scheduler import adjustments as module
-from sglang_dspark.engine.scheduler.adjustments import Adjustments, adjustment_of, has_adjustment
+from sglang_dspark.engine.scheduler import logits_adjuster as module
+from sglang_dspark.engine.scheduler.logits_adjuster import LogitsAdjuster, adjustment_of, has_adjustment
 
 VOCAB = 20
 
@@ -34,95 +34,95 @@ def batch_of(*reqs: Request) -> Any:
     return SimpleNamespace(reqs=list(reqs), has_grammar=False)
 
 
-def prefill(adjustments: Adjustments, *reqs: Request) -> torch.Tensor:
+def prefill(adjuster: LogitsAdjuster, *reqs: Request) -> torch.Tensor:
     logits = torch.zeros(len(reqs), VOCAB)
-    adjustments.begin(batch_of(*reqs), logits)
+    adjuster.begin(batch_of(*reqs), logits)
     return logits
 
 
-def step(adjustments: Adjustments, *reqs: Request) -> torch.Tensor:
+def step(adjuster: LogitsAdjuster, *reqs: Request) -> torch.Tensor:
     """Logits [bs, V] of a step that verifies nothing, from 0."""
     logits, indptr = torch.zeros(len(reqs), VOCAB), torch.arange(len(reqs) + 1)
     nothing = torch.zeros(len(reqs), dtype=torch.int64)
     plan = SimpleNamespace(requests=indptr[:-1], columns=nothing, input_ids=nothing, indptr=indptr)
-    adjustments.of_step(batch_of(*reqs)).apply(plan, logits)
+    adjuster.of_step(batch_of(*reqs)).apply(plan, logits)
     return logits
 
 
 @pytest.fixture
-def adjustments() -> Adjustments:
-    return Adjustments(VOCAB, torch.device("cpu"))
+def adjuster() -> LogitsAdjuster:
+    return LogitsAdjuster(VOCAB, torch.device("cpu"))
 
 
-def test_batches_without_adjustments_are_nobodys_concern(adjustments):
+def test_batches_without_adjustments_are_left_alone(adjuster):
     plain, greedy = Request(), Request(temperature=0.0, stop=["x"], frequency_penalty=0.0)
-    assert not adjustments.concern_prefill(batch_of(plain, greedy))
-    assert not adjustments.of_step(batch_of(plain, greedy)).any
+    prefill(adjuster, plain, greedy)
+    assert len(adjuster._table) == 0
+    assert not adjuster.of_step(batch_of(plain, greedy)).any
     penalised = Request(presence_penalty=1.0)
-    assert adjustments.concern_prefill(batch_of(plain, penalised))
-    prefill(adjustments, penalised)
-    assert adjustments.of_step(batch_of(plain, penalised)).any
-    assert not adjustments.of_step(batch_of(plain)).any
+    prefill(adjuster, plain, penalised)
+    assert adjuster.of_step(batch_of(plain, penalised)).any
+    assert not adjuster.of_step(batch_of(plain)).any
 
 
-def test_counts_follow_the_request_through_changing_batches(adjustments):
+def test_counts_follow_the_request_through_changing_batches(adjuster):
     reqs = [Request(frequency_penalty=float(1 + i % 2)) for i in range(20)]  # more than the first table holds
-    prefill(adjustments, *reqs)
+    prefill(adjuster, *reqs)
     plain = Request()
     for i, req in enumerate(reqs):
-        adjustments.count([plain, req], torch.tensor([[5, 5], [i % VOCAB, -1]]))
+        adjuster.count([plain, req], torch.tensor([[5, 5], [i % VOCAB, -1]]))
     shuffled = [*reversed(reqs), plain]
     expected = torch.zeros(21, VOCAB)
     for row, i in enumerate(reversed(range(20))):
         expected[row, i] = -float(1 + i % 2)
-    assert torch.equal(step(adjustments, *shuffled), expected)
+    assert torch.equal(step(adjuster, *shuffled), expected)
 
 
-def test_slots_of_the_finished_are_used_again(adjustments):
+def test_slots_of_the_finished_are_used_again(adjuster):
     first = [Request(presence_penalty=1.0) for _ in range(8)]
-    prefill(adjustments, *first)
-    adjustments.count(first, torch.full((8, 1), 3))
+    prefill(adjuster, *first)
+    adjuster.count(first, torch.full((8, 1), 3))
     first[2].ended = first[5].is_retracted = True
     later = [Request(presence_penalty=0.5) for _ in range(2)]
-    assert torch.equal(prefill(adjustments, *later), torch.zeros(2, VOCAB))  # nothing of the former owners
-    assert adjustments._table is not None and len(adjustments._table) == 8
-    adjusted = step(adjustments, *first, *later)
+    assert torch.equal(prefill(adjuster, *later), torch.zeros(2, VOCAB))  # nothing of the former owners
+    assert adjuster._table is not None and len(adjuster._table) == 8
+    adjusted = step(adjuster, *first, *later)
     kept = [row for row in range(8) if row not in (2, 5)]
     assert (adjusted[kept, 3] == -1).all()
     assert (adjusted[[2, 5, 8, 9]] == 0).all()
 
 
-def test_the_finished_are_forgotten_when_the_batch_changes(adjustments):
+def test_the_finished_are_forgotten_when_the_batch_changes(adjuster):
     """Else a server keeps their texts, and looks for adjustments in every step."""
     first, plain = Request(presence_penalty=1.0), Request()
-    prefill(adjustments, first)
-    assert adjustments.of_step(batch_of(first, plain)).any
+    prefill(adjuster, first)
+    assert adjuster.of_step(batch_of(first, plain)).any
     first.ended = True
-    assert not adjustments.of_step(batch_of(plain)).any
-    assert adjustments._slots == {}
-    assert torch.equal(step(adjustments, plain), torch.zeros(1, VOCAB))
+    assert not adjuster.of_step(batch_of(plain)).any
+    assert adjuster._slots == {}
+    assert torch.equal(step(adjuster, plain), torch.zeros(1, VOCAB))
 
 
-def test_a_retracted_request_starts_from_its_output(adjustments):
+def test_a_retracted_request_starts_from_its_output(adjuster):
     req = Request(frequency_penalty=1.0)
-    prefill(adjustments, req)
-    adjustments.count([req], torch.tensor([[4, 4, 7]]))
+    prefill(adjuster, req)
+    adjuster.count([req], torch.tensor([[4, 4, 7]]))
     # The last step's tokens were dropped with the retraction.
     req.output_ids = [4]
     req.is_retracted = True
-    prefill(adjustments, Request(presence_penalty=1.0))
+    prefill(adjuster, Request(presence_penalty=1.0))
     req.is_retracted = False
-    assert prefill(adjustments, req)[0].nonzero().tolist() == [[4]]
-    adjustments.count([req], torch.tensor([9]).view(1, 1))
-    assert step(adjustments, req)[0].nonzero().flatten().tolist() == [4, 9]
+    assert prefill(adjuster, req)[0].nonzero().tolist() == [[4]]
+    adjuster.count([req], torch.tensor([9]).view(1, 1))
+    assert step(adjuster, req)[0].nonzero().flatten().tolist() == [4, 9]
 
 
-def test_what_ends_the_text_before_min_new_tokens(adjustments):
+def test_what_ends_the_text_before_min_new_tokens(adjuster):
     req = Request(min_new_tokens=2, stop_token_ids=[7, -3])
     assert sorted(adjustment_of(req, VOCAB).stop_token_ids) == [1, 2, 4, 7]
-    assert prefill(adjustments, req)[0].isinf().nonzero().flatten().tolist() == [1, 2, 4, 7]
-    adjustments.count([req], torch.tensor([[3, 3]]))
-    assert not step(adjustments, req).isinf().any()
+    assert prefill(adjuster, req)[0].isinf().nonzero().flatten().tolist() == [1, 2, 4, 7]
+    adjuster.count([req], torch.tensor([[3, 3]]))
+    assert not step(adjuster, req).isinf().any()
 
 
 @pytest.mark.parametrize(
@@ -133,14 +133,14 @@ def test_which_requests_have_adjustments(parameters, expected):
     assert has_adjustment(Request(**parameters)) == expected
 
 
-def test_masks_of_grammars_wait_for_no_forward(adjustments, monkeypatch):
+def test_masks_of_grammars_wait_for_no_forward(adjuster, monkeypatch):
     """A copy from memory that is not pinned would wait for the verification that is under way."""
     bitmask = torch.full((2, 1), -1, dtype=torch.int32)
     sent, applied = [], []
-    monkeypatch.setattr(module, "masks_of", lambda reqs, windows, vocab_size: ([0, 2], bitmask))
+    monkeypatch.setattr(module, "grammar_masks", lambda reqs, windows, vocab_size: ([0, 2], bitmask))
     monkeypatch.setattr(module, "to_device", lambda tensor, device: (sent.append(tensor), tensor)[1])
     monkeypatch.setattr(module, "mask_tokens", lambda *given: applied.append(given))
-    adjustments.mask([Request(), Request()], logits := torch.zeros(3, VOCAB), [[0], [0, 1]])
+    adjuster.mask([Request(), Request()], logits := torch.zeros(3, VOCAB), [[0], [0, 1]])
     assert [tensor is bitmask for tensor in sent] == [True]
     [(masked, rows, found)] = applied
     assert masked is logits

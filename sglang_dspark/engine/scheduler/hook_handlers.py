@@ -1,22 +1,12 @@
-"""Small functions that hooks put before, after or in the place of SGLang's own in the scheduler process."""
+"""Handle the smaller hooks of the scheduler process; ``launch/hooks.py`` says where each stands and why."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dspark.engine.compat.arguments import tokens_per_step
-from sglang_dspark.engine.scheduler.draft_input import STRIDE
-from sglang_dspark.engine.scheduler.finish import look_closely
-from sglang_dspark.engine.scheduler.logprobs import leave_committed
-from sglang_dspark.engine.support import PAGE_SIZES
-
-
-def row_headroom(original: Callable[[], int]) -> int:
-    """Room for a second verify window past the committed length, for a stride, and for the rest of a page."""
-    # SGLang's own headroom holds one window. Under overlap the committed length that a reservation starts from lags by
-    # one more step, hence the second window.
-    return original() + tokens_per_step() + STRIDE + max(PAGE_SIZES) - 1
+from sglang_dspark.engine.scheduler.first_finish import let_first_end_count
+from sglang_dspark.engine.scheduler.logprobs import drop_rejected
 
 
 def nothing_to_refuse(req: Any, enable_overlap: bool) -> None:
@@ -24,14 +14,22 @@ def nothing_to_refuse(req: Any, enable_overlap: bool) -> None:
 
 
 def observe_results(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
-    """Show the worker what became of a step, whose tensors have come to the host."""
+    """Unpack a step's result before SGLang reads its tokens, and show it to the worker afterwards."""
     result.read_copy()
     predicted = original(processor, result, batch)
-    look_closely(batch.reqs, predicted)
+    let_first_end_count(batch.reqs, predicted)
     if batch.return_logprob:
-        leave_committed(result.logits_output, [len(tokens) for tokens in predicted])
+        drop_rejected(result.logits_output, [len(tokens) for tokens in predicted])
     processor.model_worker.observe(result, batch)
     return predicted
+
+
+def clip_reasoning_tokens(result: None, processor: Any, req: Any) -> None:
+    """Take off what SGLang has counted behind the end of a request, in its last step.
+
+    Reasoning stands at the beginning of a text, so it has at most as many tokens as the text.
+    """
+    req.reasoning_tokens = min(req.reasoning_tokens, len(req.output_ids_through_stop))
 
 
 def pause(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -40,14 +38,14 @@ def pause(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def export_metrics(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Add our Prometheus metrics where SGLang has its own."""
+    """Add our Prometheus metrics to SGLang's."""
     context = scheduler.metrics_collector_context
     if context.current_scheduler_metrics_enabled:
         scheduler.draft_worker.export_metrics(context.collector.labels)
 
 
 def no_kv_copy_kernel(pool: Any) -> None:
-    """Leave the kernel that copies K/V between slots out."""
+    """Leave out the kernel that copies K/V between slots."""
     pool._kv_copy_config = None
 
 

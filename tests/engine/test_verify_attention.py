@@ -9,9 +9,8 @@ from dspark_kernels import PagedWindows, window_attention_ref
 from sglang.srt.layers.attention import hybrid_attn_backend
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-from sglang_dspark.engine.forward import cuda_attention
-from sglang_dspark.engine.forward.cuda_attention import CudaVerifyBackend, check_pool
-from sglang_dspark.engine.forward.phased_attention import PhasedBackend
+from sglang_dspark.engine.forward import verify_attention
+from sglang_dspark.engine.forward.verify_attention import CudaVerifyBackend, PhasedBackend, check_pool
 from sglang_dspark.errors import ConfigError
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
@@ -130,7 +129,7 @@ def test_dummy_forwards_of_sglang_are_attended(monkeypatch):
         seen.append((windows.indptr.tolist(), windows.width))
         return window_attention_ref(q, kv, pool, windows, **how)
 
-    monkeypatch.setattr(cuda_attention, "window_attention", attend)
+    monkeypatch.setattr(verify_attention, "window_attention", attend)
     q, k, v = (torch.randn(12, heads * HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     assert backend.forward_extend(q, k, v, a_layer(), batch).isfinite().all()
     assert seen == [([0, 4, 8, 12], 4)]

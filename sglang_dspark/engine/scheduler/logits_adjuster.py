@@ -1,24 +1,33 @@
-"""Requests whose logits are adjusted before a token is drawn: penalties, minimum lengths, biases and grammars."""
+"""Adjust logits before a token is drawn: penalties, minimum lengths, biases and grammars."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from dspark_kernels import Adjustment, AdjustmentTable, adjust, mask_tokens, to_device
+from sglang.srt.environ import envs
+from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dspark.engine.scheduler.batch import is_running
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
-from sglang_dspark.engine.scheduler.grammars import masks_of
+from sglang_dspark.engine.scheduler.grammars import grammar_masks
 from sglang_dspark.step.state import VerifyPlan
 from sglang_dspark.step.transfers import host_index
 
+NAN_SWITCHES = (
+    envs.SGLANG_SANITIZE_NAN_LOGITS,
+    envs.SGLANG_ENABLE_ASYNC_ASSERT,
+    envs.SGLANG_ENABLE_NAN_LOGITS_CHECK,
+)
+"""Switches of SGLang by which its sampler looks for NaN."""
 FIRST_SLOTS = 8  # of the table, which doubles when more requests have adjustments
 
 
-class Adjustments:
-    """What SGLang's sampler would have done to the logits, for rows that know about the drafts before them.
+class LogitsAdjuster:
+    """Do to logits what SGLang's sampler does, for rows that know about the drafts before them.
 
     A request is set up when its prefill draws a token, again after a retraction, and keeps a slot of a table on the
     device from then on; grammars are SGLang's own and live on the host. Steps without such a request pay nothing.
@@ -31,16 +40,14 @@ class Adjustments:
         self._free: list[int] = []
         self._index = CachedByBatch(self._index_of)
 
-    def concern_prefill(self, batch: Any) -> bool:
-        """Return whether any request of a prefill has its logits adjusted."""
-        return batch.has_grammar or any(map(has_adjustment, batch.reqs))
-
-    def of_step(self, batch: Any) -> AdjustedStep:
-        """The adjustments of a decode step."""
-        return AdjustedStep(self, batch, any=batch.has_grammar or self._slots_of(batch.reqs) is not None)
+    def of_step(self, batch: Any) -> StepAdjuster:
+        """Return the adjuster of a decode step."""
+        return StepAdjuster(self, batch, any=batch.has_grammar or self._slots_of(batch.reqs) is not None)
 
     def begin(self, batch: Any, logits: torch.Tensor) -> None:
-        """Set up the requests of a prefill and adjust the logits [bs, V] of the tokens that it draws."""
+        """Set up the requests of a prefill and adjust the logits [bs, V] of the tokens that it draws, in place."""
+        if not (batch.has_grammar or any(map(has_adjustment, batch.reqs))):
+            return
         self._index.forget()
         for req in filter(has_adjustment, batch.reqs):
             slot = self._slot_for(req)
@@ -52,7 +59,7 @@ class Adjustments:
             self.mask(batch.reqs, logits, [[0]] * len(batch.reqs))
 
     def count(self, reqs: Sequence[Any], tokens: torch.Tensor) -> None:
-        """Take note of new output [bs, w] int64, -1 behind it. No host sync."""
+        """Count new output tokens [bs, w] int64, -1 behind them. No host sync."""
         slots = self._slots_of(reqs)
         if slots is not None:
             self._table.count(slots, tokens)
@@ -65,12 +72,12 @@ class Adjustments:
 
     def mask(self, reqs: Sequence[Any], logits: torch.Tensor, windows: list[list[int]]) -> None:
         """Exclude what grammars forbid from logits [N, V] in place; ``windows``: tokens under verification."""
-        rows, bitmask = masks_of(reqs, windows, self._vocab_size)
+        rows, bitmask = grammar_masks(reqs, windows, self._vocab_size)
         if bitmask is not None:
             mask_tokens(logits, host_index(rows, self._device), to_device(bitmask, self._device))
 
     def _slots_of(self, reqs: Sequence[Any]) -> torch.Tensor | None:
-        """[bs] int64, -1 for requests without a slot; None where none has one."""
+        """Return [bs] int64 slots, -1 for requests without one; None if none has one."""
         return self._index.read(reqs) if self._slots else None
 
     def _index_of(self, reqs: Sequence[Any]) -> torch.Tensor | None:
@@ -97,22 +104,22 @@ class Adjustments:
         self._free = list(range(size, len(self._table)))
 
 
-class AdjustedStep:
-    """The adjustments of one decode step; its methods are called in this order.
+class StepAdjuster:
+    """Adjust the logits of one decode step; the methods are called in this order.
 
     Attributes:
-        any: whether a request has any. Without, there is nothing to do.
+        any: whether a request of the step has adjustments.
     """
 
-    def __init__(self, adjustments: Adjustments, batch: Any, *, any: bool) -> None:
+    def __init__(self, adjuster: LogitsAdjuster, batch: Any, *, any: bool) -> None:
         self.any = any
-        self._adjustments, self._batch = adjustments, batch
+        self._adjuster, self._batch = adjuster, batch
         self._windows: list[list[int]] | None = None
 
     def read(self, plan: VerifyPlan) -> None:
-        """Read the tokens under verification where a grammar has to follow them on the host, which waits for them.
+        """Read the tokens under verification if a grammar has to follow them on the host, which waits for them.
 
-        Called before the target's forward is launched, which would be waited for otherwise.
+        Call it before the target's forward is launched, or the host waits for that as well.
         """
         if self._batch.has_grammar:
             starts, tokens = plan.indptr.tolist(), plan.input_ids.tolist()
@@ -121,13 +128,13 @@ class AdjustedStep:
     def apply(self, plan: VerifyPlan, logits: torch.Tensor) -> None:
         """Adjust the rows of a verification [N, V] in place."""
         reqs = self._batch.reqs
-        self._adjustments.adjust(reqs, logits, plan.requests, plan.columns, plan.input_ids, plan.indptr)
+        self._adjuster.adjust(reqs, logits, plan.requests, plan.columns, plan.input_ids, plan.indptr)
         if self._windows is not None:
-            self._adjustments.mask(reqs, logits, self._windows)
+            self._adjuster.mask(reqs, logits, self._windows)
 
     def count(self, tokens: torch.Tensor) -> None:
-        """Take note of new output [bs, w] int64, -1 behind it. No host sync."""
-        self._adjustments.count(self._batch.reqs, tokens)
+        """Count new output tokens [bs, w] int64, -1 behind them. No host sync."""
+        self._adjuster.count(self._batch.reqs, tokens)
 
 
 def has_adjustment(req: Any) -> bool:
@@ -143,7 +150,7 @@ def has_adjustment(req: Any) -> bool:
 
 
 def adjustment_of(req: Any, vocab_size: int) -> Adjustment:
-    """A request's penalties, minimum length and biases, as the kernels take them."""
+    """Return a request's penalties, minimum length and biases, as the kernels take them."""
     parameters = req.sampling_params
     stops: set[int | None] = set()
     if parameters.min_new_tokens:
@@ -162,3 +169,10 @@ def adjustment_of(req: Any, vocab_size: int) -> Adjustment:
         stop_token_ids=[token for token in stops if token is not None and 0 <= token < vocab_size],
         logit_bias={int(token): bias for token, bias in (parameters.logit_bias or {}).items()},
     )
+
+
+def nan_check() -> Callable[[torch.Tensor], None] | None:
+    """Return SGLang's treatment of NaN in logits [n, V], in place, before any other; None if no switch asks for it."""
+    if any(switch.get() for switch in NAN_SWITCHES):
+        return partial(sanitize_nan_logits, msg="DSPARK: target logits")
+    return None

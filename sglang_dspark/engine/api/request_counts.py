@@ -1,0 +1,32 @@
+"""Report how many drafts a request had, in the ``meta_info`` of its answer.
+
+SGLang carries the counts of every request to its answer. It takes the drafts of every step to be as many as a step may
+have, so what follows from the real number is corrected here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def report(result: None, manager: Any, meta_info: dict[str, Any], recv_obj: Any, i: int) -> None:
+    """Add ``dspark`` to the ``meta_info`` of an ended request, and correct SGLang's figures there.
+
+    Args:
+        recv_obj: a batch of SGLang's outputs; ``DSparkBatchResult`` says what it counts.
+        i: index of the request in it.
+    """
+    rounds = recv_obj.spec_verify_ct[i] if getattr(recv_obj, "spec_verify_ct", None) else 0
+    if not rounds:
+        return
+    verified, accepted = recv_obj.spec_num_cap_tokens[i] - rounds, recv_obj.spec_num_correct_drafts[i]
+    meta_info["dspark"] = {
+        "rounds": rounds,
+        "drafted_tokens": recv_obj.spec_num_block_accept_tokens[i],
+        "verified_tokens": verified,
+        "accepted_tokens": accepted,
+        "accept_length": (accepted + rounds) / rounds,
+    }
+    if "spec_accept_rate" in meta_info:
+        meta_info["spec_accept_rate"] = accepted / verified if verified else 0.0
+        meta_info["spec_num_proposed_drafts"] = verified

@@ -1,0 +1,182 @@
+"""Attend over the ragged rows of a verification, beside SGLang's own attention of prompts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from dspark_kernels import PagedWindows, attend_groups, window_attention
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sglang_dspark.engine.forward.layers import sliding_window
+from sglang_dspark.errors import ConfigError
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+_READS_E4M3 = (8, 9)
+
+
+class PhasedBackend(HybridAttnBackend):
+    """Encode prompts with SGLang's own choice, as a server without DSPARK does, and verify with ``verify``.
+
+    Unlike the base class it does not ask ``--speculative-attention-mode``: every decode forward is a verification.
+
+    Args:
+        model_runner: SGLang's, of the target, with the backend that it has made.
+        verify: attention of TARGET_VERIFY.
+    """
+
+    def __init__(self, model_runner: Any, verify: AttentionBackend) -> None:
+        prefill = model_runner.attn_backend
+        super().__init__(model_runner, prefill_backend=prefill, decode_backend=verify)
+        # SGLang would copy the lengths of every decode step to the host; prompts bring their own.
+        self.needs_cpu_seq_lens = False
+        self.prefill_attention_backend_str = model_runner.prefill_attention_backend_str
+        self.decode_attention_backend_str = verify.decode_attention_backend_str
+        self.use_captured_forward_metadata_for_breakable_cuda_graph = (
+            prefill.use_captured_forward_metadata_for_breakable_cuda_graph
+        )
+
+    def _select_backend(self, forward_mode: Any) -> AttentionBackend:
+        verifies = forward_mode.is_target_verify() or forward_mode.is_decode_or_idle()
+        return self.decode_backend if verifies else self.prefill_backend
+
+    def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: Any) -> Any:
+        """Do what the backend of prompts does: no other forward is captured so."""
+        return self.prefill_backend.init_forward_metadata_for_breakable_cuda_graph_capture(forward_batch)
+
+    def prepare_forward_metadata_for_breakable_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> None:
+        """Do what the backend of prompts does."""
+        self.prefill_backend.prepare_forward_metadata_for_breakable_cuda_graph_replay(*args, **kwargs)
+
+
+class VerifyBackend(AttentionBackend):
+    """Attend over the ragged rows of TARGET_VERIFY, as laid out in ``forward_batch.spec_info``, without a plan.
+
+    SGLang's backends verify as many rows for every request. Ours knows neither capped nor scaled scores nor heads of
+    unequal sizes, and the architectures that are served have none of them (``draft.families``).
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the K/V of one target layer's rows and attend.
+
+        Args:
+            sinks: [heads] one more score of each head of this rank, without a value.
+        """
+        pool = self.token_to_kv_pool
+        k, v = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim), v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
+        # A pool of another dtype holds rounded numbers, divided by the layer's scales if its checkpoint has any.
+        is_rounded = pool.dtype != k.dtype
+        k_scale, v_scale = (layer.k_scale_float, layer.v_scale_float) if is_rounded else (None, None)
+        if save_kv_cache:
+            # Divides k and v themselves: these are not read afterwards.
+            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v, k_scale, v_scale)
+        attended = self._attend(
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            None if is_rounded else (k, v),
+            (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)),
+            layer.scaling * (k_scale or 1.0),
+            forward_batch,
+            sliding_window(layer),
+            sinks,
+        )
+        return (attended if v_scale is None else attended * v_scale).reshape(q.shape)
+
+    @abstractmethod
+    def _attend(
+        self,
+        queries: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor] | None,
+        pools: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+        forward_batch: Any,
+        window: int | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return [rows, heads, head_dim] of ``queries``.
+
+        Args:
+            kv: keys and values of the rows, which the pools hold also; None if only the pools' rounded ones count.
+            pools: [slots, heads, head_dim] keys and values.
+            window: keys that a row sees at most, its own among them; None if it sees all of them.
+        """
+
+
+class CpuVerifyBackend(VerifyBackend):
+    """Verification on a CPU; unlike ``torch_native``'s extension its cost is linear in the context."""
+
+    decode_attention_backend_str = "grouped SDPA"
+
+    def _attend(
+        self, queries: Any, kv: Any, pools: Any, scale: float, forward_batch: Any, window: int | None, sinks: Any
+    ) -> torch.Tensor:
+        keys, values = pools
+        return attend_groups(queries, keys, values, forward_batch.spec_info.groups(window), scale, sinks=sinks)
+
+
+class CudaVerifyBackend(VerifyBackend):
+    """Verification on a GPU, with the pools of all backends that ``PREFILL_BACKENDS`` names.
+
+    Queries keep their dtype if the pool has eight bits.
+    """
+
+    decode_attention_backend_str = "window_attention"
+
+    def __init__(self, model_runner: Any) -> None:
+        check_pool(model_runner.kv_cache_dtype, torch.cuda.get_device_capability())
+        super().__init__(model_runner)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the context of requests in SGLang's dummy forwards."""
+        return 1
+
+    def _attend(
+        self, queries: Any, kv: Any, pools: Any, scale: float, forward_batch: Any, window: int | None, sinks: Any
+    ) -> torch.Tensor:
+        layout = forward_batch.spec_info
+        indptr = getattr(layout, "indptr", None)
+        if indptr is None:  # the dummy forwards by which SGLang tunes experts have equal windows
+            indptr = torch.arange(0, len(queries) + 1, layout.draft_token_num, device=queries.device)
+        windows = PagedWindows(
+            self.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            indptr,
+            layout.draft_token_num,
+            sliding_window=window,
+        )
+        return window_attention(queries, kv, pools, windows, causal=True, scale=scale, sinks=sinks)
+
+
+def check_pool(dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    """Refuse a K/V cache that the kernels of verification cannot read; ``auto`` may stand for one of a checkpoint.
+
+    Args:
+        capability: of the GPU.
+
+    Raises:
+        ConfigError: naming the dtype and the remedy.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"DSPARK cannot run with a K/V cache in {name}; pass --kv-cache-dtype bfloat16 or fp8_e4m3")
+    if dtype == torch.float8_e4m3fn and capability < _READS_E4M3:
+        raise ConfigError(
+            f"DSPARK cannot run with a K/V cache in {name} on a GPU of compute capability "
+            f"{'.'.join(map(str, capability))}, which is below 8.9; pass --kv-cache-dtype bfloat16"
+        )

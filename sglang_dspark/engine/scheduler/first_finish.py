@@ -1,0 +1,66 @@
+"""Let the first of several ends finish a request when a step brings several of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from sglang_dspark.engine.scheduler.batch import is_running
+
+
+def let_first_end_count(reqs: Sequence[Any], runs: Sequence[Sequence[int]]) -> None:
+    """Have requests with stop strings look for their end token by token, as without speculation.
+
+    Call it before the tokens of a step are appended to their requests. SGLang finds the first stop token by itself, and
+    knows which end comes first among stop tokens, lengths and grammars. It looks for stop strings before all of these,
+    also for one behind a stop token, and for one string after the other. Looking token by token costs too much for
+    every request, so those that need it get another ``update_finish_state`` for this step.
+
+    Args:
+        runs: the tokens of the step, of every request.
+    """
+    for req, run in zip(reqs, runs, strict=True):
+        if len(run) <= 1 or not is_running(req):
+            continue
+        if req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs:
+            req.update_finish_state = partial(_token_by_token, req)
+
+
+def _token_by_token(req: Any, new_accepted_len: int) -> None:
+    """Take the place of SGLang's method once: call it after each of the last ``new_accepted_len`` output tokens."""
+    del req.update_finish_state
+    if req.to_finish or not _may_hold_stop(req, new_accepted_len):
+        req.update_finish_state(new_accepted_len)
+        return
+    grammar = req.grammar
+    run = req.output_ids[-new_accepted_len:]
+    del req.output_ids[-new_accepted_len:]
+    while run and not req.finished():
+        req.output_ids.append(run.pop(0))
+        # The grammar has read the whole run already, which ends where the grammar does.
+        req.grammar = None if run else grammar
+        req.update_finish_state(1)
+    req.grammar = grammar
+    req.output_ids.extend(run)
+
+
+def _may_hold_stop(req: Any, new_accepted_len: int) -> bool:
+    """Return whether a stop string or expression may match in the request's last tokens."""
+    parameters = req.sampling_params
+    if parameters.stop_regex_strs:
+        return True
+    tail = req.tail_str(new_accepted_len)
+    return any(stop in tail for stop in parameters.stop_strs)
+
+
+def forget_overshoot(session: Any, *args: Any, **kwargs: Any) -> None:
+    """Drop the tokens behind the end of a session's requests before SGLang makes the next turn out of them.
+
+    A step may commit tokens behind the one that ends a request. They are no part of its answer, and SGLang would put
+    them into the next prompt.
+    """
+    for node in session.req_nodes.values():
+        req = node.req
+        if req.finished() and req.finished_len is not None:
+            del req.output_ids[req.finished_len :]
