@@ -1,4 +1,4 @@
-r"""Which part of the policy ``auto`` earns its place? A server in simulated time, with one part off at a time.
+r"""Measure what each part of the policy ``auto`` brings: a server in simulated time, with one part off at a time.
 
     python benchmarks/ablation.py --output benchmarks/results/ablation --first-seed 0
 
@@ -178,7 +178,7 @@ class Invented(Text):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a server has to do.
+    """The work of a server.
 
     Attributes:
         texts: one after the other, for equal parts of the run.

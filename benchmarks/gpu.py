@@ -1,4 +1,4 @@
-r"""What needs an NVIDIA GPU, in the order in which a short time on one is best spent.
+r"""Run all that needs an NVIDIA GPU, in the order in which a short time on one is best spent.
 
     python benchmarks/gpu.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS
     python benchmarks/gpu.py ... --only ttft,sweep --builtin
@@ -62,7 +62,7 @@ PATIENCE = 4  # of a rehearsal: servers start slowly on a CPU
 
 @dataclass(frozen=True)
 class Setting:
-    """What all parts are told.
+    """The arguments of all parts.
 
     Attributes:
         pair: arguments that name target, draft and prompts.

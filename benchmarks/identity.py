@@ -76,7 +76,7 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class Split:
-    """Where a text leaves the target's own."""
+    """The first difference of a text from the target's own."""
 
     prompt: int
     position: int

@@ -59,7 +59,7 @@ class Mutant:
 
 
 class Verdict(Enum):
-    """What became of a mutant."""
+    """The outcome of a mutant."""
 
     CAUGHT = "caught"
     SURVIVED = "SURVIVED"

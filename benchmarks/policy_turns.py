@@ -1,4 +1,4 @@
-r"""Which policy decodes fastest? One server, and policies that take turns of a few steps while it decodes.
+r"""Compare policies on one server, where they take turns of a few steps while it decodes.
 
     python benchmarks/policy_turns.py --target TARGET --draft DRAFT --prompts FILE --output RESULTS \
         --config auto --config static:3 --config static:5 --concurrency 1,4,16 --rounds 20

@@ -70,7 +70,7 @@ KINDS = ("probe", "probe", *PARAMETERS, "tiny", "huge", "dropped")
 
 @dataclass
 class Tally:
-    """What happened.
+    """Counts of answers, wrong probes and memory samples.
 
     Attributes:
         answers: by kind and HTTP status, dropped streams by ``dropped``.

@@ -1,4 +1,4 @@
-r"""What a decode step on a GPU is made of: GPU time and launches by kernel, and how long the GPU had nothing to do.
+r"""Trace decode steps on a GPU: GPU time and launches by kernel, and the time in which the GPU had nothing to do.
 
     python benchmarks/step_trace.py --target TARGET --draft DRAFT --prompts PROMPTS.jsonl --output RESULTS \
         --config static:5 --concurrency 64 --server-flags "--max-running-requests 64"

@@ -16,7 +16,7 @@ SUBFOLDER = "dspark"
 
 
 def checkpoint_name(path: str | Path) -> str:
-    """What a checkpoint is called wherever it lies: its folder, or the repository of which the folder is a snapshot."""
+    """Return the name of a checkpoint: its folder, or the repository of which the folder is a snapshot."""
     folder = Path(path)
     repository = folder.parent.parent.name if folder.parent.name == "snapshots" else ""
     return repository.rpartition("--")[2] if repository.startswith("models--") else folder.name

@@ -97,7 +97,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/RE
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_local_links_lead_somewhere(document):
-    """To files that exist, and to headings that a page has."""
+    """Links go to files that exist, and to headings that a page has."""
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()) if "://" not in link]
     assert links or document != ROOT / "README.md"
     for link in links:

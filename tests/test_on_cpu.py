@@ -88,7 +88,7 @@ def test_an_environment_that_the_package_has_left_is_silent(environment):
 
 
 def test_a_program_imports_the_package_that_it_chooses(environment, tmp_path):
-    """As that of another working tree, in the folder where it starts."""
+    """The package is found like that of another working tree, in the folder where the process starts."""
     (tmp_path / "sglang_dspark.py").touch()
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import sglang_dspark; print(sglang_dspark.__file__)"
     assert environment.run("-c", program).strip() == str(tmp_path / "sglang_dspark.py")
@@ -119,7 +119,7 @@ def test_the_stand_in_knows_what_sglang_imports_and_nothing_else():
 
 
 def test_the_stand_in_writes_slots_where_sglang_reads_them():
-    """Of requests in any rows of the table, one of which needs none."""
+    """Requests may be in any rows of the table, and one of them needs none."""
     from sglang_dspark.on_cpu import sgl_kernel
 
     table, slots = torch.zeros(4, 8, dtype=torch.int32), torch.arange(1, 6)

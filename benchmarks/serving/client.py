@@ -25,7 +25,7 @@ class ReplyError(DSparkError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How every prompt of a sweep is asked.
+    """The request parameters of every prompt of a sweep.
 
     Attributes:
         raw: send the text as it is (``/v1/completions``) instead of through the chat template.

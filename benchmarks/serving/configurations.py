@@ -27,7 +27,7 @@ _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*=.*")
 
 @dataclass(frozen=True)
 class Configuration:
-    """What one line of a sweep's figures measures.
+    """One line of a sweep's figures.
 
     Attributes:
         label: what tables and figures call it; unique within a sweep.
@@ -90,7 +90,7 @@ class Configuration:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the variables that the server is told besides."""
+        """Return the variables that the server is told also."""
         given = dict(variable.split("=", 1) for variable in self.variables)
         if self.policy != BUILTIN:
             return given

@@ -1,4 +1,4 @@
-"""What is counted around a measurement: by the servers of a sweep themselves, and the CPU time of their processes.
+"""Count around a measurement: the servers' own counters, and the CPU time of their processes.
 
 On a shared machine the wall clock also measures the neighbours. The CPU time that the server used does so much less,
 and the time that the neighbours used tells which rounds were disturbed.

@@ -13,7 +13,7 @@ from sglang_dspark.tools.simulator.sweep import crossing
 
 @dataclass(frozen=True)
 class Crossover:
-    """Where a configuration stops being faster than its baseline as users are added.
+    """The load at which a configuration stops being faster than its baseline.
 
     Attributes:
         users: interpolated on a logarithmic axis of users; None when the ratio stays on one side of 1.

@@ -21,7 +21,7 @@ from serving.schedule import Cell
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the rows of a sweep come from; the same in every row, so that rows of several sweeps can be told apart."""
+    """The origin of a sweep's rows; the same in every row, so that rows of several sweeps can be told apart."""
 
     prompt_set: str  # names of the prompt files
     model: str  # name of the target
@@ -123,7 +123,7 @@ class Sla:
 
 @dataclass(frozen=True)
 class Observation:
-    """What was seen of a server while a round ran.
+    """Observations of a server while a round ran.
 
     Attributes:
         cpu_time: used during the round.

@@ -1,4 +1,4 @@
-"""How hard the servers of a sweep are driven, and the order of its measurements."""
+"""Set the load of a sweep's servers and the order of its measurements."""
 
 from __future__ import annotations
 

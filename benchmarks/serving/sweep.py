@@ -42,7 +42,7 @@ WARM_UP_S = 5.0
 
 @dataclass(frozen=True)
 class Sweep:
-    """What to measure.
+    """The measurements to make.
 
     Attributes:
         target, draft, dflash_draft: checkpoint folders.

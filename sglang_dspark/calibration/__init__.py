@@ -1,4 +1,4 @@
-"""From raw confidence logits to survival probabilities that come true.
+"""Turn raw confidence logits into calibrated survival probabilities.
 
 Letters: ``n`` rounds, ``gamma`` drafts per round, ``z`` raw logit of the confidence head, ``c`` conditional acceptance
 probability of a draft, ``a`` prefix survival, the product of the ``c`` so far. Drafts count from 0 in arrays and from 1

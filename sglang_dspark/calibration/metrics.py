@@ -1,4 +1,4 @@
-"""How well predicted probabilities fit what happened.
+"""Measure how well predicted probabilities fit the outcomes.
 
 The definitions are those of DeepSpec's evaluator (confidence metrics of ``eval.py``), so that numbers compare.
 """

@@ -1,4 +1,4 @@
-"""What start-up has decided about a server. It travels on SGLang's arguments to every process."""
+"""Hold what start-up has decided about a server. It travels on SGLang's arguments to every process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How likely drafts are to survive verification: predicted by the confidence head, corrected by the outcomes."""
+"""Predict which drafts survive verification, by the confidence head and corrected by the outcomes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a verify budget is worth, estimated from the survivals of earlier steps (DSpark, 5.2).
+"""Estimate the value of a verify budget from the survivals of earlier steps (DSpark, 5.2).
 
 The budget of a step has to be fixed before its drafts are drawn, or it would depend on them. So it is chosen by the
 survivals of earlier rounds: the last rounds are dealt into imagined batches of the present size, and a budget of K

@@ -1,4 +1,4 @@
-"""How much is accepted of single requests, so that those are left out whose text is beyond the drafter."""
+"""Track the acceptance of single requests, so that those are left out whose text is beyond the drafter."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the stages of a decode step hand to each other, and how it gets from host to device and back."""
+"""Types that the stages of a decode step hand to each other, and their way from host to device and back."""

@@ -1,4 +1,4 @@
-"""How sure the drafter is of its drafts."""
+"""The drafter's confidence in its drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy decides about a step, before anything is drafted."""
+"""The decision of a policy about a step, before anything is drafted."""
 
 from __future__ import annotations
 

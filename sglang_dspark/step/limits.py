@@ -1,4 +1,4 @@
-"""What single requests ask of their own verification, whatever the policy would do."""
+"""Limits that single requests set for their own verification, whatever the policy would do."""
 
 from __future__ import annotations
 

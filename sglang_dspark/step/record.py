@@ -1,4 +1,4 @@
-"""What a decode step did, for statistics, calibration and traces."""
+"""Record a decode step for statistics, calibration and traces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_dspark.step.decision import StepDecision
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step did, for statistics, calibration and traces. Its tensors are on the host when SGLang has the result.
+    """The record of a step for statistics, calibration and traces. Tensors are on the host when SGLang has the result.
 
     Attributes:
         requests: ids of the step's requests.

@@ -46,7 +46,7 @@ class Selection(ABC):
         Args:
             drafted: requests that are drafted.
             num_drafts: drafts of the drafter that may be verified in all.
-            num_copied: copied drafts, which are verified besides.
+            num_copied: copied drafts, which are verified also.
         """
 
     @abstractmethod

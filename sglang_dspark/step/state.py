@@ -1,4 +1,4 @@
-"""What the stages of a decode step hand to each other.
+"""Types that the stages of a decode step hand to each other.
 
 Letters: bs requests; gamma drafts per block; N tokens in the verify forward, flattened request by request; V
 vocabulary. Tensors live on the worker's device.
@@ -132,7 +132,7 @@ class DraftOutput:
 
 @dataclass(frozen=True)
 class VerifyPlan(VerifyRows):
-    """Which drafts are verified, and the flattened tokens.
+    """The drafts to verify, and the flattened tokens.
 
     Attributes:
         width: bound on the rows of a request, anchor included.
@@ -147,7 +147,7 @@ class VerifyPlan(VerifyRows):
 
 
 class TargetOutput(NamedTuple):
-    """What a verification forward of the target gives.
+    """The output of the target's verification forward.
 
     Attributes:
         logits_output: SGLang's ``LogitsProcessorOutput``, whose ``next_token_logits`` are [N, V].
@@ -160,7 +160,7 @@ class TargetOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step has drafted, verified and accepted; the next step may overwrite its tensors.
+    """The drafts of a step, their verification and acceptance; the next step may overwrite its tensors.
 
     Attributes:
         draft: proposals for all requests.
@@ -181,7 +181,7 @@ def _do_nothing(*_given: object) -> None:
 
 @dataclass(frozen=True)
 class StepHooks:
-    """What the server does between the stages of a step; nothing by default.
+    """The server's work between the stages of a step; nothing by default.
 
     Attributes:
         before_verify: reads the plan, before the target's forward is launched.

@@ -60,7 +60,7 @@ class Mismatch:
 
 @dataclass
 class GoldenReport:
-    """What was compared and what differed."""
+    """The numbers compared and their differences."""
 
     checked: Counter[str] = field(default_factory=Counter)  # path -> number of comparisons
     mismatches: list[Mismatch] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a result has to say about its making: command, commit, versions, hardware."""
+"""Record the origin of a result: command, commit, versions, hardware."""
 
 from __future__ import annotations
 

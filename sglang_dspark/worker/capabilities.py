@@ -1,4 +1,4 @@
-"""What a server can do, for ``GET /dspark/capabilities`` and the log."""
+"""Describe the server for ``GET /dspark/capabilities`` and the log."""
 
 from __future__ import annotations
 

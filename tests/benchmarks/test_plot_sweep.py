@@ -119,7 +119,7 @@ def with_off(frame):
 
 
 def test_two_ratios_never_mix():
-    """What speculates is divided by off, and off by plain serving, each in a panel of its own."""
+    """Speculation is divided by off, and off by plain serving, each in a panel of its own."""
     _, plugin, speculation = draw(complete(with_off(sweep()))).axes
     assert "Without drafts: times plain SGLang" in plugin.get_title()
     assert set(lines(plugin)) == {"off"}

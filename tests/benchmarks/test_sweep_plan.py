@@ -1,4 +1,4 @@
-"""What a sweep serves, asks, and in which order."""
+"""A sweep's servers, requests and their order."""
 
 from collections import Counter
 from itertools import pairwise

@@ -250,7 +250,7 @@ def test_sinks_and_value_scales_are_checked(make_config, change, message):
     ],
 )
 def test_what_an_import_leaves_alone(modules, unneeded):
-    """tests/test_architecture.py knows who imports SGLang; this is what else is imported by it."""
+    """tests/test_architecture.py knows which modules import SGLang; this is what else is imported by it."""
     subprocess.run(
         [sys.executable, "-c", f"import sys, {modules}; assert not {unneeded} & set(sys.modules)"], check=True
     )

@@ -11,7 +11,7 @@ from sglang_dspark.engine.scheduler.agreement import Agreement
 
 
 class Group:
-    """What ``Agreement`` uses of SGLang's ``GroupCoordinator``, with the wire as a queue between two ranks."""
+    """The part of SGLang's ``GroupCoordinator`` that ``Agreement`` uses; the wire is a queue between two ranks."""
 
     world_size = 2
 

@@ -92,7 +92,7 @@ def request(**parameters):
 
 
 def test_greedy_batches_share_their_sampling_rows():
-    """Whoever the requests are: nothing is built or copied when one joins or leaves."""
+    """Whatever the requests are: nothing is built or copied when one joins or leaves."""
     reader = SamplingReader(CPU)
     rows = reader.read([request(top_k=1), request(top_k=1)])
     assert rows.all_greedy

@@ -1,4 +1,4 @@
-"""What is remembered of a batch's requests belongs to the requests, not to what they are called."""
+"""The cache of a batch belongs to its requests, not to their names."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What a drafter wants of the target's runner is noted where this SGLang reads it."""
+"""The needs of a drafter are noted at the place that this SGLang reads."""
 
 import inspect
 from types import SimpleNamespace

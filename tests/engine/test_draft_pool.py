@@ -70,7 +70,7 @@ def beside_target(pool, host_slots):
 
 
 def test_rows_come_back_from_host_memory_to_other_slots(cache, monkeypatch):
-    """By SGLang's own host pool; only the copy between lists of layers is written down here, which is a CUDA kernel."""
+    """Uses SGLang's own host pool; only the copy between lists of layers, a CUDA kernel, has a stand-in."""
 
     def transfer(src_layers, dst_layers, src_indices, dst_indices, page_size):
         assert page_size == PAGE

@@ -1,4 +1,4 @@
-"""Where a text ends: of a step's several tokens, as if they had come one by one."""
+"""A text ends as if the several tokens of a step had come one by one."""
 
 from types import SimpleNamespace
 
@@ -45,7 +45,7 @@ def request(max_new_tokens, grammar_length, **stops):
 
 
 def end(req, runs, look=lambda reqs, runs: None):
-    """What is returned of a text that comes in ``runs``, and why it ended; ``look`` is called before each."""
+    """Return the text that comes in ``runs`` as it is served, and why it ended; ``look`` is called before each run."""
     for tokens in runs:
         run = tokens if req.grammar is None else req.grammar.read(tokens)
         look([req], [run])

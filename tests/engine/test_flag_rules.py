@@ -35,7 +35,7 @@ def routes():
 
 
 def _path_of(decorator):
-    """What an ``@app.post("/path")`` serves; None of other decorators."""
+    """Return the path of an ``@app.post("/path")``; None of other decorators."""
     if not isinstance(decorator, ast.Call) or not isinstance(decorator.func, ast.Attribute) or not decorator.args:
         return None
     path = decorator.args[0]

@@ -1,4 +1,4 @@
-"""What SGLang's future map leaves to CUDA graphs, and what it writes itself."""
+"""SGLang's future map leaves some fields to CUDA graphs and writes the others."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ def no_hidden_states(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_relay():
-    """What one test offers, the map of another does not adopt."""
+    """Buffers that one test offers are not adopted by the map of another."""
     yield
     offer_future_relay_buffers(None)
 
@@ -31,7 +31,7 @@ class Pool:
 
 
 class Algorithm(SimpleNamespace):
-    """What the map asks of ours."""
+    """The part of our buffers that the map uses."""
 
     is_some = is_speculative = lambda self: True
     is_none = is_ngram = need_topk = lambda self: False

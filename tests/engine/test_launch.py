@@ -49,7 +49,7 @@ def resolve(*flags, draft=DRAFT):
 
 
 def settled(*flags, draft=DRAFT):
-    """What start-up settles about a server with these arguments, as it reaches the scheduler."""
+    """Return the launch state of a server with these arguments, as it reaches the scheduler."""
     args = pickle.loads(pickle.dumps(resolve(*flags, draft=draft)))
     return overrides.resolving_view(args), arguments.attached(args)
 
@@ -158,7 +158,7 @@ def test_layers_with_windows_share_the_pool_of_the_others(reads, tmp_path, windo
 
 
 def test_the_kernels_of_experts_may_be_chosen(reads):
-    """By the operator, or by SGLang for some targets and GPUs; it takes the choice over for drafters with experts."""
+    """The operator chooses, or SGLang for some targets and GPUs; the choice holds for drafters with experts also."""
     made, _ = settled("--moe-runner-backend", "triton")
     assert made.moe_runner_backend == "triton"
     with pytest.raises(ConfigError, match="--speculative-moe-runner-backend=triton; drop the flag"):

@@ -16,7 +16,7 @@ VOCAB = 20
 
 
 class Request:
-    """What is read of SGLang's request."""
+    """The fields that are read of SGLang's request."""
 
     def __init__(self, output_ids: list[int] | None = None, **parameters: Any) -> None:
         self.sampling_params = SamplingParams(**parameters)

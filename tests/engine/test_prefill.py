@@ -1,4 +1,4 @@
-"""Who encodes prompts and who verifies, and what happens where SGLang's graphs of prefill cannot be had."""
+"""One backend encodes prompts and another verifies; servers run without SGLang's graphs of prefill also."""
 
 import ast
 import logging

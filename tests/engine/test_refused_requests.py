@@ -13,7 +13,7 @@ from sglang_dspark.engine.api.requests import check_request, parse_stop_regex
 
 
 def checked(ids=(5,), parameters=None, request=None, architecture="LlamaForCausalLM", **fields):
-    """What travels of a request after it was checked.
+    """Return the fields of a request that travel on after its check.
 
     Args:
         parameters: sampling parameters.

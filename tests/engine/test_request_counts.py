@@ -9,7 +9,7 @@ from sglang_dspark.engine.scheduler.hook_handlers import clip_reasoning_tokens
 
 
 def meta_info(*, rounds, drafted, rows, accepted, **of_sglang):
-    """What is reported of the second request of a batch; ``rows`` of its verifications hold the anchors also."""
+    """Return the report of the second request of a batch; the ``rows`` of its verifications include the anchors."""
     found = dict(of_sglang)
     outputs = SimpleNamespace(
         spec_verify_ct=[9, rounds],

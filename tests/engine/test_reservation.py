@@ -85,7 +85,7 @@ def width(monkeypatch):
 @settings(max_examples=40)
 @given(st.data())
 def test_every_slot_has_one_owner_and_none_is_lost(data):
-    """Whatever steps accept and whoever ends, in pools with room for strides and in tight ones."""
+    """Whatever steps accept and whichever requests end, in pools with room for strides and in tight ones."""
     requests = data.draw(st.integers(1, 5))
     server = Server(requests, data.draw(st.sampled_from([5 * (16 + 100), 4000])))
     for _ in range(data.draw(st.integers(1, 12))):

@@ -15,7 +15,7 @@ STREAM = "text/event-stream"
 
 
 def send(body, path="/generate", chunk=7, **scope):
-    """What the application behind the middleware receives; the status and message where it is not asked."""
+    """Return what the application behind the middleware receives, or the status and message of a refusal."""
     seen, sent = {}, []
 
     async def application(scope, receive, send):
@@ -65,14 +65,14 @@ MOVED = {"text": "a", "sampling_params": {"custom_params": {"dspark": '{"max_ver
     ids=["first", "middle", "all", "utf-16", "utf-16-le", "utf-32-be", "utf-8-sig", "twice"],
 )
 def test_the_field_is_found_however_it_is_written(body):
-    """As Python's JSON reads it, which is SGLang's parser: the last of several counts."""
+    """Python's JSON, which is SGLang's parser, takes the last of several."""
     assert json.loads(send(body if isinstance(body, bytes) else body.encode(), chunk=1000)) == MOVED
 
 
 @pytest.mark.parametrize("depth", [500, 940, 960, 980, 3000, 100_000])
 @pytest.mark.parametrize("where", ["x", "speculation"])
 def test_a_deep_body_is_passed_on(where, depth):
-    """What cannot be parsed is left to SGLang's own parser."""
+    """A body that cannot be parsed is left to SGLang's own parser."""
     body = b'{"text": "a", "speculation": {"trace": true}, "%s": ' % where.encode() + b"[" * depth + b"]" * depth + b"}"
     answer = send(body, chunk=len(body))
     assert answer == body or b"custom_params" in answer

@@ -1,4 +1,4 @@
-"""What SGLang has to have done before a server decodes, each left undone once."""
+"""SGLang's work before a server decodes, each part left undone once."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What a captured verification tells the target of its padding."""
+"""Captured verifications tell the target of their padding."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ ROWS, REQUESTS = 8, 3
 
 
 def runner_of(forward):
-    """Of a model whose forward this is."""
+    """A runner of a model whose forward this is."""
     config, model = SimpleNamespace(model_is_mrope=False), SimpleNamespace(forward=forward)
     return SimpleNamespace(model=model, model_config=config, attn_backend=None, spec_algorithm=None)
 

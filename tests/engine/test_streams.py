@@ -26,7 +26,7 @@ def ids(tokenizer):
 
 
 def messages(tokenizer, ids, ends, incremental, trimmed=0):
-    """What the front end makes of steps that end at these tokens; the last text lacks so many characters."""
+    """Return the messages of steps that end at these tokens; the last text lacks so many characters."""
     begin = shown = 0
     for end in ends:
         text = tokenizer.decode(ids[:end], skip_special_tokens=True).rstrip("\ufffd")

@@ -1,4 +1,4 @@
-"""What the drafter gets of a target whose ranks hold parts of it."""
+"""The drafter gets whole tensors of a target whose ranks hold parts of it."""
 
 from __future__ import annotations
 

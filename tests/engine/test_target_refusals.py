@@ -25,7 +25,7 @@ def models():
 
 
 def captures(architecture):
-    """Whether SGLang's own DSPARK can ask the class, or one that it is made from, for hidden states."""
+    """Return whether SGLang's own DSPARK can ask the class, or a base of it, for hidden states."""
     parents, text = models().get(architecture, ((), ""))
     return bool(re.search(r"def set_(dflash|dspark)_layers_to_capture", text)) or any(map(captures, parents))
 

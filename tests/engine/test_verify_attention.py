@@ -17,7 +17,7 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
 class Pool:
-    """What is used of SGLang's K/V pool; like that one it divides in place, where it has to round."""
+    """The part of SGLang's K/V pool that is used; like that one it divides in place if it has to round."""
 
     def __init__(self, slots, dtype):
         self.dtype = dtype

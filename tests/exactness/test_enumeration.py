@@ -79,7 +79,7 @@ def test_distribution_under_penalties(monkeypatch, policy, penalty):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_distribution_with_copied_drafts(monkeypatch, policy):
-    """In some steps of a text they take the place of the drafter's."""
+    """Copied drafts take the place of the drafter's in some steps of a text."""
     found = {len(copies(0, [token])) for token in range(V)}
     assert found == {0, 1, 2}
     assert distribution_error(monkeypatch, POLICIES[policy], 2, copied_after=copies) < TOLERANCE

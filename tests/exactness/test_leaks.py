@@ -190,7 +190,7 @@ def penalties_without_the_drafts(monkeypatch):
 
 
 def penalties_of_the_step_before(monkeypatch):
-    """What a step commits is never counted."""
+    """Nothing that a step commits is counted."""
     monkeypatch.setattr(AdjustmentTable, "count", lambda *_: None)
 
 

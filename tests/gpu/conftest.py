@@ -13,7 +13,7 @@ WATCHED = Path(__file__).parent / "watched"
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[LaunchedServer]:
-    """In bfloat16: SGLang's kernels for CUDA have no float32 form."""
+    """Serves in bfloat16: SGLang's kernels for CUDA have no float32 form."""
     env = {"HF_HUB_OFFLINE": "1", **sitecustomized(WATCHED)}
     more = ("--dtype", "bfloat16", "--max-running-requests", "64", "--cuda-graph-max-bs-decode", "16")
     with LaunchedServer(TARGET, *CUDA_FLAGS, *more, *DSPARK, env=env) as server:

@@ -50,7 +50,7 @@ def test_steps_run_in_graphs(server):
 
 
 def test_drafts_are_what_the_pair_was_trained_to_accept(server):
-    """In 16 bits texts may split at near-ties; a drafter that is wired or computed wrongly accepts next to nothing."""
+    """Texts in 16 bits may split at near-ties; a drafter that is wired or computed wrongly accepts next to nothing."""
     assert relative_acceptance(server) > 0.8
 
 
@@ -81,7 +81,7 @@ def test_nothing_is_compiled_while_serving(server):
 
 
 def test_a_seeded_text_does_not_depend_on_its_batch(server):
-    """As far as 16 bits allow: near-ties of a draw are rare."""
+    """Holds as far as 16 bits allow: near-ties of a draw are rare."""
     [alone] = generate(server, asked("seeded", 1), 1)
     together = generate(server, [*asked("seeded", 1), *asked("sampled", 11)], 12)
     same = sum(a == b for a, b in zip(alone["output_ids"], together[0]["output_ids"], strict=True))

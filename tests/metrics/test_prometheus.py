@@ -90,7 +90,7 @@ def test_every_metric_of_the_dashboard_exists(exporter):
 
 
 def test_the_dashboard_tells_instances_apart():
-    """Every query asks for the chosen instances, and one row of panels shows each by itself."""
+    """Every query asks for the chosen instances, and one row of panels shows each alone."""
     board = json.loads(GRAFANA.read_text())
     variables = {variable["name"]: variable for variable in board["templating"]["list"]}
     assert variables["instance"]["multi"] and variables["instance"]["includeAll"]

@@ -58,7 +58,7 @@ def untried(policy, steps, requests=4):
 
 
 def sides(policy, steps):
-    """Whether the server is parked, step by step."""
+    """Return whether the server is parked, step by step."""
     return [policy.parked for _ in range(steps) if policy.choose(4, CONTEXT)]
 
 
@@ -206,7 +206,7 @@ def test_a_step_that_the_table_may_be_wrong_about_is_timed():
 
 
 def test_the_plain_step_is_timed_while_speculating():
-    """By a table that takes plain steps for slower than they are, speculation pays. It does not."""
+    """The table has plain steps slower than they are, so speculation seems to pay. It does not."""
     policy = make_policy(break_even(GOOD, advantage=0.2), GOOD)
     choices = list(run_and_time(policy, 1500, lambda decision: 1.0 if decision.draft_len else 0.7))
     assert choices[0] == whole(4)

@@ -17,7 +17,7 @@ USERS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def switches(loop, since):
-    """How often the server parked or resumed."""
+    """Return how often the server parked or resumed."""
     return int(np.diff(np.array(loop.parked[since:], dtype=int)).astype(bool).sum())
 
 
@@ -51,7 +51,7 @@ def test_it_finds_the_best_choice_with_a_table_that_is_wrong(machine):
 
 
 def test_a_wrong_table_would_cost_more_if_it_were_believed(monkeypatch):
-    """What the loop has to mend: the same servers with observations thrown away."""
+    """Without observations the same servers lose what the loop mends."""
     missed = {}
     for users in USERS:
         loop = simulate("compute bound", 0.75, users, users, lambda t, users=users: wrong_by(t, 0.2, 0.25, users))

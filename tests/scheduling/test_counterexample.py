@@ -2,7 +2,7 @@
 
 One request, two drafts, SPS(1, 2, 3) = 1.0, 0.5, 0.45. Target (A .7, B .3), drafter (.5, .5), so the first draft
 survives with 0.8; after A the second one is confident (0.9), after B it is hopeless (0). Verifying two drafts pays off
-after A only. Whoever looks at both confidences before choosing the length therefore verifies A and skips B, and A comes
+after A only. A policy that looks at both confidences before it chooses the length verifies A and skips B, and A comes
 out with 0.5 + 0.5 * 0.7 = 0.85 instead of 0.7.
 
 tests/kernels/test_noise_reuse.py has the other way to 0.85: a lagged budget, and noise that is drawn again.

@@ -1,4 +1,4 @@
-"""What a budget is worth by earlier rounds: against a literal computation, and its shape."""
+"""The value of a budget by earlier rounds: against a literal computation, and its shape."""
 
 import numpy as np
 import pytest

@@ -157,7 +157,7 @@ def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
 
 
 def serve_alone(made, name, survival, steps):
-    """What is chosen in a request's steps, nothing else running; its blocks have these survivals."""
+    """Return the decisions of a request's steps, nothing else running; its blocks have these survivals."""
     choices = []
     for _ in range(steps):
         decision = made.choose([name], 64.0)
@@ -215,7 +215,7 @@ def outcome(decision, users, accepted=0):
 
 
 def test_many_requests_are_learned_from_at_once():
-    """Of 256 every 16th step is kept, plain ones counted; a server that should park does not wait for eight."""
+    """Every 16th step of 256 requests is kept, plain ones counted; parking does not wait for eight."""
     made, decision = schedule(), StepDecision(GAMMA, TopK(GAMMA))
     seen = made.forecast.lagged
     note = lambda: made.observe(outcome(decision, 256), list(range(256)), [0] * 256)  # noqa: E731

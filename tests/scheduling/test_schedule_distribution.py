@@ -44,7 +44,7 @@ def make_schedule(options):
 
 
 def drafted_by(block, schedule, decision):
-    """As the worker's draft stage: cut to the depth, or of one request alone; the head is far from calibrated."""
+    """Draft like the worker: cut to the depth, or of one request alone; the head is far from calibrated."""
     if decision.draft_len == 0:
         return DraftOutput(DraftBlock.empty(BS, "cpu"), None, [0] * BS)
     block = DraftBlock(
@@ -170,7 +170,7 @@ def test_a_bound_that_looks_ahead_would_be_noticed(model, monkeypatch):
 
 
 def kinds(choices):
-    """What a step did: the kinds of decision that the policy ``auto`` knows."""
+    """The record of a step: the kinds of decision that the policy ``auto`` knows."""
     for decision, lens in choices:
         if decision.draft_len == 0:
             yield "plain"

@@ -41,7 +41,7 @@ class Round:
         self.confidence = confidence
 
     def survival(self, exponent=None):
-        """By pair: [pairs, 2, gamma]."""
+        """[pairs, 2, gamma], by pair."""
         confidence = self.confidence if exponent is None else self.confidence ** exponent.repeat_interleave(2)[:, None]
         return confidence.cumprod(1).unflatten(0, (-1, 2))
 

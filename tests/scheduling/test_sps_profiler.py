@@ -74,7 +74,7 @@ def test_every_cell_is_measured(monkeypatch):
 
 
 def test_short_steps_share_one_wait(monkeypatch):
-    """Where the device works on by itself, the wait behind a step would count as its time."""
+    """If the device works on alone, the wait behind a step would count as its time."""
     machine = Machine(monkeypatch, scale_s=1e-4, queue_s=60e-6)
     expected = machine.expected_ms(REQUESTS, "verify")
     assert machine.measure().verify_ms == pytest.approx(expected + 60e-3 / 4)

@@ -1,4 +1,4 @@
-"""Which steps update the step times."""
+"""Some steps update the step times, others do not."""
 
 from types import SimpleNamespace
 

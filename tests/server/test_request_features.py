@@ -269,7 +269,7 @@ def ask_officially(server: LaunchedServer, stream: bool, extra_body: dict[str, A
 
 
 def test_the_official_client_is_told_what_is_wrong(letters):
-    """In a chat."""
+    """The same in a chat."""
     with pytest.raises(openai.BadRequestError, match=r"speculation\.max_verify"):
         ask_officially(letters, False, {"speculation": {"max_verify": -1}})
 

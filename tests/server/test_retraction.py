@@ -38,7 +38,7 @@ def test_retraction_and_context_limit(tight, plain):
 
 
 def test_retracted_requests_keep_their_counts_and_grammars(tight):
-    """What penalties have counted and grammars have read comes back with the second prefill."""
+    """Counts of penalties and states of grammars come back with the second prefill."""
     bodies = []
     for i, prompt in enumerate(prompts(16, seed=8)):
         regex = {"regex": "(red|blue|green|cat|dog|bird)+"} if i % 3 == 0 else {}

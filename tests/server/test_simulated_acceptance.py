@@ -40,7 +40,7 @@ def test_drafts_are_accepted_by_the_profile(simulated):
 
 
 def test_nothing_is_accepted_that_was_not_verified(simulated):
-    """By sampled requests."""
+    """The same for sampled requests."""
     with policy(simulated, "static", verify_len=1):
         accepted = accepted_by(simulated, temperature=1, max_new_tokens=7)
     assert {count for counts in accepted for count in counts} == {1}

@@ -132,7 +132,7 @@ def test_every_step_draws_with_noise_of_its_own(graphs):
 
 
 def test_nothing_is_read_back_in_a_step(graphs):
-    """In none of the tests above, nor here: whatever waits for the device is named in emulated_graphs/waits.py."""
+    """Neither the tests above nor this one wait for the device; emulated_graphs/waits.py names what would."""
     distributions: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "top_p": 0.9}]
     for name, served in {"static": distributions, "auto": distributions[1:], "off": distributions[:1]}.items():
         with policy(graphs, name):
@@ -145,7 +145,7 @@ def test_nothing_is_read_back_in_a_step(graphs):
 
 @pytest.mark.thorough
 def test_nothing_is_compiled_in_a_request(graphs):
-    """In none of the tests above, nor here: more requests than were captured, of every kind, and copied drafts."""
+    """Neither the tests above nor this one compile: more requests than were captured, and copied drafts."""
     distributions: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.7, "top_k": 5, "top_p": 0.9},

@@ -1,4 +1,4 @@
-"""What a step tells the host: packed on one side, taken apart on the other, in memory that is used again."""
+"""Tensors of a step are packed on the device and taken apart on the host, in memory that is used again."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_views_are_packed(view):
 
 @pytest.fixture
 def ring():
-    """As on a GPU, where the host's memory and the device's are used again."""
+    """Both memories are used again, the host's and the device's, as on a GPU."""
     copies = PackedCopies(64, CPU)
     copies._rings = [torch.zeros((2, 64), dtype=packed.WORD).unbind() for _ in range(packed._DEPTH)]
     return copies

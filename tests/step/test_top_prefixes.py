@@ -83,7 +83,7 @@ def admitted_by_looking_ahead_one_draft(survival, budget):
 
 
 def test_the_choice_can_be_made_without_knowing_any_later_survival():
-    """A survival depends on the drafts before it: whoever reads a_(r,j+1) knows x_(r,j)."""
+    """A survival depends on the drafts before it: a rule that reads a_(r,j+1) knows x_(r,j)."""
     for _, survival, budget in instances(seed=1):
         assert admit(survival, budget) == admitted_by_looking_ahead_one_draft(survival, budget)
 

@@ -48,6 +48,6 @@ def launch_context(*, drafter=None, target=(), options=(), prefill="fa3", decode
 
 
 def found_by(name, context):
-    """What the check of this name says."""
+    """Return the message of the check of this name."""
     [check] = [check for check in CHECKS if check.name == name]
     return check.message(context)

@@ -5,7 +5,7 @@ from dspark_kernels import DraftBlock, DraftDistribution, MarkovWalk, Purpose, b
 
 
 def raced_walk(base_logits, hidden, anchors, heads, rows, keys):
-    """As ``draft_block``; distributions by temperature alone."""
+    """Draft like ``draft_block``; distributions by temperature alone."""
     vocabulary, temperatures = heads.vocabulary, rows.draw_temperatures
     is_drawn = temperatures[:, None] > 0
     walk = None if heads.markov is None else MarkovWalk(heads.markov, hidden)

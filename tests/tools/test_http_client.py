@@ -1,4 +1,4 @@
-"""What command line tools say to a server."""
+"""Requests of command line tools to a server."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

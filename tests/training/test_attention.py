@@ -144,7 +144,7 @@ def test_a_chunk_bounds_what_is_held(config, tensors, monkeypatch):
 
 
 def test_a_kernel_of_many_forms_is_compiled_for_each(monkeypatch):
-    """By itself torch gives up after eight, and computes the matrix of all scores."""
+    """Torch would give up after eight, and compute the matrix of all scores."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(attention.dynamo, "recompile_limit", 8)
     attention._compiled.cache_clear()

@@ -41,7 +41,7 @@ def test_what_has_another_shape_is_drawn_and_named(finished, make_trainer, targe
 
 
 def test_the_projection_of_other_taps_is_drawn(finished, make_trainer, target, config, tmp_path):
-    """As many taps have the same shape, and the weights of other layers."""
+    """Other taps, as many, have the same shape but the weights of other layers."""
     taps = (0, 1)
     other = replace(config, **shape_of(finished.config) | {"target_layer_ids": taps})
     trainer = make_trainer(other, target=Target(target.model, taps), states_of=None, init=finished)

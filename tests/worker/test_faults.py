@@ -1,4 +1,4 @@
-"""What becomes of texts when a model computes NaN: the drafter's harms nobody, the target's harms its own request."""
+"""NaN of the drafter harms no text, and NaN of the target harms only its own request."""
 
 import numpy as np
 import pytest

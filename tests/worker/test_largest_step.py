@@ -54,7 +54,7 @@ def test_every_request_is_sampled_and_has_all_drafts():
 
 
 def test_a_table_of_adjustments_for_all_lies_beside_the_step(monkeypatch):
-    """Or the step would take memory that the allocator has handed out to nobody yet."""
+    """Or the step would take memory that the allocator has not handed out yet."""
     loop, made = StageLoop(schedule="static"), []
     target = Target(loop)
 
@@ -88,7 +88,7 @@ def test_memory_that_is_not_there_ends_the_start():
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_memory_is_held_for_the_stream_of_steps(monkeypatch, overlap):
-    """What is given back on one stream, torch's allocator hands out on no other."""
+    """Memory that is given back on one stream is handed out on no other by torch's allocator."""
     done = []
 
     @contextmanager

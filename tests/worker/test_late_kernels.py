@@ -1,4 +1,4 @@
-"""What Triton compiles after start-up is in the log."""
+"""The log names kernels that Triton compiles after start-up."""
 
 import logging
 

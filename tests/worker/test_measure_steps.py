@@ -1,4 +1,4 @@
-"""Where a server keeps its step times, and what happens where it cannot."""
+"""A server keeps its step times, and starts if it cannot."""
 
 import errno
 import logging

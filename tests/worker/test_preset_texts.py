@@ -1,4 +1,4 @@
-"""What presets are told of their request's text: all that is committed, whatever SGLang has seen of it."""
+"""Presets are told all committed text of their request, whatever SGLang has seen of it."""
 
 from array import array
 from types import SimpleNamespace

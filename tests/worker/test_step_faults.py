@@ -59,7 +59,7 @@ class WorkerLoop(StageLoop):
 
 
 def failed(stage, error, caplog, monkeypatch):
-    """What is left of a loop in whose first step something below ``stage`` raises ``error``."""
+    """Return a loop in whose first step something below ``stage`` has raised ``error``."""
     loop = WorkerLoop()
 
     def fail(*args, **kwargs):

@@ -42,7 +42,7 @@ def written(folder, kind):
 
 
 def own_text(num_tokens):
-    """What the target writes without any drafts."""
+    """Return the text that the target writes without any drafts."""
     text = list(PROMPT)
     while len(text) < len(PROMPT) + num_tokens:
         text.append(int(target(text)[0][-1].argmax()))

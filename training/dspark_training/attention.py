@@ -184,7 +184,7 @@ class FlexAttention:
 
 
 def _block_mask(visibility: Visibility, anchors: Tensor, block_size: int, ctx_len: int, compiled: bool) -> BlockMask:
-    """Who sees whom among ``A * block_size`` queries and ``ctx_len + A * block_size`` keys."""
+    """Return which of ``ctx_len + A * block_size`` keys each of ``A * block_size`` queries sees."""
     bs, num_anchors = anchors.shape
     block_table = visibility.sees_block(torch.arange(block_size, device=anchors.device))
 

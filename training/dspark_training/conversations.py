@@ -1,4 +1,4 @@
-"""What users said in prompt files, in data sets of conversations, and in those of the Hugging Face hub.
+"""Read the users' turns of prompt files, of data sets of conversations, and of those on the Hugging Face hub.
 
 A row is one of these, and of conversations only the turns of the user are read: the target answers them itself.
 

@@ -64,7 +64,7 @@ class Dialogue:
 
 @dataclass(frozen=True)
 class Texts:
-    """What the stage leaves behind; every text has at least one anchor."""
+    """The texts of the stage; every text has at least one anchor."""
 
     train: list[Text]
     greedy: list[Text]  # held out, temperature 0
@@ -101,7 +101,7 @@ class TextFolder:
 
     @property
     def is_written(self) -> bool:
-        """Whether all texts are there."""
+        """Return whether all texts are there."""
         return (self.path / "written").exists()
 
     def read_prompts(self) -> list[Turns]:
@@ -277,5 +277,5 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _shown(value: object) -> str:
-    """As the command line has it."""
+    """The options of the command line."""
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,4 +1,4 @@
-"""From a target to a drafter: texts, training, evaluation; each stage goes on where an earlier run stopped."""
+"""Make a drafter for a target: texts, training, evaluation; each stage resumes an earlier run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TrainJob:
 
 
 class Display(Protocol):
-    """Where progress goes."""
+    """The sink of progress messages."""
 
     def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
         """Show that `done` of `total` of a stage are finished."""

@@ -1,4 +1,4 @@
-"""From a user's words to the target's token ids, and back for prompts that the target invents."""
+"""Turn a user's words into the target's token ids, and back for prompts that the target invents."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PromptFormat:
         return ids
 
     def answer_text(self, output_ids: Sequence[int]) -> str:
-        """What an answer says, as a client would get it."""
+        """Return the text of an answer, as a client would get it."""
         text: str = self.tokenizer.decode(output_ids, skip_special_tokens=True)
         return text
 
@@ -79,7 +79,7 @@ class PromptFormat:
         return ids
 
     def invented_turn(self, output_ids: Sequence[int], stop_ids: frozenset[int]) -> str | None:
-        """What the target wrote after `open_user_turn`, leading space included; None where that is no user's turn."""
+        """Return what the target wrote after `open_user_turn`, with leading space; None if that is no user's turn."""
         ended = bool(output_ids) and output_ids[-1] in stop_ids
         words = self.tokenizer.decode(output_ids[:-1] if ended else output_ids, skip_special_tokens=False)
         # Where the turn ends with another token than the answer, the target writes on beyond it.

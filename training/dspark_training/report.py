@@ -1,4 +1,4 @@
-"""What a run says about itself while it trains: means over steps."""
+"""Report on a training run: means over steps."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _LOGIT_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What the drafter learns from, one row per token that went through the target."""
+    """The rows that the drafter learns from, one per token that went through the target."""
 
     features: Tensor  # [bs, S, m * d] outputs of the tapped layers, concatenated in ascending layer order
     last_hidden: Tensor  # [bs, S, d] after the target's final norm, ready for its lm_head

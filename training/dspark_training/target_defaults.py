@@ -1,4 +1,4 @@
-"""What a drafter takes from its target when nobody says otherwise: taps, depth, mask token."""
+"""Choose taps, depth and mask token of a drafter by its target."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def default_depth(num_layers: int) -> int:
 
 
 class MaskTokens:
-    """Which token may stand for "not known yet" in the slots after the anchor.
+    """Return the token that may stand for "not known yet" in the slots after the anchor.
 
     It has to be one that the target never writes, and its embedding, which is the target's and stays frozen, must not
     be zero: all slots would then start out the same.

@@ -52,7 +52,7 @@ _Drawn = tuple[Sequence[Text], Sequence[Tensor]]
 
 @dataclass
 class Progress:
-    """How far a run has come, and which of its checkpoints is the best."""
+    """The progress of a run, and its best checkpoint."""
 
     step: int = 0
     best_step: int = -1

@@ -1,4 +1,4 @@
-"""What may move with the next release of SGLang. Where a move would go unnoticed, the thing itself is probed.
+"""Access the parts of SGLang that may move with its next release. If a move would go unnoticed, the part is probed.
 
 Numbers of releases appear in `engine.support` alone.
 """

@@ -1,4 +1,4 @@
-"""What a drafter wants of the target's runner: hidden states, and room in the K/V pool."""
+"""Ask the target's runner for what a drafter needs: hidden states, and room in the K/V pool."""
 
 from __future__ import annotations
 

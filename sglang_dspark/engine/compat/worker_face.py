@@ -1,4 +1,4 @@
-"""What schedulers ask of the worker of a speculative algorithm, beyond the Spec V2 interface itself."""
+"""Answer what schedulers ask of a speculative worker beyond the Spec V2 interface itself."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def choose_adapters(manager: Any, adapter_ids: Sequence[str | None]) -> HostChoi
 
 @dataclass(frozen=True)
 class AdapterChoice:
-    """Which adapter each request has, on the device.
+    """The adapter of each request, on the device.
 
     Attributes:
         buffers: [bs] int32, index of each request's adapter in the pool of loaded ones.

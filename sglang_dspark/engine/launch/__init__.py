@@ -1,1 +1,1 @@
-"""What happens once, before a server listens: flags, checks, hooks and registration."""
+"""Launch a server: flags, checks, hooks and registration, once before it listens."""

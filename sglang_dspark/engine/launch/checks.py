@@ -1,6 +1,6 @@
 """Everything that a start can be refused for: one table, which servers and `doctor` run.
 
-Besides, `launch.py` refuses a drafter that cannot be read, and `config.py` options that contradict each other.
+Also, `launch.py` refuses a drafter that cannot be read, and `config.py` options that contradict each other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
 
 class Moment(Enum):
-    """What has to be known for a check."""
+    """The facts that a check needs."""
 
     OPTIONS = "before SGLang resolves its arguments"
     FLAGS = "when SGLang has resolved its arguments"

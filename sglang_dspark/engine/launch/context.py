@@ -1,4 +1,4 @@
-"""What the checks of a start look at."""
+"""Collect the facts that start-up checks look at."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_dspark.engine.sglang_types import ModelConfig, ServerArgs
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """What checks look at.
+    """The facts that checks look at.
 
     Attributes:
         args: SGLang's arguments, as the operator wrote them.

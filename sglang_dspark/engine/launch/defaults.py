@@ -1,4 +1,4 @@
-"""What DSPARK decides of SGLang's ``ServerArgs``."""
+"""Set the fields of SGLang's ``ServerArgs`` that DSPARK decides."""
 
 from __future__ import annotations
 

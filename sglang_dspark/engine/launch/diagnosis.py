@@ -1,4 +1,4 @@
-"""What `doctor` asks of SGLang: would a server that starts now know DSPARK, and serve this pair?"""
+"""Answer for `doctor` if a server that starts now would know DSPARK and serve a pair."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from sglang_dspark.engine.scheduler.batch import is_running
 def let_first_end_count(reqs: Sequence[Any], runs: Sequence[Sequence[int]]) -> None:
     """Have requests with stop strings look for their end token by token, as without speculation.
 
-    Call it before the tokens of a step are appended to their requests. SGLang finds the first stop token by itself, and
+    Call it before the tokens of a step are appended to their requests. SGLang finds the first stop token, and
     knows which end comes first among stop tokens, lengths and grammars. It looks for stop strings before all of these,
     also for one behind a stop token, and for one string after the other. Looking token by token costs too much for
     every request, so those that need it get another ``update_finish_state`` for this step.

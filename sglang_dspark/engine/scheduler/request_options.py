@@ -1,4 +1,4 @@
-"""What the requests of a batch ask of their own verification. The front end has checked it."""
+"""Read the options that requests have for their own verification. The front end has checked them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def request_options(req: Any) -> RequestOptions:
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What the requests of a batch ask for.
+    """The options of a batch's requests.
 
     Attributes:
         each: the options of every request.

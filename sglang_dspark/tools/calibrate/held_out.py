@@ -1,4 +1,4 @@
-"""What a calibration is worth on rounds that it was not fitted to."""
+"""Evaluate a calibration on rounds that it was not fitted to."""
 
 from __future__ import annotations
 

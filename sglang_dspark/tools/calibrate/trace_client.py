@@ -17,7 +17,7 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for a prompt.
+    """The answer to a prompt.
 
     Attributes:
         trace: its decode rounds.
@@ -32,7 +32,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class TraceClient:
-    """How a server is asked.
+    """The request parameters of all prompts.
 
     Attributes:
         url: base URL, without a trailing slash.

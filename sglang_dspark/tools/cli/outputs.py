@@ -1,4 +1,4 @@
-"""What a command shows and writes: bars, tables and files."""
+"""Show and write the results of commands: bars, tables and files."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How good a drafter is on sets of prompts: DeepSpec's accept-length protocol, on a running server or in process."""
+"""Evaluate a drafter on sets of prompts: DeepSpec's accept-length protocol, on a running server or in process."""

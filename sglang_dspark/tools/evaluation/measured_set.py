@@ -1,4 +1,4 @@
-"""What a set of prompts shows about a drafter, from the rounds of a server. Definitions are those of DeepSpec."""
+"""Summarise a drafter's rounds on a set of prompts. Definitions are those of DeepSpec."""
 
 from __future__ import annotations
 

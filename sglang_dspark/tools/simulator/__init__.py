@@ -1,1 +1,1 @@
-"""What a server would do, without one: the policies of the server against measured step times and acceptance."""
+"""Simulate a server: its own policies against measured step times and acceptance."""

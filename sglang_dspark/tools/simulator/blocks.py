@@ -1,4 +1,4 @@
-"""Where simulated drafts come from: what the confidence head says about a block, and how much of it is accepted."""
+"""Draw simulated blocks: the confidences of their drafts, and how many are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What simulated work takes: steps by a measured table, prefills by a line."""
+"""Time simulated work: steps by a measured table, prefills by a line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Costs:
-    """How long a server's work takes.
+    """The times of a server's work.
 
     Attributes:
         table: what steps really take.

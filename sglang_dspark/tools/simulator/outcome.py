@@ -1,4 +1,4 @@
-"""What a simulated workload came to."""
+"""The outcome of a simulated workload."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Figures:
 
 @dataclass
 class Outcome:
-    """What happened.
+    """The outcome of a workload.
 
     Attributes:
         requests: served ones, in the order of their ends.

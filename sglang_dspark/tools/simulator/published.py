@@ -1,4 +1,4 @@
-"""What the DSpark paper publishes, beside what this code makes of it.
+"""Compare the DSpark paper's figures with those of this code.
 
 Numbers of figures were read off their vector paths; they are good to about the last digit given.
 """

@@ -51,7 +51,7 @@ def parse_policy(text: str) -> DSparkConfig:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all points of a sweep have in common; see :class:`SimulatedServer` and :class:`Workload`."""
+    """The conditions of all points of a sweep; see :class:`SimulatedServer` and :class:`Workload`."""
 
     costs: Costs
     blocks: BlockSource

@@ -1,1 +1,1 @@
-"""What runs a decode step: launches one by one, or CUDA graphs."""
+"""Run decode steps, eagerly or as CUDA graphs."""

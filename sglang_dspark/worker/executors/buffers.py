@@ -1,4 +1,4 @@
-"""Where captured steps find their requests, drafts and plan: memory that stays where it is."""
+"""Buffers at fixed addresses in which captured steps find their requests, drafts and plan."""
 
 from __future__ import annotations
 

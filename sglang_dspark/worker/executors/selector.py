@@ -1,4 +1,4 @@
-"""Which executor runs a step."""
+"""Select the executor of a step."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a worker does before it serves: compile, capture, measure."""
+"""Prepare a worker to serve: compile, capture, measure."""

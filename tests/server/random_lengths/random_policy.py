@@ -9,7 +9,7 @@ from sglang_dspark.step.selection import FixedLength
 
 
 class RandomPolicy(Policy):
-    """From 0 to ``most`` drafts, drawn for each request in each step."""
+    """Draw 0 to ``most`` drafts for each request in each step."""
 
     name = "random"
     needs_confidence = False

@@ -1,7 +1,7 @@
 """Makes two servers of one machine share no memory, as two machines would not.
 
-SGLang finds out who may exchange messages through shared memory, and takes sockets between all others. Python imports
-this module at start-up when its folder is on ``PYTHONPATH``.
+SGLang finds out which processes may exchange messages through shared memory, and takes sockets between all others.
+Python imports this module at start-up when its folder is on ``PYTHONPATH``.
 """
 
 from patching import complete_cpu, patch_when_imported

@@ -36,7 +36,7 @@ def draft() -> Path:
 
 @pytest.fixture
 def stub_sglang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In child processes, ``python -m sglang.launch_server`` runs stub_server.py: no model, no seconds of imports."""
+    """Have ``python -m sglang.launch_server`` run stub_server.py in child processes: no model, quick imports."""
     package = tmp_path / "stub" / "sglang"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()

@@ -70,7 +70,7 @@ def test_variables_reach_the_server_on_top_of_the_environment(tmp_path, monkeypa
 
 
 def test_a_server_is_none_of_the_processes_of_a_launcher(tmp_path, monkeypatch):
-    """With torchrun's variables its first rank would wait for a store that nobody opens."""
+    """With torchrun's variables its first rank would wait for a store that no process opens."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
     names += ("ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID")
     for name in names:

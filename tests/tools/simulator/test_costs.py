@@ -1,4 +1,4 @@
-"""What simulated work takes, cell by cell."""
+"""The times of simulated work, cell by cell."""
 
 from dataclasses import replace
 
