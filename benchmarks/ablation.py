@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from rich.progress import track
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.files import write_text_whole
+from sglang_dspark.files import atomic_write_text
 from sglang_dspark.scheduling import auto_policy, forecast
 from sglang_dspark.scheduling import schedule as schedule_module
 from sglang_dspark.scheduling.auto_policy import AutoPolicy
@@ -403,7 +403,7 @@ def main(output: Path, seeds: int, first_seed: int, only: str, machine: tuple[st
             file.flush()
     record = output / "provenance.json"
     earlier = json.loads(record.read_text(encoding="utf-8")) if record.exists() else []
-    write_text_whole(record, json.dumps([*earlier, provenance.record()], indent=2) + "\n")
+    atomic_write_text(record, json.dumps([*earlier, provenance.record()], indent=2) + "\n")
 
 
 if __name__ == "__main__":

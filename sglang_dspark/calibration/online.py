@@ -17,10 +17,12 @@ from sglang_dspark.errors import ConfigError
 WINDOW_PAIRS = 1024
 """Pairs per position that a fit sees. The acceptance it finds is off by 0.4 / sqrt(1024) = 0.0125 at 0.8; half the
 window would follow a change of workload twice as fast and be off by 0.018."""
+FIRST_REFIT_ROUNDS = 8
 REFIT_ROUNDS = 64
 REFIT_STEPS = 16
 """A refit needs this many new rounds and this many calls: with few requests the first limit counts, with many the
-second keeps its cost, about 0.4 ms with 64 requests, below 30 us per call."""
+second keeps its cost, about 0.4 ms with 64 requests, below 30 us per call. The first ones need as many rounds as there
+were before, from 8 on: a head that is far off costs a lone user most of the throughput until it is corrected."""
 NEWTON_STEPS = 4
 """Per refit; each starts where the last one ended."""
 FIT_STEPS = 200
@@ -60,6 +62,7 @@ class OnlineCalibration:
         self.num_refits = 0
         self._pending: list[tuple[Floats, Ints, Ints]] = []
         self._new_rounds = self._new_steps = 0
+        self._refit_rounds = FIRST_REFIT_ROUNDS
         self._pairs = PositionWindow(gamma, WINDOW_PAIRS, num_fields=2)
         self._history = _RoundHistory(gamma, REPORT_ROUNDS)
 
@@ -88,7 +91,8 @@ class OnlineCalibration:
         self._pending.append((np.array(logits, dtype=np.float32), np.array(verified), np.array(accepted)))
         self._new_rounds += num_rounds
         self._new_steps += num_steps
-        if self._new_rounds >= REFIT_ROUNDS and self._new_steps >= REFIT_STEPS:
+        is_first = self.num_refits == 0
+        if self._new_rounds >= self._refit_rounds and (is_first or self._new_steps >= REFIT_STEPS):
             self._absorb()
             self._refit()
 
@@ -130,6 +134,7 @@ class OnlineCalibration:
         self._pairs.append(tested, logits, survived(accepted, self._gamma))
 
     def _refit(self) -> None:
+        self._refit_rounds = min(self._refit_rounds * (2 if self.num_refits else 1), REFIT_ROUNDS)
         self._new_rounds = self._new_steps = 0
         logits, outcomes = self._pairs.values
         self._map = self._map.refined(self._start_scale, logits, outcomes, self._pairs.filled, NEWTON_STEPS)

@@ -56,6 +56,11 @@ class Forecast:
         self._num_refits = 0
         self.coefficients = self._last_coefficients = self._copy_coefficients()
 
+    @property
+    def is_tried(self) -> bool:
+        """Return whether predictions have been compared with outcomes once, or are not going to be."""
+        return self.calibration is None or not self._adapts or self.calibration.num_refits > 0
+
     def survival(
         self, logits: torch.Tensor | None, bs: int, depth: int, coefficients: torch.Tensor | None = None
     ) -> torch.Tensor:

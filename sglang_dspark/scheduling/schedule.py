@@ -145,6 +145,7 @@ class Schedule:
         copied: Sequence[int] = (),
         *,
         traced: bool = False,
+        awaited: bool = False,
     ) -> StepDecision:
         """Decide the step ahead, and take the time of the one behind, which is in ``last_time`` then.
 
@@ -154,8 +155,9 @@ class Schedule:
             limits: what the requests ask for themselves; None if no request asks for anything.
             copied: drafts that a preset copies, per request; empty if no preset does.
             traced: whether a request wants to be told the confidences.
+            awaited: whether the host of a GPU has waited for the step behind; see :meth:`StepClock.start_step`.
         """
-        self._clock.start_step(self.times)
+        self._clock.start_step(self.times, awaited=awaited)
         decision = self._choose(requests, context)
         self._clock.decided()
         decision = decision.within(limits, copied)
@@ -169,6 +171,8 @@ class Schedule:
         # Leaving some of several out saves nothing if they are drafted together, and a trial of one that is left out
         # would cost what leaving it out saves.
         if self.policy.probing and (parked or not alone):
+            return decision
+        if not self.forecast.is_tried:
             return decision
         if not alone and (decision.draft_len == 0 or self.fixed_draft_shape):
             return decision

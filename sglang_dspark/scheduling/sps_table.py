@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,11 @@ class SpsTable:
     def _by_load(self) -> dict[int, LoadTimes]:
         return {}
 
+    def monotone(self) -> SpsTable:
+        """Return the table without its errors of measurement: no step is slower than another with more drafts."""
+        verify_ms = np.minimum.accumulate(self.verify_ms[:, ::-1], axis=1)[:, ::-1]
+        return replace(self, verify_ms=verify_ms)
+
     def times(self, requests: int) -> LoadTimes:
         """Return the times of every step that ``requests`` requests can take.
 
@@ -94,6 +99,22 @@ class SpsTable:
         """
         times = self.times(requests)
         return float(times.at(context, (depth, times.room_for(num_tokens))))
+
+    def change(self, other: SpsTable) -> float:
+        """Return the factor, at least 1, by which the cost of drafted steps against plain ones differs in ``other``.
+
+        It is the largest one among the loads of ``other`` in its smallest context.
+        """
+        context, changes = float(other.contexts[0]), [0.0]
+        for requests in other.requests:
+            ratios = [
+                np.log(
+                    other.step_ms(requests, tokens, drafts, context) / self.step_ms(requests, tokens, drafts, context)
+                )
+                for drafts, tokens in ((drafts, requests * (1 + drafts)) for drafts in self.drafts)
+            ]
+            changes.append(abs(float(np.median(ratios[1:])) - ratios[0]))
+        return float(np.exp(max(changes)))
 
     def mismatch(self, key: Mapping[str, str]) -> str | None:
         """Return the first difference between this table's key and ``key`` in words; None if they agree."""

@@ -40,6 +40,7 @@ class StepClock:
         self._kinds: deque[StepKind | None] = deque([None] * (lag + 1), maxlen=lag + 1)
         self._entered = self._staging = self._waited_ms = 0.0
         self._device_ms: float | None = None
+        self._awaited = False
         # The last step that updated the step times.
         self._updated: tuple[int, int, int] | None = None
         self._updated_at, self._expected_ms = 0.0, 0.0
@@ -49,20 +50,32 @@ class StepClock:
         """Return whether host and device work side by side."""
         return len(self._kinds) > 1
 
-    def start_step(self, times: StepTimes | None) -> None:
-        """Measure the step behind: the next one is about to be chosen."""
-        now, kind = time.perf_counter(), self._kinds[0]
+    def start_step(self, times: StepTimes | None, *, awaited: bool = False) -> None:
+        """Measure the step behind: the next one is about to be chosen.
+
+        Args:
+            awaited: the host has waited for the result of the last step, although it works beside the device usually,
+                and has looked at each row of it. The time between two such choices is all of that step's time.
+        """
+        if awaited != self._awaited:
+            self.invalidate()
+            self._awaited = awaited
+        now, kind = time.perf_counter(), self._kinds[-1 if awaited else 0]
         self.last = None if kind is None else self._time(kind, now, times)
         self._entered, self._waited_ms, self._device_ms = now, 0.0, None
 
     def _time(self, kind: StepKind, now: float, times: StepTimes | None) -> TimedStep:
         device_ms, period_ms = self._device_ms, (now - self._entered) * 1e3
-        if times is None or device_ms is None:
+        if times is None or (device_ms is None and not self._awaited):
             return TimedStep(kind.requests, period_ms, None)
         step = kind.requests, kind.num_tokens, kind.depth
         if step != self._updated or now - self._updated_at >= UPDATE_S:
-            spent_ms = self._waited_ms if self.overlapped else device_ms
-            self._expected_ms = times.observe(kind, device_ms, max(0.0, period_ms - spent_ms))
+            if self._awaited:
+                self._expected_ms = times.observe(kind, period_ms)
+            else:
+                assert device_ms is not None, "checked above"
+                spent_ms = self._waited_ms if self.overlapped else device_ms
+                self._expected_ms = times.observe(kind, device_ms, max(0.0, period_ms - spent_ms))
             self._updated, self._updated_at = step, now
         return TimedStep(kind.requests, period_ms, self._expected_ms)
 

@@ -23,9 +23,9 @@ from sglang_dspark.scheduling.sps_table import LoadTimes, SpsTable
 _SPEED, _SPEED_DRIFT = 1.0, 0.02
 _ERROR, _ERROR_DRIFT = 0.15, 0.0015
 _NOISE = 0.1  # of one step on a shared machine; a quiet one has 0.03
-# Standard deviations beyond which a step is a hiccup of the machine, and counts as that, and beyond which the table is
-# not corrected: a factor of more than 1.45 calls for a new table.
+# Standard deviations beyond which a step is a hiccup of the machine, and counts as that.
 _MAX_DEVIATION = 2.5
+_MAX_ERROR = math.log(4)  # keeps a filter that has gone wrong within what a measurement can be
 # Weight of a step's host time in its running mean, which follows within twenty steps, and the most that one step may
 # say it is, in milliseconds over that mean: a pause between two steps is no host time.
 _HOST_WEIGHT, _MAX_HOST_RISE_MS = 0.05, 5.0
@@ -53,7 +53,7 @@ class StepTimes:
     """
 
     def __init__(self, table: SpsTable, *, overlapped: bool = False) -> None:
-        self.table = table
+        self.table = table.monotone()
         self._overlapped = overlapped
         self._filters: dict[int, StepTimeFilter] = {}
         self._host_ms: dict[int, float] = {}
@@ -116,13 +116,13 @@ class StepTimes:
         step_filter = self._filters.get(_bucket(requests)) or StepTimeFilter(self.table.gamma)
         return step_filter.stddev(drafts)
 
-    def observe(self, kind: StepKind, device_ms: float, host_ms: float = 0.0) -> float:
+    def observe(self, kind: StepKind, device_ms: float, host_ms: float | None = None) -> float:
         """Update the times by one measured step.
 
         Args:
             device_ms: time of the device, which is in the table.
             host_ms: time of the host, between computations or beside them. All steps of as many requests are assumed to
-                take the same.
+                take the same. None if it is a part of ``device_ms``, because each row costs the host as well.
 
         Returns:
             The milliseconds that were expected, the machine's speed included.
@@ -137,6 +137,8 @@ class StepTimes:
         drafts, table_ms = float(times.drafts[column]), float(_table_ms(times, kind.context, (kind.depth, column)))
         expected = step_filter.observe(drafts, math.log(max(device_ms, 1e-3) / table_ms), self._num_steps)
         self._speed = step_filter.speed
+        if host_ms is None:
+            host_ms = self._of_host_ms(kind.requests)
         mean_host_ms = self._host_ms.setdefault(bucket, host_ms)
         self._host_ms[bucket] += _HOST_WEIGHT * min(host_ms - mean_host_ms, _MAX_HOST_RISE_MS)
         predicted_ms = float(self._total(table_ms * math.exp(step_filter.error(drafts)), mean_host_ms))
@@ -212,7 +214,7 @@ class StepTimeFilter:
         gain = shared / (float(seen @ shared) + _NOISE**2)
         self._mean += gain * surprise
         errors = self._mean[1:]
-        np.clip(errors, -_MAX_DEVIATION * _ERROR, _MAX_DEVIATION * _ERROR, out=errors)
+        np.clip(errors, -_MAX_ERROR, _MAX_ERROR, out=errors)
         self._covariance -= gain[:, None] * shared
         return expected
 

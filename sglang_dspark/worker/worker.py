@@ -155,14 +155,15 @@ class DSparkWorker(SpecWorkerBase):
 
     def choose(self, batch: Any, options: BatchOptions, copies: Copies | None) -> StepDecision:
         """Return how deep to draft and how much to verify, and what is known by now of the steps before."""
-        if self.on_gpu and (options.presets or batch.has_grammar):
-            # The host has waited for the step before: the time between two choices is not an earlier one's.
-            self.schedule.invalidate()
+        # Presets and grammars have made the host wait for the step before, and cost it time for each row.
+        awaited = self.on_gpu and bool(options.presets or batch.has_grammar)
         # Of the host: under overlap it does not know yet what the step under way commits.
         context = sum(kv_lengths(batch.reqs)[0]) / len(batch.reqs)
         copied = () if copies is None else copies.lens
         requests = [req.rid for req in batch.reqs]
-        decision = self.schedule.choose(requests, context, options.limits, copied, traced=options.traced)
+        decision = self.schedule.choose(
+            requests, context, options.limits, copied, traced=options.traced, awaited=awaited
+        )
         self.reporting.record_time()
         return self.agreement.share(decision)
 

@@ -9,7 +9,14 @@ from head_distribution import DISTORTIONS, GAMMA, draw_rounds, survival_eces
 
 from sglang_dspark.calibration import online
 from sglang_dspark.calibration.logistic import SCALE_BOUNDS, SHIFT_BOUNDS
-from sglang_dspark.calibration.online import REFIT_ROUNDS, REFIT_STEPS, WINDOW_PAIRS, OnlineCalibration, fit_once
+from sglang_dspark.calibration.online import (
+    FIRST_REFIT_ROUNDS,
+    REFIT_ROUNDS,
+    REFIT_STEPS,
+    WINDOW_PAIRS,
+    OnlineCalibration,
+    fit_once,
+)
 from sglang_dspark.calibration.survival import sigmoid
 from sglang_dspark.errors import ConfigError
 
@@ -47,6 +54,17 @@ def test_it_starts_from_the_temperatures_and_is_pulled_to_them():
     assert calibration.shift == pytest.approx([0.0, 0.0])
     with pytest.raises(ConfigError, match="3 temperatures; pass 2"):
         OnlineCalibration(2, initial=(1.0, 1.0, 1.0))
+
+
+def test_the_first_fits_come_early():
+    """A lone user's head that is far off is corrected after 8 rounds, and later fits are as rare as they can be."""
+    calibration, rounds = OnlineCalibration(GAMMA), []
+    rng = np.random.default_rng(0)
+    for step in range(1, 400):
+        before = calibration.num_refits
+        run(calibration, rng, DISTORTIONS["minus 3"], 1, bs=1)
+        rounds += [step] * (calibration.num_refits - before)
+    assert rounds == [8, 24, 40, 72, 136, 200, 264, 328, 392]
 
 
 def test_a_change_of_the_workload_is_followed():
@@ -151,7 +169,7 @@ def test_arguments_are_copied():
 def test_scale_and_shift_are_replaced_and_never_written_to():
     calibration, rng = OnlineCalibration(GAMMA), np.random.default_rng(0)
     scale, shift = calibration.scale, calibration.shift
-    run(calibration, rng, DISTORTIONS["minus 3"], REFIT_STEPS - 1)
+    run(calibration, rng, DISTORTIONS["minus 3"], 1)
     assert calibration.scale is scale
     run(calibration, rng, DISTORTIONS["minus 3"], 1)
     assert calibration.num_refits == 1
@@ -175,7 +193,7 @@ def test_equal_observations_give_equal_maps_whoever_asks_for_a_report():
             run(calibration, rng, DISTORTIONS["times 3"], 1)
             if calibration is asked:
                 calibration.report()
-    assert quiet.num_refits == 3
+    assert quiet.num_refits == 4
     assert quiet.report() == asked.report()
 
 
@@ -200,7 +218,7 @@ def test_the_report_before_and_after_observations():
 
 def test_errors_are_those_of_the_map_that_was_in_force():
     calibration, rng = OnlineCalibration(GAMMA), np.random.default_rng(0)
-    run(calibration, rng, DISTORTIONS["minus 3"], REFIT_STEPS)
+    run(calibration, rng, DISTORTIONS["minus 3"], FIRST_REFIT_ROUNDS // 4)
     assert calibration.num_refits == 1
     # by now the map is far better, but nothing was predicted with it yet
     assert calibration.report()["survival_ece"][0] > 0.4

@@ -256,3 +256,26 @@ def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path):
     compute_bound().save(path)
     assert path.read_text() != before
     assert {entry.name for entry in tmp_path.iterdir()} == {"table.json", "file"}
+
+
+def test_no_step_is_slower_than_one_with_more_drafts():
+    table = compute_bound()
+    wrong = replace(table, verify_ms=table.verify_ms * np.array([3.0, *[1.0] * GAMMA])[None, :, None])
+    mended = wrong.monotone()
+    assert (np.diff(mended.verify_ms, axis=1) >= 0).all()
+    assert (mended.verify_ms[:, 1:] == table.verify_ms[:, 1:]).all()
+    assert (table.monotone().verify_ms == table.verify_ms).all()
+
+
+@pytest.mark.parametrize(("factors", "change"), [((1, 1), 1), ((2, 2), 1), ((3, 1), 3), ((1, 3), 3)])
+def test_the_cost_of_drafted_steps_against_plain_ones_may_change(factors, change):
+    table = compute_bound()
+    plain, drafted = factors
+    now = replace(
+        table,
+        requests=[1, 8],
+        draft_ms=table.draft_ms[[0, 3]] * drafted,
+        verify_ms=table.verify_ms[[0, 3]] * np.array([plain, *[drafted] * GAMMA])[None, :, None],
+    )
+    assert list(table.requests)[3] == 8
+    assert table.change(now) == pytest.approx(change)

@@ -26,8 +26,8 @@ class Times:
     def __init__(self):
         self.seen = []
 
-    def observe(self, kind, device_ms, host_ms):
-        self.seen.append((kind, round(device_ms, 6), round(host_ms, 6)))
+    def observe(self, kind, device_ms, host_ms=None):
+        self.seen.append((kind, round(device_ms, 6), None if host_ms is None else round(host_ms, 6)))
         return float(len(self.seen))
 
 
@@ -80,3 +80,15 @@ def test_without_measured_times_nothing_is_expected(now):
     now.s += 0.002
     clock.start_step(None)
     assert clock.last == step_clock.TimedStep(2, pytest.approx(2.0), None)
+
+
+def test_steps_that_the_host_has_awaited_teach_all_of_their_time(now):
+    """Grammars and presets: the last step counts, and none of those around a change."""
+    clock, times = StepClock(1, synchronous=False), Times()
+    for awaited in [False, False, True, True, True, False, False]:
+        clock.start_step(times, awaited=awaited)
+        clock.decided()
+        now.s += LONG_S if awaited else 2 * LONG_S
+        clock.processed(LONG_S * 500, LONG_S * 250)
+        clock.end_step(DRAFTED if awaited else PLAIN)
+    assert times.seen == [(DRAFTED, pytest.approx(LONG_S * 1e3), None)] * 2

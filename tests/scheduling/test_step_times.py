@@ -144,12 +144,18 @@ def test_one_hiccup_does_not_rule_a_step_out():
     assert correction(times, 0) < 1.12
 
 
+def test_a_table_that_is_wrong_by_a_factor_of_three_is_corrected():
+    times = StepTimes(compute_bound())
+    learn(times, {3: 1 / 3, 0: 1.0}, 400, period=2)
+    assert correction(times, 0) / correction(times, 3) == pytest.approx(3, rel=0.1)
+
+
 @pytest.mark.parametrize("factor", [1e-3, 1e3])
 def test_corrections_are_bounded(factor):
     times = StepTimes(compute_bound())
     learn(times, {3: 1.0, 0: factor}, 3000, period=2)
-    assert 1 / 1.5 - 1e-9 <= correction(times, 0) <= 1.5 + 1e-9
-    assert 1 / 1.5 - 1e-9 <= correction(times, 3) <= 1.5 + 1e-9
+    assert 1 / 4 - 1e-9 <= correction(times, 0) <= 4 + 1e-9
+    assert 1 / 4 - 1e-9 <= correction(times, 3) <= 4 + 1e-9
     assert (times.step_ms(R, CONTEXT) > 0).all()
 
 

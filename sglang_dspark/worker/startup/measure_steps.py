@@ -24,11 +24,15 @@ from sglang_dspark.worker.executors.selector import ExecutorSelector
 logger = logging.getLogger(__name__)
 
 LIMIT_S = {"cpu": 60.0, "cuda": 20.0}
+CHECK_LIMIT_S = {"cpu": 3.0, "cuda": 1.0}
+_CHECKED_REQUESTS = (1, 8)
 _CONTEXTS = (64, 1024)  # tokens per request, where pool and context limit have room for them
 _MAX_REQUESTS = 256
 
 
-def measure_steps(executors: ExecutorSelector, target_worker: Any, max_verify: int, key: dict[str, str]) -> SpsTable:
+def measure_steps(
+    executors: ExecutorSelector, target_worker: Any, max_verify: int, key: dict[str, str], *, few: bool = False
+) -> SpsTable:
     """Measure a table.
 
     Args:
@@ -36,13 +40,19 @@ def measure_steps(executors: ExecutorSelector, target_worker: Any, max_verify: i
         target_worker: SGLang's worker of the target.
         max_verify: most drafts that a step verifies per request.
         key: what the table is valid for.
+        few: measure only some steps, by which an earlier table can be checked.
     """
     runner, agreement = target_worker.model_runner, executors.eager.agreement
     device = torch.device(target_worker.device).type
     window, captured = max_verify + 1, executors.captured
     room = min(runner.model_config.context_len, runner.token_to_kv_pool.size) - window
     contexts = sorted({max(1, min(context, room)) for context in _CONTEXTS})
-    logger.info("DSPARK: measuring step times (at most about %.0f s; kept for the next start)", LIMIT_S[device])
+    requests, limit_s = geometric_grid(most_requests(runner)), LIMIT_S[device]
+    if few:
+        contexts, limit_s = contexts[:1], CHECK_LIMIT_S[device]
+        requests = [count for count in _CHECKED_REQUESTS if count in requests]
+    purpose = "to check the table" if few else "kept for the next start"
+    logger.info("DSPARK: measuring step times (at most about %.0f s; %s)", limit_s, purpose)
 
     def progress(done: int, most: int, seconds: float) -> None:
         logger.info("DSPARK: measuring step times, pass %d of at most %d, %.1f s", done, most, seconds)
@@ -66,10 +76,10 @@ def measure_steps(executors: ExecutorSelector, target_worker: Any, max_verify: i
         return measure(
             load,
             key=key,
-            requests=geometric_grid(most_requests(runner)),
+            requests=requests,
             drafts=range(max_verify + 1),
             contexts=contexts,
-            limit_s=LIMIT_S[device],
+            limit_s=limit_s,
             tiers=() if captured is None else captured.tiers.timed,
             monotone=device == "cpu",
             progress=progress,

@@ -1,0 +1,23 @@
+"""`auto` is never far behind the best fixed length, whatever texts, heads and step times it meets."""
+
+import pytest
+from adversarial import CASES, ratio
+
+HARDEST = [
+    "head much too careful, 2048 tokens",
+    "head too careful",
+    "inverted head",
+    "inverted head, text that changes",
+    "all rejected, 2048 tokens",
+    "text changes every 100 tokens, exact head",
+    "text changes every 400 tokens, blind head",
+    "plain steps 3 times too slow in the table, 1 users, acceptance 0.05",
+    "plain steps 3 times too slow in the table, 8 users, acceptance 0.05",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["small GPU model", "CPU"])
+@pytest.mark.parametrize("case", HARDEST)
+def test_auto_brings_nine_tenths_of_the_best_fixed_length(case, machine):
+    assert ratio(machine, CASES[case], seed=0) > 0.9
