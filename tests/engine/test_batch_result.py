@@ -51,6 +51,7 @@ def test_what_arrives_is_what_was_sent(logits, traced):
     assert made.next_token_ids.tolist() == [7, 8, 9, 4, -1, -1]
     assert made.accept_lens.tolist() == [3, 1]  # with the bonus token
     assert made.rounds.verify_lens.tolist() == [2, 1]
+    assert made.cap_lens.tolist() == [3, 2]  # SGLang counts the anchor too
     assert torch.equal(made.rounds.confidence.survival, survival)
     for got, sent in ((made.rounds.confidence.logits, logits), (made.rounds.traced, traced)):
         assert (got is None) == (sent is None)

@@ -219,6 +219,14 @@ HOOKS: tuple[Hook, ...] = (
         "a request that has ended takes the number of its drafts along; this is called once, just then",
     ),
     Hook(
+        "report-verified",
+        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
+        HookType.AROUND,
+        "scheduler.replacements.report_verified",
+        "scheduler",
+        "SGLang assumes that every draft is verified, and understates the acceptance in its log and its metrics",
+    ),
+    Hook(
         "answer-questions",
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         HookType.AROUND,

@@ -1,4 +1,4 @@
-"""Reading SGLang's batches and writing its results."""
+"""Read SGLang's batches and write its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_dspark.step.state import DecodeBatch, StepOutcome
 
 
 class SamplingReader(CachedByBatch[SamplingBatch]):
-    """Sampling parameters of a batch, rebuilt only when its requests change."""
+    """Read the sampling parameters of a batch, again only when its requests change."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(self._rows_of)
@@ -88,7 +88,9 @@ def read_decode_batch(
 
 @dataclass
 class DSparkBatchResult(GenerationBatchResult):
-    """SGLang's result of a step. What the host is told of it comes with one copy.
+    """Carry the outcome of a step to the host, with one copy.
+
+    SGLang adds up ``cap_lens``, the rows verified of every request, for its log, its metrics and every answer.
 
     Attributes:
         rounds: what the step did; its tensors are on the host after :meth:`read_copy`.
@@ -130,6 +132,7 @@ class DSparkBatchResult(GenerationBatchResult):
         self.accept_lens = accept_lens + 1  # SGLang counts the bonus token too
         parts = iter(tensors)
         self.rounds = self.rounds.of([None if tensor is None else next(parts) for tensor in self.rounds.tensors])
+        self.cap_lens = self.rounds.verify_lens + 1
 
 
 def decode_result(

@@ -34,6 +34,20 @@ def observe_results(original: Callable[..., Any], processor: Any, result: Any, b
     return predicted
 
 
+def report_verified(original: Callable[..., None], reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """Have SGLang divide the accepted drafts by the verified ones, in its log and in ``sglang:spec_accept_rate``.
+
+    It divides them by all drafts of a block in every round. So the accepted ones are scaled while it does.
+    """
+    accepted, rounds = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct
+    verified = reporter.spec_num_cap_tokens - rounds
+    if verified:
+        reporter.spec_num_correct_drafts = accepted / verified * rounds * (tokens_per_step() - 1)
+    original(reporter, *args, **kwargs)
+    if reporter.spec_num_forward_ct:  # it goes on adding
+        reporter.spec_num_correct_drafts = accepted
+
+
 def pause(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Tell the worker that no step is under way."""
     scheduler.draft_worker.before_other_work()
