@@ -22,7 +22,8 @@ def meta_info(*, rounds, drafted, rows, accepted, **of_sglang):
 
 
 def test_the_drafts_that_were_verified_count():
-    found = meta_info(rounds=4, drafted=20, rows=12, accepted=6, spec_accept_rate=0.1, spec_num_proposed_drafts=28)
+    of_sglang = {"spec_accept_rate": 0.1, "spec_num_proposed_drafts": 28}
+    found = meta_info(rounds=4, drafted=20, rows=12, accepted=6, **of_sglang)
     assert found["dspark"] == {
         "rounds": 4,
         "drafted_tokens": 20,

@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 
+import pytest
 from golden_server import call, endless, greedy, in_background
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -54,6 +55,39 @@ def test_metrics_equal_the_statistics(guarded):
     assert labels["sglang:dspark_steps_total"] == labels["sglang:gen_throughput"] | {"load"}
     named = set(re.findall(r"sglang:\w+", GRAFANA.read_text()))
     assert named - labels.keys() == set()
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "fewest", "most"),
+    [
+        ({"policy": "auto"}, {}, 0.1, 7),
+        ({"policy": "static"}, {"max_verify": 2}, 2, 2),
+        ({"policy": "static", "verify_len": 3}, {}, 3, 3),
+        ({"policy": "early-stop"}, {}, 0.1, 6.9),
+        ({"policy": "threshold", "confidence_threshold": 0.9}, {}, 0.1, 6.9),
+        ({"policy": "off"}, {}, 0, 0),
+    ],
+    ids=["auto", "limit of a request", "static", "early-stop", "threshold", "off"],
+)
+def test_acceptance_is_that_of_verified_drafts(guarded, policy, options, fewest, most):
+    """In SGLang's metrics and its log, under every policy, which verify ``fewest`` to ``most`` drafts a round."""
+    assert call(guarded, "/dspark/policy", "admin-key", policy)[0] == 200
+    try:
+        # The last whole interval of the log has nothing of an earlier policy.
+        body = endless([5, 9, 6, 7], 400, speculation=options)
+        assert call(guarded, "/generate", "user-key", body)[0] == 200
+    finally:
+        call(guarded, "/dspark/policy", "admin-key", {"policy": "auto"})
+    families = text_string_to_metric_families(call(guarded, "/metrics")[1])
+    found = {sample.name: sample.value for family in families for sample in family.samples}
+    length, rate, rows = (found[f"sglang:spec_{name}"] for name in ("accept_length", "accept_rate", "cap_length"))
+    assert fewest <= rows - 1 <= most
+    assert rate == pytest.approx((length - 1) / (rows - 1) if most else 0)
+    logged = re.findall(r"accept len: (\S+), accept rate: (\S+), cap len: (\S+),", guarded.log_path.read_text())
+    assert logged[-1] == (f"{length:.2f}", f"{rate:.2f}", f"{rows:.2f}")
+    assert "block accept len" not in guarded.log_path.read_text()
+    [load] = json.loads(call(guarded, "/v1/loads?include=all", "user-key")[1])["loads"]
+    assert load["speculative"]["accept_rate"] == rate
 
 
 def test_openai_answers_carry_the_counts_where_sglang_carries_meta_info(guarded):

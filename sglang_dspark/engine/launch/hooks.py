@@ -203,6 +203,14 @@ HOOKS: tuple[Hook, ...] = (
         Moment.SOME_TIME,
     ),
     Hook(
+        "report-verified",
+        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_decode_stats",
+        HookType.AROUND,
+        "scheduler.hook_handlers.report_verified",
+        "scheduler",
+        "SGLang assumes that every draft is verified, and understates the acceptance in its log and its metrics",
+    ),
+    Hook(
         "answer-questions",
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         HookType.AROUND,

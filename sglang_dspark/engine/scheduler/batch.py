@@ -90,8 +90,8 @@ def read_decode_batch(
 class DSparkBatchResult(GenerationBatchResult):
     """Carry the outcome of a step to the host, with one copy.
 
-    SGLang adds up two lengths of every request, which its own DSPARK fills and which travel to the request's answer:
-    ``cap_lens``, the rows verified, and ``block_accept_lens``, which here holds the drafts proposed.
+    SGLang adds up two lengths of every request, which its own DSPARK fills: ``cap_lens``, the rows verified, for its
+    log, its metrics and every answer, and ``block_accept_lens``, which here carries the drafts proposed to the answer.
 
     Attributes:
         rounds: what the step did; its tensors are on the host after :meth:`read_copy`.

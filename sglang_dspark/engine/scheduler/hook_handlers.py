@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.scheduler.first_finish import let_first_end_count
 from sglang_dspark.engine.scheduler.logprobs import drop_rejected
 
@@ -30,6 +31,22 @@ def clip_reasoning_tokens(result: None, processor: Any, req: Any) -> None:
     Reasoning stands at the beginning of a text, so it has at most as many tokens as the text.
     """
     req.reasoning_tokens = min(req.reasoning_tokens, len(req.output_ids_through_stop))
+
+
+def report_verified(original: Callable[..., None], reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """Have SGLang divide the accepted drafts by the verified ones, in its log and in ``sglang:spec_accept_rate``.
+
+    It divides them by all drafts of a block in every round. So the accepted ones are scaled while it does. It would also
+    report drafts proposed as accepted lengths of blocks, so it is told of none.
+    """
+    reporter.spec_num_block_accept_tokens = 0
+    accepted, rounds = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct
+    verified = reporter.spec_num_cap_tokens - rounds
+    if verified:
+        reporter.spec_num_correct_drafts = accepted / verified * rounds * (tokens_per_step() - 1)
+    original(reporter, *args, **kwargs)
+    if reporter.spec_num_forward_ct:  # it goes on adding
+        reporter.spec_num_correct_drafts = accepted
 
 
 def pause(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
