@@ -159,6 +159,15 @@ def test_scale_and_shift_are_replaced_and_never_written_to():
     assert (scale.tolist(), shift.tolist()) == ([1.0] * GAMMA, [0.0] * GAMMA)
 
 
+@pytest.mark.parametrize(("steps", "bs"), [(REFIT_STEPS - 1, REFIT_ROUNDS), (REFIT_ROUNDS - 1, 1)])
+def test_a_refit_waits_for_rounds_and_for_steps(steps, bs):
+    calibration = OnlineCalibration(GAMMA)
+    run(calibration, np.random.default_rng(0), DISTORTIONS["none"], steps, bs)
+    assert calibration.num_refits == 0
+    run(calibration, np.random.default_rng(0), DISTORTIONS["none"], 1, bs)
+    assert calibration.num_refits == 1
+
+
 def test_steps_without_drafts_cost_nothing():
     calibration = OnlineCalibration(2)
     for _ in range(10 * REFIT_ROUNDS):

@@ -206,6 +206,23 @@ def test_a_parked_server_drafts_a_lone_request_that_is_worth_it():
     assert made.choose(["next"], 64.0).draft_len == 0 or not made.parked
 
 
+def test_a_trial_of_a_request_that_is_left_undrafted_is_made(monkeypatch):
+    """Nothing else could show that the drafter serves it by now."""
+    made = schedule(online_calibration=False)
+    serve_alone(made, "easy", EASY, 200)
+    trial, chosen = StepDecision(GAMMA, TopK(GAMMA, probe_request=0)), made.policy.choose
+    serve_alone(made, "hard", HARD, 50)
+    assert made.choose(["hard"], 64.0).draft_len == 0
+
+    def choose(requests, context):
+        chosen(requests, context)
+        made.policy.probing = True
+        return trial
+
+    monkeypatch.setattr(made.policy, "choose", choose)
+    assert made.choose(["hard"], 64.0).selection == trial.selection
+
+
 def outcome(decision, users, accepted=0):
     """A step of so many requests that verified the first one's block."""
     lens = [GAMMA] + [0] * (users - 1)
@@ -227,6 +244,9 @@ def test_many_requests_are_learned_from_at_once():
     made.observe(rounds(PLAIN, [0] * 256, [0] * 256), list(range(256)), [0] * 256)
     note()
     assert seen.num_observed == 512
+    # A parked server's probe is noted whenever it comes.
+    made.observe(outcome(StepDecision(GAMMA, TopK(GAMMA), weight=4), 256), list(range(256)), [0] * 256)
+    assert seen.num_observed == 768
 
 
 @pytest.mark.parametrize(("with_head", "learned"), [(True, [1, 2, 3, 4, 4, 12]), (False, [0, 0, 0, 0, 8, 8])])
