@@ -2,10 +2,48 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_dspark.engine.scheduler.hook_handlers import observe_results
+from sglang_dspark.engine.scheduler.logprobs import with_logprobs
+
+VOCAB, WIDTH = 11, 8
+
+
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("requests", [3, 70])
+def test_every_request_gets_those_of_its_own_rows(monkeypatch, requests, original):
+    """However many there are; of original logits if SGLang's variable says so."""
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", str(original))
+    generator = torch.Generator().manual_seed(0)
+    lens = torch.randint(1, WIDTH + 1, (requests,), generator=generator)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), lens.cumsum(0)])
+    logits = torch.randn(int(indptr[-1]), VOCAB, generator=generator)
+    tokens = torch.randint(VOCAB, (requests, WIDTH), generator=generator)
+    tokens[torch.arange(WIDTH) >= lens[:, None]] = -1
+    temperatures = 0.5 + torch.rand(requests, generator=generator)
+    asked = [number % 3 != 1 for number in range(requests)]
+    batch = SimpleNamespace(
+        return_logprob=True,
+        reqs=[SimpleNamespace(return_logprob=wanted) for wanted in asked],
+        top_logprobs_nums=[2 * wanted for wanted in asked],
+        token_ids_logprobs=[[number % VOCAB, 7] if wanted else None for number, wanted in enumerate(asked)],
+    )
+    output = with_logprobs(batch, LogitsProcessorOutput(next_token_logits=logits), indptr, tokens, temperatures)
+    for number in range(requests):
+        for slot in range(int(lens[number])):
+            entry, scale = number * WIDTH + slot, 1.0 if original else float(temperatures[number])
+            expected = (logits[int(indptr[number]) + slot] / scale).log_softmax(-1)
+            best = expected.topk(2 * asked[number])
+            named = batch.token_ids_logprobs[number] or []
+            chosen = expected[tokens[number, slot]] if asked[number] else torch.tensor(0.0)
+            torch.testing.assert_close(output.next_token_logprobs[number, slot], chosen)
+            torch.testing.assert_close(output.next_token_top_logprobs_val[entry], best.values)
+            assert output.next_token_top_logprobs_idx[entry].tolist() == best.indices.tolist()
+            torch.testing.assert_close(output.next_token_token_ids_logprobs_val[entry], expected[named])
+            assert output.next_token_token_ids_logprobs_idx[entry] == named
 
 
 def test_entries_of_tokens_that_were_not_committed_are_empty():

@@ -10,14 +10,17 @@ import torch
 from sglang.srt import layers
 from sglang.srt.layers.attention import hybrid_attn_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dspark.engine.forward import stock_graphs
 from sglang_dspark.engine.forward.verify_attention import PhasedBackend
 from sglang_dspark.engine.launch.flag_checks import SINK_BACKENDS
 from sglang_dspark.engine.scheduler import worker_base
+from sglang_dspark.engine.scheduler.logits_adjuster import LogitsAdjuster
 from sglang_dspark.worker.worker import DSparkWorker
 
 
@@ -146,3 +149,19 @@ def test_a_prompt_waits_for_what_comes_back_from_host_memory(is_prefill, monkeyp
     )
     with pytest.raises(InterruptedError, match=rf"made after \[{told}\]"):
         worker._run(batch, None)
+
+
+def test_the_first_token_of_a_text_counts_for_its_penalties(monkeypatch):
+    worker = object.__new__(DSparkWorker)
+    worker._target_worker, worker.device, worker.step = SimpleNamespace(random_seed=1), torch.device("cpu"), 1
+    worker.check_logits, worker.agreement = None, SimpleNamespace(adopt=lambda *tensors: None)
+    worker.sampling = SimpleNamespace(read=lambda reqs: SimpleNamespace(filter_params=SimpleNamespace(temperatures=1)))
+    worker.logits_adjuster = LogitsAdjuster(9, worker.device)
+    monkeypatch.setattr(worker_base, "round_keys", lambda *given, **named: None)
+    monkeypatch.setattr(worker_base, "draw", lambda logits, rows, keys: torch.tensor([4]))
+    req = Req("r", "", [0], SamplingParams(presence_penalty=2.0))
+    batch = SimpleNamespace(reqs=[req], has_grammar=False, return_logprob=False, seq_lens=torch.tensor([3]))
+    worker._draw_first(batch, SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=torch.zeros(1, 9))))
+    none = torch.zeros(1, dtype=torch.int64)
+    worker.logits_adjuster.adjust([req], logits := torch.zeros(1, 9), none, none, none, torch.arange(2))
+    assert logits.tolist() == [[0, 0, 0, 0, -2, 0, 0, 0, 0]]

@@ -8,7 +8,7 @@ from dspark_kernels import DraftBlock
 from sglang_dspark.calibration.online import OnlineCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.scheduling.forecast import UPDATE_STEPS
+from sglang_dspark.scheduling.forecast import UPDATE_STEPS, Forecast
 from sglang_dspark.scheduling.schedule import Schedule
 from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.confidence import Confidence
@@ -156,6 +156,19 @@ def test_a_request_beyond_the_drafter_is_left_out_and_tried_again():
     assert made.choose(["r2", "r3"], 64.0).draft_requests is None
 
 
+def test_a_trial_drafts_a_request_that_is_left_out(monkeypatch):
+    """Nothing else could show that the drafter serves it by now."""
+    made = schedule()
+    monkeypatch.setattr(made.forecast.acceptance, "worth_drafting", lambda requests, minimum: [0])
+    monkeypatch.setattr(Forecast, "is_tried", True)
+    made.choose(["r0", "r1"], 64.0)
+    trial = StepDecision(GAMMA, TopK(GAMMA, probe_request=1))
+    monkeypatch.setattr(made.policy, "choose", lambda requests, context: trial)
+    assert made.choose(["r0", "r1"], 64.0).draft_requests == (0,)
+    made.policy.probing = True
+    assert made.choose(["r0", "r1"], 64.0).draft_requests is None
+
+
 def serve_alone(made, name, survival, steps):
     """Return the decisions of a request's steps, nothing else running; its blocks have these survivals."""
     choices = []
@@ -227,6 +240,9 @@ def test_many_requests_are_learned_from_at_once():
     made.observe(rounds(PLAIN, [0] * 256, [0] * 256), list(range(256)), [0] * 256)
     note()
     assert seen.num_observed == 512
+    # A parked server's probe is noted whenever it comes.
+    made.observe(outcome(StepDecision(GAMMA, TopK(GAMMA), weight=4), 256), list(range(256)), [0] * 256)
+    assert seen.num_observed == 768
 
 
 @pytest.mark.parametrize(("with_head", "learned"), [(True, [1, 2, 7, 8, 8, 16]), (False, [0, 0, 0, 8, 8, 16])])

@@ -31,16 +31,20 @@ class Times:
         return float(len(self.seen))
 
 
-def run(now, kinds, step_s, *, overlapped=True):
+def run(now, kinds, step_s, *, overlapped=True, paused_after=()):
     """Steps of a GPU that took all of their time; what was learned, and what each was expected to take."""
     clock, times, expected = StepClock(int(overlapped), synchronous=False), Times(), []
-    for kind in kinds:
+    for number, kind in enumerate(kinds):
         clock.start_step(times)
         expected.append(clock.last and clock.last.expected_ms)
         clock.decided()
         now.s += step_s
-        clock.processed(step_s * 1e3, 0.25 * step_s * 1e3)
+        for _ in range(2):  # results of two steps, each of which the host waited for
+            clock.processed(step_s * 1e3, 0.125 * step_s * 1e3)
         clock.end_step(kind)
+        if number in paused_after:
+            clock.invalidate()
+            now.s += 1.0
     return times.seen, expected
 
 
@@ -54,6 +58,18 @@ def test_of_steps_that_repeat_some_teach(now):
 def test_long_steps_all_teach(now):
     seen, _ = run(now, [PLAIN] * 12, LONG_S)
     assert seen == [(PLAIN, pytest.approx(LONG_S * 1e3), pytest.approx(0.75 * LONG_S * 1e3))] * 10
+
+
+@pytest.mark.parametrize(
+    ("overlapped", "timed"),
+    [(False, [False, True, True, False, True, True]), (True, [False, False, True, False, False, True])],
+)
+def test_a_pause_is_no_part_of_any_step(now, overlapped, timed):
+    """Nor is a prompt: with a lag, no step that ended before it is timed behind it."""
+    seen, expected = run(now, [PLAIN] * 6, LONG_S, overlapped=overlapped, paused_after=(2,))
+    assert [ms is not None for ms in expected] == timed
+    for _, _, host_ms in seen:
+        assert host_ms == pytest.approx(0.75 * LONG_S * 1e3 if overlapped else 0.0, abs=1e-6)
 
 
 def test_a_step_that_differs_from_the_last_teaches(now):

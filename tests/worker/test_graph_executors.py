@@ -192,13 +192,48 @@ def test_live_policies_and_large_batches_are_launched(monkeypatch):
     assert not any(loop.replayed)
 
 
-def test_sampled_text_is_that_of_launched_steps(monkeypatch):
+@pytest.mark.parametrize("seeds", [[1, 2, 3], []], ids=["seeded", "by step"])
+def test_sampled_text_is_that_of_launched_steps(monkeypatch, seeds):
     """Noise is keyed by request and step, wherever these lie."""
-    launched = StageLoop(schedule="static", verify_len=3)
-    loop = GraphLoop(monkeypatch, [4], schedule="static", verify_len=3)
-    texts = launched.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=[1, 2, 3])
-    assert loop.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=[1, 2, 3]) == texts
+    launched = StageLoop(schedule="static")
+    loop = GraphLoop(monkeypatch, [4], schedule="static")
+    texts = launched.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=seeds)
+    assert loop.serve(prompts_of(loop), NUM_TOKENS, temperature=1.0, seeds=seeds) == texts
+    assert loop.traces == launched.traces
     assert all(loop.replayed)
+
+
+def staged(loop, decision, number=99):
+    """Stage a step behind the loop's texts; returns it and its executor."""
+    step = loop._batch(number)
+    executor = loop.executors.select(step, decision)
+    assert executor.in_graphs
+    executor.stage(step, decision)
+    return step, executor
+
+
+def test_a_draft_that_was_not_verified_is_drawn_anew(monkeypatch):
+    """What earlier confidences have told about it must not decide whether it is verified."""
+    loop, decision = GraphLoop(monkeypatch, [4], schedule="static"), StepDecision(7, FixedLength())
+    loop.serve(prompts_of(loop), 2, temperature=2.0)
+    drafts = []
+    for number in (98, 99, 98):
+        step, executor = staged(loop, decision, number)
+        drafts.append(executor.draft(step, decision).block.tokens.clone())
+    first, other, again = drafts
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_what_calibration_has_learned_reaches_replayed_steps(monkeypatch):
+    loop, decision = GraphLoop(monkeypatch, [4]), StepDecision(7, TopK(9))
+    loop.serve(prompts_of(loop), 2)
+    for conditional in (0.5, 0.25):
+        logit = torch.tensor(conditional).logit()
+        loop.schedule.forecast.coefficients = torch.stack([torch.zeros(7), logit.expand(7)])
+        step, executor = staged(loop, decision)
+        survival = executor.draft(step, decision).confidence.survival
+        torch.testing.assert_close(survival, torch.full((3, 7), conditional).cumprod(1))
 
 
 def test_simulated_acceptance_is_replayed_with_new_noise(monkeypatch):
@@ -226,10 +261,8 @@ def test_drafts_that_were_made_elsewhere_are_verified(monkeypatch):
     """Step times are measured with tokens that differ, as those of experts depend on them."""
     loop = GraphLoop(monkeypatch, [4], schedule="static", verify_len=3)
     loop.serve(prompts_of(loop), 2)
-    step, decision = loop._batch(99), StepDecision(3, FixedLength())
-    executor = loop.executors.select(step, decision)
-    assert executor.in_graphs
-    executor.stage(step, decision)
+    decision = StepDecision(3, FixedLength())
+    step, executor = staged(loop, decision)
     tokens = torch.arange(9).view(3, 3) + 5
     plan = executor.plan(step, DraftOutput(DraftBlock(tokens), None, [3] * 3), decision)
     rows = plan.input_ids[: int(plan.indptr[3])].view(3, 4)

@@ -36,8 +36,8 @@ def clip_reasoning_tokens(result: None, processor: Any, req: Any) -> None:
 def report_verified(original: Callable[..., None], reporter: Any, *args: Any, **kwargs: Any) -> None:
     """Have SGLang divide the accepted drafts by the verified ones, in its log and in ``sglang:spec_accept_rate``.
 
-    It divides them by all drafts of a block in every round. So the accepted ones are scaled while it does. It would also
-    report drafts proposed as accepted lengths of blocks, so it is told of none.
+    It divides them by all drafts of a block in every round. So the accepted ones are scaled while it does. It would
+    also report drafts proposed as accepted lengths of blocks, so it is told of none.
     """
     reporter.spec_num_block_accept_tokens = 0
     accepted, rounds = reporter.spec_num_correct_drafts, reporter.spec_num_forward_ct
