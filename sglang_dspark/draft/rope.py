@@ -7,7 +7,7 @@ those of Hugging Face's ``rope_parameters``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from sglang_dspark.draft.checked import Count, Positive, check
@@ -18,6 +18,9 @@ _NEEDED = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+_YARN_OPTIONS = (
+    "original_max_position_embeddings beta_fast beta_slow attention_factor mscale mscale_all_dim truncate"
+).split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,17 @@ class RopeScaling:
     def to_dict(self) -> dict[str, object]:
         """Return the keys that are set."""
         return {key: value for key, value in vars(self).items() if value is not None and key != "origin"}
+
+
+ALL_KEYS = tuple(field.name for field in fields(RopeScaling) if field.name not in ("rope_type", "origin"))
+"""Keys that one of the types reads."""
+
+
+def keys_of(rope_type: str) -> tuple[str, ...]:
+    """Return the keys that this type reads beside the base; those of every type if it is not known."""
+    if rope_type in ("default", *_NEEDED):
+        return (*_NEEDED.get(rope_type, ()), *(_YARN_OPTIONS if rope_type == "yarn" else ()))
+    return ALL_KEYS
 
 
 def inverse_frequencies(

@@ -15,6 +15,7 @@ from sglang_dspark.calibration.sts import StsCalibration
 from sglang_dspark.config import DSparkConfig
 from sglang_dspark.draft.cache import DraftCache
 from sglang_dspark.draft.config import DraftConfig
+from sglang_dspark.draft.formats import Reading
 from sglang_dspark.draft.formats.description import describe
 from sglang_dspark.draft.model import DraftModel
 from sglang_dspark.draft.reduced_vocabulary import ProposalHeads
@@ -79,8 +80,7 @@ class Drafter:
             dummy: take random weights of its shape.
         """
         path, config = resolved.path, resolved.config
-        if unknown := resolved.reading.unknown_keys:
-            logger.warning("DSPARK drafter %s: unknown keys in config.json: %s", path, ", ".join(unknown))
+        say(path, resolved.reading)
         target = Target(model_runner, config)
         if dummy:
             model = random_draft_model(config, dtype=target.dtype, device=device)
@@ -180,6 +180,15 @@ class Drafter:
             "confidence_head": config.enable_confidence_head,
             "vocab_size": config.vocab_size if vocabulary is None else len(vocabulary.token_ids),
         }
+
+
+def say(path: str, reading: Reading) -> None:
+    """Log what reading the checkpoint at ``path`` made of keys that are left over, doubtful or unknown."""
+    for remark in reading.remarks:
+        level = logging.WARNING if remark.doubtful else logging.INFO
+        logger.log(level, "DSPARK drafter %s: %s", path, remark.sentence)
+    if reading.unknown_keys:
+        logger.warning("DSPARK drafter %s: unknown keys in config.json: %s", path, ", ".join(reading.unknown_keys))
 
 
 class NoDrafter:

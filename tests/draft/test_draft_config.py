@@ -127,7 +127,6 @@ MALFORMED = [
     ("draft_vocab_size", 20),
     ("sample_from_anchor", 0),
     ("hidden_act", "gelu"),
-    ("tie_word_embeddings", True),
     ("num_anchors", 0),
     ("rope_theta", 10000.0),
     ("rope_parameters", "default"),
@@ -172,8 +171,17 @@ def test_all_unfit_keys_are_named_at_once(make_config):
         ({"rope_type": "yarn", "factor": -1.0}, "factor=-1.0 should be greater than 0"),
         ({"rope_type": "yarn", "factor": 4.0, "stretch": 1}, r"unknown keys \['stretch'\]"),
         ({"rope_type": "llama3", "factor": 8.0}, "needs the key 'low_freq_factor'"),
-        ({"rope_type": "default", "beta_fast": 32}, r"keys that only a rope_type explains: \['beta_fast'\]"),
-        ({"rope_type": "default", "partial_rotary_factor": 2.0}, "partial_rotary_factor=2.0 rotates 16 of head_dim=8"),
+        ({"rope_type": "default", "stretch": 1}, r"unknown keys \['stretch'\]"),
+        ({"rope_type": "default", "type": "yarn", "factor": 4.0}, r"has two types, \['default', 'yarn'\]"),
+        (
+            {"partial_rotary_factor": 2.0, "rotary_pairs": "whole_head"},
+            "partial_rotary_factor=2.0 rotates 16 of head_dim=8",
+        ),
+        (
+            {"partial_rotary_factor": 0.5, "rotary_pairs": "halves"},
+            "rotary_pairs='halves' should be",
+        ),
+        ({"rope_dim": 12}, "rope_dim=12 should be at most head_dim=8"),
         ({"sliding_attention": {"rope_theta": 1.0}}, "is not one set for the layers of kind full_attention"),
     ],
 )

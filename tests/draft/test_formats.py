@@ -93,13 +93,22 @@ def leading_pairs(config, tensors):
     order = [0, 1, 4, 5, 2, 3, 6, 7]  # index here of the channels there
     for name in [n for n in tensors if "self_attn" in n and any(part in n for part in ("q_", "k_"))]:
         tensors[name] = torch.cat([head[order] for head in tensors[name].split(8)])
-    return content | {"partial_rotary_factor": 0.5}, tensors
+    return content | {"partial_rotary_factor": 0.5, "rotary_pairs": "leading"}, tensors
+
+
+def leading_pairs_of_sglang(config, tensors):
+    content, tensors = leading_pairs(config, tensors)
+    del content["rotary_pairs"]
+    return content | {"rope_scaling": {"rope_type": "default", "rope_dim": 4}}, tensors
+
+
+PART = {"partial_rotary_factor": 0.5, "rotary_pairs": "whole_head"}
 
 
 @pytest.mark.parametrize(
     ("export", "rope"),
-    [(neighbours, {}), (leading_pairs, {"partial_rotary_factor": 0.5, "rotary_pairs": "whole_head"})],
-    ids=["neighbouring pairs", "leading pairs"],
+    [(neighbours, {}), (leading_pairs, PART), (leading_pairs_of_sglang, PART)],
+    ids=["neighbouring pairs", "leading pairs", "leading pairs, by their number"],
 )
 def test_channels_are_put_in_order_where_a_format_pairs_them_differently(make_checkpoint, write, export, rope):
     parameters = {"rope_theta": 500.0, "rope_type": "default", **rope}

@@ -238,6 +238,9 @@ def test_published_files_are_read(content, name, words):
     reading = read_content(content, origin="config.json")
     assert (reading.format, describe(reading.config)) == (name, words)
     assert reading.unknown_keys == ()
+    # What these two contradict stands in the same files.
+    keys = {remark.sentence.split("=")[0].split(".")[-1] for remark in reading.remarks}
+    assert keys <= {"factor", "use_sliding_window"}
 
 
 def test_switches_are_named():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_dspark.draft.checked import REMEDY
@@ -11,10 +13,26 @@ from sglang_dspark.errors import CheckpointError
 SECTIONS = ("dflash_config", "dspark_config", "transformer_layer_config", "speculators_config")
 """Objects in config.json whose keys are read like those of the top level, with the section's name and a dot before."""
 
+_SHORT = reprlib.Repr()
+_SHORT.maxdict = _SHORT.maxlist = 5
+
 Shapes = Mapping[str, Sequence[int]]
 """Shapes of tensors by their names."""
 Table = Mapping[str, tuple[str, ...]]
 """Field of the canonical configuration -> keys that hold it. Several keys that are present must agree."""
+
+
+@dataclass(frozen=True)
+class Remark:
+    """What was made of a key that was not taken at its word.
+
+    Attributes:
+        sentence: key, value and reason.
+        doubtful: the drafter may have been trained as the key says, and then its drafts are poor.
+    """
+
+    sentence: str
+    doubtful: bool = False
 
 
 class Content:
@@ -26,12 +44,14 @@ class Content:
         section: prefix of the keys of the layers, with its dot; empty for the top level.
         values: by field of :class:`DraftConfig`.
         names: field -> key that it was, or would have been, read from.
+        remarks: on keys that were not taken at their word.
     """
 
     def __init__(self, content: Mapping[str, Any], origin: str, shapes: Shapes | None = None) -> None:
         self.origin, self.shapes, self.section = origin, shapes or {}, ""
         self.values: dict[str, Any] = {}
         self.names: dict[str, str] = {}
+        self.remarks: list[Remark] = []
         self._keys: dict[str, Any] = {}
         self._read: set[str] = set()
         for key, value in content.items():
@@ -86,6 +106,15 @@ class Content:
     def skip(self, *keys: str) -> None:
         """Pass over keys that say nothing about the network."""
         self._read.update(keys)
+
+    def remark(self, key: str, value: Any, words: str, *, doubtful: bool = False) -> None:
+        """Note that ``key``, which has this value, was not taken at its word; the words continue the sentence."""
+        self.remarks.append(Remark(f"{key}={_SHORT.repr(value)} {words}", doubtful))
+
+    def ignore(self, key: str, reason: str) -> None:
+        """Pass over a key that had no part in the training, and note it if it says anything."""
+        if value := self.find(key):
+            self.remark(key, value, f"is ignored: {reason}")
 
     def unread(self) -> tuple[str, ...]:
         """Return the keys that were not read."""

@@ -7,9 +7,9 @@ rewritten from SpecForge's format keep taps and mask in ``dflash_config``. Keys 
 
 from __future__ import annotations
 
-from sglang_dspark.draft.formats import qwen3
+from sglang_dspark.draft.formats import qwen3, rotation
 from sglang_dspark.draft.formats.content import Content, Table
-from sglang_dspark.draft.formats.reading import Reading, finish, heads
+from sglang_dspark.draft.formats.reading import Reading, finish, heads, own_embedding
 from sglang_dspark.draft.formats.tensors import TensorRules
 
 _SECTIONS = ("", "dflash_config.", "dspark_config.")
@@ -31,7 +31,7 @@ def read(content: Content) -> Reading:
     """Read a file that has to say everything; tensors decide nothing."""
     rules = TensorRules()
     qwen3.shape(content)
-    content.require("tie_word_embeddings", False)
+    own_embedding(content)
     content.skip(*_SILENT)
     content.collect(_TABLE)
     content.collect(_OPTIONAL, optional=True)
@@ -39,5 +39,4 @@ def read(content: Content) -> Reading:
     qwen3.attention(content)
     qwen3.causal_layers(content)
     qwen3.extras(content, {})
-    qwen3.rope(content)
-    return finish("DeepSpec", content, rules)
+    return finish("DeepSpec", content, rules, span_head=rotation.rope(content, "DeepSpec"))

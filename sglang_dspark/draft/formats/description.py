@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.formats import qwen3
+from sglang_dspark.draft.formats import qwen3, rotation
 from sglang_dspark.draft.formats.content import Content
 from sglang_dspark.draft.formats.reading import Reading
 from sglang_dspark.errors import CheckpointError
@@ -64,7 +64,7 @@ def new_to(target: Mapping[str, Any], config: DraftConfig) -> list[Switch]:
     content.values["num_hidden_layers"] = target.get("num_hidden_layers")
     try:
         qwen3.attention(content)
-        qwen3.rope(content)
+        rotation.rope(content)
     except CheckpointError:
         return switches(config)  # its layers differ in RoPE, which no drafter's do
     layers = content.values

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_dspark.draft.formats import qwen3
+from sglang_dspark.draft.formats import qwen3, rotation
 from sglang_dspark.draft.formats.content import Content, Table
 from sglang_dspark.draft.formats.reading import (
     Reading,
@@ -39,9 +39,7 @@ _OPTIONAL: Table = {
     "draft_vocab_size": _anywhere("draft_vocab_size"),
     "num_target_layers": _anywhere("num_target_layers"),
 }
-_SILENT = _anywhere(
-    "projector_type", "num_anchors", "num_layers", "use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids"
-)
+_SILENT = _anywhere("projector_type", "num_anchors", "num_layers", "use_aux_hidden_state")
 _ATTENTION_MODES = ("gqa", "mha")
 
 
@@ -90,8 +88,7 @@ def read(name: FormatName, content: Content) -> Reading:
     qwen3.attention(content)
     qwen3.causal_layers(content)
     qwen3.extras(content, tensors)
-    qwen3.rope(content)
-    return finish(name, content, rules)
+    return finish(name, content, rules, span_head=rotation.rope(content, name))
 
 
 def _depth(values: Mapping[str, Any]) -> Any:

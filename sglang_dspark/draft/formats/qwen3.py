@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import Any
 
-from sglang_dspark.draft.checked import REMEDY
 from sglang_dspark.draft.config import FULL, SLIDING
+from sglang_dspark.draft.formats import leftovers
 from sglang_dspark.draft.formats.content import Content
-from sglang_dspark.draft.rope import RopeScaling
-from sglang_dspark.errors import CheckpointError
+from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, IS_DRAFTED
 
 SHAPE = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
@@ -19,14 +17,12 @@ SHAPE = (
 
 NEUTRAL: Mapping[str, Any] = {
     "hidden_act": "silu",
-    "mlp_bias": False,
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
     "output_multiplier": 1,
     "input_embedding_scale": 1,
     "mask_embedding": None,
-    "quantization_config": None,
-    "compression_config": None,
+    "use_gemma_norm": False,
 }
 """Keys that change the network, and the one value that leaves it as it is here."""
 
@@ -37,25 +33,13 @@ SILENT = (
     "pruned_heads tie_encoder_decoder cross_attention_hidden_size is_decoder torchscript use_bfloat16 tf_legacy_loss "
     "finetuning_task task_specific_params tokenizer_class prefix unsloth_version name_or_path "
     "_attn_implementation_autoset pretraining_tp has_embed_tokens has_lm_head runtime_block_size "
-    # What a copy of a mixture-of-experts target's configuration leaves behind; the draft's layers are dense.
-    "num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers "
-    "output_router_logits router_aux_loss_coef shared_expert_intermediate_size"
+    "resid_pdrop embd_pdrop cache_implementation"
 ).split()
 """Keys that say nothing about the network."""
 
+_PLAIN_TENSORS = (".weight", ".bias", ".attention_sink_bias", DRAFT_TO_TARGET, IS_DRAFTED)
 _SINKS_OF_KIND = {FULL: "add_full_attention_sink_bias", SLIDING: "add_swa_attention_sink_bias"}
 _MAX_WINDOW_LAYERS = 28  # the class's default: layers before this one have full attention
-
-# Positions of text are the same in all sections of a multimodal embedding.
-_ROPE_SILENT = {
-    "rope_theta",
-    "rope_type",
-    "type",
-    "partial_rotary_factor",
-    "rotary_pairs",
-    "mrope_section",
-    "mrope_interleaved",
-}
 
 
 def shape(content: Content, defaults: Mapping[str, Any] | None = None) -> None:
@@ -68,17 +52,34 @@ def shape(content: Content, defaults: Mapping[str, Any] | None = None) -> None:
     for key, served in NEUTRAL.items():
         for name in _spellings(content, key):
             content.require(name, served)
+    _check_quantisation(content)
     content.skip(*SILENT, *(section + key for key in SILENT))
+    leftovers.pass_over(content)
     table = {field: (section + field,) for field in (*SHAPE, "attention_bias")}
     content.collect(table, {"attention_bias": False, **(defaults or {})})
+    biases = any(name.endswith("_proj.bias") and ".self_attn." in name for name in content.shapes)
+    if content.shapes and not biases and content.values["attention_bias"] is True:
+        content.remark(section + "attention_bias", True, "is ignored: the drafter's attention is stored without biases")
+        content.values["attention_bias"] = False
+
+
+def _check_quantisation(content: Content) -> None:
+    """Refuse a quantised drafter; a trainer may have copied the quantisation of the target, which says nothing."""
+    plain = content.shapes and all(name.endswith(_PLAIN_TENSORS) for name in content.shapes)
+    for key in ("quantization_config", "compression_config"):
+        for name in _spellings(content, key):
+            if plain:
+                content.ignore(name, "it is the target's; the drafter's tensors are not quantised")
+            else:
+                content.require(name, None)
 
 
 def attention(content: Content) -> None:
     """Read the attention of each layer. ``layer_types`` decides, whatever ``use_sliding_window`` says."""
     section, num_layers = content.section, content.values.get("num_hidden_layers")
-    types = content.find(f"{section}layer_types")
+    listed = types = content.find(f"{section}layer_types")
     window = content.find(f"{section}sliding_window")
-    sliding = content.find(f"{section}use_sliding_window", default=False)
+    sliding = content.find(f"{section}use_sliding_window")
     first = content.find(f"{section}max_window_layers", default=_MAX_WINDOW_LAYERS)
     content.names |= {"layer_types": f"{section}layer_types", "sliding_window": f"{section}sliding_window"}
     if type(num_layers) is not int:
@@ -88,10 +89,22 @@ def attention(content: Content) -> None:
     elif types is None and sliding is True and type(first) is int:
         types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     if types is None or types == [FULL] * num_layers:
+        _note_no_window(content, types)
         return
     if not isinstance(types, list):
         raise content.refuse(f"{section}layer_types", "should be a list of kinds of attention, one for each layer")
     content.values |= {"layer_types": tuple(types), "sliding_window": window}
+    if sliding is False and types is listed:
+        words = "contradicts the sliding layers of layer_types, which are taken at their word: ask who trained it"
+        content.remark(f"{section}use_sliding_window", sliding, words, doubtful=True)
+
+
+def _note_no_window(content: Content, types: Any) -> None:
+    reason = "use_sliding_window is not set" if types is None else "layer_types lists full attention alone"
+    content.ignore(f"{content.section}sliding_window", reason)
+    if types is not None:
+        content.ignore(f"{content.section}use_sliding_window", reason)
+    content.ignore("dflash_config.swa_window_size", "dflash_config.use_swa is not set")
 
 
 def causal_layers(content: Content) -> None:
@@ -146,82 +159,3 @@ def _switched_on(content: Content, key: str) -> bool | None:
 
 def _spellings(content: Content, key: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((content.section + key, key, f"dflash_config.{key}")))
-
-
-def rope(content: Content, *, kind: str | None = None) -> None:
-    """Read the rotary embedding.
-
-    Args:
-        kind: of attention, whose set counts if ``rope_parameters`` has one per kind; None takes the kinds that occur.
-    """
-    section, values = content.section, content.values
-    occurring = {FULL, SLIDING} & {*map(str, values.get("layer_types", ()))} or {FULL}
-    parameters = _parameters(content, {kind} if kind else occurring)
-    for field in ("rope_theta", "partial_rotary_factor"):
-        top = content.find(section + field)
-        content.names[field] = section + field
-        if None not in (top, parameters.get(field)) and top != parameters[field]:
-            raise content.refuse(section + field, f"contradicts {parameters[field]!r} beside the other keys of RoPE")
-        if (value := parameters.get(field, top)) is not None:
-            values[field] = value
-    types = {str(parameters[name]) for name in ("rope_type", "type") if name in parameters} - {"default", "mrope"}
-    given = {name: value for name, value in parameters.items() if name not in _ROPE_SILENT}
-    if types:
-        values["rope_scaling"] = _scaling(content, types, given)
-    elif unknown := given.keys() - {"factor"}:
-        raise content.refuse(section + "rope_parameters", f"has keys that only a rope_type explains: {sorted(unknown)}")
-
-
-def pairs_are_neighbours(content: Content) -> bool:
-    """Return whether RoPE turns channels 2i and 2i + 1 of a head, not i and i + hd / 2."""
-    keys = ("rope_is_neox_style", "is_neox_style")
-    return content.find(*(name for key in keys for name in _spellings(content, key))) is False
-
-
-def pairs_span_head(content: Content) -> bool:
-    """Return whether a rotation of some pairs alone leaves out the last pairs of the whole head, as it does here.
-
-    Elsewhere (``partial_rotary_factor`` of Hugging Face) it pairs up the first channels and leaves out the others.
-    """
-    parameters = content.find("rope_parameters", default={})
-    return bool(parameters.get("rotary_pairs") == "whole_head")
-
-
-def _parameters(content: Content, kinds: set[str]) -> dict[str, Any]:
-    """Return the keys of ``rope_parameters`` (transformers 5) and ``rope_scaling`` (transformers 4) that are set."""
-    found: dict[str, Any] = {}
-    for key in (content.section + "rope_parameters", content.section + "rope_scaling"):
-        parameters = content.find(key)
-        if parameters is None:
-            continue
-        if not isinstance(parameters, Mapping):
-            raise content.refuse(key, "should be an object or null")
-        for name, value in _of_kind(content, key, parameters, kinds).items():
-            if value is not None and found.setdefault(name, value) != value:
-                raise content.refuse(key, f"contradicts {name}={found[name]!r} in rope_parameters")
-    return found
-
-
-def _of_kind(content: Content, key: str, parameters: Mapping[str, Any], kinds: set[str]) -> Mapping[str, Any]:
-    """Return the parameters themselves, or those of one kind of attention."""
-    nested = {kind: value for kind, value in parameters.items() if isinstance(value, Mapping)}
-    if not nested:
-        return parameters
-    sets = [nested[kind] for kind in kinds if kind in nested]
-    if len(sets) < len(kinds) or any(other != sets[0] for other in sets):
-        raise content.refuse(
-            key,
-            f"is not one set for the layers of kind {', '.join(sorted(kinds))}; layers that differ in RoPE are not "
-            "supported",
-        )
-    chosen: Mapping[str, Any] = sets[0]
-    return chosen
-
-
-def _scaling(content: Content, types: set[str], given: dict[str, Any]) -> RopeScaling:
-    origin = f"{content.origin}: rope_parameters"
-    if len(types) > 1:
-        raise CheckpointError(f"{origin} has two types, {sorted(types)}: {REMEDY}")
-    if unknown := given.keys() - {field.name for field in fields(RopeScaling) if field.name != "origin"}:
-        raise CheckpointError(f"{origin}={given!r} has unknown keys {sorted(unknown)}: {REMEDY}")
-    return RopeScaling(rope_type=types.pop(), origin=origin, **given)  # type: ignore[arg-type]  # it checks

@@ -8,12 +8,15 @@ from typing import Any
 
 from sglang_dspark.draft.checked import check
 from sglang_dspark.draft.config import DraftConfig
-from sglang_dspark.draft.formats import qwen3
-from sglang_dspark.draft.formats.content import Content, Shapes
+from sglang_dspark.draft.formats import rotation
+from sglang_dspark.draft.formats.content import SECTIONS, Content, Remark, Shapes
 from sglang_dspark.draft.formats.recognition import FormatName
 from sglang_dspark.draft.formats.tensors import DRAFT_TO_TARGET, TensorRules, rotary_order
 from sglang_dspark.draft.rope import rotary_dim
 from sglang_dspark.errors import CheckpointError
+
+_TAPS = {"target_layer_ids": 0, "aux_hidden_state_layer_ids": 1, "eagle_aux_hidden_state_layer_ids": 1}
+"""Keys that name taps, and the number of the output of the target's first layer in them."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,14 @@ class Reading:
         format: of the checkpoint.
         config: canonical.
         rules: for the tensors.
+        remarks: on keys of config.json that were not taken at their word.
         unknown_keys: of config.json, whose meaning is not known.
     """
 
     format: FormatName
     config: DraftConfig
     rules: TensorRules
+    remarks: tuple[Remark, ...]
     unknown_keys: tuple[str, ...]
 
 
@@ -58,12 +63,12 @@ def heads(content: Content, tensors: Shapes, defaults: Mapping[str, Any]) -> Non
 
 
 def reduced_vocabulary(content: Content, default: int | None = None) -> None:
-    """Set ``draft_vocab_size``: None if it is the target's."""
+    """Set ``draft_vocab_size`` by the tensors, or by the format's default without any, if no key says it."""
     values, shapes = content.values, content.shapes
     size = values.get("draft_vocab_size")
     if size is None:
         size = next(iter(shapes.get(DRAFT_TO_TARGET, ())), None if shapes else default)
-    values["draft_vocab_size"] = None if size == values.get("vocab_size") else size
+    values["draft_vocab_size"] = size
 
 
 def own_embedding(content: Content) -> None:
@@ -76,11 +81,12 @@ def own_embedding(content: Content) -> None:
         )
 
 
-def finish(name: FormatName, content: Content, rules: TensorRules, *, first_layer: int = 0) -> Reading:
+def finish(name: FormatName, content: Content, rules: TensorRules, *, span_head: bool, first_layer: int = 0) -> Reading:
     """Put the taps in order and check everything.
 
     Args:
         rules: names of the tensors.
+        span_head: see :func:`rotation.rope`.
         first_layer: number that the format gives to the output of the target's first layer.
 
     Raises:
@@ -94,16 +100,36 @@ def finish(name: FormatName, content: Content, rules: TensorRules, *, first_laye
         values["target_layer_ids"] = tuple(taps[index] - first_layer for index in order)
         rules = replace(rules, tap_order=() if order == in_order else order)
         _check_columns(content, len(taps))
+        _compare_taps(content, taps, first_layer)
+    if values.get("draft_vocab_size") == values.get("vocab_size"):
+        values["draft_vocab_size"] = None  # the whole vocabulary
     values["origin"] = content.origin
     check(DraftConfig, values, origin=content.origin, names=content.names)
     config = DraftConfig(**values)
     channels = rotary_order(
         config.head_dim,
         rotary_dim(config.head_dim, config.partial_rotary_factor),
-        neighbours=qwen3.pairs_are_neighbours(content),
-        span_head=canonical and qwen3.pairs_span_head(content),
+        neighbours=rotation.pairs_are_neighbours(content),
+        span_head=span_head,
     )
-    return Reading(name, config, replace(rules, rotary_order=channels, head_dim=config.head_dim), content.unread())
+    rules = replace(rules, rotary_order=channels, head_dim=config.head_dim)
+    return Reading(name, config, rules, tuple(content.remarks), content.unread())
+
+
+def _compare_taps(content: Content, taps: tuple[int, ...], first_layer: int) -> None:
+    """Note keys beside the format's own that name other taps."""
+    own = content.names["target_layer_ids"]
+    for key, first in _TAPS.items():
+        for section in ("", *(f"{section}." for section in SECTIONS)):
+            listed = content.find(section + key)
+            if section + key == own or listed is None:
+                continue
+            if listed != [tap - first_layer + first for tap in taps]:
+                words = (
+                    f"is ignored, though it names other layers than {own}={list(taps)}: the output of the first layer "
+                    f"has the number {first} here, and {first_layer} there. Ask who trained the drafter"
+                )
+                content.remark(section + key, listed, words, doubtful=True)
 
 
 def _check_columns(content: Content, num_taps: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_dspark.draft.config import SLIDING
-from sglang_dspark.draft.formats import qwen3
+from sglang_dspark.draft.formats import qwen3, rotation
 from sglang_dspark.draft.formats.content import Content, Table
 from sglang_dspark.draft.formats.reading import (
     Reading,
@@ -99,8 +99,8 @@ def read(content: Content) -> Reading:
         values["causal_layers"] = () if window_looks_ahead else tuple(layer == SLIDING for layer in types)
     qwen3.extras(content, tensors)
     values["rope_theta"] = _ROPE_THETA
-    qwen3.rope(content, kind=_rope_kind(content))
-    return finish("speculators", content, rules, first_layer=1)
+    span_head = rotation.rope(content, "speculators", kind=_rope_kind(content))
+    return finish("speculators", content, rules, span_head=span_head, first_layer=1)
 
 
 def _class_defaults(content: Content) -> dict[str, Any]:

@@ -54,6 +54,8 @@ def convert(draft: Path, output: Path, settings: tuple[tuple[str, Any], ...]) ->
     click.echo(f"network    {describe(reading.config)}")
     for adjustment in adjustments(reading):
         click.echo(f"put right  {adjustment}")
+    for remark in reading.remarks:
+        click.echo(f"{'doubtful' if remark.doubtful else 'left over':10} {remark.sentence}")
     if reading.unknown_keys:
         click.echo(f"unknown    {', '.join(reading.unknown_keys)} (left out)")
     click.echo(f"written    {output}")

@@ -57,6 +57,8 @@ def _describe_drafter(drafter: ResolvedDrafter) -> Iterator[Finding]:
 
     reading = drafter.reading
     yield Finding("ok", "drafter", f"{reading.format} format: {describe(reading.config)}")
+    for remark in reading.remarks:
+        yield Finding("note" if remark.doubtful else "ok", "drafter", remark.sentence)
     if reading.unknown_keys:
         unknown = ", ".join(reading.unknown_keys)
         remedy = "harmless unless one of them changes the network; then drafts are poor, and the text is still right"
