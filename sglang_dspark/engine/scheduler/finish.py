@@ -1,4 +1,4 @@
-"""Where a text ends, when a step brings several tokens of it."""
+"""Ends a text at the first of several ends when a step brings several tokens of it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from sglang_dspark.engine.scheduler.batch import is_running
 
 
 def look_closely(reqs: Sequence[Any], runs: Sequence[Sequence[int]]) -> None:
-    """Have the first of several ends count, as without speculation, where the tokens of a step may hold several.
+    """Have the first of several ends count, as without speculation, if the tokens of a step may hold several.
 
-    Called with the tokens of every request before they are its own. To look at one by one costs too much for all: a
+    Call it with the tokens of every request before they are its own. To look at one by one costs too much for all: a
     request that needs it gets another ``update_finish_state`` for this step.
     """
     for req, run in zip(reqs, runs, strict=True):
         if len(run) <= 1 or not is_running(req):
             continue
         # What stop strings say has to wait for the text.
-        if req.sampling_params.stop_strs or _ends_otherwise(req, len(req.output_ids) + len(run)):
+        if req.to_finish or req.sampling_params.stop_strs or _ends_otherwise(req, len(req.output_ids) + len(run)):
             req.update_finish_state = partial(_token_by_token, req)
 
 
@@ -29,14 +29,15 @@ def _token_by_token(req: Any, new_accepted_len: int) -> None:
     SGLang looks at the tokens of a step together, at their number first, then at the grammar, at stop strings, and at
     stop tokens: a stop token would not be seen when the tokens after it fill the request up, complete its grammar, or
     hold a stop string, and what follows it would be returned. A regular expression may match a text and not a longer
-    one.
+    one. An abort would return all of them.
 
     Args:
         req: a ``Req``; ``output_ids`` end with the step's tokens.
         new_accepted_len: how many these are.
     """
     del req.update_finish_state
-    if req.to_finish or not (_ends_otherwise(req, len(req.output_ids)) or _holds_stop(req, new_accepted_len)):
+    aborted = req.to_finish
+    if not (aborted or _ends_otherwise(req, len(req.output_ids)) or _holds_stop(req, new_accepted_len)):
         req.update_finish_state(new_accepted_len)
         return
     grammar = req.grammar
@@ -48,11 +49,13 @@ def _token_by_token(req: Any, new_accepted_len: int) -> None:
         req.grammar = None if run else grammar
         req.update_finish_state(1)
     req.grammar = grammar
+    if aborted:
+        req.finished_len = len(req.output_ids)
     req.output_ids.extend(run)
 
 
 def forget_overshoot(session: Any, *args: Any, **kwargs: Any) -> None:
-    """Hook before SGLang makes a session's next turn out of the turns before: what follows an end was never sent.
+    """Drop what follows an end before SGLang makes a session's next turn out of the turns before. A hook.
 
     A step may commit tokens behind the one that ends a request. They are no part of its answer, and SGLang would put
     them into the next prompt.
@@ -64,7 +67,7 @@ def forget_overshoot(session: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _ends_otherwise(req: Any, length: int) -> bool:
-    """Whether something other than a stop token or string may end the request at ``length`` tokens or a few before."""
+    """Return whether something other than a stop token or string may end the request at ``length`` tokens or before."""
     parameters, grammar = req.sampling_params, req.grammar
     return bool(
         length >= parameters.max_new_tokens
