@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import torch
 from dspark_kernels import to_device
@@ -54,7 +56,8 @@ class Forecast:
         self._steps = 0  # since the calibration was shown anything
         self._predictions = np.empty((2, 0, max_verify))  # the last rounds: logits, and survivals as predicted
         self._num_refits = 0
-        self.coefficients = self._last_coefficients = self._copy_coefficients()
+        self.coefficients = self._copy_coefficients()
+        self._earlier_coefficients: deque[torch.Tensor] = deque(maxlen=2)
 
     @property
     def is_tried(self) -> bool:
@@ -183,8 +186,12 @@ class Forecast:
         return np.where(np.isnan(logits), survival, again)
 
     def _renew_coefficients(self) -> None:
-        """Replace the coefficients, and keep the last ones: a forward that was launched may not have read them yet."""
-        self._last_coefficients, self.coefficients = self.coefficients, self._copy_coefficients()
+        """Replace the coefficients, and keep those before: a forward that was launched may not have read them yet.
+
+        Behind one forward they are renewed twice if statistics are asked for just before a result is read.
+        """
+        self._earlier_coefficients.append(self.coefficients)
+        self.coefficients = self._copy_coefficients()
 
     def _copy_coefficients(self) -> torch.Tensor:
         if self.calibration is None:

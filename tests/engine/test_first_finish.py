@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dspark.engine.scheduler.first_finish import forget_overshoot, let_first_end_count
@@ -44,9 +44,16 @@ def request(max_new_tokens, grammar_length, **stops):
     return req
 
 
-def end(req, runs, look=lambda reqs, runs: None):
-    """Return the text that comes in ``runs`` as it is served, and why it ended; ``look`` is called before each run."""
-    for tokens in runs:
+def end(req, runs, look=lambda reqs, runs: None, aborted=None):
+    """Return the text that comes in ``runs`` as it is served, and why it ended.
+
+    Args:
+        look: called before each run.
+        aborted: the run that is under way when the request is aborted.
+    """
+    for number, tokens in enumerate(runs):
+        if number == aborted:
+            req.to_finish = FINISH_ABORT()
         run = tokens if req.grammar is None else req.grammar.read(tokens)
         look([req], [run])
         req.output_ids.extend(run)
@@ -78,6 +85,22 @@ def test_the_first_end_counts(runs, max_new_tokens, grammar_length, stop_token_i
     one_by_one = [[token] for run in runs for token in run]
     expected = end(request(max_new_tokens, grammar_length, **wanted), one_by_one)
     assert end(request(max_new_tokens, grammar_length, **wanted), runs, let_first_end_count) == expected
+
+
+@given(
+    before=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), max_size=3),
+    run=st.lists(st.integers(0, 7), min_size=1, max_size=8),
+    max_new_tokens=st.integers(1, 12),
+    stops=st.sampled_from([{}, {"stop": ["b"]}, {"stop_regex": ["b$"]}, {"stop_token_ids": [2]}]),
+)
+@example([[1, 3, 4]], [3, 3, 3, 3], 5, {})
+@example([[3]], [3, 1, 3], 9, {"stop": ["b"]})
+@example([[3]], [3, EOS, 3], 9, {})
+def test_an_abort_passes_no_other_end(before, run, max_new_tokens, stops):
+    whole, one_by_one = request(max_new_tokens, None, **stops), request(max_new_tokens, None, **stops)
+    tokens = [[token] for one in [*before, run] for token in one]
+    expected = end(one_by_one, tokens, aborted=len(tokens) - len(run))
+    assert end(whole, [*before, run], let_first_end_count, aborted=len(before)) == expected
 
 
 def test_requests_whose_tokens_are_dropped_are_left_alone():

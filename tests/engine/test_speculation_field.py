@@ -2,16 +2,10 @@
 
 import asyncio
 import json
-from types import SimpleNamespace
 
 import pytest
-from fastapi import FastAPI
-from sglang.srt.entrypoints import http_server
 
-from sglang_dspark.engine import hook_checks
-from sglang_dspark.engine.api.http import SpeculationMiddleware, mount
-
-STREAM = "text/event-stream"
+from sglang_dspark.engine.api.http import SpeculationMiddleware
 
 
 def send(body, path="/generate", chunk=7, **scope):
@@ -127,31 +121,6 @@ def test_the_field_wins_over_what_the_body_carries_itself():
     body = {"speculation": {"max_verify": 2}, "sampling_params": {"custom_params": carried}}
     found = json.loads(send(json.dumps(body).encode()))["sampling_params"]["custom_params"]
     assert found == {"mine": 1, "dspark": '{"max_verify": 2}'}
-
-
-@pytest.mark.parametrize(("status", "kind"), [(200, "application/json"), (400, "application/json"), (200, STREAM)])
-def test_hooks_are_looked_for_with_the_first_whole_answer(status, kind, monkeypatch):
-    looked = []
-    monkeypatch.setattr(hook_checks, "check", looked.append)
-
-    async def application(scope, receive, send):
-        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind.encode())]})
-
-    async def receive():
-        return {"type": "http.request", "body": b"{}"}
-
-    async def respond(message):
-        pass
-
-    app = FastAPI()
-    monkeypatch.setattr(http_server, "app", app)
-    mount(SimpleNamespace())
-    [middleware] = app.user_middleware
-    served = middleware.cls(application, **middleware.kwargs)
-    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}
-    for _ in range(2):
-        asyncio.run(served(scope, receive, respond))
-    assert looked == ([hook_checks.Moment.ANSWERED] if (status, kind) == (200, "application/json") else [])
 
 
 @pytest.mark.parametrize("path", ["/weights_checker", "/begin_weight_update", "/end_weight_update", "/pd_role_switch"])

@@ -8,7 +8,9 @@ import pytest
 from byte_tokenizer import save_byte_tokenizer
 from transformers import AutoTokenizer
 
+from sglang_dspark.engine.api import streams
 from sglang_dspark.engine.api.streams import StreamCutter, stream_tokens
+from sglang_dspark.engine.hook_checks import Moment
 
 TEXT = 'a "year": é € 😀 end'
 SKIPPED = 2  # <mask>, a token without a text
@@ -137,3 +139,22 @@ def test_the_server_and_the_request_decide(tokenizer, stream, parser, intervals,
         return len([message async for message in stream_tokens(answers, manager, obj=obj, state=None)])
 
     assert asyncio.run(number()) == expected
+
+
+@pytest.mark.parametrize(("reason", "looked"), [("stop", True), ("length", True), ("abort", False)])
+def test_hooks_are_looked_for_with_the_first_answer_that_was_decoded(reason, looked, monkeypatch):
+    """One that was aborted while it waited has not been where the others are."""
+    moments = []
+    monkeypatch.setattr(streams, "check", moments.append)
+
+    async def answers(manager, *, obj, state, request):
+        yield {"meta_info": {"finish_reason": None}}
+        assert moments == []
+        yield {"meta_info": {"finish_reason": {"type": reason}}}
+
+    async def number():
+        manager = SimpleNamespace(server_args=SimpleNamespace(), tokenizer=None)
+        return len([answer async for answer in stream_tokens(answers, manager, SimpleNamespace(), None)])
+
+    assert asyncio.run(number()) == 2
+    assert moments == [Moment.ANSWERED] * looked

@@ -1,5 +1,7 @@
 """The schedule of a server: what can be had on it, and what it learns from rounds."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -67,6 +69,19 @@ def test_policies_that_cannot_be_had_leave_the_old_one(options, fields, complain
     with pytest.raises(ConfigError, match=complaint):
         made.switch(fields)
     assert made.policy is before
+
+
+def test_what_a_launched_step_reads_outlives_two_renewals():
+    """One for statistics that are asked for, one with the result of the step before."""
+    made = schedule(with_head=False)
+    read = weakref.ref(made.forecast.coefficients)
+    for _ in range(2):
+        made.observe(rounds(StepDecision(GAMMA, FixedLength()), [GAMMA], [GAMMA]), [0], [1])
+        before = made.forecast.coefficients
+        made.report()
+        assert made.forecast.coefficients is not before
+    del before
+    assert read() is not None
 
 
 def test_a_switch_takes_effect_at_once():

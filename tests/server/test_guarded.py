@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 from golden_server import call, endless, greedy, in_background
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as text_string_to_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+
+from sglang_dspark.tools.http_client import open_directly
 
 GRAFANA = Path(__file__).parents[2] / "docker" / "grafana" / "dspark.json"
 
@@ -53,8 +57,17 @@ def test_metrics_equal_the_statistics(guarded):
     labels = {sample.name: set(sample.labels) for sample in samples}
     assert labels["sglang:dspark_accept_length"] == labels["sglang:gen_throughput"]
     assert labels["sglang:dspark_steps_total"] == labels["sglang:gen_throughput"] | {"load"}
+
+
+@pytest.mark.parametrize("escaping", ["", ";escaping=allow-utf-8"], ids=["Prometheus 2", "Prometheus 3"])
+def test_the_dashboard_asks_for_what_prometheus_gets(guarded, escaping):
+    call(guarded, "/generate", "user-key", endless([5, 9, 6, 7], 300))
+    time.sleep(1.1)  # metrics are brought up to date once in a second
+    accept = {"Accept": f"application/openmetrics-text;version=1.0.0{escaping},text/plain;version=0.0.4;q=0.5"}
+    with open_directly(urllib.request.Request(guarded.url + "/metrics", headers=accept), timeout=60) as answer:
+        families = list(text_string_to_openmetrics(answer.read().decode()))
     named = set(re.findall(r"sglang:\w+", GRAFANA.read_text()))
-    assert named - labels.keys() == set()
+    assert named - {sample.name for family in families for sample in family.samples} == set()
 
 
 @pytest.mark.parametrize(

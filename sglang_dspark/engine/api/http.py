@@ -1,4 +1,4 @@
-"""Our additions to SGLang's HTTP server: the routes, and the ``speculation`` field of request bodies."""
+"""Adds to SGLang's HTTP server: the routes, the ``speculation`` field of request bodies, names of metrics."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 
-from sglang_dspark.engine import hook_checks
 from sglang_dspark.engine.api import routes
+from sglang_dspark.engine.api.metric_names import UnescapedNames
 from sglang_dspark.engine.api.served_requests import is_refused
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.launch_state import TargetOnly
@@ -24,7 +24,7 @@ ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 
 def mount(server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
-    """Add our routes and the middleware for the ``speculation`` field to SGLang's application.
+    """Add our routes, and the middleware for the ``speculation`` field and for metrics, to SGLang's application.
 
     Hooked before the application starts, thus inside SGLang's own API-key middleware. If the target decodes alone, add
     only the routes: requests are served as without the plugin.
@@ -36,7 +36,7 @@ def mount(server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
     routes.add(app, target_only)
     if target_only is None:
         # Innermost: inside the decompression of bodies, and inside CORS, whose headers belong on our errors too.
-        app.user_middleware.append(Middleware(SpeculationMiddleware))
+        app.user_middleware += [Middleware(SpeculationMiddleware), Middleware(UnescapedNames)]
 
 
 class SpeculationMiddleware:
@@ -51,7 +51,6 @@ class SpeculationMiddleware:
 
     def __init__(self, app: Any) -> None:
         self.app = app
-        self._checked = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = routes.without_root(scope["path"], scope.get("root_path", "")) if scope["type"] == "http" else ""
@@ -68,25 +67,7 @@ class SpeculationMiddleware:
             return
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
         scope = dict(scope, headers=[*headers, (b"content-length", str(len(body)).encode())])
-        await self.app(scope, _replay(body, receive), send if self._checked else self._checking(send))
-
-    def _checking(self, send: Any) -> Any:
-        """Return a ``send`` that looks for our hooks before the first whole answer."""
-
-        async def checked(message: Any) -> None:
-            # Requests that came before it also have this ``send``.
-            if not self._checked and _is_whole_answer(message):
-                hook_checks.check(hook_checks.Moment.ANSWERED)
-                self._checked = True
-            await send(message)
-
-        return checked
-
-
-def _is_whole_answer(message: Any) -> bool:
-    if message["type"] != "http.response.start" or message["status"] != 200:
-        return False
-    return not any(name == b"content-type" and b"event-stream" in value for name, value in message["headers"])
+        await self.app(scope, _replay(body, receive), send)
 
 
 def _replay(body: bytes, receive: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Streams whose messages have one token each, as without speculation.
+"""Cuts streams into messages of one token each, as without speculation.
 
 A step brings several tokens, and SGLang puts them into one message. Some of its consumers expect one token in each:
 parsers of tool calls lose the arguments of a call that is complete at once, parsers of reasoning miss a mark that a
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from sglang_dspark.engine.hook_checks import Moment, check
 
 # Token ids before a window of text: some tokenizers decode the first token of a text otherwise. SGLang's number.
 _CONTEXT = 5
@@ -21,13 +23,16 @@ _INCOMPLETE = "\ufffd"
 async def stream_tokens(
     original: Callable[..., AsyncIterator[dict[str, Any]]], manager: Any, obj: Any, state: Any, request: Any = None
 ) -> AsyncIterator[dict[str, Any]]:
-    """Hook around the answers of one request: cut the messages of a stream where its tokens end.
+    """Yield the answers of one request: cut the messages of a stream where its tokens end. A hook.
 
     If the server has a parser of tool calls or reasoning, every token gets a message of its own. Otherwise only the
     last token does, which the routes of Ollama drop. Streams at a longer interval stay as they are: there a message has
     several tokens without speculation, too.
+
+    Raises:
+        EngineError: see :func:`~sglang_dspark.engine.hook_checks.check`.
     """
-    answers = original(manager, obj=obj, state=state, request=request)
+    answers = _checked(original(manager, obj=obj, state=state, request=request))
     arguments = manager.server_args
     one_by_one = getattr(obj, "stream", False) and manager.tokenizer is not None
     if not one_by_one or (obj.sampling_params.get("stream_interval") or arguments.stream_interval) > 1:
@@ -39,6 +44,18 @@ async def stream_tokens(
     async for answer in answers:
         for message in cutter.cut(answer, every_token=parsed):
             yield message
+
+
+async def _checked(answers: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    """Yield the answers, and look for our hooks before the last one.
+
+    A request that is aborted while it waits ends without most of what SGLang does with an answer.
+    """
+    async for answer in answers:
+        reason = (answer.get("meta_info") or {}).get("finish_reason")
+        if reason is not None and reason["type"] != "abort":
+            check(Moment.ANSWERED)
+        yield answer
 
 
 class StreamCutter:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any, Literal
 
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sglang_dspark.engine.hook_checks import Moment, expect_called
 from sglang_dspark.engine.support import installed_sglang
@@ -22,6 +22,9 @@ from sglang_dspark.errors import EngineError
 logger = logging.getLogger(__name__)
 
 Where = Literal["flags", "front_end", "routes", "scheduler", "cuda", "cpu"]
+
+_OURS = HookSource("dspark", "sglang-dspark")
+"""What SGLang's log says of our hooks; most are registered when its plugins have been loaded."""
 
 _GRAPHS = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
 
@@ -130,6 +133,7 @@ HOOKS: tuple[Hook, ...] = (
         "api.samples.seed_each",
         "front_end",
         "SGLang sends the n samples of a request with one seed; seeds are served here, so all would have one text",
+        Moment.SOME_TIME,
     ),
     Hook(
         "stream-tokens",
@@ -146,6 +150,7 @@ HOOKS: tuple[Hook, ...] = (
         "api.http.mount",
         "routes",
         "SGLang has no plugin interface for routes and middleware",
+        Moment.SOME_TIME,
     ),
     Hook(
         "page-without-key",
@@ -209,6 +214,7 @@ HOOKS: tuple[Hook, ...] = (
         "scheduler.hook_handlers.report_verified",
         "scheduler",
         "SGLang assumes that every draft is verified, and understates the acceptance in its log and its metrics",
+        Moment.SOME_TIME,  # behind the first result, and not worth the end of a server
     ),
     Hook(
         "answer-questions",
@@ -317,7 +323,7 @@ def install(*places: Where) -> None:
                 "SGLANG_PLUGINS=dspark"
             )
         handler = expect_called(hook.name, hook.target, hook.by, hook.load_handler())
-        HookRegistry.register(hook.target, handler, hook.kind)
+        HookRegistry.register(hook.target, handler, hook.kind, source=_OURS)
     HookRegistry.apply_hooks()
     release = installed_sglang()
     for hook in wanted:

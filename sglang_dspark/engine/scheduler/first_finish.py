@@ -10,12 +10,13 @@ from sglang_dspark.engine.scheduler.batch import is_running
 
 
 def let_first_end_count(reqs: Sequence[Any], runs: Sequence[Sequence[int]]) -> None:
-    """Have requests with stop strings look for their end token by token, as without speculation.
+    """Have requests with stop strings, and aborted ones, look for their end token by token, as without speculation.
 
-    Call it before the tokens of a step are appended to their requests. SGLang finds the first stop token, and
-    knows which end comes first among stop tokens, lengths and grammars. It looks for stop strings before all of these,
-    also for one behind a stop token, and for one string after the other. Looking token by token costs too much for
-    every request, so those that need it get another ``update_finish_state`` for this step.
+    Call it before the tokens of a step are appended to their requests. SGLang finds the first stop token, and knows
+    which end comes first among stop tokens, lengths and grammars. It looks for stop strings before all of these, also
+    for one behind a stop token, and for one string after the other. An aborted request would return all tokens of the
+    step. Looking token by token costs too much for every request, so those that need it get another
+    ``update_finish_state`` for this step.
 
     Args:
         runs: the tokens of the step, of every request.
@@ -23,14 +24,15 @@ def let_first_end_count(reqs: Sequence[Any], runs: Sequence[Sequence[int]]) -> N
     for req, run in zip(reqs, runs, strict=True):
         if len(run) <= 1 or not is_running(req):
             continue
-        if req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs:
+        if req.to_finish or req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs:
             req.update_finish_state = partial(_token_by_token, req)
 
 
 def _token_by_token(req: Any, new_accepted_len: int) -> None:
     """Take the place of SGLang's method once: call it after each of the last ``new_accepted_len`` output tokens."""
     del req.update_finish_state
-    if req.to_finish or not _may_hold_stop(req, new_accepted_len):
+    aborted = req.to_finish
+    if not (aborted or _may_hold_stop(req, new_accepted_len)):
         req.update_finish_state(new_accepted_len)
         return
     grammar = req.grammar
@@ -42,6 +44,8 @@ def _token_by_token(req: Any, new_accepted_len: int) -> None:
         req.grammar = None if run else grammar
         req.update_finish_state(1)
     req.grammar = grammar
+    if aborted:
+        req.finished_len = len(req.output_ids)
     req.output_ids.extend(run)
 
 
