@@ -42,7 +42,10 @@ def measure_steps(executors: ExecutorSelector, target_worker: Any, max_verify: i
     window, captured = max_verify + 1, executors.captured
     room = min(runner.model_config.context_len, runner.token_to_kv_pool.size) - window
     contexts = sorted({max(1, min(context, room)) for context in _CONTEXTS})
-    logger.info("DSPARK: measuring step times (at most about %.0f s; kept for the next start)", LIMIT_S[device])
+    logger.info(
+        "DSPARK: measuring step times (at most about %.0f s once first steps are compiled; kept for the next start)",
+        LIMIT_S[device],
+    )
 
     def progress(done: int, most: int, seconds: float) -> None:
         logger.info("DSPARK: measuring step times, pass %d of at most %d, %.1f s", done, most, seconds)
