@@ -21,13 +21,19 @@ SWEEP_FLAGS ?=
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
-env: $(VENV)/.installed ## create .venv with everything that demo, tests and benchmarks need
+# One make at a time: a second one waits for the first.
+env: ## create .venv with everything that demo, tests and benchmarks need
+	@exec 9<Makefile; flock --nonblock 9 || { echo "another make is making $(VENV); waiting for it"; flock 9; }; \
+		$(MAKE) --silent --no-print-directory $(VENV)/.installed
 
 # The stamp is newer than what the environment is made from, so this runs once, and again when they change. Python compiles
 # what it imports; to compile all that is installed takes as long as to install it.
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "1 of 3: a new environment in $(VENV)"
 	$(or $(PYTHON),$(error Python 3.11 is needed: make env PYTHON=/path/to/python3.11)) -m venv $(VENV)
+	@echo "2 of 3: SGLang, torch and what tests and benchmarks need: 11 GB, which takes minutes"
 	$(RUN) -m pip install --no-compile --constraint constraints.txt --editable ".[demo,train,test,bench,dev]"
+	@echo "3 of 3: servers without a GPU"
 	$(RUN) -m sglang_dspark enable-cpu
 	@touch $@
 

@@ -70,10 +70,13 @@ function label(root, x, y, words, attributes = {}) {
   root.append(svg("text", { x, y, "text-anchor": "middle", ...attributes }, words));
 }
 
-// Lines over the last minutes. `lines`: {name, style, of: point -> number or null, area}.
+// Lines over the last minutes. `lines`: {name, style, of: point -> number or null, area}; those without a number are
+// not named.
 const SPAN_S = 300;
 
-function timeChart(host, { points, now, lines, format, shaded }) {
+function timeChart(host, { points, now, lines: all, format, shaded }) {
+  const lines = all.filter((line) => points.map(line.of).some(known));
+  if (!lines.length) return nothing(host, "no decode step in five minutes");
   const values = lines.flatMap((line) => points.map(line.of)).filter(known);
   const { root, box, y } = frame(host, { most: Math.max(...values, 0) * 1.05, format });
   const x = (second) => box.right - ((box.right - box.left) * (now - second)) / SPAN_S;
@@ -147,7 +150,8 @@ function columnChart(host, { columns, most, format, caption, warm }) {
       const top = y(column.value);
       const place = { x: middle - wide / 2, y: top, width: wide, height: Math.max(box.bottom - top, 0) };
       root.append(svg("rect", { class: warm ? "column warm" : "column", rx: 2, ...place }));
-      if (column.text && pitch > 30) label(root, middle, box.bottom - 6, column.text, { class: "value" });
+      const inside = box.bottom - top > 18;
+      if (column.text && pitch > 30) label(root, middle, inside ? box.bottom - 6 : top - 4, column.text, { class: "value" });
     }
     if (known(column.mark)) {
       const level = y(column.mark);
@@ -286,6 +290,14 @@ const compact = (value) => {
   return value >= 10000 ? `${+(value / 1000).toPrecision(3)}k` : `${+value.toFixed(2)}`;
 };
 
+function whyUnverified(span) {
+  if (!span.steps) return "no decode step yet";
+  if (stats.policy === "off") return "nothing was verified: the policy off never speculates";
+  if (stats.schedule.parked) return "nothing was verified: speculation is parked, plain steps are faster";
+  if (capabilities.drafter === null) return "nothing was verified: no request had a preset";
+  return "no draft was verified";
+}
+
 function drawSpan(span) {
   const waste = span.by_load.filter((load) => load.verified_tokens);
   if (waste.length) {
@@ -302,7 +314,7 @@ function drawSpan(span) {
 ${plural(load.steps, "step")}, ${number(load.measured_step_ms)} ms each`,
       })),
     });
-  } else nothing($("chart-waste"), "nothing was verified");
+  } else nothing($("chart-waste"), whyUnverified(span));
 
   if (span.survival.some(known)) {
     columnChart($("chart-survival"), {
@@ -321,7 +333,8 @@ predicted: ${percent(span.predicted_survival[position])}
 given its predecessors: ${percent(span.conditional_acceptance[position])}`,
       })),
     });
-  } else nothing($("chart-survival"), "nothing was verified");
+  } else nothing($("chart-survival"), whyUnverified(span));
+  $("legend-predicted").hidden = !span.predicted_survival.some(known);
 
   const counts = [
     ["drafted", span.drafted_tokens],

@@ -28,6 +28,7 @@ class ServerArgs(Protocol):
     sampling_backend: str | None
     cuda_graph_backend_prefill: str | None
     kv_cache_dtype: str
+    page_size: int | None
     max_running_requests: int | None
     min_free_slots_delay: int | None
     disable_hybrid_swa_memory: bool

@@ -79,6 +79,6 @@ def test_an_open_question_is_answered_on_the_command_line(tmp_path, published):
 
 def test_bad_arguments_are_named(tmp_path, published):
     folder, _ = published
-    assert "is the drafter itself" in run("--draft", folder, "--output", folder).output
+    assert f"--output={folder} holds files already" in run("--draft", folder, "--output", folder).output
     bad = run("--draft", folder, "--output", tmp_path / "out", "--set", "sample_from_anchor=maybe")
     assert bad.exit_code == 2 and "'sample_from_anchor=maybe' is not KEY=VALUE" in bad.output

@@ -155,6 +155,11 @@ REFUSED = [
         "--lora-paths and --lora-backend=csgmv on cpu; pass --lora-backend torch_native",
     ),
     (
+        "pages",
+        {"page_size": 16, "device": "cpu"},
+        "--page-size=16 on cpu: SGLang hands out pages with CUDA kernels; pass 1",
+    ),
+    (
         "prefixes in host memory",
         {"enable_hierarchical_cache": True, "device": "cpu"},
         "--enable-hierarchical-cache on cpu: SGLang copies K/V to host memory with CUDA kernels; drop the flag",
@@ -172,6 +177,7 @@ SERVED = [
     {"enable_lora": True},
     {"lora_paths": [], "lora_backend": "ascend"},
     {"enable_hierarchical_cache": True},
+    {"page_size": 64},
     {"options": FREE | {"block_size": 127}},
     {"target": {"context_len": 4088, **text(rope_parameters=LONGROPE)}},
 ]

@@ -8,7 +8,7 @@ import shutil
 from urllib.parse import urlsplit
 
 import pytest
-from golden_server import greedy, output_ids
+from golden_server import greedy, output_ids, policy
 
 selenium = pytest.importorskip("selenium", reason="pip install selenium")
 from selenium import webdriver  # noqa: E402
@@ -134,6 +134,30 @@ def test_figures_move_with_the_server(dspark, page):
     committed = dspark.get_json("/dspark/stats")["committed_tokens"]
     assert f"{committed:,}" not in before
     page.wait(lambda: f"{committed:,}" in page.text("facts-server"), "the page stood still")
+
+
+def test_empty_panels_say_why(dspark, page):
+    with policy(dspark, "off"):
+        page.open(dspark)
+        page.wait_for_state("live")
+        words = page.run("[{steps: 0}, {steps: 5}].map(whyUnverified)")
+        assert words == ["no decode step yet", "nothing was verified: the policy off never speculates"]
+        chart = "timeChart($('chart-step'), {points: [], now: 9, lines: [], format: compact})"
+        # In one go: the page draws again every second.
+        assert page.run(f"({chart}, $('chart-step').textContent)") == "no decode step in five minutes"
+
+
+def test_a_line_or_mark_without_a_number_is_not_named(dspark, page):
+    page.open(dspark)
+    page.wait_for_state("live")
+    one = "{name: 'measured', style: 'one', ink: 'one-ink', of: (point) => point.of_one}"
+    two = one.replace("measured", "predicted").replace("of_one", "of_two")
+    points = "[{second: 5, of_one: 3, of_two: null}, {second: 6, of_one: 4, of_two: null}]"
+    chart = f"timeChart($('chart-step'), {{points: {points}, now: 9, lines: [{one}, {two}], format: compact}})"
+    drawn = page.run(f"({chart}, $('chart-step').innerHTML)")
+    assert "<path" in drawn and "predicted" not in drawn
+    unpredicted = "stats.recent.predicted_survival.fill(null), stats.predicted_survival.fill(null)"
+    assert page.run(f"({unpredicted}, draw(), $('legend-predicted').hidden)")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

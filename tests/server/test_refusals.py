@@ -111,6 +111,7 @@ STARTUP = [
     (["--dp-size", "2"], "--dp-size=2"),
     (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "dp-size=2"),
     (["--page-size", "8"], "--page-size=8; pass 1, 16, 32 or 64"),
+    (["--page-size", "16"], "--page-size=16 on cpu: SGLang hands out pages with CUDA kernels; pass 1"),
     (
         ["--quantization", "fp8", "--speculative-draft-model-quantization", "fp8"],
         "--speculative-draft-model-quantization=fp8",
@@ -160,7 +161,7 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.server_args import prepare_server_args
 from sglang_dspark.engine.launch import flag_checks
-flag_checks.HOST_CACHE_DEVICES = ("cuda",)  # other servers of the tests copy K/V on a CPU, too
+flag_checks.HOST_CACHE_DEVICES = flag_checks.PAGE_DEVICES = ("cuda",)  # which other servers of the tests do on a CPU
 base, cases = json.loads(sys.argv[1])
 for flags in cases:
     try:

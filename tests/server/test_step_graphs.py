@@ -171,9 +171,9 @@ def test_nothing_is_compiled_in_a_request(graphs):
 
 def test_a_step_is_launched_in_few_pieces(graphs):
     """The host submits few graphs and kernels for greedy requests, and torch launches little beside them."""
-    # Beside the graphs the step is staged and the result is packed; in some steps of auto coefficients of the
+    # Beside the graphs the step is staged and the result is packed; in some steps that draft, coefficients of the
     # calibration are renewed.
-    most = {"static": (2, 1, 1), "auto": (2, 1, 2), "off": (1, 1, 1)}
+    most = {"static": (2, 1, 2), "auto": (2, 1, 2), "off": (1, 1, 1)}
     for name, bounds in most.items():
         before = len(graphs.log_path.read_text())
         with policy(graphs, name):

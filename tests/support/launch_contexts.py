@@ -15,6 +15,7 @@ ARGS = {
     "model_path": "target",
     "load_format": "auto",
     "kv_cache_dtype": "auto",
+    "page_size": None,
     "moe_runner_backend": "auto",
     "moe_a2a_backend": "none",
     "cuda_graph_backend_prefill": None,

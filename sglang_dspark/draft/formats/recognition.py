@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from sglang_dspark.draft.families import FAMILIES
 from sglang_dspark.errors import CheckpointError
 
 FormatName = Literal["DeepSpec", "SpecForge", "ModelOpt", "speculators", "TorchSpec", "DFlash"]
@@ -14,6 +15,7 @@ SERVED = (
     "and TorchSpec, of drafters with Qwen3 layers"
 )
 
+_TARGETS = {family.architecture for family in FAMILIES}
 _DEEPSPEC = {"Qwen3DSparkModel", "LingDSparkModel", "Qwen3OmniDSparkModel"}
 
 _OWN_CLASSES = {
@@ -81,7 +83,8 @@ def recognise(config: Mapping[str, Any], tensors: Collection[str], origin: str) 
         return "DFlash"
     if not names:
         raise CheckpointError(f"{origin}: key 'architectures' is missing; {SERVED}")
-    raise CheckpointError(f"{origin}: architectures={config['architectures']!r} is not supported; {SERVED}")
+    what = "is a target, not a drafter" if names & _TARGETS else "is not supported"
+    raise CheckpointError(f"{origin}: architectures={config['architectures']!r} {what}; {SERVED}")
 
 
 def _architectures(config: Mapping[str, Any]) -> set[str]:

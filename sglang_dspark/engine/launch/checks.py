@@ -82,6 +82,7 @@ CHECKS: tuple[Check, ...] = (
     Check("temperatures", Moment.FLAGS, flag_checks.temperatures),
     Check("dtype of K/V", Moment.FLAGS, flag_checks.kv_dtype),
     Check("flags of SGLang", Moment.FLAGS, flag_checks.flags),
+    Check("pages", Moment.FLAGS, flag_checks.pages),
     Check("server in Rust", Moment.FLAGS, flag_checks.rust_server),
     Check("size of the K/V pool", Moment.FLAGS, flag_checks.kv_sizing),
     Check("attention of prompts", Moment.FLAGS, flag_checks.prefill_attention),

@@ -22,6 +22,8 @@ LORA_BACKENDS = {"cuda": ("csgmv", "triton"), "cpu": ("torch_native",)}
 """LoRA backends whose kernels compute ragged rows. On a GPU the torch one would read their numbers on the host."""
 HOST_CACHE_DEVICES = ("cuda",)
 """Devices from which SGLang's kernels copy K/V to host memory."""
+PAGE_DEVICES = ("cuda",)
+"""Devices that have SGLang's kernels for slots in pages."""
 DRAFT_FORMATS = (None, "auto", "safetensors", "dummy")
 
 
@@ -122,6 +124,17 @@ def kv_dtype(context: LaunchContext) -> str | None:
 def flags(context: LaunchContext) -> str | None:
     """Refuse flags of SGLang that `flag_rules.py` names."""
     return "\n".join(flag_rules.refusals(context.args, context.resolved)) or None
+
+
+def pages(context: LaunchContext) -> str | None:
+    """Refuse K/V in pages of several slots where no kernel hands them out."""
+    size = context.args.page_size
+    if size in (None, 1) or context.args.device in PAGE_DEVICES:
+        return None
+    return (
+        f"DSPARK cannot run with --page-size={size} on {context.args.device}: SGLang hands out pages with CUDA "
+        "kernels; pass 1"
+    )
 
 
 def rust_server(context: LaunchContext) -> str | None:

@@ -47,8 +47,8 @@ def convert(draft: Path, output: Path, settings: tuple[tuple[str, Any], ...]) ->
     from sglang_dspark.draft.weights import convert as write
     from sglang_dspark.errors import ConfigError
 
-    if output.resolve() == draft.resolve():
-        raise ConfigError(f"--output={output} is the drafter itself; name another folder")
+    if output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"--output={output} holds files already; empty it, or name another folder")
     reading = write(draft, output, dict(settings))
     click.echo(f"format     {reading.format}")
     click.echo(f"network    {describe(reading.config)}")

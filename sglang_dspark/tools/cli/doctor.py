@@ -51,9 +51,22 @@ def doctor(target: Path | None, draft: Path | None, golden: Path | None, hooks: 
         raise SystemExit(1)
     console.print("\n[green]Ready.[/]")
     if target is not None and draft is not None:
-        from sglang_dspark.tools.launch import dspark_flags
+        console.print(*_command(target, draft), soft_wrap=True)
 
-        console.print("python -m sglang.launch_server --model-path", target, *dspark_flags(draft), soft_wrap=True)
+
+def _command(target: Path, draft: Path) -> Iterator[object]:
+    """Yield the words of a command that serves the pair on this machine."""
+    import torch
+
+    from sglang_dspark.on_cpu import VARIABLE
+    from sglang_dspark.tools.launch import dspark_flags
+
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        yield f"{VARIABLE}=1"
+    yield from ("python -m sglang.launch_server --model-path", target, *dspark_flags(draft))
+    if not on_gpu:
+        yield "--device cpu"
 
 
 def _diagnose(target: Path | None, draft: Path | None, golden: Path | None, *, hooks: bool) -> Iterator[Finding]:

@@ -37,6 +37,7 @@ _ASKED = ("max_tokens", "temperature", "limit", "shuffle_seed", "raw", "chat_tem
 
 _DPI = 150
 _TITLE = "accept length: tokens committed per round, the bonus token included"
+_BY_POSITION = ("survival", "given all before")
 
 
 def _set_protocol(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -145,14 +146,16 @@ def _in_process(console: Console, sets: dict[str, list[str]], options: Mapping[s
             on_written=wrote,
             on_measured=measured_one,
         )
-    columns = ("set", "temperature", "Markov", "proposes", "accept length", "survival by position", "given all before")
-    table = new_table(*columns, title=_TITLE, left=["set"])
+    main = new_table("set", "temperature", "Markov", "proposes", "accept length", title=_TITLE, left=["set"])
+    positions = new_table("set", "Markov", "draft", *_BY_POSITION, left=["set"])
     for r in results:
-        markov, rates = "on" if r["markov"] else "off", (_rates(r["survival"]), _rates(r["conditional"]))
-        table.add_row(
-            r["set"], f"{r['temperature']:g}", markov, f"{r['proposed_tokens']}", f"{r['accept_length']:.3f}", *rates
-        )
-    console.print(table)
+        markov = "on" if r["markov"] else "off"
+        main.add_row(r["set"], f"{r['temperature']:g}", markov, f"{r['proposed_tokens']}", f"{r['accept_length']:.3f}")
+        for draft, rates in enumerate(zip(r["survival"], r["conditional"], strict=True), start=1):
+            positions.add_row(r["set"], markov, str(draft), *(f"{rate:.3f}" for rate in rates))
+        positions.add_section()
+    for table in (main, positions):
+        console.print(table)
     return {"target": options["target"].name, "draft": options["draft"].name}, results
 
 
@@ -181,31 +184,39 @@ def _on_server(console: Console, sets: dict[str, list[str]], options: Mapping[st
 
 def _tables(measured: Sequence[MeasuredSet]) -> list[Table]:
     columns = ("set", "answers", "rounds", "accept length", "+-", "per verified token")
-    main = new_table(*columns, "survival by position", "given all before", title=_TITLE, left=["set"])
+    main = new_table(*columns, title=_TITLE, left=["set"])
     for one in measured:
         counts = (str(one.num_answers), str(len(one.accepted)))
         figures = (f"{one.accept_length:.3f}", f"{one.standard_error:.3f}", f"{one.verify_rate:.1%}")
-        main.add_row(one.name, *counts, *figures, _rates(one.survival), _rates(one.conditional))
+        main.add_row(one.name, *counts, *figures)
     with_head = [one for one in measured if one.logits is not None]
     if not with_head:
-        return [main]
-    steps = (f"{row['threshold']:.1f}" for row in with_head[0].thresholds())
-    title = "threshold on the raw confidence: tokens committed / verified per round"
-    thresholds = new_table("set", *steps, title=title, left=["set"])
-    columns = ("set", "draft", "ECE", "noise", "AUC", "Brier")
-    heads = new_table(*columns, title="raw confidence head, survival by position", left=["set"])
+        return [main, _position_table(measured)]
+    title = "threshold on the raw confidence: tokens per round"
+    thresholds = new_table("set", "threshold", "committed", "verified", title=title, left=["set"])
     for one in with_head:
-        cells = (f"{row['accept_length']:.2f}/{row['verified']:.2f}" for row in one.thresholds())
-        thresholds.add_row(one.name, *cells)
-        for row in one.confidence():
-            area = "-" if row["auc"] is None else f"{row['auc']:.3f}"
-            errors = (f"{row['ece']:.1%}", f"{row['ece_noise']:.1%}", area, f"{row['brier']:.4f}")
-            heads.add_row(one.name, f"{row['position']}", *errors, end_section=row["position"] == one.gamma)
-    return [main, thresholds, heads]
+        for row in one.thresholds():
+            tokens = (f"{row['accept_length']:.2f}", f"{row['verified']:.2f}")
+            thresholds.add_row(one.name, f"{row['threshold']:.1f}", *tokens)
+        thresholds.add_section()
+    return [main, _position_table(measured), thresholds]
 
 
-def _rates(rates: Sequence[float]) -> str:
-    return " ".join(f"{rate:.3f}".removeprefix("0") for rate in rates)
+def _position_table(measured: Sequence[MeasuredSet]) -> Table:
+    """Return a row per set and draft; errors of the raw head's survival are left out without a head."""
+    heads = ("ECE", "noise", "AUC", "Brier") if any(one.logits is not None for one in measured) else ()
+    table = new_table("set", "draft", *_BY_POSITION, *heads, left=["set"])
+    for one in measured:
+        errors = [_head_errors(row) for row in one.confidence()] or [()] * one.gamma
+        for draft, (*rates, cells) in enumerate(zip(one.survival, one.conditional, errors, strict=True), start=1):
+            table.add_row(one.name, str(draft), *(f"{rate:.3f}" for rate in rates), *cells)
+        table.add_section()
+    return table
+
+
+def _head_errors(row: Mapping[str, Any]) -> tuple[str, ...]:
+    area = "-" if row["auc"] is None else f"{row['auc']:.3f}"
+    return f"{row['ece']:.1%}", f"{row['ece_noise']:.1%}", area, f"{row['brier']:.4f}"
 
 
 def _write_csv(path: Path, about: dict[str, Any], results: list[dict[str, Any]]) -> None:

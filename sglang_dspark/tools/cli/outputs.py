@@ -65,7 +65,15 @@ def new_table(*headings: str, title: str | None = None, left: Collection[str] = 
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    # A title is wrapped at the width of its table.
+    table = Table(
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title=title,
+        title_justify="left",
+        min_width=len(title or ""),
+    )
     for heading in headings:
         table.add_column(heading, justify="left" if heading in left else "right")
     return table

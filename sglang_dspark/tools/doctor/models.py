@@ -30,6 +30,13 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
 
     try:
         drafter = ResolvedDrafter.read(draft_dir)
+    except DSparkError as error:
+        yield Finding("fail", "drafter", f"--draft: {error}", _of_swapped(target_dir))
+        return
+    if _is_drafter(target_dir):
+        yield Finding("fail", "target", f"--target={target_dir} is a drafter", "give the model that it was trained for")
+        return
+    try:
         yield from _describe_drafter(drafter)
         context = _launch(target_dir, drafter)
         launch = list(_launch_checks(context))
@@ -50,6 +57,20 @@ def check_pair(target_dir: Path, draft_dir: Path) -> Iterator[Finding]:
         yield Finding("ok", "shared", f"read from the target: {', '.join(shared) or 'nothing'}")
     except DSparkError as error:
         yield Finding("fail", "pair", str(error))
+
+
+def _is_drafter(folder: Path) -> bool:
+    from sglang_dspark.draft.resolved import ResolvedDrafter
+
+    try:
+        ResolvedDrafter.read(folder)
+    except DSparkError:
+        return False
+    return True
+
+
+def _of_swapped(target_dir: Path) -> str:
+    return f"--target={target_dir} is a drafter: the two are swapped" if _is_drafter(target_dir) else ""
 
 
 def _describe_drafter(drafter: ResolvedDrafter) -> Iterator[Finding]:

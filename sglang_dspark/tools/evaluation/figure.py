@@ -1,4 +1,4 @@
-"""An evaluation as a figure."""
+"""Draws an evaluation as a figure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FEWEST_ROUNDS = 20
 def evaluation_figure(sets: Sequence[MeasuredSet], caption: str) -> Figure:
     """Draw conditional acceptance and survival by position, the threshold sweep and a reliability diagram of every set.
 
-    The last two stay empty without a confidence head.
+    The last two say so if there is no confidence head.
 
     Args:
         caption: what was measured, below the panels.
@@ -62,10 +62,15 @@ def evaluation_figure(sets: Sequence[MeasuredSet], caption: str) -> Figure:
     reliability.set(
         title="reliability of the raw head's survival", xlabel="predicted", ylabel="observed", xlim=(0, 1), ylim=(0, 1)
     )
+    headless = all(measured.logits is None for measured in sets)
+    few = "no confidence head" if headless else f"fewer than {_FEWEST_ROUNDS} rounds in every bin"
+    for axes, words in ((thresholds, "no confidence head"), (reliability, few)):
+        if not any(len(line.get_xdata()) for line in axes.lines):
+            axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", color="0.35")
     reliability.plot([0, 1], [0, 1], color="0.7", linewidth=1, zorder=0)
     for axes in (conditional, survival, thresholds, reliability):
         axes.grid(alpha=0.3)
-    figure.supxlabel(caption, fontsize=7, color="0.35")
+    figure.supxlabel(caption, fontsize=7, color="0.35", wrap=True)
     return figure
 
 

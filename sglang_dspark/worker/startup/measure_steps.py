@@ -52,7 +52,9 @@ def measure_steps(
         contexts, limit_s = contexts[:1], CHECK_LIMIT_S[device]
         requests = [count for count in _CHECKED_REQUESTS if count in requests]
     purpose = "to check the table" if few else "kept for the next start"
-    logger.info("DSPARK: measuring step times (at most about %.0f s; %s)", limit_s, purpose)
+    logger.info(
+        "DSPARK: measuring step times (at most about %.0f s once first steps are compiled; %s)", limit_s, purpose
+    )
 
     def progress(done: int, most: int, seconds: float) -> None:
         logger.info("DSPARK: measuring step times, pass %d of at most %d, %.1f s", done, most, seconds)

@@ -72,7 +72,7 @@ def complete_cpu():
     """Have a server on a CPU know the quantisation of ``int8_method``, pages, adapters and caches in host memory."""
 
     def allow(module):
-        module.HOST_CACHE_DEVICES = ("cpu", "cuda")
+        module.HOST_CACHE_DEVICES = module.PAGE_DEVICES = ("cpu", "cuda")
 
     patch_when_imported("sglang.srt.layers.quantization", _late("int8_method", "offer"))
     patch_when_imported("sglang.srt.mem_cache.allocator.paged", _late("paged_slots", "install"))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from sglang_dspark.engine import support
 from sglang_dspark.engine.launch import diagnosis
 from sglang_dspark.engine.launch.hooks import HOOKS
-from sglang_dspark.tools.doctor import installation
+from sglang_dspark.tools.doctor import installation, models
 from sglang_dspark.tools.doctor.finding import Finding
 
 
@@ -71,6 +71,37 @@ def test_a_cpu_without_the_stand_in(run, monkeypatch):
     assert result.exit_code == 1 and "run: sglang-dspark enable-cpu" in result.output
     monkeypatch.setattr(installation.cpu_environment, "is_enabled", lambda: True)
     assert "stands in for SGLang's kernel package" in " ".join(run("doctor").output.split())
+
+
+@pytest.mark.usefixtures("without_sglang")
+@pytest.mark.parametrize(
+    ("sides", "says"),
+    [
+        ("draft target", ("fail drafter --draft: ", "is a target, not a drafter", "is a drafter: the two are swapped")),
+        ("target target", ("fail drafter --draft: ", "is a target, not a drafter")),
+        ("draft draft", ("fail target --target=", "is a drafter", "give the model that it was trained for")),
+    ],
+)
+def test_the_wrong_side_of_a_pair_is_named(run, target, draft, sides, says):
+    folders = {"target": target, "draft": draft}
+    for_target, for_draft = (folders[side] for side in sides.split())
+    result = run("doctor", "--target", for_target, "--draft", for_draft)
+    assert result.exit_code == 1
+    shown = " ".join(result.output.split())
+    assert [words for words in says if words not in shown] == []
+    assert ("swapped" in result.output) == (sides == "draft target")
+
+
+@pytest.mark.usefixtures("without_sglang")
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_the_command_is_for_this_machine(run, target, draft, monkeypatch, on_gpu):
+    for name in ("check_device", "check_versions"):
+        monkeypatch.setattr(installation, name, lambda: iter(()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(models, "check_pair", lambda target, draft: iter(()))
+    command = run("doctor", "--target", target, "--draft", draft).output.splitlines()[-1]
+    assert command.startswith("python" if on_gpu else "SGLANG_USE_CPU_ENGINE=1 python")
+    assert ("--device cpu" in command) == (not on_gpu)
 
 
 @pytest.mark.usefixtures("without_sglang")
