@@ -1,14 +1,39 @@
-"""Prompt files: one JSON object ``{"turns": [str, ...]}`` or ``{"prompt": str}`` per line."""
+"""Read the users' turns of files of prompts or conversations, for every command.
+
+A row is one of these, and of conversations only the turns of the user are read: the target answers them itself.
+
+- ``{"turns": [text, ...]}``
+- ``{"messages": [{"role": "user", "content": text}, ...]}``
+- ``{"conversations": [{"from": "human", "value": text}, ...]}`` (ShareGPT), or with role and content; the key may be
+  ``conversation``, or there is none around the list
+- ``{"prompt": text}``, or with such a list instead of the text
+
+A text may be a list of parts ``{"type": "text", "text": text}``. A list may be written as text in a cell of a table, or
+as an object of columns, and so may the whole file. Of a row with several of these forms the first one that says
+something is read: data sets repeat the first turn of a conversation as its prompt.
+"""
 
 from __future__ import annotations
 
+import ast
 import json
+import logging
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.files import lines_of
+from sglang_dspark.tools.tables import Row, read_rows, rows_of_columns
+
+logger = logging.getLogger(__name__)
+
+Turns = tuple[str, ...]
+"""The user's turns of a conversation, at least one."""
+
+_KEYS = ("turns", "messages", "conversations", "conversation", "prompt")
+_USERS = ("user", "human")
+_FORMS = '{"turns": [text, ...]}, {"prompt": text}, {"messages": [...]} or {"conversations": [...]}'
 
 
 def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None = None) -> list[str]:
@@ -16,45 +41,124 @@ def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None 
 
     Args:
         limit: how many to read at most.
-        shuffle_seed: where the file has more than `limit` lines, choose among them as DeepSpec's evaluator does: its
-            lines are shuffled with this seed, and the first ones stay.
+        shuffle_seed: where the file has more than `limit` prompts, choose among them as DeepSpec's evaluator does: they
+            are shuffled with this seed, and the first ones stay.
 
     Raises:
-        ConfigError: the file cannot be read, a line is not of the form above, or there is no line.
+        ConfigError: as :func:`conversations_of`, or the file cannot be read.
     """
-    try:
-        lines = lines_of(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path}: {error}; pass a JSONL file of prompts") from error
-    texts = [
-        first_turn(line, f"--prompts {path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()
-    ]
+    texts = [turns[0] for turns in conversations_of(read_rows(path), str(path))]
     if shuffle_seed is not None and limit is not None and len(texts) > limit:
         random.Random(shuffle_seed).shuffle(texts)
         texts = texts[:limit]
-    prompts = list(dict.fromkeys(texts))[:limit]
-    if not prompts:
-        raise ConfigError(f"--prompts {path} is empty; pass a JSONL file of prompts")
-    return prompts
+    return list(dict.fromkeys(texts))[:limit]
 
 
-def first_turn(line: str, where: str) -> str:
-    """Return the first user turn of one line of a prompt file.
+def conversations_of(rows: Sequence[Row], source: str) -> list[Turns]:
+    """Return what users said in the rows. One message in the log counts those in which they say nothing.
 
     Args:
-        where: the line stands, for the message.
+        source: of the rows, for messages.
 
     Raises:
-        ConfigError: the line is not of the form above.
+        ConfigError: a row has none of the forms above, or no user says anything.
     """
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where} is not JSON: {line[:60]!r}; write one object per line") from error
-    text = None
-    if isinstance(row, dict):
-        turns = row.get("turns", [row.get("prompt")])
-        text = turns[0] if isinstance(turns, list) and turns else None
-    if not isinstance(text, str):
-        raise ConfigError(f'{where}: {line[:60]!r} has no text; write {{"turns": [text, ...]}} or {{"prompt": text}}')
-    return text
+    rows = _unfolded(rows)
+    if rows and all(_is_message(row) for _, row in rows):
+        rows = [(rows[0][0], [row for _, row in rows])]  # the file is one conversation
+    said = {where: _user_turns(row, where) for where, row in rows}
+    found = [turns for turns in said.values() if turns]
+    if not found:
+        raise ConfigError(
+            f"--prompts {source} is empty: no user says anything; name prompts or conversations, in rows of {_FORMS}"
+        )
+    silent = [where for where, turns in said.items() if not turns]
+    if silent:
+        logger.warning(
+            "--prompts %s: %d of %d rows are left out, because no user says anything in them; the first is %s",
+            source,
+            len(silent),
+            len(said),
+            silent[0].removeprefix("--prompts "),
+        )
+    return found
+
+
+def _unfolded(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the rows of an object of columns, if the file is one."""
+    if len(rows) != 1 or _texts_of(rows[0][1]) is not None:
+        return rows
+    where, table = rows[0]
+    unfolded = rows_of_columns(table) or []
+    if not any(_is_message(row) or _texts_of(row) is not None for row in unfolded):
+        return rows
+    return [(f"{where}, row {number}", row) for number, row in enumerate(unfolded, start=1)]
+
+
+def _user_turns(row: Any, where: str) -> Turns:
+    """Return an empty tuple if no user says anything."""
+    texts = _texts_of(row)
+    if texts is None:
+        raise ConfigError(f"{where}: {str(row)[:60]!r} has no text; write {_FORMS}")
+    return tuple(text for text in texts if text.strip())
+
+
+def _texts_of(row: Any) -> list[str] | None:
+    """Return what is in the places of the user's turns; None if the row has none of the forms."""
+    if row is None:
+        return []
+    if isinstance(row, list):
+        said = _said_by_users(row)
+    elif isinstance(row, dict) and (present := [key for key in _KEYS if key in row]):
+        said = next((_said_under(key, row[key]) for key in present if row[key]), [])
+    else:
+        return None
+    return said if said is not None and all(isinstance(text, str) for text in said) else None
+
+
+def _said_under(key: str, cell: Any) -> list[Any] | None:
+    value = _decoded(cell, by_python=key != "prompt") if isinstance(cell, str) else cell
+    rows = rows_of_columns(value)
+    value = value if rows is None else rows
+    if (said := _said_by_users(value)) is not None:
+        return said
+    if key == "turns" and isinstance(value, list):
+        return [_joined(turn) for turn in value]
+    if key == "prompt":
+        return [cell if isinstance(cell, str) else _joined(value)]
+    return None
+
+
+def _decoded(cell: str, *, by_python: bool) -> Any:
+    """Return the list or object that a cell of a table holds as JSON or, as pandas writes it, in Python's notation."""
+    for decode in (json.loads, ast.literal_eval) if by_python else (json.loads,):
+        try:
+            return decode(cell.strip())
+        except (ValueError, SyntaxError):
+            continue
+    return cell
+
+
+def _said_by_users(messages: Any) -> list[Any] | None:
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        return None
+    users = [message for message in messages if _speaker(message).lower() in _USERS]
+    return [_joined(user.get("value") if user.get("content") is None else user["content"]) for user in users]
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(_speaker(item), str) and not item.keys() & set(_KEYS)
+
+
+def _speaker(message: dict[str, Any]) -> Any:
+    return message.get("role") or message.get("from")
+
+
+def _joined(content: Any) -> Any:
+    """Return the text of a turn that may be null or written in parts, if all of these are text."""
+    parts = rows_of_columns(content) or content
+    if parts is None:
+        return ""
+    if isinstance(parts, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        return "".join(part["text"] for part in parts)
+    return content

@@ -40,7 +40,7 @@ _PATIENCE = timedelta(days=30)
 @click.option(
     "--prompts",
     multiple=True,
-    help="JSONL, JSON or parquet file of prompts or conversations, or data set of the hub; repeatable.",
+    help="File of prompts or conversations, folder of such files, or data set of the hub; repeatable.",
 )
 @click.option(
     "--invent",

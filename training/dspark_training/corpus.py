@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 
-from dspark_training.conversations import Turns, read_conversations
+from dspark_training.conversations import read_conversations
 from dspark_training.prompt_format import PromptFormat
 from dspark_training.settings import TextPlan
 from dspark_training.texts import Text
 from dspark_training.writers import TextWriter
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.files import atomic_write_text, lines_of
+from sglang_dspark.tools.prompts import Turns
 
 _INVENTED_TOKENS = 256
 # Tries per prompt asked for: some turns do not end, and some are invented twice.

@@ -21,7 +21,7 @@ _SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
 
 @click.command(short_help="Fit the temperatures of a drafter's confidence head to a running server.")
 @click.option("--url", default=DEFAULT_URL, show_default=True, help="The running DSPARK server.")
-@click.option("--prompts", type=click.Path(path_type=Path), required=True, help='JSONL file of {"turns": [text, ...]}.')
+@click.option("--prompts", type=click.Path(path_type=Path), required=True, help="Prompt file.")
 @click.option("--limit", type=click.IntRange(min=2), help="Ask only the first so many prompts.")
 @asking_options
 @click.option("--held-out", type=_SHARE, default=0.3, show_default=True, help="Share of the prompts to test on.")

@@ -52,7 +52,7 @@ def _set_protocol(ctx: click.Context, param: click.Parameter, value: str | None)
 @click.option("--target", type=Checkpoint(), help="Measure in this process instead: the target.")
 @click.option("--draft", type=Checkpoint(), help="Its drafter, which is measured without its Markov head as well.")
 @click.option(
-    "--prompts", "files", type=click.Path(path_type=Path), multiple=True, required=True, help="JSONL file; repeatable."
+    "--prompts", "files", type=click.Path(path_type=Path), multiple=True, required=True, help="Prompt file; repeatable."
 )
 @click.option(
     "--protocol",
@@ -75,7 +75,7 @@ def evaluate(files: tuple[Path, ...], protocol: str | None, **options: Any) -> N
     """Measure accept length, acceptance by position and calibration of a drafter on sets of prompts.
 
     Figures are counted as DeepSpec counts them; --protocol deepspec also asks as it does. The server has to verify
-    whole blocks (--speculative-dspark-schedule static). A set is a JSONL file of {"turns": [text, ...]}, of which the
+    whole blocks (--speculative-dspark-schedule static). A set is a file of prompts or conversations, of which the
     first turn is asked; docs/evaluation.md says where to find the usual ones.
     """
     _refuse(options)

@@ -1,13 +1,10 @@
-"""Rounds out of traces, their split by prompt, and prompt files."""
-
-import json
+"""Rounds out of traces, and their split by prompt."""
 
 import numpy as np
 import pytest
 
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.tools.calibrate.traces import BlockRounds
-from sglang_dspark.tools.prompts import read_prompts
 
 
 def entry(verified=2, accepted=1, confidence=(0.5, -1.5), num_drafts=2):
@@ -60,34 +57,3 @@ def test_a_split_without_rounds_on_one_side():
         rounds.split(2, 0.3)
     with pytest.raises(ConfigError, match="in the fit part"):
         BlockRounds.from_traces([[], [entry()]], gamma=2).split(2, 0.5)
-
-
-def test_prompts_of_both_forms_each_once(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    rows = [{"turns": ["one", "two"]}, {"prompt": "three", "id": 1}, {"prompt": "one"}, {"turns": ["four"]}]
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    assert read_prompts(path) == ["one", "three", "four"]
-    assert read_prompts(path, limit=2) == ["one", "three"]
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("", r"--prompts .*p\.jsonl is empty"),
-        ('{"prompt": "a"}\n{"prompt"', r"p\.jsonl:2 is not JSON: .*one object per line"),
-        ('{"turns": []}', r'p\.jsonl:1: .* has no text; write {"turns"'),
-        ('{"turns": [7]}', "has no text"),
-        ('{"question": "a"}', "has no text"),
-        ('["a"]', "has no text"),
-    ],
-)
-def test_prompt_files_that_cannot_be_used(tmp_path, text, says):
-    path = tmp_path / "p.jsonl"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=says):
-        read_prompts(path)
-
-
-def test_a_prompt_file_that_is_missing(tmp_path):
-    with pytest.raises(ConfigError, match=r"--prompts .*No such file.*; pass a JSONL file of prompts"):
-        read_prompts(tmp_path / "none.jsonl")

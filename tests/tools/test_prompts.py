@@ -1,0 +1,197 @@
+"""Prompt files in every form that is read, and what is said of the others."""
+
+import csv
+import json
+import logging
+
+import pytest
+
+from sglang_dspark.errors import ConfigError
+from sglang_dspark.tools.prompts import conversations_of, read_prompts
+from sglang_dspark.tools.tables import read_rows
+
+
+def read_conversations(path):
+    return conversations_of(read_rows(path), str(path))
+
+
+SHAREGPT = {
+    "id": "7",
+    "conversations": [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "One?"},
+        {"from": "gpt", "value": "1"},
+        {"from": "human", "value": "Two?"},
+    ],
+}
+MESSAGES = {"messages": [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]}
+ROLES = {"conversations": [{"role": "user", "content": "One?"}, {"role": "user", "content": "Two?"}]}
+COLUMNS = {"from": ["human", "gpt", "human"], "value": ["One?", "1", "Two?"]}
+PARTS = [{"type": "text", "text": "One"}, {"type": "text", "text": "?"}]
+FORMS = [
+    ({"prompt": "One?"}, ("One?",)),
+    ({"turns": ["One?", "Two?"]}, ("One?", "Two?")),
+    (SHAREGPT, ("One?", "Two?")),
+    (MESSAGES, ("One?",)),
+    (ROLES, ("One?", "Two?")),
+    # The first turn of a conversation may stand beside it, as in HuggingFaceH4/ultrachat_200k.
+    ({"prompt": "One?"} | ROLES, ("One?", "Two?")),
+    ({"prompt": "One?", "messages": ROLES["conversations"]}, ("One?", "Two?")),
+    ({"prompt": "One?", "messages": None, "conversations": []}, ("One?",)),
+    (MESSAGES | {"turns": ["Three?"], "prompt": "One?"}, ("Three?",)),
+    (MESSAGES | {"turns": None}, ("One?",)),
+    # As in lmsys/lmsys-chat-1m, as TRL has it, and as `datasets` keeps lists of objects.
+    ({"conversation": ROLES["conversations"]}, ("One?", "Two?")),
+    ({"prompt": ROLES["conversations"]}, ("One?", "Two?")),
+    ({"conversations": COLUMNS}, ("One?", "Two?")),
+    ({"messages": [{"role": "user", "from": None, "content": None, "value": "One?"}]}, ("One?",)),
+    ({"messages": [{"role": "User", "content": "One?"}, {"role": "assistant", "tool_calls": []}]}, ("One?",)),
+    (ROLES["conversations"], ("One?", "Two?")),
+    # With content in parts.
+    ({"messages": [{"role": "user", "content": PARTS}]}, ("One?",)),
+    ({"messages": [{"role": "user", "content": {"type": ["text"], "text": ["One?"]}}]}, ("One?",)),
+    ({"prompt": PARTS}, ("One?",)),
+    ({"turns": ["Two?", PARTS]}, ("Two?", "One?")),
+    # Written as text in a cell of a table.
+    ({"conversations": json.dumps(SHAREGPT["conversations"])}, ("One?", "Two?")),
+    ({"messages": str(MESSAGES["messages"])}, ("One?",)),
+    ({"turns": '["One?", "Two?"]'}, ("One?", "Two?")),
+    ({"prompt": json.dumps(MESSAGES["messages"])}, ("One?",)),
+    ({"prompt": '["One?", 1]'}, ('["One?", 1]',)),
+    # A turn that says nothing.
+    ({"messages": [{"role": "user", "content": None}, {"role": "user", "content": "One?"}]}, ("One?",)),
+    ({"turns": ["One?", None, " "]}, ("One?",)),
+]
+
+
+@pytest.mark.parametrize(("row", "turns"), FORMS)
+def test_forms_of_a_row(row, turns, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps(MESSAGES) + "\n")
+    assert read_conversations(path) == [turns, ("One?",)]
+
+
+SILENT = [
+    {"id": "x", "conversations": []},
+    {"messages": []},
+    {"messages": None},
+    {"turns": []},
+    {"prompt": ""},
+    {"prompt": None, "turns": None},
+    {"conversations": [{"from": "gpt", "value": "1"}]},
+    {"conversations": {"from": [], "value": []}},
+    {"messages": [{"role": "user", "content": " \n"}]},
+    {"messages": [{"role": "user", "content": []}]},
+    {"messages": "[]"},
+    None,
+    [],
+]
+
+
+@pytest.mark.parametrize("row", SILENT)
+def test_rows_in_which_no_user_says_anything_are_left_out(row, tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in (MESSAGES, row, SHAREGPT, row)))
+    assert read_conversations(path) == [("One?",), ("One?", "Two?")]
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (
+            logging.WARNING,
+            f"--prompts {path}: 2 of 4 rows are left out, because no user says anything in them; the first is {path}:2",
+        )
+    ]
+    assert read_prompts(path) == ["One?"]
+
+
+def test_files_of_every_kind_hold_the_same(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    from pyarrow import Table
+
+    rows = [SHAREGPT, {"id": "8", "conversations": [{"from": "human", "value": "Three\u2028\u0085?"}]}]
+    texts = {
+        "lines.jsonl": "\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n",
+        "windows.jsonl": "\ufeff" + "\r\n".join(map(json.dumps, rows)),
+        "lines": "\n".join(map(json.dumps, rows)),
+        "array.json": json.dumps(rows, indent=1),
+        "marked.json": "\ufeff" + json.dumps(rows),
+        "columns.json": json.dumps({key: [row[key] for row in rows] for key in rows[0]}),
+        "pandas.json": json.dumps({key: {str(i): row[key] for i, row in enumerate(rows)} for key in rows[0]}),
+        "arrays.json": json.dumps([row["conversations"] for row in rows]),
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    for name, delimiter, notation in (("cells.csv", ",", json.dumps), ("cells.TSV", "\t", str)):
+        with (tmp_path / name).open("w", encoding="utf-8-sig", newline="") as file:
+            writer = csv.writer(file, delimiter=delimiter)
+            writer.writerows([("id", "conversations"), *((row["id"], notation(row["conversations"])) for row in rows)])
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "table.parquet")
+    for path in sorted(tmp_path.iterdir()):
+        assert read_conversations(path) == [("One?", "Two?"), ("Three\u2028\u0085?",)], path.name
+
+
+def test_a_file_of_messages_is_one_conversation(tmp_path):
+    for name, text in (("a.json", json.dumps(SHAREGPT["conversations"])), ("b.json", json.dumps(COLUMNS))):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, SHAREGPT["conversations"])))
+    for path in sorted(tmp_path.iterdir()):
+        assert read_conversations(path) == [("One?", "Two?")], path.name
+
+
+def test_long_cells_and_lines_within_them(tmp_path):
+    path = tmp_path / "rows.csv"
+    long = "word\n" * 100_000
+    path.write_text(f'prompt\n"{long}"\nshort\n')
+    assert read_conversations(path) == [(long,), ("short",)]
+
+
+REFUSED = {
+    "rows.jsonl": ('{"text": "a"}', r'rows\.jsonl:1: .* has no text; write {"turns"'),
+    "second.jsonl": ('{"prompt": "a"}\n\n{"text": "b"}', r"second\.jsonl:3: .* has no text"),
+    "empty.jsonl": ("", r"--prompts .*empty\.jsonl is empty"),
+    "object.jsonl": ('{"prompt": "a"}\n{}', r"object\.jsonl:2: .* has no text"),
+    "list.jsonl": ('{"prompt": "a"}\n[1]', r"list\.jsonl:2: .* has no text"),
+    "item.jsonl": ('{"prompt": "a"}\n{"turns": [3]}', r"item\.jsonl:2: .* has no text"),
+    "turn.jsonl": ('{"prompt": "a"}\n{"turns": "text"}', r"turn\.jsonl:2: .* has no text"),
+    "number.jsonl": ('{"turns": [7]}', "has no text"),
+    "question.jsonl": ('{"question": "a"}', "has no text"),
+    "array.jsonl": ('["a"]', "has no text"),
+    "torn.jsonl": ('{"prompt": "a"}\n{"prompt"', r"torn\.jsonl:2 is not JSON: .*one object per line"),
+    "text.jsonl": ("text", r"text\.jsonl:1 is not JSON .*one object per line, or one array"),
+    "torn.json": ('[\n {"prompt": "a"},\n {"prompt"', r"torn\.json:3 is not JSON"),
+    "image.jsonl": ('{"messages": [{"role": "user", "content": [{"image": 1}]}]}', r"image\.jsonl:1: .* has no text"),
+    "mute.jsonl": ('{"messages": [{"content": "a"}]}', r"mute\.jsonl:1: .* has no text"),
+    "list.json": ('[{"prompt": "a"}, {"prompt": 1}]', r"list\.json, row 2: .* has no text; write"),
+    "silent.jsonl": ('{"turns": []}', r"silent\.jsonl is empty: no user says anything; name prompts or conversations"),
+    "head.csv": ("question\na\n", r"head\.csv:2: .* has no text"),
+    "torn.csv": ('prompt\n"a', r"torn\.csv: cannot be read .*; give a JSONL, JSON, CSV, TSV or parquet file"),
+    "torn.parquet": ("PAR1", r"torn\.parquet: cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_is_named(name, tmp_path):
+    content, says = REFUSED[name]
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        read_conversations(tmp_path / name)
+
+
+def test_missing_and_binary_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"--prompts .*none\.jsonl: cannot be read .*No such file.*; give a JSONL"):
+        read_prompts(tmp_path / "none.jsonl")
+    (tmp_path / "wide.jsonl").write_bytes('{"prompt": "a"}'.encode("utf-16"))
+    with pytest.raises(ConfigError, match=r"wide\.jsonl: cannot be read .*utf-8.* in UTF-8"):
+        read_prompts(tmp_path / "wide.jsonl")
+
+
+def test_parquet_needs_its_library(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r'parquet files need pyarrow; pip install "sglang-dspark\[train\]"'):
+        read_prompts(tmp_path / "a.parquet")
+
+
+def test_first_turns_each_once(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"turns": ["one", "two"]}, {"prompt": "three", "id": 1}, {"prompt": "one"}, {"turns": ["four"]}]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    assert read_prompts(path) == ["one", "three", "four"]
+    assert read_prompts(path, limit=2) == ["one", "three"]
