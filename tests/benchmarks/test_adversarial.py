@@ -9,8 +9,6 @@ HARDEST = [
     "inverted head",
     "inverted head, text that changes",
     "all rejected, 2048 tokens",
-    "text changes every 100 tokens, exact head",
-    "text changes every 400 tokens, blind head",
     "plain steps 3 times too slow in the table, 1 users, acceptance 0.05",
     "plain steps 3 times too slow in the table, 8 users, acceptance 0.05",
 ]
