@@ -62,6 +62,11 @@ def assert_left_over(name, sentence, *changes):
     assert any(sentence in remark.sentence for remark in changed.remarks), changed.remarks
 
 
+def assert_left_over_silently(name, *changes):
+    plain, changed = reading_of(name), reading_of(name, *changes)
+    assert (changed.config, changed.remarks, changed.unknown_keys) == (plain.config, plain.remarks, ())
+
+
 @EVERY_FORMAT
 @pytest.mark.parametrize("kind", LAYERS, ids=[kind.keys[0] for kind in LAYERS])
 def test_keys_of_the_target_beside_the_layers_say_nothing(name, kind):
@@ -171,6 +176,9 @@ def test_a_draft_vocabulary_of_all_tokens_is_the_vocabulary(name):
     assert reading_of(name, lambda c: c.update(draft_vocab_size=19)).config == reading_of(name).config
     assert reading_of(name, lambda c: c.update(draft_vocab_size=19)).config.draft_vocab_size is None
     assert reading_of(name, lambda c: c.update(draft_vocab_size=6)).config.draft_vocab_size == 6
+    nested = {"dflash_config": FORMATS[name][0].get("dflash_config", {}) | {"draft_vocab_size": 19}}
+    if name != "speculators":
+        assert_left_over_silently(name, lambda c: c.update(nested))
 
 
 @EVERY_FORMAT
@@ -178,8 +186,19 @@ def test_a_window_without_sliding_layers_says_nothing(name):
     assert_left_over(name, "sliding_window=4 is ignored: ", lambda c: layers(c).update(sliding_window=4))
     assert_left_over(
         name,
-        "use_sliding_window=True is ignored: layer_types lists full attention alone",
+        "use_sliding_window=True is ignored: no layer of the drafter slides",
         lambda c: layers(c).update(use_sliding_window=True, layer_types=["full_attention"] * 2, max_window_layers=0),
+    )
+
+
+@EVERY_FORMAT
+def test_without_a_width_no_layer_slides(name):
+    sliding = {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}
+    assert_left_over(
+        name,
+        "use_sliding_window=True is ignored: no layer of the drafter slides",
+        lambda c: layers(c).pop("layer_types"),
+        lambda c: layers(c).update(sliding),
     )
 
 
@@ -203,10 +222,12 @@ def test_taps_under_two_names_have_to_agree(name):
         assert f"{key}={taps} is ignored, though it names other layers" in said(other, doubtful=True)[0]
 
 
-def test_biases_and_quantisation_are_what_the_tensors_show():
+def test_biases_sinks_and_quantisation_are_what_the_tensors_show():
     fp8 = {"quantization_config": {"quant_method": "fp8"}}
     for name in FORMATS:
         assert_left_over(name, "attention_bias=True is ignored: ", lambda c: layers(c).update(attention_bias=True))
+        for sinks in ("attention_sink_bias", "add_full_attention_sink_bias"):
+            assert_left_over(name, f"{sinks}=True is ignored: ", lambda c, sinks=sinks: c.update({sinks: True}))
         assert_left_over(name, "quantization_config={'quant_method': 'fp8'} is ignored: ", lambda c: c.update(fp8))
     content, tensors = FORMATS["SpecForge"]
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()} | {"layers.0.mlp.up_proj.weight_scale": [1]}

@@ -19,7 +19,8 @@ _NESTED = (
 ).split()
 _TABLE: Table = {field: tuple(section + field for section in _SECTIONS) for field in _NESTED}
 _OPTIONAL: Table = {
-    field: (field,) for field in ("sample_from_anchor", "draft_vocab_size", "window_from_anchor", "num_anchors")
+    field: tuple(section + field for section in _SECTIONS)
+    for field in ("sample_from_anchor", "draft_vocab_size", "window_from_anchor", "num_anchors")
 }
 _SILENT = (
     "target_model_type target_text_model_type dflash_config.projector_type dflash_config.attention_mode "

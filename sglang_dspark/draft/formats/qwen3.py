@@ -86,10 +86,12 @@ def attention(content: Content) -> None:
         return
     if content.find("dflash_config.use_swa") is True:
         types, window = [SLIDING] * num_layers, content.find("dflash_config.swa_window_size", "sliding_window")
-    elif types is None and sliding is True and type(first) is int:
+    elif types is None and sliding is True and window is not None and type(first) is int:
         types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     if types is None or types == [FULL] * num_layers:
-        _note_no_window(content, types)
+        for name in ("sliding_window", "use_sliding_window"):
+            content.ignore(section + name, "no layer of the drafter slides")
+        content.ignore("dflash_config.swa_window_size", "dflash_config.use_swa is not set")
         return
     if not isinstance(types, list):
         raise content.refuse(f"{section}layer_types", "should be a list of kinds of attention, one for each layer")
@@ -97,14 +99,6 @@ def attention(content: Content) -> None:
     if sliding is False and types is listed:
         words = "contradicts the sliding layers of layer_types, which are taken at their word: ask who trained it"
         content.remark(f"{section}use_sliding_window", sliding, words, doubtful=True)
-
-
-def _note_no_window(content: Content, types: Any) -> None:
-    reason = "use_sliding_window is not set" if types is None else "layer_types lists full attention alone"
-    content.ignore(f"{content.section}sliding_window", reason)
-    if types is not None:
-        content.ignore(f"{content.section}use_sliding_window", reason)
-    content.ignore("dflash_config.swa_window_size", "dflash_config.use_swa is not set")
 
 
 def causal_layers(content: Content) -> None:
@@ -154,6 +148,9 @@ def _switched_on(content: Content, key: str) -> bool | None:
     value = content.find(*names)
     if value not in (None, True, False):
         raise content.refuse(next(name for name in names if name in content), "should be true or false")
+    if value and content.shapes and not any(name.endswith(".attention_sink_bias") for name in content.shapes):
+        content.remark(key, value, "is ignored: the drafter's attention is stored without sinks")
+        return None
     return None if value is None else bool(value)
 
 
