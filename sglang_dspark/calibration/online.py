@@ -20,9 +20,10 @@ window would follow a change of workload twice as fast and be off by 0.018."""
 FIRST_REFIT_ROUNDS = 8
 REFIT_ROUNDS = 64
 REFIT_STEPS = 16
-"""A refit needs this many new rounds and this many calls: with few requests the first limit counts, with many the
-second keeps its cost, about 0.4 ms with 64 requests, below 30 us per call. The first ones need as many rounds as there
-were before, from 8 on: a head that is far off costs a lone user most of the throughput until it is corrected."""
+"""A refit needs this many new rounds and this many steps: with few requests the first limit counts, with many the
+second keeps its cost, about 0.4 ms with 64 requests, below 30 us per step. The first fits need fewer rounds, the very
+first one 8 rounds in any number of steps, the next as many as there were before: a head that is far off costs a lone
+user most of the throughput until it is corrected."""
 NEWTON_STEPS = 4
 """Per refit; each starts where the last one ended."""
 FIT_STEPS = 200

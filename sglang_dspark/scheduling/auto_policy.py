@@ -25,7 +25,7 @@ MIN_ROUNDS = 64
 # server notices that its text got easier, about as long as a short answer takes.
 PROBE_STEPS = 32
 # A parked server sees little, so what it sees counts for more: rounds that a probe stands for. With 2 instead of 4 the
-# ablation loses up to 13 % when a text gets easier.
+# ablation loses up to 10 % when a text gets easier.
 PARKED_PROBE_WEIGHT = 4
 # An exploration takes another step than the best one, after so many steps: a wrong table has to be found out soon. With
 # 8 or 16 a costly target with a wrong table loses 2 % in the ablation.

@@ -56,7 +56,8 @@ class Schedule:
         self.max_verify = max_verify
         self.forecast = Forecast(max_verify, calibration, adapts=options.online_calibration, device=device)
         self.times: StepTimes | None = None
-        self._clock = StepClock(lag, synchronous=device.type == "cpu")
+        self._on_cpu = device.type == "cpu"
+        self._clock = StepClock(lag, synchronous=self._on_cpu)
         self.fixed_draft_shape = False
         self.policy: Policy = FixedPolicy(0, "off")
         self._auto: AutoPolicy | None = None  # keeps what it decided while another policy is in force
@@ -70,7 +71,7 @@ class Schedule:
         """
         self.fixed_draft_shape = fixed_draft_shape
         if table is not None:
-            self.times = StepTimes(table, overlapped=self._clock.overlapped)
+            self.times = StepTimes(table, overlapped=self._clock.overlapped, padded=self._on_cpu)
             depths = (table.gamma,) if self.fixed_draft_shape else draft_depths(table.draft_ms)
             self.forecast.lagged = LaggedSurvivals(self.max_verify, depths)
             self._auto = AutoPolicy(self.times, self.forecast.lagged, self.fixed_draft_shape)

@@ -103,10 +103,10 @@ class SpsTable:
     def change(self, other: SpsTable) -> float:
         """Return the factor, at least 1, by which the cost of drafted steps against plain ones differs in ``other``.
 
-        It is the largest one among the loads of ``other`` in its smallest context.
+        It is the largest one among the loads that both have measured, in the smallest context of ``other``.
         """
         context, changes = float(other.contexts[0]), [0.0]
-        for requests in other.requests:
+        for requests in {*self.requests} & {*other.requests}:
             ratios = [
                 np.log(
                     other.step_ms(requests, tokens, drafts, context) / self.step_ms(requests, tokens, drafts, context)

@@ -55,8 +55,10 @@ class StepClock:
 
         Args:
             awaited: the host has waited for the result of the last step, although it works beside the device usually,
-                and has looked at each row of it. The time between two such choices is all of that step's time.
+                and has looked at each row of it. The time between two such choices is all of that step's time. Without
+                overlap it always waits, and this changes nothing.
         """
+        awaited = awaited and self.overlapped
         if awaited != self._awaited:
             self.invalidate()
             self._awaited = awaited

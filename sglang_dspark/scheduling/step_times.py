@@ -47,14 +47,15 @@ class StepTimes:
     Args:
         table: of the device's part.
         overlapped: whether host and device work side by side.
+        padded: whether attention pads all requests to the one that verifies most, as on a CPU.
 
     Attributes:
         measured_ms, predicted_ms: running means over the steps observed, for reports.
     """
 
-    def __init__(self, table: SpsTable, *, overlapped: bool = False) -> None:
+    def __init__(self, table: SpsTable, *, overlapped: bool = False, padded: bool = True) -> None:
         self.table = table.monotone()
-        self._overlapped = overlapped
+        self._overlapped, self._padded = overlapped, padded
         self._filters: dict[int, StepTimeFilter] = {}
         self._host_ms: dict[int, float] = {}
         self._num_steps = 0
@@ -71,15 +72,20 @@ class StepTimes:
         Times of the machine that measured the table: its speed does not change which step is best.
         """
         times = self.table.times(requests)
-        ms: NDArray[np.float64] = self._corrected(_table_ms(times, context, slice(None)), requests, times.drafts)
+        ms: NDArray[np.float64] = self._corrected(self._table_ms(times, context, slice(None)), requests, times.drafts)
         return ms
 
     def single_ms(self, requests: int, drafts: int, depth: int, context: float) -> float:
         """Return the milliseconds of one step that drafts to ``depth`` and verifies ``drafts`` drafts in all."""
         times = self.table.times(requests)
         column = times.column(drafts / requests)
-        table_ms = float(_table_ms(times, context, (depth, column)))
+        table_ms = float(self._table_ms(times, context, (depth, column)))
         return float(self._corrected(table_ms, requests, float(times.drafts[column])))
+
+    def _table_ms(self, times: LoadTimes, context: float, step: tuple[int, int] | slice) -> NDArray[np.float64]:
+        """Return the milliseconds of steps that verify the likeliest drafts of all requests, by the table."""
+        table_ms = times.at(context, step)
+        return table_ms + context * times.padding_ms[step] if self._padded else table_ms
 
     def _corrected(self, table_ms: Any, requests: int, drafts: Any) -> Any:
         """Correct the table's times of steps with so many drafts per request, numbers or arrays."""
@@ -134,13 +140,14 @@ class StepTimes:
         step_filter = self._filters[bucket]
         times = self.load(kind.requests)
         column = times.room_for(kind.num_tokens)
-        drafts, table_ms = float(times.drafts[column]), float(_table_ms(times, kind.context, (kind.depth, column)))
+        drafts, table_ms = float(times.drafts[column]), float(self._table_ms(times, kind.context, (kind.depth, column)))
         expected = step_filter.observe(drafts, math.log(max(device_ms, 1e-3) / table_ms), self._num_steps)
         self._speed = step_filter.speed
+        mean_host_ms = self._host_ms.setdefault(bucket, host_ms or 0.0)
         if host_ms is None:
-            host_ms = self._of_host_ms(kind.requests)
-        mean_host_ms = self._host_ms.setdefault(bucket, host_ms)
-        self._host_ms[bucket] += _HOST_WEIGHT * min(host_ms - mean_host_ms, _MAX_HOST_RISE_MS)
+            host_ms = mean_host_ms
+        else:
+            self._host_ms[bucket] += _HOST_WEIGHT * min(host_ms - mean_host_ms, _MAX_HOST_RISE_MS)
         predicted_ms = float(self._total(table_ms * math.exp(step_filter.error(drafts)), mean_host_ms))
         self._weight = 0.98 * self._weight + 1
         self.measured_ms += (float(self._total(device_ms, host_ms)) - self.measured_ms) / self._weight
@@ -217,11 +224,6 @@ class StepTimeFilter:
         np.clip(errors, -_MAX_ERROR, _MAX_ERROR, out=errors)
         self._covariance -= gain[:, None] * shared
         return expected
-
-
-def _table_ms(times: LoadTimes, context: float, step: tuple[int, int] | slice) -> NDArray[np.float64]:
-    """Return the milliseconds of steps that verify the likeliest drafts of all requests, by the table."""
-    return times.at(context, step) + context * times.padding_ms[step]
 
 
 def _bucket(requests: int) -> int:

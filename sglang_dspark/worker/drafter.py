@@ -80,7 +80,7 @@ class Drafter:
             dummy: take random weights of its shape.
         """
         path, config = resolved.path, resolved.config
-        say(path, resolved.reading)
+        log_remarks(path, resolved.reading)
         target = Target(model_runner, config)
         if dummy:
             model = random_draft_model(config, dtype=target.dtype, device=device)
@@ -182,7 +182,7 @@ class Drafter:
         }
 
 
-def say(path: str, reading: Reading) -> None:
+def log_remarks(path: str, reading: Reading) -> None:
     """Log what reading the checkpoint at ``path`` made of keys that are left over, doubtful or unknown."""
     for remark in reading.remarks:
         level = logging.WARNING if remark.doubtful else logging.INFO

@@ -288,7 +288,7 @@ def test_a_drafter_with_copied_keys_is_the_golden_one(golden_dir, copied, keys):
 def test_log_doctor_and_convert_say_what_was_ignored(copied, tmp_path, caplog):
     from sglang_dspark.draft.resolved import ResolvedDrafter
     from sglang_dspark.tools.doctor.models import _describe_drafter
-    from sglang_dspark.worker.drafter import say
+    from sglang_dspark.worker.drafter import log_remarks
 
     folder = copied(**QWEN3_5, eagle_aux_hidden_state_layer_ids=[0, 2, 4])
     sentences = {remark.sentence: remark.doubtful for remark in read(folder).remarks}
@@ -296,7 +296,7 @@ def test_log_doctor_and_convert_say_what_was_ignored(copied, tmp_path, caplog):
     converted = CliRunner().invoke(main, ["convert", "--draft", str(folder), "--output", str(tmp_path / "out")])
     found = {finding.found: finding.status for finding in _describe_drafter(ResolvedDrafter.read(folder))}
     with caplog.at_level(logging.INFO):
-        say(str(folder), read(folder))
+        log_remarks(str(folder), read(folder))
     logged = {record.getMessage().partition(": ")[2]: record.levelno for record in caplog.records}
     for sentence, doubtful in sentences.items():
         assert f"{'doubtful  ' if doubtful else 'left over '} {sentence}\n" in converted.output

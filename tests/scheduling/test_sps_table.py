@@ -267,6 +267,12 @@ def test_no_step_is_slower_than_one_with_more_drafts():
     assert (table.monotone().verify_ms == table.verify_ms).all()
 
 
+def test_loads_that_were_not_measured_say_nothing_about_a_change():
+    table = compute_bound(requests=[1, 2])
+    now = compute_bound(requests=[1, 8])
+    assert table.change(replace(now, verify_ms=now.verify_ms * np.array([1.0, 9.0])[:, None, None])) == pytest.approx(1)
+
+
 @pytest.mark.parametrize(("factors", "change"), [((1, 1), 1), ((2, 2), 1), ((3, 1), 3), ((1, 3), 3)])
 def test_the_cost_of_drafted_steps_against_plain_ones_may_change(factors, change):
     table = compute_bound()

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from step_tables import GAMMA, compute_bound, memory_bound
+from step_tables import GAMMA, compute_bound, make_table, memory_bound
 
 from sglang_dspark.scheduling.step_times import StepKind, StepTimes
 
@@ -142,6 +142,23 @@ def test_one_hiccup_does_not_rule_a_step_out():
     learn(times, {3: 1.0}, 100)
     times.observe(kind(0), 100 * table_ms(times, kind(0)))
     assert correction(times, 0) < 1.12
+
+
+@pytest.mark.parametrize("speed", [0.8, 1.25])
+def test_steps_whose_time_is_all_of_the_device_leave_the_host_time_alone(speed):
+    times, steps = StepTimes(memory_bound(), overlapped=True), [kind(3), kind(0)]
+    for step in steps * 20:
+        times.observe(step, speed * table_ms(times, step), 2.0)
+    for step in steps * 100:
+        times.observe(step, speed * table_ms(times, step))
+    assert times.report()["host_ms"] == {str(R): pytest.approx(2.0)}
+
+
+def test_without_padding_attention_costs_what_the_table_says():
+    table = make_table(lambda r, d, c: 10 + 1e-3 * r * (1 + d) * c, lambda r, d, c: 2 + 0 * r)
+    ragged, padded = StepTimes(table, padded=False), StepTimes(table)
+    assert ragged.single_ms(4, 2, GAMMA, CONTEXT) == pytest.approx(table.step_ms(4, 6, GAMMA, CONTEXT))
+    assert padded.single_ms(4, 2, GAMMA, CONTEXT) > ragged.single_ms(4, 2, GAMMA, CONTEXT)
 
 
 def test_a_table_that_is_wrong_by_a_factor_of_three_is_corrected():

@@ -27,6 +27,7 @@ def report(result: None, manager: Any, meta_info: dict[str, Any], recv_obj: Any,
         "accepted_tokens": accepted,
         "accept_length": (accepted + rounds) / rounds,
     }
+    meta_info.pop("spec_block_accept_length", None)  # if SGLang has carried the proposed drafts under its name
     if "spec_accept_rate" in meta_info:
         meta_info["spec_accept_rate"] = accepted / verified if verified else 0.0
         meta_info["spec_num_proposed_drafts"] = verified

@@ -167,8 +167,8 @@ HOOKS: tuple[Hook, ...] = (
         HookType.AROUND,
         "scheduler.draft_input.row_headroom",
         "scheduler",
-        "a step reserves two verify windows past the committed length and a stride, rows of req_to_token have room for "
-        "one window: near the context limit the rest would lie past the end of the row",
+        "a step reserves two verify windows past the committed length and a stride, rows of req_to_token may have room "
+        "for one window: near the context limit the rest would lie past the end of the row",
         Moment.READY,
     ),
     Hook(

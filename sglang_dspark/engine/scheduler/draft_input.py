@@ -69,7 +69,7 @@ def kv_lengths(reqs: Sequence[Any]) -> tuple[list[int], list[int]]:
 def row_headroom(original: Callable[[], int]) -> int:
     """Return the columns that a row of ``req_to_token`` needs past the context length: what a reservation may reach.
 
-    SGLang's own headroom holds one verify window.
+    SGLang's own headroom holds one verify window, and two only if pages have several tokens.
     """
     return original() + tokens_per_step() + STRIDE + get_alloc_page_size() - 1
 

@@ -31,7 +31,7 @@ _MAX_REQUESTS = 256
 
 
 def measure_steps(
-    executors: ExecutorSelector, target_worker: Any, max_verify: int, key: dict[str, str], *, few: bool = False
+    executors: ExecutorSelector, target_worker: Any, max_verify: int, key: dict[str, str], check: SpsTable | None = None
 ) -> SpsTable:
     """Measure a table.
 
@@ -40,7 +40,7 @@ def measure_steps(
         target_worker: SGLang's worker of the target.
         max_verify: most drafts that a step verifies per request.
         key: what the table is valid for.
-        few: measure only some steps, by which an earlier table can be checked.
+        check: an earlier table, for which only some of its steps are measured.
     """
     runner, agreement = target_worker.model_runner, executors.eager.agreement
     device = torch.device(target_worker.device).type
@@ -48,10 +48,10 @@ def measure_steps(
     room = min(runner.model_config.context_len, runner.token_to_kv_pool.size) - window
     contexts = sorted({max(1, min(context, room)) for context in _CONTEXTS})
     requests, limit_s = geometric_grid(most_requests(runner)), LIMIT_S[device]
-    if few:
+    if check is not None:
         contexts, limit_s = contexts[:1], CHECK_LIMIT_S[device]
-        requests = [count for count in _CHECKED_REQUESTS if count in requests]
-    purpose = "to check the table" if few else "kept for the next start"
+        requests = [count for count in _CHECKED_REQUESTS if count in check.requests]
+    purpose = "kept for the next start" if check is None else "to check the table"
     logger.info(
         "DSPARK: measuring step times (at most about %.0f s once first steps are compiled; %s)", limit_s, purpose
     )

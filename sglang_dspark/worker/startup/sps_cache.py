@@ -63,8 +63,8 @@ def load_or_measure(
     if options.schedule not in _NEEDS_TABLE:
         return table
     if table is not None:
-        now = measure_steps(executors, target_worker, max_verify, key, few=True)
-        if not agreement.share(_is_wrong(table, now, named)):
+        now = measure_steps(executors, target_worker, max_verify, key, check=table)
+        if not agreement.share(agreement.leads and _is_wrong(table, now, named)):
             return table
     table = agreement.share(measure_steps(executors, target_worker, max_verify, key))
     if agreement.leads:
