@@ -81,6 +81,7 @@ evidence: env ## the long proofs and sweeps behind the README's numbers
 	$(RUN) benchmarks/mutants.py
 	$(RUN) benchmarks/kernels/compile_for.py --output $(RESULTS)/compiled.json
 	$(RUN) benchmarks/identity.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/identity.json
+	$(RUN) benchmarks/kits.py $(PAIR) --output $(RESULTS)/kits.json
 	$(RUN) benchmarks/soak.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/soak.json
 	$(RUN) benchmarks/sweep_concurrency.py $(PAIR) $(PROMPTS:%=--prompts %) --output $(RESULTS)/sweep \
 		--config plain --config off --config auto --config static:5 --config static:4 --config static:3 \
