@@ -102,7 +102,7 @@ class TextFolder:
 
     @property
     def is_written(self) -> bool:
-        """Whether all texts are there."""
+        """Return whether all texts are there."""
         return (self.path / "written").exists()
 
     def read_prompts(self) -> list[Turns]:
