@@ -41,7 +41,7 @@ def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None 
 
     Args:
         limit: how many to read at most.
-        shuffle_seed: where the file has more than `limit` prompts, choose among them as DeepSpec's evaluator does: they
+        shuffle_seed: if the file has more than `limit` prompts, choose among them as DeepSpec's evaluator does: they
             are shuffled with this seed, and the first ones stay.
 
     Raises:

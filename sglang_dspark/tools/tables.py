@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 from collections.abc import Mapping
@@ -21,19 +22,21 @@ _KINDS = "give a JSONL, JSON, CSV, TSV or parquet file"
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Read the rows of a file. Marks of byte order in front of a text are passed over.
+    """Read the rows of a file, which may be compressed with gzip. A mark of byte order is passed over.
 
     Raises:
         ConfigError: the file or one of its lines cannot be read.
     """
-    place = f"--prompts {path}"
+    place, compressed = f"--prompts {path}", path.suffix.lower() == ".gz"
+    kind = (path.with_suffix("") if compressed else path).suffix.lower()
     try:
-        if path.suffix.lower() == ".parquet":
+        if kind == ".parquet":
             return _numbered(_parquet(path), place)
-        text = path.read_text(encoding="utf-8-sig")
-        if path.suffix.lower() in (".csv", ".tsv"):
-            return _csv(text, "\t" if path.suffix.lower() == ".tsv" else ",", place)
-    except (OSError, ValueError, csv.Error) as error:
+        with (gzip.open if compressed else open)(path, "rt", encoding="utf-8-sig") as file:
+            text = file.read()
+        if kind in (".csv", ".tsv"):
+            return _csv(text, "\t" if kind == ".tsv" else ",", place)
+    except (OSError, ValueError, EOFError, csv.Error) as error:
         raise ConfigError(f"{place}: cannot be read ({error}); {_KINDS} in UTF-8") from error
     except ImportError as error:
         raise ConfigError(

@@ -106,7 +106,7 @@ class Drafter:
         return self.cache
 
     def calibration(self, options: DSparkConfig, max_verify: int) -> OnlineCalibration | None:
-        """Calibration of the confidence head; None without one."""
+        """Return the calibration of the confidence head; None without one."""
         if self.model.confidence_head is None:
             return None
         path, temperatures = options.confidence_sts_path, None
@@ -168,7 +168,7 @@ class Drafter:
         self.cache.inject(self.model, self._features(input_ids, captured), positions, slots, rows)
 
     def describe(self, path: str) -> dict[str, Any] | None:
-        """JSON: what is known of the checkpoint at ``path``."""
+        """Return what is known of the checkpoint at ``path``, as JSON."""
         config, vocabulary = self.config, self.heads.vocabulary
         return {
             "path": path,
@@ -205,20 +205,20 @@ class NoDrafter:
         logger.info("DSPARK: no drafter; requests with a preset speculate")
 
     def allocate(self, num_slots: int, dtype: torch.dtype) -> None:
-        """There is no K/V."""
+        """Make nothing: there is no K/V."""
 
     def calibration(self, options: DSparkConfig, max_verify: int) -> None:
-        """There is nothing to calibrate."""
+        """Return None: there is nothing to calibrate."""
 
     def propose(self, *args: Any, **kwargs: Any) -> DraftBlock:
-        """Never asked for: the policies of such a server choose plain steps."""
+        """Raise: the policies of such a server choose plain steps."""
         raise AssertionError("a server without a drafter cannot draft")
 
     def commit(self, plan: VerifyPlan, accepted: AcceptResult, captured: torch.Tensor) -> None:
-        """The target's K/V is all there is."""
+        """Write nothing: the target's K/V is all there is."""
 
     def inject(self, *rows: Any) -> None:
-        """There is no K/V to write."""
+        """Write nothing: there is no K/V."""
 
     def describe(self, path: str) -> None:
-        """There is no checkpoint to describe."""
+        """Return None: there is no checkpoint."""

@@ -1,6 +1,7 @@
 """Prompt files in every form that is read, and what is said of the others."""
 
 import csv
+import gzip
 import json
 import logging
 
@@ -124,6 +125,8 @@ def test_files_of_every_kind_hold_the_same(tmp_path):
             writer = csv.writer(file, delimiter=delimiter)
             writer.writerows([("id", "conversations"), *((row["id"], notation(row["conversations"])) for row in rows)])
     parquet.write_table(Table.from_pylist(rows), tmp_path / "table.parquet")
+    for name in ("lines.jsonl", "cells.csv"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
     for path in sorted(tmp_path.iterdir()):
         assert read_conversations(path) == [("One?", "Two?"), ("Three\u2028\u0085?",)], path.name
 

@@ -29,7 +29,7 @@ _SILENT = (
 
 
 def read(content: Content) -> Reading:
-    """Read a file that has to say everything; tensors decide nothing."""
+    """Read a file that has to say everything; tensors decide nothing about the heads."""
     rules = TensorRules()
     qwen3.shape(content)
     own_embedding(content)

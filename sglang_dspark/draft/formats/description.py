@@ -53,7 +53,7 @@ def switches(config: DraftConfig) -> list[Switch]:
 
 
 def new_to(target: Mapping[str, Any], config: DraftConfig) -> list[Switch]:
-    """Those of the switches that the target's own layers lack, and a base of RoPE that is not the target's.
+    """Return the switches that the target's own layers lack, and a base of RoPE that is not the target's.
 
     What a target has no counterpart of, such as a layout of slots, is always new to it.
 
@@ -93,7 +93,7 @@ def adjustments(reading: Reading) -> list[str]:
 
 
 def describe(config: DraftConfig) -> str:
-    """Block size, layers, taps, heads and switches in one line."""
+    """Return block size, layers, taps, heads and switches in one line."""
     markov, confidence = "no Markov head", "no confidence head"
     if config.markov_rank:
         markov = f"{config.markov_head_type} Markov head of rank {config.markov_rank}"
