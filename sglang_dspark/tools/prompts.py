@@ -19,7 +19,8 @@ import ast
 import json
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 Turns = tuple[str, ...]
 """The user's turns of a conversation, at least one."""
 
-_KEYS = ("turns", "messages", "conversations", "conversation", "prompt")
+KEYS = ("turns", "messages", "conversations", "conversation", "prompt")
 _USERS = ("user", "human")
 _FORMS = '{"turns": [text, ...]}, {"prompt": text}, {"messages": [...]} or {"conversations": [...]}'
 
@@ -54,7 +55,7 @@ def read_prompts(path: Path, limit: int | None = None, shuffle_seed: int | None 
     return list(dict.fromkeys(texts))[:limit]
 
 
-def conversations_of(rows: Sequence[Row], source: str) -> list[Turns]:
+def conversations_of(rows: Iterable[Row], source: str) -> list[Turns]:
     """Return what users said in the rows. One message in the log counts those in which they say nothing.
 
     Args:
@@ -63,36 +64,42 @@ def conversations_of(rows: Sequence[Row], source: str) -> list[Turns]:
     Raises:
         ConfigError: a row has none of the forms above, or no user says anything.
     """
-    rows = _unfolded(rows)
-    if rows and all(_is_message(row) for _, row in rows):
-        rows = [(rows[0][0], [row for _, row in rows])]  # the file is one conversation
-    said = {where: _user_turns(row, where) for where, row in rows}
-    found = [turns for turns in said.values() if turns]
+    found: list[Turns] = []
+    silent: list[str] = []
+    for where, row in _unfolded(rows):
+        if turns := _user_turns(row, where):
+            found.append(turns)
+        else:
+            silent.append(where)
     if not found:
         raise ConfigError(
             f"--prompts {source} is empty: no user says anything; name prompts or conversations, in rows of {_FORMS}"
         )
-    silent = [where for where, turns in said.items() if not turns]
     if silent:
         logger.warning(
             "--prompts %s: %d of %d rows are left out, because no user says anything in them; the first is %s",
             source,
             len(silent),
-            len(said),
+            len(found) + len(silent),
             silent[0].removeprefix("--prompts "),
         )
     return found
 
 
-def _unfolded(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the rows of an object of columns, if the file is one."""
-    if len(rows) != 1 or _texts_of(rows[0][1]) is not None:
-        return rows
-    where, table = rows[0]
-    unfolded = rows_of_columns(table) or []
-    if not any(_is_message(row) or _texts_of(row) is not None for row in unfolded):
-        return rows
-    return [(f"{where}, row {number}", row) for number, row in enumerate(unfolded, start=1)]
+def _unfolded(rows: Iterable[Row]) -> Iterable[Row]:
+    """Return the rows of an object of columns if the file is one, and one row of messages if the rows are these."""
+    rows = iter(rows)
+    first = list(islice(rows, 2))
+    if len(first) == 1 and _texts_of(first[0][1]) is None:
+        where, table = first[0]
+        unfolded = rows_of_columns(table) or []
+        if any(_is_message(row) or _texts_of(row) is not None for row in unfolded):
+            first = [(f"{where}, row {number}", row) for number, row in enumerate(unfolded, start=1)]
+    if not first or not _is_message(first[0][1]):
+        return chain(first, rows)
+    every = [*first, *rows]
+    is_conversation = all(_is_message(row) for _, row in every)
+    return [(every[0][0], [row for _, row in every])] if is_conversation else every
 
 
 def _user_turns(row: Any, where: str) -> Turns:
@@ -108,21 +115,26 @@ def _texts_of(row: Any) -> list[str] | None:
     if row is None:
         return []
     if isinstance(row, list):
-        said = _said_by_users(row)
-    elif isinstance(row, dict) and (present := [key for key in _KEYS if key in row]):
-        said = next((_said_under(key, row[key]) for key in present if row[key]), [])
-    else:
+        return _strings(_said_by_users(row))
+    if not isinstance(row, dict):
         return None
-    return said if said is not None and all(isinstance(text, str) for text in said) else None
+    read = [texts for key in KEYS if key in row and (texts := _strings(_said_under(key, row[key]))) is not None]
+    return next((texts for texts in read if any(text.strip() for text in texts)), read[0] if read else None)
+
+
+def _strings(texts: list[Any] | None) -> list[str] | None:
+    return texts if texts is not None and all(isinstance(text, str) for text in texts) else None
 
 
 def _said_under(key: str, cell: Any) -> list[Any] | None:
+    if not cell:
+        return []
     value = _decoded(cell, by_python=key != "prompt") if isinstance(cell, str) else cell
     rows = rows_of_columns(value)
     value = value if rows is None else rows
     if (said := _said_by_users(value)) is not None:
         return said
-    if key == "turns" and isinstance(value, list):
+    if key == "turns" and isinstance(value, list | tuple):
         return [_joined(turn) for turn in value]
     if key == "prompt":
         return [cell if isinstance(cell, str) else _joined(value)]
@@ -147,7 +159,7 @@ def _said_by_users(messages: Any) -> list[Any] | None:
 
 
 def _is_message(item: Any) -> bool:
-    return isinstance(item, dict) and isinstance(_speaker(item), str) and not item.keys() & set(_KEYS)
+    return isinstance(item, dict) and isinstance(_speaker(item), str) and not item.keys() & set(KEYS)
 
 
 def _speaker(message: dict[str, Any]) -> Any:

@@ -41,6 +41,11 @@ FORMS = [
     ({"prompt": "One?", "messages": None, "conversations": []}, ("One?",)),
     (MESSAGES | {"turns": ["Three?"], "prompt": "One?"}, ("Three?",)),
     (MESSAGES | {"turns": None}, ("One?",)),
+    # A form that says nothing, or none that is read, gives way to the next one.
+    ({"messages": [{"role": "system", "content": "Be brief."}], "prompt": "One?"}, ("One?",)),
+    ({"messages": [{"role": "user", "content": " "}], "prompt": "One?"}, ("One?",)),
+    ({"turns": 3, "prompt": "One?"}, ("One?",)),
+    ({"turns": "('One?',)"}, ("One?",)),
     # As in lmsys/lmsys-chat-1m, as TRL has it, and as `datasets` keeps lists of objects.
     ({"conversation": ROLES["conversations"]}, ("One?", "Two?")),
     ({"prompt": ROLES["conversations"]}, ("One?", "Two?")),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from sglang_dspark.errors import ConfigError
-from sglang_dspark.tools.prompts import Turns, conversations_of
+from sglang_dspark.tools.prompts import KEYS, Turns, conversations_of
 from sglang_dspark.tools.tables import SUFFIXES, Row, read_rows
 
 
@@ -27,10 +28,10 @@ def read_conversations(source: str) -> list[Turns]:
         raise ConfigError(
             f"--prompts {source}: cannot be read (no file ends in {', '.join(SUFFIXES)}); give another folder"
         )
-    return conversations_of([row for file in files for row in read_rows(file)], source)
+    return conversations_of((row for file in files for row in read_rows(file)), source)
 
 
-def _rows_of_hub(source: str) -> list[Row]:
+def _rows_of_hub(source: str) -> Iterator[Row]:
     from datasets import load_dataset
 
     name, *wanted = source.split(":")
@@ -43,4 +44,6 @@ def _rows_of_hub(source: str) -> list[Row]:
             f"--prompts {source}: cannot be read ({reason}); give a file of prompts, a folder of them, or a data set "
             "of the hub as OWNER/NAME, OWNER/NAME:SPLIT or OWNER/NAME:CONFIG:SPLIT"
         ) from error
-    return [(f"--prompts {source}, row {number}", row) for number, row in enumerate(rows, start=1)]
+    # Rows are read one by one, and no other columns: a data set may be larger than the memory.
+    rows = rows.select_columns([name for name in rows.column_names if name in KEYS] or rows.column_names)
+    return ((f"--prompts {source}, row {number}", row) for number, row in enumerate(rows, start=1))
