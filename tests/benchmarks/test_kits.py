@@ -1,4 +1,4 @@
-"""Which of SGLang's test kits are run, and which of their outcomes are wrong."""
+"""SGLang's test kits that are run, and their wrong outcomes."""
 
 import pkgutil
 

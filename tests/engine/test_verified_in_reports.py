@@ -1,4 +1,4 @@
-"""What SGLang reports of acceptance: accepted drafts over those that were verified."""
+"""SGLang reports accepted drafts over those that were verified."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ BLOCK = 7
 
 
 class Reporter(SimpleNamespace):
-    """As SGLang's: it divides by whole blocks, in every second call, and starts anew."""
+    """Divides by whole blocks, in every second call, and starts again, as SGLang's does."""
 
     def report(self, *, is_due):
         if is_due:
@@ -27,7 +27,7 @@ def add(reporter, verified, accepted):
 
 @pytest.fixture
 def said(monkeypatch):
-    """What a reporter says of steps [(verified, accepted), ...], with a report after each; the last two are due."""
+    """Return what a reporter says of steps [(verified, accepted), ...], with a report after each; the last two are due."""
     monkeypatch.setattr(hook_handlers, "tokens_per_step", lambda: BLOCK + 1)
 
     def said(first, second):

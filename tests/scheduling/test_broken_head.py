@@ -33,7 +33,7 @@ def test_as_many_drafts_are_verified_as_the_step_has_rows_for(forecast, budget):
 
 
 def test_a_draft_without_a_confidence_is_not_believed_later_either(forecast, monkeypatch):
-    """Whenever the calibration is fitted anew, the rounds that budgets are based on are predicted again."""
+    """Whenever the calibration is fitted again, the rounds that budgets are based on are predicted again."""
     forecast.lagged = LaggedSurvivals(GAMMA, (GAMMA,))
     sizes, revise = [], forecast.lagged.revise
     monkeypatch.setattr(forecast.lagged, "revise", lambda rounds: (sizes.append(len(rounds)), revise(rounds)))

@@ -83,7 +83,7 @@ def test_the_dashboard_asks_for_what_prometheus_gets(guarded, escaping):
     ids=["auto", "limit of a request", "static", "early-stop", "threshold", "off"],
 )
 def test_acceptance_is_that_of_verified_drafts(guarded, policy, options, fewest, most):
-    """In SGLang's metrics and its log, under every policy, which verify ``fewest`` to ``most`` drafts a round."""
+    """SGLang's metrics and log agree under every policy; these verify ``fewest`` to ``most`` drafts a round."""
     assert call(guarded, "/dspark/policy", "admin-key", policy)[0] == 200
     try:
         # The last whole interval of the log has nothing of an earlier policy.

@@ -1,4 +1,4 @@
-"""Where the trainer finds prompts: files, folders of them, and data sets of the hub."""
+"""The trainer finds prompts in files, folders of them, and data sets of the hub."""
 
 import json
 

@@ -213,7 +213,7 @@ def staged(loop, decision, number=99):
 
 
 def test_a_draft_that_was_not_verified_is_drawn_anew(monkeypatch):
-    """What earlier confidences have told about it must not decide whether it is verified."""
+    """Earlier confidences of it must not decide whether it is verified."""
     loop, decision = GraphLoop(monkeypatch, [4], schedule="static"), StepDecision(7, FixedLength())
     loop.serve(prompts_of(loop), 2, temperature=2.0)
     drafts = []

@@ -106,7 +106,7 @@ def test_a_table_whose_steps_take_other_times_now_is_noticed(named, caplog):
 
 @pytest.fixture
 def homeless(monkeypatch, tmp_path):
-    """A user that nobody knows, as in some containers."""
+    """A user without a name, as in some containers."""
     monkeypatch.setattr(Path, "expanduser", lambda path: (_ for _ in ()).throw(RuntimeError("no home")))
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     return tmp_path / f"sglang-dspark-{os.getuid()}"

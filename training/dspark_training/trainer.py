@@ -1,6 +1,6 @@
 """The training loop, on accelerate: one process or several, gradient accumulation, mixed precision, checkpoints.
 
-A run that was interrupted goes on from its last checkpoint, with the texts shuffled anew.
+A run that was interrupted goes on from its last checkpoint, with the texts shuffled again.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ Table = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Remark:
-    """What was made of a key that was not taken at its word.
+    """The reading of a key that was not taken at its word.
 
     Attributes:
         sentence: key, value and reason.

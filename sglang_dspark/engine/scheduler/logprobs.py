@@ -3,7 +3,7 @@
 They are those of the adjusted logits at the request's temperature, before top-k, top-p and min-p; greedy requests count
 as temperature 1. With ``SGLANG_RETURN_ORIGINAL_LOGPROB`` the temperature is left out. Prompt tokens are SGLang's own.
 SGLang's function for speculative steps wants as many rows for every request, computes all of them at once, and copies
-every entry by itself.
+every entry alone.
 """
 
 from __future__ import annotations
