@@ -27,7 +27,7 @@ def add(reporter, verified, accepted):
 
 @pytest.fixture
 def said(monkeypatch):
-    """Return what a reporter says of steps [(verified, accepted), ...], with a report after each; the last two are due."""
+    """Return what a reporter says of steps [(verified, accepted), ...], reported after each; the last two are due."""
     monkeypatch.setattr(hook_handlers, "tokens_per_step", lambda: BLOCK + 1)
 
     def said(first, second):
