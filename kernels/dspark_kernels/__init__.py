@@ -1,4 +1,4 @@
-"""Sampling, verification, attention and draft K/V: torch references, and Triton kernels that compute the same.
+"""Sampling, verification, attention, recurrence, draft K/V: torch references, and Triton kernels that compute the same.
 
 No serving engine is imported.
 
@@ -49,6 +49,16 @@ from dspark_kernels.planning.plans import plan_staged, plan_top, plan_uniform
 from dspark_kernels.planning.plans_reference import FORCED, plan_lens, plan_staged_ref, plan_top_ref, plan_uniform_ref
 from dspark_kernels.planning.preparation import PlanNumbers, PreparedStep, StepRequests, prepare, prepare_ref
 from dspark_kernels.planning.windows import VerifyRows, Windows
+from dspark_kernels.recurrence.causal_conv_rows import (
+    causal_conv_rows,
+    causal_conv_rows_ref,
+    commit_conv_windows,
+    commit_conv_windows_ref,
+)
+from dspark_kernels.recurrence.gated_delta import commit_gated_delta, gated_delta
+from dspark_kernels.recurrence.gated_delta_inputs import DeltaGates, DeltaInputs
+from dspark_kernels.recurrence.gated_delta_reference import commit_gated_delta_ref, gated_delta_ref
+from dspark_kernels.recurrence.rows import ReplayedRows, StateRows
 from dspark_kernels.sampling.noise import (
     Purpose,
     RoundKeys,
@@ -73,6 +83,8 @@ __all__ = [
     "CommitRows",
     "ConfidenceWeights",
     "ContextGroup",
+    "DeltaGates",
+    "DeltaInputs",
     "Dispatched",
     "DraftBlock",
     "DraftDistribution",
@@ -86,8 +98,10 @@ __all__ = [
     "PlanNumbers",
     "PreparedStep",
     "Purpose",
+    "ReplayedRows",
     "RoundKeys",
     "SamplingBatch",
+    "StateRows",
     "StepRequests",
     "VerifyRows",
     "VisibleKeys",
@@ -105,6 +119,12 @@ __all__ = [
     "block_confidence_ref",
     "block_groups",
     "block_windows",
+    "causal_conv_rows",
+    "causal_conv_rows_ref",
+    "commit_conv_windows",
+    "commit_conv_windows_ref",
+    "commit_gated_delta",
+    "commit_gated_delta_ref",
     "distribution_loss",
     "distribution_loss_ref",
     "draft_block",
@@ -112,6 +132,8 @@ __all__ = [
     "draw",
     "exponential",
     "exponential_at",
+    "gated_delta",
+    "gated_delta_ref",
     "group_contexts",
     "inverse_cdf",
     "kernels_anywhere",

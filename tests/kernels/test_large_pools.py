@@ -3,8 +3,20 @@
 import math
 import mmap
 
+import pytest
 import torch
-from dspark_kernels import PagedWindows, kv_inject, kv_inject_ref, window_attention, window_attention_ref
+from dspark_kernels import (
+    PagedWindows,
+    commit_gated_delta,
+    commit_gated_delta_ref,
+    gated_delta,
+    gated_delta_ref,
+    kv_inject,
+    kv_inject_ref,
+    window_attention,
+    window_attention_ref,
+)
+from recurrent_rows import Rows, part, replayed
 
 HEADS, HEAD_DIM = 8, 128
 
@@ -61,3 +73,22 @@ def test_the_last_slot_of_a_pool_is_attended_to(device):
         scale=0.1,
     )
     torch.testing.assert_close(attended.float(), expected, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(("layers", "slots"), [(1, 140_000), (34, 4_000)])
+def test_the_last_state_of_the_last_layer_is_read_and_advanced(layers, slots, device):
+    made = Rows(device)
+    assert max(layers - 1, 1) * (slots - 1) * 128 * 128 > 2**31
+    q, inputs, gates = made.delta(2, (1, 1), (128, 128), (layers,))
+    large, small = (pool_of((layers, size, 1, 128, 128), device) for size in (slots, 2))
+    large[:, -1] = small[:, 1] = made.rand(layers, 1, 128, 128).half()
+    outs = []
+    for verify, commit, pools in (
+        (gated_delta, commit_gated_delta, large),
+        (gated_delta_ref, commit_gated_delta_ref, small),
+    ):
+        rows = made.state_rows([2], [pools.shape[1] - 1])
+        outs.append(verify(q[-1], part(inputs, -1), part(gates, -1), pools[-1], rows))
+        commit(inputs, gates, pools, replayed(rows, [2]))
+    torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(large[:, -1], small[:, 1], atol=2e-3, rtol=2e-3)

@@ -16,11 +16,15 @@ from dspark_kernels import (
     Adjustment,
     AdjustmentTable,
     CommitRows,
+    DeltaGates,
+    DeltaInputs,
     Dispatched,
     PagedWindows,
     PreparedStep,
+    ReplayedRows,
     RoundKeys,
     SamplingBatch,
+    StateRows,
     StepRequests,
     VerifyRows,
 )
@@ -211,6 +215,58 @@ def distribution_loss(form, case):
     return [part[:3] for part in form(logits, target, None, *given, ce_weight=0.3, tv_weight=0.9)]
 
 
+def state_rows(case):
+    """Two real requests of five request slots, with three rows and one, in state slots 3 and 1."""
+    return torch.tensor([0, 3, 4, 4, 4, 4], device=case.device), case.spoilt(torch.tensor([3, 1, -1, 0, 2]), 2)
+
+
+def replayed_rows(case):
+    """Of the first request two rows are replayed, and the first one is tracked in slot 4."""
+    parts = torch.tensor([[2, 1, 0, 0, 0], [1, 0, 0, 0, 0], [4, -1, 0, 0, 0]]).unbind()
+    return ReplayedRows(*state_rows(case), *(case.spoilt(part.clone(), 2) for part in parts))
+
+
+def state_pool(case, *shape):
+    """A pool of six slots, of which 1 and 3 belong to requests."""
+    pool = case.rand(6, *shape)
+    if case.fill is not None:
+        pool[[0, 2, 4, 5]] = case.fill
+    return pool
+
+
+def delta_rows(case):
+    return [case.rand(7, *shape, real=4) for shape in ((1, 6), (1, 6), (2, 5), (2,), (2,))]
+
+
+def gated_delta(form, case):
+    q, *inputs = delta_rows(case)
+    gates = DeltaGates(case.rand(2), case.rand(2))
+    out = form(q, DeltaInputs(*inputs), gates, state_pool(case, 2, 5, 6), StateRows(*state_rows(case)))
+    assert not out[4:].any()
+    return [out]
+
+
+def commit_gated_delta(form, case):
+    _, *inputs = delta_rows(case)
+    pools = state_pool(case, 2, 5, 6)[None]
+    gates = DeltaGates(case.rand(1, 2), case.rand(1, 2))
+    form(DeltaInputs(*(x[None] for x in inputs)), gates, pools, replayed_rows(case))
+    return [pools[:, [1, 3, 4]]]
+
+
+def causal_conv_rows(form, case):
+    weight, windows = case.rand(5, 4), state_pool(case, 5, 3)
+    out = form(case.rand(7, 5, real=4), weight, case.rand(5), windows, StateRows(*state_rows(case)))
+    assert not out[4:].any()
+    return [out]
+
+
+def commit_conv_windows(form, case):
+    windows = state_pool(case, 5, 3)[None]
+    form(case.rand(7, 5, real=4)[None], windows, replayed_rows(case))
+    return [windows[:, [1, 3, 4]]]
+
+
 CASES = [
     window_attention,
     block_attention,
@@ -226,6 +282,10 @@ CASES = [
     plan_uniform,
     plan_staged,
     prepare,
+    gated_delta,
+    commit_gated_delta,
+    causal_conv_rows,
+    commit_conv_windows,
     distribution_loss,
 ]
 

@@ -1,0 +1,142 @@
+"""The short convolution over ragged rows: reference, kernels, and a commit that moves windows on."""
+
+import pytest
+import torch
+from dspark_kernels import (
+    causal_conv_rows,
+    causal_conv_rows_ref,
+    commit_conv_windows,
+    commit_conv_windows_ref,
+)
+from dspark_kernels.recurrence import causal_conv_rows as module
+from recurrent_rows import Rows, replayed, served
+from rounding import assert_equal_but_for_rounding
+
+LENS, SLOTS = [3, 0, 1, 5, 2], [4, 2, -1, 1, 3]
+FORMS = [(causal_conv_rows_ref, commit_conv_windows_ref), (causal_conv_rows, commit_conv_windows)]
+BOTH = pytest.mark.parametrize("forms", FORMS, ids=["reference", "kernel"])
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Let several programs share the channels of a case that is small."""
+    monkeypatch.setattr(module, "_CHANNELS_PER_PROGRAM", 16)
+
+
+def test_reference_equals_the_formula():
+    made = Rows("cpu")
+    (x, weight, bias), windows = made.conv(sum(LENS), 3), made.rand(6, 3, 3)
+    out = causal_conv_rows_ref(x, weight, bias, windows, made.state_rows(LENS, SLOTS))
+    row = 0
+    for length, slot in zip(LENS, SLOTS, strict=True):
+        seen = windows[slot].T.tolist() if slot >= 0 else [[0.0] * 3] * 3
+        for _ in range(length):
+            seen.append(x[row].tolist())
+            for channel in range(3):
+                total = float(bias[channel])
+                for tap in range(4):
+                    total += float(weight[channel, tap]) * seen[-4 + tap][channel]
+                expected = total * torch.tensor(total).sigmoid()
+                torch.testing.assert_close(out[row, channel], expected, atol=1e-6, rtol=1e-5)
+            row += 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window_dtype", "index_dtype", "shape", "bias"),
+    [
+        (torch.float32, torch.float32, torch.int32, (37, 4), True),
+        (torch.float32, torch.float32, torch.int64, (5, 2), False),
+        (torch.float32, torch.float16, torch.int32, (16, 3), True),
+        (torch.float16, torch.float16, torch.int32, (21, 4), False),
+        (torch.bfloat16, torch.bfloat16, torch.int64, (21, 4), True),
+    ],
+    ids=str,
+)
+def test_kernel_equals_reference(dtype, window_dtype, index_dtype, shape, bias, device):
+    made = Rows(device, dtype)
+    given = made.conv(sum(LENS) + 3, *shape, bias)
+    windows, rows = made.rand(6, shape[0], shape[1] - 1, dtype=window_dtype), made.state_rows(LENS, SLOTS, index_dtype)
+    before = windows.clone()
+    found, expected = (form(*given, windows, rows) for form in (causal_conv_rows, causal_conv_rows_ref))
+    assert torch.equal(windows, before)
+    assert not found[sum(LENS) :].any() and found[: sum(LENS)].any()
+    assert_equal_but_for_rounding(found, expected)
+
+
+@pytest.mark.parametrize("window_dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [2, 4])
+def test_commit_equals_its_reference(width, window_dtype, device):
+    """Of windows and of tracks, to the bit, in windows whose taps lie apart."""
+    made = Rows(device)
+    x, *_ = made.conv(sum(LENS) + 2, 21, layers=(2,))
+    rows = made.state_rows(LENS, SLOTS, torch.int32)
+    rows = replayed(rows, [2, 5, 1, 99, 0], ([1, 1, 1, 4, 1], [5, 6, 6, -1, 6]), torch.int32)
+    windows = made.rand(2, 7, width - 1, 21, dtype=window_dtype).mT
+    found, expected = windows.clone(), windows.clone()
+    commit_conv_windows(x, found, rows)
+    commit_conv_windows_ref(x, expected, rows)
+    assert torch.equal(found, expected)
+    changed = (found != windows).flatten(2).any(-1).any(0).nonzero().squeeze(1).tolist()
+    assert changed == [1, 4, 5]
+
+
+@BOTH
+@pytest.mark.parametrize("window_dtype", [torch.float32, torch.float16], ids=str)
+def test_several_rows_equal_as_many_decode_steps(forms, window_dtype, device):
+    """Also where a decode reads what it rounded when it stored it."""
+    convolve, commit = forms
+    made = Rows(device)
+    (x, weight, bias), windows = made.conv(6, 5), made.rand(1, 2, 5, 3, dtype=window_dtype)
+    left, rows = windows.clone(), made.state_rows([6], [1])
+    out = convolve(x, weight, bias, windows[0], rows)
+    commit(x[None], left, replayed(rows, [6]))
+    one = made.state_rows([1], [1])
+    for row in range(6):
+        at = x[row : row + 1]
+        assert torch.equal(convolve(at, weight, bias, windows[0], one)[0], out[row])
+        commit(at[None], windows, replayed(one, [1]))
+    assert torch.equal(left, windows)
+
+
+@BOTH
+def test_windows_after_many_steps_hold_the_last_accepted_rows(forms, device):
+    _, commit = forms
+    made, num_requests = Rows(device), 3
+    windows = made.rand(1, num_requests + 1, 2, 3)
+    texts = [windows[0, 1 + request].T.tolist() for request in range(num_requests)]
+    for present, lens, accepted in served(40, num_requests, 5):
+        x, rows = made.rand(sum(lens), 2), made.state_rows(lens, [1 + request for request in present])
+        commit(x[None], windows, replayed(rows, accepted))
+        for request, first, length in zip(present, rows.indptr.tolist(), accepted, strict=False):
+            texts[request] += x[first : first + length].tolist()
+    for request, text in enumerate(texts):
+        assert windows[0, 1 + request].T.tolist() == text[-3:]
+
+
+@BOTH
+def test_output_goes_where_it_is_kept(forms, device):
+    """And inputs may be a part of wider rows."""
+    convolve, commit = forms
+    made = Rows(device)
+    (x, weight, bias), windows, rows = made.conv(4, 5), made.rand(3, 5, 3), made.state_rows([1, 2], [2, 1])
+    expected = convolve(x, weight, bias, windows, rows)
+    wide, kept = torch.cat([x, x], 1)[:, :5], made.rand(2, 4, 7)[1, :, :5]
+    assert convolve(wide, weight, bias, windows, rows, kept) is kept
+    assert torch.equal(kept, expected) and not kept[3].any()
+    left = [windows[None].clone() for _ in range(2)]
+    for pools, inputs in zip(left, (x, wide), strict=True):
+        commit(inputs[None], pools, replayed(rows, [1, 2]))
+    assert torch.equal(*left)
+
+
+def test_what_does_not_fit_together_is_refused(device):
+    made = Rows(device)
+    (x, weight, bias), windows, rows = made.conv(3, 5), made.rand(2, 5, 3), made.state_rows([3], [1])
+    with pytest.raises(ValueError, match=r"expected \[C, W\]"):
+        causal_conv_rows(x, weight[:, 1:], bias, windows, rows)
+    with pytest.raises(ValueError, match="contiguous"):
+        causal_conv_rows(x, weight.T.contiguous().T, bias, windows, rows)
+    with pytest.raises(ValueError, match="contiguous channels"):
+        commit_conv_windows(x.T.contiguous().T[None], windows[None], replayed(rows, [1]))
+    with pytest.raises(ValueError, match="do not fit x"):
+        commit_conv_windows(x[None], windows, replayed(rows, [1]))

@@ -1,0 +1,224 @@
+"""The gated delta rule over ragged rows: reference, kernels, and a commit that replays what was accepted."""
+
+import math
+
+import pytest
+import torch
+from dspark_kernels import StateRows, commit_gated_delta, commit_gated_delta_ref, gated_delta, gated_delta_ref
+from recurrent_rows import Rows, part, replayed, served
+from rounding import assert_equal_but_for_rounding
+
+HEADS, DIMS = (2, 4), (5, 3)
+LENS, SLOTS = [3, 0, 1, 4], [4, 2, -1, 1]
+TOL = {"atol": 2e-6, "rtol": 2e-5}  # float32 sums of up to 40 products, in another order
+FORMS = [(gated_delta_ref, commit_gated_delta_ref), (gated_delta, commit_gated_delta)]
+BOTH = pytest.mark.parametrize("forms", FORMS, ids=["reference", "kernel"])
+
+
+def literal(q, inputs, gates, states, rows):
+    """The formula for one head at a time, in float64."""
+    q, k, v, a, b = (x.double() for x in (q, *vars(inputs).values()))
+    out, left = torch.zeros_like(v), states.double().clone()
+    for head in range(v.shape[1]):
+        key_head = head // (v.shape[1] // q.shape[1])
+        for request, slot in enumerate(rows.slots.tolist()):
+            state = left[slot, head] if slot >= 0 else torch.zeros_like(left[0, head])
+            for row in range(*rows.indptr[request : request + 2].tolist()):
+                x = float(a[row, head]) + float(gates.dt_bias[head])
+                state = state * math.exp(-math.exp(float(gates.a_log[head])) * math.log1p(math.exp(x)))
+                key, query = (x[row, key_head] / x[row, key_head].norm() for x in (k, q))
+                change = v[row, head] - state @ key
+                state = state + torch.outer(change, key) / (1 + math.exp(-float(b[row, head])))
+                out[row, head] = state @ query / math.sqrt(len(key))
+            if slot >= 0:
+                left[slot, head] = state
+    return out.float(), left.float()
+
+
+def test_reference_equals_the_formula():
+    made = Rows("cpu")
+    given, states = made.delta(sum(LENS), HEADS, DIMS), made.rand(6, HEADS[1], *DIMS[::-1])
+    rows = made.state_rows(LENS, SLOTS)
+    out, left = literal(*given, states, rows)
+    torch.testing.assert_close(gated_delta_ref(*given, states, rows), out, **TOL)
+    pools = states[None].clone()
+    commit_gated_delta_ref(*(part(x, None) for x in given[1:]), pools, replayed(rows, LENS))
+    torch.testing.assert_close(pools[0], left, **TOL)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "index_dtype", "heads", "dims"),
+    [
+        (torch.float32, torch.int64, (1, 3), (20, 40)),  # values of a head in two programs
+        (torch.float32, torch.int32, (2, 2), (1, 1)),
+        (torch.float16, torch.int32, (2, 4), (5, 3)),
+        (torch.bfloat16, torch.int64, (2, 4), (16, 8)),
+    ],
+    ids=str,
+)
+def test_kernel_equals_reference(dtype, index_dtype, heads, dims, device):
+    made = Rows(device, dtype)
+    given = made.delta(sum(LENS) + 3, heads, dims)
+    states, rows = made.rand(6, heads[1], *dims[::-1], dtype=torch.float32), made.state_rows(LENS, SLOTS, index_dtype)
+    before = states.clone()
+    found, expected = gated_delta(*given, states, rows), gated_delta_ref(*given, states, rows)
+    assert torch.equal(states, before)
+    assert not found[sum(LENS) :].any()
+    (torch.testing.assert_close if dtype == torch.float32 else assert_equal_but_for_rounding)(
+        found, expected, **(TOL if dtype == torch.float32 else {})
+    )
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_commit_equals_its_reference(layers, device):
+    """Of states and of tracks, whatever stands in requests that are not there."""
+    made = Rows(device)
+    _, *given = made.delta(sum(LENS) + 2, (1, 2), (6, 35), (layers,))
+    lengths, tracks = [2, 5, 1, 99], ([2, 1, 1, 3], [3, 5, 5, -1])
+    rows = replayed(made.state_rows(LENS, SLOTS, torch.int32), lengths, tracks, torch.int32)
+    pools = made.rand(layers, 7, 2, 35, 6)
+    found, expected = pools.clone(), pools.clone()
+    commit_gated_delta(*given, found, rows)
+    commit_gated_delta_ref(*given, expected, rows)
+    torch.testing.assert_close(found, expected, **TOL)
+    changed = (found != pools).flatten(2).any(-1).any(0).nonzero().squeeze(1).tolist()
+    assert changed == [1, 3, 4]
+    assert torch.equal(found[:, 3], found[:, 4])
+
+
+@BOTH
+def test_verification_and_commit_equal_the_accepted_rows_alone(forms, device):
+    verify, commit = forms
+    made = Rows(device)
+    lens, slots, accepted = [3, 1, 5], [2, 5, 1], [2, 1, 4]
+    q, inputs, gates = made.delta(sum(lens), (1, 2), (6, 3))
+    states, rows = made.rand(6, 2, 3, 6), made.state_rows(lens, slots)
+    out = verify(q, inputs, gates, states, rows)
+    left, tracked = states[None].clone(), 3
+    tracks = ([-1, 0, 2], [3, 3, tracked])
+    commit(part(inputs, None), part(gates, None), left, replayed(rows, accepted, tracks))
+    for first, length, slot in zip(rows.indptr.tolist(), accepted, slots, strict=False):
+        alone, kept = made.state_rows([length], [slot]), slice(first, first + length)
+        expected = states[None].clone()
+        found = verify(q[kept], part(inputs, kept), gates, states, alone)
+        assert torch.equal(found, out[kept])
+        after_two = replayed(alone, [length], ([2], [tracked]) if slot == 1 else None)
+        commit(part(part(inputs, kept), None), part(gates, None), expected, after_two)
+        assert torch.equal(left[0, slot], expected[0, slot])
+    assert torch.equal(left[0, tracked], expected[0, tracked])
+    assert torch.equal(left[0, [0, 4]], states[[0, 4]])
+
+
+@BOTH
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.float16], ids=str)
+def test_several_rows_equal_as_many_decode_steps(forms, pool_dtype, device):
+    """Also where a decode rounds the state that it stores."""
+    verify, commit = forms
+    made = Rows(device)
+    q, inputs, gates = made.delta(5, (1, 2), (6, 3))
+    pools = made.rand(1, 2, 2, 3, 6, dtype=pool_dtype)
+    left, rows = pools.clone(), made.state_rows([5], [1])
+    out = verify(q, inputs, gates, pools[0], rows)
+    commit(part(inputs, None), part(gates, None), left, replayed(rows, [5]))
+    one = made.state_rows([1], [1])
+    for row in range(5):
+        at = slice(row, row + 1)
+        assert torch.equal(verify(q[at], part(inputs, at), gates, pools[0], one), out[at])
+        commit(part(part(inputs, at), None), part(gates, None), pools, replayed(one, [1]))
+    assert torch.equal(left, pools)
+
+
+def states_after(forms, steps, fault=None, device="cpu"):
+    """States of requests that are served speculatively, and by plain decode steps of the tokens that were accepted.
+
+    Args:
+        fault: changes the rows that a commit replays.
+    """
+    verify, commit = forms
+    made, num_requests = Rows(device), 3
+    pools = made.rand(1, num_requests + 1, 1, 2, 4)
+    plain = pools.clone()
+    for present, lens, accepted in steps:
+        q, inputs, gates = made.delta(sum(lens), (1, 1), (4, 2))
+        rows = made.state_rows(lens, [1 + request for request in present])
+        assert verify(q, inputs, gates, pools[0], rows).isfinite().all()
+        replay = replayed(rows, accepted)
+        given = part(inputs, None), part(gates, None)
+        commit(*given, pools, fault(replay) if fault else replay)
+        for request, first, length in zip(present, rows.indptr.tolist(), accepted, strict=False):
+            one = replayed(made.state_rows([1], [1 + request]), [1])
+            for row in range(first, first + length):
+                commit(part(given[0], (slice(None), slice(row, row + 1))), given[1], plain, one)
+    return pools, plain
+
+
+def test_a_state_after_many_steps_is_that_of_a_plain_decode():
+    speculative, plain = states_after(FORMS[0], served(200, 3, 5))
+    assert torch.equal(speculative, plain)
+
+
+@pytest.mark.parametrize("num_steps", [20, pytest.param(200, marks=pytest.mark.thorough)])
+def test_a_state_of_the_kernel_after_many_steps_is_that_of_its_plain_decode(num_steps, device):
+    speculative, plain = states_after(FORMS[1], served(num_steps, 3, 3), device=device)
+    assert torch.equal(speculative, plain)
+
+
+def in_batch_order(rows):
+    slots = 1 + torch.arange(len(rows.slots), device=rows.slots.device)
+    return replayed(StateRows(rows.indptr, slots), rows.lengths.tolist())
+
+
+def of_the_next_row(rows):
+    return replayed(rows, (rows.lengths + 1).tolist())
+
+
+def of_all_rows(rows):
+    return replayed(rows, rows.indptr.diff().tolist())
+
+
+@pytest.mark.parametrize("fault", [in_batch_order, of_the_next_row, of_all_rows])
+def test_a_fault_of_the_commit_is_seen(fault):
+    speculative, plain = states_after(FORMS[0], served(20, 3, 5), fault)
+    assert not torch.allclose(speculative, plain, atol=1e-2)
+
+
+@BOTH
+def test_a_verification_between_commits_leaves_no_trace(forms, device):
+    verify, _ = forms
+    made = Rows(device)
+    given, states, rows = made.delta(4, (1, 1), (4, 2)), made.rand(3, 1, 2, 4), made.state_rows([1, 3], [2, 1])
+    before = states.clone()
+    first = verify(*given, states, rows)
+    assert torch.equal(verify(*given, states, rows), first) and torch.equal(states, before)
+
+
+@BOTH
+def test_parts_of_wider_rows_and_slots_that_lie_apart(forms, device):
+    verify, commit = forms
+    made = Rows(device)
+    q, inputs, gates = made.delta(4, (2, 2), (4, 3))
+    wide = torch.cat([x.flatten(1) for x in (q, *vars(inputs).values())], 1)
+    cuts = wide.split([8, 8, 6, 2, 2], 1)
+    apart = type(inputs)(cuts[1].unflatten(1, (2, 4)), cuts[2].unflatten(1, (2, 3)), *cuts[3:])
+    pools, rows = made.rand(1, 3, 2, 3, 4), made.state_rows([1, 3], [2, 1])
+    spread = made.rand(1, 3, 5, 3, 4)[:, :, :2]
+    spread.copy_(pools)
+    expected = verify(q, inputs, gates, pools[0], rows)
+    assert torch.equal(verify(cuts[0].unflatten(1, (2, 4)), apart, gates, spread[0], rows), expected)
+    for kept, states in ((inputs, pools), (apart, spread)):
+        commit(part(kept, None), part(gates, None), states, replayed(rows, [1, 2]))
+    assert torch.equal(spread, pools)
+
+
+def test_what_does_not_fit_together_is_refused(device):
+    made = Rows(device)
+    q, inputs, gates = made.delta(3, HEADS, DIMS)
+    states, rows = made.rand(4, HEADS[1], *DIMS[::-1]), made.state_rows([3], [1])
+    with pytest.raises(ValueError, match=r"q is \[3, 2, 4\] .* need \[3, 2, 5\]"):
+        gated_delta(q[..., :-1], inputs, gates, states, rows)
+    with pytest.raises(ValueError, match="states is"):
+        gated_delta(q, inputs, gates, states.mT, rows)
+    with pytest.raises(ValueError, match="states is"):
+        commit_gated_delta(part(inputs, None), part(gates, None), states, replayed(rows, [1]))
+    with pytest.raises(ValueError, match="the last 3 dimensions of states must be contiguous"):
+        gated_delta(q, inputs, gates, states.mT.contiguous().mT, rows)

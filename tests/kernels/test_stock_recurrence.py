@@ -1,0 +1,106 @@
+"""Recurrent layers against SGLang's own kernels, with both under Triton's interpreter where there is no GPU."""
+
+import pytest
+import torch
+import triton.language as tl
+from dspark_kernels import causal_conv_rows, commit_conv_windows, commit_gated_delta, gated_delta
+from recurrent_rows import Rows, part, replayed
+from sglang.kernels.ops.attention.fla import fused_recurrent
+from sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent import fused_sigmoid_gating_delta_rule_update
+from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_update
+
+HEADS, DIMS = (2, 4), (6, 5)
+LENS, SLOTS = [3, 0, 1, 4], [4, 2, 3, 1]
+
+
+@pytest.fixture(autouse=True)
+def interpreted_exp(monkeypatch, device):
+    """Let the interpreter find the exponential that SGLang has under a name of its own."""
+
+    def exp(x):
+        return tl.exp(x)
+
+    if device.type != "cuda":
+        monkeypatch.setattr(fused_recurrent, "exp", exp)
+
+
+def decoded(q, inputs, gates, states, slot):
+    """Outputs of SGLang's decode of the rows, which advances ``states``."""
+    scale, outs = q.shape[2] ** -0.5, []
+    for row in range(len(q)):
+        at = slice(row, row + 1)
+        mixed = torch.cat([x[at].flatten(1) for x in (q, inputs.k, inputs.v)], 1)
+        out = torch.zeros(1, 1, *inputs.v.shape[1:], dtype=q.dtype, device=q.device)
+        fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode(
+            mixed, inputs.a[at], inputs.b[at], gates.a_log, gates.dt_bias, scale, states, out, slot, True
+        )
+        outs.append(out[0])
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_delta_rule_equals_a_plain_decode_to_the_bit(dtype, device):
+    """Outputs of verified rows, and the states that a commit of all rows leaves."""
+    made = Rows(device, dtype)
+    q, inputs, gates = made.delta(sum(LENS), HEADS, DIMS)
+    states, rows = made.rand(6, HEADS[1], *DIMS[::-1], dtype=torch.float32), made.state_rows(LENS, SLOTS, torch.int32)
+    out, pools = gated_delta(q, inputs, gates, states, rows), states[None].clone()
+    commit_gated_delta(part(inputs, None), part(gates, None), pools, replayed(rows, LENS))
+    for first, length, request in zip(rows.indptr.tolist(), LENS, range(len(LENS)), strict=False):
+        if length:
+            at = slice(first, first + length)
+            found = decoded(q[at], part(inputs, at), gates, states, rows.slots[request : request + 1])
+            assert torch.equal(found, out[at])
+    assert torch.equal(pools[0], states)
+
+
+def test_the_delta_rule_equals_stock_verification(device):
+    """It sums in another order, and leaves sigmoid(b) unrounded: equal but for that in float32."""
+    made = Rows(device)
+    q, inputs, gates = made.delta(sum(LENS), HEADS, DIMS)
+    states, rows = made.rand(6, HEADS[1], *DIMS[::-1]), made.state_rows(LENS, SLOTS, torch.int32)
+    out = gated_delta(q, inputs, gates, states, rows)
+    snapshots = torch.zeros(len(LENS), max(LENS), *states.shape[1:], device=device)
+    verified = fused_sigmoid_gating_delta_rule_update(
+        A_log=gates.a_log,
+        dt_bias=gates.dt_bias,
+        softplus_beta=1.0,
+        softplus_threshold=20.0,
+        q=q[None],
+        k=inputs.k[None],
+        v=inputs.v[None],
+        a=inputs.a,
+        b=inputs.b,
+        initial_state_source=states,
+        initial_state_indices=rows.slots,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=rows.indptr,
+        disable_state_update=True,
+        intermediate_states_buffer=snapshots,
+        intermediate_state_indices=torch.arange(len(LENS), dtype=torch.int32, device=device),
+        cache_steps=max(LENS),
+    )
+    torch.testing.assert_close(out, verified[0], atol=2e-6, rtol=2e-5)
+    pools, accepted = states[None].clone(), [2, 0, 1, 3]
+    commit_gated_delta(part(inputs, None), part(gates, None), pools, replayed(rows, accepted))
+    for request, (slot, length) in enumerate(zip(SLOTS, accepted, strict=True)):
+        expected = snapshots[request, length - 1] if length else states[slot]
+        torch.testing.assert_close(pools[0, slot], expected, atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_convolution_equals_a_plain_decode_to_the_bit(dtype, has_bias, device):
+    """Outputs of verified rows, and the windows that a commit leaves. The interpreter multiplies no bfloat16."""
+    made = Rows(device, dtype)
+    (x, weight, bias), windows = made.conv(sum(LENS), 21, bias=has_bias), made.rand(6, 21, 3)
+    rows = made.state_rows(LENS, SLOTS, torch.int32)
+    out, pools = causal_conv_rows(x, weight, bias, windows, rows), windows[None].clone()
+    commit_conv_windows(x[None], pools, replayed(rows, LENS))
+    for first, length, request in zip(rows.indptr.tolist(), LENS, range(len(LENS)), strict=False):
+        for row in range(first, first + length):
+            found = causal_conv1d_update(
+                x[row : row + 1], windows, weight, bias, "silu", conv_state_indices=rows.slots[request : request + 1]
+            )
+            assert torch.equal(found[0], out[row])
+    assert torch.equal(pools[0], windows)
