@@ -35,6 +35,8 @@ class ServerArgs(Protocol):
     enable_multimodal: bool | None
     enable_hierarchical_cache: bool
     enable_lora: bool | None
+    tp_size: int
+    mamba_radix_cache_strategy: str
     lora_paths: Any
     lora_backend: str
     speculative_num_draft_tokens: int | None
