@@ -68,6 +68,22 @@ class StateRows:
         return [(slot, *rows) for slot, rows in zip(self.slots.tolist(), pairwise(self.indptr.tolist()), strict=True)]
 
 
+@dataclass(frozen=True)
+class ReplayedRows(StateRows):
+    """What a commit runs again: of each request the rows that were accepted.
+
+    Attributes:
+        lengths: [bs] int, the anchor and the accepted drafts.
+    """
+
+    lengths: torch.Tensor
+
+    def replays(self) -> list[tuple[int, int, int]]:
+        """Return slot, first row and number of rows of each request."""
+        counted = zip(self.of_requests(), self.lengths.tolist(), strict=True)
+        return [(slot, begin, length) for (slot, begin, _), length in counted]
+
+
 def gated_delta(
     q: torch.Tensor, inputs: DeltaInputs, gates: DeltaGates, states: torch.Tensor, rows: StateRows
 ) -> torch.Tensor:
@@ -89,20 +105,21 @@ def gated_delta(
     return out
 
 
-def commit_gated_delta(
-    inputs: DeltaInputs, gates: DeltaGates, states: torch.Tensor, rows: StateRows, lengths: torch.Tensor
-) -> None:
-    """Advance the requests' states by their first rows, in place.
+def commit_gated_delta(inputs: DeltaInputs, gates: DeltaGates, states: torch.Tensor, rows: ReplayedRows) -> None:
+    """Advance the states of all layers by the accepted rows, in place.
 
     Args:
-        states: [slots, HV, V, K].
-        lengths: [bs] int, how many rows of each request.
+        inputs: of L layers, stacked along a dimension in front; gates likewise.
+        states: [L, slots, HV, V, K].
     """
-    for (slot, begin, _), length in zip(rows.of_requests(), lengths.tolist(), strict=True):
-        state = states[slot]
-        for row in range(begin, begin + length):
-            state = _after_row(state, inputs, gates, row)
-        states[slot] = state
+    for layer, pool in enumerate(states):
+        own_inputs = DeltaInputs(*(part[layer] for part in vars(inputs).values()))
+        own_gates = DeltaGates(*(part[layer] for part in vars(gates).values()))
+        for slot, begin, length in rows.replays():
+            state = pool[slot]
+            for row in range(begin, begin + length):
+                state = _after_row(state, own_inputs, own_gates, row)
+            pool[slot] = state
 
 
 def _after_row(state: torch.Tensor, inputs: DeltaInputs, gates: DeltaGates, row: int) -> torch.Tensor:
@@ -151,11 +168,16 @@ def causal_conv_rows(
     return out
 
 
-def commit_windows(x: torch.Tensor, windows: torch.Tensor, rows: StateRows, lengths: torch.Tensor) -> None:
-    """Move the requests' windows on by their first rows, in place; arguments as above."""
-    width = windows.shape[-1]
-    for (slot, begin, _), length in zip(rows.of_requests(), lengths.tolist(), strict=True):
-        windows[slot] = _seen(x[begin : begin + length], windows[slot])[:, length : length + width]
+def commit_conv_windows(x: torch.Tensor, windows: torch.Tensor, rows: ReplayedRows) -> None:
+    """Move the windows of all layers on by the accepted rows, in place.
+
+    Args:
+        x: [L, N, C].
+        windows: [L, slots, C, W - 1].
+    """
+    for inputs, pool in zip(x, windows, strict=True):
+        for slot, begin, length in rows.replays():
+            pool[slot] = _seen(inputs[begin : begin + length], pool[slot])[:, length:]
 
 
 def _seen(x: torch.Tensor, window: torch.Tensor) -> torch.Tensor:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from sglang_dspark.engine.forward.recurrence import (
     DeltaGates,
     DeltaInputs,
+    ReplayedRows,
     StateRows,
     causal_conv_rows,
+    commit_conv_windows,
     commit_gated_delta,
-    commit_windows,
     gated_delta,
 )
+
+Parts = TypeVar("Parts", DeltaInputs, DeltaGates)
 
 
 @dataclass(frozen=True)
@@ -93,15 +97,22 @@ class RecurrentBackend:
         """
         assert self._rows is not None, "a verification comes first"
         windows, states = self._windows_and_states()
-        for index, rows in self._layers.items():
-            commit_gated_delta(rows.delta, rows.gates, states[index], self._rows, lengths)
-            commit_windows(rows.convolved, windows[index], self._rows, lengths)
-        self._layers = {}
+        layers = [self._layers.pop(index) for index in range(len(states))]
+        rows = ReplayedRows(self._rows.indptr, self._rows.slots, lengths)
+        inputs, gates = _stacked([layer.delta for layer in layers]), _stacked([layer.gates for layer in layers])
+        commit_gated_delta(inputs, gates, states, rows)
+        commit_conv_windows(torch.stack([layer.convolved for layer in layers]), windows, rows)
 
     def _windows_and_states(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return [layers, slots, C, W - 1] and [layers, slots, HV, V, K]."""
         cache = self._pool.mamba_pool.mamba_cache
         return cache.conv[0], cache.temporal
+
+
+def _stacked(parts: Sequence[Parts]) -> Parts:
+    """Return the tensors of several layers, each stacked along a dimension in front."""
+    columns = zip(*(vars(part).values() for part in parts), strict=True)
+    return type(parts[0])(*(torch.stack(column) for column in columns))
 
 
 def recurrent_backend(runner: Any) -> RecurrentBackend | None:
