@@ -37,6 +37,7 @@ class ServerArgs(Protocol):
     enable_lora: bool | None
     tp_size: int
     mamba_radix_cache_strategy: str
+    disable_overlap_schedule: bool
     lora_paths: Any
     lora_backend: str
     speculative_num_draft_tokens: int | None

@@ -180,6 +180,11 @@ REFUSED = [
         "--mamba-radix-cache-strategy=extra_buffer_lazy: .*; pass no_buffer and --disable-overlap-schedule",
     ),
     (
+        "flags beside recurrent layers",
+        {"target": HYBRID, "overlap": True},
+        "overlap scheduling beside a target with recurrent layers; pass --disable-overlap-schedule",
+    ),
+    (
         "pages",
         {"page_size": 16, "device": "cpu"},
         "--page-size=16 on cpu: SGLang hands out pages with CUDA kernels; pass 1",
@@ -203,7 +208,7 @@ SERVED = [
     {"lora_paths": [], "lora_backend": "ascend"},
     {"enable_hierarchical_cache": True},
     {"page_size": 64},
-    {"tp_size": 2},
+    {"tp_size": 2, "overlap": True, "states": "auto"},
     {"options": FREE | {"block_size": 127}},
     {"target": {"context_len": 4088, **text(rope_parameters=LONGROPE)}},
 ]

@@ -40,7 +40,9 @@ TARGET = {
 }
 
 
-def launch_context(*, drafter=None, target=(), options=(), prefill="fa3", decode="fa3", states="no_buffer", **args):
+def launch_context(
+    *, drafter=None, target=(), options=(), prefill="fa3", decode="fa3", states="no_buffer", overlap=False, **args
+):
     """A start with these arguments of SGLang, where they are not the defaults."""
     context = LaunchContext(
         SimpleNamespace(**ARGS | args), DSparkServer(DSparkConfig(**dict(options)), drafter, dummy_draft=False)
@@ -49,7 +51,10 @@ def launch_context(*, drafter=None, target=(), options=(), prefill="fa3", decode
     known = {"hf_config": SimpleNamespace(architectures=["Qwen3ForCausalLM"]), "hf_text_config": text}
     vars(context)["target"] = SimpleNamespace(**TARGET | known | dict(target))
     vars(context)["resolved"] = SimpleNamespace(
-        prefill_attention_backend=prefill, decode_attention_backend=decode, mamba_radix_cache_strategy=states
+        prefill_attention_backend=prefill,
+        decode_attention_backend=decode,
+        mamba_radix_cache_strategy=states,
+        disable_overlap_schedule=not overlap,
     )
     return context
 

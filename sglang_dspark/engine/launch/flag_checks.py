@@ -151,6 +151,11 @@ def beside_recurrent_layers(context: LaunchContext) -> str | None:
             f"DSPARK cannot run with --mamba-radix-cache-strategy={strategy}: steps keep no states from the middle of "
             "a text yet; pass no_buffer and --disable-overlap-schedule"
         )
+    elif not context.resolved.disable_overlap_schedule:
+        messages.append(
+            "DSPARK cannot run with overlap scheduling beside a target with recurrent layers; pass "
+            "--disable-overlap-schedule"
+        )
     return "\n".join(messages) or None
 
 
