@@ -23,6 +23,7 @@ class Family:
             everything about text to it.
         reads_images: the class also reads images; its text is served.
         embedding: path of the embedding, if the class has no ``get_input_embeddings``.
+        recurrent: some of its layers keep a recurrent state, those of gated delta nets.
         tried: what tests compare with transformers in float32: ``model``, hidden states and greedy texts of SGLang's
             own model; ``server``, texts and rounds of a server, or with those of a plain one.
         remark: what users of the family should know.
@@ -34,12 +35,14 @@ class Family:
     text: str = ""
     reads_images: bool = False
     embedding: str = ""
+    recurrent: bool = False
     tried: tuple[Literal["model", "server"], ...] = ("model", "server")
     remark: str = ""
 
 
 _NO_WINDOW = "a `sliding_window` has no effect, as in SGLang without DSPARK"
 _TEXT = "text; images answer HTTP 400"
+_TESTS_ALONE = "refused on a GPU until captured steps know it, and on a CPU, where only tests serve it"
 
 FAMILIES: tuple[Family, ...] = (
     Family("LlamaForCausalLM", "Llama 2 and 3, SmolLM2"),
@@ -78,6 +81,23 @@ FAMILIES: tuple[Family, ...] = (
         "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
         reads_images=True,
         remark=_TEXT,
+    ),
+    Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark=_TESTS_ALONE),
+    Family(
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3.5, 3.6 and 3.8, dense",
+        reads_images=True,
+        recurrent=True,
+        tried=("model",),
+        remark=f"{_TEXT}; {_TESTS_ALONE}",
+    ),
+    Family(
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3.5-35B-A3B, Qwen3.6-35B-A3B",
+        reads_images=True,
+        recurrent=True,
+        tried=("model",),
+        remark=f"{_TEXT}; {_TESTS_ALONE}",
     ),
 )
 
@@ -119,10 +139,12 @@ _DFLASH, _EAGLE3, _EAGLE, _OWN_LAYER, _NGRAM = (
 )
 _OWN_DSPARK = "SGLang's own DSPARK may serve it on a GPU, with a drafter for it: --speculative-dspark-engine builtin"
 
+HYBRIDS_INSTEAD = f"{_DFLASH}, and {_OWN_DSPARK}"
+"""How targets of the ``recurrent`` families are served where DSPARK does not."""
+
 UNSERVED: tuple[Unserved, ...] = (
     Unserved(
-        "Qwen3NextForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration Qwen3_5ForCausalLM "
-        "Qwen3_5MoeForCausalLM InternS2PreviewForConditionalGeneration",
+        "Qwen3NextForCausalLM Qwen3_5MoeForCausalLM InternS2PreviewForConditionalGeneration",
         _STATE,
         _DFLASH,
         own_dspark=True,

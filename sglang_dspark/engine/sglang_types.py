@@ -35,6 +35,9 @@ class ServerArgs(Protocol):
     enable_multimodal: bool | None
     enable_hierarchical_cache: bool
     enable_lora: bool | None
+    tp_size: int
+    mamba_radix_cache_strategy: str
+    disable_overlap_schedule: bool
     lora_paths: Any
     lora_backend: str
     speculative_num_draft_tokens: int | None

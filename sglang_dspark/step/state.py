@@ -152,10 +152,13 @@ class TargetOutput(NamedTuple):
     Attributes:
         logits_output: SGLang's ``LogitsProcessorOutput``, whose ``next_token_logits`` are [N, V].
         captured: [N, taps * d] the tapped hidden states, which ``logits_output`` no longer holds.
+        advance: advances the recurrent states of its layers by so many rows of each request, [bs] int64; None if no
+            layer keeps any.
     """
 
     logits_output: Any
     captured: torch.Tensor
+    advance: Callable[[torch.Tensor], None] | None = None
 
 
 @dataclass(frozen=True)

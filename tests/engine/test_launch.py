@@ -220,12 +220,19 @@ def test_a_gpu_admits_as_many_requests_as_graphs_are_captured_for(
     graphs = SimpleNamespace(decode=SimpleNamespace(max_bs=of_graphs))
     monkeypatch.setattr(defaults, "resolving_view", lambda args: SimpleNamespace(cuda_graph_config=graphs))
     args = SimpleNamespace(device=device, max_running_requests=given)
-    defaults.limit_requests(args, max_verify + 1)
+    defaults.limit_requests(args, max_verify + 1, recurrent=False)
+    assert args.max_running_requests == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, defaults.MIN_REQUESTS), (5, 5)])
+def test_a_cpu_limits_requests_with_states(given, expected):
+    args = SimpleNamespace(device="cpu", max_running_requests=given)
+    defaults.limit_requests(args, 8, recurrent=True)
     assert args.max_running_requests == expected
 
 
 def test_the_limit_reaches_the_scheduler(reads, monkeypatch):
-    def as_on_a_gpu(args, window):
+    def as_on_a_gpu(args, window, recurrent):
         assert overrides.resolving_view(args).cuda_graph_config.decode.max_bs > 0
         args.max_running_requests = 77
 

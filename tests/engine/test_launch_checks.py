@@ -16,6 +16,7 @@ from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 DRAFT = Path(__file__).parents[1] / "data" / "golden" / "vanilla_g7"
 FREE = {"draft_free": True}
 HEADLESS = SimpleNamespace(config=SimpleNamespace(enable_confidence_head=False, origin="draft/config.json"))
+HYBRID = {"hf_config": SimpleNamespace(architectures=["Qwen3_5ForCausalLM"])}
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}
 
 
@@ -56,6 +57,16 @@ REFUSED = [
         "target family",
         {"target": {"hf_config": SimpleNamespace(architectures=["GPT2LMHeadModel"])}},
         "--model-path: target architecture .*GPT2LMHeadModel.* is not served",
+    ),
+    (
+        "recurrent layers",
+        {"target": HYBRID},
+        "--model-path: .*Qwen3_5ForCausalLM is not served .* on cuda: .*captured steps.* DFLASH .*-engine builtin",
+    ),
+    (
+        "recurrent layers",
+        {"target": HYBRID, "device": "cpu"},
+        "--model-path: .*Qwen3_5ForCausalLM is not served with DSPARK on cpu: .*no kernels.* DFLASH .*-engine builtin",
     ),
     (
         "dimensions of the pair",
@@ -154,6 +165,25 @@ REFUSED = [
         {"lora_paths": ["x"], "lora_backend": "csgmv", "device": "cpu"},
         "--lora-paths and --lora-backend=csgmv on cpu; pass --lora-backend torch_native",
     ),
+    *(
+        ("flags beside recurrent layers", {"target": HYBRID, **given}, f"{flag} beside a target .*; drop the flag")
+        for flag, given in (
+            ("--enable-hierarchical-cache", {"enable_hierarchical_cache": True}),
+            ("--enable-linear-replayssm-spec", {"enable_linear_replayssm_spec": True}),
+            ("--enable-lora", {"enable_lora": True}),
+            ("--tp-size=2", {"tp_size": 2}),
+        )
+    ),
+    (
+        "flags beside recurrent layers",
+        {"target": HYBRID, "states": "extra_buffer_lazy"},
+        "--mamba-radix-cache-strategy=extra_buffer_lazy: .*; pass no_buffer and --disable-overlap-schedule",
+    ),
+    (
+        "flags beside recurrent layers",
+        {"target": HYBRID, "overlap": True},
+        "overlap scheduling beside a target with recurrent layers; pass --disable-overlap-schedule",
+    ),
     (
         "pages",
         {"page_size": 16, "device": "cpu"},
@@ -178,6 +208,7 @@ SERVED = [
     {"lora_paths": [], "lora_backend": "ascend"},
     {"enable_hierarchical_cache": True},
     {"page_size": 64},
+    {"tp_size": 2, "overlap": True, "states": "auto"},
     {"options": FREE | {"block_size": 127}},
     {"target": {"context_len": 4088, **text(rope_parameters=LONGROPE)}},
 ]
@@ -214,6 +245,10 @@ def test_every_check_is_tested():
     names = [check.name for check in CHECKS]
     assert {row[0] for row in REFUSED} | set(ELSEWHERE) == set(names)
     assert len(set(names)) == len(names)
+
+
+def test_states_without_snapshots_pass():
+    assert found_by("flags beside recurrent layers", start(target=HYBRID, states="no_buffer")) is None
 
 
 def test_backends_with_sinks_are_served():

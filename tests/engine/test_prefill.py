@@ -73,7 +73,7 @@ def test_prompts_go_to_one_backend_and_verification_to_the_other(mode, monkeypat
         prefill_attention_backend_str="stock",
     )
     monkeypatch.setattr(hybrid_attn_backend, "get_spec", lambda: runner.server_args)
-    backend = PhasedBackend(runner, ours)
+    backend = PhasedBackend(runner, runner.attn_backend, ours)
     for forward_mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
         batch = SimpleNamespace(forward_mode=forward_mode)
         backend.init_forward_metadata(batch)

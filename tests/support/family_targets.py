@@ -183,6 +183,34 @@ TINY: dict[str, Tiny] = {
     ),
 }
 
+_RECURRENT: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "full_attention_interval": 2,  # as SGLang reads it
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,  # of published models; SGLang reads it elsewhere, and has this by default
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+TINY |= {
+    "Qwen3_5ForCausalLM": Tiny("Qwen3_5ForCausalLM", _RECURRENT),
+    "Qwen3_5ForConditionalGeneration": Tiny(
+        "Qwen3_5ForConditionalGeneration", _RECURRENT, vision=_QWEN3_VISION | {"deepstack_visual_indexes": []}
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Tiny(
+        "Qwen3_5MoeForConditionalGeneration",
+        {**_RECURRENT, **EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 48},
+        chosen=2,
+        vision=_QWEN3_VISION | {"deepstack_visual_indexes": []},
+    ),
+}
 
 _ROUTER_WEIGHTS = ("gate.weight", "router.weight")
 
@@ -214,6 +242,9 @@ SEEDS: dict[str, int] = {
     "Qwen2_5_VLForConditionalGeneration": 22,
     "Qwen3VLForConditionalGeneration": 13,
     "Qwen3VLMoeForConditionalGeneration": 14,
+    "Qwen3_5ForCausalLM": 12,
+    "Qwen3_5ForConditionalGeneration": 11,
+    "Qwen3_5MoeForConditionalGeneration": 11,
 }
 """Such that no token of these continuations, and no expert, is chosen narrowly."""
 
@@ -233,6 +264,10 @@ def write_target(architecture: str, folder: Path) -> Any:
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
                 parameter.normal_(std=2.0).copy_(parameter.bfloat16())  # what SGLang keeps of them
+            elif name.endswith("A_log"):
+                parameter.uniform_(-2.0, 0.5)  # some heads remember long, some do not
+            elif name.endswith("conv1d.weight"):
+                parameter.normal_(std=0.5)
             elif parameter.ndim == 1:
                 parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
             else:

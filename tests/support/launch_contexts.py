@@ -12,6 +12,7 @@ from sglang_dspark.engine.launch_state import DSparkServer
 ARGS = {
     "device": "cuda",
     "nnodes": 1,
+    "tp_size": 1,
     "model_path": "target",
     "load_format": "auto",
     "kv_cache_dtype": "auto",
@@ -20,6 +21,9 @@ ARGS = {
     "moe_a2a_backend": "none",
     "cuda_graph_backend_prefill": None,
     "enable_hierarchical_cache": False,
+    "enable_int8_mamba_checkpoint": False,
+    "enable_linear_replayssm": False,
+    "enable_linear_replayssm_spec": False,
     "enable_lora": None,
     "lora_paths": None,
     "lora_backend": "csgmv",
@@ -36,7 +40,9 @@ TARGET = {
 }
 
 
-def launch_context(*, drafter=None, target=(), options=(), prefill="fa3", decode="fa3", **args):
+def launch_context(
+    *, drafter=None, target=(), options=(), prefill="fa3", decode="fa3", states="no_buffer", overlap=False, **args
+):
     """A start with these arguments of SGLang, where they are not the defaults."""
     context = LaunchContext(
         SimpleNamespace(**ARGS | args), DSparkServer(DSparkConfig(**dict(options)), drafter, dummy_draft=False)
@@ -44,7 +50,12 @@ def launch_context(*, drafter=None, target=(), options=(), prefill="fa3", decode
     text = SimpleNamespace(rope_parameters={}, original_max_position_embeddings=4096)
     known = {"hf_config": SimpleNamespace(architectures=["Qwen3ForCausalLM"]), "hf_text_config": text}
     vars(context)["target"] = SimpleNamespace(**TARGET | known | dict(target))
-    vars(context)["resolved"] = SimpleNamespace(prefill_attention_backend=prefill, decode_attention_backend=decode)
+    vars(context)["resolved"] = SimpleNamespace(
+        prefill_attention_backend=prefill,
+        decode_attention_backend=decode,
+        mamba_radix_cache_strategy=states,
+        disable_overlap_schedule=not overlap,
+    )
     return context
 
 

@@ -81,7 +81,13 @@ def probing() -> Iterator[Probe]:
     """A probe, while the block runs."""
     command = [sys.executable, __file__]
     # Grouped routing is compiled otherwise, for half a minute; a shared expert's gate is a Triton kernel everywhere.
-    emulated = {**CPU_ENV, "TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
+    # Windows of recurrent layers have 16 bits otherwise.
+    emulated = {
+        **CPU_ENV,
+        "TORCHDYNAMO_DISABLE": "1",
+        "TRITON_INTERPRET": "1",
+        "SGLANG_MAMBA_CONV_DTYPE": "float32",
+    }
     env = {**os.environ, **({} if ON_GPU else emulated)}
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield Probe(process)
@@ -96,15 +102,20 @@ class _Loaded:
         from sglang.srt.model_executor.forward_batch_info import ForwardBatch
         from sglang.srt.server_args import PortArgs, ServerArgs
 
+        from sglang_dspark.draft.families import family_of
         from sglang_dspark.draft.formats import read_content
         from sglang_dspark.engine.forward.target import Target
-        from sglang_dspark.engine.forward.verify_attention import CpuVerifyBackend, CudaVerifyBackend, PhasedBackend
+        from sglang_dspark.engine.forward.verify_attention import verify_beside_prompts
         from sglang_dspark.engine.scheduler.hook_handlers import positions_of_text
 
         [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
         of_sinks: dict[str, Any] = {}
         if architecture in SINKS and not ON_GPU:
             of_sinks = {"attention_backend": _sinks_attended(), "moe_runner_backend": "triton"}
+        states: dict[str, Any] = {}
+        if family_of([architecture]).recurrent:
+            states = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
+            states["max_mamba_cache_size"] = 16
         args = ServerArgs(
             model_path=str(folder),
             tokenizer_path=str(DATA / "target"),
@@ -115,7 +126,7 @@ class _Loaded:
             max_total_tokens=2048,
             max_running_requests=4,
             disable_hybrid_swa_memory=True,  # as start-up decides
-            **{"attention_backend": "triton" if ON_GPU else "torch_native"} | of_sinks,
+            **{"attention_backend": "triton" if ON_GPU else "torch_native"} | of_sinks | states,
         )
         ForwardBatch.compute_spec_mrope_positions = positions_of_text  # a hook of the scheduler's process
         args.resolve_once()
@@ -132,9 +143,7 @@ class _Loaded:
         }
         self.target = Target(self.runner, read_content(content, origin="probe").config)
         self.runner.model.set_dflash_layers_to_capture([tap for tap in TAPS if tap >= 0])
-        verify = CudaVerifyBackend if ON_GPU else CpuVerifyBackend
-        self.runner.attn_backend = PhasedBackend(self.runner, verify(self.runner))
-        self.runner.kv_index_translator.bind_and_verify_backends([self.runner.attn_backend])
+        verify_beside_prompts(self.runner)
         self.worker = SimpleNamespace(
             model_runner=self.runner,
             forward_batch_generation=lambda batch, forward_batch, **_: self.runner.forward(forward_batch),
@@ -225,7 +234,9 @@ class _Loaded:
         batch.seq_lens_cpu = torch.tensor(done)
         batch.seq_lens = prefix_lens = batch.seq_lens_cpu.to(DEVICE)
         step = SimpleNamespace(batch=batch, req_pool_indices=batch.req_pool_indices, prefix_lens=prefix_lens)
-        output, captured = run_verify(self.worker, step, plan)
+        output, captured, advance = run_verify(self.worker, step, plan)
+        if advance is not None:
+            advance(plan.verify_lens)
         lens = [size + 1 for size in sizes]
         features = self.target.features(plan.input_ids, captured)
         return features.split(lens), output.next_token_logits.split(lens)
@@ -249,7 +260,16 @@ def _answer(order: dict[str, Any]) -> None:
     save_file({name: tensor.float().cpu().clone() for name, tensor in tensors.items()}, folder / "outputs.safetensors")
 
 
+def _keep_recurrent_states() -> None:
+    """Give SGLang the recurrent layers that it lacks on a CPU."""
+    sys.path.append(str(PATCHES))
+    layers = importlib.import_module("recurrent_layers")
+    layers.install()
+    layers.install_norm(importlib.import_module("sglang.kernels.ops.attention.fla.layernorm_gated"))
+
+
 def _answer_orders() -> None:
+    _keep_recurrent_states()
     for name in ("sglang.benchmark.one_batch", "sglang.srt.models.registry", "sglang_dspark.engine.forward.verify"):
         importlib.import_module(name)
     forking = multiprocessing.get_context("fork")

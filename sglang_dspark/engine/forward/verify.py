@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from sglang_dspark.engine.forward.layers import kv_heads_of_rank
+from sglang_dspark.engine.forward.recurrent_layers import recurrent_backend
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
 
@@ -55,7 +56,8 @@ def run_verify(target_worker: Any, decode: DecodeBatch, plan: VerifyPlan) -> Tar
     )
     output = result.logits_output
     captured, output.hidden_states = output.hidden_states, None
-    return TargetOutput(output, captured)
+    recurrent = recurrent_backend(target_worker.model_runner)
+    return TargetOutput(output, captured, None if recurrent is None else recurrent.advance)
 
 
 def _context_groups(

@@ -9,9 +9,11 @@ import torch
 from dspark_kernels import PagedWindows, attend_groups, window_attention
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_dspark.engine.forward.layers import sliding_window
+from sglang_dspark.engine.forward.recurrent_layers import RecurrentBackend
 from sglang_dspark.errors import ConfigError
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
@@ -24,12 +26,12 @@ class PhasedBackend(HybridAttnBackend):
     Unlike the base class it does not ask ``--speculative-attention-mode``: every decode forward is a verification.
 
     Args:
-        model_runner: SGLang's, of the target, with the backend that it has made.
+        model_runner: SGLang's, of the target.
+        prefill: the backend that SGLang has made for it.
         verify: attention of TARGET_VERIFY.
     """
 
-    def __init__(self, model_runner: Any, verify: AttentionBackend) -> None:
-        prefill = model_runner.attn_backend
+    def __init__(self, model_runner: Any, prefill: AttentionBackend, verify: AttentionBackend) -> None:
         super().__init__(model_runner, prefill_backend=prefill, decode_backend=verify)
         # SGLang would copy the lengths of every decode step to the host; prompts bring their own.
         self.needs_cpu_seq_lens = False
@@ -161,6 +163,24 @@ class CudaVerifyBackend(VerifyBackend):
             sliding_window=window,
         )
         return window_attention(queries, kv, pools, windows, causal=True, scale=scale, sinks=sinks)
+
+
+def verify_beside_prompts(runner: Any) -> None:
+    """Put our attention of verification beside the target's backend, before any graph is captured.
+
+    Models whose other layers keep recurrent states expect SGLang's backend for both kinds of layers around the two.
+    """
+    made = runner.attn_backend
+    verify = (CpuVerifyBackend if torch.device(runner.device).type == "cpu" else CudaVerifyBackend)(runner)
+    if isinstance(made, HybridLinearAttnBackend):
+        made.full_attn_backend = PhasedBackend(runner, made.full_attn_backend, verify)
+        made.linear_attn_backend = RecurrentBackend(made.linear_attn_backend)
+        made.attn_backend_list = [made.full_attn_backend, made.linear_attn_backend]
+        made.needs_cpu_seq_lens = False
+        made.decode_attention_backend_str = verify.decode_attention_backend_str
+    else:
+        runner.attn_backend = PhasedBackend(runner, made, verify)
+    runner.kv_index_translator.bind_and_verify_backends([runner.attn_backend])
 
 
 def check_pool(dtype: torch.dtype, capability: tuple[int, int]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
-from sglang_dspark.draft.families import family_of
+from sglang_dspark.draft.families import Family, family_of
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.sglang_types import ModelConfig, ServerArgs
 
@@ -38,11 +38,20 @@ class LaunchContext:
         return target
 
     @property
+    def family(self) -> Family:
+        """Return the target's family.
+
+        Raises:
+            UnservedError: the target is of a class that is not served.
+        """
+        return family_of(self.target.hf_config.architectures)
+
+    @property
     def text_config(self) -> Any:
         """Return transformers' configuration of the target's text.
 
         Raises:
             UnservedError: the target is of a class that is not served, whose configuration may have other keys.
         """
-        family_of(self.target.hf_config.architectures)
+        _ = self.family
         return self.target.hf_text_config

@@ -51,14 +51,15 @@ def size_buffers(args: ServerArgs, window: int) -> None:
         args.min_free_slots_delay = 1
 
 
-def limit_requests(args: ServerArgs, window: int) -> None:
+def limit_requests(args: ServerArgs, window: int, *, recurrent: bool) -> None:
     """On a GPU, admit as many requests at a time as decode graphs are captured for, if the operator sets no limit.
 
     Start-up holds memory for all that may run, gigabytes for the thousands that SGLang would admit. So there are fewer
-    if blocks are long, or if SGLang captures graphs for more, as it does on four GPUs.
+    if blocks are long, or if SGLang captures graphs for more, as it does on four GPUs. If layers of the target keep
+    recurrent states, SGLang asks for a limit on a CPU, too.
     """
-    if args.device == "cuda" and args.max_running_requests is None:
-        of_graphs = resolving_view(args).cuda_graph_config.decode.max_bs
+    if args.max_running_requests is None and (args.device == "cuda" or recurrent):
+        of_graphs = resolving_view(args).cuda_graph_config.decode.max_bs if args.device == "cuda" else MIN_REQUESTS
         args.max_running_requests = max(MIN_REQUESTS, min(of_graphs, MAX_STEP_TOKENS // window))
         logger.info(
             "DSPARK: limiting concurrent requests to %d; override with --max-running-requests",

@@ -24,6 +24,13 @@ HOST_CACHE_DEVICES = ("cuda",)
 """Devices from which SGLang's kernels copy K/V to host memory."""
 PAGE_DEVICES = ("cuda",)
 """Devices that have SGLang's kernels for slots in pages."""
+BESIDE_RECURRENT_LAYERS = (
+    "enable_hierarchical_cache",
+    "enable_int8_mamba_checkpoint",
+    "enable_linear_replayssm",
+    "enable_linear_replayssm_spec",
+)
+"""Flags that change where the states of recurrent layers lie, or move K/V without them."""
 DRAFT_FORMATS = (None, "auto", "safetensors", "dummy")
 
 
@@ -124,6 +131,32 @@ def kv_dtype(context: LaunchContext) -> str | None:
 def flags(context: LaunchContext) -> str | None:
     """Refuse flags of SGLang that `flag_rules.py` names."""
     return "\n".join(flag_rules.refusals(context.args, context.resolved)) or None
+
+
+def beside_recurrent_layers(context: LaunchContext) -> str | None:
+    """Refuse features that move K/V without the states of recurrent layers, or that are not tried with them."""
+    if not context.family.recurrent:
+        return None
+    args, strategy = context.args, context.resolved.mamba_radix_cache_strategy
+    unserved = [flag_rules.flag_of(name) for name in BESIDE_RECURRENT_LAYERS if getattr(args, name)]
+    if asked := _asks_for_adapters(args):
+        unserved.append(asked)
+    if args.tp_size > 1:
+        unserved.append(f"--tp-size={args.tp_size}")
+    messages = [
+        f"DSPARK cannot run with {flag} beside a target with recurrent layers; drop the flag" for flag in unserved
+    ]
+    if strategy.startswith("extra_buffer"):
+        messages.append(
+            f"DSPARK cannot run with --mamba-radix-cache-strategy={strategy}: steps keep no states from the middle of "
+            "a text yet; pass no_buffer and --disable-overlap-schedule"
+        )
+    elif not context.resolved.disable_overlap_schedule:
+        messages.append(
+            "DSPARK cannot run with overlap scheduling beside a target with recurrent layers; pass "
+            "--disable-overlap-schedule"
+        )
+    return "\n".join(messages) or None
 
 
 def pages(context: LaunchContext) -> str | None:

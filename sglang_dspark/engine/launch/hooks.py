@@ -289,6 +289,16 @@ HOOKS: tuple[Hook, ...] = (
         Moment.READY,
     ),
     Hook(
+        "no-state-snapshots",
+        "sglang.srt.mem_cache.kv_cache_configurator._pd_prefill_skips_mamba_spec_state",
+        HookType.REPLACE,
+        "scheduler.hook_handlers.no_state_snapshots",
+        "scheduler",
+        "for targets with recurrent layers SGLang keeps the state after every draft, gigabytes for some requests; "
+        "DSPARK runs the accepted rows again instead",
+        Moment.SOME_TIME,
+    ),
+    Hook(
         "no-kv-copy-kernel",
         "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
         HookType.REPLACE,

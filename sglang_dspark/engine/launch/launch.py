@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from sglang.srt.arg_groups.overrides import model_config_of
 
 from sglang_dspark.config import DSparkConfig, flag_name
+from sglang_dspark.draft.families import family_of
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.draft.weights import check_draft_model
 from sglang_dspark.engine.compat import arguments
@@ -67,8 +68,9 @@ class Launch(DSparkServer):
         """Fill the fields that size SGLang's buffers, and install the hooks of the front end."""
         args.speculative_draft_model_path = None if self.drafter is None else self.drafter.path
         defaults.size_buffers(args, self.window)
-        defaults.limit_requests(args, self.window)
-        defaults.use_one_pool(args, model_config_of(args))
+        target = model_config_of(args)
+        defaults.limit_requests(args, self.window, recurrent=family_of(target.hf_config.architectures).recurrent)
+        defaults.use_one_pool(args, target)
         hooks.install("routes", "front_end")
         _end_at_once()
         logger.info(

@@ -8,11 +8,15 @@ import torch
 from dspark_kernels import widest_window
 
 from sglang_dspark.config import flag_name
+from sglang_dspark.draft.families import HYBRIDS_INSTEAD
 from sglang_dspark.draft.pairing import check_dimensions, lacks_own
 from sglang_dspark.draft.target_files import quantised_layers
 from sglang_dspark.draft.weights import own_tensors
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.support import DEVICES, gpu_refusal
+
+RECURRENT_DEVICES: tuple[str, ...] = ()
+"""Devices on which targets with recurrent layers are served."""
 
 
 def device(context: LaunchContext) -> str | None:
@@ -32,6 +36,18 @@ def device(context: LaunchContext) -> str | None:
 def family(context: LaunchContext) -> None:
     """Refuse targets of classes that are not served."""
     _ = context.text_config
+
+
+def recurrent_layers(context: LaunchContext) -> str | None:
+    """Refuse targets with recurrent layers on devices where their states cannot be advanced."""
+    family, found = context.family, context.args.device
+    if not family.recurrent or found in RECURRENT_DEVICES:
+        return None
+    missing = "SGLang has no kernels for them" if found == "cpu" else "captured steps cannot advance them yet"
+    return (
+        f"--model-path: target architecture {family.architecture} is not served with DSPARK on {found}: its layers "
+        f"keep recurrent states, and {missing}; {HYBRIDS_INSTEAD}"
+    )
 
 
 def dimensions(context: LaunchContext) -> None:

@@ -16,7 +16,7 @@ from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.compat.worker_face import WorkerFace
 from sglang_dspark.engine.forward.adapters import check_adapters
 from sglang_dspark.engine.forward.capture import capturing_forward
-from sglang_dspark.engine.forward.verify_attention import CpuVerifyBackend, CudaVerifyBackend, PhasedBackend
+from sglang_dspark.engine.forward.verify_attention import verify_beside_prompts
 from sglang_dspark.engine.hook_checks import Moment, check
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler import faults, nodes
@@ -127,10 +127,7 @@ class SpecWorkerBase(WorkerFace):
 
     def init_attention_backends(self) -> None:
         """Put our attention of verification beside the target's backend, before any graph is captured."""
-        runner = self._target_worker.model_runner
-        verify = CpuVerifyBackend if self.device.type == "cpu" else CudaVerifyBackend
-        runner.attn_backend = PhasedBackend(runner, verify(runner))
-        runner.kv_index_translator.bind_and_verify_backends([runner.attn_backend])
+        verify_beside_prompts(self._target_worker.model_runner)
 
     def init_cuda_graphs(self) -> None:
         """Prepare to serve; SGLang calls this last, after the target's graphs were captured."""
