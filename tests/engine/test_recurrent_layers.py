@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dspark_kernels import StateRows, causal_conv_rows
 
-from sglang_dspark.engine.forward.recurrence import StateRows, causal_conv_rows
 from sglang_dspark.engine.forward.recurrent_layers import RecurrentBackend
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH, LAYERS = 2, 4, 5, 3, 4, 2

@@ -40,12 +40,13 @@ def causal_conv_rows_ref(
     for first, end, slot in rows.with_rows():
         window = windows[slot].T if slot >= 0 else torch.zeros_like(windows[0].T)
         before = torch.cat([window, x[first:end].to(windows.dtype)])
-        total = torch.zeros(end - first, x.shape[1], device=x.device)
-        total = total if bias is None else total + bias.float()
-        for tap in range(num_before):
-            total = total + (before[tap : tap + end - first] * weight[:, tap]).float()
-        total = total + (x[first:end] * weight[:, num_before]).float()
-        out[first:end] = F.silu(total).to(out.dtype)
+        # One by one: torch rounds by the size of its tensors, and a replay has to give the same bits.
+        for row in range(first, end):
+            total = torch.zeros_like(x[row], dtype=torch.float32) if bias is None else bias.float()
+            for tap in range(num_before):
+                total = total + (before[row - first + tap] * weight[:, tap]).float()
+            total = total + (x[row] * weight[:, num_before]).float()
+            out[row] = F.silu(total).to(out.dtype)
     return out
 
 

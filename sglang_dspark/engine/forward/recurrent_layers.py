@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-
-from sglang_dspark.engine.forward.recurrence import (
+from dspark_kernels import (
     DeltaGates,
     DeltaInputs,
     ReplayedRows,
