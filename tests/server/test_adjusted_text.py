@@ -81,7 +81,7 @@ def test_everything_together_equals_a_literal_loop(dspark, name):
 @pytest.mark.thorough
 def test_sampled_text_under_adjustments_follows_the_distribution(dspark):
     """The first two tokens of many samples, against the distribution of the target after a literal adjustment."""
-    num, depth = 2048, 3
+    num, depth = 4096, 3
     parameters = {"temperature": HOT, "frequency_penalty": 1.5, "repetition_penalty": 1.4, "logit_bias": {"39": 8.0}}
     with policy(dspark, "random"):
         drawn = sample(dspark, parameters, num, depth)
