@@ -49,7 +49,7 @@ def layers():
 
 
 def inputs_of(seed):
-    """What the tokens of every request bring to each layer, [layers, requests, tokens, ...]."""
+    """Return the inputs of every request's tokens to each layer, [layers, requests, tokens, ...]."""
     draw = torch.Generator().manual_seed(seed)
     shape = (LAYERS, REQUESTS, LENGTH)
     return [torch.randn(*shape, width, generator=draw) for width in (CHANNELS, VALUE_HEADS, VALUE_HEADS)]

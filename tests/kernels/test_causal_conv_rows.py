@@ -66,7 +66,7 @@ def test_kernel_equals_reference(dtype, window_dtype, index_dtype, shape, bias, 
 @pytest.mark.parametrize("window_dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("width", [2, 4])
 def test_commit_equals_its_reference(width, window_dtype, device):
-    """Of windows and of tracks, to the bit, in windows whose taps lie apart."""
+    """Windows and tracks agree to the bit, in windows whose taps lie apart."""
     made = Rows(device)
     x, *_ = made.conv(sum(LENS) + 2, 21, layers=(2,))
     rows = made.state_rows(LENS, SLOTS, torch.int32)

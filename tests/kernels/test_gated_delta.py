@@ -71,7 +71,7 @@ def test_kernel_equals_reference(dtype, index_dtype, heads, dims, device):
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_commit_equals_its_reference(layers, device):
-    """Of states and of tracks, whatever stands in requests that are not there."""
+    """States and tracks agree, whatever stands in requests that are not there."""
     made = Rows(device)
     _, *given = made.delta(sum(LENS) + 2, (1, 2), (6, 35), (layers,))
     lengths, tracks = [2, 5, 1, 99], ([2, 1, 1, 3], [3, 5, 5, -1])

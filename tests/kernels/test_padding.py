@@ -221,7 +221,7 @@ def state_rows(case):
 
 
 def replayed_rows(case):
-    """Of the first request two rows are replayed, and the first one is tracked in slot 4."""
+    """Two rows of the first request are replayed, and the first one is tracked in slot 4."""
     parts = torch.tensor([[2, 1, 0, 0, 0], [1, 0, 0, 0, 0], [4, -1, 0, 0, 0]]).unbind()
     return ReplayedRows(*state_rows(case), *(case.spoilt(part.clone(), 2) for part in parts))
 

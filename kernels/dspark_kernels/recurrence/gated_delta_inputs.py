@@ -1,4 +1,4 @@
-"""What a layer with the gated delta rule computes with, and how kernels expect it in memory."""
+"""The inputs and weights of a layer with the gated delta rule, and their layout in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """What rows bring to the state of a layer; in a commit of L layers, stacked along a dimension in front.
+    """The inputs of rows to the state of a layer; in a commit of L layers, stacked along a dimension in front.
 
     Heads of a row lie side by side; rows may lie apart, as parts of wider ones do. Any floating-point dtypes.
 

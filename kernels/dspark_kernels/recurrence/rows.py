@@ -27,7 +27,7 @@ class StateRows:
 
 @dataclass(frozen=True)
 class ReplayedRows(StateRows):
-    """What a commit runs again: of each request the rows that were accepted.
+    """The rows that a commit runs again: of each request those that were accepted.
 
     Attributes:
         lengths: [bs] int, the anchor and the accepted drafts; at most the rows that the request has. Below 1 its state

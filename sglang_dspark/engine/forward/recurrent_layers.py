@@ -23,7 +23,7 @@ Parts = TypeVar("Parts", DeltaInputs, DeltaGates)
 
 @dataclass(frozen=True)
 class LayerRows:
-    """What the rows of a verification bring to one layer, until the commit.
+    """The inputs of a verification's rows to one layer, until the commit.
 
     Attributes:
         convolved: [N, C] inputs of its convolution.
