@@ -28,6 +28,7 @@ from unittest.mock import patch
 
 import click
 import numpy as np
+from formula_tables import compute_bound, memory_bound
 from numpy.typing import NDArray
 from rich.progress import track
 
@@ -39,7 +40,7 @@ from sglang_dspark.scheduling.auto_policy import AutoPolicy
 from sglang_dspark.scheduling.forecast import Forecast
 from sglang_dspark.scheduling.lagged_survival import LaggedSurvivals
 from sglang_dspark.scheduling.request_acceptance import RequestAcceptance
-from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
+from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.scheduling.step_times import StepTimes
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
@@ -83,28 +84,14 @@ def cpu_table() -> SpsTable:
 
 
 def gpu_table() -> SpsTable:
-    """Return formulas of a GPU: tokens are free up to a point, blocks are drafted whole, and steps have tiers."""
-    requests, drafts, context = _axes()
-    tokens = requests * (1 + drafts)
-    verify_ms = 10 + 0.04 * np.maximum(tokens - 128, 0) + 0.005 * tokens + 2e-5 * requests * context
+    """Return formulas of a GPU on which blocks are drafted whole and steps have tiers."""
     tiers = [*range(1, 17), *(size * eighth // 8 for size in (16, 32, 64, 128, 256) for eighth in range(9, 17))]
-    return _table(np.full(tokens.shape, 2.0), verify_ms, tiers)
+    return memory_bound(gamma=GAMMA, tiers=tiers)
 
 
 def costly_table() -> SpsTable:
     """Return formulas of a target whose every token costs, as one with experts does."""
-    requests, drafts, context = _axes()
-    return _table(2 + 0.2 * requests * drafts, 10 + requests * (1 + drafts) + 2e-3 * requests * context)
-
-
-def _axes() -> list[Floats]:
-    grids = [float(n) for n in geometric_grid(64)], np.arange(GAMMA + 1.0), [64.0, 1024.0]
-    return list(np.meshgrid(*grids, indexing="ij"))
-
-
-def _table(draft_ms: Floats, verify_ms: Floats, tiers: Sequence[int] = ()) -> SpsTable:
-    draft_ms[:, 0] = 0.0
-    return SpsTable({"device": "formula"}, geometric_grid(64), range(GAMMA + 1), [64, 1024], draft_ms, verify_ms, tiers)
+    return compute_bound(gamma=GAMMA)
 
 
 def misread(table: SpsTable, seed: int) -> SpsTable:

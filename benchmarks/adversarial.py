@@ -18,11 +18,12 @@ from pathlib import Path
 import click
 import numpy as np
 import pandas as pd
+from formula_tables import GAMMA, compute_bound, make_table
 from numpy.typing import NDArray
 from rich.progress import track
 
 from sglang_dspark.config import DSparkConfig
-from sglang_dspark.scheduling.sps_table import SpsTable, geometric_grid
+from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.selection import FixedLength
@@ -30,7 +31,7 @@ from sglang_dspark.tools.simulator.costs import Costs, Prefill
 from sglang_dspark.tools.simulator.server import SimulatedServer
 from sglang_dspark.tools.simulator.workload import Request
 
-GAMMA, CONTEXT, LAG, NOISE = 7, 300, 2, 0.02
+CONTEXT, LAG, NOISE = 300, 2, 0.02
 
 Floats = NDArray[np.float64]
 Rate = Callable[[int, float], float]
@@ -41,29 +42,15 @@ Head = Callable[[float], float] | None
 
 def gpu_table(plain_ms: float, draft_ms: float) -> SpsTable:
     """Return the times of a GPU on which the tokens of a few requests are nearly free."""
-    requests, drafts, context = _axes()
-    tokens = requests * (1 + drafts)
-    verify_ms = plain_ms + 4e-3 * np.maximum(tokens - 128, 0) + 5e-4 * tokens + 2e-6 * requests * context
-    return _table(np.full(tokens.shape, draft_ms), verify_ms)
+
+    def verify_ms(requests: Floats, drafts: Floats, context: Floats) -> Floats:
+        tokens = requests * (1 + drafts)
+        return plain_ms + 4e-3 * np.maximum(tokens - 128, 0) + 5e-4 * tokens + 2e-6 * requests * context
+
+    return make_table(verify_ms, lambda requests, drafts, context: draft_ms + 0 * requests)
 
 
-def cpu_table() -> SpsTable:
-    """Return the times of a CPU, on which every token costs."""
-    requests, drafts, context = _axes()
-    return _table(2 + 0.2 * requests * drafts, 10 + requests * (1 + drafts) + 2e-3 * requests * context)
-
-
-def _axes() -> list[Floats]:
-    grids = [float(n) for n in geometric_grid(64)], np.arange(GAMMA + 1.0), [64.0, 1024.0]
-    return list(np.meshgrid(*grids, indexing="ij"))
-
-
-def _table(draft_ms: Floats, verify_ms: Floats) -> SpsTable:
-    draft_ms[:, 0] = 0.0
-    return SpsTable({"device": "formula"}, geometric_grid(64), range(GAMMA + 1), [64, 1024], draft_ms, verify_ms)
-
-
-MACHINES = {"small GPU model": gpu_table(1.1, 0.8), "8B GPU model": gpu_table(5.0, 0.8), "CPU": cpu_table()}
+MACHINES = {"small GPU model": gpu_table(1.1, 0.8), "8B GPU model": gpu_table(5.0, 0.8), "CPU": compute_bound()}
 
 
 class Text:
