@@ -60,6 +60,8 @@ NOT_RUN = frozenset(name for names in LEFT_OUT.values() for name in names)
 REFUSED = {"test_sampling_mask": "return_sampling_mask"}
 """Tests of what requests with DSPARK are refused, and the field that the answer names."""
 
+MOST_ATTEMPTS = 3
+
 SERVERS: Mapping[str, tuple[Sequence[str], Mapping[str, str]]] = {
     "WaitingTimeoutMixin": (("--max-running-requests", "1"), {"SGLANG_REQ_WAITING_TIMEOUT": "2"}),
     "RunningTimeoutTwoWaveMixin": ((), {"SGLANG_REQ_RUNNING_TIMEOUT": "3"}),
@@ -130,25 +132,32 @@ def attributes(server: LaunchedServer, target: Path) -> dict[str, Any]:
     }
 
 
-def outcomes(kit: type, server: LaunchedServer, target: Path) -> Iterator[tuple[str, str]]:
-    """Yield each test and why it failed, which is empty if it passed."""
+def outcomes(kit: type, server: LaunchedServer, target: Path) -> Iterator[tuple[str, str, int]]:
+    """Yield each test, why it failed, which is empty if it passed, and how often it was tried: texts may be sampled."""
     case: Any = type(kit.__name__, (kit, unittest.TestCase), attributes(server, target))
     for name in unittest.TestLoader().getTestCaseNames(case):
         if name in NOT_RUN:
             continue
-        why = ""
-        try:
-            server.flush_cache()  # waits for what the last test has left behind
-            with redirect_stdout(sys.stderr):
-                unittest.TestSuite([case(name)]).debug()
-        except Exception as error:  # noqa: BLE001
-            traceback.print_exc()
-            why = f"{type(error).__name__}: {error}"[:300]
-        click.echo(f"{kit.__name__}.{name}: {why or 'passed'}")
-        yield name, why
+        attempts, why = 0, "not tried"
+        while why and attempts < MOST_ATTEMPTS:
+            attempts, why = attempts + 1, failure(case(name), server)
+            click.echo(f"{kit.__name__}.{name}: {why or 'passed'}")
+        yield name, why, attempts
 
 
-def wrong(rows: Sequence[Mapping[str, str]]) -> list[str]:
+def failure(case: unittest.TestCase, server: LaunchedServer) -> str:
+    """Run a test and return why it failed; nothing if it passed."""
+    try:
+        server.flush_cache()  # waits for what the last test has left behind
+        with redirect_stdout(sys.stderr):
+            unittest.TestSuite([case]).debug()
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"[:300]
+    return ""
+
+
+def wrong(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what failed with DSPARK and not without, but for what is refused by name."""
     failed = [row for row in rows if row.get("ours") and not row.get("plain")]
     return [
@@ -181,9 +190,9 @@ def main(target: Path, draft: Path, output: Path, only: Sequence[str], columns: 
         flags, env = SERVERS.get(own, ((), {}))
         with LaunchedServer(target, *FLAGS, *flags, *added[column], env={**CPU_ENV, **env}) as server:
             for kit in chosen:
-                for test, why in outcomes(kit, server, target):
+                for test, why, attempts in outcomes(kit, server, target):
                     row = rows.setdefault((kit.__name__, test), {"kit": kit.__name__, "test": test})
-                    row[column] = why.replace(str(target), "TARGET")
+                    row |= {column: why.replace(str(target), "TARGET"), f"{column}_attempts": attempts}
                 provenance.write_json(output, {**document, "tests": list(rows.values())})
     if failures := wrong(list(rows.values())):
         raise click.ClickException("\n".join(["these tests fail with DSPARK alone:", *failures]))
