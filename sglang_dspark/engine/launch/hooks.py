@@ -21,12 +21,14 @@ from sglang_dspark.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-Where = Literal["flags", "front_end", "routes", "scheduler", "cuda", "cpu"]
+Where = Literal["flags", "front_end", "routes", "own_worker", "any_worker", "scheduled", "scheduler", "cuda", "cpu"]
 
 _OURS = HookSource("dspark", "sglang-dspark")
 """What SGLang's log says of our hooks; most are registered when its plugins have been loaded."""
 
 _GRAPHS = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
+
+_OWN = "sglang.srt.speculative.dspark_components"
 
 _installed: set[str] = set()
 
@@ -41,8 +43,9 @@ class Hook:
         kind: how the handler stands to it.
         handler: our function, below ``sglang_dspark.engine``. A name, so that a process imports only what it installs.
         where: the process. ``flags``: any that reads SGLang's command line. ``front_end``: the one that tokenizes
-            requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``scheduler``. ``cuda``
-            or ``cpu``: the scheduler on this device.
+            requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``scheduler``: that of
+            our worker, on ``cuda`` or ``cpu`` as well. ``scheduled``: that of SGLang's own worker under our schedule,
+            which ``own_worker`` finds. ``any_worker``: both.
         reason: why SGLang has to be patched there.
         by: the moment by which SGLang must have called it.
     """
@@ -166,7 +169,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         HookType.AROUND,
         "scheduler.draft_input.row_headroom",
-        "scheduler",
+        "any_worker",
         "a step reserves two verify windows past the committed length and a stride, rows of req_to_token may have room "
         "for one window: near the context limit the rest would lie past the end of the row",
         Moment.READY,
@@ -221,7 +224,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         HookType.AROUND,
         "api.channel.answer",
-        "scheduler",
+        "any_worker",
         "the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
         Moment.SOME_TIME,
     ),
@@ -230,7 +233,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.scheduler.Scheduler.pause_generation",
         HookType.AFTER,
         "scheduler.hook_handlers.pause",
-        "scheduler",
+        "any_worker",
         "decoding may go on after a pause without a prefill: the pause is not the time of a step",
         Moment.SOME_TIME,
     ),
@@ -239,7 +242,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
         HookType.AFTER,
         "scheduler.hook_handlers.export_metrics",
-        "scheduler",
+        "any_worker",
         "our Prometheus metrics carry the labels of SGLang's, which are known from here on",
     ),
     Hook(
@@ -307,6 +310,72 @@ HOOKS: tuple[Hook, ...] = (
         "with a speculative algorithm the pool warms up a Triton copy kernel, which has no CPU form; DSPARK never "
         "moves K/V between slots",
         Moment.READY,
+    ),
+    Hook(
+        "schedule-own-worker",
+        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+        HookType.BEFORE,
+        "launch.resolution.schedule_own_worker",
+        "own_worker",
+        "a scheduler process hears of its worker here first",
+        Moment.SOME_TIME,  # called in the scheduler alone
+    ),
+    Hook(
+        "start-schedule",
+        f"{_OWN}.dspark_worker_v2.DSparkWorkerV2.init_cuda_graphs",
+        HookType.AFTER,
+        "scheduled.handlers.start",
+        "scheduled",
+        "step times are measured on the worker's own steps, when its graphs are captured",
+    ),
+    Hook(
+        "schedule-step",
+        f"{_OWN}.dspark_worker_v2.DSparkWorkerV2._forward_decode",
+        HookType.AROUND,
+        "scheduled.handlers.decode",
+        "scheduled",
+        "the schedule decides a step before anything of it is drafted, and notes what it did",
+    ),
+    Hook(
+        "note-prefill",
+        f"{_OWN}.dspark_worker_v2.DSparkWorkerV2._forward_prefill",
+        HookType.BEFORE,
+        "scheduled.handlers.before_prefill",
+        "scheduled",
+        "the time between two steps is not a step's if a prefill lies between them",
+    ),
+    Hook(
+        "propose-or-not",
+        f"{_OWN}.dspark_draft.DraftBlockProposer.propose",
+        HookType.AROUND,
+        "scheduled.handlers.propose",
+        "scheduled",
+        "SGLang's own DSPARK drafts in every step; its planner reads confidences that the schedule replaces",
+    ),
+    Hook(
+        "lay-out-rows",
+        f"{_OWN}.dspark_planner.DSparkVerifyPlanner.schedule_layout",
+        HookType.REPLACE,
+        "scheduled.handlers.lay_out",
+        "scheduled",
+        "the schedule decides how many drafts of each request are verified",
+    ),
+    Hook(
+        "copy-record",
+        "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
+        HookType.AROUND,
+        "scheduled.handlers.copy_to_cpu",
+        "scheduled",
+        "lengths and confidences come to the host with the tokens of their step",
+        Moment.SOME_TIME,  # under overlap
+    ),
+    Hook(
+        "observe-own-results",
+        "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+        HookType.AROUND,
+        "scheduled.handlers.observe",
+        "scheduled",
+        "there the schedule learns what became of the drafts",
     ),
 )
 

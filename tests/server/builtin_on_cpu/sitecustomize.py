@@ -4,7 +4,7 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``. Wha
 planner, its draft and verification. What is not: CUDA graphs, hence tiers, and its Triton kernels.
 """
 
-from patching import _late, complete_cpu, patch_when_imported
+from patching import complete_cpu, late, offer_random_lengths, patch_when_imported
 
 for name, function in (
     ("sglang.srt.arg_groups.choices", "draft_with_torch"),
@@ -15,5 +15,6 @@ for name, function in (
     ("sglang.kernels.ops.speculative.cache_locs", "find_slots"),
     ("sglang.kernels.ops.speculative.reject_sampling", "sample_with_torch"),
 ):
-    patch_when_imported(name, _late("stand_ins", function))
+    patch_when_imported(name, late("stand_ins", function))
 complete_cpu()
+offer_random_lengths()

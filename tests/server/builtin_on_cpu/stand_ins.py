@@ -41,16 +41,13 @@ def verify_with_torch(module):
     from sglang.srt.layers.radix_attention import AttentionType
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    def forward_extend(
-        self, q, k, v, layer, batch, save_kv_cache=True, original=TorchNativeAttnBackend.forward_extend
-    ):
+    def forward_extend(self, q, k, v, layer, batch, save_kv_cache=True, original=TorchNativeAttnBackend.forward_extend):
         if not batch.forward_mode.is_target_verify():
             return original(self, q, k, v, layer, batch, save_kv_cache)
         if save_kv_cache:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
-        stored = [
-            pool(layer.layer_id) for pool in (self.token_to_kv_pool.get_key_buffer, self.token_to_kv_pool.get_value_buffer)
-        ]
+        pool = self.token_to_kv_pool
+        stored = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         # Rows behind the last are padding, and nothing reads what becomes of them.
         queries, attended = q.view(-1, layer.tp_q_head_num, layer.head_dim), torch.zeros_like(q)
         out = attended.view(-1, layer.tp_q_head_num, layer.v_head_dim)
@@ -75,6 +72,7 @@ def verify_with_torch(module):
         return attended
 
     TorchNativeAttnBackend.forward_extend = forward_extend
+    TorchNativeAttnBackend.supports_ragged_verify_graph = True
 
 
 def rows_of_requests(batch):
@@ -100,7 +98,8 @@ def find_slots(module):
 
     def slots_behind(rows, req_to_token, begins, ends, out, num_columns):
         parts = zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True)
-        out.copy_(torch.cat([req_to_token[row, begin:end] for row, begin, end in parts]))
+        slots = torch.cat([req_to_token[row, begin:end] for row, begin, end in parts])
+        out[: len(slots)] = slots
 
     module.assign_extend_cache_locs_cpu = slots_behind
 
