@@ -33,14 +33,15 @@ def test_it_serves_as_it_comes(builtin):
     assert call(builtin, "/dspark/stats")[0] == 404
 
 
-@pytest.mark.parametrize("name", ["auto", "random", "off", pytest.param("early-stop", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "name", ["auto", "random", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("off", "early-stop"))]
+)
 def test_golden_texts(scheduled, name):
-    """One by one and together, under every kind of budget, and with requests that set limits of their own."""
+    """Under every kind of budget, and with requests that set limits of their own."""
     with policy(scheduled, name), counting(scheduled) as grown:
-        assert output_ids(scheduled, GOLDEN, 1) == TEXTS
         assert output_ids(scheduled, GOLDEN, 6) == TEXTS
         limited = [{**body, "speculation": OPTIONS[i % len(OPTIONS)]} for i, body in enumerate(GOLDEN)]
-        assert output_ids(scheduled, limited, 6) == TEXTS
+        assert output_ids(scheduled, limited, 2) == TEXTS
     assert (grown["verified_tokens"] > 0) == (name != "off")
 
 
@@ -69,7 +70,9 @@ def test_limits_of_requests_hold(scheduled):
         answers = generate(scheduled, bodies, 6)
     assert [answer["output_ids"] for answer in answers] == TEXTS
     for i, answer in enumerate(answers):
-        assert max(r["verified"] for r in rounds_of(answer)) == i % 4
+        rounds = rounds_of(answer)
+        assert max(r["verified"] for r in rounds) == i % 4
+        assert all(r["accepted"] <= r["verified"] for r in rounds)
 
 
 def test_a_parked_step_drafts_nothing(scheduled):

@@ -8,65 +8,23 @@ when it was, each in the one process that needs it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from pkgutil import resolve_name
-from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sglang_dspark.engine.hook_checks import Moment, expect_called
+from sglang_dspark.engine.launch.hook import Hook, Where
+from sglang_dspark.engine.scheduled.hooks import SCHEDULED_HOOKS
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
 logger = logging.getLogger(__name__)
-
-Where = Literal["flags", "front_end", "routes", "own_worker", "any_worker", "scheduled", "scheduler", "cuda", "cpu"]
 
 _OURS = HookSource("dspark", "sglang-dspark")
 """What SGLang's log says of our hooks; most are registered when its plugins have been loaded."""
 
 _GRAPHS = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
 
-_OWN = "sglang.srt.speculative.dspark_components"
-
 _installed: set[str] = set()
-
-
-@dataclass(frozen=True)
-class Hook:
-    """One patch of one SGLang function.
-
-    Attributes:
-        name: for messages and logs.
-        target: the function of SGLang, as one would import it.
-        kind: how the handler stands to it.
-        handler: our function, below ``sglang_dspark.engine``. A name, so that a process imports only what it installs.
-        where: the process. ``flags``: any that reads SGLang's command line. ``front_end``: the one that tokenizes
-            requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``scheduler``: that of
-            our worker, on ``cuda`` or ``cpu`` as well. ``scheduled``: that of SGLang's own worker under our schedule,
-            which ``own_worker`` finds. ``any_worker``: both.
-        reason: why SGLang has to be patched there.
-        by: the moment by which SGLang must have called it.
-    """
-
-    name: str
-    target: str
-    kind: HookType
-    handler: str
-    where: Where
-    reason: str
-    by: Moment = Moment.ANSWERED
-
-    def load_target(self) -> Callable[..., Any]:
-        """Import and return the function that is patched."""
-        function: Callable[..., Any] = resolve_name(self.target)
-        return function
-
-    def load_handler(self) -> Callable[..., Any]:
-        """Import and return our function."""
-        function: Callable[..., Any] = resolve_name(f"sglang_dspark.engine.{self.handler}")
-        return function
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -311,72 +269,7 @@ HOOKS: tuple[Hook, ...] = (
         "moves K/V between slots",
         Moment.READY,
     ),
-    Hook(
-        "schedule-own-worker",
-        "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
-        HookType.BEFORE,
-        "launch.resolution.schedule_own_worker",
-        "own_worker",
-        "a scheduler process hears of its worker here first",
-        Moment.SOME_TIME,  # called in the scheduler alone
-    ),
-    Hook(
-        "start-schedule",
-        f"{_OWN}.dspark_worker_v2.DSparkWorkerV2.init_cuda_graphs",
-        HookType.AFTER,
-        "scheduled.handlers.start",
-        "scheduled",
-        "step times are measured on the worker's own steps, when its graphs are captured",
-    ),
-    Hook(
-        "schedule-step",
-        f"{_OWN}.dspark_worker_v2.DSparkWorkerV2._forward_decode",
-        HookType.AROUND,
-        "scheduled.handlers.decode",
-        "scheduled",
-        "the schedule decides a step before anything of it is drafted, and notes what it did",
-    ),
-    Hook(
-        "note-prefill",
-        f"{_OWN}.dspark_worker_v2.DSparkWorkerV2._forward_prefill",
-        HookType.BEFORE,
-        "scheduled.handlers.before_prefill",
-        "scheduled",
-        "the time between two steps is not a step's if a prefill lies between them",
-    ),
-    Hook(
-        "propose-or-not",
-        f"{_OWN}.dspark_draft.DraftBlockProposer.propose",
-        HookType.AROUND,
-        "scheduled.handlers.propose",
-        "scheduled",
-        "SGLang's own DSPARK drafts in every step; its planner reads confidences that the schedule replaces",
-    ),
-    Hook(
-        "lay-out-rows",
-        f"{_OWN}.dspark_planner.DSparkVerifyPlanner.schedule_layout",
-        HookType.REPLACE,
-        "scheduled.handlers.lay_out",
-        "scheduled",
-        "the schedule decides how many drafts of each request are verified",
-    ),
-    Hook(
-        "copy-record",
-        "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu",
-        HookType.AROUND,
-        "scheduled.handlers.copy_to_cpu",
-        "scheduled",
-        "lengths and confidences come to the host with the tokens of their step",
-        Moment.SOME_TIME,  # under overlap
-    ),
-    Hook(
-        "observe-own-results",
-        "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
-        HookType.AROUND,
-        "scheduled.handlers.observe",
-        "scheduled",
-        "there the schedule learns what became of the drafts",
-    ),
+    *SCHEDULED_HOOKS,
 )
 
 
