@@ -61,7 +61,7 @@ class ScheduledWorker:
         self.reporting = Reporting(self.schedule, self.gamma, int(runner.max_running_requests))
         self._request_options = CachedByBatch(partial(BatchOptions.of, max_verify=self.gamma))
         self._timer = DeviceTimer(self.device)
-        self._step = self.whole_blocks(0)
+        self._step, self._started = self.whole_blocks(0), False
 
     def _calibration(self) -> OnlineCalibration:
         path, temperatures = self.options.confidence_sts_path, None
@@ -72,6 +72,7 @@ class ScheduledWorker:
     def start(self, table: SpsTable | None) -> None:
         """Let the configured policy decide from now on, by measured step times if it needs them."""
         self.schedule.start(table, fixed_draft_shape=True)
+        self._started = True
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
 
     def whole_blocks(self, requests: int) -> ScheduledStep:
@@ -83,11 +84,11 @@ class ScheduledWorker:
 
         Args:
             decode: the worker's step, which asks :attr:`step` for its drafts and its rows.
-            batch: SGLang's. Without requests it belongs to a step that is measured.
+            batch: SGLang's.
         """
+        if not self._started:
+            return decode()  # a step that is measured
         reqs = batch.reqs
-        if not reqs:
-            return decode()
         options = self._request_options.read(reqs)
         self._step = step = self._chosen(reqs, options)
         span = self._timer.begin()
