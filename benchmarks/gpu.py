@@ -9,8 +9,8 @@ together. What fails or takes too long stops nothing else. RESULTS gets a folder
 ``order.json``: commands, seconds, and how it ended. A part that has ended well is not run again with the same code and
 arguments on the same machine; a sweep that was stopped goes on. What other code or arguments have made is put aside.
 
-Plain servers run as SGLang configures itself. With ``--builtin`` SGLang's own DSPARK is measured as well; of the random
-pair it keeps as many drafts as ours, by SGLang's own simulation.
+Plain servers run as SGLang configures itself. With ``--builtin`` SGLang's own DSPARK is measured as well, as it comes
+and by our schedule; of the random pair it keeps as many drafts as ours, by SGLang's own simulation.
 
 ``--rehearse`` runs the same commands on a CPU with few tokens, and a small shape in place of the large one, into
 RESULTS/rehearsal: whether they work, not how fast. What a CPU cannot run is collected or compiled only.
@@ -46,6 +46,7 @@ SERVED = "--max-running-requests 64 --cuda-graph-max-bs-decode 64"
 SMALL = f"{SERVED} --mem-fraction-static 0.25 --max-total-tokens 65536"
 LARGE = f"{SERVED} --mem-fraction-static 0.8 --max-total-tokens 160000 --load-format dummy"
 POLICIES = ("plain", "off", "auto", "static:5")
+SCHEDULED = "scheduled=auto SGLANG_DSPARK_ENGINE=scheduled"
 # Of a shape, by tokens of context, which are letters: users, and what a sweep is told. A short answer to a long prompt
 # would show its prefill, and 64 of these would not fit.
 CONTEXTS: Mapping[int, tuple[str, Mapping[str, int]]] = {
@@ -156,6 +157,8 @@ def identity(setting: Setting) -> Commands:
 def sweep(setting: Setting) -> Commands:
     """Measure the pair at 1 to 64 users, answers of natural length, against SGLang as it configures itself."""
     configs, numbers = (*POLICIES, *setting.builtin()), {"num_prompts": 12, "max_tokens": 256, "rounds": 4}
+    if setting.with_builtin:
+        configs += (SCHEDULED,)
     return [setting.sweep("", setting.pair, configs, "1,4,16,64", SMALL, **numbers), _report(setting.output)]
 
 
@@ -288,7 +291,7 @@ def _named(context: click.Context, parameter: click.Parameter, text: str | None)
 @click.option("--prompts", required=True, multiple=True, type=EXISTING)
 @click.option("--output", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder for results.")
 @click.option("--only", "names", callback=_named, metavar="PART,...", help=f"Of {', '.join(PARTS)}.")
-@click.option("--builtin", is_flag=True, help="Measure SGLang's own DSPARK as well.")
+@click.option("--builtin", is_flag=True, help="Measure SGLang's own DSPARK as well, as it comes and by our schedule.")
 @click.option("--rehearse", is_flag=True, help="On a CPU, with few tokens.")
 def main(
     target: str,

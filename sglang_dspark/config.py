@@ -87,8 +87,9 @@ class DSparkConfig:
         read=_on_or_off,
         bare="on",
     )
-    engine: Literal["plugin", "builtin"] = _option(
-        "Whose DSPARK `--speculative-algorithm DSPARK` is: `plugin` is this one, `builtin` SGLang's own, on a GPU and "
+    engine: Literal["plugin", "scheduled", "builtin"] = _option(
+        "Whose worker decodes for `--speculative-algorithm DSPARK`: `plugin` is this one; `scheduled` is SGLang's own, "
+        "on a GPU, which drafts and verifies as much as our policies decide; `builtin` is SGLang's own as it comes, "
         "without the other flags of this group.",
         default="plugin",
     )

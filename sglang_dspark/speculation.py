@@ -31,6 +31,8 @@ _READERS = {
     "max_draft": (SUMMARIZATION, CLASSIFICATION),
     "candidates": (CLASSIFICATION,),
 }
+OF_PRESETS = ("preset", *_READERS)
+"""Keys that concern presets."""
 
 
 Ngram = Annotated[int, int_range(1, 16)]

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "metrics": set("calibration config scheduling step".split()),
     "proposals": {"speculation"},
     "scheduling": set("calibration config step".split()),
-    "engine": set("calibration config dashboard draft hub metrics proposals speculation step".split()),
+    "engine": set("calibration config dashboard draft hub metrics proposals scheduling speculation step".split()),
     "worker": set("calibration config draft engine hub metrics proposals scheduling speculation step".split()),
     "plugin": {"config", "engine", "worker"},
     "tools": set("calibration config draft engine hub on_cpu scheduling speculation step".split()),

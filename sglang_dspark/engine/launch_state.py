@@ -22,6 +22,13 @@ class DSparkServer:
     drafter: ResolvedDrafter | None
     dummy_draft: bool
 
+    presets = True
+
+    @property
+    def has_confidence_head(self) -> bool:
+        """Return whether the drafter says how likely a draft survives."""
+        return self.drafter is not None and self.drafter.config.enable_confidence_head
+
     @property
     def gamma(self) -> int:
         """Return the drafts per request and step.

@@ -19,26 +19,29 @@ from sglang_dspark.engine.scheduler.batch import (
     read_decode_batch,
 )
 from sglang_dspark.engine.scheduler.cached_by_batch import CachedByBatch
+from sglang_dspark.engine.scheduler.capabilities import Decoding, capabilities, in_one_line
 from sglang_dspark.engine.scheduler.draft_input import kv_lengths
 from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.engine.scheduler.logits_adjuster import StepAdjuster
+from sglang_dspark.engine.scheduler.measure_steps import Stepper
 from sglang_dspark.engine.scheduler.request_options import BatchOptions
+from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
 from sglang_dspark.engine.scheduler.worker_base import Publish, SpecWorkerBase
 from sglang_dspark.metrics.reporting import Reporting
 from sglang_dspark.scheduling.schedule import Schedule
+from sglang_dspark.scheduling.sps_table import SpsTable
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.device_time import DeviceTimer
 from sglang_dspark.step.packed import PackedCopies
 from sglang_dspark.step.record import StepRecord
 from sglang_dspark.step.state import Copies, DecodeBatch, StepHooks, StepOutcome, VerifyPlan
-from sglang_dspark.worker.capabilities import capabilities, in_one_line
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.executors.captured import CapturedSteps
 from sglang_dspark.worker.executors.eager import EagerExecutor
 from sglang_dspark.worker.executors.selector import ExecutorSelector
 from sglang_dspark.worker.preset_texts import PresetTexts
 from sglang_dspark.worker.startup.late_kernels import report_late_kernels
-from sglang_dspark.worker.startup.sps_cache import load_or_measure
+from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
 from sglang_dspark.worker.startup.warm_up import hold_largest_step, on_stream_of_steps, warm_up
 
 logger = logging.getLogger(__name__)
@@ -98,11 +101,30 @@ class DSparkWorker(SpecWorkerBase):
             if self.on_gpu:
                 hold_largest_step(self.eager, self.target_worker, self.max_verify)
             if self.drafter.drafts:
-                table = load_or_measure(self.executors, self.target_worker, self.server_args, self.max_verify)
+                table = self.step_times()
         self.schedule.start(table, fixed_draft_shape=self.executors.captured is not None)
         if self.on_gpu:
             report_late_kernels()
         logger.info("DSPARK: %s", in_one_line(self.capabilities()))
+
+    def step_times(self) -> SpsTable | None:
+        """Return the measured times of steps; None for a policy that needs none."""
+        tiers = None if self.executors.captured is None else self.executors.captured.tiers
+        stepper = Stepper(
+            self.target_worker,
+            self.agreement,
+            self.max_verify,
+            of=lambda dummy: MeasuredSteps(self.executors, dummy, self.max_verify),
+            tiers=() if tiers is None else tiers.timed,
+        )
+        key = table_key(
+            self.target_worker,
+            self.server_args,
+            block_size=self.drafter.gamma,
+            max_verify=self.max_verify,
+            cuda_graphs="none" if tiers is None else tiers.digest,
+        )
+        return load_or_measure(stepper, self.options, key)
 
     def capture_graphs(self, slots: list[int]) -> None:
         """Capture decode steps of up to so many requests as CUDA graphs; none of no requests."""
@@ -214,7 +236,14 @@ class DSparkWorker(SpecWorkerBase):
         return self.reporting.report(history_s)
 
     def capabilities(self) -> dict[str, Any]:
-        return capabilities(self.server_args, self.target_worker.model_runner, self.executors, self.max_verify)
+        described = self.drafter.describe(self.server_args.speculative_draft_model_path)
+        drafting = "requests with a preset speculate" if described is None else "the drafter fits the target"
+        decoding = Decoding(
+            f"selected by --speculative-algorithm, and {drafting}",
+            self.drafter.gamma,
+            cuda_graphs=self.executors.captured is not None,
+        )
+        return capabilities(self.server_args, self.target_worker.model_runner, self.schedule, described, decoding)
 
     def export_metrics(self, labels: dict[str, Any]) -> None:
         self.reporting.export_metrics(labels)

@@ -8,7 +8,8 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_dspark.engine.launch import hooks
-from sglang_dspark.engine.launch.hooks import HOOKS, Hook, Where
+from sglang_dspark.engine.launch.hook import Hook, Where
+from sglang_dspark.engine.launch.hooks import HOOKS
 from sglang_dspark.errors import EngineError
 
 HANDED_FIRST = {HookType.BEFORE: 0, HookType.AFTER: 1, HookType.AROUND: 1, HookType.REPLACE: 0}
@@ -19,7 +20,7 @@ def names(function, *kinds):
 
 
 def test_names_and_targets_are_told_apart():
-    assert len({hook.name for hook in HOOKS}) == len({hook.target for hook in HOOKS}) == len(HOOKS)
+    assert len({hook.name for hook in HOOKS}) == len({(hook.target, hook.where) for hook in HOOKS}) == len(HOOKS)
     assert {hook.where for hook in HOOKS} == set(get_args(Where))
 
 

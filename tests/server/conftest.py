@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from byte_tokenizer import save_byte_tokenizer
 from family_targets import written_target
-from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs
+from golden_server import DSPARK, GUARDED, TARGET, TWO_RANKS, emulated_graphs, own_worker
 from int8_target import int8_target
 from lora_adapters import adapter_flags
 from random_drafter import damaged_drafter, random_drafter
@@ -92,6 +92,16 @@ SERVERS: dict[str, Recipe] = {
     # Streams that are parsed; every step commits as much as it can.
     "plain_parsers": Recipe(lambda folder: PARSERS, model=spoken_target),
     "parsers": Recipe(lambda folder: (*DSPARK, *STATIC, *PARSERS), model=spoken_target),
+    # SGLang's own DSPARK, by our schedule and as it comes.
+    "scheduled": Recipe(lambda folder: DSPARK, env=own_worker("scheduled")),
+    "scheduled_corner": Recipe(
+        lambda folder: (*DSPARK, *TIGHT, "--disable-overlap-schedule", "--chunked-prefill-size", "64"),
+        env=own_worker("scheduled"),
+    ),
+    "scheduled_parallel": Recipe(
+        lambda folder: (*DSPARK, *PARALLEL), env={**own_worker("scheduled"), **TWO_RANKS}, forked=False
+    ),
+    "builtin": Recipe(lambda folder: DSPARK, env=own_worker("builtin")),
     "parallel": Recipe(lambda folder: (*DSPARK, *PARALLEL), env=TWO_RANKS),
     # Steps staged and replayed as on a GPU; an interpreted step takes a tenth of a second.
     "graphs": Recipe(lambda folder: (*DSPARK, "--max-running-requests", "4"), env=emulated_graphs()),

@@ -26,6 +26,7 @@ CASES: list[dict[str, Any]] = json.loads((DRAFT / "golden.json").read_text())["c
 VOCAB = range(3, 60)  # ids that the golden target's training text used
 EMULATION = SERVER_TESTS / "emulated_graphs"
 RANDOM_LENGTHS = SERVER_TESTS / "random_lengths"
+BUILTIN_ON_CPU = SERVER_TESTS / "builtin_on_cpu"
 PATCHES = SERVER_TESTS / "patches"
 DSPARK = dspark_flags(DRAFT)
 
@@ -57,6 +58,11 @@ def sitecustomized(folder: Path) -> dict[str, str]:
 def emulated_graphs() -> dict[str, str]:
     """Return the environment of a CPU server whose steps are replayed as on a GPU, by kernels that are interpreted."""
     return {**CPU_ENV, **sitecustomized(EMULATION), "TRITON_INTERPRET": "1"}
+
+
+def own_worker(engine: str) -> dict[str, str]:
+    """Return the environment of a server that decodes with SGLang's own DSPARK; ``engine``: scheduled or builtin."""
+    return {**CPU_ENV, **sitecustomized(BUILTIN_ON_CPU), "SGLANG_DSPARK_ENGINE": engine}
 
 
 def generate(server: LaunchedServer, bodies: list[dict[str, Any]], concurrency: int) -> list[dict[str, Any]]:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_dspark.engine.scheduler import sps_cache
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.worker.startup import sps_cache
-from sglang_dspark.worker.startup.measure_steps import MeasuredSteps
+from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
 from sglang_dspark.worker.tiers import Tiers
 
 
@@ -168,11 +168,11 @@ def key_of(monkeypatch, tmp_path):
             kv_cache_dtype=torch.float32,
             model_config=SimpleNamespace(quantization=None, hf_config=hf_config),
         )
-        executors = SimpleNamespace(captured=None, eager=SimpleNamespace(drafter=SimpleNamespace(gamma=7)))
         paths = {"model_path": "owner/target", "speculative_draft_model_path": str(tmp_path)}
         worker = SimpleNamespace(model_runner=runner, device="cpu")
         given = dict.fromkeys(sps_cache._TIMED_ARGUMENTS) | paths | flags
-        return sps_cache._key(executors, worker, SimpleNamespace(**given), 7)
+        shape = {"block_size": 7, "max_verify": 7, "cuda_graphs": "none"}
+        return sps_cache.table_key(worker, SimpleNamespace(**given), **shape)
 
     return key
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.sglang_types import TokenizerManager
 from sglang_dspark.errors import BusyError, ConfigError
 from sglang_dspark.metrics.history import HISTORY_S
@@ -109,7 +110,7 @@ def answer(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
         return original(scheduler, recv_req)
     message = json.loads(recv_req.rid)[KEY]
     try:
-        reply = {"answer": _answer_of(scheduler.draft_worker, message["question"], message["fields"])}
+        reply = {"answer": _answer_of(decoder_of(scheduler), message["question"], message["fields"])}
     except ConfigError as error:
         reply = {"refusal": str(error)}
     return GetInternalStateReqOutput(internal_state={KEY: reply})

@@ -13,7 +13,7 @@ import msgspec
 from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.sglang_types import SamplingParams, TokenizerManager
 from sglang_dspark.proposals.candidate_labels import spellings
-from sglang_dspark.speculation import CLASSIFICATION, KEY, RequestOptions, Speculation
+from sglang_dspark.speculation import CLASSIFICATION, KEY, NO_PRESET, RequestOptions, Speculation
 
 MAX_LABEL_TOKENS = 16384
 """Of all labels of a request: the scheduler takes milliseconds to read them, once for equal labels."""
@@ -36,9 +36,13 @@ def settle(manager: TokenizerManager, parameters: SamplingParams) -> None:
         return
     kept = {key: value for key, value in custom_params.items() if key != KEY}
     field = _parsed(custom_params[KEY])
-    drafter = attached(manager.server_args).drafter
-    has_head = drafter is not None and drafter.config.enable_confidence_head
-    if field.confidence_threshold is not None and not has_head:
+    server = attached(manager.server_args)
+    if field.preset != NO_PRESET and not server.presets:
+        raise ValueError(
+            f'speculation.preset="{field.preset}" is not served by SGLang\'s own worker; drop the key, or start the '
+            "server with --speculative-dspark-engine plugin"
+        )
+    if field.confidence_threshold is not None and not server.has_confidence_head:
         raise ValueError(
             "speculation.confidence_threshold needs a drafter with a confidence head, which this server does not have; "
             "use speculation.max_verify or drop the key"

@@ -19,10 +19,13 @@ from sglang_dspark.declared import truncate
 from sglang_dspark.draft.families import family_of
 from sglang_dspark.engine.api import request_field
 from sglang_dspark.engine.api.served_requests import REFUSED_FIELDS, REFUSED_PARAMETERS
+from sglang_dspark.engine.compat.arguments import attached
+from sglang_dspark.engine.scheduled.launch import ScheduledServer
 from sglang_dspark.engine.sglang_types import ModelConfig, SamplingParams, TokenizerManager
 
 _INT32_MAX, _FLOAT32_MAX = 2**31 - 1, 3.4028234663852886e38
 _MEDIA = ("image_data", "video_data", "audio_data")
+_IGNORED_BY_SGLANG = (("min_p", 0.0), ("sampling_seed", None))
 _PLACE = re.compile(r"\$\[(\d+)\](?:\[(\d+)\])?")
 
 
@@ -36,7 +39,11 @@ def check_request(tokenized: Any, manager: TokenizerManager, request: Any, *args
     """
     if not isinstance(tokenized, TokenizedGenerateReqInput):
         return
-    for refusal in _not_served(request, tokenized.sampling_params, manager.model_config):
+    if isinstance(attached(manager.server_args), ScheduledServer):
+        refusals = _not_scheduled(tokenized.sampling_params)
+    else:
+        refusals = _not_served(request, tokenized.sampling_params, manager.model_config)
+    for refusal in refusals:
         raise ValueError(refusal)
     request_field.settle(manager, tokenized.sampling_params)
     check_types(tokenized)
@@ -73,6 +80,16 @@ def _not_served(request: GenerateReqInput, parameters: SamplingParams, target: M
     for name in _MEDIA if family_of(target.hf_config.architectures).reads_images else ():
         if getattr(request, name, None):
             yield f"DSPARK serves the text of this target, and not {name} yet; use a server without DSPARK"
+
+
+def _not_scheduled(parameters: SamplingParams) -> Iterator[str]:
+    """Yield what SGLang's own worker would ignore."""
+    for name, neutral in _IGNORED_BY_SGLANG:
+        if (value := getattr(parameters, name)) != neutral:
+            yield (
+                f"SGLang's own DSPARK ignores sampling_params.{name}={truncate(value)}; drop it, or start the server "
+                "with --speculative-dspark-engine plugin"
+            )
 
 
 def check_types(tokenized: TokenizedGenerateReqInput) -> None:

@@ -15,7 +15,8 @@ from sglang.srt.speculative.spec_registry import get_spec
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft.resolved import ResolvedDrafter
 from sglang_dspark.engine.launch.context import LaunchContext
-from sglang_dspark.engine.launch.hooks import HOOKS, Hook
+from sglang_dspark.engine.launch.hook import Hook
+from sglang_dspark.engine.launch.hooks import HOOKS
 from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.support import ALGORITHM
 

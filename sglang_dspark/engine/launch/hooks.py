@@ -8,20 +8,16 @@ when it was, each in the one process that needs it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from pkgutil import resolve_name
-from typing import Any, Literal
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
 from sglang_dspark.engine.hook_checks import Moment, expect_called
+from sglang_dspark.engine.launch.hook import Hook, Where
+from sglang_dspark.engine.scheduled.hooks import SCHEDULED_HOOKS
 from sglang_dspark.engine.support import installed_sglang
 from sglang_dspark.errors import EngineError
 
 logger = logging.getLogger(__name__)
-
-Where = Literal["flags", "front_end", "routes", "scheduler", "cuda", "cpu"]
 
 _OURS = HookSource("dspark", "sglang-dspark")
 """What SGLang's log says of our hooks; most are registered when its plugins have been loaded."""
@@ -29,41 +25,6 @@ _OURS = HookSource("dspark", "sglang-dspark")
 _GRAPHS = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup"
 
 _installed: set[str] = set()
-
-
-@dataclass(frozen=True)
-class Hook:
-    """One patch of one SGLang function.
-
-    Attributes:
-        name: for messages and logs.
-        target: the function of SGLang, as one would import it.
-        kind: how the handler stands to it.
-        handler: our function, below ``sglang_dspark.engine``. A name, so that a process imports only what it installs.
-        where: the process. ``flags``: any that reads SGLang's command line. ``front_end``: the one that tokenizes
-            requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``scheduler``. ``cuda``
-            or ``cpu``: the scheduler on this device.
-        reason: why SGLang has to be patched there.
-        by: the moment by which SGLang must have called it.
-    """
-
-    name: str
-    target: str
-    kind: HookType
-    handler: str
-    where: Where
-    reason: str
-    by: Moment = Moment.ANSWERED
-
-    def load_target(self) -> Callable[..., Any]:
-        """Import and return the function that is patched."""
-        function: Callable[..., Any] = resolve_name(self.target)
-        return function
-
-    def load_handler(self) -> Callable[..., Any]:
-        """Import and return our function."""
-        function: Callable[..., Any] = resolve_name(f"sglang_dspark.engine.{self.handler}")
-        return function
 
 
 HOOKS: tuple[Hook, ...] = (
@@ -166,7 +127,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
         HookType.AROUND,
         "scheduler.draft_input.row_headroom",
-        "scheduler",
+        "any_worker",
         "a step reserves two verify windows past the committed length and a stride, rows of req_to_token may have room "
         "for one window: near the context limit the rest would lie past the end of the row",
         Moment.READY,
@@ -221,7 +182,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
         HookType.AROUND,
         "api.channel.answer",
-        "scheduler",
+        "any_worker",
         "the routes below /dspark reach the scheduler through SGLang's channel for looking at a running server",
         Moment.SOME_TIME,
     ),
@@ -230,7 +191,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.scheduler.Scheduler.pause_generation",
         HookType.AFTER,
         "scheduler.hook_handlers.pause",
-        "scheduler",
+        "any_worker",
         "decoding may go on after a pause without a prefill: the pause is not the time of a step",
         Moment.SOME_TIME,
     ),
@@ -239,7 +200,7 @@ HOOKS: tuple[Hook, ...] = (
         "sglang.srt.managers.scheduler.Scheduler.init_metrics_reporter",
         HookType.AFTER,
         "scheduler.hook_handlers.export_metrics",
-        "scheduler",
+        "any_worker",
         "our Prometheus metrics carry the labels of SGLang's, which are known from here on",
     ),
     Hook(
@@ -308,6 +269,7 @@ HOOKS: tuple[Hook, ...] = (
         "moves K/V between slots",
         Moment.READY,
     ),
+    *SCHEDULED_HOOKS,
 )
 
 

@@ -16,6 +16,7 @@ from sglang_dspark.engine.compat import arguments
 from sglang_dspark.engine.launch import hooks
 from sglang_dspark.engine.launch.launch import Launch
 from sglang_dspark.engine.launch_state import TargetOnly
+from sglang_dspark.engine.scheduled.launch import ScheduledServer
 from sglang_dspark.engine.support import ALGORITHM, COMMON_NAME
 from sglang_dspark.errors import CheckpointError, ConfigError, UnservedError
 
@@ -49,14 +50,21 @@ def resolve_once(original: Callable[..., None], args: Any) -> None:
     # Every process asks, and in all but the first it is done.
     if getattr(args, "_resolution_finished", False):
         original(args)
+        if isinstance(arguments.attached(args), ScheduledServer):
+            hooks.install("own_worker")
         return
     texts = getattr(args, _TEXTS, {}) | _texts_of_fields(args)
     if not _is_ours(args, texts):
         original(args)
         return
-    args.speculative_algorithm = ALGORITHM
     config = DSparkConfig.resolve(texts, foreign=arguments.variables_of_sglang(ENV_PREFIX))
     support.check_sglang_version(support.installed_sglang(), untested=config.untested_sglang)
+    if config.engine == "scheduled":
+        ScheduledServer.before(args, config)
+        original(args)
+        hooks.install("routes", "front_end", "own_worker")
+        return
+    args.speculative_algorithm = ALGORITHM
     written = arguments.snapshot(args)
     try:
         Launch.before(args, config)
@@ -66,6 +74,11 @@ def resolve_once(original: Callable[..., None], args: Any) -> None:
             raise
         arguments.restore(args, written)
         _resolve_target_only(original, args, str(error))
+
+
+def schedule_own_worker(algorithm: Any, server_args: Any) -> None:
+    """Hook SGLang's own worker, in the scheduler that is about to make it."""
+    hooks.install("any_worker", "scheduled")
 
 
 def _texts_of_fields(args: Any) -> dict[str, str | None]:
@@ -83,13 +96,14 @@ def _is_ours(args: Any, texts: Mapping[str, str | None]) -> bool:
     name = (args.speculative_algorithm or "").upper()
     if name not in (COMMON_NAME, ALGORITHM):
         return False
-    if option_text("engine", texts) != "builtin":
-        return True
-    if name == ALGORITHM:
+    engine = option_text("engine", texts)
+    if engine in ("scheduled", "builtin") and name == ALGORITHM:
         raise ConfigError(
-            f"--speculative-algorithm {ALGORITHM} is the plugin, and {flag_name('engine')}=builtin asks for SGLang's "
+            f"--speculative-algorithm {ALGORITHM} is the plugin, and {flag_name('engine')}={engine} asks for SGLang's "
             "own DSPARK; drop one of them"
         )
+    if engine != "builtin":
+        return True
     ours = [name for name, text in texts.items() if text is not None and name not in ("engine", *_SHARED)]
     if ours:
         raise ConfigError(

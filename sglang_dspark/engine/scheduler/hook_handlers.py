@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
+from sglang_dspark.engine.compat.decoder import decoder_of
 from sglang_dspark.engine.scheduler.first_finish import let_first_end_count
 from sglang_dspark.engine.scheduler.logprobs import drop_rejected
 
@@ -51,14 +52,14 @@ def report_verified(original: Callable[..., None], reporter: Any, *args: Any, **
 
 def pause(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Tell the worker that no step is under way."""
-    scheduler.draft_worker.before_other_work()
+    decoder_of(scheduler).before_other_work()
 
 
 def export_metrics(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Add our Prometheus metrics to SGLang's."""
     context = scheduler.metrics_collector_context
     if context.current_scheduler_metrics_enabled:
-        scheduler.draft_worker.export_metrics(context.collector.labels)
+        decoder_of(scheduler).export_metrics(context.collector.labels)
 
 
 def no_kv_copy_kernel(pool: Any) -> None:

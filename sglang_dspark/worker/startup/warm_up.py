@@ -35,6 +35,7 @@ from sglang_dspark.engine.forward.layers import kv_heads_of_rank
 from sglang_dspark.engine.scheduler.batch import read_decode_batch
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 from sglang_dspark.engine.scheduler.logits_adjuster import FIRST_SLOTS
+from sglang_dspark.engine.scheduler.measure_steps import most_running
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.step.decision import PLAIN, StepDecision
 from sglang_dspark.step.selection import FixedLength, TopK
@@ -42,7 +43,6 @@ from sglang_dspark.step.state import Copies, DecodeBatch, DraftOutput, StepHooks
 from sglang_dspark.step.transfers import host_index
 from sglang_dspark.worker.drafter import Drafter, NoDrafter
 from sglang_dspark.worker.executors.eager import EagerExecutor
-from sglang_dspark.worker.startup.measure_steps import most_running
 
 logger = logging.getLogger(__name__)
 

@@ -64,7 +64,7 @@ def emulate(module):
     module.DSparkWorker.decode = decode
     module.graph_request_slots = lambda runner: REQUEST_SLOTS
     CpuVerifyBackend._attend = ragged_attention
-    module.load_or_measure = step_times
+    module.DSparkWorker.step_times = step_times
 
 
 def ring_of_the_host(words, device):
@@ -122,7 +122,7 @@ def note_draft_kernels():
     block_attention.kernel, draft_block.kernel = laid_out, drafted
 
 
-def step_times(executors, target_worker, server_args, max_verify):
+def step_times(self):
     """Return a table under which speculation pays: measuring interpreted kernels takes half a minute and says nothing.
 
     A few of the steps to be measured run nevertheless: the forms that they compile belong to the start.
@@ -132,14 +132,14 @@ def step_times(executors, target_worker, server_args, max_verify):
 
     from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
     from sglang_dspark.scheduling.sps_table import SpsTable
-    from sglang_dspark.worker.startup.measure_steps import MeasuredSteps
+    from sglang_dspark.worker.startup.measured_steps import MeasuredSteps
 
     for requests in (1, 1 + REQUEST_SLOTS[-1]):
-        with torch.no_grad(), DummyBatch(target_worker, requests, 16, max_verify + 1) as dummy:
-            steps = MeasuredSteps(executors, dummy, max_verify)
+        with torch.no_grad(), DummyBatch(self.target_worker, requests, 16, self.max_verify + 1) as dummy:
+            steps = MeasuredSteps(self.executors, dummy, self.max_verify)
             steps.draft(3)
             steps.verify(3)
-    drafts = np.arange(max_verify + 1)
+    drafts = np.arange(self.max_verify + 1)
     return SpsTable(
         key={},
         requests=REQUEST_SLOTS,
@@ -147,7 +147,7 @@ def step_times(executors, target_worker, server_args, max_verify):
         contexts=[16],
         draft_ms=np.tile((drafts > 0)[None, :, None], (len(REQUEST_SLOTS), 1, 1)).astype(float),
         verify_ms=(20.0 + np.outer(REQUEST_SLOTS, 1 + drafts))[:, :, None],
-        tiers=list(executors.captured.tiers.tokens),
+        tiers=list(self.executors.captured.tiers.tokens),
     )
 
 

@@ -36,6 +36,31 @@ def patch_worker(patch):
     patch_when_imported("sglang_dspark.worker.worker", patch)
 
 
+def offer_random_lengths():
+    """Let ``POST /dspark/policy`` take ``{"policy": "random"}`` too, and the step times be known soon."""
+
+    def offer(decoder, most):
+        from random_policy import RandomPolicy
+
+        def switch_policy(self, fields, original=decoder.switch_policy):
+            if fields != {"policy": "random"}:
+                return original(self, fields)
+            self.schedule.policy = RandomPolicy(most(self))
+            return {"policy": "random"}
+
+        decoder.switch_policy = switch_policy
+
+    def measure_briefly(module):
+        from sglang_dspark.scheduling import sps_profiler
+
+        sps_profiler.MAX_PASSES, module._CONTEXTS, module.LIMIT_S["cpu"] = 1, (64,), 6.0
+
+    patch_worker(lambda module: offer(module.DSparkWorker, lambda worker: worker.max_verify))
+    driver = "sglang_dspark.engine.scheduled.driver"
+    patch_when_imported(driver, lambda module: offer(module.ScheduledWorker, lambda worker: worker.gamma))
+    patch_when_imported("sglang_dspark.engine.scheduler.measure_steps", measure_briefly)
+
+
 def interpret_adapters():
     """Let a server on a CPU serve adapters by kernels, which are interpreted."""
 
@@ -64,7 +89,7 @@ def attend_with_sinks():
         module.PREFILL_BACKENDS = {**module.PREFILL_BACKENDS, "cpu": (*module.PREFILL_BACKENDS["cpu"], "intel_amx")}
         module.SINK_BACKENDS = (*module.SINK_BACKENDS, *module.PREFILL_BACKENDS["cpu"])
 
-    patch_when_imported("sglang.srt.layers.attention.attention_registry", _late("sink_attention", "install"))
+    patch_when_imported("sglang.srt.layers.attention.attention_registry", late("sink_attention", "install"))
     patch_when_imported("sglang_dspark.engine.launch.flag_checks", offer)
 
 
@@ -75,10 +100,10 @@ def keep_recurrent_states():
         module.RECURRENT_DEVICES = ("cpu",)
 
     # Models look for these functions when they are imported.
-    patch_when_imported("sglang.srt.utils", _late("recurrent_layers", "install"))
+    patch_when_imported("sglang.srt.utils", late("recurrent_layers", "install"))
     patch_when_imported("sglang_dspark.engine.launch.model_checks", allow)
     norm = "sglang.kernels.ops.attention.fla.layernorm_gated"
-    patch_when_imported(norm, _late("recurrent_layers", "install_norm"))
+    patch_when_imported(norm, late("recurrent_layers", "install_norm"))
 
 
 def complete_cpu():
@@ -91,17 +116,17 @@ def complete_cpu():
     def allow(module):
         module.HOST_CACHE_DEVICES = module.PAGE_DEVICES = ("cpu", "cuda")
 
-    patch_when_imported("sglang.srt.layers.quantization", _late("int8_method", "offer"))
-    patch_when_imported("sglang.srt.mem_cache.allocator.paged", _late("paged_slots", "install"))
+    patch_when_imported("sglang.srt.layers.quantization", late("int8_method", "offer"))
+    patch_when_imported("sglang.srt.mem_cache.allocator.paged", late("paged_slots", "install"))
     # The first of the modules of adapters that any process imports.
-    patch_when_imported("sglang.srt.lora.lora_registry", _late("unpinned", "install"))
+    patch_when_imported("sglang.srt.lora.lora_registry", late("unpinned", "install"))
     patch_when_imported("sglang_dspark.engine.launch.flag_checks", allow)
-    patch_when_imported("sglang.srt.mem_cache.pool_host.mha", _late("host_memory", "install_pools"))
+    patch_when_imported("sglang.srt.mem_cache.pool_host.mha", late("host_memory", "install_pools"))
     for name in ("sglang.srt.managers.cache_controller", "sglang.srt.mem_cache.l2_transfer"):
-        patch_when_imported(name, _late("host_memory", "install_streams"))
+        patch_when_imported(name, late("host_memory", "install_streams"))
 
 
-def _late(module, function):
+def late(module, function):
     """Return a patch that is defined in a module beside this one, which is imported no earlier than it is applied."""
 
     def patch(patched):

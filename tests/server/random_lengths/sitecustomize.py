@@ -7,28 +7,9 @@ Python imports this module at start-up when its folder is on ``PYTHONPATH``.
 
 import os
 
-from patching import attend_with_sinks, complete_cpu, patch_worker, serve_text_alone
+from patching import attend_with_sinks, complete_cpu, offer_random_lengths, serve_text_alone
 
-
-def offer(module):
-    """Let ``POST /dspark/policy`` take ``{"policy": "random"}`` too, and the step times be known soon."""
-    from random_policy import RandomPolicy
-
-    from sglang_dspark.scheduling import sps_profiler
-    from sglang_dspark.worker.startup import measure_steps
-
-    sps_profiler.MAX_PASSES, measure_steps._CONTEXTS, measure_steps.LIMIT_S["cpu"] = 1, (64,), 6.0
-
-    def switch_policy(self, fields, original=module.DSparkWorker.switch_policy):
-        if fields != {"policy": "random"}:
-            return original(self, fields)
-        self.schedule.policy = RandomPolicy(self.max_verify)
-        return {"policy": "random"}
-
-    module.DSparkWorker.switch_policy = switch_policy
-
-
-patch_worker(offer)
+offer_random_lengths()
 complete_cpu()
 if "ATTENTION_SINKS" in os.environ:
     attend_with_sinks()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -12,27 +12,44 @@ from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.forward.graphs import has_prefill_graphs
 from sglang_dspark.engine.support import versions
 from sglang_dspark.scheduling.schedule import Schedule
-from sglang_dspark.speculation import Speculation
-from sglang_dspark.worker.executors.selector import ExecutorSelector
+from sglang_dspark.speculation import OF_PRESETS, Speculation
 
 
-def capabilities(server_args: Any, model_runner: Any, executors: ExecutorSelector, max_verify: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Decoding:
+    """How a server decodes.
+
+    Attributes:
+        reason: why by this path.
+        gamma: drafts of a block.
+        cuda_graphs: whether steps are replayed from CUDA graphs.
+        presets: whether requests may have presets.
+    """
+
+    reason: str
+    gamma: int
+    cuda_graphs: bool
+    presets: bool = True
+
+
+def capabilities(
+    server_args: Any, model_runner: Any, schedule: Schedule, drafter: dict[str, Any] | None, decoding: Decoding
+) -> dict[str, Any]:
     """Return JSON: the decode path and why, versions, checkpoints, policies and features.
 
     Args:
         server_args, model_runner: SGLang's, of the server and of its target.
-        executors: of the server.
-        max_verify: most drafts that a step verifies per request.
+        schedule: of the server.
+        drafter: what is known of its checkpoint; None if none is served.
+        decoding: how the server decodes.
     """
     options: DSparkConfig = attached(server_args).config
-    drafter, schedule = executors.eager.drafter, executors.eager.schedule
-    model, described = model_runner.model_config, drafter.describe(server_args.speculative_draft_model_path)
-    drafting = "requests with a preset speculate" if described is None else "the drafter fits the target"
-    on_gpu = model_runner.device == "cuda"
+    model, on_gpu = model_runner.model_config, model_runner.device == "cuda"
     has_head = schedule.forecast.calibration is not None
     return {
         "effective_decode_path": "dspark",
-        "reason": f"selected by --speculative-algorithm, and {drafting}",
+        "engine": options.engine,
+        "reason": decoding.reason,
         "versions": versions(),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "dtype": str(model_runner.dtype).removeprefix("torch."),
@@ -43,16 +60,16 @@ def capabilities(server_args: Any, model_runner: Any, executors: ExecutorSelecto
             "vocab_size": model.hf_text_config.vocab_size,
             "context_length": model.context_len,
         },
-        "drafter": described,
-        "simulated_acceptance": options.acceptance_profile(drafter.gamma),
-        "block_size": drafter.gamma,
-        "max_verify": max_verify,
+        "drafter": drafter,
+        "simulated_acceptance": options.acceptance_profile(decoding.gamma),
+        "block_size": decoding.gamma,
+        "max_verify": schedule.max_verify,
         "max_running_requests": int(model_runner.max_running_requests),
         "policy": schedule.policy.name,
         "policies": {name: _policy(schedule, name, on_gpu=on_gpu) for name in POLICY_NAMES},
         "features": {
-            "speculation_fields": _speculation_fields(has_head=has_head),
-            "cuda_graphs": executors.captured is not None,
+            "speculation_fields": _speculation_fields(has_head=has_head, presets=decoding.presets),
+            "cuda_graphs": decoding.cuda_graphs,
             "overlap": not server_args.disable_overlap_schedule,
             "prefill_attention": model_runner.attn_backend.prefill_attention_backend_str,
             "prefill_cuda_graphs": has_prefill_graphs(model_runner),
@@ -90,9 +107,11 @@ def _drafter_in_words(drafter: dict[str, Any] | None) -> str:
     )
 
 
-def _speculation_fields(*, has_head: bool) -> list[str]:
-    names = [field.name for field in fields(Speculation)]
-    return names if has_head else [name for name in names if name != "confidence_threshold"]
+def _speculation_fields(*, has_head: bool, presets: bool) -> list[str]:
+    absent = () if presets else OF_PRESETS
+    if not has_head:
+        absent = (*absent, "confidence_threshold")
+    return [field.name for field in fields(Speculation) if field.name not in absent]
 
 
 def _policy(schedule: Schedule, name: str, *, on_gpu: bool) -> dict[str, Any]:

@@ -20,13 +20,11 @@ import torch
 from sglang_dspark import __version__
 from sglang_dspark.config import DSparkConfig, flag_name
 from sglang_dspark.draft import reduced_vocabulary
-from sglang_dspark.engine.compat.arguments import attached
 from sglang_dspark.engine.forward.adapters import adapters_digest
+from sglang_dspark.engine.scheduler.measure_steps import Stepper, measure_steps, most_requests
 from sglang_dspark.errors import ConfigError
 from sglang_dspark.hub import checkpoint_name
 from sglang_dspark.scheduling.sps_table import SpsTable
-from sglang_dspark.worker.executors.selector import ExecutorSelector
-from sglang_dspark.worker.startup.measure_steps import measure_steps, most_requests
 
 logger = logging.getLogger(__name__)
 
@@ -35,22 +33,17 @@ _NEEDS_TABLE = ("auto", "early-stop")
 _MAX_CHANGE = 1.5  # of drafted steps against plain ones; less is corrected while the server runs
 
 
-def load_or_measure(
-    executors: ExecutorSelector, target_worker: Any, server_args: Any, max_verify: int
-) -> SpsTable | None:
+def load_or_measure(stepper: Stepper, options: DSparkConfig, key: dict[str, str]) -> SpsTable | None:
     """Return the table of this server; None for a policy that needs none and has no file.
 
     Args:
-        executors: of the server.
-        target_worker, server_args: SGLang's.
-        max_verify: most drafts that a step verifies per request.
+        stepper: the server's steps.
+        key: what a table is valid for, see :func:`table_key`.
 
     Raises:
         ConfigError: the file that the flag names is damaged, cannot be written, or was measured for something else.
     """
-    options: DSparkConfig = attached(server_args).config
-    agreement = executors.eager.agreement
-    key = _key(executors, target_worker, server_args, max_verify)
+    agreement = stepper.agreement
     named = None if options.sps_table_path is None else Path(options.sps_table_path).expanduser()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     folder = _cache_folder()
@@ -63,10 +56,10 @@ def load_or_measure(
     if options.schedule not in _NEEDS_TABLE:
         return table
     if table is not None:
-        now = measure_steps(executors, target_worker, max_verify, key, check=table)
+        now = measure_steps(stepper, key, check=table)
         if not agreement.share(agreement.leads and _is_wrong(table, now, named)):
             return table
-    table = agreement.share(measure_steps(executors, target_worker, max_verify, key))
+    table = agreement.share(measure_steps(stepper, key))
     if agreement.leads:
         _save(table, named or cached, named is not None)
     return table
@@ -170,10 +163,18 @@ _NOT_OF_THE_SHAPE = ("_name_or_path", "transformers_version", "context_len", "en
 _METHOD = "3"  # of measuring; another one makes tables of before useless
 
 
-def _key(executors: ExecutorSelector, target_worker: Any, server_args: Any, max_verify: int) -> dict[str, str]:
-    """Return what a table is valid for."""
-    runner, captured = target_worker.model_runner, executors.captured
-    on_gpu = torch.device(target_worker.device).type == "cuda"
+def table_key(
+    target_worker: Any, server_args: Any, *, block_size: int, max_verify: int, cuda_graphs: str
+) -> dict[str, str]:
+    """Return what a table is valid for.
+
+    Args:
+        target_worker, server_args: SGLang's.
+        block_size: drafts that a block has.
+        max_verify: most drafts that a step verifies per request.
+        cuda_graphs: names the graphs that steps are replayed from.
+    """
+    runner, on_gpu = target_worker.model_runner, torch.device(target_worker.device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
         "threads": "" if on_gpu else str(torch.get_num_threads()),
@@ -183,10 +184,10 @@ def _key(executors: ExecutorSelector, target_worker: Any, server_args: Any, max_
         "quantization": str(runner.model_config.quantization),
         "kv_cache_dtype": str(runner.kv_cache_dtype).removeprefix("torch."),
         "adapters": adapters_digest(runner),
-        "block_size": str(executors.eager.drafter.gamma),
+        "block_size": str(block_size),
         "max_verify": str(max_verify),
         "max_requests": str(most_requests(runner)),
-        "cuda_graphs": "none" if captured is None else captured.tiers.digest,
+        "cuda_graphs": cuda_graphs,
         **{name: str(getattr(server_args, name)) for name in _TIMED_ARGUMENTS},
         "method": _METHOD,
         "torch": torch.__version__,

@@ -1,0 +1,50 @@
+"""Describe a patch of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pkgutil import resolve_name
+from typing import Any, Literal
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dspark.engine.hook_checks import Moment
+
+Where = Literal["flags", "front_end", "routes", "own_worker", "any_worker", "scheduled", "scheduler", "cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One patch of one SGLang function.
+
+    Attributes:
+        name: for messages and logs.
+        target: the function of SGLang, as one would import it.
+        kind: how the handler stands to it.
+        handler: our function, below ``sglang_dspark.engine``. A name, so that a process imports only what it installs.
+        where: the process. ``flags``: any that reads SGLang's command line. ``front_end``: the one that tokenizes
+            requests and serves HTTP. ``routes``: the same, also when the target decodes alone. ``scheduler``: that of
+            our worker, on ``cuda`` or ``cpu`` as well. ``scheduled``: that of SGLang's own worker under our schedule,
+            which ``own_worker`` finds. ``any_worker``: both.
+        reason: why SGLang has to be patched there.
+        by: the moment by which SGLang must have called it.
+    """
+
+    name: str
+    target: str
+    kind: HookType
+    handler: str
+    where: Where
+    reason: str
+    by: Moment = Moment.ANSWERED
+
+    def load_target(self) -> Callable[..., Any]:
+        """Import and return the function that is patched."""
+        function: Callable[..., Any] = resolve_name(self.target)
+        return function
+
+    def load_handler(self) -> Callable[..., Any]:
+        """Import and return our function."""
+        function: Callable[..., Any] = resolve_name(f"sglang_dspark.engine.{self.handler}")
+        return function

@@ -1,0 +1,77 @@
+"""Handles the hooks on SGLang's own DSPARK; ``launch/hooks.py`` says where each stands and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.utils.common import async_d2h
+
+from sglang_dspark.engine.compat.decoder import attach_schedule, schedule_of
+from sglang_dspark.engine.hook_checks import Moment, check
+from sglang_dspark.engine.scheduled.driver import ScheduledWorker
+from sglang_dspark.engine.scheduled.served import refuse_unserved
+from sglang_dspark.engine.scheduled.step_times import step_times
+from sglang_dspark.step.device_time import AwaitedEvent
+
+
+def start(result: None, worker: Any) -> None:
+    """Take over the worker's steps, once it is ready to serve.
+
+    Raises:
+        ConfigError: it would verify ragged rows wrongly.
+    """
+    refuse_unserved(worker)
+    driver = ScheduledWorker(worker)
+    attach_schedule(driver, worker, worker._proposer, worker._verify_planner)
+    with torch.no_grad():
+        driver.start(step_times(driver))
+    check(Moment.READY)
+
+
+def decode(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a decode step as the schedule decides."""
+    step = partial(original, worker, batch, *args, **kwargs)
+    return step() if batch.forward_mode.is_idle() else schedule_of(worker).run(step, batch)
+
+
+def before_prefill(worker: Any, *args: Any, **kwargs: Any) -> None:
+    """Take note that what comes next is not a decode step."""
+    schedule_of(worker).before_other_work()
+
+
+def propose(original: Callable[..., Any], proposer: Any, *, draft_input: Any, **given: Any) -> Any:
+    """Draft, or not."""
+    draft = partial(original, proposer, draft_input=draft_input, **given)
+    return schedule_of(proposer).propose(draft, draft_input.bonus_tokens)
+
+
+def lay_out(planner: Any, **given: Any) -> Any:
+    """Return the rows that are verified."""
+    return schedule_of(planner).lay_out()
+
+
+def copy_to_cpu(original: Callable[..., None], result: Any, *args: Any, **kwargs: Any) -> None:
+    """Copy what the step was asked to do, before SGLang records the event that readers wait for."""
+    record = getattr(result, "dspark_record", None)
+    if record is not None:
+        copied = [None if tensor is None else async_d2h(tensor) for tensor in record.tensors]
+        result.dspark_record = record.of(copied)
+    original(result, *args, **kwargs)
+    if record is not None:
+        result.copy_done = AwaitedEvent(result.copy_done)
+
+
+def observe(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
+    """Count what was verified, and learn from what SGLang reads of a result."""
+    check(Moment.ANSWERED)
+    record = getattr(result, "dspark_record", None)
+    if record is not None:
+        # The answers of requests count from these, see ``request_counts``.
+        result.cap_lens, result.block_accept_lens = record.verify_lens.cpu() + 1, torch.tensor(record.drafted)
+    predicted = original(processor, result, batch)
+    if record is not None:
+        schedule_of(processor.model_worker).observe(result, batch.reqs)
+    return predicted

@@ -1,0 +1,110 @@
+"""One step of SGLang's own worker: what is proposed, and how much of it is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from dspark_kernels import DraftBlock
+from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockResult, DraftProposal
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
+
+from sglang_dspark.engine.scheduled.captured_rows import CapturedRows
+from sglang_dspark.engine.scheduler.agreement import Agreement
+from sglang_dspark.scheduling.forecast import Forecast
+from sglang_dspark.step.confidence import Confidence
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.state import DraftOutput
+
+
+class ScheduledStep:
+    """A step by a decision, which the worker asks for its proposal and for the rows of its verification, in turn.
+
+    Args:
+        decision: of the step.
+        requests: of the step.
+        rows: that the worker's forwards may have.
+        fillers: [bs, gamma] int64 tokens to verify instead of drafts; None drafts, or verifies anchors alone.
+
+    Attributes:
+        verify_lens: [bs] int64 drafts verified per request.
+        num_rows: of the verification, padding included.
+        confidence: in the drafts; None if the decision needs none.
+        block: [bs, 1 + gamma] anchors and drafts.
+    """
+
+    def __init__(
+        self, decision: StepDecision, requests: int, rows: CapturedRows, fillers: torch.Tensor | None = None
+    ) -> None:
+        self.decision, self.rows = decision, rows
+        self.verify_lens: torch.Tensor | None = None
+        self.num_rows = requests * rows.window
+        self.confidence: Confidence | None = None
+        self.block = torch.empty(0)
+        self._requests, self._fillers = requests, fillers
+        self._logits: torch.Tensor | None = None
+
+    def propose(self, draft: Callable[[], Any], anchors: torch.Tensor) -> Any:
+        """Return the worker's proposal; one that costs no forward if the step drafts nothing.
+
+        The worker is not told the confidences: it would choose by them, and copy them to the host.
+
+        Args:
+            draft: drafts whole blocks.
+            anchors: [bs] int64, the last token of every request.
+        """
+        if self.decision.draft_len == 0 or self._fillers is not None:
+            proposal = self._nothing(anchors)
+        else:
+            proposal = draft()
+            # Of a graph's buffers, which the next step overwrites.
+            self._logits = proposal.confidence_raw.float().clone()
+            proposal = msgspec.structs.replace(proposal, confidence=None, confidence_raw=None)
+        self.block = torch.cat([anchors.view(-1, 1), proposal.draft_block.draft_tokens], dim=1)
+        return proposal
+
+    def _nothing(self, anchors: torch.Tensor) -> DraftProposal:
+        """Return tokens that nothing has drawn. Fixed beforehand, they are one-hot drafts, and exact if verified."""
+        bs, gamma, device = self._requests, self.rows.window - 1, anchors.device
+        tokens = self._fillers
+        if tokens is None:
+            tokens = torch.zeros((bs, gamma), dtype=torch.int64, device=device)
+        block = DraftBlockResult(
+            draft_tokens=tokens,
+            corrected_logits=None,
+            greedy_mask=torch.ones(bs, dtype=torch.bool, device=device),
+            temperatures=torch.ones(bs, device=device),
+            greedy_draft=True,
+        )
+        return DraftProposal(draft_block_ids=torch.cat([anchors.view(-1, 1), tokens[:, 1:]], dim=1), draft_block=block)
+
+    def lay_out(self, forecast: Forecast, agreement: Agreement) -> RaggedVerifyLayout | None:
+        """Return the rows of the verification; None has the worker verify whole blocks.
+
+        Args:
+            forecast: turns logits of the confidence head into survivals.
+            agreement: has all ranks take rank 0's lengths.
+        """
+        bs = self._requests
+        if not self.rows.hold(bs):
+            self.verify_lens = torch.full((bs,), self.rows.window - 1, device=self.block.device)
+            return None
+        self.verify_lens = self.decision.select(self._drafts(forecast)).verify_lens
+        agreement.adopt(self.verify_lens)
+        drafts = self.decision.max_drafts(bs)
+        layout = self.rows.lay_out(self.verify_lens + 1, None if drafts is None else bs + drafts)
+        self.num_rows = layout.graph_num_tokens
+        return layout
+
+    def _drafts(self, forecast: Forecast) -> DraftOutput:
+        """Return the drafts as our selections take them."""
+        bs, depth = self._requests, self.decision.draft_len
+        tokens, logits = self.block[:, 1 : 1 + depth], None
+        if self._logits is not None:
+            logits = self._logits[:, :depth]
+            if self.decision.with_confidence:
+                self.confidence = forecast.predict(logits, bs, depth)
+        block = DraftBlock(tokens, confidence_logits=logits)
+        return DraftOutput(block, self.confidence, self.decision.draft_lens(bs))

@@ -1,0 +1,81 @@
+"""Measures how long the steps of SGLang's own worker take, by running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.speculative.dspark_components.dspark_planner import alloc_verify_window
+
+from sglang_dspark.engine.scheduled.driver import ScheduledWorker
+from sglang_dspark.engine.scheduled.step import ScheduledStep
+from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
+from sglang_dspark.engine.scheduler.measure_steps import Stepper
+from sglang_dspark.engine.scheduler.sps_cache import load_or_measure, table_key
+from sglang_dspark.scheduling.sps_table import SpsTable
+from sglang_dspark.step.decision import StepDecision
+from sglang_dspark.step.selection import FixedLength
+
+
+def step_times(driver: ScheduledWorker) -> SpsTable | None:
+    """Return the measured times of steps; None for a policy that needs none."""
+    stepper = Stepper(
+        driver.target_worker,
+        driver.agreement,
+        driver.gamma,
+        of=lambda dummy: MeasuredSteps(driver, dummy),
+        tiers=driver.rows.tiers,
+    )
+    key = table_key(
+        driver.target_worker,
+        driver.server_args,
+        block_size=driver.gamma,
+        max_verify=driver.gamma,
+        cuda_graphs=f"SGLang's own: {','.join(map(str, driver.rows.tiers))}",
+    )
+    return load_or_measure(stepper, driver.options, key)
+
+
+class MeasuredSteps:
+    """Steps of greedy requests that do not exist, in the two parts that a table has times of.
+
+    Attributes:
+        queues: whether calls may return before the device has finished.
+        wait: returns when it has.
+    """
+
+    def __init__(self, driver: ScheduledWorker, dummy: DummyBatch) -> None:
+        self._driver, self._dummy = driver, dummy
+        self._tokens = dummy.tokens(driver.gamma + 1)[:, 1:].contiguous()
+        self.queues = driver.device.type == "cuda"
+        self.wait: Callable[[], None] = torch.cuda.synchronize if self.queues else lambda: None
+
+    def draft(self, depth: int) -> None:
+        """Draft whole blocks: the worker knows no shorter ones."""
+        worker, batch = self._driver.worker, self._dummy.fresh()
+        self._driver.set_step(self._driver.whole_blocks(len(self._tokens)))
+        given: dict[str, Any] = {"batch": batch, "bs": len(self._tokens), "device": worker.device}
+        window = alloc_verify_window(
+            **given,
+            verify_num_draft_tokens=worker.verify_num_draft_tokens,
+            block_pos_offsets=worker._block_pos_offsets,
+            model_runner=worker.model_runner,
+            seq_lens_cpu=batch.seq_lens_cpu,
+        )
+        with worker._draft_context():
+            worker._proposer.propose(
+                **given,
+                draft_input=batch.spec_info,
+                verify_window=window,
+                target_model=worker.model_runner.model,
+                sampling_info=None,
+            )
+
+    def verify(self, drafts: int) -> None:
+        """Plan, verify, accept and commit so many drafts per request."""
+        decision = StepDecision(drafts, FixedLength(), with_confidence=False)
+        self._driver.set_step(ScheduledStep(decision, len(self._tokens), self._driver.rows, self._tokens))
+        batch = self._dummy.fresh()
+        batch.forward_iter = 0  # which the worker's own observers read
+        self._driver.worker._forward_decode(batch, None)
