@@ -5,8 +5,6 @@ from adversarial import CASES, ratio
 
 HARDEST = [
     "head much too careful, 2048 tokens",
-    "head too careful",
-    "inverted head",
     "inverted head, text that changes",
     "all rejected, 2048 tokens",
     "plain steps 3 times too slow in the table, 1 users, acceptance 0.05",

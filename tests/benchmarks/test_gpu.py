@@ -4,7 +4,6 @@ import importlib.util
 import json
 import sys
 import time
-from pathlib import Path
 
 import gpu
 import pytest
@@ -112,62 +111,3 @@ def test_what_has_ended_well_is_not_run_again(run, tmp_path):
         result, _ = run(once=(count, 1), fails=(f"{count}; raise SystemExit(1)", 1))
         assert result.exit_code == 1
     assert (tmp_path / "count").read_text() == "xxx"
-
-
-def test_a_rehearsal_stands_for_nothing_else(run, tmp_path):
-    leave = "import sys; open(sys.argv[2] + '/left', 'a').write(sys.argv[1] + '.')"
-    for words in (["--rehearse"], [], ["--rehearse"], []):
-        assert run(*words, once=(leave, 1))[0].exit_code == 0
-    left = [(tmp_path / folder / "once" / "left").read_text() for folder in (".", "rehearsal")]
-    assert left == [".", "rehearsal."]
-
-
-@pytest.mark.parametrize("resumes", [True, False])
-def test_what_a_stopped_part_has_left_behind(run, tmp_path, resumes):
-    """Sweeps go on with it; in the way of other tools it would be."""
-    leave = "import sys; open(sys.argv[2] + '/left', 'a').write('x'); raise SystemExit(1)"
-    for _ in range(2):
-        run(resumes=resumes, part=(leave, 1))
-    assert (tmp_path / "part" / "left").read_text() == ("xx" if resumes else "x")
-    assert (tmp_path / "part.1" / "left").exists() != resumes
-
-
-def test_a_sweep_goes_on_after_the_tool_was_ended_from_outside(run, tmp_path, monkeypatch):
-    def ended(*args):
-        (tmp_path / "part" / "left").write_text("x")
-        raise SystemExit(143)
-
-    measured, run_part = ("import sys; open(sys.argv[2] + '/left', 'a').write('y')", 1), gpu.run_part
-    monkeypatch.setattr(gpu, "run_part", ended)
-    _, parts = run(resumes=True, part=measured)
-    assert parts["part"]["status"] == "running"
-    monkeypatch.setattr(gpu, "run_part", run_part)
-    assert run(resumes=True, part=measured)[0].exit_code == 0
-    assert (tmp_path / "part" / "left").read_text() == "xy"
-
-
-def test_other_arguments_are_measured_anew_and_nothing_is_lost(run, tmp_path):
-    leave = "import sys; open(sys.argv[2] + '/left', 'a').write('{}')"
-    for letter in "ab":
-        run(resumes=True, part=(leave.format(letter), 1))
-    assert (tmp_path / "part" / "left").read_text() == "b"
-    assert (tmp_path / "part.1" / "left").read_text() == "a"
-
-
-def test_a_command_that_fails_stops_no_other_of_its_part(tmp_path):
-    texts = ("raise SystemExit(4)", "print('shown')", "raise SystemExit(5)")
-    ended = gpu.run_part([[sys.executable, "-c", text] for text in texts], 1, tmp_path / "log")
-    assert ended["status"] == "exit status 4" and (tmp_path / "log").read_text() == "shown\n"
-
-
-def test_parts_are_named(run, tmp_path):
-    result, parts = run("--only", "second", first=("raise SystemExit(1)", 1), second=("pass", 1))
-    assert result.exit_code == 0 and list(parts) == ["second"]
-    result, _ = run("--only", "third", second=("pass", 1))
-    assert result.exit_code == 2 and "'third' is none of second" in result.output
-    assert Path(tmp_path / "second.log").exists()
-
-
-def test_sglangs_own_is_not_rehearsed(run):
-    result, parts = run("--builtin", "--rehearse", first=("pass", 1))
-    assert result.exit_code == 2 and "rehearse without --builtin" in result.output and parts == {}

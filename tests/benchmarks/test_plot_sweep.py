@@ -9,7 +9,7 @@ import plot_sweep
 import pytest
 import report
 from click.testing import CliRunner
-from plot_sweep import caption, crossover_text, draw, styles
+from plot_sweep import draw
 from serving.crossovers import crossovers, user_ratios
 from serving.results import complete
 
@@ -97,21 +97,6 @@ def test_crossover_is_interpolated_between_doublings_of_users():
     assert crossing(2.0, 0.5, 0.5, policy="off") == []
 
 
-def test_words_about_the_crossover():
-    def text(*gains):
-        frame = complete(sweep())
-        frame.loc[frame["policy"] == "static", "output_tok_s"] *= frame["concurrency"].map(
-            dict(zip(USERS, gains, strict=True))
-        )
-        frame = frame[frame["policy"] != "auto"]
-        return crossover_text(frame, crossovers(user_ratios(frame, {"static:7@float32": "plain@float32"})), "plain")
-
-    assert text(1, 1, 1) == "✖ plain overtakes static:7 beyond about 4 users (interpolated)"
-    assert text(0.4, 0.8, 1) == "behind plain from the start: static:7"
-    assert text(1, 1, 4) == "No crossover: all are ahead of plain at 16 users"
-    assert crossover_text(complete(sweep()), [], "plain") == ""
-
-
 def with_off(frame):
     """The same sweep with the plugin's steps without drafts, 1.25 times as fast as plain serving."""
     off = frame[frame["policy"] == "plain"].assign(config="off@float32", policy="off")
@@ -132,37 +117,12 @@ def test_two_ratios_never_mix():
     assert "the plugin's own step and speculation in one" in mixed.get_title()
 
 
-def test_report_says_when_the_parts_of_a_gain_cannot_be_told_apart(tmp_path):
-    for frame, mixed in ((with_off(sweep()), False), (sweep(), True)):
-        frame.to_csv(tmp_path / "sweep.csv", index=False)
-        assert ("`off` was not measured" in report.render(tmp_path)) == mixed
-
-
-def test_configurations_keep_their_looks():
-    found = styles(complete(sweep()))
-    assert found["plain@float32"]["linestyle"] == "--" and found["plain@float32"]["color"] == plot_sweep.INK
-    assert len({str(style["color"]) for style in found.values()}) == 3
-
-
-def test_caption_says_what_was_measured_and_where():
-    text = caption(complete(sweep()))
-    for part in ("target, float32 on some CPU, 2 cores", "set.jsonl", "3 rounds", "sglang=1", "commit 0123456789ab"):
-        assert part in text
-
-
 @pytest.mark.slow
 def test_command_draws_beside_the_sweep(tmp_path):
     sweep().to_csv(tmp_path / "sweep.csv", index=False)
     result = CliRunner().invoke(plot_sweep.main, [str(tmp_path / "sweep.csv")])
     assert result.exit_code == 0, result.output
     assert (tmp_path / plot_sweep.FILE).read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_sweep_without_users_who_wait_has_no_figure(tmp_path):
-    arrivals().to_csv(tmp_path / "sweep.csv", index=False)
-    result = CliRunner().invoke(plot_sweep.main, [str(tmp_path / "sweep.csv")])
-    assert result.exit_code == 1 and "no closed loop" in result.output
-    assert "![" not in report.render(tmp_path)
 
 
 @pytest.mark.slow
@@ -188,29 +148,3 @@ def test_report_has_all_parts(tmp_path):
     assert "python sweep.py <&>" in page and "max_tokens 96" in page and "7 of 8" in page
     assert "first token within 500 ms" in page and "further" not in page.split("## Goodput")[1].split("|")[0]
     assert re.search(r"\| 1 user \| auto \| 40 \| 40 \| - \| 2\.00 \| plain \| 2\.00 to 2\.00 \|", page)
-
-
-@pytest.mark.slow
-def test_report_of_an_older_file_says_what_is_missing(tmp_path):
-    sweep().to_csv(tmp_path / "sweep.csv", index=False)
-    page = report.render(tmp_path)
-    missing = page.split("measured before these columns existed")[1]
-    assert "goodput_tok_s" in missing and "in_flight" in missing and "ttft_ms" not in missing.split(", ")
-    assert "## Goodput" not in page
-
-
-@pytest.mark.slow
-def test_report_of_simulated_acceptance_is_marked(tmp_path):
-    sweep().to_csv(tmp_path / "sweep.csv", index=False)
-    entry = {"config": "auto", "load": "1 user", "baseline": "plain", "baseline_load": "1 user"}
-    (tmp_path / "agreement.json").write_text(json.dumps({"agreements": [entry | {"identical": 7, "compared": 8}]}))
-    for flags, marked in (("", False), ("--speculative-dspark-simulate-acceptance 0.8", True)):
-        (tmp_path / "provenance.json").write_text(json.dumps({"command": f'sweep.py --config "auto {flags}"'}))
-        page = report.render(tmp_path)
-        assert ("Step-time results" in page) == marked
-        assert ("7 of 8" in page) != marked
-
-
-def test_folder_without_a_sweep_is_refused(tmp_path):
-    result = CliRunner().invoke(report.main, [str(tmp_path)])
-    assert result.exit_code == 1 and "no sweep.csv" in result.output

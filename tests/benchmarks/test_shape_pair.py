@@ -29,17 +29,13 @@ TINY = replace(
 
 # Millions of weights, as published: of the target, and of the drafter without the embedding and the LM head.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "target_weights", "draft_weights"),
-    [("qwen3-4b", 4022.5, 615.2), ("qwen3-8b", 8190.7, 1126.4), ("qwen3-14b", 14768.3, 1860.4)],
-)
-def test_shapes_have_the_published_number_of_weights(name, target_weights, draft_weights, tmp_path):
-    write_pair(SHAPES[name], tmp_path)
+def test_a_shape_has_the_published_number_of_weights(tmp_path):
+    write_pair(SHAPES["qwen3-8b"], tmp_path)
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "target"))
         draft = DraftModel(read_config(tmp_path / "draft"), own_embedding=False, own_lm_head=False)
-    assert sum(weight.numel() for weight in target.parameters()) / 1e6 == pytest.approx(target_weights, abs=0.05)
-    assert sum(weight.numel() for weight in draft.parameters()) / 1e6 == pytest.approx(draft_weights, abs=0.05)
+    assert sum(weight.numel() for weight in target.parameters()) / 1e6 == pytest.approx(8190.7, abs=0.05)
+    assert sum(weight.numel() for weight in draft.parameters()) / 1e6 == pytest.approx(1126.4, abs=0.05)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "target")) == target.config.vocab_size
 
 

@@ -14,7 +14,6 @@ from serving.profiler import WARM_UP_TOKENS, record_steps
 from serving.prompts import Prompt
 from step_tape import recorded
 
-from sglang_dspark.errors import DSparkError
 from sglang_dspark.tools.launch import LaunchedServer
 
 PROMPTS = [Prompt(index, f"prompt {index}") for index in range(3)]
@@ -118,24 +117,6 @@ def test_profile_is_taken_while_all_users_are_served(tmp_path):
     }
 
 
-def test_answer_that_does_not_last(tmp_path):
-    decoder = Decoder(len(PROMPTS), outcome="end")
-    with pytest.raises(DSparkError, match="raise --max-tokens"):
-        recording(decoder, tmp_path)
-    assert decoder.calls[-1] == ("/abort_request", {"rid": "", "abort_all": True})
-
-
-def test_users_who_have_to_wait_for_one_another(tmp_path):
-    with pytest.raises(DSparkError, match=r"2.0 of 3 users were served at a time"):
-        recording(Decoder(len(PROMPTS), at_once=2), tmp_path)
-
-
-def test_server_that_writes_no_trace(tmp_path, monkeypatch):
-    monkeypatch.setattr("serving.profiler.LIMIT_S", 0.5)
-    with pytest.raises(DSparkError, match="has not written a trace"):
-        recording(Decoder(len(PROMPTS), outcome="nothing"), tmp_path)
-
-
 def test_command_leaves_trace_summary_and_provenance(tmp_path, monkeypatch):
     decoder, launched, output = Decoder(2), [], tmp_path / "results"
 
@@ -163,9 +144,3 @@ def test_command_leaves_trace_summary_and_provenance(tmp_path, monkeypatch):
 
     again = CliRunner().invoke(step_trace.main, arguments)
     assert again.exit_code == 1 and "holds a trace already" in again.output
-
-
-def test_command_for_a_server_without_dspark(tmp_path):
-    words = f"--target {tmp_path} --draft {tmp_path} --prompts x --output {tmp_path / 'new'} --config plain"
-    result = CliRunner().invoke(step_trace.main, words.split())
-    assert result.exit_code == 1 and "does not decode with DSPARK" in result.output

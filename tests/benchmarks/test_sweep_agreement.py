@@ -36,19 +36,6 @@ def test_texts_are_compared_prompt_by_prompt(compared):
     assert compared(answers) == {("static", "1 user", "1 user"): (3, 2)}
 
 
-def test_texts_at_two_loads_are_compared_by_prompt(compared):
-    # More users ask more prompts per round, so the same slot of round 1 has another prompt.
-    few = [answer("plain", 1, f"text {n}", prompt_index=n, round=n // 2, slot=n % 2) for n in range(4)]
-    many = [answer("plain", 4, f"text {n}", prompt_index=n, round=n // 4, slot=n % 4) for n in range(8)]
-    assert compared([*few, *many]) == {("plain", "4 users", "1 user"): (4, 4)}
-
-
-def test_a_prompt_that_comes_again_is_compared_every_time(compared):
-    expected = [answer("plain", 1, "a", round=index, prompt_index=5) for index in range(3)]
-    found = [answer("static", 1, "ab"[index == 2], round=index, prompt_index=5) for index in range(3)]
-    assert compared([*expected, *found]) == {("static", "1 user", "1 user"): (3, 2)}
-
-
 def test_baseline_is_compared_with_itself_at_the_first_load(compared):
     answers = [answer("plain", 1, "a"), answer("plain", None, "b", rate=0.5), answer("static", None, "b", rate=0.5)]
     assert compared([*answers, answer("static", 1, "a")]) == {
@@ -56,7 +43,3 @@ def test_baseline_is_compared_with_itself_at_the_first_load(compared):
         ("static", "0.5 req/s", "0.5 req/s"): (1, 1),
         ("static", "1 user", "1 user"): (1, 1),
     }
-
-
-def test_answers_without_partner_are_not_counted(compared):
-    assert compared([answer("plain", 1, "a"), answer("static", 1, "a", slot=1)]) == {}

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from itertools import pairwise
 
 import numpy as np
 import pandas as pd
@@ -145,40 +144,6 @@ def test_a_server_settles_on_answers_that_are_not_recorded(sweep):
     assert sweep_module.SETTLE_PROMPT.text not in requests and len(requests.splitlines()) == 2 + 4
 
 
-def test_sampled_texts_are_not_compared(sweep):
-    options = ("--config", "plain", "--config", "again=plain", "--temperature", "1")
-    result, output = sweep(*options, "--concurrency", "1", "--rounds", "1", "--num-prompts", "1")
-    assert result.exit_code == 0, result.output
-    assert json.loads((output / "agreement.json").read_text()) == {"agreements": []}
-
-
-def test_server_admits_all_users(sweep):
-    sweep("--config", "plain", "--concurrency", "20", "--rounds", "1", "--num-prompts", "20")
-    (flags,) = FakeServer.flags_seen
-    values = [value for flag, value in pairwise(flags) if flag == "--max-running-requests"]
-    assert values[-1] == "20"  # the last one counts
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (("--config", "static:3"), "--draft"),
-        (("--config", "dflash", "--dflash-draft", "x"), "--device cuda"),
-        (("--config", "builtin", "--draft", "x"), "--device cuda"),
-        (("--config", "plain", "--rate", "0,1"), "0,1"),
-        (("--config", "plain", "--rate", "fast"), "fast"),
-        ((), "nothing to measure"),
-        (("--config", "plain", "--concurrency", "1,x"), "1,x"),
-        (("--config", "plain", "--concurrency", "2,2"), "2,2"),
-        (("--config", "unknown"), "unknown"),
-    ],
-)
-def test_options_that_cannot_work_are_refused_before_a_server_starts(sweep, options, complaint):
-    result, _ = sweep(*options)
-    assert result.exit_code != 0 and complaint in result.output
-    assert FakeServer.pids == []
-
-
 TWO = ("--config", "plain", "--config", "static:3", "--draft", "folder/draft", "--num-prompts", "2")
 
 
@@ -226,34 +191,8 @@ def test_interrupted_sweep_goes_on_where_it_stopped(sweep):
     assert len(record["earlier_runs"]) == 1 and record["earlier_runs"][0]["differences"] == []
 
 
-def test_finished_sweep_starts_no_server_and_can_be_extended(sweep):
-    options = ("--config", "plain", "--num-prompts", "2", "--concurrency", "1")
-    _, output = sweep(*options, "--rounds", "1")
-    FakeServer.pids.clear()
-    result, _ = sweep(*options, "--rounds", "1")
-    assert result.exit_code == 0 and FakeServer.pids == []
-    result, _ = sweep("--config", "again=plain", *options, "--rounds", "2")
-    assert result.exit_code == 0, result.output
-    result, _ = sweep("--config", "third=plain", *options[2:], "--rounds", "1")
-    assert result.exit_code == 0, result.output
-    agreements = json.loads((output / "agreement.json").read_text())["agreements"]
-    assert {a["config"] for a in agreements} == {"again", "third"}  # those of earlier runs as well
-    assert sorted(cells_of(output)) == [(name, 1, 0, n) for name in ("again", "plain@bfloat16") for n in (0, 1)] + [
-        ("third", 1, 0, 0)
-    ]
-    record = json.loads((output / "provenance.json").read_text())
-    assert set(record["configurations"]) == {"again", "plain@bfloat16", "third"} and len(record["earlier_runs"]) == 3
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (("--max-tokens", "7"), "sampling"),
-        (("--server-flags", "--page-size 1"), "plain@bfloat16"),
-        (("--sla-tpot-ms", "5"), "sla"),
-    ],
-)
-def test_other_terms_are_not_mixed_unless_told_to(sweep, change, named):
+def test_other_terms_are_not_mixed_unless_told_to(sweep):
+    change, named = ("--max-tokens", "7"), "sampling"
     options = ("--config", "plain", "--num-prompts", "2", "--concurrency", "1", "--rounds", "1")
     _, output = sweep(*options)
     before = (output / "sweep.csv").read_text()
@@ -268,26 +207,3 @@ def test_other_terms_are_not_mixed_unless_told_to(sweep, change, named):
     assert named in earlier["differences"][0]
     result, _ = sweep(*options, *change, "--existing", "replace")
     assert result.exit_code == 0 and len(cells_of(output)) == 1
-
-
-def test_more_users_than_the_servers_admitted_are_other_terms(sweep):
-    options = ("--config", "plain", "--num-prompts", "1", "--rounds", "1")
-    sweep(*options, "--concurrency", "1")
-    assert sweep(*options, "--concurrency", "1,2")[0].exit_code == 0
-    result, _ = sweep(*options, "--concurrency", "1,17")
-    assert result.exit_code == 1 and "cpu_flags" in result.output
-
-
-def test_other_commit_is_not_mixed(sweep, monkeypatch):
-    options = ("--config", "plain", "--num-prompts", "2", "--concurrency", "1", "--rounds", "1")
-    sweep(*options)
-    monkeypatch.setattr(provenance, "commit", lambda: "another")
-    result, _ = sweep(*options, "--rounds", "2")
-    assert result.exit_code == 1 and "commit" in result.output and "another now" in result.output
-
-
-def test_results_of_an_older_release_are_left_alone(sweep):
-    _, output = sweep(*TWO, "--concurrency", "1", "--rounds", "1")
-    (output / "sweep.csv").write_text("policy,concurrency,round\nplain,1,0\n")
-    result, _ = sweep(*TWO, "--concurrency", "1", "--rounds", "1")
-    assert result.exit_code == 1 and "other columns" in result.output

@@ -78,13 +78,3 @@ def test_failed_request_shows_the_log_and_servers_are_stopped(servers):
     with pytest.raises(LaunchError, match=r"(?s)b: refused.*last words"), Fleet(servers) as fleet, fleet.awake("b"):
         raise ReplyError("refused")
     assert servers["a"].ended_by_itself and servers["b"].ended_by_itself
-
-
-def test_failed_start_stops_the_servers_before_it(servers):
-    class Broken(FakeServer):
-        def __enter__(self):
-            raise LaunchError("no memory")
-
-    with pytest.raises(LaunchError, match="no memory"), Fleet({"a": servers["a"], "broken": Broken()}):
-        pytest.fail("the fleet must not start")
-    assert servers["a"].ended_by_itself

@@ -11,7 +11,6 @@ from serving.configurations import (
     choose_baselines,
     choose_ratio_baselines,
     parse_configuration,
-    parse_configurations,
 )
 from serving.prompts import Prompt, load_mixed_prompts, round_prompts
 from serving.schedule import WARM_UP_ROUND, Load, interleave, loads, poisson_arrivals, still_to_measure
@@ -33,47 +32,11 @@ def test_static_configuration_becomes_flags_and_a_policy():
     assert configuration.policy_fields == {"policy": "static", "verify_len": 3}
 
 
-def test_threshold_configuration_sets_the_threshold():
-    configuration = parse_configuration("threshold:0.35", "bfloat16")
-    assert configuration.policy_fields == {"policy": "threshold", "confidence_threshold": 0.35}
-
-
 def test_plain_configuration_needs_no_drafter_and_takes_the_default_dtype():
     configuration = parse_configuration("again=plain", "float16")
     assert configuration.label == "again"
     assert configuration.server_flags(None) == ("--dtype", "float16")
     assert configuration.verify_len is None
-
-
-def test_speculation_without_a_drafter_is_refused():
-    with pytest.raises(ConfigError, match="--draft"):
-        parse_configuration("auto", "float32").server_flags(None)
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("", "form"),
-        ("static:", "form"),
-        ("eagle", "eagle"),
-        ("plain@int8", "int8"),
-        ("plain:3", "plain takes no argument"),
-        ("auto:3", "auto takes no argument"),
-        ("static:-1", "'-1'"),
-        ("static:x", "'x'"),
-        ("threshold", "0 to 1"),
-        ("threshold:1.5", "0 to 1"),
-    ],
-)
-def test_malformed_configurations_are_refused(text, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        parse_configuration(text, "float32")
-
-
-def test_equal_labels_are_refused():
-    with pytest.raises(ConfigError, match="again="):
-        parse_configurations(["plain", "plain"], "float32")
-    assert len(parse_configurations(["plain", "again=plain"], "float32")) == 2
 
 
 def test_baseline_is_the_plain_configuration_of_the_same_dtype():
@@ -120,12 +83,6 @@ def test_no_configuration_always_runs_at_one_position_or_after_the_same_one():
     assert len(followers) == 6 and min(followers.values()) >= 8  # 20 in the mean
 
 
-def test_order_of_a_cell_does_not_depend_on_how_many_rounds_follow():
-    """A sweep that is continued with more rounds goes on as if it had been planned with them."""
-    few, many = (interleave([PLAIN, STATIC, OTHER], loads([1, 4], []), rounds) for rounds in (2, 5))
-    assert many[: len(few)] == few
-
-
 def test_cells_that_are_compared_run_in_a_row():
     cells = interleave([PLAIN, STATIC, OTHER], loads([1], [2.0]), 2)
     groups = [cells[start : start + 3] for start in range(0, len(cells), 3)]
@@ -168,10 +125,6 @@ def test_poisson_arrivals_have_the_rate_and_the_spread_of_the_process():
     assert per_second.var() / per_second.mean() == pytest.approx(1, abs=0.1)
 
 
-def test_arrivals_repeat_for_equal_seeds_only():
-    assert poisson_arrivals(2.0, 9, (0, 1)) == poisson_arrivals(2.0, 9, (0, 1)) != poisson_arrivals(2.0, 9, (1, 1))
-
-
 def test_interrupted_sweep_measures_the_rest_after_its_warm_up():
     cells = interleave([PLAIN, STATIC], loads([1, 8], []), 2)
     done = {cell.key for cell in cells if cell.round == 0 or cell.load == Load(1) or cell.configuration == PLAIN}
@@ -181,11 +134,6 @@ def test_interrupted_sweep_measures_the_rest_after_its_warm_up():
         ("static", 8, 1),
     ]
     assert still_to_measure(cells, {cell.key for cell in cells}) == []
-
-
-def test_a_sweep_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="nothing to measure"):
-        parse_configurations([], "float32")
 
 
 def test_sglangs_own_dspark_is_asked_for_without_ours():
@@ -202,14 +150,3 @@ def test_sglangs_own_dspark_is_asked_for_without_ours():
         parse_configuration("builtin:fast", "bfloat16")
     with pytest.raises(ConfigError, match="--draft"):
         static.server_flags(None)
-
-
-def test_dflash_is_served_by_its_own_drafter():
-    configuration = parse_configuration("dflash", "bfloat16")
-    assert configuration.server_flags("DRAFT", "DFLASH_DRAFT") == (
-        *("--dtype", "bfloat16", "--speculative-algorithm", "DFLASH"),
-        *("--speculative-draft-model-path", "DFLASH_DRAFT"),
-    )
-    assert configuration.policy_fields is None
-    with pytest.raises(ConfigError, match="--dflash-draft"):
-        configuration.server_flags("DRAFT")

@@ -8,13 +8,11 @@ import pandas as pd
 import pytest
 from serving.client import Reply
 from serving.configurations import Configuration
-from serving.counters import STAT_KEYS, CpuTime
+from serving.counters import CpuTime
 from serving.request_log import RequestLog
 from serving.results import complete, over_rounds
 from serving.row import COLUMNS, Observation, Origin, RowWriter, Sla, make_row
 from serving.schedule import Cell, Load
-
-from sglang_dspark.tools import provenance
 
 ORIGIN = Origin("set.jsonl", "target", "draft", "abc", "sglang=1 torch=2", "cpu, 2 cores", "")
 CELL = Cell(Configuration("s3", "static", "3", "float32"), Load(2), 5, 1)
@@ -61,13 +59,6 @@ def test_row_of_a_round():
     assert (row.num_requests, row.num_tokens, row.num_prompt_tokens) == (2, 13, 10)
 
 
-def test_row_without_speculation_leaves_its_figures_empty():
-    single = replace(REPLIES[0], num_tokens=1, chunks_s=(12.5,))
-    row = make_row(CELL, [single], Observation(CpuTime(1, 0)), NO_SLA, ORIGIN)
-    assert row.accept_length is None and all(getattr(row, column) is None for column in STAT_KEYS)
-    assert row.tpot_ms is None and row.itl_p50_ms is None
-
-
 def test_schema_starts_with_the_columns_that_others_rely_on():
     assert COLUMNS[:5] == ("policy", "concurrency", "round", "output_tok_s", "per_user_tok_s")
     assert len(set(COLUMNS)) == len(COLUMNS)
@@ -103,27 +94,6 @@ def test_request_log_keeps_answers_and_times(tmp_path):
     assert second["text"] == "d e"
 
 
-def test_provenance_hides_the_folders_of_the_machine():
-    inside = str(provenance.REPOSITORY / "benchmarks" / "x.jsonl")
-    words = ["/elsewhere/sweep.py", "--prompts", inside, "--target", "/models/some-target", "static:7 --page-size 1"]
-    assert provenance.command(words) == (
-        "python sweep.py --prompts benchmarks/x.jsonl --target some-target 'static:7 --page-size 1'"
-    )
-
-
-def test_provenance_names_versions_and_commit():
-    assert {"python", "sglang", "torch"} <= provenance.versions().keys()
-    assert len(provenance.commit().removesuffix("-dirty")) == 40
-
-
-def test_json_is_replaced_in_one_step(tmp_path):
-    path = tmp_path / "provenance.json"
-    provenance.write_json(path, {"a": 1})
-    provenance.write_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 2}
-    assert [p.name for p in tmp_path.iterdir()] == ["provenance.json"]
-
-
 def test_goodput_counts_the_requests_that_met_both_promises():
     # Times to first token: 500 and 1000 ms; times per further token: 250 and 1000 ms; the round took 4 s.
     def kept(**limits):
@@ -138,23 +108,9 @@ def test_goodput_counts_the_requests_that_met_both_promises():
     assert (row.sla_ttft_ms, row.sla_tpot_ms) == (700, None)
 
 
-def test_answer_of_one_token_cannot_break_the_promise_per_further_token():
-    single = replace(REPLIES[0], num_tokens=1, chunks_s=(12.5,))
-    assert Sla(tpot_ms=1).is_met(single) and not Sla(ttft_ms=2000, tpot_ms=1).is_met(single)
-
-
 def test_sglangs_own_algorithms_tell_their_accept_length_only():
     row = make_row(CELL, REPLIES, Observation(CpuTime(1, 0), accept_length=2.5), NO_SLA, ORIGIN)
     assert row.accept_length == 2.5 and row.verified is None
-
-
-def test_files_of_older_releases_are_completed_from_their_counts():
-    older = {"config": "s3", "concurrency": 2, "verified": 12, "accepted": 8, "decode_rounds": 4, "steps": 3}
-    frame = complete(pd.DataFrame([older | {"plain_steps": 0}, dict.fromkeys(older) | {"concurrency": 1}]))
-    assert frame["load"].tolist() == ["2 users", "1 user"]
-    assert (frame["mean_verify_len"][0], frame["plain_share"][0]) == (3.0, 0.0)
-    assert frame["wasted_share"][0] == pytest.approx(1 / 3) and pd.isna(frame["wasted_share"][1])
-    assert "goodput_tok_s" not in frame
 
 
 def test_log_keeps_complete_cells_only_when_a_sweep_goes_on(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dspark.draft.reference import ContextKV
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.tools.golden import replay
 
@@ -69,11 +68,6 @@ def paths(report):
     return {mismatch.path for mismatch in report.mismatches}
 
 
-def test_the_cut_pair_passes_unchanged(pair):
-    report = pair.replay()
-    assert report.ok and report.checked["taught.draft"] == 19
-
-
 def test_a_wrong_tap_is_found(pair):
     pair.edit_json("config.json", lambda c: c.update(target_layer_ids=[0, 2, 3]))
     report = pair.replay()
@@ -81,44 +75,6 @@ def test_a_wrong_tap_is_found(pair):
     assert {"taught.draft", "decoded.draft", "taught.block_hidden", "taught.confidence_logits"} <= paths(report)
     # The drafts are wrong, yet the text stays the target's own.
     assert "decoded.output_ids" not in paths(report)
-
-
-def test_taps_off_by_one_layer_are_found(pair):
-    pair.edit_json("config.json", lambda c: c.update(target_layer_ids=[-1, 1, 3]))
-    assert "taught.draft" in paths(pair.replay())
-
-
-def test_context_positions_off_by_one_are_found(pair, monkeypatch):
-    append = ContextKV.append
-
-    def shifted(self, features):
-        self.length -= 1  # rotate the context rows one position too low against the block
-        append(self, features)
-        self.length += 1
-
-    monkeypatch.setattr(ContextKV, "append", shifted)
-    assert {"taught.block_hidden", "taught.logits"} <= paths(pair.replay())
-
-
-def test_a_context_that_lags_one_row_behind_the_anchor_is_found(pair, monkeypatch):
-    append = ContextKV.append
-
-    def late(self, features):
-        append(self, features)
-        self.k, self.v = self.k.clone(), self.v.clone()
-        self.k[:, -1], self.v[:, -1] = self.k[:, -2], self.v[:, -2]
-
-    monkeypatch.setattr(ContextKV, "append", late)
-    assert "taught.block_hidden" in paths(pair.replay())
-
-
-@pytest.mark.slow
-def test_a_wrong_block_mask_token_or_rope_base_or_eps_is_found(pair):
-    original = (pair.draft / "config.json").read_text()
-    for change in ({"mask_token_id": 3}, {"rope_parameters": {"rope_theta": 10500.0}}, {"rms_norm_eps": 1e-3}):
-        pair.edit_json("config.json", lambda c, change=change: c.update(change))
-        assert "taught.block_hidden" in paths(pair.replay()), change
-        (pair.draft / "config.json").write_text(original)
 
 
 def test_markov_and_confidence_weights_are_checked_apart(pair):

@@ -6,11 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_dspark.draft.formats import read, read_config
+from sglang_dspark.draft.formats import read_config
 from sglang_dspark.draft.weights import (
     check_draft_model,
     load_draft_model,
-    own_tensors,
     random_draft_model,
     save_draft_model,
 )
@@ -30,11 +29,6 @@ def test_every_tensor_of_the_file_is_loaded_under_its_name(make_checkpoint, head
     assert model.state_dict().keys() == stored.keys()
     assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
     assert not model.training and not any(p.requires_grad for p in model.parameters())
-
-
-def test_absent_heads_are_none(make_checkpoint):
-    model = load(make_checkpoint(markov_rank=0, enable_confidence_head=False, confidence_head_with_markov=False))
-    assert model.markov_head is None and model.confidence_head is None
 
 
 def test_all_unfit_tensors_are_named_in_one_error(make_checkpoint):
@@ -58,16 +52,6 @@ def test_all_unfit_tensors_are_named_in_one_error(make_checkpoint):
     ):
         assert problem in message
     assert str(path) in message
-
-
-def test_heads_that_config_and_file_disagree_on_are_named(make_checkpoint):
-    path = make_checkpoint()
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"markov_head_type": "gated"}))
-    with pytest.raises(
-        CheckpointError, match=r"missing markov_head.gate_proj.bias \[7\]; missing markov_head.gate_proj.w"
-    ):
-        load(path)
 
 
 def shard(path, parts=2):
@@ -170,12 +154,6 @@ def test_what_cannot_be_read_of_the_target_stays_the_models_own(make_checkpoint)
     assert model.bind_target(stored[EMBED].clone(), None) == (EMBED,)
     assert torch.equal(model.lm_head_weight, stored[LM_HEAD])
     assert model.bind_target(None, stored[LM_HEAD].clone()) == (LM_HEAD,)
-
-
-def test_own_tensors_are_named(make_checkpoint):
-    for drop in ((), (EMBED,), (EMBED, LM_HEAD)):
-        path = make_checkpoint(drop=drop)
-        assert own_tensors(path, read(path)) == {EMBED, LM_HEAD} - set(drop)
 
 
 def test_weights_that_the_dtype_does_not_reach_are_refused(make_checkpoint):

@@ -13,7 +13,6 @@ from sglang_dspark.draft.formats import read, read_content
 from sglang_dspark.draft.formats.leftovers import LAYERS, PART_OF_HEAD, ROPE
 from sglang_dspark.errors import CheckpointError
 from sglang_dspark.tools.cli import main
-from sglang_dspark.tools.golden import replay
 
 FORMATS = {
     "DeepSpec": content_of(exports.deepspec),
@@ -95,17 +94,6 @@ def test_whole_heads_rotate_whatever_a_copied_key_says(name, place, key):
 
 
 @EVERY_FORMAT
-def test_a_part_that_two_places_contradict_is_left_over_in_both(name):
-    reading = reading_of(
-        name,
-        lambda c: layers(c).update(partial_rotary_factor=0.5),
-        lambda c: rope(c).update(partial_rotary_factor=0.25),
-    )
-    assert reading.config.partial_rotary_factor == 1.0
-    assert len(said(reading, doubtful=name == "speculators")) == 2
-
-
-@EVERY_FORMAT
 @pytest.mark.parametrize("key", ROPE.keys)
 def test_keys_of_the_targets_rope_say_nothing(name, key):
     assert_left_over(name, f"{key}=[2, 1, 1] is ignored: ", lambda c: rope(c).update({key: [2, 1, 1]}))
@@ -165,12 +153,6 @@ def test_an_original_length_beside_the_layers_counts_where_rope_reads_it():
         reading_of("SpecForge", lambda c: rope(c).update(YARN), lambda c: c.update(original_max_position_embeddings=64))
 
 
-def test_torchspec_trains_plain_rope():
-    changed = reading_of("TorchSpec", lambda c: c.update(rope_scaling={"type": "linear", "factor": 2.0}))
-    assert "rope_scaling.type='linear' is taken at its word, which may be wrong" in said(changed, doubtful=True)[0]
-    assert "--set rope_scaling.type='\"default\"'" in said(changed, doubtful=True)[0]
-
-
 @EVERY_FORMAT
 def test_a_draft_vocabulary_of_all_tokens_is_the_vocabulary(name):
     assert reading_of(name, lambda c: c.update(draft_vocab_size=19)).config == reading_of(name).config
@@ -188,17 +170,6 @@ def test_a_window_without_sliding_layers_says_nothing(name):
         name,
         "use_sliding_window=True is ignored: no layer of the drafter slides",
         lambda c: layers(c).update(use_sliding_window=True, layer_types=["full_attention"] * 2, max_window_layers=0),
-    )
-
-
-@EVERY_FORMAT
-def test_without_a_width_no_layer_slides(name):
-    sliding = {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}
-    assert_left_over(
-        name,
-        "use_sliding_window=True is ignored: no layer of the drafter slides",
-        lambda c: layers(c).pop("layer_types"),
-        lambda c: layers(c).update(sliding),
     )
 
 
@@ -274,15 +245,6 @@ def copied(golden_dir, tmp_path):
         return folder
 
     return copied
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("keys", [QWEN3_5, {"draft_vocab_size": 256}], ids=["Qwen3.5", "the size of the vocabulary"])
-def test_a_drafter_with_copied_keys_is_the_golden_one(golden_dir, copied, keys):
-    report = replay(golden_dir / "target", copied(**keys))
-    recorded = json.loads((golden_dir / "vanilla_g7" / "golden.json").read_text())
-    assert report.ok
-    assert report.accept_lengths == pytest.approx([case["accept_length"] for case in recorded["cases"]])
 
 
 def test_log_doctor_and_convert_say_what_was_ignored(copied, tmp_path, caplog):

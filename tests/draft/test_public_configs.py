@@ -4,7 +4,6 @@ import pytest
 
 from sglang_dspark.draft.formats import read_content
 from sglang_dspark.draft.formats.description import describe, new_to, switches
-from sglang_dspark.errors import CheckpointError
 
 QWEN3_8B = {
     "attention_bias": False,
@@ -300,37 +299,3 @@ def test_what_is_new_to_a_pair(target, changes, words):
     target = target | {"num_hidden_layers": 36, "layer_types": None}
     config = read_content(SPECFORGE | changes, origin="config.json").config
     assert [switch.words for switch in new_to(target, config)] == words
-
-
-REFUSED = {
-    "Kimi K3 by TorchSpec": (
-        {"architectures": ["K3DSparkModel"], "model_type": "k3_dspark", "kv_lora_rank": 512},
-        r"its attention is latent \(MLA\)",
-    ),
-    "DeepSeek V4": (
-        {"architectures": ["DeepseekV4ForCausalLM"], "dspark_block_size": 5, "dspark_target_layer_ids": [40, 41, 42]},
-        "a drafter inside its target is not supported",
-    ),
-    "z-lab's DFlash2": (
-        QWEN3_8B | {"architectures": ["DFlash2DraftModel"], "selector_rank": 256, "conv_kernel_size": 2},
-        "candidate selector of DFlash2",
-    ),
-    "a mask outside the vocabulary": (
-        QWEN3_8B | DFLASH | TAPS | {"block_size": 8, "mask_token_id": 151936},
-        "mask_token_id=151936 is outside the vocabulary",
-    ),
-    "a file that may mean either": (
-        speculators("dflash", tokens=8),
-        "does the slot of the anchor predict",
-    ),
-    "MLA in SpecForge": (
-        SPECFORGE | {"dflash_config": SPECFORGE["dflash_config"] | {"attention_mode": "mla"}},
-        "attention_mode='mla' is not supported; only gqa and mha are",
-    ),
-}
-
-
-@pytest.mark.parametrize(("content", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_published_files_of_other_networks_are_refused(content, message):
-    with pytest.raises(CheckpointError, match=message):
-        read_content(content, origin="config.json")

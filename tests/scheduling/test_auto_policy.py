@@ -109,15 +109,6 @@ def test_it_resumes_when_drafts_get_better():
     assert whole(4) in run(policy, UPDATE_STEPS)
 
 
-def test_it_resumes_when_the_load_changes_and_parks_when_it_changes_back():
-    policy = make_policy(compute_bound(), 0.6, depths=tuple(range(1, GAMMA + 1)))
-    for _ in range(3):
-        assert PLAIN in run(policy, 10, requests=64)
-        assert policy.parked
-        run(policy, 10, requests=1)
-        assert not policy.parked
-
-
 @pytest.mark.parametrize(("advantage", "resumes"), [(0.5 * MARGIN, False), (1.5 * MARGIN, True)])
 def test_a_resumption_has_to_be_worth_something(advantage, resumes):
     policy = make_policy(break_even(BAD, advantage), BAD)
@@ -256,41 +247,6 @@ def test_a_full_probe_does_not_ask_for_more_drafts_than_there_are():
             decision.selection.probe_request for decision in choices if decision.selection.probe_request is not None
         }
         assert forced == set(range(requests))
-
-
-def test_whole_blocks_need_no_full_probe():
-    policy = make_policy(memory_bound(), GOOD)
-    assert all(decision.selection.probe_request is None for decision in run(policy, 500))
-
-
-def test_probes_cost_a_small_share():
-    """However bad: of the time of a parked server, and of the tokens of one that trims."""
-    for table, confidence in ((break_even(BAD, -0.1), BAD), (break_even(BAD, -0.5), BAD), (compute_bound(), 0.75)):
-        for requests in (1, 4, 32):
-            policy = make_policy(table, confidence)
-            run(policy, 200, requests)
-            lost = ms = 0.0
-            for decision in run(policy, 4000, requests):
-                depth, budget = decision.draft_len, decision.max_drafts(0)
-                if decision.draft_requests is not None:
-                    draft = policy.times.single_ms(1, 0, GAMMA, CONTEXT) - policy.times.single_ms(1, 0, 0, CONTEXT)
-                    step_ms, gain = policy.times.single_ms(requests, GAMMA, 0, CONTEXT) + draft, 0.0
-                elif depth == 0:
-                    step_ms, gain = policy.times.single_ms(requests, 0, 0, CONTEXT), 0.0
-                else:
-                    step_ms = policy.times.single_ms(requests, budget, depth, CONTEXT)
-                    gain = (
-                        policy.survivals.gains(requests)[0, budget] if decision.selection.probe_request is None else 0.0
-                    )
-                # A request that is verified in full takes nothing from the others.
-                committed = (
-                    requests + gain
-                    if decision.selection.probe_request is None or decision.draft_requests
-                    else policy._last.committed
-                )
-                lost += committed - policy._last.tokens_per_ms * step_ms
-                ms += step_ms
-            assert lost / ms / policy._last.tokens_per_ms > -1.5 * MARGIN
 
 
 def test_equal_knowledge_gives_equal_choices():

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 TOLERANCE = 0.025
 MACHINES = {"compute bound": compute_bound, "memory bound": memory_bound}
-USERS = (1, 2, 4, 8, 16, 32, 64)
+USERS = (1, 4, 16, 64)
 
 
 def switches(loop, since):
@@ -32,9 +32,9 @@ def test_it_finds_the_best_choice_at_every_concurrency(machine, acceptance):
     missed, switched = {}, {}
     for users in USERS:
         loop = simulate(machine, acceptance, users, seed=users)
-        loop.run(800)
-        missed[users] = 1 - loop.run(500) / loop.best()
-        switched[users] = switches(loop, since=800)
+        loop.run(400)
+        missed[users] = 1 - loop.run(300) / loop.best()
+        switched[users] = switches(loop, since=400)
     assert max(missed.values()) < TOLERANCE, missed
     assert max(switched.values()) <= 2, switched
 
@@ -45,8 +45,8 @@ def test_it_finds_the_best_choice_with_a_table_that_is_wrong(machine):
     missed = {}
     for users in USERS:
         loop = simulate(machine, 0.75, users, users, lambda table, users=users: wrong_by(table, 0.2, 0.25, users))
-        loop.run(2000)
-        missed[users] = 1 - loop.run(500) / loop.best()
+        loop.run(700)
+        missed[users] = 1 - loop.run(300) / loop.best()
     assert max(missed.values()) < TOLERANCE, missed
 
 
@@ -69,7 +69,7 @@ def wrong_at(table, drafts, factor):
 
 
 @pytest.mark.parametrize(("machine", "most"), [("compute bound", 0.035), ("memory bound", 0.02)])
-@pytest.mark.parametrize("users", [1, 8, 16])
+@pytest.mark.parametrize("users", [8, *(pytest.param(users, marks=pytest.mark.thorough) for users in (1, 16))])
 def test_a_cold_start_with_a_wrong_table_costs_little(machine, most, users):
     """Any one kind of step wrong by 30 %, over the first 300 steps, against a start with the right table."""
 
@@ -84,7 +84,7 @@ def test_a_cold_start_with_a_wrong_table_costs_little(machine, most, users):
     assert max(lost.values()) < most, lost
 
 
-@pytest.mark.parametrize("users", [1, 8, 64])
+@pytest.mark.parametrize("users", [1, 64])
 def test_it_follows_a_change_of_the_text(users):
     """Drafts get bad, and good again. A lone request is left undrafted before the server parks."""
     loop = simulate("compute bound", 0.95, users, seed=1)

@@ -89,14 +89,6 @@ def test_the_first_run_of_a_cell_and_outliers_do_not_count(monkeypatch):
     assert_measured(machine.measure(), machine, REQUESTS)
 
 
-def test_progress_is_told_after_every_pass(monkeypatch):
-    told = []
-    machine = Machine(monkeypatch)
-    machine.measure(progress=lambda *state: told.append(state))
-    assert [state[:2] for state in told] == [(n, MAX_PASSES) for n in range(1, MAX_PASSES + 1)]
-    assert told[-1][2] == pytest.approx(machine.now - 100.0)
-
-
 def one_pass_s(monkeypatch):
     machine = Machine(monkeypatch)
     machine.measure()
@@ -134,32 +126,12 @@ def test_a_slow_machine_leaves_large_loads_out(monkeypatch):
     )
 
 
-def test_a_load_that_was_cut_in_half_is_left_out(monkeypatch):
-    """Out of time between two contexts: the request count is dropped with what was measured of it."""
-    machine = Machine(monkeypatch)
-    until_half_of_four = 2 * sum(
-        machine.seconds(r, c, kind, d)
-        for r, c in [(1, 64), (1, 1024), (2, 64), (2, 1024), (4, 64)]
-        for d in DRAFTS
-        for kind in ("draft", "verify")
-        if d or kind == "verify"
-    )
-    table = machine.measure(limit_s=2 * until_half_of_four - 1e-6)
-    assert (4, 64) in machine.loads and (4, 1024) not in machine.loads
-    assert_measured(table, machine, [1, 2])
-
-
 def test_two_loads_are_measured_on_the_slowest_machine(monkeypatch):
     """One alone would have no slope: a batch of 64 would seem to cost what one request does."""
     machine = Machine(monkeypatch)
     table = machine.measure(limit_s=1e-6)
     assert_measured(table, machine, [1, 2])
     assert set(machine.runs.values()) == {2}  # warm-up and one sample
-
-
-def test_a_single_request_is_a_grid(monkeypatch):
-    machine = Machine(monkeypatch)
-    assert_measured(machine.measure(requests=[1], limit_s=1e-6), machine, [1])
 
 
 def test_noise_above_a_larger_load_is_lowered_to_it(monkeypatch):

@@ -47,10 +47,9 @@ def test_text_equals_the_target_alone(adapters, plain_adapters):
     """More adapters than the server holds at a time, with prompts among decode steps and all kinds of lengths."""
     bodies = with_adapters(mixed_bodies(16, seed=31))
     expected = output_ids(plain_adapters, bodies)
-    for concurrency in (1, 16):
-        with policy(adapters, "random"):
-            assert output_ids(adapters, bodies, concurrency) == expected
-    assert output_ids(adapters, bodies, 16) == expected
+    with policy(adapters, "random"):
+        assert output_ids(adapters, bodies[:4], 1) == expected[:4]
+        assert output_ids(adapters, bodies, 16) == expected
 
 
 def test_drafts_of_the_base_drafter_are_verified_by_the_adapter(adapters):

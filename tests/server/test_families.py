@@ -20,6 +20,7 @@ from sglang_dspark.draft.weights import load_draft_model
 from sglang_dspark.tools.golden import lend_target
 
 
+@pytest.mark.thorough
 def test_a_mixture_of_experts(qwen3_moe):
     assert_rounds_and_texts(qwen3_moe)
 

@@ -147,21 +147,7 @@ def test_empty_panels_say_why(dspark, page):
         assert page.run(f"({chart}, $('chart-step').textContent)") == "no decode step in five minutes"
 
 
-def test_a_line_or_mark_without_a_number_is_not_named(dspark, page):
-    page.open(dspark)
-    page.wait_for_state("live")
-    one = "{name: 'measured', style: 'one', ink: 'one-ink', of: (point) => point.of_one}"
-    two = one.replace("measured", "predicted").replace("of_one", "of_two")
-    points = "[{second: 5, of_one: 3, of_two: null}, {second: 6, of_one: 4, of_two: null}]"
-    chart = f"timeChart($('chart-step'), {{points: {points}, now: 9, lines: [{one}, {two}], format: compact}})"
-    drawn = page.run(f"({chart}, $('chart-step').innerHTML)")
-    assert "<path" in drawn and "predicted" not in drawn
-    unpredicted = "stats.recent.predicted_survival.fill(null), stats.predicted_survival.fill(null)"
-    assert page.run(f"({unpredicted}, draw(), $('legend-predicted').hidden)")
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1280, "dark")])
 def test_the_page_fits_and_follows_the_scheme(dspark, page, width, scheme):
     traffic(dspark)
     page.open(dspark, width=width, scheme=scheme)
@@ -169,15 +155,6 @@ def test_the_page_fits_and_follows_the_scheme(dspark, page, width, scheme):
     assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     red = int(page.run("getComputedStyle(document.body).backgroundColor").removeprefix("rgb(").split(",")[0])
     assert (red < 64) == (scheme == "dark")
-
-
-def test_every_panel_explains_itself(dspark, page):
-    page.open(dspark)
-    page.wait_for_state("live")
-    silent = "[...document.querySelectorAll('#tiles article, .charts h2')].filter(n => !(n.dataset.tip?.length > 40))"
-    assert page.run(f"{silent}.length") == 0
-    page.run("document.querySelector('#tiles [data-tip]').focus()")
-    assert "Tokens committed" in page.text("tip")
 
 
 def test_the_page_of_a_silent_server(dspark, page):

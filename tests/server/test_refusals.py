@@ -96,22 +96,20 @@ def test_the_server_survives_refusals(dspark):
 STATIC = ("--speculative-dspark-schedule", "static")
 DUMMY = ("--load-format", "dummy")
 
-# One process tries all of them: importing SGLang takes longer than everything else.
+# One process tries all of them: importing SGLang takes longer than everything else. More, without SGLang's own
+# resolution of flags: tests/engine/test_launch_checks.py.
 STARTUP = [
     (["--speculative-draft-model-path", ""], "--speculative-draft-model-path"),
     (["--speculative-draft-model-path", "./no-such-folder"], "no-such-folder"),
-    (["--speculative-dspark-draft-free"], "names a drafter, and --speculative-dspark-draft-free serves without"),
     (["--pp-size", "2"], "--pp-size=2"),
     (["--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size=2"),
     (["--enable-lora", "--lora-backend", "csgmv"], "--enable-lora"),
-    (["--lora-paths", "x=./x", "--lora-backend", "triton"], "--lora-paths"),
     (["--enable-lora", "--enable-lora-overlap-loading"], "--enable-lora-overlap-loading=True"),
     (["--disaggregation-mode", "prefill"], "--disaggregation-mode=prefill"),
     (["--tokenizer-worker-num", "2"], "--tokenizer-worker-num=2"),
     (["--dp-size", "2"], "--dp-size=2"),
     (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "dp-size=2"),
     (["--page-size", "8"], "--page-size=8; pass 1, 16, 32 or 64"),
-    (["--page-size", "16"], "--page-size=16 on cpu: SGLang hands out pages with CUDA kernels; pass 1"),
     (
         ["--quantization", "fp8", "--speculative-draft-model-quantization", "fp8"],
         "--speculative-draft-model-quantization=fp8",
@@ -120,24 +118,16 @@ STARTUP = [
     (["--grammar-backend", "outlines"], "--grammar-backend=outlines"),
     (["--enable-mixed-chunk"], "--enable-mixed-chunk"),
     (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype=fp8_e5m2; pass auto, bfloat16 or fp8_e4m3"),
-    (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
     (["--enable-hierarchical-cache", "--hicache-storage-backend", "file"], "--hicache-storage-backend=file"),
-    (["--attention-backend", "triton"], "--attention-backend=triton"),
-    (["--cuda-graph-backend-prefill", "full"], "--cuda-graph-backend-prefill=full"),
     (["--enable-streaming-session"], "--enable-streaming-session=True; drop the flag; sessions without streaming"),
     (["--speculative-num-steps", "3"], "--speculative-num-steps=3"),
     (["--speculative-eagle-topk", "4"], "--speculative-eagle-topk=4"),
     (["--speculative-accept-threshold-single", "0.5"], "--speculative-accept-threshold-single=0.5"),
     (["--speculative-token-map", "x"], "--speculative-token-map=x"),
-    (["--speculative-num-draft-tokens", "4"], "--speculative-num-draft-tokens=4"),
-    (["--speculative-dspark-block-size", "9"], "--speculative-dspark-block-size=9"),
     ([*STATIC, "--speculative-dspark-verify-len", "8"], "--speculative-dspark-verify-len=8"),
     (["--speculative-dspark-verify-len", "3"], "--speculative-dspark-verify-len=3"),
     (["--speculative-dspark-verify-len", "two"], "--speculative-dspark-verify-len='two'"),
     (["--speculative-dspark-schedule", "fast"], "--speculative-dspark-schedule='fast'"),
-    (["--speculative-dspark-confidence-sts-path", "./no-such.json"], "no-such.json"),
-    (["--speculative-draft-load-format", "gguf"], "--speculative-draft-load-format=gguf"),
-    (["--speculative-dspark-simulate-acceptance", "0.5"], "pass it with --load-format dummy"),
     (
         [*DUMMY, "--speculative-dspark-simulate-acceptance", ",".join(["0.5"] * 8)],
         "8 probabilities, and a block has 7",
@@ -160,8 +150,6 @@ import json, sys
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.server_args import prepare_server_args
-from sglang_dspark.engine.launch import flag_checks
-flag_checks.HOST_CACHE_DEVICES = flag_checks.PAGE_DEVICES = ("cuda",)  # which other servers of the tests do on a CPU
 base, cases = json.loads(sys.argv[1])
 for flags in cases:
     try:

@@ -10,7 +10,7 @@ from golden_server import CASES, TARGET, counting, greedy, in_background, output
 from sampled_text import ALPHA, DEPTH, HOT, PROMPT, sample
 from target_distribution import TargetDistribution, p_value
 
-NUM_SAMPLES = 1024
+NUM_SAMPLES = 512
 
 KINDS: dict[str, dict[str, float]] = {
     "temperature": {"temperature": HOT},
@@ -42,7 +42,7 @@ def test_distribution_under_a_policy_that_looks_at_the_step(dspark):
 
     The same sample is told from one of a temperature 8 % off.
     """
-    num_samples = 2 * NUM_SAMPLES
+    num_samples = 4 * NUM_SAMPLES
     with policy(dspark, "early-stop"):
         drawn = sample(dspark, KINDS["temperature"], num_samples)
     assert p_value(drawn, distribution(KINDS["temperature"], num_samples)) > ALPHA

@@ -1,13 +1,15 @@
-"""A server of random weights that accepts by chance."""
+"""A server of random weights that accepts by chance. Without a server: tests/worker/test_graph_executors.py."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 from golden_server import generate, policy
 
 from sglang_dspark.tools.launch import LaunchedServer
 
+pytestmark = pytest.mark.thorough
 PROFILE = (1.0, 0.5, 0.75, 0.0, 0.0, 0.0, 0.0)
 
 

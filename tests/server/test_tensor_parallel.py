@@ -30,8 +30,8 @@ def test_greedy_text_of_two_ranks(parallel, name):
     with policy(parallel, "off"):
         expected = output_ids(parallel, bodies)
     with policy(parallel, name):
-        golden = output_ids(parallel, [greedy(case["prompt_ids"], 64) for case in CASES[:4]])
-        assert golden == [case["output_ids"] for case in CASES[:4]]
+        golden = output_ids(parallel, [greedy(case["prompt_ids"], 64) for case in CASES[:2]])
+        assert golden == [case["output_ids"] for case in CASES[:2]]
         assert output_ids(parallel, bodies) == expected
 
 

@@ -1,53 +1,61 @@
-"""The synthetic pair of the kernel tests with a confidence head that knows everything.
+"""A synthetic pair with a confidence head that knows everything.
 
 The probability that a draft is accepted, given the token before it, is the overlap of the two distributions there. A
 head that reports exactly this reveals as much about the draft before as any head could: what a leaky rule needs.
 """
 
 import torch
-from dspark_kernels import AcceptResult, DraftBlock, RoundKeys, Windows, accept_ref, draft_block_ref
+from draft_heads import as_weights, draft_heads
+from dspark_kernels import AcceptResult, DraftBlock, RoundKeys, SamplingBatch, Windows, accept_ref, draft_block_ref
 from scipy import stats
-from token_distribution import Rule, SyntheticPair
 
 _MIN_EXPECTED = 5  # of a cell of a chi-square test; tokens that are rarer share one
 
 
 class ConfidentPair:
-    """A pair over a tiny vocabulary, sampled by one rule.
+    """A target that is a table by previous token, and the real vanilla Markov head imitating it with errors.
+
+    Distributions are flat, so that every token comes up, and the drafter is good after even tokens and bad after odd
+    ones.
 
     Attributes:
         overlap: [gamma, V] probability that draft j is accepted, by the token before it.
     """
 
-    def __init__(self, *, temperature=1.0, vocab_size=6, gamma=3):
-        self.pair = SyntheticPair(vocab_size=vocab_size, gamma=gamma, error=1.0, seed=1)
-        # Flat distributions, so that every token comes up; and a drafter that is good after even tokens and bad after
-        # odd ones.
-        self.pair.base_logits *= 0.3
-        bias = self.pair.markov.markov_w2.weight.data.T  # [previous, V]
-        errors = bias - self.pair.target_logits
+    def __init__(self, *, temperature: float = 1.0, vocab_size: int = 6, gamma: int = 3) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.gamma, self.vocab_size, self._temperature = gamma, vocab_size, temperature
+        target_logits = torch.randn(vocab_size, vocab_size, generator=generator) * 1.5
+        self._base_logits = torch.randn(gamma, vocab_size, generator=generator) * 0.12
+        errors = torch.randn(vocab_size, vocab_size, generator=generator)
         errors *= torch.tensor([0.6, 3.0])[torch.arange(vocab_size) % 2, None]
-        self.pair.target_logits *= 0.5
-        bias.copy_(self.pair.target_logits + errors)
-        self.sampling = Rule(temperature)
-        self.gamma, self.vocab_size = gamma, vocab_size
-        draft, target = self.pair.draft_distribution(self.sampling), self.pair.target_distribution(self.sampling)
-        self.overlap = torch.minimum(draft, target).sum(-1)
+        self.target_logits = target_logits * 0.5  # [previous, V]
+        bias = self.target_logits + errors
+        markov, _ = draft_heads("vanilla", vocab_size=vocab_size, hidden_size=2, block_size=gamma, rank=vocab_size)
+        markov.markov_w1.weight.data = torch.eye(vocab_size)
+        markov.markov_w2.weight.data = bias.T.contiguous()
+        self._heads = as_weights(markov, None)
+        self.target = (self.target_logits / temperature).softmax(-1)  # [previous, V]
+        draft = ((self._base_logits[:, None] + bias) / temperature).softmax(-1)
+        self.overlap = torch.minimum(draft, self.target).sum(-1)
 
     def draft(self, anchors: torch.Tensor, step: int) -> DraftBlock:
         """A block per request; its confidences are logits of the overlap."""
         bs = len(anchors)
         block = draft_block_ref(
-            self.pair.base_logits.expand(bs, -1, -1),
+            self._base_logits.expand(bs, -1, -1),
             torch.zeros(bs, self.gamma, 2),
             anchors,
-            self.pair.heads,
-            self.sampling.rows(bs),
+            self._heads,
+            self._rows(bs),
             self.keys(bs, step),
         )
         before = torch.cat([anchors[:, None], block.tokens[:, :-1]], dim=1)
         confidence = self.overlap[torch.arange(self.gamma), before]
         return DraftBlock(block.tokens, block.probs, torch.logit(confidence, eps=1e-6))
+
+    def _rows(self, bs: int) -> SamplingBatch:
+        return SamplingBatch.from_lists(*([value] * bs for value in (self._temperature, -1, 1.0, 0.0, None)))
 
     def keys(self, bs: int, step: int) -> RoundKeys:
         return RoundKeys(11, step, torch.arange(bs), torch.zeros(bs, dtype=torch.int64))
@@ -55,9 +63,9 @@ class ConfidentPair:
     def accept(self, anchors: torch.Tensor, block: DraftBlock, lens: torch.Tensor, step: int) -> AcceptResult:
         """Verify the first ``lens`` drafts."""
         chain = torch.cat([anchors[:, None], block.tokens], dim=1)
-        logits = self.pair.target_logits[chain[torch.arange(chain.shape[1]) <= lens[:, None]]]
+        logits = self.target_logits[chain[torch.arange(chain.shape[1]) <= lens[:, None]]]
         indptr = torch.nn.functional.pad((lens + 1).cumsum(0), (1, 0))
-        rows, keys = self.sampling.rows(len(lens)), self.keys(len(lens), step)
+        rows, keys = self._rows(len(lens)), self.keys(len(lens), step)
         return accept_ref(block, Windows(lens, indptr), logits, keys.positions, rows, keys)
 
     def distribution_p_value(self, anchors: torch.Tensor, out_tokens: torch.Tensor) -> float:
@@ -65,7 +73,7 @@ class ConfidentPair:
 
         One cell per slot, token before and token: what a scheduler favours differs between tokens.
         """
-        target = self.pair.target_distribution(self.sampling).double()
+        target = self.target.double()
         chain = torch.cat([anchors[:, None], out_tokens], dim=1)
         statistic, freedom = 0.0, 0
         for before, tokens in zip(chain.T, out_tokens.T, strict=False):

@@ -13,7 +13,6 @@ class FakeEngine:
 
     def __init__(self):
         self.bodies, self.running, self.most_running, self.flushes = [], 0, 0, 0
-        self.break_off = False
 
     async def complete(self, request):
         body = await request.json()
@@ -29,9 +28,8 @@ class FakeEngine:
         for event in self._events(request.path, words):
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             await asyncio.sleep(0.002)
-        if not self.break_off:
-            usage = {"completion_tokens": len(words) + 1, "prompt_tokens": len(text)}
-            await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
+        usage = {"completion_tokens": len(words) + 1, "prompt_tokens": len(text)}
+        await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         self.running -= 1
         return response

@@ -100,13 +100,19 @@ def expected(loop):
     return [case.output_ids[:NUM_TOKENS] for case in loop.golden.cases[:3]]
 
 
-@pytest.mark.parametrize("slots", [[4], [1, 2, 3, 8]], ids=["padded", "fitting"])
 @pytest.mark.parametrize(
-    "options",
-    [{"schedule": "off"}, {"schedule": "static"}, {"schedule": "static", "verify_len": 2}, {}],
+    ("options", "slots"),
+    [
+        ({"schedule": "off"}, [1, 2, 3, 8]),
+        ({"schedule": "static"}, [4]),
+        ({"schedule": "static", "verify_len": 2}, [1, 2, 3, 8]),
+        ({}, [4]),
+    ],
     ids=["off", "static", "static-2", "auto"],
 )
 def test_greedy_text_of_replayed_steps(monkeypatch, options, slots):
+    """Where slots fit, and where some are padding; graphs plan as well."""
+    monkeypatch.setattr(graphs, "build_plan", None)
     loop = GraphLoop(monkeypatch, slots, **options)
     assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
     assert all(loop.replayed)
@@ -138,16 +144,6 @@ def test_an_outcome_that_nobody_relays_stays_as_it_is(monkeypatch):
     for outcome, before in zip(loop.outcomes, loop.copies, strict=True):
         assert torch.equal(outcome.bonus_tokens, before.bonus_tokens)
         assert torch.equal(outcome.new_seq_lens, before.new_seq_lens)
-
-
-@pytest.mark.parametrize("options", [{"schedule": "off"}, {"schedule": "static", "verify_len": 2}, {}], ids=str)
-def test_no_plan_of_a_greedy_step_is_launched(monkeypatch, options):
-    def launched(*args):
-        raise AssertionError("a graph should have planned")
-
-    monkeypatch.setattr(graphs, "build_plan", launched)
-    loop = GraphLoop(monkeypatch, [1, 2, 4], **options)
-    assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
 
 
 @pytest.mark.parametrize(
@@ -236,13 +232,14 @@ def test_what_calibration_has_learned_reaches_replayed_steps(monkeypatch):
         torch.testing.assert_close(survival, torch.full((3, 7), conditional).cumprod(1))
 
 
-def test_simulated_acceptance_is_replayed_with_new_noise(monkeypatch):
+def test_simulated_acceptance_has_new_noise_in_every_step(monkeypatch):
+    """Launched and replayed."""
     torch.manual_seed(0)
-    loop = GraphLoop(monkeypatch, [4], schedule="static")
-    loop.eager.profile = torch.tensor([1.0, 0.5, *[0.0] * 5], dtype=torch.float64)
-    loop.serve(prompts_of(loop), NUM_TOKENS)
+    for loop in (StageLoop(schedule="static"), GraphLoop(monkeypatch, [4], schedule="static")):
+        loop.eager.profile = torch.tensor([1.0, 0.5, *[0.0] * 5], dtype=torch.float64)
+        loop.serve(prompts_of(loop), NUM_TOKENS)
+        assert {accepted for trace in loop.traces for *_, accepted in trace} == {1, 2}
     assert all(loop.replayed)
-    assert {accepted for trace in loop.traces for *_, accepted in trace} == {1, 2}
 
 
 def test_every_switch_of_a_drafter_is_replayed(monkeypatch, tmp_path):
