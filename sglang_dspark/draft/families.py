@@ -42,7 +42,7 @@ class Family:
 
 _NO_WINDOW = "a `sliding_window` has no effect, as in SGLang without DSPARK"
 _TEXT = "text; images answer HTTP 400"
-_TESTS_ALONE = "refused on a GPU until captured steps know it, and on a CPU, where only tests serve it"
+_TESTS_ALONE = "not yet run on a GPU; refused on a CPU, where only tests serve it"
 
 FAMILIES: tuple[Family, ...] = (
     Family("LlamaForCausalLM", "Llama 2 and 3, SmolLM2"),

@@ -60,11 +60,6 @@ REFUSED = [
     ),
     (
         "recurrent layers",
-        {"target": HYBRID},
-        "--model-path: .*Qwen3_5ForCausalLM is not served .* on cuda: .*captured steps.* DFLASH .*-engine builtin",
-    ),
-    (
-        "recurrent layers",
         {"target": HYBRID, "device": "cpu"},
         "--model-path: .*Qwen3_5ForCausalLM is not served with DSPARK on cpu: .*no kernels.* DFLASH .*-engine builtin",
     ),
@@ -174,15 +169,14 @@ REFUSED = [
             ("--tp-size=2", {"tp_size": 2}),
         )
     ),
-    (
-        "flags beside recurrent layers",
-        {"target": HYBRID, "states": "extra_buffer_lazy"},
-        "--mamba-radix-cache-strategy=extra_buffer_lazy: .*; pass no_buffer and --disable-overlap-schedule",
-    ),
-    (
-        "flags beside recurrent layers",
-        {"target": HYBRID, "overlap": True},
-        "overlap scheduling beside a target with recurrent layers; pass --disable-overlap-schedule",
+    *(
+        ("flags beside recurrent layers", {"target": HYBRID, "hybrid": given}, f"{flag} beside a target .*; {remedy}")
+        for flag, given, remedy in (
+            ("-strategy=extra_buffer_lazy", {"mamba_radix_cache_strategy": "extra_buffer_lazy"}, "pass extra_buffer"),
+            ("--linear-attn-prefill-backend=cutedsl", {"linear_attn_prefill_backend": "cutedsl"}, "pass triton"),
+            ("--linear-attn-prefill-backend=flashinfer", {"linear_attn_backend": "flashinfer"}, "pass triton"),
+            ("--mamba-track-interval=15", {"mamba_track_interval": 15}, "pass 16 or more"),
+        )
     ),
     (
         "pages",
@@ -208,7 +202,9 @@ SERVED = [
     {"lora_paths": [], "lora_backend": "ascend"},
     {"enable_hierarchical_cache": True},
     {"page_size": 64},
-    {"tp_size": 2, "overlap": True, "states": "auto"},
+    {"tp_size": 2, "hybrid": {"mamba_radix_cache_strategy": "extra_buffer_lazy"}},
+    {"target": HYBRID, "hybrid": {"mamba_track_interval": 16}},
+    {"target": HYBRID, "hybrid": {"mamba_radix_cache_strategy": "no_buffer", "linear_attn_prefill_backend": "triton"}},
     {"options": FREE | {"block_size": 127}},
     {"target": {"context_len": 4088, **text(rope_parameters=LONGROPE)}},
 ]
@@ -245,10 +241,6 @@ def test_every_check_is_tested():
     names = [check.name for check in CHECKS]
     assert {row[0] for row in REFUSED} | set(ELSEWHERE) == set(names)
     assert len(set(names)) == len(names)
-
-
-def test_states_without_snapshots_pass():
-    assert found_by("flags beside recurrent layers", start(target=HYBRID, states="no_buffer")) is None
 
 
 def test_backends_with_sinks_are_served():

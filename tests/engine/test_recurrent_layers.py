@@ -4,14 +4,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from dspark_kernels import StateRows, causal_conv_rows
+from dspark_kernels import StateRows, causal_conv_rows, kernels_anywhere
+from recorded_graph import RecordedGraph
 
-from sglang_dspark.engine.forward.recurrent_layers import RecurrentBackend
+from sglang_dspark.engine.forward import recurrent_layers
+from sglang_dspark.engine.forward.recurrent_layers import CapturedStates, RecurrentBackend
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, WIDTH, LAYERS = 2, 4, 5, 3, 4, 2
 KEYS, VALUES = KEY_HEADS * KEY_DIM, VALUE_HEADS * VALUE_DIM
-CHANNELS, SLOTS, REQUESTS, LENGTH = 2 * KEYS + VALUES, 9, 3, 40
+CHANNELS, SLOTS, REQUESTS, LENGTH = 2 * KEYS + VALUES, 14, 3, 40
 OF_REQUEST = torch.tensor([0, 4, 8, 2])  # slot by row of SGLang's table
+TRACKS = torch.tensor([[0, 0], [5, 9], [1, 13], [12, 7]])  # likewise, two slots in turns
+MOST_ROWS, INTERVAL = 6, 13  # of a request in a step; tokens between two states that are kept
+WIDTHS = (CHANNELS, VALUE_HEADS, VALUE_HEADS)
 VERIFY = SimpleNamespace(is_target_verify=lambda: True)
 
 
@@ -51,45 +56,127 @@ def layers():
 def inputs_of(seed):
     """Return the inputs of every request's tokens to each layer, [layers, requests, tokens, ...]."""
     draw = torch.Generator().manual_seed(seed)
-    shape = (LAYERS, REQUESTS, LENGTH)
-    return [torch.randn(*shape, width, generator=draw) for width in (CHANNELS, VALUE_HEADS, VALUE_HEADS)]
+    return [torch.randn(LAYERS, REQUESTS, LENGTH, width, generator=draw) for width in WIDTHS]
 
 
-def verify(backend, parts, rows, sizes):
-    """Run one verification; ``parts`` are the rows' inputs, [layers, N, ...]. Return [layers, N, ...]."""
-    indptr = torch.tensor([0, *sizes]).cumsum(0)
-    batch = SimpleNamespace(
-        forward_mode=VERIFY, req_pool_indices=torch.tensor(rows), spec_info=SimpleNamespace(indptr=indptr)
-    )
-    backend.init_forward_metadata(batch)
-    mixed, a, b = parts
-    return torch.stack(
-        [backend.forward_extend(layer, batch, mixed[i], a[i], b[i])[0] for i, layer in enumerate(layers())]
-    )
+class Steps:
+    """Steps of requests, launched one by one; those of subclasses are replayed.
+
+    Attributes:
+        cache: states and windows.
+        track_slots: [rows of SGLang's table], where the next state goes.
+    """
+
+    def __init__(self, dtype, interval=None):
+        kept, self.layers = pool(0, dtype), layers()
+        self.cache, self.track_slots = kept.mamba_pool.mamba_cache, TRACKS[:, 0].clone()
+        self.backend = RecurrentBackend(SimpleNamespace(req_to_token_pool=kept), torch.float32, interval)
+
+    def batch(self, requests, seq_lens, indptr, num_rows):
+        return SimpleNamespace(
+            forward_mode=VERIFY,
+            input_ids=torch.zeros(num_rows, dtype=torch.int64),
+            req_pool_indices=requests,
+            seq_lens=seq_lens,
+            mamba_track_indices=self.track_slots[requests],
+            spec_info=SimpleNamespace(indptr=indptr),
+        )
+
+    def forward(self, batch, parts):
+        """Return [layers, N, ...] of rows with inputs ``parts``, [layers, N, ...] each."""
+        mixed, a, b = parts
+        outputs = [
+            self.backend.forward_extend(layer, batch, mixed[i], a[i], b[i])[0] for i, layer in enumerate(self.layers)
+        ]
+        return torch.stack(outputs)
+
+    def verify(self, parts, requests, sizes, seq_lens):
+        """Verify so many rows of these requests; return [layers, N, ...] and what advances the states."""
+        indptr = torch.tensor([0, *sizes]).cumsum(0)
+        batch = self.batch(torch.tensor(requests), torch.tensor(seq_lens), indptr, sum(sizes))
+        self.backend.init_forward_metadata(batch)
+        return self.forward(batch, parts), batch.spec_info.verified
+
+    def run(self, parts, requests, sizes, seq_lens, lengths):
+        """Verify, and advance by ``lengths`` rows."""
+        outputs, advance = self.verify(parts, requests, sizes, seq_lens)
+        advance(torch.tensor(lengths))
+        return outputs
+
+
+class SplitSteps(Steps):
+    """Replays the smallest verification that has room for a step, and launches what advances the states."""
+
+    fused = False
+
+    def __init__(self, dtype, interval=None, monkeypatch=None):
+        super().__init__(dtype, interval)
+        monkeypatch.setattr(recurrent_layers, "prepare_mamba_track_for_verify", self.track)
+        sizes = [(requests, requests * MOST_ROWS + 2) for requests in (1, 2, 4)]
+        self.states = CapturedStates(self.backend, *sizes[-1])
+        self.graphs = [self.captured(*size) for size in sizes]
+
+    def track(self, batch):
+        batch.mamba_track_indices = self.track_slots[batch.req_pool_indices]
+
+    def captured(self, slots, num_rows):
+        """Return a graph, and the buffers that it reads."""
+        requests, seq_lens, lengths, indptr = (torch.zeros(slots + i, dtype=torch.int64) for i in (0, 0, 0, 1))
+        parts = [torch.full((LAYERS, num_rows, width), torch.nan) for width in WIDTHS]
+        batch = self.batch(requests, seq_lens, indptr, num_rows)
+
+        def run():
+            self.states.prepare(batch)
+            outputs = self.forward(batch, parts)
+            if self.fused:
+                batch.spec_info.verified(lengths)
+            return outputs, batch.spec_info.verified
+
+        return RecordedGraph(run), (requests, seq_lens, lengths, indptr, parts)
+
+    def run(self, parts, requests, sizes, seq_lens, lengths):
+        graph, buffers = next(found for found in self.graphs if len(found[1][0]) >= len(requests))
+        bs, num_rows = len(requests), sum(sizes)
+        *of_requests, indptr, inputs = buffers
+        for buffer, values in zip(of_requests, (requests, seq_lens, lengths), strict=True):
+            buffer[:bs] = torch.tensor(values)
+        indptr[1 : bs + 1] = torch.tensor(sizes).cumsum(0)
+        indptr[bs + 1 :] = num_rows
+        for buffer, part in zip(inputs, parts, strict=True):
+            buffer[:, :num_rows] = part
+        self.states.stage(SimpleNamespace(req_pool_indices=torch.tensor(requests)))
+        outputs, advance = graph.replay()
+        if not self.fused:
+            advance(torch.tensor(lengths))
+        return outputs[:, :num_rows].clone()
+
+
+class FusedSteps(SplitSteps):
+    """Replays verification and commit as one graph."""
+
+    fused = True
 
 
 def plainly(dtype):
-    """Outputs [layers, requests, tokens, ...], states and windows of one token after the other."""
-    kept = pool(0, dtype)
-    backend, outputs, inputs = RecurrentBackend(SimpleNamespace(req_to_token_pool=kept)), [], inputs_of(5)
+    """Outputs [layers, requests, tokens, ...] of one token after the other, and states and windows before each."""
+    steps, outputs, inputs, after = Steps(dtype), [], inputs_of(5), []
     for token in range(LENGTH):
-        outputs.append(verify(backend, [part[:, :, token] for part in inputs], [1, 2, 3], [1] * REQUESTS))
-        backend.advance(torch.ones(REQUESTS, dtype=torch.int64))
-    return torch.stack(outputs, dim=2), kept.mamba_pool.mamba_cache
+        after.append((steps.cache.temporal.clone(), steps.cache.conv[0].clone()))
+        parts = [part[:, :, token] for part in inputs]
+        outputs.append(steps.run(parts, [1, 2, 3], [1] * REQUESTS, [token] * REQUESTS, [1] * REQUESTS))
+    return torch.stack(outputs, dim=2), [*after, (steps.cache.temporal, steps.cache.conv[0])]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_states_and_windows_after_rejected_drafts(dtype):
-    """Bit for bit: every row is computed by itself, so that it does not matter what was verified beside it."""
-    expected, cache = plainly(dtype)
-    kept, inputs, wrong = pool(0, dtype), inputs_of(5), inputs_of(6)
-    backend = RecurrentBackend(SimpleNamespace(req_to_token_pool=kept))
+def check(steps, dtype):
+    """Serve the requests with drafts, most of them wrong, and compare every output and state, bit for bit."""
+    expected, after = plainly(dtype)
+    inputs, wrong = inputs_of(5), inputs_of(6)
     draw = torch.Generator().manual_seed(2)
-    done = [0] * REQUESTS
+    done, tracked = [0] * REQUESTS, 0
     while min(done) < LENGTH:
         # Requests that are through leave the batch, and the others change their places.
         running = [i for i in torch.randperm(REQUESTS, generator=draw).tolist() if done[i] < LENGTH]
-        sizes = [int(torch.randint(1, 7, (), generator=draw)) for _ in running]
+        sizes = [int(torch.randint(1, MOST_ROWS + 1, (), generator=draw)) for _ in running]
         accepted = [int(torch.randint(1, size + 1, (), generator=draw)) for size in sizes]
         right = [min(rows, LENGTH - done[i]) for i, rows in zip(running, accepted, strict=True)]
         parts = []
@@ -99,23 +186,74 @@ def test_states_and_windows_after_rejected_drafts(dtype):
                 for i, n, r in zip(running, sizes, right, strict=True)
             ]
             parts.append(torch.cat(drafted, dim=1))
-        outputs = verify(backend, parts, [i + 1 for i in running], sizes).split(sizes, dim=1)
-        for i, r, output in zip(running, right, outputs, strict=True):
+        outputs = steps.run(parts, [i + 1 for i in running], sizes, [done[i] for i in running], right)
+        for i, r, output in zip(running, right, outputs.split(sizes, dim=1), strict=True):
             assert torch.equal(output[:, :r], expected[:, i, done[i] : done[i] + r])
-            done[i] += r
-        backend.advance(torch.tensor(right))
-    after = kept.mamba_pool.mamba_cache
-    assert torch.equal(after.temporal, cache.temporal)
-    assert torch.equal(after.conv[0], cache.conv[0])
+            before, done[i] = done[i], done[i] + r
+            tracked += found_tracked(steps, i + 1, before, done[i], after)
+    for i, found in enumerate((steps.cache.temporal, steps.cache.conv[0])):
+        assert torch.equal(found[:, OF_REQUEST], after[LENGTH][i][:, OF_REQUEST])
+    return tracked
+
+
+def found_tracked(steps, request, before, now, after):
+    """Compare what a request's second slot got, and take turns as SGLang does; whether it was to get anything."""
+    interval, slot = steps.backend.track_interval, int(steps.track_slots[request])
+    kept = now // interval * interval if interval else 0
+    if kept <= before:
+        return False
+    for found, expected in zip((steps.cache.temporal, steps.cache.conv[0]), after[kept], strict=True):
+        assert torch.equal(found[:, slot], expected[:, OF_REQUEST[request]])
+    steps.track_slots[request] = TRACKS[request].sum() - slot
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_states_and_windows_after_rejected_drafts(dtype):
+    """Bit for bit: every row is computed by itself, so that it does not matter what was verified beside it."""
+    assert not check(Steps(dtype), dtype)
+
+
+def test_states_of_the_radix_cache():
+    """Each request leaves one at every multiple of the interval, from the middle of a step."""
+    assert check(Steps(torch.float32, INTERVAL), torch.float32) == REQUESTS * (LENGTH // INTERVAL)
+
+
+def test_nothing_else_is_written():
+    """Neither states of others nor those of the padding."""
+    steps = Steps(torch.float32, INTERVAL)
+    check(steps, torch.float32)
+    others = [slot for slot in range(SLOTS) if slot not in (*OF_REQUEST.tolist()[1:], *TRACKS[1:].flatten().tolist())]
+    before = pool(0, torch.float32).mamba_pool.mamba_cache
+    assert torch.equal(steps.cache.temporal[:, others], before.temporal[:, others])
+    assert torch.equal(steps.cache.conv[0][:, others], before.conv[0][:, others])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [SplitSteps, FusedSteps])
+def test_captured_steps(monkeypatch, steps):
+    """Of several sizes in turns, each with tensors of its own, and rows of padding that hold NaN."""
+    with kernels_anywhere():
+        made = steps(torch.float32, INTERVAL, monkeypatch)
+        assert check(made, torch.float32) == REQUESTS * (LENGTH // INTERVAL)
 
 
 def test_a_verification_leaves_states_and_windows_alone():
-    kept = pool(0, torch.float32)
-    backend = RecurrentBackend(SimpleNamespace(req_to_token_pool=kept))
-    verify(backend, [part[:, :2].flatten(1, 2)[:, :9] for part in inputs_of(5)], [3, 1], [5, 4])
+    steps = Steps(torch.float32)
+    steps.verify([part[:, :2].flatten(1, 2)[:, :9] for part in inputs_of(5)], [3, 1], [5, 4], [7, 7])
     before = pool(0, torch.float32).mamba_pool.mamba_cache
-    assert torch.equal(kept.mamba_pool.mamba_cache.temporal, before.temporal)
-    assert torch.equal(kept.mamba_pool.mamba_cache.conv[0], before.conv[0])
+    assert torch.equal(steps.cache.temporal, before.temporal)
+    assert torch.equal(steps.cache.conv[0], before.conv[0])
+
+
+def test_rows_of_dummy_forwards():
+    """SGLang tunes experts by forwards of its own, with as many rows for every request."""
+    steps, parts = Steps(torch.float32), [part[:, :2, :3].flatten(1, 2) for part in inputs_of(5)]
+    batch = steps.batch(torch.tensor([3, 1]), None, None, 6)
+    batch.mamba_track_indices, batch.spec_info = None, SimpleNamespace(draft_token_num=3)
+    steps.backend.init_forward_metadata(batch)
+    expected, _ = steps.verify(parts, [3, 1], [3, 3], [7, 7])
+    assert torch.equal(steps.forward(batch, parts), expected)
 
 
 def test_the_convolution_is_that_of_the_whole_text():
@@ -137,7 +275,7 @@ def test_prompts_are_sglangs():
         forward_extend=lambda **given: given["mixed_qkv"],
         mamba_chunk_size=64,
     )
-    backend = RecurrentBackend(stock)
+    backend = RecurrentBackend(stock, torch.float32)
     prompt = SimpleNamespace(forward_mode=SimpleNamespace(is_target_verify=lambda: False))
     backend.init_forward_metadata(prompt)
     assert asked == [prompt]

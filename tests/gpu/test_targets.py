@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,3 +123,25 @@ def test_text_of_a_target_that_reads_images(architecture, tmp_path):
     # In 16 bits experts that stand close may be chosen otherwise, for all four of a prompt.
     same = sum(ours == theirs for ours, theirs in zip(found, expected, strict=True))
     assert same >= (0.6 * len(bodies) if TINY[architecture].chosen else len(bodies) - 1)
+
+
+def test_text_of_a_target_with_recurrent_layers(monkeypatch, tmp_path):
+    """Steps overlap and are replayed, and turns begin at states from the middle of texts."""
+    name = "Qwen3_5ForCausalLM"
+    heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # SGLang's kernels know no tiny ones
+    monkeypatch.setitem(TINY, name, replace(TINY[name], config={**TINY[name].config, **heads}))
+    target, drafter = written_target(name, tmp_path / "target"), random_drafter(tmp_path / "draft", "tiny")
+    flags = (*CUDA_FLAGS, "--dtype", "bfloat16", "--tokenizer-path", str(TARGET), "--mamba-track-interval", "64")
+    bodies = [endless(prompt * 2, 60) for prompt in PROMPTS] * 3
+    with LaunchedServer(target, *flags, *dspark_flags(drafter), env=ENV) as server:
+        found = {}
+        for policy_name in ("off", "static"):
+            server.flush_cache()
+            with policy(server, policy_name):
+                texts = output_ids(server, bodies, 3)
+                turns = [endless([*body["input_ids"], *text], ALIKE) for body, text in zip(bodies, texts, strict=True)]
+                found[policy_name] = texts, generate(server, turns, 3)
+        assert_pool_is_whole(server)
+    same = [ours[:ALIKE] == theirs[:ALIKE] for ours, theirs in zip(found["static"][0], found["off"][0], strict=True)]
+    assert sum(same) >= 0.75 * len(same)
+    assert max(answer["meta_info"]["cached_tokens"] for answer in found["static"][1]) >= 128

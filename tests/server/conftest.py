@@ -30,10 +30,16 @@ STATIC = ("--speculative-dspark-schedule", "static")
 DRAFT_FREE = (*PLUGIN, "--speculative-dspark-draft-free")
 # A pool that cannot hold the running requests, and a context that they grow out of.
 TIGHT = ("--context-length", "128", "--max-total-tokens", "600", "--schedule-conservativeness", "0.01")
-STATES = (
-    *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule", "--max-mamba-cache-size", "40"),
-    *("--context-length", "256", "--max-total-tokens", "450", "--schedule-conservativeness", "0.01"),
+LAST_STATES = (
+    "--mamba-radix-cache-strategy",
+    "no_buffer",
+    "--disable-overlap-schedule",
+    "--max-mamba-cache-size",
+    "40",
 )
+# Of texts, the radix cache gets states from their middle, and steps overlap.
+MIDDLE_STATES = ("--mamba-track-interval", "64", "--max-mamba-cache-size", "80", "--context-length", "256")
+CROWDED = ("--context-length", "256", "--max-total-tokens", "450", "--schedule-conservativeness", "0.01")
 PARSERS = ("--tool-call-parser", "qwen25", "--reasoning-parser", "deepseek-r1")
 LORA = "csgmv" if ON_GPU else "torch_native"
 # Step times of two ranks that share two cores take a minute to measure for 16 requests and seven drafts.
@@ -135,10 +141,12 @@ SERVERS: dict[str, Recipe] = {
     "qwen2_5_vl": _tiny("Qwen2_5_VLForConditionalGeneration", "--max-running-requests", "4", env=emulated_graphs()),
     # Layers that keep recurrent states, in a pool that cannot hold all requests.
     "plain_hybrid": Recipe(
-        lambda folder: ("--tokenizer-path", str(TARGET), *STATES),
+        lambda folder: ("--tokenizer-path", str(TARGET), *LAST_STATES, *CROWDED),
         model=lambda folder: written_target("Qwen3_5ForCausalLM", folder / "target"),
     ),
-    "hybrid": _tiny("Qwen3_5ForCausalLM", *STATES),
+    "hybrid": _tiny("Qwen3_5ForCausalLM", *LAST_STATES, *CROWDED),
+    "hybrid_overlap": _tiny("Qwen3_5ForCausalLM", *MIDDLE_STATES, *CROWDED),
+    "hybrid_graphs": _tiny("Qwen3_5ForCausalLM", *MIDDLE_STATES, "--max-running-requests", "4", env=emulated_graphs()),
     "smollm2": Recipe(
         lambda folder: (*dspark_flags(BUNDLED), *STATIC),
         model=lambda folder: smollm2.build(Path.home() / ".cache" / "sglang-dspark" / "smollm2-135m-instruct"),

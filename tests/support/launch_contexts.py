@@ -24,6 +24,7 @@ ARGS = {
     "enable_int8_mamba_checkpoint": False,
     "enable_linear_replayssm": False,
     "enable_linear_replayssm_spec": False,
+    "enable_mamba_cache_stochastic_rounding": False,
     "enable_lora": None,
     "lora_paths": None,
     "lora_backend": "csgmv",
@@ -38,11 +39,15 @@ TARGET = {
     "quantization": None,
     "has_attention_sinks": False,
 }
+HYBRID = {
+    "linear_attn_backend": "triton",
+    "linear_attn_prefill_backend": None,
+    "mamba_radix_cache_strategy": "extra_buffer",
+    "mamba_track_interval": 256,
+}
 
 
-def launch_context(
-    *, drafter=None, target=(), options=(), prefill="fa3", decode="fa3", states="no_buffer", overlap=False, **args
-):
+def launch_context(*, drafter=None, target=(), options=(), prefill="fa3", decode="fa3", hybrid=(), **args):
     """A start with these arguments of SGLang, where they are not the defaults."""
     context = LaunchContext(
         SimpleNamespace(**ARGS | args), DSparkServer(DSparkConfig(**dict(options)), drafter, dummy_draft=False)
@@ -53,8 +58,7 @@ def launch_context(
     vars(context)["resolved"] = SimpleNamespace(
         prefill_attention_backend=prefill,
         decode_attention_backend=decode,
-        mamba_radix_cache_strategy=states,
-        disable_overlap_schedule=not overlap,
+        **HYBRID | dict(hybrid),
     )
     return context
 

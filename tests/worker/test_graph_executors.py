@@ -32,6 +32,7 @@ class GraphLoop(StageLoop):
     Attributes:
         replayed: whether each step was.
         outcomes, copies: of each step, and what they were when it ended.
+        advanced: by how many rows states were advanced, of each step.
         limits: what requests ask for.
         keeps_logits: whether somebody reads the logits of its steps.
     """
@@ -41,7 +42,7 @@ class GraphLoop(StageLoop):
     def __init__(self, monkeypatch, slots, limits=None, relay=None, **options):
         super().__init__(make_table(lambda r, d, c: 10 + d * r, lambda r, d, c: 1 + 0 * r, gamma=7), **options)
         self._slots, self._patch, self.limits, self.relay = slots, monkeypatch, limits, relay
-        self.replayed, self.outcomes, self.copies = [], [], []
+        self.replayed, self.outcomes, self.copies, self.advanced = [], [], [], []
         choose = self.schedule.choose
         self.schedule.choose = lambda ids, context, _, copied: choose(ids, context, self.limits, copied)
         self.executors = None
@@ -65,22 +66,25 @@ class GraphLoop(StageLoop):
         def capturing(runner):
             yield Emulated
 
-        def static_verify(runner, step, plan, logits, adapters):
+        def static_verify(runner, step, plan, logits, *_):
             captured = torch.zeros(len(plan.input_ids), self.drafter.model.fc.weight.shape[1])
             kept = torch.zeros(len(plan.input_ids), self.num_tokens) if logits is None else logits
 
             def run():
                 if int(plan.indptr[-1]) == 0:  # captured before there is a step
-                    return TargetOutput(SimpleNamespace(next_token_logits=kept), captured)
+                    return TargetOutput(SimpleNamespace(next_token_logits=kept), captured, advance)
                 output = self._verify(step, plan)
                 found = output.logits_output.next_token_logits
                 kept.fill_(torch.nan)  # what padding is, nobody may ask
                 kept[: len(found)], captured[: len(found)] = found, output.captured
-                return TargetOutput(SimpleNamespace(next_token_logits=kept), captured)
+                return TargetOutput(SimpleNamespace(next_token_logits=kept), captured, advance)
+
+            def advance(lengths):
+                self.advanced.append(lengths.tolist())
 
             return run
 
-        runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self._table))
+        runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=self._table), attn_backend=None)
         self.num_tokens = len(self.target([1])[0][0])
         runner.model_config = SimpleNamespace(vocab_size=self.num_tokens)
         buffer = lambda runner, rows: torch.zeros(rows, runner.model_config.vocab_size)  # noqa: E731
@@ -89,6 +93,7 @@ class GraphLoop(StageLoop):
         self._patch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
         steps = CapturedSteps(self.eager, runner, self._slots, self.gamma, seed=self.noise_seed, relay=self.relay)
         steps.capture()
+        self.advanced.clear()
         return steps
 
 
@@ -264,6 +269,15 @@ def test_drafts_that_were_made_elsewhere_are_verified(monkeypatch):
     plan = executor.plan(step, DraftOutput(DraftBlock(tokens), None, [3] * 3), decision)
     rows = plan.input_ids[: int(plan.indptr[3])].view(3, 4)
     assert torch.equal(rows, torch.cat([step.anchors[:, None], tokens], dim=1))
+
+
+@pytest.mark.parametrize("keeps_logits", [False, True], ids=["fused", "split"])
+def test_recurrent_states_advance_by_what_was_accepted(monkeypatch, keeps_logits):
+    """And by the anchor; those of padding, if there is any, have no rows."""
+    loop = GraphLoop(monkeypatch, [4], schedule="static")
+    loop.keeps_logits = keeps_logits
+    assert loop.serve(prompts_of(loop), NUM_TOKENS) == expected(loop)
+    assert [lengths[:3] for lengths in loop.advanced] == [(kept.accept_lens + 1).tolist() for kept in loop.copies]
 
 
 @pytest.mark.parametrize("keeps_logits", [False, True], ids=["fused", "split"])

@@ -108,7 +108,8 @@ def gated_delta_kernel(
             state = state.to(stored.dtype).to(tl.float32)
 
 
-@triton.jit(do_not_specialize_on_alignment=_ROW_POINTERS)
+# Distances of layers depend on the rows of a step.
+@triton.jit(do_not_specialize=["a_layer", "b_layer"], do_not_specialize_on_alignment=_ROW_POINTERS)
 def commit_gated_delta_kernel(
     k_ptr,
     v_ptr,

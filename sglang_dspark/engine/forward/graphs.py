@@ -23,6 +23,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dspark.engine.compat.arguments import tokens_per_step
 from sglang_dspark.engine.forward.adapters import CapturedAdapters
+from sglang_dspark.engine.forward.recurrent_layers import CapturedStates
 from sglang_dspark.engine.forward.verify import DSparkVerifyInput
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
@@ -115,6 +116,7 @@ def static_verify(
     plan: VerifyPlan,
     logits: torch.Tensor | None,
     adapters: CapturedAdapters | None = None,
+    states: CapturedStates | None = None,
 ) -> Callable[[], TargetOutput]:
     """Return the target's forward over the rows of ``plan``, to be captured.
 
@@ -122,6 +124,7 @@ def static_verify(
         step, plan: buffers that stay where they are.
         logits: [N, V] float32, where the logits go; None leaves them where they are and as they are.
         adapters: of the server's captured steps; None where it has none.
+        states: what its captured steps share if layers of the target keep states.
 
     Returns:
         A function that returns what :func:`sglang_dspark.engine.forward.verify.run_verify` does.
@@ -167,8 +170,10 @@ def static_verify(
             real_tokens.copy_(plan.indptr[-1])
             if adapters is not None:
                 adapters.lay_out(plan)
+            if states is not None:
+                states.prepare(forward_batch)
             output = model_runner.model.forward(plan.input_ids, plan.positions, forward_batch)
-        return TargetOutput(replace(output, hidden_states=None), output.hidden_states)
+        return TargetOutput(replace(output, hidden_states=None), output.hidden_states, layout.verified)
 
     return run
 

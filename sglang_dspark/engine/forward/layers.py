@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from sglang.srt.runtime_context import get_parallel
 
 
@@ -16,3 +17,13 @@ def sliding_window(layer: Any) -> int | None:
 def kv_heads_of_rank(model_config: Any) -> int:
     """Return the K/V heads that this rank holds; with more ranks than heads, several hold the same one."""
     return int(model_config.get_num_kv_heads(get_parallel().tp_size))
+
+
+def row_bounds(forward_batch: Any) -> torch.Tensor:
+    """Return [bs + 1] int, the first row of each request of a verification.
+
+    The dummy forwards by which SGLang tunes experts verify as many rows for every request.
+    """
+    layout, rows = forward_batch.spec_info, forward_batch.input_ids
+    indptr: torch.Tensor | None = getattr(layout, "indptr", None)
+    return torch.arange(0, len(rows) + 1, layout.draft_token_num, device=rows.device) if indptr is None else indptr

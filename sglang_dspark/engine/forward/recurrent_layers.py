@@ -1,68 +1,105 @@
-"""Verify with layers that keep a recurrent state: verification reads the states, the commit advances them."""
+"""Verify with layers that keep a recurrent state, eagerly and in captured steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import logging
+from typing import Any
 
 import torch
-from dspark_kernels import (
-    DeltaGates,
-    DeltaInputs,
-    ReplayedRows,
-    StateRows,
-    causal_conv_rows,
-    commit_conv_windows,
-    commit_gated_delta,
-    gated_delta,
-)
+from dspark_kernels import StateRows
+from sglang.srt.runtime_context import get_exec, mamba_track_grid
+from sglang.srt.speculative.spec_utils import prepare_mamba_track_for_verify
 
-Parts = TypeVar("Parts", DeltaInputs, DeltaGates)
+from sglang_dspark.engine.forward.layers import row_bounds
+from sglang_dspark.engine.forward.recurrent_rows import RecordedRows, StatePools, Tracks, VerifiedRows
+from sglang_dspark.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class LayerRows:
-    """The inputs of a verification's rows to one layer, until the commit.
-
-    Attributes:
-        convolved: [N, C] inputs of its convolution.
-        delta: inputs of its recurrence.
-        gates: weights of its decay.
-    """
-
-    convolved: torch.Tensor
-    delta: DeltaInputs
-    gates: DeltaGates
+logger = logging.getLogger(__name__)
 
 
 class RecurrentBackend:
     """Encode prompts with SGLang's own backend of gated delta nets, and verify ragged rows.
 
     SGLang verifies as many rows for every request, keeps a state after each, and overwrites the windows. Here a
-    verification leaves states and windows as they are. :meth:`advance` then runs the accepted rows again.
+    verification leaves states and windows as they are, and the commit runs the accepted rows again.
 
     Args:
         prompts: SGLang's own backend, which answers whatever else SGLang asks.
+        dtype: of the target's hidden states.
+        track_interval: tokens between two states that the radix cache gets of a text; None if it gets the last one.
     """
 
     supports_packed_verify = False  # its models would hand over what the convolution is yet to be given
 
-    def __init__(self, prompts: Any) -> None:
+    def __init__(self, prompts: Any, dtype: torch.dtype, track_interval: int | None = None) -> None:
         self._prompts, self._pool = prompts, prompts.req_to_token_pool
-        self._rows: StateRows | None = None
-        self._layers: dict[int, LayerRows] = {}
+        self._dtype, self.track_interval = dtype, track_interval
+        self._recorded: RecordedRows | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._prompts, name)
 
+    @classmethod
+    def beside(cls, prompts: Any, runner: Any) -> RecurrentBackend:
+        """Return ours of the target's runner, and log what its states take."""
+        interval = int(mamba_track_grid(runner.page_size)) if get_exec().mamba.enable_mamba_extra_buffer else None
+        backend = cls(prompts, runner.dtype, interval)
+        slots = backend.pools.states.shape[1] - 1  # the first is padding
+        logger.info(
+            "DSPARK: %d slots of recurrent states of %.2f MB each, for %d requests at a time and the prefix cache",
+            slots,
+            backend.pools.nbytes / (slots + 1) / 2**20,
+            runner.max_running_requests,
+        )
+        return backend
+
+    @property
+    def pools(self) -> StatePools:
+        """Return the states of the target."""
+        cache = self._pool.mamba_pool.mamba_cache
+        return StatePools(cache.conv[0], cache.temporal)
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare a forward."""
+        """Prepare a forward; for the layers and the commit of a verification, in ``spec_info.verified``."""
         if not forward_batch.forward_mode.is_target_verify():
             self._prompts.init_forward_metadata(forward_batch)
             return
-        slots = self._pool.translate_mamba_indices(self._pool.get_mamba_indices(forward_batch.req_pool_indices))
-        self._rows, self._layers = StateRows(forward_batch.spec_info.indptr, slots), {}
+        layout, pools = forward_batch.spec_info, self.pools
+        rows = StateRows(row_bounds(forward_batch), self._slots(forward_batch.req_pool_indices))
+        recorded = self._recorded_rows(len(forward_batch.input_ids))
+        layout.verified = VerifiedRows(rows, pools, recorded, self._tracks(forward_batch))
+
+    def _slots(self, req_pool_indices: torch.Tensor) -> torch.Tensor:
+        """Return [bs] slots of the requests' states, as the device knows them."""
+        slots: torch.Tensor = self._pool.translate_mamba_indices(self._pool.get_mamba_indices(req_pool_indices))
+        return slots
+
+    def _recorded_rows(self, num_rows: int) -> RecordedRows:
+        if self._recorded is None or num_rows > self._recorded.num_rows:
+            return RecordedRows.empty(self.pools, num_rows, self._dtype)
+        return self._recorded.first(num_rows)
+
+    def hold_rows(self, num_rows: int) -> None:
+        """Have all verifications of so many rows record them in the same memory: each commit comes before the next one.
+
+        Raises:
+            ConfigError: there is not enough memory.
+        """
+        try:
+            self._recorded = RecordedRows.empty(self.pools, num_rows, self._dtype)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"what {num_rows} rows of a step bring to recurrent layers does not fit into the memory that weights "
+                f"and pools leave free; lower --max-running-requests or --mem-fraction-static ({error})"
+            ) from error
+        size_gb = self._recorded.nbytes / 2**30
+        logger.info("DSPARK: %.2f GB for what %d rows bring to recurrent layers", size_gb, num_rows)
+
+    def _tracks(self, forward_batch: Any) -> Tracks | None:
+        slots = forward_batch.mamba_track_indices
+        if self.track_interval is None or slots is None:  # SGLang's dummy forwards have none
+            return None
+        return Tracks(self._pool.translate_mamba_indices(slots), forward_batch.seq_lens, self.track_interval)
 
     def forward_extend(
         self, layer: Any, forward_batch: Any, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any
@@ -78,40 +115,44 @@ class RecurrentBackend:
             return self._prompts.forward_extend(
                 layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs
             )
-        assert self._rows is not None, "a forward is prepared first"
-        index = self._pool.mamba2_layer_index(layer.layer_id)
-        windows, states = self._windows_and_states()
-        convolved = causal_conv_rows(mixed_qkv, layer.conv_weights, layer.bias, windows[index], self._rows)
-        q, k, v = convolved.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
-        delta = DeltaInputs(k.unflatten(1, (layer.num_k_heads, -1)), v.unflatten(1, (layer.num_v_heads, -1)), a, b)
-        gates = DeltaGates(layer.A_log, layer.dt_bias)
-        self._layers[index] = LayerRows(mixed_qkv, delta, gates)
-        return gated_delta(q.unflatten(1, (layer.num_q_heads, -1)), delta, gates, states[index], self._rows)[None]
+        verified: VerifiedRows = forward_batch.spec_info.verified
+        return verified.outputs(self._pool.mamba2_layer_index(layer.layer_id), layer, mixed_qkv, a, b)[None]
 
-    def advance(self, lengths: torch.Tensor) -> None:
-        """Advance states and windows by the first rows of the verification before.
+
+class CapturedStates:
+    """Hold where the radix cache wants states of requests whose steps are replayed.
+
+    Args:
+        backend: of the target.
+        requests: slots of the largest captured step.
+        rows: of the largest captured verification.
+    """
+
+    def __init__(self, backend: RecurrentBackend, requests: int, rows: int) -> None:
+        self._backend = backend
+        self._track_slots = torch.full((requests,), -1, device=backend.pools.states.device)
+        backend.hold_rows(rows)
+
+    @classmethod
+    def of(cls, model_runner: Any, requests: int, rows: int) -> CapturedStates | None:
+        """Return those of a server; None if no layer of its target keeps a state."""
+        backend = recurrent_backend(model_runner)
+        return None if backend is None else cls(backend, requests, rows)
+
+    def prepare(self, forward_batch: Any) -> None:
+        """Find the states of the requests, as a part of a captured verification."""
+        forward_batch.mamba_track_indices = self._track_slots[: len(forward_batch.req_pool_indices)]
+        self._backend.init_forward_metadata(forward_batch)
+
+    def stage(self, batch: Any) -> None:
+        """Copy where the radix cache wants the next states of SGLang's batch, for the next replay.
 
         Args:
-            lengths: [bs] int, of each request: its anchor and the accepted drafts.
+            batch: None in a step that is measured, whose requests have padding alone for states.
         """
-        assert self._rows is not None, "a verification comes first"
-        windows, states = self._windows_and_states()
-        layers = [self._layers.pop(index) for index in range(len(states))]
-        rows = ReplayedRows(self._rows.indptr, self._rows.slots, lengths)
-        inputs, gates = _stacked([layer.delta for layer in layers]), _stacked([layer.gates for layer in layers])
-        commit_gated_delta(inputs, gates, states, rows)
-        commit_conv_windows(torch.stack([layer.convolved for layer in layers]), windows, rows)
-
-    def _windows_and_states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [layers, slots, C, W - 1] and [layers, slots, HV, V, K]."""
-        cache = self._pool.mamba_pool.mamba_cache
-        return cache.conv[0], cache.temporal
-
-
-def _stacked(parts: Sequence[Parts]) -> Parts:
-    """Return the tensors of several layers, each stacked along a dimension in front."""
-    columns = zip(*(vars(part).values() for part in parts), strict=True)
-    return type(parts[0])(*(torch.stack(column) for column in columns))
+        if self._backend.track_interval is not None and batch is not None:
+            prepare_mamba_track_for_verify(batch)
+            self._track_slots[: len(batch.mamba_track_indices)] = batch.mamba_track_indices
 
 
 def recurrent_backend(runner: Any) -> RecurrentBackend | None:

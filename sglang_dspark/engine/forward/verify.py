@@ -14,7 +14,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from sglang_dspark.engine.forward.layers import kv_heads_of_rank
-from sglang_dspark.engine.forward.recurrent_layers import recurrent_backend
+from sglang_dspark.engine.forward.recurrent_rows import VerifiedRows
 from sglang_dspark.step.state import DecodeBatch, TargetOutput, VerifyPlan
 
 
@@ -25,10 +25,12 @@ class DSparkVerifyInput(DFlashVerifyInput):
     Attributes:
         indptr: [bs + 1] int64, first row of each request; what :class:`CudaVerifyBackend` reads.
         groups: what :class:`CpuVerifyBackend` reads: the layout for layers with such a sliding window, or None.
+        verified: set by :class:`RecurrentBackend`: what advances the states of recurrent layers.
     """
 
     indptr: torch.Tensor | None = None
     groups: Callable[[int | None], list[ContextGroup]] | None = None
+    verified: VerifiedRows | None = None
 
 
 def run_verify(target_worker: Any, decode: DecodeBatch, plan: VerifyPlan) -> TargetOutput:
@@ -56,8 +58,7 @@ def run_verify(target_worker: Any, decode: DecodeBatch, plan: VerifyPlan) -> Tar
     )
     output = result.logits_output
     captured, output.hidden_states = output.hidden_states, None
-    recurrent = recurrent_backend(target_worker.model_runner)
-    return TargetOutput(output, captured, None if recurrent is None else recurrent.advance)
+    return TargetOutput(output, captured, verify_input.verified)
 
 
 def _context_groups(

@@ -12,7 +12,7 @@ from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sglang_dspark.engine.forward.layers import sliding_window
+from sglang_dspark.engine.forward.layers import row_bounds, sliding_window
 from sglang_dspark.engine.forward.recurrent_layers import RecurrentBackend
 from sglang_dspark.errors import ConfigError
 
@@ -150,16 +150,12 @@ class CudaVerifyBackend(VerifyBackend):
     def _attend(
         self, queries: Any, kv: Any, pools: Any, scale: float, forward_batch: Any, window: int | None, sinks: Any
     ) -> torch.Tensor:
-        layout = forward_batch.spec_info
-        indptr = getattr(layout, "indptr", None)
-        if indptr is None:  # the dummy forwards by which SGLang tunes experts have equal windows
-            indptr = torch.arange(0, len(queries) + 1, layout.draft_token_num, device=queries.device)
         windows = PagedWindows(
             self.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
-            indptr,
-            layout.draft_token_num,
+            row_bounds(forward_batch),
+            forward_batch.spec_info.draft_token_num,
             sliding_window=window,
         )
         return window_attention(queries, kv, pools, windows, causal=True, scale=scale, sinks=sinks)
@@ -174,7 +170,7 @@ def verify_beside_prompts(runner: Any) -> None:
     verify = (CpuVerifyBackend if torch.device(runner.device).type == "cpu" else CudaVerifyBackend)(runner)
     if isinstance(made, HybridLinearAttnBackend):
         made.full_attn_backend = PhasedBackend(runner, made.full_attn_backend, verify)
-        made.linear_attn_backend = RecurrentBackend(made.linear_attn_backend)
+        made.linear_attn_backend = RecurrentBackend.beside(made.linear_attn_backend, runner)
         made.attn_backend_list = [made.full_attn_backend, made.linear_attn_backend]
         made.needs_cpu_seq_lens = False
         made.decode_attention_backend_str = verify.decode_attention_backend_str

@@ -29,8 +29,9 @@ BESIDE_RECURRENT_LAYERS = (
     "enable_int8_mamba_checkpoint",
     "enable_linear_replayssm",
     "enable_linear_replayssm_spec",
+    "enable_mamba_cache_stochastic_rounding",
 )
-"""Flags that change where the states of recurrent layers lie, or move K/V without them."""
+"""Flags that change where the states of recurrent layers lie or what is in them, or move K/V without them."""
 DRAFT_FORMATS = (None, "auto", "safetensors", "dummy")
 
 
@@ -137,25 +138,25 @@ def beside_recurrent_layers(context: LaunchContext) -> str | None:
     """Refuse features that move K/V without the states of recurrent layers, or that are not tried with them."""
     if not context.family.recurrent:
         return None
-    args, strategy = context.args, context.resolved.mamba_radix_cache_strategy
+    args, resolved, least = context.args, context.resolved, 2 * context.server.window
     unserved = [flag_rules.flag_of(name) for name in BESIDE_RECURRENT_LAYERS if getattr(args, name)]
     if asked := _asks_for_adapters(args):
         unserved.append(asked)
     if args.tp_size > 1:
         unserved.append(f"--tp-size={args.tp_size}")
+    remedies = dict.fromkeys(unserved, "drop the flag")
+    prefill = resolved.linear_attn_prefill_backend or resolved.linear_attn_backend
+    if prefill != "triton":
+        remedies[f"--linear-attn-prefill-backend={prefill}"] = "pass triton: states of other kernels are not tried"
+    if resolved.mamba_radix_cache_strategy == "extra_buffer_lazy":
+        remedies["--mamba-radix-cache-strategy=extra_buffer_lazy"] = "pass extra_buffer"
+    # Under overlap two steps may pass before SGLang takes the state that the first of them has left.
+    if resolved.mamba_track_interval < least:
+        remedies[f"--mamba-track-interval={resolved.mamba_track_interval}"] = f"pass {least} or more"
     messages = [
-        f"DSPARK cannot run with {flag} beside a target with recurrent layers; drop the flag" for flag in unserved
+        f"DSPARK cannot run with {flag} beside a target with recurrent layers; {remedy}"
+        for flag, remedy in remedies.items()
     ]
-    if strategy.startswith("extra_buffer"):
-        messages.append(
-            f"DSPARK cannot run with --mamba-radix-cache-strategy={strategy}: steps keep no states from the middle of "
-            "a text yet; pass no_buffer and --disable-overlap-schedule"
-        )
-    elif not context.resolved.disable_overlap_schedule:
-        messages.append(
-            "DSPARK cannot run with overlap scheduling beside a target with recurrent layers; pass "
-            "--disable-overlap-schedule"
-        )
     return "\n".join(messages) or None
 
 

@@ -15,7 +15,7 @@ from sglang_dspark.draft.weights import own_tensors
 from sglang_dspark.engine.launch.context import LaunchContext
 from sglang_dspark.engine.support import DEVICES, gpu_refusal
 
-RECURRENT_DEVICES: tuple[str, ...] = ()
+RECURRENT_DEVICES: tuple[str, ...] = ("cuda",)
 """Devices on which targets with recurrent layers are served."""
 
 
@@ -39,14 +39,13 @@ def family(context: LaunchContext) -> None:
 
 
 def recurrent_layers(context: LaunchContext) -> str | None:
-    """Refuse targets with recurrent layers on devices where their states cannot be advanced."""
+    """Refuse targets with recurrent layers on devices for which SGLang has no kernels of such layers."""
     family, found = context.family, context.args.device
     if not family.recurrent or found in RECURRENT_DEVICES:
         return None
-    missing = "SGLang has no kernels for them" if found == "cpu" else "captured steps cannot advance them yet"
     return (
         f"--model-path: target architecture {family.architecture} is not served with DSPARK on {found}: its layers "
-        f"keep recurrent states, and {missing}; {HYBRIDS_INSTEAD}"
+        f"keep recurrent states, and SGLang has no kernels for them; {HYBRIDS_INSTEAD}"
     )
 
 

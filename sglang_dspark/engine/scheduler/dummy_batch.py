@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
 import torch
@@ -14,6 +14,10 @@ from sglang_dspark.engine.scheduler.draft_input import DSparkDraftInput
 _FIRST_SLOT = 1  # slot 0 is padding
 # Tokens differ from request to request: a forward whose tokens all choose the same experts looks cheaper than it is.
 _FIRST_TOKEN, _STRIDE = 11, 7919
+
+# SGLang asks each request where the radix cache wants its next state. Rows that no request has taken name slot 0 for
+# it, and for the states of their requests: padding.
+_NO_REQUEST = SimpleNamespace(rid="", lora_id=None, token_type_ids=None, kv=SimpleNamespace(mamba_next_track_idx=0))
 
 
 class DummyBatch:
@@ -60,9 +64,10 @@ class DummyBatch:
         device = self._runner.device
         lens_cpu = torch.full((self._requests,), self._context, dtype=torch.int64)
         lens = lens_cpu.to(device)
+        pool = self._runner.req_to_token_pool
         batch = ScheduleBatch(
-            reqs=[],
-            req_to_token_pool=self._runner.req_to_token_pool,
+            reqs=[_NO_REQUEST] * self._requests if getattr(pool, "enable_mamba_extra_buffer", False) else [],
+            req_to_token_pool=pool,
             model_config=self._runner.model_config,
             device=device,
             spec_algorithm=self._runner.spec_algorithm,

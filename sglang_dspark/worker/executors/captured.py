@@ -16,6 +16,7 @@ from dspark_kernels import DraftBlock, plan_staged, plan_uniform
 
 from sglang_dspark.engine.forward.adapters import CapturedAdapters
 from sglang_dspark.engine.forward.graphs import Capture, Captured, capturing, logits_buffer, static_verify
+from sglang_dspark.engine.forward.recurrent_layers import CapturedStates
 from sglang_dspark.engine.scheduler.future_map import Relay
 from sglang_dspark.step.decision import StepDecision
 from sglang_dspark.step.state import DecodeBatch, DraftOutput, StepOutcome, TargetOutput, VerifyPlan
@@ -46,6 +47,7 @@ class CapturedSteps:
         tiers: sizes that were captured.
         buffers: what the graphs read and write.
         adapters: of the target, which requests name; None on a server without them.
+        states: of the target's recurrent layers; None without such layers.
         drafts: by request slots, and whether some requests are sampled.
         plans: the part of the buffers that has the plan of a tier.
         forwards: of the target.
@@ -68,8 +70,10 @@ class CapturedSteps:
         self._fuses = fuses and not eager.agreement.needed  # ranks settle the outcome before the commit
         self.tiers = Tiers.of(request_slots, depth)
         self.buffers = StepBuffers(eager, model_runner.req_to_token_pool.req_to_token, self.tiers, depth, seed)
-        self._logits = logits_buffer(model_runner, len(self.buffers.rows.input_ids))
-        self.adapters = CapturedAdapters.of(model_runner, self.tiers.requests[-1])
+        most_requests, most_rows = self.tiers.requests[-1], len(self.buffers.rows.input_ids)
+        self._logits = logits_buffer(model_runner, most_rows)
+        self.adapters = CapturedAdapters.of(model_runner, most_requests)
+        self.states = CapturedStates.of(model_runner, most_requests, most_rows)
         self.drafts: dict[tuple[int, bool], Captured[DraftBlock]] = {}
         self.plans: dict[Tier, VerifyPlan] = {}
         self.forwards: dict[Tier, Captured[TargetOutput]] = {}
@@ -116,14 +120,14 @@ class CapturedSteps:
         slots = min(rows, self.tiers.requests[-1])  # each request has a row at least
         step = self.buffers.step(slots, sampled=False)
         plan = self.plans[rows, plain] = self.buffers.plan(slots, rows, width=1 if plain else self._depth + 1)
-        forward = static_verify(self._runner, step, plan, self._logits[:rows], self.adapters)
+        forward = static_verify(self._runner, step, plan, self._logits[:rows], self.adapters, self.states)
         self.forwards[rows, plain] = capture(forward)
         if self._fuses:
             self.fused[rows, plain] = self._capture_fused(capture, step, plan)
 
     def _capture_fused(self, capture: Capture, step: DecodeBatch, plan: VerifyPlan) -> Captured[StepOutcome]:
         eager, relay, requests, depth = self.eager, self.relay, self.buffers.requests(len(step)), plan.width - 1
-        forward = static_verify(self._runner, step, plan, None, self.adapters)
+        forward = static_verify(self._runner, step, plan, None, self.adapters, self.states)
         draft = DraftOutput(DraftBlock(self.buffers.drafts[: len(step), :depth]), None, [depth] * len(step))
 
         def run() -> StepOutcome:
@@ -134,9 +138,10 @@ class CapturedSteps:
             eager.commit(plan, accepted, target)
             if relay is not None:
                 relay.write(step.req_pool_indices, accepted)
-            # Logits and hidden states are not read, and what a graph returns keeps its memory.
+            # No part of the forward is read behind the commit, and what a graph returns keeps its memory.
             target.logits_output.next_token_logits = None
-            return StepOutcome(draft, plan, target._replace(captured=self._logits.new_empty(0)), accepted)
+            nothing = target._replace(captured=self._logits.new_empty(0), advance=None)
+            return StepOutcome(draft, plan, nothing, accepted)
 
         return capture(run)
 

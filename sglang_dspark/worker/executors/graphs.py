@@ -69,9 +69,10 @@ class GraphExecutor(EagerExecutor):
         return super().accept(step, draft, self._plan_of(len(step)), target)
 
     def _replay(self, step: DecodeBatch, graph: Captured[T]) -> T:
-        """Replay a forward of the target, with the adapters of the step."""
-        if self._captured.adapters is not None:
-            self._captured.adapters.stage(step.batch)
+        """Replay a forward of the target, with the adapters and states of the step."""
+        for staged in (self._captured.adapters, self._captured.states):
+            if staged is not None:
+                staged.stage(step.batch)
         return graph.replay()
 
     def _plan_numbers(self, step: DecodeBatch, decision: StepDecision) -> PlanNumbers | None:

@@ -99,6 +99,10 @@ def keep_recurrent_states():
     def allow(module):
         module.RECURRENT_DEVICES = ("cpu",)
 
+    def keep_states_of_texts(module):
+        module._platform_supports_mamba_cache_extra_buffer = lambda: True
+
+    patch_when_imported("sglang.srt.arg_groups.mamba_hook", keep_states_of_texts)
     # Models look for these functions when they are imported.
     patch_when_imported("sglang.srt.utils", late("recurrent_layers", "install"))
     patch_when_imported("sglang_dspark.engine.launch.model_checks", allow)

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import silu, softplus
 
 EPS = 1e-6  # of the norm of keys and queries
+CHUNK = 64  # tokens, as SGLang counts them
 
 
 def causal_conv1d_fn_cpu(
@@ -51,21 +52,26 @@ def fused_gdn_gating_cpu(A_log, a, b, dt_bias):  # noqa: N803 - a name of SGLang
 
 
 def chunk_gated_delta_rule_cpu(q, k, v, g, beta, *, initial_state, cu_seqlens, initial_state_indices, **_):
-    """Return [1, tokens, value heads, value size] of several texts in a row, and keep the state of each."""
-    out = torch.empty_like(v)
+    """Return [1, tokens, value heads, value size] of several texts in a row, and states; keep the last state of each.
+
+    Of every text, the third result has the state before each chunk: [1, chunks, value heads, value size, key size].
+    """
+    out, before_chunks = torch.empty_like(v), []
     queries, keys = (spread(part[0].float(), v.shape[2]) for part in (q, k))
     queries = queries * queries.shape[-1] ** -0.5
     for i, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
         stored = initial_state[int(initial_state_indices[i])]
         state = stored.float()
         for t in range(begin, end):
+            if (t - begin) % CHUNK == 0:
+                before_chunks.append(state)
             state = state * g[0, t].exp()[:, None, None]
             known = torch.einsum("hvk,hk->hv", state, keys[t])
             update = (v[0, t].float() - known) * beta[0, t][:, None]
             state = state + torch.einsum("hv,hk->hvk", update, keys[t])
             out[0, t] = torch.einsum("hvk,hk->hv", state, queries[t])
         stored.copy_(state)
-    return out, None, None
+    return out, None, torch.stack(before_chunks)[None]
 
 
 def spread(vectors, heads):
