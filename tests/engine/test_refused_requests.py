@@ -36,7 +36,8 @@ def checked(ids=(5,), parameters=None, request=None, architecture="LlamaForCausa
     }
     tokenized = TokenizedGenerateReqInput(**made | fields)
     hf_config = SimpleNamespace(architectures=[architecture])
-    manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=256, hf_config=hf_config))
+    model_config = SimpleNamespace(vocab_size=256, hf_config=hf_config)
+    manager = SimpleNamespace(model_config=model_config, server_args=SimpleNamespace())
     check_request(tokenized, manager, GenerateReqInput(text="a", **(request or {})), "a", ids)
     return tokenized
 

@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_dspark.config import DSparkConfig
 from sglang_dspark.engine.api.request_field import MAX_LABEL_TOKENS, settle
+from sglang_dspark.engine.launch_state import DSparkServer
 from sglang_dspark.engine.scheduler.request_options import BatchOptions, request_options
 from sglang_dspark.proposals.proposer import Proposers
 from sglang_dspark.speculation import RequestOptions
@@ -24,7 +26,8 @@ class Tokenizer:
 
 
 def manager(tokenizer=None):
-    return SimpleNamespace(tokenizer=tokenizer, server_args=SimpleNamespace(_dspark=SimpleNamespace(drafter=None)))
+    server = DSparkServer(DSparkConfig(), drafter=None, dummy_draft=False)
+    return SimpleNamespace(tokenizer=tokenizer, server_args=SimpleNamespace(_dspark=server))
 
 
 def settled(custom_params, tokenizer=None):

@@ -101,7 +101,10 @@ SERVERS: dict[str, Recipe] = {
     # SGLang's own DSPARK, by our schedule and as it comes.
     "scheduled": Recipe(lambda folder: DSPARK, env=own_worker("scheduled")),
     "scheduled_corner": Recipe(
-        lambda folder: (*DSPARK, *TIGHT, "--disable-overlap-schedule", "--chunked-prefill-size", "64"),
+        lambda folder: (
+            *(*DSPARK, "--disable-overlap-schedule", "--chunked-prefill-size", "64"),
+            *("--max-total-tokens", "600", "--schedule-conservativeness", "0.01"),
+        ),
         env=own_worker("scheduled"),
     ),
     "scheduled_parallel": Recipe(
