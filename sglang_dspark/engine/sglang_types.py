@@ -37,7 +37,9 @@ class ServerArgs(Protocol):
     enable_lora: bool | None
     tp_size: int
     mamba_radix_cache_strategy: str
-    disable_overlap_schedule: bool
+    mamba_track_interval: int
+    linear_attn_backend: str
+    linear_attn_prefill_backend: str | None
     lora_paths: Any
     lora_backend: str
     speculative_num_draft_tokens: int | None

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+from sglang.srt.managers.schedule_batch import set_mamba_track_indices_from_reqs
 
 from sglang_dspark.engine.scheduler.dummy_batch import DummyBatch
 
@@ -16,3 +17,26 @@ def test_tokens_differ_between_requests_and_places():
     assert len(tokens.unique()) == tokens.numel()
     assert 0 <= int(tokens.min()) <= int(tokens.max()) < 49_152
     assert torch.equal(tokens[:, :1], dummy.tokens(1))
+
+
+def test_its_states_are_padding():
+    """Warm-up and step times leave no trace in the states that requests will have, nor in those of the radix cache."""
+    requests = 3
+    pool = SimpleNamespace(
+        req_to_token=torch.zeros((5, 80), dtype=torch.int32),
+        enable_mamba_extra_buffer=True,
+        req_index_to_mamba_ping_pong_track_buffer_mapping=torch.zeros((5, 2), dtype=torch.int64),  # as SGLang makes it
+    )
+    runner = SimpleNamespace(
+        device="cpu",
+        model_config=SimpleNamespace(vocab_size=49_152),
+        req_to_token_pool=pool,
+        token_to_kv_pool=SimpleNamespace(size=400),
+        spec_algorithm=None,
+    )
+    with DummyBatch(SimpleNamespace(model_runner=runner), requests, context=64, window=8) as dummy:
+        batch = dummy.fresh()
+    set_mamba_track_indices_from_reqs(batch)
+    assert batch.mamba_track_indices.tolist() == [0] * requests
+    pool.enable_mamba_extra_buffer = False
+    assert dummy.fresh().reqs == []

@@ -56,6 +56,7 @@ def emulate(module):
     forms.watch()
     FOREVER.enter_context(kernels_anywhere())
     note_draft_kernels()
+    note_state_kernels()
     module.warm_up = warm_up
     captured.capturing = capturing
     torch.cuda.mem_get_info = lambda: (0, 0)
@@ -120,6 +121,27 @@ def note_draft_kernels():
     for function in (kv_inject, qk_norm_rope, silu_mul, add_norm):
         noted(function)
     block_attention.kernel, draft_block.kernel = laid_out, drafted
+
+
+def note_state_kernels():
+    """Note the launches of recurrent layers, and compute their torch forms until there is a request."""
+    import forms
+    from dspark_kernels import causal_conv_rows, commit_conv_windows, commit_gated_delta, gated_delta
+
+    def noted(function):
+        on_gpu = function.kernel
+
+        def run(*args):
+            if forms.serving():
+                return on_gpu(*args)
+            with forms.noted_only():
+                on_gpu(*args)
+            return function.reference(*args)
+
+        function.kernel = run
+
+    for function in (causal_conv_rows, commit_conv_windows, commit_gated_delta, gated_delta):
+        noted(function)
 
 
 def step_times(self):
