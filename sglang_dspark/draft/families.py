@@ -42,6 +42,7 @@ class Family:
 
 _NO_WINDOW = "a `sliding_window` has no effect, as in SGLang without DSPARK"
 _TEXT = "text; images answer HTTP 400"
+_NO_CPU = "not yet run on a GPU; a server on a CPU refuses it, only tests serve it there"
 _TESTS_ALONE = "refused on a GPU until captured steps know it, and on a CPU, where only tests serve it"
 
 FAMILIES: tuple[Family, ...] = (
@@ -63,8 +64,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "GptOssForCausalLM",
         "gpt-oss-20b, gpt-oss-120b",
-        remark="not yet run on a GPU; a server on a CPU refuses it, only tests serve it there; "
-        "`--attention-backend fa3` or `triton`; K/V in one pool",
+        remark=f"{_NO_CPU}; `--attention-backend fa3` or `triton`",
     ),
     Family(
         "Mistral3ForConditionalGeneration",
@@ -81,6 +81,12 @@ FAMILIES: tuple[Family, ...] = (
         "Qwen3-VL-30B-A3B, Qwen3-VL-235B-A22B",
         reads_images=True,
         remark=_TEXT,
+    ),
+    Family(
+        "Gemma4ForConditionalGeneration",
+        "Gemma 4 31B, 26B-A4B, E4B, E2B",
+        reads_images=True,
+        remark=f"{_TEXT}; {_NO_CPU}; `--attention-backend triton`",
     ),
     Family("Qwen3_5ForCausalLM", "Qwen3.5 to 3.8, text", recurrent=True, remark=_TESTS_ALONE),
     Family(
@@ -179,9 +185,8 @@ UNSERVED: tuple[Unserved, ...] = (
         "serve it without --speculative-algorithm",
     ),
     Unserved(
-        "Gemma4ForCausalLM Gemma4ForConditionalGeneration",
-        "layers that see a window of the context have heads of another size than its other layers, and verification "
-        "reads K/V of one layout yet",
+        "Gemma4ForCausalLM Gemma4UnifiedForConditionalGeneration",
+        "it has not been tried, and drafters for the 12B have layers of another kind",
         _DFLASH,
         own_dspark=True,
     ),

@@ -53,6 +53,7 @@ CASES = {
     "sinks beside YaRN's factor": rope(rope_type="yarn", factor=8.0, attention_factor=1.7)
     | {"sink_layers": [True, False]},
     "value scale": {"attention_value_scale": 0.4},
+    "softcap, reduced vocabulary": {"final_logit_softcapping": 0.7, "draft_vocab_size": 6},
     "value scale, biases, sinks": {
         "attention_value_scale": 2.5,
         "attention_bias": True,

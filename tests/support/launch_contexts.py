@@ -37,6 +37,7 @@ TARGET = {
     "context_len": 8192,
     "quantization": None,
     "has_attention_sinks": False,
+    "is_hybrid_swa": False,
 }
 
 

@@ -93,6 +93,7 @@ FLIPS = {
     "no biases": ("biases", {"attention_bias": False}),
     "no sinks": ("sinks", {"sink_layers": [False, False]}),
     "no value scale": ("value scale", {"attention_value_scale": 1.0}),
+    "no softcap": ("softcap", {"final_logit_softcapping": None}),
 }
 
 
